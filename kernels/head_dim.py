@@ -72,12 +72,15 @@ def store_rows(
     WIDTH: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    stride=None,
 ):
-    """The counterpart of `load_rows` for a contiguous [count, HEAD_DIM] matrix."""
+    """The counterpart of `load_rows` for a [count, HEAD_DIM] matrix, contiguous without `stride`."""
+    if stride is None:
+        stride = HEAD_DIM
     rows = tl.arange(0, BLOCK)
     columns = FIRST + tl.arange(0, WIDTH)
     mask = (start + rows < count)[:, None]
     if FIRST + WIDTH > HEAD_DIM:
         mask = mask & (columns < HEAD_DIM)[None, :]
-    ptr += tl.cast(start, tl.int64) * HEAD_DIM
-    tl.store(ptr + rows[:, None] * HEAD_DIM + columns[None, :], tile.to(ptr.dtype.element_ty), mask=mask)
+    ptr += tl.cast(start, tl.int64) * stride
+    tl.store(ptr + rows[:, None] * stride + columns[None, :], tile.to(ptr.dtype.element_ty), mask=mask)

@@ -1,4 +1,4 @@
-"""Shared by all tests: small shapes, quiet and deterministic torch, one thread (tests run side by side)."""
+"""Configuration of all tests: small shapes, quiet and deterministic torch, one thread because tests run in parallel."""
 
 import gc
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# cuBLAS refuses deterministic algorithms without a workspace of its own, and reads this when CUDA starts.
+# cuBLAS needs its own workspace for deterministic algorithms, and reads this variable when CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
@@ -22,38 +22,38 @@ from megatron.distributed.hardware import count_cores
 from megatron.utils.temporary_folder import temporary_folder
 
 if not torch.cuda.is_available():
-    # tests/kernels run in Triton's interpreter, which triton chooses when any test first imports it.
+    # tests/kernels run in Triton's interpreter, which triton selects when any test first imports it.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         import triton.language  # noqa: F401
 
-# A GPU would round the factors of float32 convolutions (PyTorch's default) to TF32's 10 bits: no judge may.
+# By default, GPUs round inputs of float32 convolutions to TF32's 10 bits. References must not be rounded.
 torch.backends.cudnn.allow_tf32 = False
 torch.backends.cuda.matmul.allow_tf32 = False
 
-# The seed of all examples is an option in pyproject.toml: `derandomize` would parse every test's source for its own.
+# pyproject.toml sets the seed of all examples: `derandomize` would parse the source of every test.
 settings.register_profile("farfield", deadline=None, max_examples=15, database=None)
 settings.load_profile("farfield")
 
-# What is started in the background ignores SIGINT and what is started by nohup ignores SIGHUP, and so would every
-# process that a test starts to interrupt it.
+# Background processes ignore SIGINT, and processes under nohup ignore SIGHUP. Tests that send these signals to their
+# own processes need the defaults.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
 
-# What needs CUDA without a GPU runs on the null device, which pytest itself is started on (make test-cuda).
+# Tests of CUDA without a GPU run only if pytest itself runs on the null device (make test-cuda).
 collect_ignore = [] if "FARFIELD_NULL_DEVICE" in os.environ else ["cuda"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """transformers asks no network, and keeps the code of exported models in a folder that no other run has seen."""
-    # Until all tests are imported (`pytest_collection_finish`): nothing of that becomes garbage, and to search it again
-    # and again takes half of the time.
+    """Keep transformers offline, and its code of exported models in a new folder."""
+    # Until all tests are imported (`pytest_collection_finish`), nothing becomes garbage, and repeated collections would
+    # take half of the time.
     gc.disable()
     folder = ExitStack()
     config.add_cleanup(folder.close)
     os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=str(folder.enter_context(temporary_folder("hf"))))
-    if (imported := sys.modules.get("transformers.dynamic_module_utils")) is not None:  # in a worker that is a fork
+    if (imported := sys.modules.get("transformers.dynamic_module_utils")) is not None:  # in a forked worker
         imported.HF_MODULES_CACHE = os.path.join(os.environ["HF_HOME"], "modules")
 
 
@@ -82,11 +82,11 @@ SLOW = tuple(
     utils/test_output.py
     """.split()  # noqa: SIM905
 )
-"""Folders and files that `make test-fast` leaves out: training processes, killed runs, interpreted kernels."""
+"""Folders and files that `make test-fast` skips: training processes, killed runs, interpreted kernels."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`make test-fast` does not import what it leaves out."""
+    """Skip these files in `make test-fast`, without importing them."""
     if config.option.markexpr != "not slow" or not collection_path.is_relative_to(TESTS):
         return None
     return True if worlds.is_in(collection_path.relative_to(TESTS).as_posix(), SLOW) else None
@@ -109,15 +109,15 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """`-n auto`: a worker for each processor, and one for the tests that wait, which `make test-fast` leaves out."""
+    """Return the workers of `-n auto`: one per processor, and one for waiting tests, which `make test-fast` skips."""
     if config.option.dist != "worksteal" or "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
-        return None  # xdist's own answer
+        return None  # xdist's default
     return count_cores() + (config.option.markexpr != "not slow")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """Workers are forks, unless there is a GPU, which no fork can use."""
+    """Use forked workers, unless there is a GPU, which a fork cannot use."""
     gc.enable()  # this process collects no tests
     if not torch.cuda.is_available():
         from forked_workers import start_servers
@@ -129,15 +129,15 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist worksteal`, with the tests that wait apart."""
-    from scheduling import WaitingTestsScheduling  # where xdist is
+    """Use `--dist worksteal` with a separate worker for waiting tests."""
+    from scheduling import WaitingTestsScheduling  # requires xdist
 
     return WaitingTestsScheduling(config, log) if config.option.dist == "worksteal" else None
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Tests that start ranks wait for their turn, before their fixtures do anything."""
+    """Make tests that start ranks wait for their turn before their fixtures run."""
     together = item.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]  # of all workers
     with worlds.turn(together) if item.get_closest_marker("ranks") else nullcontext():
         return (yield)
@@ -145,26 +145,26 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    # torch.manual_seed keeps a copy of the stack for each kind of device that is not there, 3 a test.
+    # torch.manual_seed saves a copy of the stack for each missing kind of device, three per test.
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)
 
 
-_frozen = 0  # how many modules were imported when garbage collection last left out all there was
+_frozen = 0  # number of imported modules when garbage collection last froze all objects
 
 
 @pytest.fixture(autouse=True)
 def _imports_are_not_searched() -> None:
-    """DeepSpeed collects garbage with every engine, which takes as long as there are objects: a third of a second for
-    all that is imported here, unless that is left out."""
+    """Freeze imported modules. DeepSpeed runs the garbage collector for every engine, which otherwise takes a third of
+    a second."""
     if len(sys.modules) > _frozen + 100:
         _leave_out_what_is_there()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _earlier_files_are_not_searched() -> None:
-    """Nor what the tests of other files have left."""
+    """Freeze objects left by the tests of earlier files."""
     _leave_out_what_is_there()
 
 

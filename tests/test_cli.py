@@ -1,4 +1,4 @@
-"""The command line from outside: what it prints, where, its exit codes, and what it does not import."""
+"""Command line from outside: output, streams, exit codes, and imports."""
 
 import contextlib
 import json
@@ -68,7 +68,7 @@ def deepy(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complete
 
 @pytest.fixture
 def inside(capfd, monkeypatch):
-    """The command line in this process, where everything is imported already; all but the process is the same."""
+    """Function that runs the command line in this process, where everything is imported already."""
     import deepy as program
 
     def call(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -79,7 +79,7 @@ def inside(capfd, monkeypatch):
                 patch.setenv(name, value)
             capfd.readouterr()
             with contextlib.ExitStack() as stack:
-                # rich remembers sys.stdout, which is another one in every test
+                # rich stores sys.stdout, which is another object in every test
                 stack.callback(lambda: (sys.stdout.flush(), sys.stderr.flush()))
                 code = program.main()
             out, err = capfd.readouterr()
@@ -89,7 +89,7 @@ def inside(capfd, monkeypatch):
 
 
 def calls_without(packages: tuple[str, ...], calls: list[tuple[str, ...]], cwd: Path) -> dict[tuple[str, ...], list]:
-    """Exit code, standard output and error of calls, made one after the other where packages cannot be imported."""
+    """Run several calls without some packages; return exit code, standard output and error of each."""
     code = (
         f"import contextlib, io, json, sys; sys.path.insert(0, {str(ROOT)!r})\n"
         f"sys.modules.update(dict.fromkeys({packages!r}))\n"
@@ -109,7 +109,7 @@ def calls_without(packages: tuple[str, ...], calls: list[tuple[str, ...]], cwd: 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
-    """A folder with a small prepared corpus and a configuration that trains on it."""
+    """Folder with a small prepared corpus and a configuration that trains on it."""
     folder = tmp_path_factory.mktemp("cli")
     (folder / "text").mkdir()
     for number in range(8):
@@ -141,16 +141,16 @@ MISTAKES = {
     ("evaluate", "run", "--windows", "0"): "--windows is 0; it must be at least 1",
     ("--window", "nonsense"): "it after its command: ./deepy.py evaluate … --window nonsense (see ./deepy.py --help)",
     ("evaluate", "nowhere"): "nowhere: no such folder",
-    ("evaluate", "data"): "data: no checkpoint in it; give a run's folder",
-    ("evaluate", "rnu"): "rnu: no such folder; did you mean run? give a run's folder",
-    ("generate", "run/checkpoint/step_0000005", "-p", "a"): "did you mean run/checkpoints/step_0000004? give",
+    ("evaluate", "data"): "data: contains no checkpoint; expected a run's folder",
+    ("evaluate", "rnu"): "rnu: no such folder; did you mean run? expected a run's folder",
+    ("generate", "run/checkpoint/step_0000005", "-p", "a"): "did you mean run/checkpoints/step_0000004? expected",
     ("status", "Rum"): "Rum: no such folder; did you mean run?",
     ("import", "dep", "imported"): "dep: no such folder; did you mean deep?",
     (
         "evaluate",
         "several",
-    ): "this folder has no checkpoint, but contains runs that do; name one of them: several/a several/b/c",
-    ("generate", "several/b", "-p", "a"): "but contains runs that do; name one of them: several/b/c",
+    ): "this folder has no checkpoint but contains runs that do; choose one of: several/a several/b/c",
+    ("generate", "several/b", "-p", "a"): "but contains runs that do; choose one of: several/b/c",
     ("positions", "kerple_logg"): "did you mean kerple_log or kerple_log3 or kerple_power?",
     ("positions", "alibbi"): "no method's name contains 'alibbi'; did you mean alibi?",
     ("tasks", "flip_flip"): "no task contains 'flip_flip'; did you mean flip_flop?",
@@ -186,7 +186,7 @@ MISTAKES = {
         "tpu",
     ): "--device is tpu; did you mean cpu? choose from auto, cpu",
     ("evaluate", "run", "--lengths", "16", "--backend", "fast"): "--backend is fast; choose from auto, eager",
-    ("evaluate", "run", "--num-fewshot", "0"): "--num-fewshot is for tasks, and there is no --tasks",
+    ("evaluate", "run", "--num-fewshot", "0"): "--num-fewshot requires --tasks",
     ("evaluate", "run", "--tasks", "piqa", "--windows", "3"): "--windows is about texts, and tasks have",
     ("analyze",): "no run given; expected a run folder, or a configuration with --config",
     ("analyze", "run", "--only", "kernel"): "--only: unknown analysis 'kernel'; did you mean kernels? choose from",
@@ -217,11 +217,11 @@ MISTAKES = {
         "125M",
         "--gpu",
         "h300",
-    ): "--gpu h300 is not known; did you mean h800? choose from a100-40gb",
-    ("rehearse", "125M", "--ranks", "first"): "--ranks is 'first'; it must be roles, all, or ranks such as 0,5,60-63",
+    ): "--gpu h300: unknown GPU; did you mean h800? choose from a100-40gb",
+    ("rehearse", "125M", "--ranks", "first"): "--ranks 'first': expected roles, all, or ranks such as 0,5,60-63",
     ("rehearse", "125M", "a100_8k", "--gpus", "6"): "= 4 does not divide the 6 processes (num_gpus); 4 or 8 would do",
-    ("rehearse", "125M", "a100_8k", "--gpus", "12"): "--gpus 12: these are not whole nodes of 8 GPUs; give another",
-    ("train", "tiny", "save=own"): "save: own holds metrics.jsonl, which no run wrote and a run would replace",
+    ("rehearse", "125M", "a100_8k", "--gpus", "12"): "--gpus 12: not a multiple of 8 GPUs per node; change it",
+    ("train", "tiny", "save=own"): "save: own contains metrics.jsonl, which no run wrote and this run would replace",
     ("evaluate", "run", "--lengths", "16", "-o", "own"): "--output: own/results.md exists and is not an earlier result",
     ("analyze", "run", "--lengths", "16", "-o", "own"): "--output: own/analysis.html exists and is not an earlier",
     ("analyze", "run", "--lengths", "16", "--only", "kernels", "-o", "own/data"): "own/data/kernels.csv exists and",
@@ -229,9 +229,13 @@ MISTAKES = {
     ("sweep", "sweep.yml"): "sweep.output: own/results.md exists and is not an earlier result of this command",
     ("sweep", "sweep.yml", "sweep.output=own/runs"): "own/runs/rotary/seed_1234.yml exists and is not an earlier",
     ("import", "deep", "imported"): "deep/config.json: cannot be read as JSON (it is nested too deeply)",
-    ("import", "lost", "imported"): "lost/latest: names 'global_step9', and there is no such folder beside it",
+    ("import", "lost", "imported"): "lost/latest: names 'global_step9', but this folder does not exist",
     ("import", "lost/long", "imported"): "lost/long/latest: names 'xxxxxxxx",
-    ("sweep", "sweep.yml", f"sweep.variants={{{'x' * 300}: {{}}}}"): "names a folder too: use 255 characters at most",
+    (
+        "sweep",
+        "sweep.yml",
+        f"sweep.variants={{{'x' * 300}: {{}}}}",
+    ): "is also a folder name: use at most 255 characters",
     ("train", "x" * 300): f"{'x' * 100}…{'x' * 100}: cannot be used (File name too long)",
     ("train", "tiny", f"save={'x' * 300}"): "cannot be written to (File name too long)",
     ("evaluate", "x" * 300): "cannot be used (File name too long)",
@@ -239,19 +243,19 @@ MISTAKES = {
     ("prepare", "x" * 300, "-o", "out"): "x: cannot be used (File name too long)",
     ("generate", "run", "-f", "x" * 300): "x: cannot be used (File name too long)",
     ("status", "nowhere"): "nowhere: no such folder",
-    ("status", "tiny.yml"): "tiny.yml: is a file; give a run's folder, or a folder of runs",
-    ("evaluate", "tiny.yml"): "tiny.yml: is a file; give a run's folder or one of its checkpoints/step_…",
-    ("prepare", "text/1.txt", "-o", "out", "--column", "foo"): "error: --column: foo: no source has lines of JSON",
+    ("status", "tiny.yml"): "tiny.yml: is a file; expected a run's folder, or a folder of runs",
+    ("evaluate", "tiny.yml"): "tiny.yml: is a file; expected a run's folder or one of its checkpoints/step_…",
+    ("prepare", "text/1.txt", "-o", "out", "--column", "foo"): "error: --column: foo: no source has JSON lines",
     ("train", "tiny", r'save="a\nb"'): r"command line: save is 'a\nb'; the name of a folder cannot hold a line break",
     ("train", "tiny", "valid_data_paths=x"): "valid_data_paths is x; it must be a list, written [x]",
     ("train", "tiny", "train_iters=2020-01-01"): "train_iters is 2020-01-01; it must be a whole number",
-    ("status", "data"): "data: no run in it",
+    ("status", "data"): "data: contains no run",
     ("nonsense",): "No such command 'nonsense'",
 }
 
 
 OWN = ("results.md", "metrics.jsonl", "analysis.html", "data/kernels.csv", "runs/rotary/seed_1234.yml")
-"""Files of somebody's in the folder `own`, by the names of ours."""
+"""Files of a user in the folder `own` whose names resemble ours."""
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +267,7 @@ def mistakes(corpus) -> dict[tuple[str, ...], list]:
     checkpoint = corpus / "run" / "checkpoints" / "step_0000004"
     load_config([corpus / "tiny.yml"], [data]).config.save(checkpoint / "config.yml")
     TrainerState(step=4, vocabulary={"size": 257, "name": "bytes"}).write(checkpoint)
-    (checkpoint / "model.safetensors").touch()  # nobody comes to read it
+    (checkpoint / "model.safetensors").touch()  # nobody reads it
     (corpus / "own" / "data").mkdir(parents=True)
     (corpus / "own" / "runs" / "rotary").mkdir(parents=True)
     for name in OWN:
@@ -303,10 +307,10 @@ def test_a_plan_comes_without_torch(corpus):
     found = calls_without(("torch",), [plan, (*plan, "--json")], corpus)
     (shown_code, shown, _), (code, text, notes) = found[plan], found[*plan, "--json"]
     assert (shown_code, code) == (0, 0)
-    assert "50257 tokens are assumed" in notes
+    assert "assuming 50257 tokens" in notes
     made = json.loads(text)
-    layer, ends = 12 * 768**2 + 13 * 768, 2 * 50304 * 768 + 2 * 768  # GPT-2's vocabulary, an output of its own
-    assert made["parameters"] == 12 * layer + ends + 24  # and KERPLE's two numbers per head
+    layer, ends = 12 * 768**2 + 13 * 768, 2 * 50304 * 768 + 2 * 768  # GPT-2's vocabulary, separate output layer
+    assert made["parameters"] == 12 * layer + ends + 24  # and KERPLE's two parameters per head
     assert len(made["layouts"]) == 3
     best = made["layouts"][0]
     assert best["memory"]["total"] < 0.9 * made["gpu_gib"] * 2**30
@@ -315,7 +319,7 @@ def test_a_plan_comes_without_torch(corpus):
 
 
 def test_each_command_names_a_page_that_tells_of_it(corpus, mistakes):
-    """The page exists, and says how the command is written."""
+    """Each command names a page that exists and documents the command."""
     calls = [(name, "--help") for name in COMMANDS]
     for (name, _), (_, text, _) in calls_without(("torch",), calls, corpus).items():
         (page,) = re.findall(r"More: (docs/\w+\.md)", text)
@@ -360,7 +364,7 @@ def test_dry_run_prints_what_loads_to_the_same_thing(tmp_path, corpus, inside):
 
 def test_dry_run_says_what_would_be_refused(tmp_path, inside):
     done = inside("train", "162M", "--dry-run", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")  # `--dry-run > run.yml` leaves nothing that looks right
+    assert (done.returncode, done.stdout) == (2, "")  # `--dry-run > run.yml` writes nothing misleading
     assert done.stderr.startswith("error: no data to train on")
     keys = ("train_data_paths=[text]", "pos_emb=none", "precision=bf16", "device=cpu", "save=null")
     done, trained = (inside("train", "162M", *keys, *flags, cwd=tmp_path) for flags in (["--dry-run"], []))
@@ -416,8 +420,10 @@ SURROUNDINGS = (
 
 @pytest.mark.parametrize("surroundings", SURROUNDINGS, ids=str)
 def test_whatever_the_terminal_is_commands_print(surroundings, tmp_path):
-    """Encodings without our characters, no width, no docstrings: one process for all, as they are settled at its
-    start."""
+    """Commands print on any terminal: encodings without our characters, zero width, no docstrings.
+
+    One process runs all of them, because these settings are fixed at its start.
+    """
     run = tmp_path / "ré–sumé"
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"kind": "train", "step": 3, "loss": 2.5}\n')
@@ -427,11 +433,11 @@ def test_whatever_the_terminal_is_commands_print(surroundings, tmp_path):
         ("status", "."): b"2.5000",
         ("report", "."): b"5.50",
         ("keys", "rotary"): b"rotary",
-        ("train", "--help"): b"Files are merged left to right",
+        ("train", "--help"): b"Files are merged from left to right",
         ("keys", "--markdown"): b"# Configuration",
         ("plan", "125M", "--gpus", "1", "--layouts", "1"): b"GiB",
     }
-    if "LC_ALL" in surroundings:  # they import torch
+    if "LC_ALL" in surroundings:  # these import torch
         expected |= {("positions",): b"kerple_log", ("positions", "--json"): b'"name": "alibi"'}
     calls = list(expected)
     code = (
@@ -467,7 +473,7 @@ def test_keys(tmp_path, inside):
 
 
 def test_keys_are_readable_in_80_columns(tmp_path, inside):
-    """Each key stands alone in its line, and what is said of it has nearly the whole width."""
+    """Keys are readable in 80 columns: each has its own line, and its description has nearly the full width."""
     lines = inside("keys", "zero", COLUMNS="80", cwd=tmp_path).stdout.splitlines()
     found = lookup_keys("zero")
     assert [line for line in lines if line and not line.startswith(" ")] == [row[0] for row in found]
@@ -485,11 +491,11 @@ def test_prepare_takes_the_files_with_the_suffixes(tmp_path, inside):
         (tmp_path / "src" / name).write_text(f"the text of {name}")
     done = inside("prepare", "src", "--suffixes", ".py, .rs", "-o", "code", "--split", "none", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "\ncorpus code: tokenizing (" in done.stdout  # how far it is, also where there is no terminal
+    assert "\ncorpus code: tokenizing (" in done.stdout  # progress, also without a terminal
     assert json.loads((tmp_path / "code" / "corpus.json").read_text())["splits"]["all"]["documents"] == 2
     wrong = inside("prepare", "src", "--suffixes", ".py,rs", "-o", "more", cwd=tmp_path)
     assert wrong.stdout == ""
-    assert (wrong.returncode, wrong.stderr) == (2, "error: --suffixes: 'rs' does not start with a dot, as .txt does\n")
+    assert (wrong.returncode, wrong.stderr) == (2, "error: --suffixes: 'rs' must start with a dot, for example .txt\n")
 
 
 OPTIONS = {
@@ -515,7 +521,7 @@ def test_broken_pipe_is_silent(tmp_path):
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     assert done.stdout.splitlines()[0] == "# Configuration"
-    assert done.stdout.splitlines()[1] in ("0", "141")  # 0: head was slower than the whole page
+    assert done.stdout.splitlines()[1] in ("0", "141")  # 0 if head was slower than the whole page
 
 
 def test_unexpected_error_is_one_line_and_the_traceback_is_in_a_file(tmp_path, monkeypatch, inside):
@@ -551,18 +557,18 @@ def test_what_may_not_be_read_is_said_to_be_forbidden_and_not_missing(corpus, mi
 
 @pytest.fixture(scope="module")
 def trained(corpus) -> subprocess.CompletedProcess[str]:
-    """A run by one process, from another working directory than the project's."""
+    """Run trained by one process, from a working directory outside the project."""
     return deepy("train", "tiny", "save=runs/one", cwd=corpus)
 
 
 def test_train_evaluate_and_nothing_but_ours_on_the_console(corpus, trained, inside):
     assert trained.returncode == 0, trained.stderr
     assert trained.stderr == ""
-    waits = (IMPORTING, "building the model")  # told where they take a while
+    waits = (IMPORTING, "building the model")  # reported if slow
     first, rows, epochs, *lines, last = (line for line in trained.stdout.splitlines() if not line.startswith(waits))
     assert lines
     assert rows.startswith("attention_mask causal: ")
-    assert epochs.startswith("training reads its ")
+    assert epochs.startswith("training text: ")
     assert all(line.startswith("step ") for line in lines), trained.stdout
     assert " parameters on " in first
     assert last == "saved runs/one/checkpoints/step_0000004; next: ./deepy.py evaluate runs/one --data TEXT"
@@ -570,8 +576,8 @@ def test_train_evaluate_and_nothing_but_ours_on_the_console(corpus, trained, ins
     assert (run / "checkpoints" / "step_0000004" / "manifest.json").exists()
     log = (run / "log.txt").read_text()
     assert all(line in log for line in (first, *lines, last))
-    assert not re.search("warning|error", log, re.IGNORECASE), log  # it would read as a broken installation
-    # The command that it names, with a text.
+    assert not re.search("warning|error", log, re.IGNORECASE), log  # would look like a broken installation
+    # The command suggested in the output, with a text.
     command = last.split("./deepy.py ")[1].replace("TEXT", "text/1.txt").split()
     evaluated = inside(*command, "--lengths", "16,32", "--windows", "2", cwd=corpus)
     assert evaluated.returncode == 0, evaluated.stderr
@@ -592,9 +598,8 @@ def test_a_run_keeps_the_file_that_it_was_told_by(corpus, inside):
     done = inside("train", "exp1/config.yml", "save=exp1", cwd=corpus)
     assert done.returncode == 0, done.stderr
     assert own.read_text() == before
-    assert (
-        "exp1/config.yml was not written by a run and stays as it is; the whole configuration is in exp1/config.r"
-        in (done.stdout)
+    assert "exp1/config.yml was not written by a run and is left unchanged; resolved configuration: exp1/config.r" in (
+        done.stdout
     )
     shown = json.loads(inside("status", "exp1", "--json", cwd=corpus).stdout)
     assert [(each["state"], each["train_iters"]) for each in shown] == [("finished", 2)]
@@ -616,9 +621,9 @@ def test_generate_writes_text_to_standard_output_and_the_rest_to_standard_error(
 
 
 def interrupted(corpus: Path, ranks: int) -> dict[int, float]:
-    """Ctrl-C on a terminal saves and exits with 130; the losses of the steps until then.
+    """Losses of the steps until Ctrl-C on a terminal, which saves and exits with 130.
 
-    The command is a fork, as are the processes of its ranks, which spares their imports.
+    The command and its ranks are forks, which saves the imports.
     """
     main, side = pty.openpty()
     save, errors = f"runs/interrupted{ranks}", corpus / f"errors{ranks}.txt"
@@ -632,7 +637,7 @@ def interrupted(corpus: Path, ranks: int) -> dict[int, float]:
             if select.select([main], [], [], 0.1)[0]:
                 seen += os.read(main, 4096)
         os.close(side)
-        os.killpg(process.pid, signal.SIGINT)  # as the terminal does: to the whole group
+        os.killpg(process.pid, signal.SIGINT)  # a terminal signals the whole group
         while time.time() < deadline + 60:
             try:
                 chunk = os.read(main, 4096)
@@ -656,7 +661,7 @@ def interrupted(corpus: Path, ranks: int) -> dict[int, float]:
 
 def test_interrupts_on_a_terminal_and_two_processes_that_give_the_losses_of_one(corpus):
     one, two = interrupted(corpus, 1), interrupted(corpus, 2)
-    common = sorted(one.keys() & two.keys())[:2]  # rounding grows with the steps
+    common = sorted(one.keys() & two.keys())[:2]  # rounding errors grow with the steps
     assert common
     assert [two[step] for step in common] == pytest.approx([one[step] for step in common], rel=1e-4)
 
@@ -678,7 +683,7 @@ def test_interrupts_on_a_terminal_and_two_processes_that_give_the_losses_of_one(
 )
 def test_an_empty_path_is_not_the_current_folder(tmp_path, inside, words, name):
     done = inside(*words, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (2, f"error: {name} is empty; give a value, or leave it out\n")
+    assert (done.returncode, done.stderr) == (2, f"error: {name} is empty; give a value or omit it\n")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""The files and folders of ours that documentation, docstrings and comments name are there."""
+"""Files and folders named in documentation, docstrings and comments exist."""
 
 import ast
 import re
@@ -22,8 +22,7 @@ NOT_OURS = {
     "version.py": "torch's",
 }
 
-# docs/log.md tells of the files that there were on the day of each entry, and so do records; the commands of these are
-# today's.
+# docs/log.md and records refer to the files of their day; only their commands must be current.
 PAGES = [
     page
     for pattern in ("*.md", "docs/*.md", "docs/results/README.md", "kernels/**/*.md")
@@ -36,19 +35,19 @@ SOURCES = [path for path in SOURCES if path.relative_to(ROOT).parts[0] != "tests
 
 
 def find_missing_paths(text: str) -> list[str]:
-    """The paths below our folders that a text names and that are not there; NAME and OP stand for any name."""
+    """Return the paths below our folders that a text names and that do not exist; NAME and OP match any name."""
     names = {name.rstrip("./-") for name in PATH.findall(text) if not PLACEHOLDER.search(name)} - NOT_OURS.keys()
     return sorted(name for name in names if not (ROOT / name).exists() and not list(ROOT.glob(f"{name}.*")))
 
 
 def find_missing_modules(text: str) -> list[str]:
-    """The Python files that a text names, however much of their path, and that are not there."""
+    """Return the Python files that a text names by full or partial path and that do not exist."""
     names = {name for name in MODULE.findall(text) if not PLACEHOLDER.search(name)} - NOT_OURS.keys()
     return sorted(name for name in names if not any(f"/{path}".endswith(f"/{name}") for path in FILES))
 
 
 def find_missing_imports(text: str) -> list[str]:
-    """What the Python examples of a page import from us, and what is not defined there."""
+    """Return the names that a page's Python examples import from this project and that are not defined."""
     return [
         f"{node.module}.{alias.name}"
         for block in re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
@@ -60,7 +59,7 @@ def find_missing_imports(text: str) -> list[str]:
 
 
 def list_defined_names(path: Path) -> Iterator[str]:
-    """The functions, classes and constants at the top of a file."""
+    """Yield the top-level functions, classes and constants of a file."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else ():
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
@@ -104,7 +103,7 @@ def test_what_is_missing_is_found() -> None:
     "page", [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"], ids=lambda page: page.stem
 )
 def test_lines_of_prose_are_at_most_120_long(page: Path) -> None:
-    """Tables, blocks of code and lines with a link may be longer."""
+    """Lines of prose have at most 120 characters; tables, code blocks and lines with a link may be longer."""
     parts = page.read_text(encoding="utf-8").split("```")[::2]
     lines = [line for part in parts for line in part.splitlines()]
     prose = [line for line in lines if not line.startswith(("|", "    ")) and "](" not in line]

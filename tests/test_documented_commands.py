@@ -1,6 +1,8 @@
-"""Every command of the documentation is one that the command line takes: its options, its configuration files merged,
-its keys and their values. Those that need nothing of the reader's are run; of the others `NOT_RUN` says why they are
-not, and which tests run their like. docs/tutorial.md is run as a whole by test_tutorial.py."""
+"""Every documented command is valid: its options, its merged configuration files, its keys and their values.
+
+Commands without user files are run. `NOT_RUN` gives the reason for the others, and the tests of similar commands.
+test_tutorial.py runs docs/tutorial.md as a whole.
+"""
 
 import re
 import shlex
@@ -19,13 +21,13 @@ PAGES = [
     page
     for pattern in ("*.md", "docs/*.md", "kernels/**/*.md")
     for page in sorted(ROOT.glob(pattern))
-    if page.name not in ("log.md", "tutorial.md")  # one tells of the commands of its days, the other is run as a whole
+    if page.name not in ("log.md", "tutorial.md")  # one describes earlier commands, the other is run as a whole
 ]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 CONFIGURED = ("train", "plan", "rehearse")
 """Commands whose arguments are configuration files and keys."""
 RUN = ("keys", "plan", "positions", "tasks")
-"""Commands that are run as they stand."""
+"""Commands that are run unchanged."""
 NOT_RUN = {
     "train": "minutes on a CPU, or GPUs; tests/training, tests/launch",
     "sweep": "minutes on a CPU, or GPUs; tests/sweeps",
@@ -39,16 +41,16 @@ NOT_RUN = {
     "export": "runs of the reader's; tests/conversion",
     "import": "models of others; tests/conversion",
 }
-"""Command → what it needs, and the tests of it."""
+"""Requirements of commands that are not run, and the tests that cover them."""
 READERS_OVERLAYS = ("mine.yml", "corpus.yml", "kerple_log.yml")
-"""Files that the reader writes and that say a few keys: here they say none."""
+"""Files written by the reader with a few keys; empty here."""
 READERS_CONFIGURATIONS = ("my.yml", "run.yml", "config.yml")
-"""Files of the reader's, or of a run's, that say all: here they are the shipped 125M."""
+"""Complete configurations of the reader or of a run; replaced by the shipped 125M."""
 READERS_SWEEPS = ("my_sweep.yml", "mysweep.yml")
 
 
 def list_commands(text: str) -> list[list[str]]:
-    """The commands of ours in the fenced and indented blocks of a page, each in words without comments."""
+    """List the project's commands in the fenced and indented blocks of a page, as words without comments."""
     lines, is_fenced = [], False
     for line in text.replace("\\\n", " ").splitlines():
         if line.lstrip().startswith("```"):
@@ -68,13 +70,13 @@ COMMANDS = [
 
 @pytest.fixture
 def readers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, where the files are written that a reader would have."""
+    """Current folder, with replacements of a reader's files."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def check_command(words: list[str], folder: Path) -> None:
-    """Raise what the command line would raise of a command's words before it does anything."""
+    """Raise the error that the command line would raise for these words before any work."""
     program, *arguments = words
     if program == "make":
         targets = [word for word in arguments if "=" not in word]
@@ -100,12 +102,12 @@ def check_command(words: list[str], folder: Path) -> None:
 
 
 def write_readers_file(path: Path, *, is_task: bool) -> None:
-    """Write what stands for a file of the reader's; shipped names are left to be found."""
+    """Write a replacement of a reader's file, unless its name is that of a shipped file."""
     if path.name not in (*READERS_OVERLAYS, *READERS_CONFIGURATIONS):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     model = (ROOT / "configs" / "model" / "125M.yml").read_text(encoding="utf-8")
-    if is_task:  # its longest sequence decides the length
+    if is_task:  # the longest sequence of the task sets the length
         model = re.sub(r"^seq_length:.*\n", "", model, flags=re.MULTILINE)
     path.write_text(model if path.name in READERS_CONFIGURATIONS else "{}\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""What starts processes of tests as forks: they end when they should, and hear what is sent to them."""
+"""Servers that start test processes as forks: they end when they should, and signals reach the forks."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def pytest_xdist_setupnodes(config, specs):
 
 
 def is_alive(pid: int) -> bool:
-    """Zombies are not."""
+    """Return True if the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
@@ -43,14 +43,14 @@ def is_alive(pid: int) -> bool:
 
 @dataclass
 class Sleepers:
-    """A server whose forks sleep."""
+    """Server whose forks sleep."""
 
     server: ForkServer
     grace: float
     pids: list[int] = field(default_factory=list)
 
     def ask(self) -> socket.socket:
-        """For a fork: the connection to it."""
+        """Connect to the server, which forks."""
         connection = connect(self.server.path, {}, (0, 1, 2))
         self.pids.append(read_answer(connection.makefile(), "started"))
         return connection
@@ -88,7 +88,7 @@ def test_forks_end_before_their_server(sleepers: Sleepers) -> None:
 
 
 def test_nobody_who_comes_and_goes_ends_a_server(sleepers: Sleepers) -> None:
-    """Ctrl-C, and who connects and asks for nothing."""
+    """Neither Ctrl-C nor a client that disconnects without a request ends a server."""
     sleepers.ask()
     sleepers.server.process.send_signal(signal.SIGINT)
     with socket.socket(socket.AF_UNIX) as silent:
@@ -140,6 +140,6 @@ def test_a_script_hears_the_first_signal_and_tells_its_end(tmp_path: Path) -> No
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="workers that see a GPU are no forks")
 def test_workers_share_a_server() -> None:
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # which is not known where this file is imported
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # not known when this file is imported
         pytest.skip("this is not a worker")
     assert Path(os.environ[SHARED_SERVER]).is_socket()

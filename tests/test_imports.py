@@ -1,4 +1,4 @@
-"""The direction of imports that docs/architecture.md promises, read off the source files."""
+"""Allowed imports, as documented in docs/architecture.md, checked in the source files."""
 
 import ast
 import graphlib
@@ -20,7 +20,7 @@ OURS = ("megatron.options", "megatron.utils")
 NUMERIC = ("torch", "numpy", "megatron.core")
 DOORS = {f"megatron/{part}/megatron_core.py" for part in ("data", "distributed", "model")}
 
-# part → prefixes of modules it may import besides the standard library and itself
+# Package → prefixes of modules it may import besides the standard library and itself
 ALLOWED: dict[str, tuple[str, ...]] = {
     "megatron/options": ("pydantic", "pydantic_core", "megatron.utils.errors"),
     "megatron/utils": ("rich", "torch"),
@@ -59,7 +59,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "tokenizers",
         "pydantic",
         "sentencepiece",
-        "transformers",  # in bundled/ alone, which nothing here imports
+        "transformers",  # only in bundled/, which nothing here imports
         "megatron.config",
         "megatron.data",
         "megatron.model",
@@ -255,12 +255,12 @@ def _files(part: str) -> list[Path]:
 
 @cache
 def _import_statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
-    """Wherever in a file they are; several tests ask for those of all files."""
+    """Return all import statements of a file at any level; cached because several tests read all files."""
     return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def _imports(path: Path) -> set[str]:
-    """Absolute names of all modules a file imports, anywhere in it."""
+    """Return the absolute names of all modules that a file imports at any level."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     names = set()
     for node in _import_statements(path):
@@ -287,14 +287,15 @@ def test_a_part_imports_only_what_the_architecture_allows(part: str) -> None:
 
 
 def _modules() -> dict[str, Path]:
-    """Our modules by the names that they are imported by."""
+    """Return the project's modules by import name."""
     paths = [path for part in ("farfield", "megatron", "kernels", "tools") for path in (ROOT / part).rglob("*.py")]
     dotted = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
     return {name.removesuffix(".__init__"): path for path, name in dotted.items()}
 
 
 def _imported(path: Path, modules: dict[str, Path]) -> set[str]:
-    """Our modules that a file imports, anywhere in it; `from package import module` names the module."""
+    """Return the project's modules that a file imports at any level; `from package import module` counts as the
+    module."""
     found = {name for name in _imports(path) if name in modules}
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     for node in _import_statements(path):
@@ -307,10 +308,11 @@ def _imported(path: Path, modules: dict[str, Path]) -> set[str]:
 
 
 def test_no_circle_of_imports() -> None:
-    """Not even through an import inside a function: two files that need each other are one, or three."""
+    """There are no import cycles, even through imports inside functions. Files that need each other should be one or
+    three."""
     modules = _modules()
     graph = {name: _imported(path, modules) - {name} for name, path in modules.items()}
-    assert sum(map(len, graph.values())) > 300  # there is something to go round in
+    assert sum(map(len, graph.values())) > 300  # guards against an empty graph
     graphlib.TopologicalSorter(graph).prepare()  # a CycleError names the circle
 
 
@@ -320,7 +322,10 @@ def test_every_part_has_a_rule() -> None:
 
 
 def test_megatron_core_is_imported_through_its_doors() -> None:
-    """They import it without PyTorch's compiler, and whichever is first decides for the process."""
+    """megatron-core is imported only through its wrapper modules, which avoid PyTorch's compiler.
+
+    The first import decides for the whole process.
+    """
     files = [path for part in ("megatron", "kernels") for path in (ROOT / part).rglob("*.py")]
     users = {path for path in files if any(_within(name, ("megatron.core",)) for name in _imports(path))}
     assert {path.relative_to(ROOT).as_posix() for path in users} == DOORS
@@ -333,9 +338,10 @@ RANK_VARIABLES = (
 
 
 def _asks_who_it_is(path: Path) -> list[str]:
-    """The names by which a file asks torch.distributed, megatron-core's groups or the launcher's environment."""
+    """Return names with which a file queries torch.distributed, megatron-core's groups or the launcher's
+    environment."""
     asked = {name for name in _imports(path) if _within(name, ("torch.distributed", "megatron.core.parallel_state"))}
-    asked -= {name for name in asked if _within(name, ("torch.distributed.pipelining",))}  # is handed its group
+    asked -= {name for name in asked if _within(name, ("torch.distributed.pipelining",))}  # its group is an argument
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module in ("torch", "megatron.core"):
             asked |= {alias.name for alias in node.names} & {"distributed", "parallel_state", "mpu"}
@@ -347,10 +353,10 @@ def _asks_who_it_is(path: Path) -> list[str]:
 
 
 def test_only_one_part_asks_which_process_this_is() -> None:
-    """Whoever else wants to know is handed `ProcessGroups`, or a `Mesh`, which say along which dimension they speak."""
+    """Only one package determines the rank of this process; others receive `ProcessGroups` or a `Mesh`."""
     files = [*(ROOT / "megatron").rglob("*.py"), *(ROOT / "kernels").rglob("*.py"), ROOT / "deepy.py"]
     asking = {path for path in files if _asks_who_it_is(path)}
-    # The null device stands in the place of what answers.
+    # The null device replaces the code that answers.
     folders = {path.relative_to(ROOT).parent.as_posix() for path in asking}
     assert folders == {"megatron/distributed", "megatron/rehearsal/null_device"}
     assert ROOT / "megatron/distributed/process_groups.py" in asking
@@ -359,13 +365,12 @@ def test_only_one_part_asks_which_process_this_is() -> None:
 
 @pytest.mark.slow
 def test_no_command_trains_otherwise_than_a_run() -> None:
-    """Hooks of training and of saves are built by a rehearsal's process alone, which runs on nothing but the null
-    device."""
+    """Only a rehearsal's process, which requires the null device, builds hooks of training and saving."""
     names = ("TrainingHooks", "SaveHooks")
     builders = set()
     for path in [*(ROOT / "megatron").rglob("*.py"), ROOT / "deepy.py"]:
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-        changed = [node.func for node in calls if node.args or node.keywords]  # without any, they change nothing
+        changed = [node.func for node in calls if node.args or node.keywords]  # without hooks, behavior is unchanged
         if any(isinstance(function, ast.Name) and function.id in names for function in changed):
             builders.add(path.relative_to(ROOT).as_posix())
     assert builders == {"megatron/rehearsal/rank_process.py"}
@@ -373,11 +378,11 @@ def test_no_command_trains_otherwise_than_a_run() -> None:
         [sys.executable, "-m", "megatron.rehearsal.rank_process", "job"], cwd=ROOT, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith("error: a rank is rehearsed on the null device alone: ")
+    assert done.stderr.startswith("error: a rehearsed rank needs the null device: ")
 
 
 def test_the_mesh_is_arithmetic_alone() -> None:
-    """So that a layout can be refused before torch is imported."""
+    """The mesh is pure arithmetic, so that a layout can be rejected before torch is imported."""
     code = "import sys; from megatron.distributed import hardware, launcher_environment, mesh; "
     assert subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], cwd=ROOT).returncode == 0
 
@@ -392,10 +397,13 @@ def test_functions_stay_as_they_are_without_the_compiler() -> None:
 
 @pytest.mark.slow
 def test_no_process_imports_what_its_run_has_not_asked_for(tmp_path: Path) -> None:
-    """wandb would make temporary folders that a killed process leaves. The null device is imported by neither the
-    training nor the kernels, and without its variable its `sitecustomize` does nothing."""
+    """No process imports optional packages that its run does not use.
+
+    wandb would create temporary folders that a killed process leaves behind. Neither training nor kernels import the
+    null device, and without its variable its `sitecustomize` does nothing.
+    """
     code = (
-        "import sys, megatron.training.trainer; names = ('wandb', 'deepspeed')\n"  # which prints where a dry run prints
+        "import sys, megatron.training.trainer; names = ('wandb', 'deepspeed')\n"  # DeepSpeed prints on import
         "print([m for m in sys.modules if 'rehearsal' in m or m in names])"
     )
     path = f"{ROOT / 'megatron/rehearsal/null_device/site'}:{ROOT}"
@@ -406,7 +414,10 @@ def test_no_process_imports_what_its_run_has_not_asked_for(tmp_path: Path) -> No
 
 
 def test_torch_says_nothing_of_a_compiler_that_nobody_uses(caplog: pytest.LogCaptureFixture) -> None:
-    """Where the CUDA build of torch finds a toolkit and no GPU, its cpp_extension warns of that when it is imported."""
+    """Import of torch gives no warning about an unused compiler.
+
+    If a CUDA build of torch finds a toolkit but no GPU, its cpp_extension warns when it is imported.
+    """
     logger = logging.getLogger("torch.utils.cpp_extension")
     with trim_imports():
         logger.warning("No CUDA runtime is found")
@@ -415,7 +426,8 @@ def test_torch_says_nothing_of_a_compiler_that_nobody_uses(caplog: pytest.LogCap
 
 
 def test_kernels_is_this_projects() -> None:
-    """Hugging Face has a package of that name: ours is a regular package, which a namespace could not shadow."""
+    """`kernels` is this project's package. Hugging Face has one of this name; a regular package takes precedence over a
+    namespace."""
     import kernels
 
     assert Path(kernels.__file__).parent == ROOT / "kernels"
@@ -437,7 +449,7 @@ def test_checking_a_configuration_and_planning_do_not_import_torch() -> None:
 
 @pytest.mark.slow
 def test_position_works_with_torch_alone() -> None:
-    """The folder is meant to travel with exported models, so it must not need anything else that is installed here."""
+    """megatron/position depends only on torch, because it is shipped with exported models."""
     code = (
         "import sys, torch\n"
         "before = set(sys.modules)\n"

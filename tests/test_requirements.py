@@ -1,4 +1,4 @@
-"""The pins agree with what the packages themselves ask for, so that pip finds a solution."""
+"""Pinned versions satisfy the requirements of the packages themselves, so that pip finds a solution."""
 
 import shutil
 import subprocess
@@ -19,7 +19,7 @@ FILES = ("requirements.txt", "requirements-dev.txt", "requirements-eval.txt")
 
 
 def pinned(path: Path) -> dict[str, Requirement]:
-    """The requirements of a file by name; those it includes are left out."""
+    """Return the requirements of a file by name, without included files."""
     lines = [line.split("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
     found = [Requirement(line) for line in lines if line and not line.startswith("-r")]
     return {canonicalize_name(requirement.name): requirement for requirement in found}
@@ -36,13 +36,13 @@ def test_triton_is_the_one_that_torch_asks_for() -> None:
 
 @pytest.mark.parametrize("file", FILES)
 def test_every_requirement_is_bounded(file: str) -> None:
-    """An open range would install another project's newest release on every new machine."""
+    """Every requirement has an upper bound, so that new releases of other projects are not installed silently."""
     for name, requirement in pinned(ROOT / file).items():
         assert any(specifier.operator in ("==", "<", "<=", "~=") for specifier in requirement.specifier), name
 
 
 def test_what_images_install_is_what_is_asked_for() -> None:
-    """constraints.txt has a version for each requirement, and one that it allows."""
+    """constraints.txt has an allowed version for each requirement."""
     exact = pinned(ROOT / "constraints.txt")
     for file in FILES:
         for name, requirement in pinned(ROOT / file).items():
@@ -52,7 +52,7 @@ def test_what_images_install_is_what_is_asked_for() -> None:
 
 
 def test_images_install_nothing_in_a_version_that_nobody_named() -> None:
-    """What the packages of all files ask for in their turn is in constraints.txt too, as far as it is installed."""
+    """constraints.txt also covers the dependencies of all requirements, as far as they are installed."""
     exact = pinned(ROOT / "constraints.txt")
     asked = [requirement for file in FILES for requirement in pinned(ROOT / file).values()]
     seen: set[str] = set()
@@ -80,7 +80,7 @@ def test_a_package_that_is_missing_is_asked_for_in_one_line() -> None:
 
 
 def test_an_editable_installation_puts_the_project_on_the_path(tmp_path: Path) -> None:
-    """So `farfield` finds the project's megatron/ from any folder."""
+    """An editable installation puts the project on the path, so that `farfield` finds megatron/ from any folder."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     shutil.copytree(ROOT / "farfield", tmp_path / "farfield")
     (tmp_path / "megatron").mkdir()

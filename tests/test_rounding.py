@@ -1,4 +1,4 @@
-"""The yardstick of numeric tests: large enough for honest rounding in any order, too small for anything else."""
+"""Tolerances of numeric tests: large enough for rounding in any order, too small for other errors."""
 
 import math
 
@@ -25,13 +25,13 @@ def _terms(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _products(dtype: torch.dtype) -> Results:
-    """Row sums and the products of all rows, exact for numbers rounded to the type."""
+    """Return row sums and products of all rows, exact for numbers rounded to the type."""
     a, b = (x.double() for x in _terms(dtype))
     return {"sum": a.sum(1), "products": a @ b.T}
 
 
 def _in_order(dtype: torch.dtype, order: Tensor) -> Results:
-    """The same in the type, a term after the other in some order: the worst that a library may do."""
+    """Return the same results in the type, summed in the given order: the worst case for a library."""
     a, b = (x[:, order] for x in _terms(dtype))
     total, products = torch.zeros(40), torch.zeros(40, 40)
     for term in range(TERMS):
@@ -52,7 +52,7 @@ def test_sums_in_any_order_are_rounding(order: str, dtype: torch.dtype) -> None:
 def test_sums_in_a_half_type_are_not_rounding(dtype: torch.dtype) -> None:
     found = _in_order(dtype, torch.arange(TERMS))
     half = {name: x.to(dtype).float() for name, x in found.items()}
-    with pytest.raises(AssertionError, match="times what rounding in torch"):
+    with pytest.raises(AssertionError, match="times the rounding error of torch"):
         assert_within_rounding(half, lambda: _products(dtype), dtype)
 
 
@@ -69,7 +69,7 @@ def test_fewer_draws_come_to_the_same_judgement(scale: float) -> None:
     kinds = dict.fromkeys(truth, torch.float64)
     sizes = estimate_rounding_sizes(kinds, truth, lambda: _products(torch.float32), torch.float32)
     found = {name: exact.clone() for name, exact in truth.items()}
-    found["products"][3, 4] += scale * sizes["products"].min()  # of norm and maximum the smaller size: the maximum's
+    found["products"][3, 4] += scale * sizes["products"].min()  # the smaller of norm and maximum: the maximum
     ratio = compute_excess(found, lambda: _products(torch.float32), torch.float32)["products"]
     assert (ratio <= SAFETY_FACTOR) == (scale <= SAFETY_FACTOR)
 
@@ -112,7 +112,7 @@ def test_sums_in_two_orders_are_alike_and_a_term_too_few_is_not(dtype: torch.dty
     terms = torch.rand(40, TERMS, generator=torch.Generator().manual_seed(7), dtype=dtype) / TERMS
     forwards, backwards = (x.cumsum(1)[:, -1] for x in (terms, terms.flip(1)))
     assert_close_in_rounding(forwards, backwards, TERMS)
-    with pytest.raises(AssertionError, match="1000 terms, 1 sums after one another give"):
+    with pytest.raises(AssertionError, match="1000 terms and 1 consecutive sums allow"):
         assert_close_in_rounding(forwards, terms[:, 1:].sum(1), TERMS)
 
 

@@ -1,4 +1,4 @@
-"""However a command ends, there is one line and an exit code."""
+"""Every end of a command gives one line and an exit code."""
 
 import os
 import shlex
@@ -38,9 +38,10 @@ DEEPY = ROOT / "deepy.py"
 def test_signals_during_an_import(
     number: signal.Signals, code: int, ended: str, module: str, logged: bool, said: str, tmp_path: Path
 ) -> None:
-    """Before `main`, and in a command, where the import is ended first: torch's must not be broken off.
+    """Signals are handled before `main` and during imports in a command; torch's import must not be interrupted.
 
-    logged: descriptor 2 points elsewhere, as it does to a log while a model is computed with.
+    Args:
+        logged: True if descriptor 2 is redirected, as it is to a log during computation.
     """
     script = (
         "import os, runpy, sys, time\n"
@@ -96,7 +97,7 @@ def test_what_nobody_foresaw_is_no_interrupt(error: BaseException, capfd: pytest
 
 @pytest.mark.parametrize(("place", "code"), [("/dev/full", 1), ("a pipe", 141)])
 def test_standard_output_that_cannot_be_written_while_a_command_runs(place: str, code: int, tmp_path: Path) -> None:
-    """In the body, not at its end: typer makes a silent 1 of a pipe that nobody reads."""
+    """Failing standard output is reported during a command too; typer silently exits with 1 for a closed pipe."""
     script = (
         "import sys, typer\n"
         "from megatron.cli import run_command as command\n"
@@ -121,7 +122,10 @@ def test_standard_output_that_cannot_be_written_while_a_command_runs(place: str,
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-", "1>&-", "2<run.sh"])
 def test_streams_that_are_closed_go_nowhere_in_children_too(closed: str, tmp_path: Path) -> None:
-    """And what a shell left there to be read, as bash does with the script of a closed standard error."""
+    """Closed streams are redirected to /dev/null, also in children.
+
+    This includes descriptors left by the shell: bash leaves its script at a closed standard error.
+    """
     script = (
         "import os, subprocess, sys, typer\n"
         "from megatron.cli import run_command as command\n"
@@ -154,7 +158,7 @@ def test_help_that_nobody_reads_to_its_end(tmp_path: Path) -> None:
 
 
 def test_handlers_of_others_stay() -> None:
-    """Those of a program that trains by calling us."""
+    """Signal handlers of a program that calls our training are preserved."""
     own = signal.signal(signal.SIGTERM, lambda *_: None)
     mine = signal.getsignal(signal.SIGTERM)
     interrupt = signal.signal(signal.SIGINT, exit_on_signal)

@@ -1,7 +1,7 @@
-"""docs/tutorial.md in a copy of the project: every file written, every command run; with fewer steps, to be cheap.
+"""docs/tutorial.md in a copy of the project: all files written, all commands run, with fewer steps.
 
-The commands are forks of a process that has imported the copy, except the one that runs tests: that everything is found
-by a process of its own needs to be seen once.
+The commands are forks of a process that has imported the copy, except the one that runs tests; it checks that a
+separate process finds everything.
 """
 
 import json
@@ -16,17 +16,17 @@ import forked
 ROOT = Path(__file__).resolve().parents[1]
 TAKEN = ("megatron", "kernels", "configs", "docs", "tests", "tools", "deepy.py", "pyproject.toml")
 SET_UP = "make setup-dev"
-"""The one command that is left out: the tests run in what it makes."""
+"""The only omitted command; the tests run in the environment that it creates."""
 LESS = {"train_iters: 400": "train_iters: 20", "--windows 16": "--windows 4"}
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
-    """The fenced blocks of a page, each with its language."""
+    """Return the fenced blocks of a page with their languages."""
     return re.findall(r"^```(\w+)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def commands(block: str) -> list[list[str]]:
-    """The words of each, the program's first."""
+    """Return the commands of a block as words, starting with the program."""
     lines = block.replace("\\\n", " ").splitlines()
     return [line.split() for line in lines if line and line != SET_UP]
 
@@ -66,5 +66,5 @@ def test_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
     found = {(Path(each["run"]).name, each["length"]): each["perplexity"] for each in records}
     methods = ("rotary", "kerple_log", "root", "root_cdape")
     assert set(found) == {(method, 32 * multiple) for method in methods for multiple in (1, 2, 4, 8, 16)}
-    assert all(found[method, 32] < 100 for method in methods)  # of 257: all have begun to learn
+    assert all(found[method, 32] < 100 for method in methods)  # starts at 257: all are learning
     assert (here / "results" / "tutorial" / "results.png").stat().st_size > 0

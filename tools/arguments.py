@@ -1,4 +1,5 @@
-"""Command lines of the tools: what is wrong with one is one line on standard error and exit code 2, before any work."""
+"""Command-line parsing for the tools. An invalid command line prints one line to stderr and exits with 2 before any
+work."""
 
 import argparse
 import os
@@ -10,14 +11,14 @@ from typing import NoReturn
 
 
 class ToolParser(argparse.ArgumentParser):
-    """Errors without the usage: one line."""
+    """Parser that prints an error as one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n")
 
 
 def int_at_least(least: int) -> Callable[[str], int]:
-    """The type of a whole number with a lower bound."""
+    """Return an argument type for integers with a lower bound."""
 
     def number(text: str) -> int:
         try:
@@ -25,14 +26,14 @@ def int_at_least(least: int) -> Callable[[str], int]:
         except ValueError:
             value = least - 1
         if value < least:
-            raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}, not {text!r}")
+            raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, not {text!r}")
         return value
 
     return number
 
 
 def comma_separated(choices: Collection[str]) -> Callable[[str], list[str]]:
-    """The type of names with commas between them."""
+    """Return an argument type for comma-separated names."""
 
     def names(text: str) -> list[str]:
         if unknown := [name for name in text.split(",") if name not in choices]:
@@ -43,38 +44,38 @@ def comma_separated(choices: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def parse_device(text: str) -> str:
-    """The type of a device: cpu, or cuda where there is a GPU."""
+    """Parse a device: cpu, or cuda if a GPU is available."""
     import torch
 
     if text not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"must be cpu or cuda, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected cpu or cuda, not {text!r}")
     if text == "cuda" and not torch.cuda.is_available():
-        raise argparse.ArgumentTypeError("no CUDA device is here; use cpu")
+        raise argparse.ArgumentTypeError("no CUDA device found; use cpu")
     return text
 
 
 def parse_output_path(text: str) -> Path:
-    """The type of a file to write: a long run should not find out at its end that it cannot."""
+    """Parse the path of an output file. Reports an unwritable path before a long run starts."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: {'is a folder' if path.is_dir() else 'its folder does not exist'}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text}: may not be written")
+        raise argparse.ArgumentTypeError(f"{text}: cannot be written")
     return path
 
 
 def parse_record_path(text: str) -> Path:
-    """The type of a record's file, beside which a page of the same name goes (`records.write_record`)."""
+    """Parse the path of a record; `records.write_record` writes a page with the same stem beside it."""
     path = parse_output_path(text)
     if path.suffix == ".md":
-        raise argparse.ArgumentTypeError(f"{text} is where the page goes; choose another ending, such as .json")
+        raise argparse.ArgumentTypeError(f"{text} is the name of the page; choose another extension, such as .json")
     return path
 
 
 def print_interrupts_in_one_line() -> None:
-    """From here on Ctrl-C ends this process with one line instead of a traceback; call it before slow imports.
+    """Make Ctrl-C print one line instead of a traceback from now on. Call it before slow imports.
 
-    Python then ends by the signal itself, so that a shell or a caller sees what happened.
+    Python then ends with the signal itself, so that the shell or the caller sees it.
     """
     otherwise = sys.excepthook
 

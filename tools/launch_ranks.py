@@ -1,4 +1,4 @@
-"""Processes that work together for a tool: each runs `SCRIPT FOLDER RANK WORLD` and leaves FOLDER/RANK.json."""
+"""Processes that run a tool's script together: each runs `SCRIPT FOLDER RANK WORLD` and writes FOLDER/RANK.json."""
 
 import json
 import os
@@ -16,10 +16,10 @@ def run_ranks(script: Path, folder: Path, world_size: int, job: Any) -> list[Any
     """Start the script once per rank, with the job as FOLDER/job.json.
 
     Returns:
-        What each rank found, in the order of ranks.
+        Results of the ranks, in order.
 
     Raises:
-        SystemExit: a rank failed, with the end of what it printed.
+        SystemExit: if a rank fails, with the end of its output.
     """
     folder.mkdir(parents=True)
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
@@ -41,10 +41,10 @@ def run_ranks(script: Path, folder: Path, world_size: int, job: Any) -> list[Any
 
 
 def run_rank(work: Callable[[Any, Callable[[], RankInfo]], Any]) -> None:
-    """What such a script does: write `work(job, connect)`.
+    """Run one rank's script: write the result of `work(job, connect)`.
 
-    `connect()` meets the other ranks, anew each time, so that the next mesh is not the last one's; what was there is
-    taken down, since every group of processes keeps threads.
+    `connect()` joins the other ranks. Each call starts over, so that the next mesh differs from the last, and destroys
+    the existing process groups, because each group keeps threads.
     """
     import torch
 

@@ -1,7 +1,7 @@
-"""Records of docs/results: the JSON file, the page beside it, and where, when and with what it was measured.
+"""Records in docs/results: the JSON file, the page beside it, and their provenance.
 
-Versions are asked of the installed packages, not of the packages themselves: a machine that lacks most of them can be
-described too, and nothing heavy is imported.
+Versions come from the metadata of installed packages. A machine without most packages can therefore be described too,
+and nothing heavy is imported.
 """
 
 import json
@@ -20,17 +20,17 @@ PACKAGES = ("torch", "triton", "numpy", "deepspeed", "megatron-core")
 
 
 def collect_provenance(script: str, device: str) -> dict[str, Any]:
-    """The head of a record.
+    """Return the header of a record.
 
     Args:
-        script: the tool's file; its arguments are this process's.
+        script: path of the tool; its arguments are those of this process.
         device: "cpu", or "cuda" for the current GPU.
 
     Returns:
-        date, command, commit (with -dirty where files differ from it; None outside a checkout), machine and versions
-        (of Python, of the packages that are installed and, on a GPU, of CUDA).
+        date, command, commit (with -dirty if files differ from it; None outside a checkout), machine and versions (of
+        Python, of installed packages and, on a GPU, of CUDA).
     """
-    import torch  # every tool has it loaded by now; --help and errors come without it
+    import torch  # every tool has loaded it by now; --help and errors work without it
 
     name, cuda = platform.machine(), {}
     if device != "cpu":
@@ -46,25 +46,25 @@ def collect_provenance(script: str, device: str) -> dict[str, Any]:
 
 
 def write_record(path: Path, record: dict[str, Any], page: str | None = None) -> None:
-    """Write a record as JSON and, if there is one, its page beside it, as .md."""
+    """Write a record as JSON and, if given, its page beside it as .md."""
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if page is not None:
         path.with_suffix(".md").write_text(page, encoding="utf-8")
 
 
 def format_provenance(provenance: dict[str, Any]) -> str:
-    """The last line of a page."""
+    """Format the last line of a page."""
     versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
     return f"{format_origin(provenance)} on {provenance['machine']}; {versions}."
 
 
 def format_origin(provenance: dict[str, Any]) -> str:
-    """When and by what a record was made, for one that is the same on every machine."""
+    """Format the date and command of a record whose contents do not depend on the machine."""
     return f"Recorded {provenance['date']} by `{provenance['command']}` at {provenance['commit']}"
 
 
 def list_package_versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """Of those packages that are installed."""
+    """Return the versions of those packages that are installed."""
     found = {}
     for package in packages:
         try:
@@ -75,12 +75,12 @@ def list_package_versions(packages: tuple[str, ...]) -> dict[str, str]:
 
 
 def describe_commit() -> str | None:
-    """Short name of the commit that is checked out."""
+    """Return the short hash of the checked-out commit, or None."""
     command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
     try:
         done = subprocess.run(
             command, cwd=ROOT, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"}, capture_output=True, text=True
         )
-    except OSError:  # no git here
+    except OSError:  # git is not installed
         return None
     return done.stdout.strip() or None

@@ -32,7 +32,7 @@ SPILL_BUDGETS = {
 loops over tiles, not in them; tiles that spill nothing take half as many instructions again."""
 FLOAT32_POINTERS = ("bias_ptr", "weight_ptr", "lse_ptr", "delta_ptr", "dkey_bias_ptr", "sinks_ptr")
 TUPLES = {
-    **dict.fromkeys(("q", "k", "v", "do"), HeadRows),
+    **dict.fromkeys(("q", "k", "v", "do", "o"), HeadRows),
     **dict.fromkeys(("tables", "dtables"), Tables),
     "sizes": Sizes,
 }

@@ -208,7 +208,7 @@ def _bwd_dq_kernel(
     do,
     tables,
     dtables,
-    o_ptr,
+    o,
     lse_ptr,
     dlse_ptr,
     dq_ptr,
@@ -242,7 +242,7 @@ def _bwd_dq_kernel(
     b, h = pair // sizes.H, pair % sizes.H
     q, k = select_head(q, b, h, Q_STRIDE), select_head(k, b, h, K_STRIDE)
     v, do = select_head(v, b, h, V_STRIDE), select_head(do, b, h, DO_STRIDE)
-    o_ptr += pair * R * HEAD_DIM
+    o = select_head(o, b, h, o.stride_row)
     dq_ptr += pair * R * HEAD_DIM
     tables = Tables(
         tables.bias_ptr + h * N if tables.bias_ptr is not None else None,
@@ -268,14 +268,14 @@ def _bwd_dq_kernel(
             rows = start + t
             q_a = load_rows(q.ptr, start, q.stride_row, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
             do_a = load_rows(do.ptr, start, do.stride_row, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
-            o_a = load_rows(o_ptr, start, HEAD_DIM, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
+            o_a = load_rows(o.ptr, start, o.stride_row, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
             delta = tl.sum(do_a.to(tl.float32) * o_a.to(tl.float32), 1)
             dq_a = tl.zeros([BLOCK_M, BLOCK_DA], tl.float32)
             q_b, do_b, dq_b = q_a, do_a, dq_a
             if BLOCK_DB:
                 q_b = load_rows(q.ptr, start, q.stride_row, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
                 do_b = load_rows(do.ptr, start, do.stride_row, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
-                o_b = load_rows(o_ptr, start, HEAD_DIM, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
+                o_b = load_rows(o.ptr, start, o.stride_row, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
                 delta += tl.sum(do_b.to(tl.float32) * o_b.to(tl.float32), 1)
                 dq_b = tl.zeros([BLOCK_M, BLOCK_DB], tl.float32)
             if dlse_ptr is not None:

@@ -19,7 +19,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class HeadRows(NamedTuple):
-    """q, k, v or the gradient of the output: [B, H, rows, d] whose rows are contiguous."""
+    """q, k, v, the output or its gradient: [B, H, rows, d] whose rows are contiguous."""
 
     ptr: Any
     stride_b: Any
@@ -262,7 +262,7 @@ def _fwd_kernel(
     k,
     v,
     tables,
-    o_ptr,
+    o,
     lse_ptr,
     first_keys_ptr,
     key_bias_ptr,
@@ -276,7 +276,7 @@ def _fwd_kernel(
     HEAD_DIM: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Grid (blocks of BLOCK_M rows, B · H). o [B, H, R, d] and lse [B, H, R] are contiguous, tables [H, N] or None.
+    """Grid (blocks of BLOCK_M rows, B · H). lse [B, H, R] is contiguous, tables [H, N] or None.
 
     sinks [H] or None: a row of a head with one begins as if it had met a key with that score and the value zero, and
     its lse counts it. So the backward kernels know nothing of sinks.
@@ -322,10 +322,10 @@ def _fwd_kernel(
     # fmt: on
     maximum, total, o_a, o_b = state
     total = tl.where(total == 0.0, 1.0, total)  # rows beyond R, which are not stored
-    o_ptr += pair * R * HEAD_DIM
-    store_rows(o_ptr, o_a / total[:, None], start, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
+    o = select_head(o, b, h, o.stride_row)
+    store_rows(o.ptr, o_a / total[:, None], start, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M, o.stride_row)
     if BLOCK_DB:
-        store_rows(o_ptr, o_b / total[:, None], start, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
+        store_rows(o.ptr, o_b / total[:, None], start, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M, o.stride_row)
     rows = start + tl.arange(0, BLOCK_M)
     if key_bias_ptr is not None:
         maximum -= load_key_bias(key_bias_ptr, sizes.offset + rows, sizes.C, center)

@@ -54,7 +54,7 @@ def biased_attention(
         scale: of the scores, not 0; 1/√d unless given.
 
     Returns:
-        [B, H, R, d] in q's type, contiguous.
+        [B, H, R, d] in q's type: contiguous if q is, else as [R, B, H, d], which is the order of activations.
 
     Raises:
         ValueError: shapes, types or values that do not fit; a row that would see no key.
@@ -259,6 +259,14 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
+def _allocate_like(q: Tensor) -> Tensor:
+    """The output: where queries are a view of activations [R, B, …], it is one too, and need not be copied."""
+    if q.is_contiguous():
+        return q.new_empty(q.shape)
+    batch, heads, rows, dim = q.shape
+    return q.new_empty((rows, batch, heads, dim)).permute(1, 2, 0, 3)
+
+
 def _row_stride(x: Tensor) -> int:
     """From one row to the next, for which backward kernels are compiled; of a single row, which has any, its size."""
     return x.stride(2) if x.shape[2] > 1 else x.shape[3]
@@ -295,7 +303,7 @@ def _forward(
     sinks = _contiguous(sinks)
     batch, heads, rows, dim = q.shape
     tile = configs.fit_tile_to_rows(configs.choose_tiles(arch, q.dtype, dim).fwd, rows)
-    out = q.new_empty(q.shape)
+    out = _allocate_like(q)
     lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
     sizes = Sizes(scale, heads, rows, k.shape[2], _table_size(bias, weight), offset, window or 0)
     with launch_context(q):
@@ -304,7 +312,7 @@ def _forward(
             (cdiv(rows, tile.block_m), batch * heads, 1),
             (
                 *(_build_head_rows(q), _build_head_rows(k), _build_head_rows(v), Tables(bias, weight)),
-                *(out, lse, first_keys, key_bias, sinks, sizes),
+                *(_build_head_rows(out), lse, first_keys, key_bias, sinks, sizes),
             ),
             configs.tile_constants(tile, dim, windowed=window is not None),
             tile.options,
@@ -364,7 +372,7 @@ def _backward(
             _bwd_dq_kernel,
             (groups, batch * heads, 1),
             (
-                *(q_rows, k_rows, v_rows, grad_rows, tables, dtables, out, lse, grad_lse, dq, delta),
+                *(q_rows, k_rows, v_rows, grad_rows, tables, dtables, _build_head_rows(out), lse, grad_lse, dq, delta),
                 *(first_keys, key_bias, sizes),
             ),
             configs.tile_constants(tiles.bwd_dq, dim, strides, windowed=windowed),

@@ -96,6 +96,7 @@ def _build_attend_config(
     odd: bool = False,
     documents: bool = False,
     sinks: bool = False,
+    residue: bool = False,
 ) -> KernelConfig:
     """`odd`: the columns of a chunk are no multiple of 16, as with a window."""
     kernel: Any = ATTEND_KERNELS[name]
@@ -103,8 +104,10 @@ def _build_attend_config(
     constants = _add_first_keys(attend_constants(dim, tile, 12 if documents or sinks else None), documents)
     if name == "attend_fwd" and not sinks:
         constants = constants | {"sinks_ptr": None}
+    if name == "attend_fwd" and not residue:
+        constants = constants | {"residue_ptr": None}
     suffix = " decode" if rows == DECODE_ROWS else " odd" if odd else " documents" if documents else ""
-    suffix += " sinks" if sinks else ""
+    suffix += " sinks" if sinks else " residue" if residue else ""
     aligned = () if odd or rows == DECODE_ROWS else ("C",)
     return KernelConfig(
         name=f"{name}{suffix} d={dim} {dtype_name}",
@@ -180,6 +183,7 @@ def list_configurations() -> Iterator[KernelConfig]:
         for name in ATTEND_KERNELS:
             yield _build_attend_config(name, dim, "bf16", ROWS, documents=True)
         yield _build_attend_config("attend_fwd", dim, "bf16", ROWS, sinks=True)
+    yield _build_attend_config("attend_fwd", 64, "bf16", ROWS, residue=True)
     for heads, dim in ((12, 64), (16, 64), (32, 80)):
         for name in HEAD_TILE_KERNELS:
             yield _build_head_tile_config(name, heads, dim, "bf16", ROWS, documents=True)

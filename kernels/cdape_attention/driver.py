@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.cdape_attention import mixer, mixer_forward
+from kernels.cdape_attention import logit_gradient, mixer, mixer_forward
 from kernels.cdape_attention.backward import _processor_bwd_dw_kernel, _processor_bwd_kernel
 from kernels.cdape_attention.bias_product import BiasProduct, add_sum
 from kernels.cdape_attention.configs import (
@@ -147,8 +147,8 @@ class ChunkMaps:
     row does not see, except to drop it.
     """
 
-    scores: Tensor | None
-    """S = scale · q·k, compute type, heads last; None if no kernel reads it."""
+    scores: Tensor
+    """S = scale · q·k, compute type, heads last."""
     logits: Tensor
     """L, float32; undefined where a row does not see the column."""
     probabilities: Tensor
@@ -200,7 +200,13 @@ def compute_logits(
 def _compute_mixer_logits(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> Tensor:
     arch = get_arch(k)
     assert arch is not None
-    inputs = mixer_forward.LogitInputs(
+    return mixer_forward.compute_logits(
+        _build_logit_inputs(problem, chunk, scaled, k), mixer_forward.KERNELS[arch], launch_kernel
+    )
+
+
+def _build_logit_inputs(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> mixer_forward.LogitInputs:
+    return mixer_forward.LogitInputs(
         chunk.slice_rows(scaled),
         chunk.slice_columns(k),
         *_split_contributions(problem, chunk),
@@ -209,7 +215,6 @@ def _compute_mixer_logits(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k
         problem.shape,
         chunk.position,
     )
-    return mixer_forward.compute_logits(inputs, mixer_forward.KERNELS[arch], launch_kernel)
 
 
 def _split_contributions(problem: CdapeProblem, chunk: Chunk) -> tuple[Tensor, Tensor]:
@@ -253,25 +258,41 @@ def launch_softmax(
     )
 
 
-def forward(scaled: Tensor, k: Tensor, v: Tensor, problem: CdapeProblem, chunk_rows: int) -> tuple[Tensor, Tensor]:
-    """Output [B, H, R, d], and the softmax's maximum and sum of exponentials, float32 [2, B, H, R].
+class Attended(NamedTuple):
+    """What the forward pass returns and leaves to the backward pass."""
+
+    output: Tensor
+    """[B, H, R, d]."""
+    stats: Tensor
+    """The softmax's maximum and sum of exponentials, float32 [2, B, H, R]."""
+    residue: Tensor | None
+    """What the output's rounding left over, if the backward pass reads the output."""
+
+
+def forward(scaled: Tensor, k: Tensor, v: Tensor, problem: CdapeProblem, chunk_rows: int) -> Attended:
+    """Attend in chunks of rows.
 
     Args:
         scaled: scale · q; like k and v contiguous.
     """
-    output = torch.empty_like(scaled)
+    chunks = list(iter_chunks(problem, chunk_rows))
+    needs_residue = any(_uses_mixer(problem, chunk, k, mixer.ARCHS) for chunk in chunks)
     stats = torch.empty(2, *scaled.shape[:3], dtype=torch.float32, device=scaled.device)
-    for chunk in iter_chunks(problem, chunk_rows):
-        _forward_chunk(problem, chunk, scaled, k, v, output, stats)
-    return output, stats
+    residue = torch.empty_like(scaled) if needs_residue else None
+    attended = Attended(torch.empty_like(scaled), stats, residue)
+    for chunk in chunks:
+        _forward_chunk(problem, chunk, scaled, k, v, attended)
+    return attended
 
 
 def _forward_chunk(
-    problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor, v: Tensor, output: Tensor, stats: Tensor
+    problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor, v: Tensor, attended: Attended
 ) -> None:
     """Output and softmax of a chunk's rows. A function of its own, so that its maps are freed before the next ones."""
     logits = compute_logits(problem, chunk, scaled, k)
-    tensors = (logits, chunk.slice_columns(v), chunk.slice_rows(output), stats[..., chunk.first :], problem.sinks)
+    residue = None if attended.residue is None else chunk.slice_rows(attended.residue)
+    outputs = (chunk.slice_rows(attended.output), residue, attended.stats[..., chunk.first :])
+    tensors = (logits, chunk.slice_columns(v), *outputs, problem.sinks)
     launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, tensors)
 
 
@@ -313,7 +334,7 @@ def backward(
     scaled: Tensor,
     k: Tensor,
     v: Tensor,
-    stats: Tensor,
+    attended: Attended,
     problem: CdapeProblem,
     product: BiasProduct,
     terms: TermSums,
@@ -327,8 +348,10 @@ def backward(
 
     Args:
         dout: of the output; like the others contiguous.
+        attended: its output is read where there is a residue alone.
         terms: still zero.
     """
+    stats = attended.stats
     chunks = list(iter_chunks(problem, chunk_rows))[::-1]
     sums = _new_sums(terms, chunks, k)
     dq = torch.empty_like(scaled)
@@ -336,17 +359,21 @@ def backward(
 
     def differentiate_chunk(chunk: Chunk, *, is_first: bool) -> None:
         """A function of its own, so that a chunk's maps are freed before the next ones."""
-        maps = _compute_maps(problem, chunk, scaled, k)
-        softmax_backward(problem, chunk, maps, v, dout, stats, means)
         is_only = len(chunks) == 1
-        multiply_transposed(problem, chunk, maps.probabilities, dout, sums.v, is_only=is_only)
-        if maps.scores is None:
+        if _uses_mixer(problem, chunk, k, mixer.ARCHS):
+            maps = _mixer_softmax_backward(problem, chunk, scaled, k, v, dout, attended, means)
+            dscores = maps.probabilities
+            multiply_transposed(problem, chunk, maps.probabilities, dout, sums.v, is_only=is_only)
             _mixer_backward(problem, product, chunk, maps, scaled, k, sums, is_first=is_first)  # dS over P
         else:
-            _weights_backward(problem, chunk, maps, maps.scores, sums, is_first=is_first)
-            _processor_backward(problem, product, chunk, maps, maps.scores, sums, is_first=is_first)  # dS over P
-        multiply_map(problem, chunk, maps.dscores, k, dq, scale)
-        multiply_transposed(problem, chunk, maps.dscores, scaled, sums.k, is_only=is_only)
+            all_maps = _compute_maps(problem, chunk, scaled, k)
+            dscores = all_maps.dscores
+            softmax_backward(problem, chunk, all_maps, v, dout, stats, means)
+            multiply_transposed(problem, chunk, all_maps.probabilities, dout, sums.v, is_only=is_only)
+            _weights_backward(problem, chunk, all_maps, sums, is_first=is_first)
+            _processor_backward(problem, product, chunk, all_maps, sums, is_first=is_first)  # dS over P
+        multiply_map(problem, chunk, dscores, k, dq, scale)
+        multiply_transposed(problem, chunk, dscores, scaled, sums.k, is_only=is_only)
 
     for index, chunk in enumerate(chunks):
         differentiate_chunk(chunk, is_first=index == 0)
@@ -419,12 +446,35 @@ def multiply_transposed(
 
 def _compute_maps(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> ChunkMaps:
     """Scores and logits, and room for the rest."""
-    needs_scores = not _uses_mixer(problem, chunk, k, mixer.ARCHS)
-    scores = compute_scores(problem, chunk, scaled, k) if needs_scores else None
+    scores = compute_scores(problem, chunk, scaled, k)
     logits = compute_logits(problem, chunk, scaled, k, scores)
-    batch, heads, rows, columns = logits.shape
-    dlogits = logits.new_empty(batch, rows, columns, padded_channels(heads), dtype=problem.dtype)
-    return ChunkMaps(scores, logits, torch.empty_like(logits, dtype=problem.dtype), dlogits)
+    return ChunkMaps(scores, logits, torch.empty_like(logits, dtype=problem.dtype), torch.empty_like(scores))
+
+
+def _mixer_softmax_backward(
+    problem: CdapeProblem,
+    chunk: Chunk,
+    scaled: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    attended: Attended,
+    sums: Tensor,
+) -> logit_gradient.LogitGradients:
+    """P and dL without logits in memory, and of the chunk's rows Σ P ∘ dP, into `sums` [B, H, R]."""
+    output, stats, residue = attended
+    assert residue is not None
+    of_rows = slice(chunk.first, chunk.last)
+    of_chunk = logit_gradient.AttendedChunk(
+        *(chunk.slice_columns(v), chunk.slice_rows(output), chunk.slice_rows(residue), chunk.slice_rows(dout)),
+        stats[..., of_rows],
+    )
+    return logit_gradient.differentiate_softmax(
+        _build_logit_inputs(problem, chunk, scaled, k),
+        of_chunk,
+        sums[..., of_rows],
+        launch_kernel,
+    )
 
 
 def softmax_backward(
@@ -472,7 +522,7 @@ def _mixer_backward(
     problem: CdapeProblem,
     product: BiasProduct,
     chunk: Chunk,
-    maps: ChunkMaps,
+    maps: logit_gradient.LogitGradients,
     scaled: Tensor,
     k: Tensor,
     sums: GradientSums,
@@ -489,7 +539,7 @@ def _mixer_backward(
         problem.shape,
         chunk.position,
     )
-    gradients = mixer.differentiate_mixer(inputs, maps.dscores, launch_kernel)
+    gradients = mixer.differentiate_mixer(inputs, maps.probabilities, launch_kernel)
     product.add_gradient(sums.terms.bias_product, gradients.contributions[None], is_first=is_first)
     product.set_edge_gradient(sums.terms.bias_product, gradients.edge, chunk.first)
     if problem.has_bias:
@@ -503,24 +553,23 @@ def _processor_backward(
     product: BiasProduct,
     chunk: Chunk,
     maps: ChunkMaps,
-    scores: Tensor,
     sums: GradientSums,
     *,
     is_first: bool,
 ) -> None:
     """dS over P, where a row sees the column; adds the chunk's part to the gradients of the tables."""
-    padding, batch, has_bias = problem.padding, scores.shape[0], problem.has_bias
+    padding, batch, has_bias = problem.padding, maps.scores.shape[0], problem.has_bias
     tile = problem.tile("mix_bwd", chunk.rows)
     kept_distances = tile.block_n - 2 * padding
     reach = min(chunk.right, problem.window + padding)  # hidden values just beyond the window reach into it
     blocks, row_blocks = cdiv(reach, kept_distances), cdiv(chunk.rows, tile.block_m)
     parts = choose_splits(blocks, batch, row_blocks)
-    float32: dict[str, Any] = {"dtype": torch.float32, "device": scores.device}
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": maps.scores.device}
     width = problem.shape.width
     dbias_contributions = torch.empty(batch * parts, blocks * kept_distances + padding, width, **float32)
     dbias = torch.empty(batch * parts, blocks * kept_distances if has_bias else 0, problem.heads, **float32)
     dedge = torch.zeros(batch, chunk.rows, padding, width, **float32)
-    inputs = (scores, maps.dlogits, problem.bias_contributions, problem.weights.w1, problem.weights.w2)
+    inputs = (maps.scores, maps.dlogits, problem.bias_contributions, problem.weights.w1, problem.weights.w2)
     outputs = (maps.dscores, dbias_contributions, dbias, dedge)
     launch(
         _processor_bwd_kernel,
@@ -540,10 +589,10 @@ def _processor_backward(
 
 
 def _weights_backward(
-    problem: CdapeProblem, chunk: Chunk, maps: ChunkMaps, scores: Tensor, sums: GradientSums, *, is_first: bool
+    problem: CdapeProblem, chunk: Chunk, maps: ChunkMaps, sums: GradientSums, *, is_first: bool
 ) -> None:
     """Adds the chunk's part to the gradients of the weights."""
-    padding, batch = problem.padding, scores.shape[0]
+    padding, batch = problem.padding, maps.scores.shape[0]
     tile = problem.tile("mix_bwd_dw", chunk.rows)
     reach = min(chunk.right, problem.window + padding) + padding  # from −p on
     blocks, row_blocks = cdiv(reach, tile.block_n), cdiv(chunk.rows, tile.block_m)
@@ -551,7 +600,7 @@ def _weights_backward(
     patches = sums.terms.patches
     partial = patches.new_empty(batch * parts * blocks, *patches.shape)
     weights = problem.weights
-    tensors = (scores, maps.dlogits, problem.bias_contributions, weights.patches1, weights.patches2, partial)
+    tensors = (maps.scores, maps.dlogits, problem.bias_contributions, weights.patches1, weights.patches2, partial)
     launch(
         _processor_bwd_dw_kernel,
         (batch, parts, blocks),  # few distances have the most rows: the longest programs of all sequences begin first

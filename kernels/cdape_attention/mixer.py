@@ -69,7 +69,7 @@ class MixerInputs(NamedTuple):
     keys: Tensor
     """bfloat16 [B, H, C or more, 64], alike."""
     dlogits: Tensor
-    """bfloat16 [B, R, C, 16]; undefined where a row does not see the column."""
+    """bfloat16 [B, R, 8, C, 2], heads in pairs; undefined where a row does not see the column."""
     contributions: Tensor
     """float32 [p + N + …, D]: U from distance −p on (`bias_product.py`)."""
     edge: Tensor
@@ -145,7 +145,7 @@ def differentiate_mixer(inputs: MixerInputs, dscores: Tensor, launch: Launch) ->
         launch: runs a kernel on a grid of (blocks, sequences): on a GPU, or in a test's emulator.
     """
     shape, padding = inputs.shape, inputs.shape.padding
-    batch, rows, columns, _ = inputs.dlogits.shape
+    batch, rows, _, columns, _ = inputs.dlogits.shape
     blocks = cdiv(rows, BLOCK_ROWS)
     table = build_table(inputs.contributions, padding, inputs.position + blocks * BLOCK_ROWS)
     edge = F.pad(inputs.edge, (0, WIDTH - shape.width))

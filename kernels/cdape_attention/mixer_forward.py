@@ -5,7 +5,7 @@ p = k//2. The kernel pads H to 16 and D to 32.
 """
 
 import ctypes
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,13 +35,22 @@ GROUP = 8
 """Distances of the table that lie together."""
 
 
+class LogitArgs(ctypes.Structure):
+    """What the logits are computed from, as `cuda/logits.h` declares it."""
+
+    _fields_ = (
+        ("scores", ScoreInputs),
+        *((name, ctypes.c_void_p) for name in ("table", "edge", "w1", "w2", "bias")),
+        *((name, ctypes.c_int) for name in ("table_group", "bias_front", "bias_stride")),
+    )
+
+
 class MixerForwardArgs(ctypes.Structure):
     """Arguments of the kernel, as `cuda/mixer_forward.h` declares them."""
 
     _fields_ = (
-        ("scores", ScoreInputs),
-        *((name, ctypes.c_void_p) for name in ("table", "edge", "w1", "w2", "bias", "logits")),
-        *((name, ctypes.c_int) for name in ("table_group", "bias_front", "bias_stride")),
+        ("inputs", LogitArgs),
+        ("logits", ctypes.c_void_p),
         *((name, ctypes.c_longlong) for name in ("q_batch", "k_batch", "logits_batch")),
     )
 
@@ -72,23 +81,41 @@ def compute_logits(inputs: LogitInputs, kernel: CudaKernel, launch: Launch) -> T
         kernel: one of `KERNELS`.
         launch: runs a kernel on a grid of (blocks, sequences): on a GPU, or in a test's emulator.
     """
-    shape, padding, position = inputs.shape, inputs.shape.padding, inputs.position
     batch, heads, rows, _ = inputs.queries.shape
-    columns, blocks = position + rows, cdiv(rows, BLOCK_ROWS)
-    distances = position + blocks * BLOCK_ROWS
-    table, group = build_group_table(inputs.contributions, padding, position, distances)
-    bias, bias_front = build_bias(inputs.bias_table, inputs.weights.b2, position, distances)
-    edge = F.pad(inputs.edge, (0, WIDTH - shape.width))
-    w1, w2 = exchange_fragments(inputs.weights)
+    columns = inputs.position + rows
+    packed = pack_inputs(inputs)
     logits = torch.empty(batch, heads, rows, columns, dtype=torch.float32, device=inputs.queries.device)
-    args = MixerForwardArgs(
-        build_score_inputs(inputs.queries, inputs.keys, columns, position),
-        *(x.data_ptr() for x in (table, edge, w1, w2, bias, logits)),
-        *(group, bias_front, bias.shape[1]),
-        *(x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, logits)),
-    )
-    launch(kernel, (blocks, batch), args)
+    strides = (x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, logits))
+    launch(kernel, (cdiv(rows, BLOCK_ROWS), batch), MixerForwardArgs(packed.args, logits.data_ptr(), *strides))
     return logits
+
+
+class PackedInputs(NamedTuple):
+    """A kernel's arguments, and the tensors that they point to."""
+
+    args: LogitArgs
+    tensors: tuple[Tensor, ...]
+
+
+def pack_inputs(inputs: LogitInputs, bias_copies: int = 1) -> PackedInputs:
+    """Pack what the logits of a chunk are computed from.
+
+    Args:
+        bias_copies: see `build_bias`.
+    """
+    shape, padding, position = inputs.shape, inputs.shape.padding, inputs.position
+    rows = inputs.queries.shape[2]
+    distances = position + cdiv(rows, BLOCK_ROWS) * BLOCK_ROWS
+    table, group = build_group_table(inputs.contributions, padding, position, distances)
+    bias, bias_front = build_bias(inputs.bias_table, inputs.weights.b2, position, distances, bias_copies)
+    edge = F.pad(inputs.edge, (0, WIDTH - shape.width))
+    tensors = (table, edge, *exchange_fragments(inputs.weights), bias)
+    args = LogitArgs(
+        build_score_inputs(inputs.queries, inputs.keys, position + rows, position),
+        *(x.data_ptr() for x in tensors),
+        *(group, bias_front, bias.shape[-1]),
+    )
+    return PackedInputs(args, tensors)
 
 
 def build_group_table(contributions: Tensor, padding: int, position: int, distances: int) -> tuple[Tensor, int]:
@@ -111,17 +138,21 @@ def build_group_table(contributions: Tensor, padding: int, position: int, distan
     return table.view(groups, 2, 32, 2, 2, 2), (front + least) // GROUP
 
 
-def build_bias(bias_table: Tensor, b2: Tensor, position: int, distances: int) -> tuple[Tensor, int]:
+def build_bias(bias_table: Tensor, b2: Tensor, position: int, distances: int, copies: int = 1) -> tuple[Tensor, int]:
     """Return what is added to the logits by head and distance, and the entry of distance 0.
 
+    Args:
+        copies: 1, or 4, of which copy x is shifted by 3 − x entries, so that any four distances begin at a multiple of
+            4 in one of them.
+
     Returns:
-        float32 [16, entries].
+        float32 [copies, 16, entries].
     """
     heads, known = bias_table.shape
     front = TABLE_FRONT + -position % 4
-    options: dict[str, Any] = {"dtype": torch.float32, "device": b2.device}
-    table = torch.empty(HEADS, cdiv(front + distances + 4, 4) * 4, **options).copy_(b2[:HEADS, None])
+    entries, shift = cdiv(front + distances + 4, 4) * 4, copies - 1
+    table = torch.empty(HEADS, entries + shift, dtype=torch.float32, device=b2.device).copy_(b2[:HEADS, None])
     covered = min(known, distances)
     if covered:
-        table[:heads, front : front + covered] += bias_table[:, :covered]
-    return table, front
+        table[:heads, front + shift : front + shift + covered] += bias_table[:, :covered]
+    return table.as_strided((copies, HEADS, entries), (1, entries + shift, 1)).contiguous(), front

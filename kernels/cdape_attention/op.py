@@ -101,7 +101,8 @@ def _check_limits(q: Tensor, k: Tensor, v: Tensor, w1: Tensor, offset: int, chun
 
 class _CdapeAttention(torch.autograd.Function):
     """Differentiable in all tensors. Between the passes it keeps q·scale, k and v, contiguous, rather than what they
-    were, which is then free; the tables, the weights as kernels read them, and two numbers a row."""
+    were, which is then free; the tables, the weights as kernels read them, and two numbers a row; for the CUDA kernels
+    also the output and what its rounding left over."""
 
     @staticmethod
     def forward(
@@ -146,13 +147,15 @@ class _CdapeAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        scaled, k, v, stats, biases, contributions, bias_table, first_keys, sinks, *packed = ctx.saved_tensors
+        saved, count = ctx.saved_tensors, len(PackedWeights._fields)
+        *kept, biases, contributions, bias_table, first_keys, sinks = saved[:-count]
+        packed = saved[-count:]
         weights, product = PackedWeights(*packed), ctx.product
         problem = build_problem(product, contributions, bias_table, weights, residual_bias=True)
-        problem = replace(problem, rows=scaled.shape[2], offset=ctx.offset, first_keys=first_keys, sinks=sinks)
+        problem = replace(problem, rows=kept[0].shape[2], offset=ctx.offset, first_keys=first_keys, sinks=sinks)
         problem = replace(problem, uses_mixer=ctx.uses_mixer)
-        sums = driver.new_term_sums(1, product, 0 if biases is None else biases.shape[2], k.device)
-        *dqkv, dsinks = _attend_backward(dout, (scaled, k, v, stats), problem, product, select_layer(sums, 0), ctx)
+        sums = driver.new_term_sums(1, product, 0 if biases is None else biases.shape[2], dout.device)
+        *dqkv, dsinks = _attend_backward(dout, kept, problem, product, select_layer(sums, 0), ctx)
         (dbias,), (dweights,) = differentiate_terms(product, biases, weights.bias_weight[None], sums, ctx.dtypes)
         return (*dqkv, None if biases is None else dbias, *dweights, dsinks, *(None,) * 6)
 
@@ -198,27 +201,29 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, problem: driver.CdapeProblem, scale: float, chunk: int
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """The output, and what the backward pass needs of a call."""
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """The output, and what the backward pass needs of a call: scaled queries, k, v, the softmax's statistics, and where
+    it reads them the output and what its rounding left over, else None."""
     scaled = torch.mul(q, scale, out=q.new_empty(q.shape))
     k, v = k.contiguous(), v.contiguous()
     with launch_context(q):
-        output, stats = driver.forward(scaled, k, v, problem, chunk)
-    return output, (scaled, k, v, stats)
+        output, stats, residue = driver.forward(scaled, k, v, problem, chunk)
+    return output, (scaled, k, v, stats, None if residue is None else output, residue)
 
 
 def _attend_backward(
     dout: Tensor,
-    kept: Sequence[Tensor],
+    kept: Sequence[Any],
     problem: driver.CdapeProblem,
     product: BiasProduct,
     sums: driver.TermSums,
     ctx: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and the sinks; adds the others to the layer's sums."""
-    scaled, k, v, stats = kept
+    scaled, k, v, stats, output, residue = kept
+    attended = driver.Attended(output, stats, residue)
     with launch_context(scaled):
         dq, dk, dv, dsinks = driver.backward(
-            dout.contiguous(), scaled, k, v, stats, problem, product, sums, ctx.scale, ctx.chunk
+            dout.contiguous(), scaled, k, v, attended, problem, product, sums, ctx.scale, ctx.chunk
         )
     return dq, dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype), dsinks

@@ -118,11 +118,18 @@ def _attend_fwd_columns(
     return maximum, total, o_a, o_b
 
 
+@triton.jit
+def find_residue(x, ptr):
+    """What is left over of float32 x when it is rounded to the type that `ptr` points to."""
+    return x - x.to(ptr.dtype.element_ty).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _attend_fwd_kernel(
     logits_ptr,  # [B, H, R, C] float32; what a row does not see has no effect
     v_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
     o_ptr,  # [B, H, R_total, d] compute type, at the chunk's first row
+    residue_ptr,  # what the rounding of O leaves over, alike, or None
     stats_ptr,  # [2, B, H, R_total] float32, maximum (in base 2) and sum of exponentials, at the chunk's first row
     sinks_ptr,  # [H] float32, or None: keys with these logits and no value, which the stats count
     first_keys_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
@@ -173,6 +180,13 @@ def _attend_fwd_kernel(
     store_rows(o_ptr, o_a / total[:, None], start, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
     if BLOCK_DB:
         store_rows(o_ptr, o_b / total[:, None], start, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
+    if residue_ptr is not None:
+        residue_ptr += pair * R_total * HEAD_DIM
+        o_a = find_residue(o_a / total[:, None], o_ptr)
+        store_rows(residue_ptr, o_a, start, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
+        if BLOCK_DB:
+            o_b = find_residue(o_b / total[:, None], o_ptr)
+            store_rows(residue_ptr, o_b, start, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
     of_row = stats_ptr + pair * R_total + row
     tl.store(of_row, maximum, mask=row < R)
     tl.store(of_row + pairs * R_total, total, mask=row < R)

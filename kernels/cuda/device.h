@@ -39,6 +39,16 @@ KERNEL_CODE i32 maximum(i32 a, i32 b) { return a > b ? a : b; }
 KERNEL_CODE i32 minimum(i32 a, i32 b) { return a < b ? a : b; }
 KERNEL_CODE f32 as_f32(u32 a) { return __uint_as_float(a); }
 KERNEL_CODE u32 as_u32(f32 a) { return __float_as_uint(a); }
+KERNEL_CODE f32 exponential2(f32 a) {
+  f32 value;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(a));
+  return value;
+}
+KERNEL_CODE f32 logarithm2(f32 a) {
+  f32 value;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(a));
+  return value;
+}
 // a · 2^bits, or 0 if `bits` is not in 0 … 31.
 KERNEL_CODE u32 shift_left(u32 a, i32 bits) {
   u32 word;

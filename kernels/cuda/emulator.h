@@ -114,6 +114,16 @@ inline u32 as_u32(const f32& a) {
   EACH_LANE r.v[lane] = bits_of_float(a.v[lane]);
   return r;
 }
+inline f32 exponential2(const f32& a) {
+  f32 r;
+  EACH_LANE r.v[lane] = std::exp2(a.v[lane]);
+  return r;
+}
+inline f32 logarithm2(const f32& a) {
+  f32 r;
+  EACH_LANE r.v[lane] = std::log2(a.v[lane]);
+  return r;
+}
 inline u32 shift_left(const u32& a, const i32& bits) {
   u32 r;
   EACH_LANE r.v[lane] = bits.v[lane] >= 0 && bits.v[lane] < 32 ? a.v[lane] << bits.v[lane] : 0;

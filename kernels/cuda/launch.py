@@ -9,8 +9,8 @@ import torch
 from kernels.cuda.compile import compile_kernel
 from kernels.cuda.kernel import CudaKernel
 
-MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
-"""Value of the function attribute of this name in cuda.h."""
+MAX_DYNAMIC_SHARED_SIZE_BYTES, PREFERRED_SHARED_MEMORY_CARVEOUT = 8, 9
+"""Values of the function attributes of these names in cuda.h."""
 
 
 class _Function(NamedTuple):
@@ -51,8 +51,9 @@ def _load(kernel: CudaKernel, device: int) -> _Function:
     torch.cuda.current_stream(device)  # creates the device's context and makes it current
     _check(driver.cuModuleLoadData(ctypes.byref(module), code), kernel)
     _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), kernel)
-    attribute = MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _check(driver.cuFuncSetAttribute(function, attribute, kernel.shared_bytes), kernel)
+    _check(driver.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared_bytes), kernel)
+    # Percent of the cache: as many blocks share a multiprocessor as its memory holds.
+    _check(driver.cuFuncSetAttribute(function, PREFERRED_SHARED_MEMORY_CARVEOUT, 100), kernel)
     return _Function(function, driver)
 
 

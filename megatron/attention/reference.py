@@ -64,8 +64,10 @@ def compute_table_of_ranges(
 
 
 def _get_distances(count: int, device: torch.device | str | None) -> Tensor:
-    on_gpu = isinstance(device, torch.device) and device.type == "cuda"
-    return _keep_distances(count, device) if on_gpu else arange_distances(count, device)
+    is_kept = isinstance(device, torch.device) and device.type == "cuda"
+    if is_kept and torch.cuda.is_current_stream_capturing():
+        is_kept = False  # a CUDA graph would still read what the cache has dropped
+    return _keep_distances(count, device) if is_kept else arange_distances(count, device)
 
 
 def compute_tables_of_layers(

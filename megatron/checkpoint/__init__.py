@@ -1,6 +1,6 @@
-"""Checkpoints: where they lie, how they are written, what resuming from them restores.
+"""Checkpoints: layout on disk, writing, verification, and resuming.
 
-`saver.py` writes one, `resume.py` continues a run from one, `load_model.py` reads the model out of one for evaluation
-(safetensors and text only, never a pickle), `layout.py` knows names and paths, `manifest.py` whether a checkpoint is
-what was written, `stored_config.py` what an older format means today. `run_folder.py` keeps the run's folder.
+`saver.py` writes checkpoints, `resume.py` resumes a run from one, and `load_model.py` loads a model for evaluation
+(only safetensors and text, never a pickle). `layout.py` defines names and paths, `manifest.py` detects damaged files,
+and `stored_config.py` migrates older formats. `run_folder.py` manages a run's folder.
 """

@@ -1,8 +1,8 @@
-"""Reading DeepSpeed's own files of a checkpoint (legacy.py) without running code from them.
+"""Safe reading of DeepSpeed's checkpoint files (see legacy.py).
 
-DeepSpeed reads its files with an unrestricted pickle, which runs whatever code a file contains. They hold nothing but
-tensors, numbers, text and a few of DeepSpeed's own plain classes, so here they are read with `weights_only`, those
-classes allowed by name.
+DeepSpeed reads its files with an unrestricted pickle, which runs any code a file contains. The files consist of
+tensors, numbers, text and a few plain DeepSpeed classes. This module therefore reads them with `weights_only` and
+allows those classes by name.
 """
 
 from collections.abc import Iterator
@@ -24,10 +24,12 @@ def _list_safe_classes() -> list[Any]:
 
 
 class SafeTorchCheckpointEngine(TorchCheckpointEngine):
-    """DeepSpeed's file layer, for reading. Weights get today's names.
+    """Read-only checkpoint engine for DeepSpeed.
+
+    It migrates weights to their current names.
 
     Args:
-        written: the format of the checkpoint.
+        written: format version of the checkpoint.
     """
 
     def __init__(self, written: int) -> None:
@@ -39,7 +41,7 @@ class SafeTorchCheckpointEngine(TorchCheckpointEngine):
         return self._migrate_names(states)
 
     def _migrate_names(self, states: Any) -> Any:
-        """The same with today's names of weights, wherever they are keys or stand in a list."""
+        """Return the states with current weight names, both in dictionary keys and in lists."""
         if isinstance(states, dict):
             migrated = {self._migrate_names(key): self._migrate_names(value) for key, value in states.items()}
             states.clear()  # in place: torch's dictionaries of weights have attributes
@@ -52,7 +54,7 @@ class SafeTorchCheckpointEngine(TorchCheckpointEngine):
 
 @contextmanager
 def use_safe_loading(engine: Any, written: int) -> Iterator[None]:
-    """Let a DeepSpeed engine use `SafeTorchCheckpointEngine` inside the block, for a checkpoint of a format."""
+    """Make a DeepSpeed engine use `SafeTorchCheckpointEngine` in the block, for a checkpoint of the given format."""
     usual, engine.checkpoint_engine = engine.checkpoint_engine, SafeTorchCheckpointEngine(written)
     try:
         yield

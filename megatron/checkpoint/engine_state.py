@@ -1,15 +1,15 @@
-"""What DeepSpeed's engine holds: the float32 masters and the optimizer's moments of each parameter, and its counters.
+"""State of a DeepSpeed engine: float32 masters, the optimizer's moments of each parameter, and counters.
 
-Whatever the optimizer, a rank steps some consecutive elements of a parameter, a *shard* of it:
+With any optimizer, a rank steps some consecutive elements of a parameter, called a *shard*:
 
-    ZeRO 0, float32      the whole parameter is its own master
-    ZeRO 0, half         a master beside each parameter, whole
-    ZeRO 1 and 2         a rank's equal part of each group's parameters laid end to end: of one parameter all, some or
-    (also in bfloat16    none
+    ZeRO 0, float32      the whole parameter, which is its own master
+    ZeRO 0, half         the whole parameter, with a separate master
+    ZeRO 1 and 2         an equal share of each group's concatenated parameters: all, some or none of a parameter
+    (also in bfloat16
     with float32 sums)
-    ZeRO 3               a rank's equal part of every parameter, the last one padded
+    ZeRO 3               an equal share of every parameter, the last one padded
 
-A checkpoint is written from these shards and restored into them, so it says nothing of which optimizer they are of.
+Checkpoints are written from shards and restored into shards, so they do not depend on the optimizer class.
 """
 
 from collections.abc import Mapping
@@ -28,37 +28,37 @@ MOMENTS: dict[Algorithm, tuple[str, ...]] = {
     "Muon": ("momentum_buffer",),
     "Lion": ("exp_avg",),
 }
-"""What an algorithm keeps of each parameter, by torch's names: running means of the gradient, and of its square."""
+"""Optimizer state per parameter, by torch's names: running means of the gradient and of its square."""
 COUNTS_STEPS: tuple[Algorithm, ...] = ("AdamW",)
-"""Algorithms whose step depends on how many there were."""
+"""Algorithms whose update depends on the step count."""
 _LOSS_SCALE_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What moves in DeepSpeed's object for a dynamic loss scale."""
+"""Mutable fields of DeepSpeed's dynamic loss scaler."""
 
 
 @dataclass(frozen=True)
 class OptimizerShard:
-    """Consecutive elements of a parameter (of what a tensor-parallel rank holds of it), and what this rank has of them.
+    """Consecutive elements of a parameter's tensor-parallel shard, with their master and optimizer state on this rank.
 
-    All tensors are views of the optimizer's own, flat, so that writing into them restores it.
+    All tensors are flat views of the optimizer's own tensors, so writing to them restores the optimizer.
     """
 
     name: str
-    """As in `model.named_parameters()`."""
+    """Name as in `model.named_parameters()`."""
     parameter: nn.Parameter
     start: int
-    """The first of its elements, of the flattened parameter."""
+    """Index of the first element in the flattened parameter."""
     master: Tensor
     moments: dict[str, Tensor]
-    """By the names in `MOMENTS`."""
+    """Optimizer state by the names in `MOMENTS`."""
     step: Tensor | None
-    """Adam's count of steps; shards of one flat tensor share it. None of an algorithm that counts none."""
+    """Adam's step count, shared by all shards of one flat tensor; None for algorithms without a step count."""
 
     @property
     def stop(self) -> int:
         return self.start + self.master.numel()
 
     def split_over_axis(self, axis: Axis) -> "OptimizerShard":
-        """The part that falls to one of several ranks that hold the same, for each to write."""
+        """Return this rank's share of a shard that several ranks hold, so that each writes a different share."""
         size = -(-self.master.numel() // axis.size)
         low = min(axis.index * size, self.master.numel())
         size = min(size, self.master.numel() - low)
@@ -70,7 +70,7 @@ class OptimizerShard:
 
 @dataclass(frozen=True)
 class _ShardLocation:
-    """A parameter's elements from `start` on are those of one of the optimizer's own tensors from `offset` on."""
+    """Location of a parameter's elements, from `start` on, in one of the optimizer's tensors, from `offset` on."""
 
     start: int
     tensor: Tensor
@@ -79,24 +79,24 @@ class _ShardLocation:
 
 
 class _UnshardedMasters:
-    """Parameters that are their own masters: float32 without ZeRO, where the engine's optimizer is torch's own."""
+    """Parameters that are their own masters: float32 without ZeRO, with torch's own optimizer."""
 
     replicated = True
-    """Do all ranks that divide a batch step the same shards?"""
+    """True if all data- and context-parallel ranks step the same shards."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
     def locate(self, parameter: nn.Parameter) -> _ShardLocation | None:
-        """Where this rank has elements of a parameter; None if it has none."""
+        """Return the location of this rank's elements of a parameter, or None if it has none."""
         return _ShardLocation(0, parameter, 0, parameter.numel())
 
     def sync_model_weights(self) -> None:
-        """Make the weights that the model computes with those of the masters. All ranks must call this."""
+        """Copy the masters to the model's weights. All ranks must call this."""
 
 
 class _HalfPrecisionMasters(_UnshardedMasters):
-    """A master beside each parameter: half precision without ZeRO (`FP16_UnfusedOptimizer`)."""
+    """Separate master for each parameter: half precision without ZeRO (`FP16_UnfusedOptimizer`)."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
@@ -114,7 +114,7 @@ class _HalfPrecisionMasters(_UnshardedMasters):
 
 
 class _Zero12Masters(_UnshardedMasters):
-    """Equal parts of each group laid end to end: ZeRO 1 and 2 (`DeepSpeedZeroOptimizer`, `BF16_Optimizer`)."""
+    """Equal shares of each concatenated parameter group: ZeRO 1 and 2 (`DeepSpeedZeroOptimizer`, `BF16_Optimizer`)."""
 
     replicated = False
 
@@ -131,7 +131,7 @@ class _Zero12Masters(_UnshardedMasters):
 
 
 class _Zero3Masters(_UnshardedMasters):
-    """Equal parts of every parameter, the last one padded: ZeRO 3 (`DeepSpeedZeroOptimizer_Stage3`)."""
+    """Equal shares of every parameter, the last one padded: ZeRO 3 (`DeepSpeedZeroOptimizer_Stage3`)."""
 
     replicated = False
 
@@ -152,7 +152,7 @@ class _Zero3Masters(_UnshardedMasters):
             flat.copy_(master)
             for part, new in zip(parts, optimizer.unflatten(flat, parts), strict=True):
                 part.data = new.data
-        if persistent := optimizer.persistent_parameters:  # small ones, which every rank has whole
+        if persistent := optimizer.persistent_parameters:  # small parameters that every rank keeps whole
             persistent[0].partition(persistent)
             persistent[0].all_gather(persistent)
 
@@ -165,24 +165,24 @@ _MASTERS_BY_OPTIMIZER: dict[str, type[_UnshardedMasters]] = {
     "BF16_Optimizer": _Zero12Masters,
     "DeepSpeedZeroOptimizer_Stage3": _Zero3Masters,
 }
-"""By the names of the classes of an engine's optimizer."""
+"""Masters by the class name of an engine's optimizer."""
 
 
 def _wrap_optimizer(engine: Any) -> _UnshardedMasters:
     name = type(engine.optimizer).__name__
     if name not in _MASTERS_BY_OPTIMIZER:
-        raise RunError(f"DeepSpeed's {name}: where it keeps masters and moments is not known, so it cannot be saved")
+        raise RunError(f"DeepSpeed's {name}: unsupported optimizer class, its state cannot be saved")
     return _MASTERS_BY_OPTIMIZER[name](engine.optimizer)
 
 
 def list_optimizer_shards(engine: Any) -> list[OptimizerShard]:
-    """All shards that this rank steps, in the order of the model's parameters.
+    """Return all shards that this rank steps, in the order of the model's parameters.
 
     Args:
-        engine: DeepSpeed's. Moments that it has not made yet are made, as the optimizer does before its first step.
+        engine: DeepSpeed engine. Missing moments are created, as the optimizer does before its first step.
 
     Raises:
-        RunError: its optimizer is none of those that are known here.
+        RunError: the optimizer class is not supported.
     """
     shards, masters = [], _wrap_optimizer(engine)
     for name, parameter in engine.module.named_parameters():
@@ -200,38 +200,40 @@ def list_optimizer_shards(engine: Any) -> list[OptimizerShard]:
 
 
 def is_replicated(engine: Any) -> bool:
-    """Do all ranks that divide a batch step the same shards?"""
+    """Return True if all data- and context-parallel ranks step the same shards."""
     return _wrap_optimizer(engine).replicated
 
 
 @torch.no_grad()
 def sync_model_weights(engine: Any) -> None:
-    """Make the weights that the model computes with those of the masters. All ranks must call this."""
+    """Copy the masters to the model's weights. All ranks must call this."""
     _wrap_optimizer(engine).sync_model_weights()
 
 
 def _get_moments(optimizer: torch.optim.Optimizer, master: Tensor, algorithm: Algorithm) -> dict[str, Tensor]:
-    """The optimizer's state of one of its tensors, made as it makes it where there is none."""
+    """Return the optimizer state of one tensor, and initialize it as the optimizer would if it is missing."""
     state: dict[str, Tensor] = optimizer.state[master]
     if not state:
         if algorithm in COUNTS_STEPS:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)  # as the fused kernel wants it
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)  # as the fused kernel requires
         state.update({kind: torch.zeros_like(master.detach()) for kind in MOMENTS[algorithm]})
     return state
 
 
 class EngineCounters:
-    """What DeepSpeed's engine counts: steps, and the loss scale of float16. Numbers only (`Stateful`).
+    """Counters of a DeepSpeed engine: steps, and the loss scale of float16.
+
+    Plain numbers only (`Stateful`).
 
     Args:
-        engine: DeepSpeed's.
+        engine: DeepSpeed engine.
     """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
     def state_dict(self) -> dict[str, Any]:
-        """`counts`, as JSON can hold them."""
+        """Return `counts` in a form that JSON can store."""
         scaler = _find_loss_scaler(self._engine)
         loss_scale = None
         if scaler is not None:
@@ -239,7 +241,7 @@ class EngineCounters:
         return {"counts": {"skipped_steps": self._engine.skipped_steps, "loss_scale": loss_scale}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Put `counts` back, and `step`. A loss scale is left out where there is none, and the other way round."""
+        """Restore `counts` and `step`. A loss scale is ignored if either side has none."""
         engine, step, counts = self._engine, state_dict["step"], state_dict["counts"] or {}
         engine.global_steps, engine.skipped_steps = step, int(counts.get("skipped_steps", 0))
         engine.global_samples = step * engine.train_batch_size()
@@ -250,7 +252,7 @@ class EngineCounters:
 
 
 def _find_loss_scaler(engine: Any) -> Any:
-    """The object that holds a loss scale that moves; None if it is fixed."""
+    """Return the dynamic loss scaler, or None if the loss scale is fixed."""
     optimizer = engine.optimizer
     for owner, scaler in (
         (optimizer, getattr(optimizer, "loss_scaler", None)),  # ZeRO

@@ -1,12 +1,12 @@
-"""Resuming from checkpoints of format 2 and before, whose states are DeepSpeed's own files.
+"""Resuming from checkpoints of format 2 and earlier, which contain DeepSpeed's own files.
 
-    deepspeed/         optimizer states, masters, loss scale: one part per rank, for the same layout and optimizer
-    random_states/     one file of torch's per rank
+    deepspeed/         optimizer states, masters, loss scale: one file per rank, for the same layout and optimizer
+    random_states/     one torch file per rank
 
-Nothing writes them any more.
+These files are no longer written.
 
-What reads the files is in `deepspeed_files.py`, which imports DeepSpeed. This module does not, so that a dry run, which
-only asks whether such a checkpoint fits, does not either.
+`deepspeed_files.py` reads them and imports DeepSpeed. This module does not import DeepSpeed, so that a dry run can
+check such a checkpoint without it.
 """
 
 from dataclasses import dataclass
@@ -24,24 +24,23 @@ DEEPSPEED_FOLDER, RNG_FOLDER = "deepspeed", "random_states"
 
 @dataclass(frozen=True)
 class DeepSpeedStateReader:
-    """Restores what DeepSpeed stored of a training (`megatron.checkpoint.resume.StateReader`)."""
+    """Reader that restores training state stored by DeepSpeed (`megatron.checkpoint.resume.StateReader`)."""
 
     checkpoint: Path
     config: Config
-    """Of the run that wrote it."""
+    """Configuration of the run that wrote the checkpoint."""
     state: TrainerState
 
     def check_engine(self, config: Config, sizes: ParallelSizes) -> None:
-        """Refuse what DeepSpeed's files cannot be loaded into, before anything is built.
+        """Reject configurations that DeepSpeed's files cannot be loaded into, before anything is built.
 
-        Each of the ranks that hold a model together stored its own part, so their numbers must stay. ZeRO 1–3 stored
-        one part of the optimizer states for each rank that divides the batch (data × context), so that number must stay
-        too; without ZeRO it may change. Stages 1 and 2 stored the same parts, except that stage 1 in bfloat16 has
-        another optimizer where it accumulates gradients on the device. Stage 3 stored a part for each of its
-        sub-groups.
+        Each model-parallel rank stored its own shard, so the number of these ranks must not change. ZeRO 1–3 stored one
+        shard of the optimizer states per data- and context-parallel rank, so that number must not change either;
+        without ZeRO it may. Stages 1 and 2 stored the same shards, except that stage 1 in bfloat16 uses another
+        optimizer when it accumulates gradients on the device. Stage 3 stored one shard per sub-group.
 
         Raises:
-            UserError: naming the key and both values.
+            UserError: names the key and both values.
         """
         before, now, state = self.config.training, config.training, self.state
         stage, precision = now.zero_optimization.stage, now.compute_dtype
@@ -69,15 +68,15 @@ class DeepSpeedStateReader:
         ):
             if not fits:
                 raise UserError(
-                    f"{key}: {self.checkpoint} was written with {old}, this run has {new}; its optimizer states cannot "
-                    "be divided anew: go on as before, or take the weights alone (finetune=true)"
+                    f"{key}: {self.checkpoint} was written with {old}, but this run has {new}; its optimizer states "
+                    "cannot be resharded; keep the old value, or load only the weights (finetune=true)"
                 )
 
     def restore(self, engine: Any, mesh: Mesh) -> None:
-        """Put masters, optimizer states, loss scale and counters back into a fresh DeepSpeed engine. All ranks must
-        call this.
+        """Restore masters, optimizer states, loss scale and counters in a new DeepSpeed engine.
 
-        Raises RunError if the files are missing or damaged: a run never goes on from less.
+        All ranks must call this. Raises RunError if files are missing or damaged; a run never resumes from partial
+        state.
         """
         from megatron.checkpoint.deepspeed_files import use_safe_loading
 
@@ -94,21 +93,24 @@ class DeepSpeedStateReader:
             raise
         except AssertionError as failure:
             has_files = any(folder.glob("*.pt"))
-            reason = _get_first_line(failure) if has_files else "DeepSpeed finds none of its files there"
+            reason = _get_first_line(failure) if has_files else "it contains no DeepSpeed files"
             raise RunError(f"{folder}: cannot be loaded: {reason}") from None
-        except Exception as failure:  # states of another kind fail in as many ways as DeepSpeed has optimizers
+        except Exception as failure:  # each DeepSpeed optimizer fails differently on incompatible states
             raise RunError(f"{folder}: cannot be loaded: {_get_first_line(failure)}") from None
         if engine.global_steps != self.state.step:
             raise RunError(
-                f"{folder}: holds the states of step {engine.global_steps}, but progress.json is of step "
-                f"{self.state.step}; the files are not of one checkpoint"
+                f"{folder}: contains the states of step {engine.global_steps}, but progress.json is from step "
+                f"{self.state.step}; the files belong to different checkpoints"
             )
 
     def synchronize(self, engine: Any) -> None:
-        """Nothing: DeepSpeed has loaded the weights as well."""
+        """No-op: DeepSpeed has already loaded the weights."""
 
     def restore_rng(self, mesh: Mesh) -> bool:
-        """Put this rank's random states back; False if there are none of it. Raises RunError: they are damaged."""
+        """Restore this rank's random states.
+
+        Returns False if there are none for it; raises RunError if they are damaged.
+        """
         if mesh.rank >= self.state.world:
             return False
         path = self.checkpoint / RNG_FOLDER / f"rank_{mesh.rank:05d}.pt"
@@ -116,9 +118,9 @@ class DeepSpeedStateReader:
         try:
             rng_state.restore_rng_state(states)
         except Exception:
-            raise RunError(f"{path}: does not hold the random states of a process; the checkpoint is damaged") from None
+            raise RunError(f"{path}: not the random states of a process; the checkpoint is damaged") from None
         return True
 
 
 def _get_first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'its files do not fit this run').splitlines()[0]}"
+    return f"{type(error).__name__}: {(str(error).strip() or 'its files do not match this run').splitlines()[0]}"

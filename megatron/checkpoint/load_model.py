@@ -1,7 +1,8 @@
-"""A trained model, rebuilt for evaluation from what a checkpoint says of itself.
+"""Loading a trained model for evaluation from its checkpoint.
 
-Only `model.safetensors`, `config.yml` and `progress.json` are read: tensors and text. No pickle is opened, so a
-checkpoint from elsewhere cannot run code here. They are compared with the checkpoint's manifest first.
+Only `model.safetensors`, `config.yml` and `progress.json` are read, that is, tensors and text. No pickle is opened, so
+a checkpoint from an untrusted source cannot run code here. The files are first verified against the checkpoint's
+manifest.
 """
 
 from dataclasses import asdict, dataclass
@@ -26,18 +27,18 @@ from megatron.utils.errors import RunError
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in evaluation mode and where it comes from."""
+    """Model in evaluation mode, and its origin."""
 
     model: GPT
     config: Config
-    """Of the run that trained it."""
+    """Configuration of the run that trained it."""
     trainer_state: dict[str, Any]
-    """`progress.json`: step, consumed samples and tokens, vocabulary."""
+    """Content of `progress.json`: step, consumed samples and tokens, vocabulary."""
     checkpoint: Path
     verified: bool
-    """Were the files compared with checksums? Checkpoints from before there were manifests carry none."""
+    """True if the files were verified by checksum. Checkpoints that predate manifests have no checksums."""
     position: PositionOptions
-    """Of the model as it was rebuilt: the run's, with the window, the mask and the temperature asked for."""
+    """Position options of the model: those of the run, with the requested window, mask and temperature."""
 
 
 def load_model(
@@ -52,20 +53,20 @@ def load_model(
     rope: str | None = None,
     end_of_document: int | None = None,
 ) -> LoadedModel:
-    """Rebuild the model of a run (its newest checkpoint) or of one checkpoint.
+    """Rebuild the model of a run (its newest checkpoint) or of a specific checkpoint.
 
     Args:
-        path: a run's folder or a checkpoint's.
-        device, dtype: where the model goes and the type of its weights; float32 holds what was stored exactly.
-        backend: overrides attention_backend. Where that is auto and nothing overrides it, a model on a GPU is computed
-            as the check of its training found best, if that was on such a card (`recall_choice`); nothing is checked.
-        window, attention_mask, attention_temperature, rope: override what the run has of these (`override_position`);
-            None keeps it.
-        end_of_document: the token that ends documents, of a run that was not trained with documents apart and is to
-            keep them so; the others know it.
+        path: folder of a run or a checkpoint.
+        device, dtype: device and data type of the weights; float32 preserves the stored values exactly.
+        backend: overrides attention_backend. For auto without an override, a model on a GPU uses the backend that the
+            self-check of its training selected on the same kind of GPU (`recall_choice`); no check is run here.
+        window, attention_mask, attention_temperature, rope: override these options of the run (`override_position`);
+            None keeps them.
+        end_of_document: end-of-document token, needed to mask documents if the run was trained without document
+            masking; other runs store it.
 
     Raises:
-        UserError: there is no checkpoint, or the backend cannot do this model.
+        UserError: there is no checkpoint, or the backend does not support this model.
         RunError: the checkpoint is damaged.
     """
     checkpoint = layout.resolve_checkpoint_path(path)
@@ -73,7 +74,7 @@ def load_model(
     trainer_state = TrainerState.read(checkpoint)
     config = load_checkpoint_config(checkpoint)
     if trainer_state.vocabulary is None:
-        raise RunError(f"{checkpoint / layout.PROGRESS}: says nothing of the vocabulary")
+        raise RunError(f"{checkpoint / layout.PROGRESS}: has no vocabulary")
     position = override_position(
         config.model,
         config.position,
@@ -83,9 +84,9 @@ def load_model(
         rope=rope,
     )
     is_auto = backend is None and config.model.attention_backend == "auto" and config.model.attention_check
-    if is_auto and not has_two_rotations(position):  # of which the training had one, which more backends can do
+    if is_auto and not has_two_rotations(position):  # training had one rotation, which more backends support
         backend = recall_choice(layout.get_run_of_checkpoint(checkpoint), torch.device(device), dtype)
-    # Whoever loads a model to look at it should not find the random states changed.
+    # Loading a model should not change the caller's random states.
     with torch.random.fork_rng(devices=[]), locate_rope_errors(rope):
         size = trainer_state.vocabulary["size"]
         model = build_model(config.model, position, size, groups=single_process(), backend=backend)

@@ -1,14 +1,14 @@
-"""`manifest.json`: the size and the checksum of every file of a checkpoint, so that none is believed unseen.
+"""`manifest.json`: size and checksum of every file of a checkpoint, verified before files are loaded.
 
     {"format": 6, "files": {"model.safetensors": {"bytes": 123456, "crc32": "9ae0daaf"}, …}}
 
-It is written last of all, before the checkpoint's folder gets its name: what it lists was whole on the disk by then.
-Every rank takes the checksums of what it wrote itself. Before anything is loaded the files are compared with it, so a
-flipped bit, a file cut short, two files swapped or a number edited by hand is named instead of trained on. Checkpoints
-that were written before there were manifests have none, and are taken as they are.
+The manifest is written last, before the checkpoint's folder is renamed, so all files it lists are complete on disk.
+Each rank computes the checksums of the files it wrote. Before anything is loaded, the files are compared with the
+manifest. A flipped bit, a truncated file, swapped files or a number edited by hand therefore raise an error instead of
+being trained on. Checkpoints that predate manifests are loaded without verification.
 
-CRC-32 is for accidents, which it misses once in four thousand million; it reads files more than twice as fast as
-SHA-256. It is no signature: files from elsewhere are safe because none is read with an unrestricted pickle.
+CRC-32 detects accidents, except for about one in four billion, and is more than twice as fast as SHA-256. It is not a
+signature: files from untrusted sources are safe because none is read with an unrestricted pickle.
 """
 
 import json
@@ -24,30 +24,30 @@ from megatron.utils.errors import RunError, describe_cause
 
 MANIFEST = "manifest.json"
 FORMAT = 6
-"""Of checkpoints as they are written now. It rises when what one holds changes its meaning; see `stored_config.py`."""
+"""Format version of new checkpoints. It increases when the meaning of their content changes; see `stored_config.py`."""
 
 MODEL_FILES = (CONFIG, PROGRESS, WEIGHTS)
-"""The files that a model is rebuilt from. Every checkpoint has them."""
+"""Files required to rebuild a model. Every checkpoint has them."""
 
-REWRITE_HINT = "to begin anew choose another folder, or remove this one"
+REWRITE_HINT = "to start over, choose another folder or remove this one"
 STATES = "states"
-"""The folder that every checkpoint since format 3 has, and none before."""
+"""Folder present in every checkpoint since format 3, and in none before."""
 _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
 class FileChecksum:
-    """What is known of one file."""
+    """Size and checksum of one file."""
 
     bytes: int
     crc32: str
-    """Eight hexadecimal digits."""
+    """CRC-32 as eight hexadecimal digits."""
 
 
 def compute_checksums(checkpoint: Path, paths: Iterable[Path]) -> dict[str, FileChecksum]:
-    """Bring files to the disk and describe them, by their names within the checkpoint.
+    """Sync files to disk and return their checksums by name within the checkpoint.
 
-    Raises OSError if the disk refuses.
+    Raises OSError if the disk fails.
     """
     entries = {}
     for path in paths:
@@ -58,7 +58,7 @@ def compute_checksums(checkpoint: Path, paths: Iterable[Path]) -> dict[str, File
 
 
 def write_manifest(checkpoint: Path, entries: Mapping[str, FileChecksum], name: str = MANIFEST) -> None:
-    """Write the manifest and bring it, and all folders of the checkpoint, to the disk. Raises OSError if it refuses."""
+    """Write the manifest and sync it, and all folders of the checkpoint, to disk. Raises OSError if the disk fails."""
     content = {"format": FORMAT, "files": {file: asdict(entries[file]) for file in sorted(entries)}}
     with open(checkpoint / name, "w", encoding="utf-8") as file:
         file.write(json.dumps(content, indent=1) + "\n")
@@ -69,7 +69,7 @@ def write_manifest(checkpoint: Path, entries: Mapping[str, FileChecksum], name: 
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Sync the entries of a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -78,14 +78,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def has_checksums(checkpoint: Path) -> bool:
-    """Was it written with a manifest?"""
+    """Return True if the checkpoint was written with a manifest."""
     return (checkpoint / MANIFEST).exists()
 
 
 def read_format_version(checkpoint: Path) -> int:
-    """The format a checkpoint was written in; 0 for those without a manifest.
+    """Return the format version of a checkpoint; 0 if it has no manifest.
 
-    Raises RunError: a later version wrote it, or the manifest is damaged.
+    Raises RunError if a later version wrote it or the manifest is damaged.
     """
     if not has_checksums(checkpoint):
         return 0
@@ -97,7 +97,8 @@ def read_format_version(checkpoint: Path) -> int:
         raise RunError(f"{checkpoint}: {MANIFEST} cannot be read") from None
     if number > FORMAT:
         raise RunError(
-            f"{checkpoint}: a later version of this program wrote it (format {number}); this one reads up to {FORMAT}"
+            f"{checkpoint}: written by a later version of this program (format {number}); this version reads up to "
+            f"{FORMAT}"
         )
     return number
 
@@ -110,16 +111,15 @@ def find_damage(
     world_size: int = 1,
     checksums: bool = True,
 ) -> str | None:
-    """The first difference between a checkpoint's files and its manifest, in words; None if there is none.
+    """Return the first difference between a checkpoint's files and its manifest as text, or None if there is none.
 
-    Without a manifest nothing is compared: the files of the model must be there, that is all that can be said.
+    Without a manifest, only the presence of the model's files is checked.
 
     Args:
-        checkpoint: its folder.
-        only: names of the files to look at; None means all, and then a file that does not belong into one of its
-            folders is a difference too.
-        rank, world_size: of several processes each computes the checksums of its share of the files.
-        checksums: look at every byte, and not at names and sizes alone.
+        checkpoint: folder of the checkpoint.
+        only: names of the files to compare. None compares all and also reports unlisted files in subfolders.
+        rank, world_size: each process computes the checksums of its share of the files.
+        checksums: compare every byte rather than only names and sizes.
     """
     for name in MODEL_FILES:
         if not (checkpoint / name).is_file():
@@ -139,7 +139,7 @@ def find_damage(
         inside = (path for path in checkpoint.glob("*/**/*") if path.is_file() and not path.name.startswith("."))
         unlisted += sorted({path.relative_to(checkpoint).as_posix() for path in inside} - set(entries))
     if unlisted:
-        return f"{unlisted[0]} is not in its {MANIFEST}"
+        return f"{unlisted[0]} is not listed in {MANIFEST}"
     return find_difference(
         checkpoint, {name: entries[name] for name in names}, rank=rank, world_size=world_size, checksums=checksums
     )
@@ -148,45 +148,45 @@ def find_damage(
 def find_difference(
     folder: Path, entries: Mapping[str, FileChecksum], *, rank: int = 0, world_size: int = 1, checksums: bool = True
 ) -> str | None:
-    """The first difference between files of a folder and what was written of them, in words; None if there is none.
+    """Return the first difference between files of a folder and their recorded entries as text, or None.
 
-    rank, world_size, checksums: as of `find_damage`.
+    rank, world_size, checksums: as in `find_damage`.
     """
     for name in entries:
         path, expected = folder / name, entries[name].bytes
         if not path.is_file():
             return f"{name} is missing"
         if (size := path.stat().st_size) != expected:
-            return f"{name} has {size:,} bytes, {expected:,} were written"
+            return f"{name} has {size:,} bytes instead of {expected:,}"
     for name in sorted(entries, key=lambda name: (-entries[name].bytes, name))[rank::world_size] if checksums else ():
         try:
             checksum = _crc32(folder / name)
         except OSError as error:
             return f"{name} cannot be read ({describe_cause(error)})"
         if checksum != entries[name].crc32:
-            return f"{name} is not as it was written: its checksum is {checksum}, not {entries[name].crc32}"
+            return f"{name} changed since it was written: its checksum is {checksum}, not {entries[name].crc32}"
     return None
 
 
 def verify_checkpoint(checkpoint: Path, only: Collection[str]) -> None:
-    """Raises RunError, with what else of its run can be read, if one of these files of a checkpoint is damaged."""
+    """Raise RunError if one of these files of a checkpoint is damaged, and suggest another checkpoint of the run."""
     if (problem := find_damage(checkpoint, only)) is not None:
-        raise RunError(f"{checkpoint}: is damaged: {problem}; {_describe_other_checkpoints(checkpoint)}")
+        raise RunError(f"{checkpoint}: damaged: {problem}; {_describe_other_checkpoints(checkpoint)}")
 
 
 def _describe_other_checkpoints(checkpoint: Path) -> str:
-    """What else of the same run can be read, in words."""
+    """Return a clause about the other readable checkpoints of the same run."""
     others = [path for path in list_checkpoints(get_run_of_checkpoint(checkpoint)) if path.name != checkpoint.name]
     valid = (path.name for path in reversed(others) if find_damage(path, MODEL_FILES) is None)
     if (newest := next(valid, None)) is not None:
-        return f"the newest other one that is whole is {newest}"
-    return "its other checkpoints are damaged too" if others else "there is no other"
+        return f"newest undamaged one: {newest}"
+    return "the run's other checkpoints are damaged too" if others else "the run has no other checkpoint"
 
 
 def find_latest_valid(run: str | Path) -> Path | None:
-    """The newest checkpoint of a run whose files are as they were written; None if the run has none.
+    """Return the newest checkpoint of a run with unchanged files, or None if the run has no checkpoints.
 
-    Raises RunError: there are checkpoints, and all are damaged.
+    Raises RunError if there are checkpoints but all are damaged.
     """
     problems = []
     for checkpoint in reversed(list_checkpoints(run)):
@@ -195,12 +195,12 @@ def find_latest_valid(run: str | Path) -> Path | None:
             return checkpoint
         problems.append(f"{checkpoint}: {problem}")
     if problems:
-        raise RunError(f"{run}: no checkpoint in it is whole: {'; '.join(problems)}; {REWRITE_HINT}")
+        raise RunError(f"{run}: all checkpoints are damaged: {'; '.join(problems)}; {REWRITE_HINT}")
     return None
 
 
 def read_manifest(path: Path) -> dict[str, FileChecksum] | None:
-    """The entries of a manifest; None if it is not one."""
+    """Return the entries of a manifest, or None if it is invalid."""
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
         return {
@@ -211,7 +211,7 @@ def read_manifest(path: Path) -> dict[str, FileChecksum] | None:
 
 
 def _crc32(path: Path) -> str:
-    """The CRC-32 of a file. Reading and computing let other threads run."""
+    """Return the CRC-32 of a file. Reading and computing release the GIL."""
     value = 0
     with open(path, "rb", buffering=0) as file:
         while block := file.read(_BLOCK):

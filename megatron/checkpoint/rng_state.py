@@ -1,4 +1,4 @@
-"""All random states of a process, as tensors and numbers only, so that reading them back needs no pickle."""
+"""Random states of a process, stored as tensors and numbers so that reading them needs no pickle."""
 
 import json
 import random
@@ -17,7 +17,7 @@ METADATA = "random"
 
 
 def capture_rng_state() -> dict[str, Any]:
-    """The states of Python, NumPy, torch, this process's GPU and megatron-core's tracker of dropout states."""
+    """Return the states of Python, NumPy, torch, this process's GPU and megatron-core's tracker of dropout states."""
     version, numbers, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
@@ -38,7 +38,7 @@ def capture_rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(states: dict[str, Any]) -> None:
-    """Put captured states back. A GPU's are left out where there is none, and the other way round."""
+    """Restore captured states. GPU states are ignored if either side has none."""
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
     kind, keys, position, has_gauss, cached = states["numpy"]
@@ -50,21 +50,21 @@ def restore_rng_state(states: dict[str, Any]) -> None:
 
 
 def pack_rng_state(states: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Captured states as tensors by name and as metadata, for a safetensors file."""
+    """Return captured states as named tensors and metadata for a safetensors file."""
     version, numbers, gauss = states["python"]
     kind, keys, *rest = states["numpy"]
     tensors = {"python": numbers, "numpy": keys, "torch": states["torch"]}
     if "cuda" in states:
         tensors["cuda"] = states["cuda"]
         tensors |= {f"tracker/{name}": state for name, state in states["tracker"].items()}
-    others = {"python": [version, gauss], "numpy": [kind, *rest]}  # as JSON, which keeps every digit of a float
+    others = {"python": [version, gauss], "numpy": [kind, *rest]}  # as JSON, which preserves floats exactly
     return {f"{METADATA}/{name}": tensor for name, tensor in tensors.items()}, {METADATA: json.dumps(others)}
 
 
 def unpack_rng_state(file: Any) -> dict[str, Any]:
-    """The states in an open safetensors file.
+    """Return the states in an open safetensors file.
 
-    Raises RunError: it has none, or they are not what `packed` gives.
+    Raises RunError if there are none, or they are not those of `pack_rng_state`.
     """
     try:
         others = parse_json(file.metadata()[METADATA])
@@ -80,5 +80,5 @@ def unpack_rng_state(file: Any) -> dict[str, Any]:
             states["cuda"] = tensors.pop("cuda")
             states["tracker"] = {name.removeprefix("tracker/"): state for name, state in tensors.items()}
     except (SafetensorError, ValueError, TypeError, LookupError) as error:
-        raise RunError(f"does not hold the random states of a process ({error})") from None
+        raise RunError(f"not the random states of a process ({error})") from None
     return states

@@ -1,20 +1,20 @@
-"""A run's folder: one run at a time in it, its configuration beside what somebody else put there, and its checkpoints.
+"""A run's folder: its lock, its configuration file, and its checkpoints.
 
-Two runs in one folder would mix their metrics, and the second would find "its" checkpoints written by the first. The
-lock (`RunLock`) belongs to the process: however it ends, the system releases it, so no stale lock is ever left to
-remove. What a killed process leaves for a moment (its other ranks, the processes that read its data) may still hold it,
-so a run that begins right after waits a little.
+Two runs in one folder would mix their metrics, and the second would find the first one's checkpoints. The lock
+(`RunLock`) belongs to the process. The operating system releases it however the process ends, so stale locks cannot
+remain. Remaining processes of a killed run (other ranks, data workers) may hold it briefly, so a run that starts
+immediately afterwards waits.
 
-What a person wrote is never written over. A configuration of theirs keeps its name, and the run's goes beside it:
+Files written by a user are never overwritten. A user's configuration keeps its name, and the run's is stored next to
+it:
 
-    RUN/config.yml              of the run; or a person's own, from which they train
-    RUN/config.resolved.yml     then: the run's
+    RUN/config.yml              of the run, or a user's own, from which they train
+    RUN/config.resolved.yml     in that case, the run's
 
-Records and heartbeats have one name each, by which others find them, so a folder that holds such files of somebody else
-takes no run.
+Metrics and heartbeats have fixed names by which other tools find them. A folder that contains such files from another
+source is therefore rejected.
 
-All of this works without torch, so that a listing of a thousand checkpoints on a login node takes no longer than it
-must.
+This module does not import torch, so that listing a thousand checkpoints on a login node is fast.
 """
 
 import fcntl
@@ -32,15 +32,15 @@ from megatron.utils.folder_lock import FolderLock
 
 LOCK = ".lock"
 SWEEP_LOCK = ".sweep.lock"
-"""In a sweep's folder, which is no run's: by `LOCK` runs are known."""
+"""Lock in a sweep's folder; runs are recognized by `LOCK`."""
 LOCK_TIMEOUT = 10.0
-"""Seconds to wait for whoever holds the folder; a process that reads data sees within five that its run is gone."""
-BUSY = "another run is writing there; choose another folder or wait"
-"""Of a folder that a run holds."""
+"""Seconds to wait for the holder of the lock; a data worker notices within 5 s that its run has ended."""
+BUSY = "another run is using this folder; choose another one or wait"
+"""Error for a folder that another run has locked."""
 
 
 def is_lock_held(path: Path) -> bool | None:
-    """Does a process hold a lock (`RunLock`) by its file? None where that cannot be known."""
+    """Return True if a process holds the lock (`RunLock`) of a lock file, or None if unknown."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -50,19 +50,19 @@ def is_lock_held(path: Path) -> bool | None:
     except BlockingIOError:
         return True
     except OSError:
-        return None  # a file system without locks
+        return None  # file system without locks
     finally:
         os.close(descriptor)
     return False
 
 
 def is_sweep_running(folder: Path) -> bool:
-    """Does a sweep on this machine work in a folder?"""
+    """Return True if a sweep on this machine is running in a folder."""
     return bool(is_lock_held(folder / SWEEP_LOCK))
 
 
 class RunLock(FolderLock):
-    """Lock on a run's folder, or on a sweep's. `patience` is `LOCK_TIMEOUT` if None; see `FolderLock`."""
+    """Lock on a run's or a sweep's folder. `patience` defaults to `LOCK_TIMEOUT`; see `FolderLock`."""
 
     def __init__(
         self,
@@ -80,51 +80,54 @@ class RunLock(FolderLock):
         """Raise MissingFolderError if the folder was moved or removed since it was locked."""
         if not self.is_in_place:
             raise MissingFolderError(
-                f"save: {self._run}: the folder was moved or removed while the run trained; if it was moved, start "
-                "again with the new folder as save and load to continue from its last checkpoint"
+                f"save: {self._run}: the folder was moved or removed during training; if it was moved, run "
+                "again with the new folder as save and load to resume from its newest checkpoint"
             )
 
 
 class MissingFolderError(RunError):
-    """A run's folder was moved or removed while it trained."""
+    """Error for a run's folder that was moved or removed during training."""
 
 
 RESOLVED_CONFIG = "config.resolved.yml"
 
 
 def get_config_path(run: str | Path) -> Path:
-    """Where the whole configuration of a run lies, whether it is there or not."""
+    """Return the path of a run's resolved configuration, whether it exists or not."""
     path = Path(run) / RESOLVED_CONFIG
     return path if path.is_file() else Path(run) / CONFIG
 
 
 def save_config(config: Config, run: str | Path) -> str | None:
-    """Write the whole configuration into a run's folder. Returns a line to tell if a person's own lies there.
+    """Write the resolved configuration to a run's folder.
+
+    Returns a note if a user's own configuration is there.
 
     Raises:
-        UserError: it may not be written there; RunError if the disk refuses.
+        UserError: it may not be written there.
+        RunError: the disk fails.
     """
     usual_path, other_path = Path(run) / CONFIG, Path(run) / RESOLVED_CONFIG
     if usual_path.exists() and not is_saved_config(usual_path):
         config.save(other_path)
-        return f"{usual_path} was not written by a run and stays as it is; the whole configuration is in {other_path}"
+        return f"{usual_path} was not written by a run and is left unchanged; resolved configuration: {other_path}"
     config.save(usual_path)
     if other_path.is_file() and is_saved_config(other_path):
-        other_path.unlink()  # of an earlier run, when there was somebody else's in its place
+        other_path.unlink()  # left from a run when a user's own was there
     return None
 
 
 def refuse_foreign_run_files(run: str | Path | None, names: tuple[str, ...]) -> None:
-    """Refuse a folder in which no run has begun, but which holds files that a run would replace.
+    """Reject a folder without a run that contains files which a run would replace.
 
     Args:
-        run: where `save` points; None if nothing is saved.
-        names: of the files that a run begins anew.
+        run: value of `save`, or None if nothing is saved.
+        names: names of the files that a run replaces.
 
     Raises:
-        UserError: with the first of them.
+        UserError: names the first of these files.
     """
-    # A folder that cannot be looked into is refused, with the key, by whoever makes files in it.
+    # Unreadable folders are rejected later, with the key, when files are created there.
     if (
         run is None
         or os.path.exists(Path(run) / LOCK)
@@ -137,13 +140,13 @@ def refuse_foreign_run_files(run: str | Path | None, names: tuple[str, ...]) -> 
         foreign.append(RESOLVED_CONFIG)
     if foreign:
         raise UserError(
-            f"save: {run} holds {foreign[0]}, which no run wrote and a run would replace; choose another folder, or "
-            "move it away"
+            f"save: {run} contains {foreign[0]}, which no run wrote and this run would replace; choose another folder, "
+            "or move it away"
         )
 
 
 def is_saved_config(path: Path) -> bool:
-    """Is a file, byte for byte, what `Config.save` makes of the configuration in it?"""
+    """Return True if a file is byte for byte what `Config.save` writes for the configuration in it."""
     try:
         return path.read_bytes() == read_config(path).to_yaml().encode()
     except (OSError, FarfieldError):
@@ -152,37 +155,37 @@ def is_saved_config(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """One checkpoint."""
+    """Summary of one checkpoint."""
 
     path: Path
     step: int
     bytes: int
     written: float
-    """When it got its name, in seconds since 1970."""
+    """Time of completion, in seconds since 1970."""
     problem: str | None
-    """What is wrong with its files; None if nothing is."""
+    """Description of the damage to its files, or None."""
 
 
 def list_checkpoint_infos(run: Path, *, checksums: bool) -> list[CheckpointInfo]:
-    """All checkpoints of a run, oldest first.
+    """Return summaries of all checkpoints of a run, oldest first.
 
     Args:
-        run: its folder.
-        checksums: compare every byte with the manifest, and not names and sizes alone.
+        run: folder of the run.
+        checksums: compare every byte with the manifest rather than only names and sizes.
 
-    Raises UserError: there is no such folder, or no checkpoint in it.
+    Raises UserError if the folder does not exist or contains no checkpoint.
     """
     run = layout.find_run_folder(run)
     checkpoints = layout.list_checkpoints(run)
     if not checkpoints:
-        layout.resolve_checkpoint_path(run)  # says why
-        raise UserError(f"{run}: is a checkpoint; give the run's folder")
+        layout.resolve_checkpoint_path(run)  # raises an error with the reason
+        raise UserError(f"{run}: is a checkpoint; expected the run's folder")
     infos = [_read_checkpoint_info(path, checksums=checksums) for path in checkpoints]
     return [info for info in infos if info is not None]
 
 
 def _read_checkpoint_info(path: Path, *, checksums: bool) -> CheckpointInfo | None:
-    """What is to be said of a checkpoint; None if the run deleted it meanwhile."""
+    """Return the summary of a checkpoint, or None if the run deleted it meanwhile."""
     try:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         info = CheckpointInfo(
@@ -200,22 +203,22 @@ def _read_checkpoint_info(path: Path, *, checksums: bool) -> CheckpointInfo | No
 
 @dataclass(frozen=True)
 class PruneResult:
-    """What came of keeping only some checkpoints."""
+    """Result of pruning checkpoints."""
 
     deleted: list[Path]
     damaged: list[tuple[Path, str]]
-    """Those that stayed and were not counted, and what is wrong with them."""
+    """Damaged checkpoints that were kept and not counted, with a description of the damage."""
     num_valid: int
-    """How many of those that stayed are as they were written."""
+    """Number of undamaged checkpoints that were kept."""
 
 
 def prune_with_verification(run: Path, count: int, spare: Collection[int]) -> PruneResult:
-    """Delete what is older than the newest `count` checkpoints that are whole; those of the steps in `spare` stay.
+    """Delete checkpoints older than the newest `count` undamaged ones; those of the steps in `spare` are kept.
 
-    Every byte of those that stay is compared with the manifest: what is damaged is no checkpoint to rely on, so it is
-    not counted. It is not deleted either unless it is older than all that are.
+    Every byte of the kept checkpoints is compared with the manifest. Damaged checkpoints are not counted, and are
+    deleted only if they are older than all counted ones.
 
-    Raises UserError: a training is writing there, or no checkpoint is whole.
+    Raises UserError if a run is training in the folder or no checkpoint is undamaged.
     """
     run = layout.find_run_folder(run)
     lock = RunLock(run)
@@ -233,7 +236,7 @@ def prune_with_verification(run: Path, count: int, spare: Collection[int]) -> Pr
         if damaged and not valid:
             raise UserError(f"--keep {count}: {damaged[0][0]} and all others are damaged; nothing was deleted")
         layout.delete_checkpoints(left)
-        layout.prune_checkpoints(run, None)  # what interrupted saves left
+        layout.prune_checkpoints(run, None)  # remains of interrupted saves
         return PruneResult(left, damaged, valid)
     finally:
         lock.release()

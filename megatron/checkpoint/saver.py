@@ -1,19 +1,21 @@
-"""Writing a checkpoint while training goes on: whole and on the disk under a temporary name, then renamed.
+"""Asynchronous checkpoint writing: files are synced to disk under a temporary name, then the folder is renamed.
 
     step_0000500/
-        model.safetensors     float32 weights, all of them (weights.py)
-        config.yml            the resolved configuration; with it and the weights a model is rebuilt
-        progress.json         how far the run was (trainer_state.py)
+        model.safetensors     all float32 weights (weights.py)
+        config.yml            resolved configuration; sufficient with the weights to rebuild the model
+        progress.json         progress of the run (trainer_state.py)
         states/               one file per rank: its shards of Adam's moments, its random states (sharded_state.py)
         manifest.json         sizes and checksums of all of these, written last (manifest.py)
 
-Evaluation reads the first three only, resuming all. A save goes through two phases, and training waits for neither:
+Evaluation reads only the first three files; resuming reads all. A save has two phases, neither of which blocks
+training:
 
-    writing       every rank copies its states (that is what a save costs) and a thread of its own writes them
-    publishing    once all ranks' files are whole, a thread of the first merges the weights, lists them and renames
+    writing       every rank copies its states (the only cost to training), and a background thread writes the copies
+    publishing    once all ranks' files are complete, a thread of the first rank merges the weights, writes the
+                  manifest and renames the folder
 
-Threads exchange nothing. That a rank has done its part rides on the sum that the loop takes before each step
-(`is_done`); when all have, all call `advance`.
+Threads do not communicate. Each rank reports through the reduction before each step that its part is complete
+(`is_done`); once all have, all call `advance`.
 """
 
 import os
@@ -36,32 +38,38 @@ from megatron.utils.atomic_io import remove_empty_folders
 from megatron.utils.errors import FarfieldError, RunError, describe_cause
 
 Entries = dict[str, FileChecksum]
-"""What a manifest says of files, by their names in the checkpoint."""
+"""Manifest entries by file name within the checkpoint."""
 
 
 @dataclass(frozen=True)
 class SaveHooks:
-    """What a caller from Python has done in the saves of a process; as it stands, a plain save. No key sets it."""
+    """Hooks that Python callers can set on a process's saves; the defaults make a plain save.
+
+    No configuration key sets them.
+    """
 
     build_staging_buffers: Callable[[], PinnedStagingBuffers] = PinnedStagingBuffers
-    """Where a rank's states are copied to."""
+    """Builds the buffers that a rank's states are copied to."""
     open_file: OpenFile = open_plain_file
-    """Opens the files of tensors that are written."""
+    """Opens tensor files for writing."""
     complete: Callable[[Path, int, Entries], Entries] = lambda folder, step, entries: entries
-    """Called in the first process, in the thread that publishes, before anything is merged: with the folder that is not
-    published yet, the step, and the entries of the ranks' files. Returns the entries of all files of states."""
+    """Called in the publishing thread of the first process before anything is merged.
+
+    Arguments: the folder, which is not published yet, the step, and the entries of the ranks' files. Returns the
+    entries of all state files.
+    """
     on_published: Callable[[Path], None] = lambda checkpoint: None
-    """Called there when the checkpoint has its name."""
+    """Called in the same thread after the checkpoint was renamed."""
 
 
 @dataclass
 class _PendingSave:
-    """A save that is not finished."""
+    """Unfinished save."""
 
     final: Path
     state: TrainerState
     job: "Future[Entries] | None"
-    """What this rank's thread does; None if it has nothing to do."""
+    """Work of this rank's thread, or None if it has none."""
     publishing: bool = False
 
     @property
@@ -69,7 +77,7 @@ class _PendingSave:
         return self.final.with_name(f".{self.final.name}.tmp")
 
     def get_outcome(self) -> tuple[FarfieldError | None, Entries]:
-        """Wait for this rank's thread; return the error that it met, and what it wrote."""
+        """Wait for this rank's thread and return its error, if any, and the entries of the files it wrote."""
         try:
             return None, self.job.result() if self.job is not None else {}
         except FarfieldError as error:
@@ -80,21 +88,21 @@ class _PendingSave:
 
 @dataclass
 class Saver:
-    """Writes the checkpoints of a run, one at a time. Every rank has one, and all call its methods together."""
+    """Writer of a run's checkpoints, one at a time. Every rank has one, and all ranks call its methods together."""
 
     run: Path | None
-    """The run's folder; None: nothing is saved."""
+    """Folder of the run, or None if nothing is saved."""
     config: Config
-    """The resolved configuration; it says how many checkpoints are kept."""
+    """Resolved configuration, which sets the number of checkpoints to keep."""
     groups: ProcessGroups
     last_checkpoint: Path | None = None
-    """The last checkpoint that is whole: of this run, or the one that it resumed from."""
+    """Last complete checkpoint: of this run, or the one it resumed from."""
     hooks: SaveHooks = field(default_factory=SaveHooks)
     check_folder: Callable[[], None] = lambda: None
-    """Raises MissingFolderError if the run's folder was moved or removed; the first rank alone can know."""
+    """Raises MissingFolderError if the run's folder was moved or removed; only the first rank can detect this."""
     _save: _PendingSave | None = None
     _good_step: int = 0
-    """Last step that is known to be good (`confirm`)."""
+    """Last step known to be good (`confirm`)."""
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
 
     def __post_init__(self) -> None:
@@ -102,49 +110,49 @@ class Saver:
 
     @property
     def pending_step(self) -> int | None:
-        """The step of a save that is not finished, if there is one: the same on all ranks."""
+        """Step of the unfinished save, if any; the same on all ranks."""
         return None if self._save is None else self._save.state.step
 
     @property
     def is_done(self) -> bool:
-        """Has this rank done its part of the pending save's phase?"""
+        """True if this rank has completed its part of the pending save's current phase."""
         return self._save is not None and (self._save.job is None or self._save.job.done())
 
     def has(self, step: int) -> bool:
-        """Is there a checkpoint of this step, or will there be one?"""
+        """Return True if a checkpoint of this step exists or is being written."""
         last = layout.parse_step(self.last_checkpoint) if self.last_checkpoint is not None else None
         return step in (last, self.pending_step)
 
     def begin(self, engine: Any, state: TrainerState, log: Callable[[str], None] = lambda line: None) -> None:
-        """Copy the states of a run and begin to write them; a save that is not finished is waited for.
+        """Copy the states of a run and start writing them, after waiting for an unfinished save.
 
         Args:
-            engine: DeepSpeed's.
-            state: of the run, which has a folder and no checkpoint of this step.
-            log: gets a line if there was something to wait for.
+            engine: DeepSpeed engine.
+            state: progress of the run, which has a folder and no checkpoint of this step.
+            log: receives a line if the save had to wait.
 
         Raises:
-            RunError: the save before could not be finished.
+            RunError: the previous save failed.
         """
         if self._save is not None and not self.is_done:
-            log(f"step {state.step}: waits until the checkpoint of step {self.pending_step} is written")
+            log(f"step {state.step}: waiting until the checkpoint of step {self.pending_step} is written")
         self.finish()
         assert self.run is not None
         self._save = save = _PendingSave(layout.get_checkpoint_path(self.run, state.step), state, None)
         try:
             snapshot = Snapshot(engine, self.groups.mesh, self._copies)
-        except (RuntimeError, MemoryError) as error:  # as one rank may run out of memory, and all must hear of it
+        except (RuntimeError, MemoryError) as error:  # one rank may run out of memory, and all ranks must learn of it
             save.job = Future()
-            save.job.set_exception(RunError(f"its states cannot be copied ({describe_cause(error)})"))
+            save.job.set_exception(RunError(f"cannot copy the states ({describe_cause(error)})"))
         else:
             save.job = self._submit(snapshot.write, save.temporary, self.hooks.open_file)
 
     def advance(self) -> None:
-        """Go on with the pending save, whose phase all ranks have done (or are waited for).
+        """Advance the pending save to its next phase, waiting for ranks that have not completed the current one.
 
         Raises:
             NonFiniteWeightError: a weight is not finite.
-            RunError: the disk refuses. Nothing is left behind, and earlier checkpoints stay.
+            RunError: the disk fails. Partial files are removed, and earlier checkpoints are kept.
         """
         save = self._save
         assert save is not None
@@ -156,11 +164,11 @@ class Saver:
             if self.groups.is_main:
                 shutil.rmtree(save.temporary, ignore_errors=True)
             if isinstance(error, MissingFolderError):
-                if self.groups.is_main:  # other ranks may have made it anew
+                if self.groups.is_main:  # other ranks may have recreated it
                     remove_empty_folders([save.final.parent, self.run])
                 raise error
             if save.final.is_dir():
-                raise RunError(f"{save.final}: saved, but older ones cannot be deleted: {error}")
+                raise RunError(f"{save.final}: saved, but older checkpoints could not be deleted: {error}")
             if isinstance(error, NonFiniteWeightError):
                 raise NonFiniteWeightError(f"{save.final}: not saved: {error}")
             raise RunError(f"{save.final}: not saved: {error}; {_find_intact_checkpoint(self.run)}")
@@ -173,7 +181,7 @@ class Saver:
             save.job = self._submit(self._publish, self.run, save, entries)
 
     def _submit(self, write: Callable[..., Entries], *arguments: Any) -> "Future[Entries]":
-        """Let the thread write, unless the run's folder is gone."""
+        """Start writing in the thread; fail if the run's folder is missing."""
 
         def work() -> Entries:
             self.check_folder()
@@ -186,15 +194,15 @@ class Saver:
         return self._threads.submit(work)
 
     def finish(self) -> None:
-        """Wait until the pending save has its name. Raises RunError if it cannot be finished."""
+        """Wait until the pending save is complete. Raises RunError if it fails."""
         while self._save is not None:
             self.advance()
 
     def confirm(self, step: int) -> None:
-        """Take the states before a step as good: checkpoints of earlier steps may now push out older ones.
+        """Mark the states before a step as good, so that checkpoints of earlier steps may replace older ones.
 
-        A checkpoint is whole before anybody knows whether the run survives its next step. Until then it is kept beside
-        those that it will replace.
+        A checkpoint is complete before it is known whether the run survives the next step. Until then, the checkpoints
+        it will replace are kept.
         """
         is_new = self._good_step <= self._unconfirmed_step < step
         self._good_step = step
@@ -208,7 +216,7 @@ class Saver:
         return -1 if last is None or self.run is None else layout.parse_step(last) or 0
 
     def close(self) -> None:
-        """End the thread, after what it is doing."""
+        """Shut down the thread after its current work."""
         self._threads.shutdown()
 
     def _publish(self, run: Path, save: _PendingSave, entries: Entries) -> Entries:
@@ -230,6 +238,6 @@ class Saver:
 
 
 def _find_intact_checkpoint(run: Path) -> str:
-    """What is still there, in words."""
+    """Return a clause about the last good checkpoint."""
     last = layout.find_latest_checkpoint(run)
     return f"the last good checkpoint is {last}" if last is not None else "the run has no checkpoint yet"

@@ -1,16 +1,16 @@
-"""The states of a training, a file for every rank, in a form from which any layout can go on.
+"""Sharded training states, one file per rank, in a form that any layout can resume from.
 
-    states/rank_00000.safetensors     shards `exp_avg/…` and what else `MOMENTS` names, and `random/…`
-    parts/rank_00000.safetensors      shards `master/…` and whole buffers `buffer/…`; merged into model.safetensors,
-                                      and gone before the checkpoint gets its name
+    states/rank_00000.safetensors     shards `exp_avg/…` and others named in `MOMENTS`, and `random/…`
+    parts/rank_00000.safetensors      shards `master/…` and whole buffers `buffer/…`; merged into model.safetensors
+                                      and removed before the checkpoint is renamed
 
-A shard is flat, under the name `kind/parameter`. The file's header says which elements of the parameter it holds, and
-how tensor-parallel ranks divided that parameter, so that ranks of any other layout find what they need, and read no
-more of it than they must. The masters are kept once, as the model's weights, from which any layout cuts what it needs.
-Every element is written by one rank: of ranks that hold the same, each writes a part.
+A shard is flat and named `kind/parameter`. The file's header records which elements of the parameter it contains and
+how tensor-parallel ranks divided that parameter. Ranks of any other layout can therefore find what they need and read
+no more than that. The masters are stored once, as the model's weights, which any layout can slice. Every element is
+written by one rank; ranks with identical data each write a share.
 
-torch.distributed.checkpoint does the same for DTensors and is not used, because DeepSpeed owns the optimizer, whose
-states are flat tensors of its own.
+torch.distributed.checkpoint provides the same for DTensors. It is not used because DeepSpeed owns the optimizer, whose
+states are its own flat tensors.
 """
 
 import json
@@ -49,32 +49,31 @@ from megatron.utils.errors import RunError
 
 PARTS = "parts"
 _METADATA = "pieces"
-"""The key of a file's header that describes its shards."""
+"""Header key that describes a file's shards."""
 _MASTER, _BUFFER = "master", "buffer"
 
 
 def get_rank_path(checkpoint: Path, kind: str, rank: int) -> Path:
-    """A rank's file."""
     return checkpoint / kind / f"rank_{rank:05d}.safetensors"
 
 
 @dataclass(frozen=True)
 class ShardMetadata:
-    """Consecutive elements of what one tensor-parallel rank held of a parameter."""
+    """Consecutive elements of a parameter on one tensor-parallel rank."""
 
     start: int
     size: int
     shape: tuple[int, ...]
-    """Of all that this rank held of the parameter."""
+    """Shape of the parameter on this rank."""
     index: int
-    """Which of the tensor-parallel ranks it was; 0 if the parameter was not divided."""
+    """Index of the tensor-parallel rank; 0 if the parameter was not divided."""
     ranks: int
-    """Among how many the parameter was divided."""
+    """Number of ranks the parameter was divided among."""
     dim: int
     strips: int
-    """How it was divided, see `ShardSpec`."""
+    """Division of the parameter, see `ShardSpec`."""
     step: float
-    """Adam's count of steps; 0 of an algorithm that counts none."""
+    """Adam's step count; 0 for algorithms without one."""
 
     @property
     def stop(self) -> int:
@@ -82,9 +81,9 @@ class ShardMetadata:
 
 
 def describe_shards(shards: Iterable[OptimizerShard], tensor: Axis) -> dict[str, str]:
-    """The metadata of a file that holds these shards.
+    """Return the metadata for a file with these shards.
 
-    tensor: which of the tensor-parallel ranks this one is.
+    tensor: position of this rank among the tensor-parallel ranks.
     """
     metadata = {}
     for shard in shards:
@@ -99,14 +98,16 @@ def describe_shards(shards: Iterable[OptimizerShard], tensor: Axis) -> dict[str,
 
 
 class ShardReader:
-    """What is in the files of all ranks. To be used in a `with` block, in which the files stay open.
+    """Reader of the files of all ranks.
+
+    Use it in a `with` block, which keeps the files open.
 
     Args:
-        files: of the ranks.
-        migrate_name: from the name of a parameter in the files to the one that it has today.
+        files: files of the ranks.
+        migrate_name: function from a parameter's name in the files to its current name.
 
     Raises (all methods):
-        RunError: a file cannot be read or is not one of these, or no file has what is asked for.
+        RunError: a file cannot be read or has another format, or no file contains the requested data.
     """
 
     def __init__(self, files: Sequence[Path], migrate_name: Callable[[str], str] = str) -> None:
@@ -127,39 +128,39 @@ class ShardReader:
                     self._shards.setdefault(name, []).append((shard, file))
             except (OSError, SafetensorError, ValueError, TypeError, LookupError) as error:
                 self._open.close()
-                raise RunError(f"{path}: does not hold pieces of parameters ({error})") from None
+                raise RunError(f"{path}: not a file of parameter shards ({error})") from None
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
     def list_names(self) -> list[str]:
-        """All parameters, in the order of the files."""
+        """Return the names of all parameters, in the order of the files."""
         return list(self._shards)
 
     def get_step(self, name: str) -> float:
-        """Adam's count of steps of a parameter."""
+        """Return Adam's step count of a parameter."""
         return self._get_any_shard(name).step
 
     def get_shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Return the shape of the whole parameter."""
         shard = self._get_any_shard(name)
         return tuple(size * (shard.ranks if dim == shard.dim else 1) for dim, size in enumerate(shard.shape))
 
     def read_tensor(self, kind: str, name: str) -> Tensor:
-        """All of a parameter."""
+        """Return a whole parameter."""
         shard = self._get_any_shard(name)
         parts = [self._read_flat(kind, name, index, 0, None).view(shard.shape) for index in range(shard.ranks)]
         return parts[0] if shard.ranks == 1 else unshard_tensors(parts, ShardSpec(shard.dim, shard.strips))
 
     def read_range(self, kind: str, name: str, spec: ShardSpec | None, tensor: Axis, start: int, stop: int) -> Tensor:
-        """Some elements, flat, of what one rank of another layout holds of a parameter.
+        """Return some elements, flat, of a parameter's shard in another layout.
 
         Args:
-            kind, name: what and of which parameter.
-            spec: the way in which that layout's tensor-parallel ranks divide the parameter.
-            tensor: which of these ranks asks.
-            start, stop: the elements of what it holds.
+            kind, name: kind of state, and name of the parameter.
+            spec: how tensor-parallel ranks of that layout divide the parameter.
+            tensor: position of the requesting rank among them.
+            start, stop: range of elements within its shard.
         """
         shard = self._get_any_shard(name)
         if shard.ranks == (tensor.size if spec is not None else 1):
@@ -169,11 +170,11 @@ class ShardReader:
 
     def _get_any_shard(self, name: str) -> ShardMetadata:
         if name not in self._shards:
-            raise RunError(f"{self._files[0].parent}: holds nothing of {name}")
+            raise RunError(f"{self._files[0].parent}: contains no data for {name}")
         return self._shards[name][0][0]
 
     def _read_flat(self, kind: str, name: str, index: int, start: int, stop: int | None) -> Tensor:
-        """Elements of what the tensor-parallel rank `index` held; to the end if `stop` is None."""
+        """Return elements of the shard of tensor-parallel rank `index`; to its end if `stop` is None."""
         stop = torch.Size(self._get_any_shard(name).shape).numel() if stop is None else stop
         elements = torch.empty(stop - start)
         position = start
@@ -191,19 +192,21 @@ class ShardReader:
             elements[low - start : high - start] = part
             position = high
         if position < stop:
-            raise RunError(f"{self._files[0].parent}: holds no {kind} of element {position} of {name}")
+            raise RunError(f"{self._files[0].parent}: contains no {kind} for element {position} of {name}")
         return elements
 
 
 class PinnedStagingBuffers:
-    """Copies of tensors in host memory that is used again for the next ones: fresh memory takes several times as long,
-    and what is pinned is read by a GPU at full speed."""
+    """Host memory for copies of tensors, reused for every snapshot.
+
+    Newly allocated memory is several times slower to fill, and a GPU copies to pinned memory at full speed.
+    """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0)
 
     def copy_to_host(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of flat float32 tensors. Those of the call before are overwritten."""
+        """Copy flat float32 tensors to host memory, overwriting the previous copies."""
         size = sum(tensor.numel() for tensor in tensors.values())
         on_gpu = any(tensor.is_cuda for tensor in tensors.values())
         if self._memory.numel() != size:
@@ -217,14 +220,14 @@ class PinnedStagingBuffers:
 
 
 class NonFiniteWeightError(RunError):
-    """A weight is infinite or NaN, so the state is not worth saving."""
+    """Error for infinite or NaN weights; such a state is not saved."""
 
 
 class Snapshot:
-    """A rank's states at one step, to be written while training goes on."""
+    """Copy of a rank's states at one step, written while training continues."""
 
     def __init__(self, engine: Any, mesh: Mesh, copies: PinnedStagingBuffers) -> None:
-        """Copy the states out of an engine. `copies` must not serve another snapshot until this one is written."""
+        """Copy the states of an engine. `copies` must not be used for another snapshot until this one is written."""
         shards = [shard for shard in list_optimizer_shards(engine) if is_counted_here(shard.parameter, mesh)]
         if is_replicated(engine):
             shards = [shard.split_over_axis(mesh.dp_cp) for shard in shards]
@@ -243,10 +246,10 @@ class Snapshot:
             }
 
     def write(self, checkpoint: Path, open_file: OpenFile = open_plain_file) -> dict[str, FileChecksum]:
-        """Write the rank's files; returns what is to be said of those that stay.
+        """Write the rank's files and return the manifest entries of the permanent ones.
 
         Raises:
-            OSError: the disk refuses.
+            OSError: the disk fails.
             NonFiniteWeightError: a weight is not finite.
         """
         for name, master in self._masters.items():
@@ -273,9 +276,9 @@ def _name_tensors(shards: Sequence[OptimizerShard]) -> Iterator[tuple[str, Tenso
 def merge_weight_shards(
     checkpoint: Path, world_size: int, metadata: dict[str, str], open_file: OpenFile = open_plain_file
 ) -> FileChecksum:
-    """Make model.safetensors of what all ranks wrote, one weight at a time, and remove their parts.
+    """Merge the files of all ranks into model.safetensors, one weight at a time, and remove them.
 
-    Raises OSError, RunError: the disk refuses.
+    Raises OSError or RunError if the disk fails.
     """
     files = [get_rank_path(checkpoint, PARTS, rank) for rank in range(world_size)]
     with ShardReader(files) as masters:
@@ -294,24 +297,24 @@ def merge_weight_shards(
 
 
 class ShardedStateReader:
-    """Restores states that ranks of any layout wrote (`megatron.checkpoint.resume.StateReader`).
+    """Reader that restores states written by ranks of any layout (`megatron.checkpoint.resume.StateReader`).
 
     Args:
-        checkpoint: to restore from.
-        state: what `progress.json` says of it.
+        checkpoint: checkpoint to restore from.
+        state: content of its `progress.json`.
     """
 
     def __init__(self, checkpoint: Path, state: TrainerState) -> None:
         self.checkpoint, self.state = checkpoint, state
 
     def check_engine(self, config: Config, sizes: ParallelSizes) -> None:
-        """Nothing is refused: any layout, ZeRO stage and precision can go on."""
+        """Accept every layout, ZeRO stage and precision."""
 
     @torch.no_grad()
     def restore(self, engine: Any, mesh: Mesh) -> None:
-        """Put masters and moments back into a fresh engine of any layout; `synchronize` comes next.
+        """Restore masters and moments in a new engine of any layout; call `synchronize` afterwards.
 
-        Raises RunError: a file is missing, or does not hold what it should.
+        Raises RunError if a file is missing or lacks expected data.
         """
         path = self.checkpoint / WEIGHTS
         files = [get_rank_path(self.checkpoint, STATES, rank) for rank in range(self.state.sizes.world_size)]
@@ -334,18 +337,18 @@ class ShardedStateReader:
             raise RunError(f"{path}: cannot be read ({error})") from None
 
     def synchronize(self, engine: Any) -> None:
-        """Make the model's weights those of the masters, and the engine's counters those of the checkpoint. All ranks
-        must call this."""
+        """Copy the masters to the model's weights and restore the engine's counters. All ranks must call this."""
         sync_model_weights(engine)
         EngineCounters(engine).load_state_dict(asdict(self.state))
 
     def restore_rng(self, mesh: Mesh) -> bool:
-        """Put the random states back that a rank goes on with; False if it begins with fresh ones.
+        """Restore this rank's random states; return False if it starts with new ones.
 
-        In the layout that wrote the checkpoint they are its own. In another layout ranks that read the same sequences
-        must go on alike, so they take those of the first rank that read these, if there was one.
+        With the layout that wrote the checkpoint, each rank restores its own states. With another layout, ranks that
+        read the same sequences must stay in sync, so they use the states of the first rank that read these sequences,
+        if any.
 
-        Raises RunError: the file is missing or damaged.
+        Raises RunError if the file is missing or damaged.
         """
         sizes = self.state.sizes
         rank = mesh.rank if mesh.sizes == sizes else sizes.first_rank_of_data(mesh.data.index)

@@ -1,10 +1,10 @@
-"""The configuration of a checkpoint, and the names of its weights, in today's terms.
+"""Configuration and weight names of a checkpoint, migrated to the current format.
 
-What a checkpoint holds was right when it was written, so it passes neither the loader of configuration files nor the
-checks across keys: both change with the project, and a run must not be lost to a later opinion. Its manifest's format
-number says how it was written, and `MIGRATIONS` and `WEIGHT_RENAMES` what that means now. Whoever removes or renames a
-key or a weight, or gives a key another meaning, raises `manifest.FORMAT` and adds a migration;
-`tests/checkpoint/formats` holds a checkpoint of every format that there was.
+A checkpoint's configuration was valid when it was written. It therefore bypasses the loader of configuration files and
+the checks across keys: both change with the project, and a run must not become unreadable. The format number in its
+manifest identifies how it was written; `MIGRATIONS` and `WEIGHT_RENAMES` translate it to the current format. To remove
+or rename a key or a weight, or to change a key's meaning, raise `manifest.FORMAT` and add a migration.
+`tests/checkpoint/formats` contains a checkpoint of every format.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -25,19 +25,19 @@ ConfigValues = dict[str, Any]
 
 
 def _split_bias_key(values: ConfigValues) -> None:
-    """Until format 1, use_bias_in_attn_linear was for the feed-forward layer too."""
+    """Copy use_bias_in_attn_linear, which until format 1 also applied to the feed-forward layer, to use_bias_in_mlp."""
     values["use_bias_in_mlp"] = values.get("use_bias_in_attn_linear", True)
 
 
 def _scale_gated_width(values: ConfigValues) -> None:
-    """Until format 3, intermediate_size was the width of a gated feed-forward layer, and 4 × hidden_size by default."""
+    """Scale intermediate_size, which until format 3 was the width of a gated layer, by default 4 × hidden_size."""
     if (activation := values.get("activation")) in GATED_ACTIVATIONS:
         width = values.get("intermediate_size") or 4 * values["hidden_size"]
         values["intermediate_size"] = intermediate_size_of(width, activation)
 
 
 def _keep_scaled_cope(values: ConfigValues) -> None:
-    """Until format 5, cope divided the products of queries with its table by √d, which is its option `scaled` now."""
+    """Set `scaled` for cope, which until format 5 always divided its query-table products by √d."""
     names = values.get("pos_emb", "learned")
     if "cope" in (names if isinstance(names, list) else [names]):
         values["pos_emb_options"] = {"scaled": True} | (values.get("pos_emb_options") or {})
@@ -48,17 +48,19 @@ MIGRATIONS: Mapping[int, Callable[[ConfigValues], None]] = {
     3: _scale_gated_width,
     5: _keep_scaled_cope,
 }
-"""What has to change in the flat keys of a format to make them the next one's; a format that is absent needs nothing.
-Format 0 is that of checkpoints from before there were manifests."""
+"""Functions that update the flat keys of a format to the next one; formats without an entry need no change.
+
+Format 0 is that of checkpoints that predate manifests.
+"""
 
 WEIGHT_RENAMES: Mapping[int, tuple[str, str]] = {
     4: (".self_attention.core_attention._own.", ".self_attention.core_attention.position.")
 }
-"""What in the names of a format's weights, and of their optimizer states, is something else in the next one's."""
+"""Replacements in the names of weights and optimizer states, from a format to the next one."""
 
 
 def migrate_weight_name(name: str, written: int) -> str:
-    """Today's name of a weight that a checkpoint of the format `written` holds under `name`."""
+    """Return the current name of a weight that a checkpoint of the format `written` calls `name`."""
     for number in range(written, manifest.FORMAT):
         if number in WEIGHT_RENAMES:
             name = name.replace(*WEIGHT_RENAMES[number])
@@ -66,26 +68,26 @@ def migrate_weight_name(name: str, written: int) -> str:
 
 
 def map_to_stored_names(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
-    """For today's name of each of a checkpoint's weights the one that it has in the files.
+    """Return the name in the files for the current name of each of a checkpoint's weights.
 
     Args:
-        checkpoint: its folder.
-        names: of the weights as they are in the files.
+        checkpoint: folder of the checkpoint.
+        names: names of the weights in the files.
 
-    Raises RunError: its manifest is damaged, or a later version wrote it.
+    Raises RunError if its manifest is damaged or a later version wrote it.
     """
     written = manifest.read_format_version(checkpoint)
     return {migrate_weight_name(name, written): name for name in names}
 
 
 def load_checkpoint_config(checkpoint: Path) -> Config:
-    """The configuration of the run that wrote a checkpoint.
+    """Return the configuration of the run that wrote a checkpoint.
 
-    Raises RunError: it is missing or damaged, or a later version wrote it.
+    Raises RunError if it is missing or damaged, or a later version wrote it.
     """
     path = Path(checkpoint) / CONFIG
     if not path.is_file():
-        raise RunError(f"{path}: is missing; the checkpoint is damaged")
+        raise RunError(f"{path}: not found; the checkpoint is damaged")
     written = manifest.read_format_version(Path(checkpoint))
     try:
         values = dict(read_yaml(path).values)
@@ -98,4 +100,4 @@ def load_checkpoint_config(checkpoint: Path) -> Config:
         problem = next(describe_validation_error(error, lambda _: None))
     except UserError as error:
         problem = str(error).removeprefix(f"{path}: ")
-    raise RunError(f"{path}: not the configuration of a checkpoint: {problem}")
+    raise RunError(f"{path}: not a checkpoint's configuration: {problem}")

@@ -1,11 +1,11 @@
-"""Files of tensors: safetensors written as a stream, and torch's own read without running what is in them.
+"""Tensor files: streaming writes of safetensors, and safe reads of torch files.
 
     8 bytes: length of the header · header: JSON {name: {dtype, shape, data_offsets}} · data, back to back
 
-A safetensors file is written one tensor at a time, and its checksum is taken on the way. The header needs no more than
-types and shapes, so a file that is put together from many others, as all weights of a model are from what its ranks
-hold, never stands in memory as a whole. safetensors' own `save_file` wants all tensors at once.
-Format: https://huggingface.co/docs/safetensors.
+A safetensors file is written one tensor at a time, and its checksum is computed along the way. The header needs only
+types and shapes. A file that is assembled from many others, such as the model's weights from all ranks, is therefore
+never in memory as a whole. The library's `save_file` needs all tensors at once. Format:
+https://huggingface.co/docs/safetensors.
 """
 
 import json
@@ -31,17 +31,17 @@ _DTYPE_NAMES = {
 _BLOCK = 1 << 24
 
 OpenFile = Callable[[Path], Any]
-"""Opens a file that is written from its beginning to its end, in place of what is there: `write`, `flush`, `fileno`."""
+"""Function that opens a file for sequential writing, replacing existing content: `write`, `flush`, `fileno`."""
 
 
 def open_plain_file(path: Path) -> Any:
-    """A file as Python has them."""
+    """Open a regular file for writing."""
     return open(path, "wb")
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What the header says of a tensor."""
+    """Header entry of a tensor: shape and data type."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -58,7 +58,7 @@ class TensorSpec:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], open_file: OpenFile = open_plain_file
 ) -> FileChecksum:
-    """Write tensors that are all in memory. See `write_tensor_stream`."""
+    """Write tensors that are in memory. See `write_tensor_stream`."""
     specs = {name: TensorSpec.from_tensor(tensor) for name, tensor in tensors.items()}
     return write_tensor_stream(path, specs, tensors.values(), metadata, open_file)
 
@@ -70,20 +70,20 @@ def write_tensor_stream(
     metadata: Mapping[str, str],
     open_file: OpenFile = open_plain_file,
 ) -> FileChecksum:
-    """Write a file and bring it to the disk; writing and computing let other threads run.
+    """Write a file and sync it to disk; writing and checksums release the GIL.
 
     Args:
-        path: the file; it is replaced.
-        specs: of the tensors, by name.
-        tensors: in host memory, in the order of `specs`.
-        metadata: text to keep in the header.
-        open_file: opens the file.
+        path: output file; an existing one is replaced.
+        specs: shapes and types of the tensors, by name.
+        tensors: tensors in host memory, in the order of `specs`.
+        metadata: text stored in the header.
+        open_file: function that opens the file.
 
     Returns:
-        The file's size and checksum.
+        Size and checksum of the file.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: the disk fails.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
@@ -119,16 +119,16 @@ def write_tensor_stream(
 def read_torch_file(
     path: str | Path, *, classes: Sequence[Any] = (), map_location: Any = "cpu", mapped: bool = False
 ) -> Any:
-    """What `torch.save` wrote: tensors, numbers, text, and plain `classes` allowed by name.
+    """Read a file written by `torch.save`: tensors, numbers, text, and the plain `classes` allowed by name.
 
-    mapped: leave the tensors on the disk until they are used, where the file's format allows it.
+    mapped: leave the tensors on disk until they are used, if the file's format supports it.
 
     Raises:
-        RunError: the file is missing, or it is damaged or holds something else, which is not opened.
+        RunError: the file is missing or damaged, or contains other objects, in which case it is not opened.
     """
     path = Path(path)
     if not path.is_file():
-        raise RunError(f"{path}: is missing; the checkpoint is damaged")
+        raise RunError(f"{path}: not found; the checkpoint is damaged")
     try:
         with torch.serialization.safe_globals(list(classes)):
             return torch.load(
@@ -136,17 +136,17 @@ def read_torch_file(
             )
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({describe_cause(error)})") from None
-    except Exception:  # damaged files fail in as many ways as there are readers, and some ask for unsafe loading
-        raise RunError(f"{path}: {_describe_refusal(path, classes)}, and was not opened") from None
+    except Exception:  # damaged files raise many kinds of errors, and some suggest unsafe loading
+        raise RunError(f"{path}: {_describe_refusal(path, classes)}; not opened") from None
 
 
 def _describe_refusal(path: Path, classes: Sequence[Any]) -> str:
-    """What stands against reading a file. What it wants to run is listed without running it."""
+    """Return why a file cannot be read. Disallowed globals are listed without being run."""
     allowed = {f"{cls.__module__}.{cls.__qualname__}" for cls in classes if hasattr(cls, "__qualname__")}
     try:
         refused = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - allowed)
     except Exception:  # damaged
         refused = []
     if refused:
-        return f"holds more than tensors, numbers and text: {', '.join(refused)}"
-    return "is damaged, or holds more than tensors, numbers and text"
+        return f"contains more than tensors, numbers and text: {', '.join(refused)}"
+    return "damaged, or contains more than tensors, numbers and text"

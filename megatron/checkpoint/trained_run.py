@@ -1,12 +1,11 @@
-"""A run that was trained, found by its folder or one of its checkpoints, with nothing of its weights loaded yet.
+"""A trained run, opened from its folder or one of its checkpoints without loading weights.
 
-Whoever asks something of a model begins here: what it is, how far it was trained and by which tokenizer are known
-before torch is imported.
+Commands that use a model start here. Its configuration, progress and tokenizer are known before torch is imported.
 
-The files that its configuration names are found from any directory, and after the whole tree was moved. A configuration
-keeps paths as the user wrote them. What they are relative to is the directory of the training (`progress.json`). If
-that directory has moved, the run's own folder tells where to: it is `save`, and whatever part of the path above it has
-changed has changed for the data as well.
+Data files named in its configuration are found from any directory, and after the whole tree was moved. A configuration
+keeps paths as the user wrote them, relative to the training's working directory (`progress.json`). If that directory
+was moved, the new location follows from the run's own folder, which is `save`: the leading part of the path that
+changed for the run has changed for the data as well.
 
     trained in    /home/ada/work      save: runs/cdape      train_data_paths: [data/python/train_text_document]
     now           /mnt/disk/work/runs/cdape                 → /mnt/disk/work/data/python/train_text_document
@@ -28,47 +27,47 @@ from megatron.utils.errors import FarfieldWarning, UserError
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A trained model that has not been loaded yet."""
+    """Trained model whose weights are not loaded yet."""
 
     name: str  # as the user wrote it
     checkpoint: Path
-    config: Config  # with the paths of its data as they are found from here
+    config: Config  # with resolved data paths
     trainer_state: TrainerState
     training_digest: str
-    """Hash of how it was trained, but for its seed and steps (`TrainerState.compute_training_digest`)."""
+    """Hash of the training setup without seed and steps (`TrainerState.compute_training_digest`)."""
 
     @property
     def folder(self) -> Path:
-        """The run's folder, also where `name` is one of its checkpoints."""
+        """Folder of the run, even if `name` is one of its checkpoints."""
         return get_run_of_checkpoint(self.checkpoint)
 
     @property
     def tokenizer_name(self) -> str | None:
-        """The name of the tokenizer that it was trained with, if it is known."""
+        """Name of the tokenizer used in training, or None if unknown."""
         return (self.trainer_state.vocabulary or {}).get("name")
 
 
 def open_run(path: str | Path) -> TrainedRun:
-    """A run by its folder or one of its checkpoints.
+    """Open a run by its folder or one of its checkpoints.
 
-    Warns (FarfieldWarning) where the code of a method of the user's own has changed since.
+    Warns (FarfieldWarning) if the code of one of the user's own methods has changed since the training.
 
     Raises:
-        UserError: there is none, or the file of one of its methods is not there.
-        RunError: it is damaged.
+        UserError: there is no run, or the file of one of its methods is missing.
+        RunError: the run is damaged.
     """
     checkpoint = resolve_checkpoint_path(path)
     manifest.verify_checkpoint(checkpoint, (CONFIG, PROGRESS))
     config, trainer_state = load_checkpoint_config(checkpoint), TrainerState.read(checkpoint)
     for file in trainer_state.find_changed_methods(config.position):
-        text = f"{path}: the code of {file} has changed since the training, so numbers may be other ones"
+        text = f"{path}: the code of {file} has changed since the training; results may differ"
         warnings.warn(text, FarfieldWarning, stacklevel=2)
     found = resolve_data_paths(config, checkpoint, trainer_state.directory)
     return TrainedRun(str(path), checkpoint, found, trainer_state, trainer_state.compute_training_digest(config))
 
 
 def open_runs(paths: Sequence[str | Path]) -> tuple[TrainedRun, ...]:
-    """Runs that are to stand side by side. Raises as `open_run`, and UserError if a checkpoint is named twice."""
+    """Open runs to be compared. Raises the errors of `open_run`, and UserError if a checkpoint is given twice."""
     opened = tuple(open_run(path) for path in paths)
     if len({run.checkpoint.resolve() for run in opened}) < len(opened):
         raise UserError(f"the same checkpoint is given twice: {', '.join(run.name for run in opened)}")
@@ -84,15 +83,15 @@ PATH_KEYS = (
 
 
 def resolve_data_paths(config: Config, checkpoint: Path, directory: str | None) -> Config:
-    """A configuration whose data and tokenizer files are named as they are found from here.
+    """Return a configuration with resolved paths of data and tokenizer files.
 
     Args:
-        config: of a checkpoint.
-        checkpoint: where it lies now, in the `checkpoints` folder of its run.
-        directory: where it was trained; None if that is not known.
+        config: configuration of a checkpoint.
+        checkpoint: current location, in the `checkpoints` folder of its run.
+        directory: working directory of the training, or None if unknown.
 
     Returns:
-        `config` with every path that would not be found changed to one that is; others are left as they are.
+        `config` with every path that does not exist replaced by one that does; other paths are unchanged.
     """
     bases = _list_base_folders(config, checkpoint, directory)
 
@@ -105,7 +104,7 @@ def resolve_data_paths(config: Config, checkpoint: Path, directory: str | None) 
                     continue
                 moved = os.path.join(new, below)
             if any(os.path.exists(moved + suffix) for suffix in DATA_SUFFIXES):
-                # As it is written where that means the same file.
+                # Keep the original spelling if it refers to the same file.
                 return path if os.path.abspath(path) == os.path.abspath(moved) else os.path.abspath(moved)
         return path
 
@@ -116,7 +115,9 @@ def resolve_data_paths(config: Config, checkpoint: Path, directory: str | None) 
 
 
 def _list_base_folders(config: Config, checkpoint: Path, directory: str | None) -> list[tuple[str, str]]:
-    """Directories that paths may be relative to, as (then, now), the likeliest first; "" is the working directory."""
+    """Return candidate base directories of relative paths as (old, new), most likely first; "" is the working
+    directory.
+    """
     bases = [] if directory is None else [(directory, directory)]
     if config.checkpoint.save is not None:
         old = Path(os.path.normpath(os.path.join(directory or "", config.checkpoint.save))).parts

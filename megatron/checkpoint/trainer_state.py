@@ -1,4 +1,4 @@
-"""`progress.json`: how far a run was at a checkpoint, and what resuming must agree with."""
+"""`progress.json`: progress of a run at a checkpoint, and the settings that resuming must match."""
 
 import json
 import os
@@ -17,85 +17,85 @@ from megatron.utils.errors import RunError, describe_cause
 
 
 class Stateful(Protocol):
-    """A part of a training that owns some fields of `TrainerState`.
+    """Component of a training that owns some fields of `TrainerState`.
 
-    The protocol is that of torch.distributed.checkpoint.stateful, which cannot be imported without torch.
+    The protocol matches torch.distributed.checkpoint.stateful, which cannot be imported without torch.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Its fields as they are now. All ranks must call this."""
+        """Return the current values of the component's fields. All ranks must call this."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from fields of a checkpoint; those of other parts are passed over."""
+        """Restore the component's fields from a checkpoint and ignore others."""
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """How far a run is: the fields of all parts of a training."""
+    """Progress of a run: the fields of all components of a training."""
 
     step: int = 0
-    """Optimizer steps taken, skipped ones included."""
+    """Optimizer steps taken, including skipped ones."""
     train_samples: int = 0
-    """The number of samples that the order of the training data was built for; it stays when a run is extended."""
+    """Number of samples for which the order of the training data was built; unchanged when a run is extended."""
     consumed_samples: int = 0
-    """Training sequences read so far: the data go on at this one."""
+    """Training sequences read so far; the data resume at this index."""
     consumed_tokens: int = 0
     interval_loss: float = 0.0
-    """Sum of the losses of the steps that were not reported yet, so that the next report is that of an unbroken run."""
+    """Sum of the losses not reported yet, so that the next report matches that of an uninterrupted run."""
     interval_steps: int = 0
     interval_z_loss: float | None = None
-    """Sum of the z-losses of the same steps; None without any."""
+    """Sum of the z-losses of the same steps, or None without z-loss."""
     vocabulary: dict[str, Any] | None = None
-    """`size` and `name` of the tokenizer; with documents kept apart also `eod`, the token that ends one."""
+    """`size` and `name` of the tokenizer; with document masking also `eod`, the end-of-document token."""
     world: int = 1
-    """Processes that wrote the checkpoint."""
+    """Number of processes that wrote the checkpoint."""
     tensor: int = 1
-    """Of them, those that shared each layer."""
+    """Tensor-parallel size."""
     context: int = 1
-    """Of them, those that shared each sequence."""
+    """Context-parallel size."""
     pipeline: int = 1
-    """Of them, those that held different layers."""
+    """Pipeline-parallel size."""
     zero_stage: int = 0
     precision: str = "fp32"
     method_digests: dict[str, str] | None = None
-    """Digests of the code of methods that lie outside the project (`catalog.compute_method_digests`)."""
+    """Code digests of methods defined outside the project (`catalog.compute_method_digests`)."""
     directory: str | None = None
-    """Where it was trained: what relative paths of its configuration are relative to."""
+    """Working directory of the training, to which relative paths in its configuration refer."""
     origin: str | None = None
-    """Digest and step of the training that the initial weights come from, if any. Resuming keeps it."""
+    """Digest and step of the training that produced the initial weights, if any. Kept when resuming."""
     data_order: dict[str, Any] | None = None
-    """How the stage that it was in reads the text (`megatron.data.stage_order.StageOrder`); None without stages."""
+    """Order of the text in the current stage (`megatron.data.stage_order.StageOrder`); None without stages."""
     rollbacks: int = 0
-    """How often the run went back to a checkpoint because of its loss."""
+    """Number of automatic rollbacks after a loss spike."""
     skipped_samples: int = 0
-    """Of the consumed samples, those that such a rollback stepped over: no weight has seen them."""
+    """Consumed samples that such a rollback skipped and that no weight was trained on."""
     usual_loss: float | None = None
-    """The running mean that a spike is compared with (`LossGuard`); None before there is one."""
+    """Running mean of the loss that spikes are compared with (`LossGuard`), or None before there is one."""
     counts: dict[str, Any] | None = None
-    """What the engine counts (`EngineCounters`); None in formats whose engine states say so themselves."""
+    """Counters of the engine (`EngineCounters`); None in formats whose engine states contain them."""
 
     @property
     def sizes(self) -> ParallelSizes:
-        """The layout that wrote the checkpoint."""
+        """Parallel layout that wrote the checkpoint."""
         return ParallelSizes.from_world_size(
             self.world, tensor=self.tensor, context=self.context, pipeline=self.pipeline
         )
 
     def find_changed_methods(self, position: PositionOptions) -> list[str]:
-        """The files of methods outside the project whose code is another one now than at this checkpoint.
+        """Return the files of methods outside the project whose code has changed since this checkpoint.
 
-        position: of the model that is built from it.
+        position: position options of the model built from it.
 
-        Raises UserError: a method's file is not there.
+        Raises UserError if a method's file is missing.
         """
         now = compute_own_method_digests(position)
         return [file for file, digest in (self.method_digests or {}).items() if now.get(file, digest) != digest]
 
     def compute_training_digest(self, config: Config) -> str:
-        """Return a hash of how a checkpoint was trained, but for its seed and number of steps.
+        """Return a hash of how a checkpoint was trained, without its seed and number of steps.
 
-        It covers the keys that decide what is trained, the code of methods from outside the project, the tokenizer, the
-        weights that training began with, and the folder that relative paths of the data start from.
+        It covers the keys that affect training, the code of methods outside the project, the tokenizer, the initial
+        weights, and the working directory if data paths are relative.
 
         config: the configuration stored in the checkpoint.
         """
@@ -110,11 +110,11 @@ class TrainerState:
         return digest[:16]
 
     def collect(self, *parts: Stateful) -> "TrainerState":
-        """This state with what the parts of a training have of it now. All ranks must call this."""
+        """Return this state updated with the current fields of all components. All ranks must call this."""
         return replace(self, **{name: value for part in parts for name, value in part.state_dict().items()})
 
     def restore(self, *parts: Stateful) -> None:
-        """Let the parts of a training go on from this state."""
+        """Restore the components of a training from this state."""
         for part in parts:
             part.load_state_dict(asdict(self))
 
@@ -129,23 +129,22 @@ class TrainerState:
         try:
             values = parse_json(path.read_text(encoding="utf-8"))
             if not isinstance(values, dict):
-                raise ValueError("it is no object")
+                raise ValueError("not a JSON object")
             known = {field.name for field in fields(TrainerState)}
             progress = TrainerState(**{key: value for key, value in values.items() if key in known})
             if not all(isinstance(n, int) for n in (progress.step, progress.train_samples, progress.consumed_samples)):
-                raise ValueError("its counts are not whole numbers")
+                raise ValueError("its counts are not integers")
             if not isinstance(progress.directory, str | None):
-                raise ValueError("its directory is not text")
-            _ = progress.sizes  # a layout that cannot be
+                raise ValueError("its directory is not a string")
+            _ = progress.sizes  # raises for an invalid layout
         except OSError as error:
             raise RunError(f"{path}: cannot be read ({describe_cause(error)})") from None
         except (ValueError, TypeError, AttributeError) as error:
-            raise RunError(f"{path}: not the progress of a checkpoint ({error})") from None
+            raise RunError(f"{path}: not a checkpoint's progress ({error})") from None
         return progress
 
 
 def _flatten(paths: Any) -> Iterator[str]:
-    """Yield the paths of nested lists."""
     if isinstance(paths, str):
         yield paths
     else:

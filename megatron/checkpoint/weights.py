@@ -1,14 +1,14 @@
-"""The model's weights as one safetensors file, read into a model of any layout, or into one that finetuning changed.
+"""Model weights in one safetensors file, loaded into a model of any layout, optionally changed by finetuning.
 
-Stored are the float32 masters, not the compute-type copies: in bfloat16 training a copy holds 8 bits of what was
-learned, and a bound such as r1 ≥ 0.01 or an exact resume holds for the masters only. Evaluation in float32 then scores
-exactly what the optimizer holds; evaluation in bfloat16 rounds to the copies training used.
+The file stores the float32 masters, not the copies in the compute type. A bfloat16 copy has only 8 bits of precision,
+and a bound such as r1 ≥ 0.01 or an exact resume applies to the masters only. Evaluation in float32 therefore scores
+exactly the optimizer's weights; evaluation in bfloat16 rounds to the copies used in training.
 
 A tied weight is one parameter with two uses; it is stored once, under its first name.
 
-Finetuning may take another position encoding, another temperature, or a score processor that the checkpoint has not.
-The rest of the model stays. What the new one needs and the file does not hold starts fresh, and what the file holds of
-the old one is dropped; both are said. An added score processor has no effect at first.
+Finetuning may use another position encoding, another temperature, or a score processor that the checkpoint lacks. The
+rest of the model is unchanged. New weights that are not in the file are initialized, and old ones that are no longer
+needed are dropped; both are reported. An added score processor has no initial effect.
 """
 
 import re
@@ -41,7 +41,7 @@ from megatron.utils.errors import RunError, UserError
 
 
 def list_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that belong to the state: not those that a module computes for itself."""
+    """Yield the buffers that are part of the state, without those that a module computes itself."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -49,7 +49,7 @@ def list_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names of today and shapes of the weights in a checkpoint's file. Raises RunError: it is missing or damaged."""
+    """Return current names and shapes of the weights in a checkpoint. Raises RunError if it is missing or damaged."""
     try:
         with safe_open(path, "pt") as file:
             names = map_to_stored_names(path.parent, file.keys())
@@ -68,20 +68,19 @@ def read_weights(
     unused: Collection[str] = (),
     aliases: Mapping[str, str] | None = None,
 ) -> None:
-    """Copy the weights of a file into a model, or into the part of one that a process holds, converting to its types
-    and device.
+    """Copy the weights of a file into a model or a process's share of it, converting data type and device.
 
     Args:
-        model: takes the weights.
-        path: the safetensors file of a checkpoint, in its folder.
-        tensor: the processes that share each layer.
-        off_stage_prefixes: how the names of weights begin that only other pipeline stages hold.
-        initialized: weights that are not read; they stay as they are.
-        unused: weights of the file that are passed over.
-        aliases: for a weight that the file lacks, the name of the one to take instead.
+        model: model to load the weights into.
+        path: safetensors file of a checkpoint, in its folder.
+        tensor: tensor-parallel axis.
+        off_stage_prefixes: name prefixes of weights that only other pipeline stages have.
+        initialized: weights that are not read and keep their values.
+        unused: weights of the file to ignore.
+        aliases: for a weight missing from the file, the name of the one to use instead.
 
     Raises:
-        RunError: the file is missing or damaged, or its tensors are not this model's; names the first difference.
+        RunError: the file is missing or damaged, or its tensors do not match the model; names the first difference.
     """
     try:
         tensors = load_file(path)
@@ -96,9 +95,9 @@ def read_weights(
         name for name in set(stored) - set(sources.values()) - set(unused) if not name.startswith(off_stage_prefixes)
     )
     if missing or unknown:
-        difference = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which the model lacks"
+        difference = f"lacks {missing[0]}" if missing else f"contains {unknown[0]}, which the model lacks"
         raise RunError(
-            f"{path}: does not fit the model: it {difference} ({len(missing)} missing, {len(unknown)} unknown)"
+            f"{path}: does not match the model: it {difference} ({len(missing)} missing, {len(unknown)} unknown)"
         )
     with torch.no_grad():
         for name, source in sources.items():
@@ -106,45 +105,45 @@ def read_weights(
             if isinstance(target, nn.Parameter) and (spec := get_shard_spec(target)) is not None:
                 weight = shard_tensor(weight, spec, tensor)
             if weight.shape != target.shape:
-                raise RunError(f"{path}: {source} is {list(weight.shape)}, the model's {list(target.shape)}")
+                raise RunError(f"{path}: {source} has shape {list(weight.shape)}, expected {list(target.shape)}")
             target.copy_(weight)
     clamp_bounded_parameters(model)
 
 
 ENCODING_KEYS = ("pos_emb", "pos_emb_options", "pos_emb_per_layer")
-"""The keys that say what encoding a model has."""
+"""Keys that define a model's encoding."""
 
 OLD_ENCODING_NAMES = re.compile(r"positions?\..*|.*\.core_attention\.position\..*")
-"""Names of an encoding's weights in a file, shared by all layers or of each one."""
+"""Names of an encoding's weights in a file, shared by all layers or per layer."""
 OLD_TEMPERATURE_NAMES = re.compile(r".*\.core_attention\.temperature\..*")
 TEMPERATURE_KEYS = ("attention_temperature", "attention_temperature_options")
 _IN_LAYER = re.compile(r"decoder\.layers\.\d+\.self_attention\.core_attention\.")
 
 
 def names_other_encoding(config: Config, stored: Config) -> set[str]:
-    """The keys of another encoding that the configuration names itself; defaults ask for nothing."""
+    """Return the keys of another encoding that the configuration sets explicitly; defaults do not count."""
     named = config.position.model_fields_set
     if config.position.pos_emb == stored.position.pos_emb:
         return named & {"pos_emb_options"}
-    # Another encoding has its own options and sets, so what the old one had of them is no question.
+    # Another encoding has its own options and parameter sets, so the old ones do not apply.
     return {"pos_emb", "pos_emb_options", "pos_emb_per_layer"} if "pos_emb" in named else set()
 
 
 def names_other_temperature(config: Config) -> set[str]:
-    """The keys of a temperature that the configuration names itself."""
+    """Return the keys of a temperature that the configuration sets explicitly."""
     named = config.position.model_fields_set
     return set(TEMPERATURE_KEYS) if "attention_temperature" in named else named & {"attention_temperature_options"}
 
 
 @dataclass(frozen=True)
 class WeightChanges:
-    """What of the model does not come from the file, and what of the file is not used."""
+    """Weights of the model that are not loaded from the file, and weights of the file that are not used."""
 
     initialized: frozenset[str]
     unused: frozenset[str]
 
     def describe(self, config: Config, stored: Config) -> str:
-        """One line."""
+        """Return the changes as one line."""
         new, old = _list_position_options(config), _list_position_options(stored)
         keys = (*ENCODING_KEYS, "score_processor", "score_processor_options", *TEMPERATURE_KEYS)
         changed = [
@@ -165,7 +164,7 @@ def _format_value(value: Any) -> str:
 
 
 def _to_patterns(names: Iterable[str]) -> list[str]:
-    """Names with a star for the layer's number, short and each once."""
+    """Return the distinct short names, with a star for the layer's number."""
     return sorted({_IN_LAYER.sub("layers.*.", name) for name in names})
 
 
@@ -176,13 +175,13 @@ def find_weight_changes(
     shapes: Mapping[str, tuple[int, ...]],
     off_stage_prefixes: tuple[str, ...],
 ) -> WeightChanges:
-    """What differs between a model and a file of weights.
+    """Return the differences between a model and a file of weights.
 
     Args:
-        model: that takes the weights.
-        config, stored: of the model and of the file.
-        shapes: of the file's weights.
-        off_stage_prefixes: how names begin that only other pipeline stages hold.
+        model: model to load the weights into.
+        config, stored: configurations of the model and of the file.
+        shapes: shapes of the file's weights.
+        off_stage_prefixes: name prefixes of weights that only other pipeline stages have.
     """
     needed, shared = list_encoding_weights(model), map_to_shared_names(model)
     sources = {name: name if name in shapes else shared.get(name, name) for name in needed}
@@ -190,7 +189,7 @@ def find_weight_changes(
         name for name in shapes if OLD_ENCODING_NAMES.fullmatch(name) and not name.startswith(off_stage_prefixes)
     }
     if config.position.pos_emb != stored.position.pos_emb:
-        # The names of two encodings may agree (r1, r2), and the shapes too: what they mean does not.
+        # Names (r1, r2) and shapes of two encodings may coincide although their meanings differ.
         initialized, unused = set(needed), stored_names
     else:
         initialized = {
@@ -199,7 +198,7 @@ def find_weight_changes(
         unused = {sources[name] for name in initialized} - {sources[name] for name in needed if name not in initialized}
     if config.position.score_processor != stored.position.score_processor:
         initialized |= list_dispensable_weights(model)
-    # A temperature's names and shapes say nothing of which one it is, so it is either the same one or another.
+    # Names and shapes of a temperature's weights do not identify it: either all are reused or none.
     own = list_temperature_weights(model)
     old = {name for name in shapes if OLD_TEMPERATURE_NAMES.fullmatch(name) and not name.startswith(off_stage_prefixes)}
     if config.position.attention_temperature != stored.position.attention_temperature or own != old:
@@ -208,11 +207,11 @@ def find_weight_changes(
 
 
 def check_added_processors(config: Config, checkpoint: Path, stored: Config) -> None:
-    """Check that score processors which finetuning adds have no effect at first.
+    """Check that score processors added by finetuning have no initial effect.
 
     Args:
-        config: of the run that begins.
-        checkpoint: whose weights it takes.
+        config: configuration of the new run.
+        checkpoint: checkpoint that provides the weights.
         stored: configuration of that checkpoint.
 
     Raises:
@@ -221,24 +220,24 @@ def check_added_processors(config: Config, checkpoint: Path, stored: Config) -> 
     added = [name for name in config.position.processors if name != "none"]
     if added and stored.position.processors == ["none"] and has_initial_effect(config.model, config.position):
         raise UserError(
-            f"score_processor: {checkpoint} was trained without one; {', '.join(added)} may be added with "
-            "score_processor_options zero_init: true (and residual_bias: true), so that it has no effect at first"
+            f"score_processor: {checkpoint} was trained without one; to add {', '.join(added)}, set "
+            "score_processor_options zero_init: true (and residual_bias: true), so that it has no initial effect"
         )
 
 
 def load_finetuned_weights(model: Any, config: Config, checkpoint: Path, stored: Config) -> tuple[str, ...]:
-    """Copy the weights of a checkpoint into a model that no engine has yet, and that finetuning may have changed.
+    """Load the weights of a checkpoint into a model before an engine is built; finetuning may have changed the model.
 
-    It computes the same then, but for an encoding that was chosen anew.
+    Apart from a newly chosen encoding, the model then computes the same results.
 
     Args:
-        model: a `GPT`, or a pipeline stage of one.
-        config: of the run that begins.
-        checkpoint: to take the weights from.
+        model: a `GPT`, or one of its pipeline stages.
+        config: configuration of the new run.
+        checkpoint: checkpoint to load the weights from.
         stored: its configuration.
 
     Returns:
-        Lines worth telling.
+        Notes for the user.
     """
     path = checkpoint / WEIGHTS
     changes = find_weight_changes(model, config, stored, read_shapes(path), model.off_stage_prefixes)
@@ -261,5 +260,5 @@ def load_finetuned_weights(model: Any, config: Config, checkpoint: Path, stored:
 
 
 def _list_position_options(config: Config) -> dict[str, Any]:
-    """The keys of a model's encoding and processor, their options in canonical form."""
+    """Return the options of a model's encoding and processor in canonical form."""
     return {**config.position.model_dump(), **canonical_position_options(config.position)}

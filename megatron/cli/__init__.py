@@ -1,1 +1,1 @@
-"""The command line: one file per verb. `app.py` lists them; everything heavy is imported inside the commands."""
+"""Command line, with one file per command. `app.py` lists them; heavy modules are imported inside the commands."""

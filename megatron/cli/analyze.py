@@ -13,13 +13,13 @@ from megatron.options.commands import AnalysisOptions
 @with_options(AnalysisOptions, exclude=("multiples",))
 def analyze(
     runs: Annotated[
-        list[str] | None, typer.Argument(metavar="RUN…", help="Run folders, or single checkpoints.", show_default=False)
+        list[str] | None, typer.Argument(metavar="RUN…", help="Run folders or checkpoints.", show_default=False)
     ] = None,
     config: Annotated[
         list[str] | None,
         typer.Option(
             metavar='"CONFIG… [KEY=VALUE …]"',
-            help="A configuration to look at untrained, as `train` takes it; as often as you like.",
+            help="Configuration to analyze without training, as for `train`; may be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -29,17 +29,17 @@ def analyze(
             "-o",
             "--output",
             metavar="FOLDER",
-            help="For the page and its data; RUN/analysis for one run.",
+            help="Folder for the page and its data; RUN/analysis by default for one run.",
             show_default=False,
         ),
     ] = None,
     **options: Any,
 ) -> None:
-    """Show what models attend to: from their biases alone, and from how trained ones read a text or their task.
+    """Analyze what models attend to, from their biases and from trained models reading a text or their task.
 
-    Writes one page with its data beside it: does the series of the bias converge, receptive fields by theory and by
-    measurement, effective lengths, kernels, maps of scores and biases, and what each head of a score processor reads.
-    Runs stand side by side. Configurations need no training for what follows from the bias alone.
+    Writes one page with its data next to it: convergence of the bias series, theoretical and measured receptive fields,
+    effective lengths, kernels, maps of scores and biases, and what each head of a score processor reads. Several runs
+    are compared side by side. Configurations need no training for results that depend only on the bias.
 
     [bold]Examples[/]
 

@@ -1,4 +1,4 @@
-"""All commands in one application, with help that names the page that explains more."""
+"""Command-line application with all commands; each command's help names the page with details."""
 
 from __future__ import annotations
 
@@ -43,16 +43,18 @@ COMMANDS: tuple[tuple[Callable[..., Any], str], ...] = (
     (status, "docs/training.md"),
     (keys, "docs/configuration.md"),
 )
-"""Every command, in the order of the help, with the page that explains more. It is called as its function is, without
-the underscore that keeps a name from being a word of Python."""
+"""Every command, in the order of the help, with the page that has details.
+
+A command is named after its function, without the underscore that distinguishes a name from a Python keyword.
+"""
 
 
 PACKAGES = ("torch", "triton", "deepspeed", "megatron-core", "transformers", "lm-eval")
-"""Those that decide what is computed, and that reports of a problem should name (`--version`)."""
+"""Packages that affect results and should be included in problem reports (`--version`)."""
 
 
 class Commands(TyperGroup):
-    """Commands with or without `.py`, GPT-NeoX's habit: `./deepy.py train.py …`."""
+    """Command group that accepts names with `.py`, as in GPT-NeoX: `./deepy.py train.py …`."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return super().get_command(ctx, cmd_name.removesuffix(".py"))
@@ -63,7 +65,7 @@ class Commands(TyperGroup):
 
 
 class Command(TyperCommand):
-    """A command that refuses empty arguments and values: as a path, an empty text is the current folder."""
+    """Command that rejects empty arguments and values; an empty path would mean the current folder."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         flags = {flag for param in self.params for flag in param.opts if flag.startswith("-")}
@@ -76,16 +78,16 @@ class Command(TyperCommand):
             else:
                 continue
             if name not in EMPTY_OPTIONS:
-                raise UserError(f"{name} is empty; give a value, or leave it out")
+                raise UserError(f"{name} is empty; give a value or omit it")
         return super().parse_args(ctx, args)
 
 
 EMPTY_OPTIONS = ("-p", "--prompt")
-"""Options whose value may be an empty text."""
+"""Options whose value may be empty."""
 
 
 def format_help(text: str) -> str:
-    """Help as rich should show it: paragraphs wrapped to the terminal, indented lines as they are."""
+    """Format help for rich: wrap paragraphs to the terminal and keep indented lines."""
     blocks = inspect.cleandoc(text).split("\n\n")
     return "\n\n".join(block if block.startswith(" ") else " ".join(block.splitlines()) for block in blocks)
 
@@ -103,7 +105,7 @@ app = typer.Typer(
 
       ./deepy.py evaluate runs/cdape --lengths 1x,2x,4x,8x,16x
 
-    Each command explains itself: ./deepy.py train --help""",
+    Help on a command: ./deepy.py train --help""",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -130,7 +132,7 @@ def _show_versions(is_requested: bool) -> None:
 
 
 def list_versions() -> dict[str, str]:
-    """Names and versions of what is installed, without importing any of it: ours first, the device last."""
+    """Return names and versions of installed packages without importing them: farfield first, the device last."""
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
@@ -146,7 +148,7 @@ def list_versions() -> dict[str, str]:
 
 
 def _describe_device() -> str:
-    """What `device: auto` would take, with the GPU's name where its driver tells."""
+    """Return the device that `device: auto` would use, with the GPU's name if its driver reports it."""
     from megatron.distributed.hardware import LocalHardware, read_gpu_name
 
     hardware = LocalHardware.detect()
@@ -161,15 +163,15 @@ def before_any_command(
         bool,
         typer.Option(
             "--version",
-            help="What is installed here, and on what it would run.",
+            help="Show installed versions and the device.",
             callback=_show_versions,
             is_eager=True,
         ),
     ] = False,
 ) -> None:
-    """Options that belong to no command."""
+    """Handle options that belong to no command."""
 
 
 def main() -> int:
-    """Run a command; every failure is a line on standard error and an exit code."""
+    """Run a command; failures are printed to standard error and returned as an exit code."""
     return run_command(app, "./deepy.py")

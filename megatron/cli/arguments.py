@@ -1,5 +1,4 @@
-"""What the commands take: configurations, and options that are made of the keys of configuration sections, so that each
-is described once."""
+"""Arguments of the commands: configurations, and options generated from the keys of configuration sections."""
 
 from __future__ import annotations
 
@@ -23,17 +22,21 @@ if TYPE_CHECKING:
 
 Arguments = Annotated[
     list[str],
-    typer.Argument(metavar="CONFIG… [KEY=VALUE …]", help="Configuration files, then single keys.", show_default=False),
+    typer.Argument(
+        metavar="CONFIG… [KEY=VALUE …]", help="Configuration files, followed by single keys.", show_default=False
+    ),
 ]
 ConfigFolder = Annotated[
     Path | None,
-    typer.Option("-d", "--conf-dir", metavar="FOLDER", help="Look names up here first.", show_default=False),
+    typer.Option(
+        "-d", "--conf-dir", metavar="FOLDER", help="Folder to search first for configuration names.", show_default=False
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON array instead of a table.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON array instead of a table.")]
 
 
 def with_options(section: type[ConfigSection], exclude: Sequence[str] = ()) -> Callable[..., Any]:
-    """Give a command that takes `**options` one for each key of a section, with its type, bounds, default and words."""
+    """Add one option per key of a section to a command that takes `**options`, with type, bounds, default and help."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function, eval_str=True)
@@ -59,14 +62,15 @@ def with_options(section: type[ConfigSection], exclude: Sequence[str] = ()) -> C
 
 
 OPTION_NAME = re.compile(r"(?:command line: )?(item \d+ of |)(\w+)(?=[ :])")
-"""What a line of an error begins with that says what is wrong with a key."""
+"""Pattern for the key at the start of an error line."""
 
 
 def replace_key_by_option(line: str, flags: Mapping[str, str]) -> str:
-    """A line of an error that begins with a key, with the option of it instead: `windows is 0; …`, which a sweep's file
-    and a script may hold too, becomes `--windows is 0; …`.
+    """Replace the key at the start of an error line by its option: `windows is 0; …` becomes `--windows is 0; …`.
 
-    flags: options by their keys.
+    The original line also occurs for keys in sweep files and scripts.
+
+    flags: options by key.
     """
     if (found := OPTION_NAME.match(line)) is None or found[2] not in flags:
         return line
@@ -74,16 +78,18 @@ def replace_key_by_option(line: str, flags: Mapping[str, str]) -> str:
 
 
 def list_flags(name: str, field: FieldInfo) -> tuple[str, ...]:
-    """What a key is called on the command line."""
+    """Return the option names of a key."""
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     flags: Any = extra.get("flags") or (f"--{name.replace('_', '-')}",)
     return tuple(flags)
 
 
 def build_option(name: str, field: FieldInfo) -> inspect.Parameter:
-    """A key of a section as an option of a command. Choices are left to the section, which has better words.
+    """Build a command option for a key of a section.
 
-    A list is an option that may be given several times, or, where the section takes text with commas, once.
+    The section validates choices, with better messages.
+
+    A list becomes an option that may be repeated, or a single option if the section accepts comma-separated text.
     """
     kinds = (field.annotation, *get_args(field.annotation))
     default = None if field.is_required() else field.get_default(call_default_factory=True)
@@ -115,21 +121,20 @@ def build_option(name: str, field: FieldInfo) -> inspect.Parameter:
 
 
 def format_sentence(text: str) -> str:
-    """A key's description as help: a capital at the beginning and a full stop at the end. Names of files stay as they
-    are."""
+    """Format a key's description as help text: capitalized and ending in a period. File names are not capitalized."""
     first = text.partition(" ")[0]
     text = text[:1].upper() + text[1:] if "." not in first.rstrip(".,") else text
     return text if text.endswith(("…", ".")) else f"{text}."
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Files and `key=value` pairs. A pair is what has an equals sign and names no file."""
+    """Split arguments into files and `key=value` pairs. A pair contains an equals sign and is not an existing file."""
     pairs = [text for text in arguments if "=" in text and not os.path.isfile(text)]
     return [text for text in arguments if text not in pairs], pairs
 
 
 def load_config_arguments(arguments: Sequence[str], conf_dir: Path | None, *, silent: bool = False) -> LoadedConfig:
-    """Read the configuration and print its notes, unless another rank does (`silent`)."""
+    """Load the configuration and print its notes, unless another rank prints them (`silent`)."""
     from megatron.config.load import load_config
 
     files, overrides = split_arguments(arguments)

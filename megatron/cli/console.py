@@ -1,4 +1,4 @@
-"""What commands print on: a clean console for work, notes beside the results, and facts as paragraphs."""
+"""Output of commands: a clean console for work, notes on standard error, and facts as paragraphs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 def print_to_stderr(message: str) -> None:
-    """Print a line that is no result: on standard error."""
+    """Print a line that is not part of the results to standard error."""
     print(message, file=sys.stderr, flush=True)
 
 
 def print_notes(notes: Iterable[str]) -> None:
-    """Print notes beside the results."""
+    """Print notes to standard error."""
     for note in notes:
         print_to_stderr(f"note: {note}")
 
 
 def print_facts(console: Console, facts: dict[str, str]) -> None:
-    """Print one indented paragraph per fact, named; facts without text are left out."""
+    """Print one indented paragraph per named fact; empty facts are omitted."""
     from rich.markup import escape
     from rich.padding import Padding
 
@@ -34,8 +34,11 @@ def print_facts(console: Console, facts: dict[str, str]) -> None:
 
 @contextmanager
 def open_clean_console() -> Iterator[Console]:
-    """A clean console for work that third parties write about: what they say goes to a log, which stays only if
-    something unexpected happened. A signal is answered at once."""
+    """Open a console that shows only this project's output.
+
+    Output of libraries goes to a log, which is kept only after an unexpected error. Signals are acknowledged
+    immediately.
+    """
     from megatron.launch.console import log_traceback, run_console, temporary_log
     from megatron.utils.signals import acknowledge_signals
 

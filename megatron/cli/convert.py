@@ -13,18 +13,16 @@ from megatron.utils.errors import UserError
 
 @with_options(ImportOptions)
 def import_(
-    source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="The folder of a model, or a checkpoint.", show_default=False)
-    ],
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder to make.", show_default=False)],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Model folder or checkpoint.", show_default=False)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder to create.", show_default=False)],
     **options: Any,
 ) -> None:
-    """Make a run folder of a model from elsewhere.
+    """Import a model from another project as a run folder.
 
-    SOURCE is a folder as Hugging Face's libraries write it (GPT-NeoX and Pythia, GPT-2, OPT, Llama 2 and 3, SmolLM2
-    and 3, Qwen2 and Qwen3, OLMo 2, Gemma, Command R), an export of this project, or a checkpoint of GPT-NeoX, KERPLE
-    or DAPE. What it computes is computed here; what could not be is refused by name. The run is evaluated, generated
-    from and finetuned like any other.
+    SOURCE is a Hugging Face model folder (GPT-NeoX and Pythia, GPT-2, OPT, Llama 2 and 3, SmolLM2 and 3, Qwen2 and
+    Qwen3, OLMo 2, Gemma, Command R), an export of this project, or a checkpoint of GPT-NeoX, KERPLE or DAPE. The
+    imported model computes the same results; unsupported features raise an error that names them. The run can be
+    evaluated, finetuned and used for generation like any other.
 
     [bold]Examples[/]
 
@@ -40,7 +38,7 @@ def import_(
 
     request = parse_section(ImportOptions, {**options, "config": options["config"] or []})
     with WaitAnnouncer(print_to_stderr, f"reading {source}"):
-        from megatron.conversion.import_model import import_model  # torch takes seconds
+        from megatron.conversion.import_model import import_model  # importing torch takes seconds
 
         imported, notes = import_model(
             source,
@@ -56,8 +54,7 @@ def import_(
     model = imported.config.model
     print(
         f"{run}: {format_count(imported.num_parameters)} parameters, {model.num_layers} layers of width "
-        f"{model.hidden_size}, "
-        f"{', '.join(imported.config.position.encodings)}, training length {model.seq_length:,}, "
+        f"{model.hidden_size}, {', '.join(imported.config.position.encodings)}, training length {model.seq_length:,}, "
         f"tokenizer {imported.tokenizer}"
     )
 
@@ -66,19 +63,15 @@ def import_(
 def export(
     run: Annotated[
         str,
-        typer.Argument(
-            help="A run's folder, or one of its checkpoints; with --refresh, an export.", show_default=False
-        ),
+        typer.Argument(help="Run folder or checkpoint; with --refresh, an export.", show_default=False),
     ],
-    folder: Annotated[
-        Path | None, typer.Argument(metavar="DIR", help="The folder to make.", show_default=False)
-    ] = None,
+    folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="Folder to create.", show_default=False)] = None,
     **options: Any,
 ) -> None:
-    """Write a model for Hugging Face's transformers: weights, tokenizer, model card, and the code that computes it.
+    """Export a model for Hugging Face transformers: weights, tokenizer, model card, and modeling code.
 
-    The folder needs torch and transformers (4.57 or 5) and nothing of this project. Every encoding, processor and
-    window exports; the code is the one that trained the model.
+    The folder needs only torch and transformers (4.57 or 5). All encodings, processors and windows can be exported; the
+    code is the same that trained the model.
 
     [bold]Examples[/]
 
@@ -90,8 +83,8 @@ def export(
 
       ./deepy.py export --refresh exported/cdape
 
-    The third needs nothing but transformers, also in programs that know its models only. The last renews the code of an
-    export from an earlier version, for a newer transformers; the numbers stay the same.
+    The third uses a native transformers class, for programs that support only these. The last updates the code of an
+    older export, for example for a newer transformers version; results stay the same.
     """
     from megatron.config.validation_errors import parse_section
     from megatron.utils.progress import WaitAnnouncer
@@ -99,15 +92,15 @@ def export(
     request = parse_section(ExportOptions, options)
     if request.refresh:
         check_refresh_options(request, folder)
-        with WaitAnnouncer(print_to_stderr, f"renewing {run}"):
+        with WaitAnnouncer(print_to_stderr, f"updating {run}"):
             from megatron.conversion.refresh_export import refresh_export
 
             refresh_export(run, overwrite=request.overwrite)
         return
     if folder is None:
-        raise UserError("name the folder to make: ./deepy.py export RUN DIR")
+        raise UserError("missing folder: ./deepy.py export RUN DIR")
     with WaitAnnouncer(print_to_stderr, f"writing {folder}"):
-        from megatron.conversion.export_model import export_model  # torch takes seconds
+        from megatron.conversion.export_model import export_model  # importing torch takes seconds
 
         export_model(
             run,
@@ -121,9 +114,9 @@ def export(
 
 
 def check_refresh_options(request: ExportOptions, folder: Path | None) -> None:
-    """Refuse what says something of an export that is made anew. Raises UserError."""
+    """Reject options of a new export with --refresh. Raises UserError."""
     if folder is not None:
-        raise UserError(f"--refresh renews one export in its place; leave {folder} out")
+        raise UserError(f"--refresh updates one export in place; omit {folder}")
     for name, value in request.model_dump().items():
         if name not in ("refresh", "overwrite") and value != ExportOptions.model_fields[name].default:
-            raise UserError(f"{name} is {value}, which --refresh does not change; leave it out")
+            raise UserError(f"{name} is {value}, which --refresh does not change; omit it")

@@ -14,22 +14,19 @@ from megatron.utils.errors import UserError
 @with_options(TaskOptions)
 @with_options(EvaluationOptions, exclude=("multiples",))
 def evaluate(
-    runs: Annotated[
-        list[str], typer.Argument(metavar="RUN…", help="Run folders, or single checkpoints.", show_default=False)
-    ],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN…", help="Run folders or checkpoints.", show_default=False)],
     output: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--output", metavar="FOLDER", help="For results.json, .csv, .md and .png.", show_default=False
+            "-o", "--output", metavar="FOLDER", help="Folder for results.json, .csv, .md and .png.", show_default=False
         ),
     ] = None,
     **options: Any,
 ) -> None:
-    """Measure perplexity at lengths never trained on, or tasks of lm-evaluation-harness.
+    """Measure perplexity at lengths beyond training, or run lm-evaluation-harness tasks.
 
     The model is rebuilt from the configuration in its checkpoint. Every run and every length is scored on the same
-    target tokens, so that the numbers differ in context alone. Prints a table; writes JSON, CSV, Markdown and a
-    picture.
+    target tokens, so that results differ only in context. Prints a table and writes JSON, CSV, Markdown and a plot.
 
     [bold]Examples[/]
 
@@ -45,11 +42,11 @@ def evaluate(
 
       ./deepy.py evaluate runs/kerple --tasks lambada_openai,piqa --lengths 1x,4x
 
-    A run that learned a task (docs/tasks.md) is asked that task: its accuracy at lengths of the input.
+    A run trained on a task (docs/tasks.md) is evaluated on that task: its accuracy at lengths of the input.
 
-    With --tasks a length is the most tokens that the model sees at once; it is the training's if none is given.
+    With --tasks, a length is the maximum context in tokens; the training length is the default.
 
-    A folder keeps its results of other runs, protocols and texts; what is measured again is replaced.
+    Results of other runs, protocols and texts in the output folder are kept; repeated measurements are replaced.
     """
     with open_clean_console() as console:
         from megatron.config.validation_errors import parse_section
@@ -59,7 +56,7 @@ def evaluate(
         request = parse_section(EvaluationOptions, options)
         if task_options["tasks"] is None:
             if unused := [f"--{name.replace('_', '-')}" for name, value in task_options.items() if value is not None]:
-                raise UserError(f"{unused[0]} is for tasks, and there is no --tasks")
+                raise UserError(f"{unused[0]} requires --tasks")
             evaluate_runs(runs, request, output=output, console=console)
             return
         from megatron.evaluation.harness_tasks import evaluate_tasks

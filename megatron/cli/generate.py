@@ -15,23 +15,21 @@ from megatron.utils.errors import refuse_exits
 
 @with_options(GenerationOptions)
 def generate(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run folder, or a single checkpoint.", show_default=False)
-    ],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint.", show_default=False)],
     prompt: Annotated[
-        list[str] | None, typer.Option("-p", "--prompt", help="A text to go on with; as often as you like.")
+        list[str] | None, typer.Option("-p", "--prompt", help="Text to continue; may be repeated.")
     ] = None,
     file: Annotated[
         list[Path] | None,
-        typer.Option("-f", "--file", help="A file whose text is gone on with; of .jsonl files, each text."),
+        typer.Option("-f", "--file", help="File with text to continue; .jsonl files may contain several."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON object for each prompt instead of its text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per prompt instead of text.")] = False,
     **options: Any,
 ) -> None:
     """Continue texts with a model.
 
-    Without a prompt, what standard input holds is gone on with; on a terminal, lines are typed one by one. What is
-    written goes to standard output as it comes, and everything else to standard error.
+    Without a prompt, the text on standard input is continued; on a terminal, lines are entered interactively. Generated
+    text is streamed to standard output, and everything else goes to standard error.
 
     [bold]Examples[/]
 

@@ -21,13 +21,14 @@ GPT2_VOCAB_SIZE = 50257
 def plan(
     arguments: Arguments,
     conf_dir: ConfigFolder = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of tables.")] = False,
     **options: Any,
 ) -> None:
-    """Estimate memory and time on GPUs, and find the layouts that fit.
+    """Estimate memory and time on GPUs, and find parallel layouts that fit.
 
-    Nothing is trained, and no GPU is needed: it is arithmetic, which docs/planning.md explains and compares with what
-    was measured. Batch, length, steps and precision stay as configured; what varies is how the GPUs divide the work.
+    Nothing is trained and no GPU is needed: the estimate is computed from formulas that docs/planning.md explains and
+    compares with measurements. Batch size, length, steps and precision stay as configured; only the parallel layout
+    varies.
 
     [bold]Examples[/]
 
@@ -61,7 +62,7 @@ def plan(
 
 
 def _find_vocab_size(config: Config, vocab_size: int | None) -> int:
-    """Tokens of a configuration: as given, or of its data, or GPT-2's."""
+    """Return the vocabulary size: as given, from the data, or GPT-2's."""
     from megatron.data.load_tokenizer import read_vocabulary
 
     if vocab_size is not None:
@@ -69,5 +70,5 @@ def _find_vocab_size(config: Config, vocab_size: int | None) -> int:
     try:
         return read_vocabulary(config.data).size
     except FarfieldError:
-        print_notes((f"the data's tokenizer is not here: {GPT2_VOCAB_SIZE} tokens are assumed (--vocabulary)",))
+        print_notes((f"the data's tokenizer was not found; assuming {GPT2_VOCAB_SIZE} tokens (--vocabulary)",))
         return GPT2_VOCAB_SIZE

@@ -1,4 +1,4 @@
-"""`./deepy.py prepare`: a progress bar in front of `megatron.data.corpus.prepare_corpus`, and a summary after it."""
+"""`./deepy.py prepare`: run `megatron.data.corpus.prepare_corpus` with a progress bar and print a summary."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def prepare(
         list[str],
         typer.Argument(
             metavar="SOURCE…",
-            help="Files (.txt, .jsonl, .jsonl.gz or .zst, .parquet, .arrow), folders, folders in which Hugging Face's "
-            "library saved a dataset, [bold]python[/]: the standard library, [bold]shakespeare[/]: 1.1 MB of plays, "
-            "the same on every machine, or [bold]hf:NAME[/]: a dataset on the hub.",
+            help="Files (.txt, .jsonl, .jsonl.gz or .zst, .parquet, .arrow), folders, datasets saved by Hugging Face's "
+            "library, [bold]python[/]: the standard library, [bold]shakespeare[/]: 1.1 MB of plays, "
+            "identical on every machine, or [bold]hf:NAME[/]: a dataset on the hub.",
             show_default=False,
         ),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="The corpus folder to make.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a corpus that was made differently.")] = False,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="Corpus folder to create.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a corpus made with other settings.")] = False,
     **options: Any,
 ) -> None:
-    """Make a corpus: text in, Megatron's indexed datasets (.bin, .idx) and their tokenizer out.
+    """Prepare a corpus: convert text to Megatron's indexed datasets (.bin, .idx) with their tokenizer.
 
-    Documents are divided into train, valid and test as wholes. The datasets are readable by megatron-core, Megatron-LM
-    and GPT-NeoX. Preparing the same thing again finds it there.
+    Train, valid and test splits contain whole documents. The datasets can be read by megatron-core, Megatron-LM and
+    GPT-NeoX. If the same corpus already exists, it is verified and reused.
 
     [bold]Examples[/]
 
@@ -70,25 +70,25 @@ def prepare(
                 )
         except (KeyboardInterrupt, StoppedBySignal):
             if find_unfinished(output):
-                console.print("the same command goes on where this was interrupted", highlight=False)
+                console.print("run the same command to resume", highlight=False)
             raise
         _print_summary(console, corpus)
 
 
 ROW_LENGTHS = (512, 2048, 8192)
-"""Lengths of rows of which the summary says how many hold several documents."""
+"""Row lengths for which the summary gives the fraction of rows with several documents."""
 
 
 def _describe_rows(corpus: CorpusInfo) -> str:
-    """How many rows of the largest split hold more than one document."""
+    """Return a line on the fraction of rows of the largest split that contain more than one document."""
     from megatron.data.document_starts import compute_crossing_share
     from megatron.data.indexed_dataset import open_indexed
 
     largest = max(corpus.splits, key=lambda split: corpus.splits[split].tokens)
     lengths = open_indexed(corpus.prefix(largest)).lengths
     shares = [(length, compute_crossing_share(lengths, length)) for length in ROW_LENGTHS]
-    parts = [f"{share:.0%} of {length:,} tokens" for length, share in shares if share is not None]
-    return f"rows that hold more than one document: {', '.join(parts) or 'none'} (attention_mask: document)"
+    parts = [f"{share:.0%} of {length:,}-token rows" for length, share in shares if share is not None]
+    return f"rows with several documents: {', '.join(parts) or 'none'}; attention_mask=document separates them"
 
 
 def _print_note(console: Console, line: str) -> None:
@@ -107,7 +107,7 @@ def _print_summary(console: Console, corpus: CorpusInfo) -> None:
         table.add_column(heading, justify="right")
     for split, size in corpus.splits.items():
         table.add_row(split, f"{size.documents:,}", f"{size.tokens:,}", f"{size.bytes:,}")
-    state = "already there" if corpus.reused else "prepared"
+    state = "already exists" if corpus.reused else "prepared"
     headline = f"{corpus.folder} {state}: tokenizer {corpus.tokenizer}, {corpus.vocab_size:,} tokens"
     console.print(escape(headline), highlight=False, soft_wrap=True)
     console.print(table)
@@ -124,5 +124,5 @@ def _print_summary(console: Console, corpus: CorpusInfo) -> None:
         default = DataOptions.model_fields["split"].default
         ranges = (compute_sequence_range(default, part, size.documents) for part in SPLITS)
         if any(taken is None or taken[0] == taken[1] for taken in ranges):
-            paths.append("split=1,0,0")  # too few documents for a split of each kind
+            paths.append("split=1,0,0")  # too few documents for all splits
     console.print(escape(f"train on it with {' '.join(map(shlex.quote, paths))}"), highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`./deepy.py keys`, `positions` and `tasks`: what there is to configure."""
+"""`./deepy.py keys`, `positions` and `tasks`: reference of configuration keys, position methods and tasks."""
 
 from typing import Annotated, Any
 
@@ -11,11 +11,11 @@ from megatron.utils.errors import UserError
 
 def keys(
     pattern: Annotated[
-        str, typer.Argument(help="Only keys with this text in their name or meaning.", show_default=False)
+        str, typer.Argument(help="Show only keys with this text in their name or description.", show_default=False)
     ] = "",
-    markdown: Annotated[bool, typer.Option("--markdown", help="The page docs/configuration.md.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/configuration.md.")] = False,
 ) -> None:
-    """Explain the keys of configuration files: ours, and what GPT-NeoX's, KERPLE's and DAPE's mean here."""
+    """Explain the keys of configuration files, including those of GPT-NeoX, KERPLE and DAPE."""
     from megatron.config import reference
 
     if markdown:
@@ -37,11 +37,11 @@ def keys(
 
 def positions(
     name: Annotated[
-        str, typer.Argument(help="Only methods one of whose names contains this text.", show_default=False)
+        str, typer.Argument(help="Show only methods with this text in one of their names.", show_default=False)
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """List encodings, score processors and temperatures: formula, parameters, options, traits, when to use it."""
+    """List encodings, score processors and temperatures: formula, parameters, options, traits, and use."""
     import json
 
     from megatron.config.method_names import find_methods
@@ -86,10 +86,12 @@ def _print_methods(records: list[dict[str, Any]], *, shows_compositions: bool) -
 
 
 def tasks(
-    name: Annotated[str, typer.Argument(help="Only tasks whose names contain this text.", show_default=False)] = "",
+    name: Annotated[
+        str, typer.Argument(help="Show only tasks with this text in their names.", show_default=False)
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """List the tasks that are learned from scratch: what is asked, options, source."""
+    """List the synthetic tasks for training from scratch: description, options, source."""
     import json
 
     from megatron.tasks.task_config import describe_task, list_tasks

@@ -15,14 +15,14 @@ from megatron.options.commands import RehearseOptions
 def rehearse(
     arguments: Arguments,
     conf_dir: ConfigFolder = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of tables.")] = False,
     **options: Any,
 ) -> int:
-    """Run a GPU job without a GPU: does it start, fit, save and go on, and do its ranks agree?
+    """Rehearse a GPU job without a GPU: check that it starts, fits, saves and resumes, and that its ranks agree.
 
-    The real training runs rank by rank on a null CUDA device, which allocates and refuses as the card does and computes
-    nothing: three steps, a validation, a checkpoint, and a resume from it, in a folder that is removed. It needs the
-    CUDA build of torch and a C compiler; neither the data nor the run's folder need be here.
+    The real training code runs rank by rank on a null CUDA device, which allocates memory and reports errors like the
+    GPU but computes nothing: three steps, a validation, a checkpoint, and a resume from it, in a temporary folder. It
+    needs the CUDA build of torch and a C compiler, but neither the data nor the run's folder.
 
     [bold]Examples[/]
 
@@ -30,7 +30,7 @@ def rehearse(
 
       ./deepy.py rehearse 1-3B kerple_log a100_2k_slow_network --gpus 16 --ranks all --json
 
-    Exit code 1 says that the run would fail, or that ranks do not agree.
+    Exit code 1 means that the run would fail, or that its ranks do not agree.
     """
     from dataclasses import replace
 

@@ -16,19 +16,19 @@ DEFAULT_PORT = 8800
 def report(
     results: Annotated[
         list[Path],
-        typer.Argument(metavar="RESULTS…", help="results.json files, or folders that hold one.", show_default=False),
+        typer.Argument(metavar="RESULTS…", help="results.json files, or folders that contain one.", show_default=False),
     ],
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="A page to write, .html, .md or .tex.", show_default=False),
+        typer.Option("-o", "--output", metavar="FILE", help="Page to write, .html, .md or .tex.", show_default=False),
     ] = None,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Show the report on this machine, anew while runs train, until Ctrl-C.")
+        bool, typer.Option("--serve", help="Serve the report on this machine, updated while runs train, until Ctrl-C.")
     ] = False,
     port: Annotated[
         int | None,
         typer.Option(
-            help=f"Port of --serve, {DEFAULT_PORT} by default; 0 picks a free one.",
+            help=f"Port of --serve, {DEFAULT_PORT} by default; 0 selects a free port.",
             min=0,
             max=65535,
             show_default=False,
@@ -36,11 +36,11 @@ def report(
     ] = None,
     **options: Any,
 ) -> None:
-    """Put results together: tables, which methods extrapolate, and which differences are significant.
+    """Combine results: tables, which methods extrapolate, and which differences are significant.
 
-    Nothing is measured: what evaluations and sweeps left is read, and other programs' results as well. Methods are
-    compared over the seeds that both have, by paired t-tests with Holm's correction. Two models of one seed get an
-    interval over blocks of the text instead, which tests no claim about methods.
+    Nothing is measured: the command reads results of evaluations and sweeps, including those of other programs. Methods
+    are compared over common seeds by paired t-tests with Holm's correction. Two models with one seed get an interval
+    over blocks of the text instead, which does not support claims about methods.
 
     [bold]Examples[/]
 
@@ -59,12 +59,12 @@ def report(
         from megatron.monitoring.live_server import serve_report
 
         if output is not None:
-            raise UserError("--serve shows the page; --output writes it: ask for one of them")
+            raise UserError("--serve and --output cannot be combined")
         console = PlainConsole(highlight=False)
         serve_report(
             results, DEFAULT_PORT if port is None else port, lambda line: console.print(line, soft_wrap=True), request
         )
         return
     if port is not None:
-        raise UserError("--port is of --serve, which was not asked for")
+        raise UserError("--port requires --serve")
     combine_results(results, PlainConsole(highlight=False), output=output, **request.model_dump())

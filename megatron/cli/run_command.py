@@ -1,7 +1,7 @@
-"""How a command ends: a line on standard error for whatever went wrong, and an exit code.
+"""Exit of a command: error lines on standard error, and the exit code.
 
-0: done. 1: something failed while running. 2: what the user wrote cannot be done. 128 + n: signal n ended it, which is
-130 after Ctrl-C and 141 where nobody read on what it printed.
+0: success. 1: error while running. 2: user error. 128 + n: ended by signal n, which is 130 after Ctrl-C and 141 if the
+reader of its output stopped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BROKEN_PIPE_EXIT_CODE = 128 + signal.SIGPIPE
 
 
 class PassThroughError(Exception):
-    """Carries what ended a command through a library that has its own ideas of it."""
+    """Wrapper that carries an error through a library that would handle it differently."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
@@ -47,7 +47,7 @@ class PassThroughError(Exception):
 
 @contextmanager
 def pass_errors_through() -> Iterator[None]:
-    """For the body of a command: typer makes silent exit codes of these, and an interrupt of a file's early end."""
+    """Wrap errors of a command's body, which typer would turn into silent exit codes or an end-of-file error."""
     try:
         yield
     except (KeyboardInterrupt, EOFError, OSError) as error:
@@ -55,14 +55,14 @@ def pass_errors_through() -> Iterator[None]:
 
 
 def run_command(app: Any, name: str) -> int:
-    """Run the command that the arguments of this process name.
+    """Run the command given by this process's arguments.
 
     Args:
-        app: of typer; its commands run inside `pass_errors_through`.
-        name: of the program, for its help.
+        app: typer application; its commands run inside `pass_errors_through`.
+        name: name of the program, for its help.
 
     Returns:
-        The exit code. What went wrong has been printed.
+        The exit code. Errors have already been printed.
     """
     _prepare_streams()
     _prepare_terminal_size()
@@ -71,8 +71,8 @@ def run_command(app: Any, name: str) -> int:
         try:
             return _run_app(app, name)
         except (KeyboardInterrupt, StoppedBySignal) as error:
-            sys.unraisablehook = lambda _: None  # what was being made when it came may not know how to end
-            with suppress(OSError):  # the terminal may be gone
+            sys.unraisablehook = lambda _: None  # objects under construction may fail to finalize
+            with suppress(OSError):  # the terminal may be closed
                 print(describe_signal(error), file=sys.stderr)
             return 128 + error.signum if isinstance(error, StoppedBySignal) else 130
 
@@ -88,17 +88,17 @@ def _run_app(app: Any, name: str) -> int:
     except FarfieldError as error:
         _print_error(str(error))
         return error.exit_code
-    except MethodFileError as error:  # of a user's own, which any command may meet first
+    except MethodFileError as error:  # error in a user's own method, which any command may raise
         _print_error(str(error))
         return UserError.exit_code
-    except BrokenPipeError:  # `./deepy.py positions | head -1`: nobody reads on, and nothing is wrong
+    except BrokenPipeError:  # `./deepy.py positions | head -1`: the reader stopped, which is not an error
         redirect_to_null(1)
         return BROKEN_PIPE_EXIT_CODE
     except OSError as error:
         if (path_error := to_path_error(error)) is not None:
             _print_error(str(path_error))
             return path_error.exit_code
-        # What fails with a file is reported by whoever opened it; this is standard output on a disk that is full.
+        # Errors on files are reported where these are opened; this is standard output on a full disk.
         if error.errno != errno.ENOSPC or error.filename is not None:
             _print_error(describe_file_limit() if is_out_of_files(error) else _write_traceback(error))
             return 1
@@ -106,13 +106,13 @@ def _run_app(app: Any, name: str) -> int:
         _print_error(f"standard output: {error.strerror}")
         return 1
     except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):  # rich, whose help nobody reads to its end
+        if isinstance(error.__context__, BrokenPipeError):  # raised by rich if the reader of its help stops
             return BROKEN_PIPE_EXIT_CODE
         raise
     except Exception as error:
-        # The base of the command line's own errors, wherever typer keeps it.
+        # The base class of typer's own errors, wherever typer defines it.
         if any(kind.__name__ == "ClickException" for kind in type(error).__mro__):
-            if isinstance(error.__cause__, ValidationError):  # of an option's value, which our words say better
+            if isinstance(error.__cause__, ValidationError):  # an option's value; our message is clearer
                 from megatron.config.validation_errors import describe_option_error
 
                 option = getattr(error, "param", None)
@@ -126,22 +126,22 @@ def _run_app(app: Any, name: str) -> int:
 
 
 def _print_error(message: str) -> None:
-    with suppress(OSError):  # the terminal may be gone
+    with suppress(OSError):  # the terminal may be closed
         for line in message.splitlines() or [""]:
             print(f"error: {line}", file=sys.stderr)
 
 
 def _write_traceback(error: BaseException) -> str:
-    """Write the traceback to a file; returns the line that says so."""
+    """Write the traceback to a file and return a message that names it."""
     with tempfile.NamedTemporaryFile("w", prefix="farfield-", suffix=".log", delete=False, encoding="utf-8") as file:
         traceback.print_exception(error, file=file)
     return f"{describe_error(error)}; the traceback is in {file.name}"
 
 
 def _prepare_streams() -> None:
-    """Streams that were closed (`>&-`) go nowhere: a file opened later must not take their numbers, here or in a child.
+    """Redirect closed streams (`>&-`) to the null device, so that files opened later do not reuse their numbers.
 
-    A shell that finds standard error closed may leave the script itself there, to be read.
+    A shell with standard error closed may leave the script itself open there for reading.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -163,7 +163,7 @@ def _prepare_streams() -> None:
 
 
 def _print_own_warnings() -> None:
-    """Our warnings become notes; those of libraries stay what they are."""
+    """Print our warnings as notes; warnings of libraries are unchanged."""
     show_others = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *rest: Any) -> None:
@@ -177,8 +177,7 @@ def _print_own_warnings() -> None:
 
 
 def _prepare_terminal_size() -> None:
-    """A width or height that is none (`COLUMNS=0`, as some terminals in containers say) is unknown: by their own rules
-    libraries would write nothing at all."""
+    """Ignore an invalid terminal size (`COLUMNS=0` in some containers), with which libraries would print nothing."""
     for name in ("COLUMNS", "LINES"):
         size = os.environ.get(name, "1")
         if not (size.isascii() and size.isdigit() and int(size[:9]) > 0):
@@ -186,16 +185,16 @@ def _prepare_terminal_size() -> None:
 
 
 def _describe_usage_error(error: Any) -> str:
-    """What is wrong with the command line: the library's message, or a command with the option."""
+    """Return the message of a usage error, or the correct command line for a misplaced option."""
     text = error.format_message().rstrip(".")
     option = getattr(error, "option_name", None)
-    commands = getattr(getattr(error.ctx, "command", None), "commands", {})  # of an error before any command
+    commands = getattr(getattr(error.ctx, "command", None), "commands", {})  # set for errors before any command
     commands_with_option = [
         name for name, candidate in commands.items() if any(option in parameter.opts for parameter in candidate.params)
     ]
     if commands_with_option:
         rest = shlex.join(word for word in sys.argv[1:] if word not in commands)
-        text += f"; write it after its command: ./deepy.py {commands_with_option[0]} … {rest}"
+        text += f"; place it after its command: ./deepy.py {commands_with_option[0]} … {rest}"
     return text
 
 

@@ -1,4 +1,4 @@
-"""`./deepy.py status` and `./deepy.py checkpoints`: what there is on disk of runs."""
+"""`./deepy.py status` and `./deepy.py checkpoints`: status and checkpoints of runs on disk."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,17 +10,19 @@ from megatron.cli.console import print_to_stderr
 
 
 def checkpoints(
-    run: Annotated[Path, typer.Argument(help="A run's folder.", show_default=False)],
-    verify: Annotated[bool, typer.Option("--verify", help="Compare every byte with the checksums.")] = False,
+    run: Annotated[Path, typer.Argument(help="Run folder.", show_default=False)],
+    verify: Annotated[bool, typer.Option("--verify", help="Verify the checksums of all files.")] = False,
     keep: Annotated[
         int | None,
-        typer.Option("--keep", min=1, help="Delete all but so many, the newest that are whole; extra_save_iters stay."),
+        typer.Option(
+            "--keep", min=1, help="Keep only this number of newest undamaged checkpoints and those of extra_save_iters."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the checkpoints of a run: step, size, losses, whole or not; and delete old ones.
+    """List the checkpoints of a run with step, size, losses and integrity, and delete old ones.
 
-    The exit code is 1 if one of them is not whole.
+    The exit code is 1 if a checkpoint is damaged.
 
     [bold]Example[/]
 
@@ -39,14 +41,14 @@ def checkpoints(
 
 def status(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN…", help="Run folders, or folders of runs.", show_default=False)
+        list[Path], typer.Argument(metavar="RUN…", help="Run folders or folders of runs.", show_default=False)
     ],
     follow: Annotated[
-        bool, typer.Option("-f", "--follow", help="Look again every five seconds, until nothing trains or Ctrl-C.")
+        bool, typer.Option("-f", "--follow", help="Update every 5 seconds until no run trains, or Ctrl-C.")
     ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Show how far runs are: step, loss, speed, time left, last checkpoint, and whether they are alive.
+    """Show the status of runs: step, loss, speed, time left, last checkpoint, and whether they are running.
 
     [bold]Examples[/]
 

@@ -12,16 +12,18 @@ def sweep(
     conf_dir: ConfigFolder = None,
     member: Annotated[
         int | None,
-        typer.Option(min=0, help="Only this run, counted from 0; no report. A job array's tasks call this."),
+        typer.Option(
+            min=0, help="Run only this member, counted from 0, without a report. Used by tasks of a job array."
+        ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="With launcher=slurm: print the batch script, and do nothing else.")
+        bool, typer.Option("--dry-run", help="With launcher=slurm: only print the batch script.")
     ] = False,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Train members again whose training diverged.")
+        bool, typer.Option("--retry-failed", help="Retrain members whose training diverged.")
     ] = False,
 ) -> None:
-    """Train every variant of a sweep file, evaluate each, and report them side by side.
+    """Train and evaluate every variant of a sweep file, and report the results side by side.
 
     [bold]Examples[/]
 
@@ -29,7 +31,8 @@ def sweep(
 
       ./deepy.py sweep mine.yml slurm_a100 num_gpus=1
 
-    The second submits a job array, a task for each run; once they have ended, the same command writes the report.
+    The second submits a job array with one task per run; after the tasks have ended, the same command writes the
+    report.
     """
     from megatron.sweeps.run_sweep import run_sweep
 

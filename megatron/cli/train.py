@@ -13,14 +13,15 @@ def train(
     conf_dir: ConfigFolder = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print the resolved configuration, or the batch script, and do nothing else."),
+        typer.Option("--dry-run", help="Only print the resolved configuration or the batch script."),
     ] = False,
 ) -> int:
     """Train a model.
 
-    Files are merged left to right, then KEY=VALUE pairs; later wins. --dry-run shows what it replaced. A file is a
-    path, or a name with or without .yml that is looked up in configs/ and its subfolders: [bold]model[/] (shapes with
-    their paper's settings), [bold]position[/] (one overlay per method), [bold]cluster[/] (where it runs).
+    Files are merged from left to right, then KEY=VALUE pairs; later values override earlier ones, and --dry-run lists
+    replaced values. A file is a path, or a name with or without .yml that is searched in configs/ and its subfolders:
+    [bold]model[/] (architectures with their paper's settings), [bold]position[/] (one overlay per method),
+    [bold]cluster[/] (where it runs).
 
     [bold]Examples[/]
 
@@ -34,7 +35,7 @@ def train(
 
       ./deepy.py train.py -d configs 125M.yml local_setup.yml
 
-    The third uses two processes on a CPU, the fourth resumes a run and goes on, the last is GPT-NeoX's way to say it.
+    The third uses two processes on a CPU, the fourth resumes and extends a run, and the last uses GPT-NeoX's syntax.
 
     All keys: ./deepy.py keys, or docs/configuration.md.
     """

@@ -377,8 +377,8 @@ _ATTENTION_REASONS = {
 """Types of GPT-NeoX's attention that are refused, each with its reason."""
 _NODES = "give a hostfile with the machines that are meant, and num_gpus"
 _COMPILE = (
-    "torch.compile of all but attention saves no time on a CPU (docs/log.md; no GPU was measured), changes last bits "
-    "and falls apart under tensor parallelism and ZeRO 3; attention_backend: flex compiles attention"
+    "training on a GPU compiles all but attention unless compile_regions is false; attention_backend: flex compiles "
+    "attention"
 )
 _DEEPSPEED = "DeepSpeed's section of this name is not passed on"
 

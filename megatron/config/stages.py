@@ -47,7 +47,7 @@ _STAGE_DATA_KEYS = (
 )
 _STAGE_MACHINE_KEYS = (
     *(MICRO_BATCH_KEY, ACCUMULATION_KEY, "checkpoint_activations", "checkpoint_num_layers"),
-    *("attention_backend", "attention_check", "attention_chunk_rows"),
+    *("attention_backend", "attention_check", "attention_chunk_rows", "compile_regions"),
 )
 _RUN_KEYS: dict[str, str] = {
     **dict.fromkeys(("train_iters", "train_epochs", "stages"), "is the run's, not a stage's"),

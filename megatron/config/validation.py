@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from megatron.attention.backends.capabilities import find_unsupported_method
 from megatron.config import method_names
+from megatron.config.cuda_graph import find_graph_obstacle
 from megatron.config.parallelism import check_divisible, get_known_world_size, resolve_batch_size, resolve_mesh_shape
 from megatron.config.schema import Config
 from megatron.config.stages import find_stage_problems, list_stage_configs
@@ -240,6 +241,17 @@ def _validate_optimizer(config: Config) -> Iterator[ConfigProblem]:
         )
 
 
+def _validate_cuda_graph(config: Config) -> Iterator[ConfigProblem]:
+    """Graphs that are demanded where there can be none."""
+    if config.training.cuda_graph != "on":
+        return
+    obstacle = find_graph_obstacle(config)
+    if config.launch.device == "cpu":
+        obstacle = "device cpu has no CUDA graphs"
+    if obstacle is not None:
+        yield "cuda_graph", f"cuda_graph on: {obstacle}; use cuda_graph auto or off"
+
+
 def _validate_data(config: Config) -> Iterator[ConfigProblem]:
     problems = list(find_data_conflicts(config.data))
     yield from problems
@@ -363,6 +375,7 @@ VALIDATORS: tuple[Callable[[Config], Iterator[ConfigProblem]], ...] = (
     _validate_training,
     _validate_schedule,
     _validate_optimizer,
+    _validate_cuda_graph,
     _validate_data,
     _validate_task,
     _validate_logging,

@@ -1,8 +1,8 @@
-"""Models from and to other projects: Hugging Face's families, GPT-NeoX's checkpoints, and our own exports.
+"""Conversion of models: Hugging Face families, GPT-NeoX checkpoints, and this project's own exports.
 
-A family (`model_family.py`, one file each in `families/`) says how its config.json is read and written, which of our
-configurations it can express exactly, and how each weight is made of its own: one table, read in both directions.
-`import_model.py` makes a run folder of a foreign checkpoint, after which nothing in the project knows where it came
-from. `export_model.py` makes a folder that transformers reads, natively or by the code in `bundled/` that travels with
-it.
+A family (`model_family.py`, one file each in `families/`) defines how its config.json is read and written, which of our
+configurations it can represent exactly, and how its weights map to ours: one table, used in both directions.
+`import_model.py` converts an external checkpoint to a run folder that the rest of the project treats like any other.
+`export_model.py` writes a folder that transformers loads, natively or with the code in `bundled/` that is included in
+the export.
 """

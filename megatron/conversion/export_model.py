@@ -1,6 +1,6 @@
-"""`./deepy.py export RUN DIR`: a checkpoint as a folder that transformers reads.
+"""`./deepy.py export RUN DIR`: export a checkpoint to a folder that transformers loads.
 
-Its weights are written under the family's names, into files of which memory never holds more than one.
+Weights are renamed to the family's names and written to one or more files; at most one file is in memory at a time.
 """
 
 import json
@@ -50,7 +50,7 @@ _SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch
 _EXPORT_FILE_NAMES = re.compile(
     r"[\w-]+\.py|[\w.-]+\.json|model[\w-]*\.safetensors|README\.md|results\.png|merges\.txt|tokenizer\.model"
 )
-"""Names of files that an export may hold."""
+"""Names of files that an export may contain."""
 _SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -65,21 +65,21 @@ def export_model(
     overwrite: bool = False,
     log: Callable[[str], object] = print,
 ) -> Path:
-    """Write a model for transformers, whole or not at all.
+    """Export a model for transformers atomically.
 
     Args:
-        source: a run's folder (its newest checkpoint) or a checkpoint's.
-        target: the folder to make.
-        native: as a model of transformers' own, where one computes the same; else the code travels with it.
-        dtype: of the weights: float32 (exactly what was stored), bfloat16 or float16.
-        max_shard_size: the largest size of a file of weights, such as 2GB; also what is held in memory.
-        license: of the weights, for the model card.
-        overwrite: replace an export that is there.
+        source: folder of a run (its newest checkpoint) or of a checkpoint.
+        target: folder to create.
+        native: use a model class of transformers that computes the same results; otherwise the code is included.
+        dtype: data type of the weights: float32 (exactly as stored), bfloat16 or float16.
+        max_shard_size: maximum size of a weight file, such as 2GB; also the memory used for weights.
+        license: license of the weights, for the model card.
+        overwrite: replace an existing export.
 
     Raises:
-        UserError: there is no such run, `target` is something else already, or no native model, or none in
-            transformers at all, computes the same.
-        RunError: the checkpoint is damaged, the disk refuses, or another command made `target` meanwhile.
+        UserError: the run does not exist, `target` is something else, or no native model, or none in transformers at
+            all, computes the same results.
+        RunError: the checkpoint is damaged, the disk fails, or another command created `target` meanwhile.
     """
     torch_dtype, max_shard_bytes = _parse_dtype(dtype), _parse_size(max_shard_size)
     run, target = open_run(source), Path(target)
@@ -89,7 +89,7 @@ def export_model(
     replaced_version = read_folder_version(target)
     _check_target(target, overwrite)
     if (problem := manifest.find_damage(run.checkpoint, manifest.MODEL_FILES)) is not None:
-        raise RunError(f"{run.checkpoint}: is damaged: {problem}")
+        raise RunError(f"{run.checkpoint}: damaged: {problem}")
     tokenizer = load_run_tokenizer(run.folder, run.config.data, run.tokenizer_name)
     weights = HFWeights(run.checkpoint / WEIGHTS, family, run.config, None if dtype == "float32" else torch_dtype)
     with describe_write_errors(target), atomic_directory(target.resolve(), replaces=replaced_version) as folder:
@@ -126,14 +126,14 @@ def _find_native_family(run: TrainedRun) -> ModelFamily:
             common_reasons if len(common_reasons) == 1 else [f"{name}: {reason}" for name, reason in reasons.items()]
         )
         raise UserError(
-            f"--native: no model of transformers' own computes {run.name}, whose pos_emb is "
-            f"{run.config.position.pos_emb}: {', '.join(messages)}; leave --native out"
+            f"--native: no native transformers model computes the same as {run.name} with pos_emb "
+            f"{run.config.position.pos_emb}: {', '.join(messages)}; omit --native"
         )
     return family
 
 
 def _write_code(run: TrainedRun, folder: Path) -> dict[str, str]:
-    """The code of a model; returns where its classes are (`auto_map`)."""
+    """Write the code of a model and return its classes (`auto_map`)."""
     position = run.config.position
     files, suffix = add_content_digest(
         bundle_modeling_code(position.encodings, position.processors, position.temperatures)
@@ -152,7 +152,7 @@ def _write_configs(
     padding_keys: dict[str, Any],
     auto_map_keys: dict[str, Any],
 ) -> None:
-    """config.json and generation_config.json. Rows that only pad the vocabulary are never drawn."""
+    """Write config.json and generation_config.json. Vocabulary padding is never sampled."""
     num_embeddings = padded_vocab_size(run.config.model, tokenizer.vocab_size)
     common_keys = {
         "eos_token_id": tokenizer.eod,
@@ -161,7 +161,7 @@ def _write_configs(
     }
     own_keys = {} if not auto_map_keys else {"document_end_token_id": _find_document_end(run, tokenizer)}
     padding_ids = list(range(tokenizer.vocab_size, num_embeddings))
-    # transformers 4 calls it torch_dtype, and 5 reads both.
+    # transformers 4 names it torch_dtype; 5 accepts both names.
     _write_json(
         folder / HF_CONFIG_FILE,
         family.to_hf_config(
@@ -180,7 +180,7 @@ def _write_configs(
 
 
 def _find_document_end(run: TrainedRun, tokenizer: Tokenizer) -> int | None:
-    """Return the token that ends documents for a run that was trained with documents apart, else None."""
+    """Return the end-of-document token of a run trained with document masking, or None."""
     if run.config.position.attention_mask != "document":
         return None
     return (run.trainer_state.vocabulary or {}).get("eod", tokenizer.eod)
@@ -192,14 +192,14 @@ def _write_json(path: Path, content: object) -> None:
 
 def _parse_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
-        raise UserError(f"--dtype is {name!r}; {format_choices(name, DTYPES)}")
+        raise UserError(f"--dtype: unknown value {name!r}; {format_choices(name, DTYPES)}")
     return DTYPES[name]
 
 
 def _parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+)\s*([KMG]B|)", text.strip().upper())
     if match is None or int(match[1]) < 1:
-        raise UserError(f"--shard is {text!r}; write a size such as 500MB or 2GB")
+        raise UserError(f"--shard is {text!r}; expected a size such as 500MB or 2GB")
     return int(match[1]) * _SIZE_UNITS[match[2]]
 
 
@@ -207,22 +207,23 @@ def _check_target(target: Path, overwrite: bool) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise UserError(f"{target}: is a file; name a folder that is to be made")
+        raise UserError(f"{target}: is a file; expected a new folder")
     file_names = sorted(path.name for path in target.iterdir())
     if file_names and not overwrite:
-        raise UserError(f"{target}: is not empty; name another folder, or replace an export by --overwrite")
+        raise UserError(f"{target}: is not empty; choose another folder, or replace an export with --overwrite")
     if file_names and not _is_export(target):
-        raise UserError(f"{target}: is not empty, and no export: --overwrite replaces nothing else")
+        raise UserError(f"{target}: is not empty and not an export; --overwrite replaces only exports")
     if foreign_files := [
         name for name in file_names if not _EXPORT_FILE_NAMES.fullmatch(name) or (target / name).is_dir()
     ]:
         raise UserError(
-            f"{target}: holds {foreign_files[0]} beside an export, which --overwrite would delete; move it away"
+            f"{target}: contains {foreign_files[0]} in addition to an export, which --overwrite would delete; move it "
+            "away"
         )
 
 
 def _is_export(folder: Path) -> bool:
-    """Only our own exports say which of our tokenizers they have."""
+    """Return True if this project wrote the export; only its exports name one of its tokenizer types."""
     try:
         values = parse_json((folder / TOKENIZER_CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -231,16 +232,16 @@ def _is_export(folder: Path) -> bool:
 
 
 class HFWeights:
-    """The weights of a checkpoint by the names of a family; each is read when it is asked for.
+    """Weights of a checkpoint under a family's names, read on demand.
 
     Args:
-        path: a checkpoint's model.safetensors.
-        family: whose names; it must express the configuration.
-        config: of the checkpoint.
-        dtype: to convert to; None keeps what is stored.
+        path: model.safetensors of a checkpoint.
+        family: family that defines the names; it must support the configuration.
+        config: configuration of the checkpoint.
+        dtype: data type to convert to; None keeps the stored type.
 
     Raises:
-        RunError: the file cannot be read, or its weights are not the configuration's.
+        RunError: the file cannot be read, or its weights do not match the configuration.
     """
 
     def __init__(self, path: Path, family: ModelFamily, config: Config, dtype: torch.dtype | None = None) -> None:
@@ -251,7 +252,7 @@ class HFWeights:
             self._stored_names = map_to_stored_names(path.parent, file.keys())
             stored = {name: file.get_slice(stored_name) for name, stored_name in self._stored_names.items()}
             if unmatched := set(stored) ^ {mapping.megatron_name for mapping in mappings}:
-                raise RunError(f"{path}: does not fit its configuration: {min(unmatched)} is in one of them only")
+                raise RunError(f"{path}: does not match its configuration: {min(unmatched)} is only in one of them")
             self._shapes = {
                 name: (tensor_slice.get_shape(), _SAFETENSORS_DTYPES[tensor_slice.get_dtype()])
                 for name, tensor_slice in stored.items()
@@ -259,7 +260,7 @@ class HFWeights:
 
     @contextmanager
     def _open_file(self) -> Iterator[Any]:
-        """The file, for one weight at a time: what was read of it counts as memory of ours until it is closed."""
+        """Open the file for one weight at a time: its data counts as this process's memory until it is closed."""
         try:
             with safe_open(self.path, framework="pt") as file:
                 yield file
@@ -268,7 +269,7 @@ class HFWeights:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all of them."""
+        """Total number of parameters."""
         return sum(math.prod(shape) for shape, _ in self._shapes.values())
 
     def __getitem__(self, name: str) -> Tensor:
@@ -279,7 +280,7 @@ class HFWeights:
         return mapping.transform.to_hf(tensor)[mapping.hf_names.index(name)]
 
     def get_tensor_sizes(self) -> dict[str, int]:
-        """The bytes of each weight as it will be written."""
+        """Return the size of each weight as it will be written, in bytes."""
         hf_tensors = {
             mapping.megatron_name: mapping.transform.to_hf(self._make_meta_tensor(mapping))
             for mapping in self._mappings.values()
@@ -290,23 +291,23 @@ class HFWeights:
         }
 
     def _make_meta_tensor(self, mapping: WeightMapping) -> Tensor:
-        """A tensor without memory like the one that is stored."""
+        """Return a tensor like the stored one on the meta device."""
         shape, dtype = self._shapes[mapping.megatron_name]
         return torch.empty(shape, dtype=self.dtype or dtype, device="meta")
 
 
 def write_shards(weights: HFWeights, folder: Path, max_shard_bytes: int) -> None:
-    """Write weights into as many files as are needed, and where there is more than one an index of them.
+    """Write weights to as many files as needed, and an index if there are several.
 
     Args:
-        folder: with its config.json, which says who may read the weights.
-        max_shard_bytes: bytes of a file; a single weight may be larger.
+        folder: output folder that already contains config.json, whose file mode the weights get.
+        max_shard_bytes: maximum file size in bytes; a single weight may be larger.
 
-    Raises RunError: the checkpoint cannot be read; OSError: the disk refuses.
+    Raises RunError if the checkpoint cannot be read, and OSError if the disk fails.
     """
     sizes: Mapping[str, Any] = weights.get_tensor_sizes()
     split = split_state_dict_into_shards_factory(
-        dict(sizes),  # the planner asks for sizes only
+        dict(sizes),  # the planner asks only for sizes
         get_storage_size=lambda size: size,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_bytes,
@@ -317,7 +318,7 @@ def write_shards(weights: HFWeights, folder: Path, max_shard_bytes: int) -> None
             save_file(shard, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(describe_cause(error)) from error
-        shutil.copymode(folder / HF_CONFIG_FILE, folder / file)  # safetensors leaves it to its owner alone
+        shutil.copymode(folder / HF_CONFIG_FILE, folder / file)  # safetensors restricts the file to its owner
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         (folder / WEIGHTS_INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A folder of Hugging Face's libraries: config.json, weights, and a tokenizer's files."""
+"""Hugging Face model folders: config.json, weights, and tokenizer files."""
 
 import re
 from collections.abc import Iterator
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 def read_hf_source(folder: Path) -> ModelSource:
-    """What a folder says that it holds.
+    """Read the description of the model in a folder.
 
-    Raises UserError: it is no such folder, or its model is none that ours can be, naming the key.
+    Raises UserError if the folder is invalid or the model is not supported, with the key.
     """
     return build_hf_source(folder, read_json_object(folder / HF_CONFIG_FILE))
 
 
 def build_hf_source(folder: Path, values: dict[str, Any]) -> ModelSource:
-    """Return the same from the content of config.json."""
+    """Build the source of a model from the content of its config.json."""
     path = folder / HF_CONFIG_FILE
     family = get_family(values.get("model_type"), str(path))
     hf_config = HFConfigReader(values, str(path), family.auto_map)
@@ -38,20 +38,20 @@ def build_hf_source(folder: Path, values: dict[str, Any]) -> ModelSource:
     num_embeddings = hf_config.get_positive_int("vocab_size")
     notes: tuple[str, ...] = ()
     if unread_keys := hf_config.unread_keys():
-        notes = (f"{path}: {', '.join(unread_keys)}: no {family.model_type} model has such keys; passed over",)
+        notes = (f"{path}: {', '.join(unread_keys)}: ignored; unknown keys for model_type {family.model_type}",)
     return ModelSource(
         folder, family.model_type, config_keys, partial(_open_weights, folder, family, num_embeddings), folder, notes
     )
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the mapping that a file of JSON holds. Raises UserError."""
+    """Return the mapping in a JSON file. Raises UserError."""
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as JSON ({describe_cause(error)})") from None
     if not isinstance(values, dict):
-        raise UserError(f"{path}: holds no keys")
+        raise UserError(f"{path}: expected a JSON object")
     return values
 
 
@@ -64,7 +64,7 @@ def _open_weights(folder: Path, family: ModelFamily, num_embeddings: int, config
 
 
 class HFWeightReader:
-    """The weights of a family's files, by our names."""
+    """Reader of a family's weight files by our names."""
 
     def __init__(
         self, folder: Path, family: ModelFamily, num_embeddings: int, config: Config, tensors: "LazyTensors"
@@ -75,7 +75,7 @@ class HFWeightReader:
         self._names = set(tensors.names)
 
     def _find_tensor_name(self, hf_name: str) -> str | None:
-        """The name that a tensor has in these files."""
+        """Return the name of a tensor in these files."""
         names = (
             hf_name,
             hf_name.removeprefix(self.family.base_model_prefix),
@@ -90,7 +90,7 @@ class HFWeightReader:
         for hf_name in (mapped_name for weight in self.mappings.values() for mapped_name in weight.hf_names):
             tensor_name = self._find_tensor_name(hf_name)
             if tensor_name is None:
-                raise RunError(f"{self.folder}: holds no {hf_name}, which {HF_CONFIG_FILE} asks for")
+                raise RunError(f"{self.folder}: contains no {hf_name}, which {HF_CONFIG_FILE} requires")
             used.add(tensor_name)
         ignored = re.compile(self.family.ignored_pattern)
         unused = [name for name in self.tensors.names if name not in used and not ignored.fullmatch(name)]
@@ -100,21 +100,20 @@ class HFWeightReader:
         elif unused:
             more_text = f", and {len(unused) - 1} more" if len(unused) > 1 else ""
             raise RunError(
-                f"{self.tensors.get_file(unused[0])}: holds {unused[0]}{more_text}, which a {self.family.model_type} "
-                f"model with this "
-                f"{HF_CONFIG_FILE} has not; it would be dropped"
+                f"{self.tensors.get_file(unused[0])}: contains {unused[0]}{more_text}, which a "
+                f"{self.family.model_type} model with this {HF_CONFIG_FILE} does not have; it would be dropped"
             )
 
     def _check_tied(self, output_names: list[str]) -> None:
-        """Files may hold a tied matrix twice, but not two matrices."""
+        """Check that a tied matrix that is stored twice is the same in both copies."""
         import torch
 
         embedding = self.tensors[self._find_tensor_name(self.mappings[EMBEDDING_WEIGHT].hf_names[0]) or ""]
         for name in output_names:
             if not torch.equal(self.tensors[name], embedding):
                 raise RunError(
-                    f"{self.tensors.get_file(name)}: {name} is not the embedding, although {HF_CONFIG_FILE} says "
-                    "tie_word_embeddings: true; set it to false if the two belong together"
+                    f"{self.tensors.get_file(name)}: {name} differs from the embedding, but {HF_CONFIG_FILE} has "
+                    "tie_word_embeddings: true; set it to false if both are intended"
                 )
 
     def __call__(self, name: str) -> "Tensor":
@@ -123,17 +122,17 @@ class HFWeightReader:
         for hf_name, hf_tensor in zip(mapping.hf_names, hf_tensors, strict=True):
             if not hf_tensor.is_floating_point():
                 dtype_name = str(hf_tensor.dtype).removeprefix("torch.")
-                raise RunError(f"{self.folder}: {hf_name} is of type {dtype_name}; quantized weights are not read")
+                raise RunError(f"{self.folder}: {hf_name} has type {dtype_name}; quantized weights are not supported")
         try:
             tensor = mapping.transform.to_megatron(hf_tensors)
         except (RuntimeError, ValueError, IndexError):
             shapes = ", ".join(str(list(hf_tensor.shape)) for hf_tensor in hf_tensors)
             raise RunError(
-                f"{self.folder}: {', '.join(mapping.hf_names)}: {shapes} do not fit {HF_CONFIG_FILE}"
+                f"{self.folder}: {', '.join(mapping.hf_names)}: {shapes} do not match {HF_CONFIG_FILE}"
             ) from None
         if name in (EMBEDDING_WEIGHT, OUTPUT_WEIGHT) and tensor.shape[0] != self.num_embeddings:
             raise RunError(
-                f"{self.folder}: {mapping.hf_names[0]} has {tensor.shape[0]} rows, {HF_CONFIG_FILE} says "
+                f"{self.folder}: {mapping.hf_names[0]} has {tensor.shape[0]} rows, but {HF_CONFIG_FILE} specifies "
                 f"{self.num_embeddings}"
             )
         return tensor

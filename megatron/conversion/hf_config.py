@@ -1,5 +1,7 @@
-"""A config.json of another family, read with nothing dropped unseen, and its rotary positions in both directions:
-`rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of 4."""
+"""Reader for config.json files of other families, which tracks unread keys, and conversion of rotary options.
+
+Rotary options are `rope_parameters` in transformers 5, and `rope_theta` and `rope_scaling` in 4.
+"""
 
 import math
 import re
@@ -21,7 +23,7 @@ IGNORED_KEYS = frozenset(
         "transformers.js_config", "transformers_version", "unk_token_id", "use_cache",
     }
 )  # fmt: skip
-"""Keys that say nothing of what the weights compute."""
+"""Keys that do not affect the model's computation."""
 
 HF_TRAINING_KEYS = (
     "attention_dropout",
@@ -32,30 +34,30 @@ HF_TRAINING_KEYS = (
     "resid_pdrop",
     "layerdrop",
 )
-"""What belongs to a training that is over; ours has its own keys for it."""
+"""Keys of a completed training; this project has its own."""
 
 COMMON_RESTRICTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "auto_map": ((None, {}), "the model is defined by code of its own, which is not run"),
-    "quantization_config": ((None, {}), "quantized weights are not read"),
-    "add_cross_attention": ((None, False), "there is no encoder to attend to"),
-    "is_encoder_decoder": ((None, False), "encoders are not offered"),
-    "pruned_heads": ((None, {}, []), "heads of different numbers per layer are not offered"),
+    "auto_map": ((None, {}), "the model needs custom code, which is not run"),
+    "quantization_config": ((None, {}), "quantized weights are not supported"),
+    "add_cross_attention": ((None, False), "cross-attention is not supported"),
+    "is_encoder_decoder": ((None, False), "encoders are not supported"),
+    "pruned_heads": ((None, {}, []), "different numbers of heads per layer are not supported"),
 }
-"""Of every family: the values that ask for nothing, and why others are refused."""
+"""Restrictions of all families: accepted values, and the reason why others are rejected."""
 
 
 _DIGEST = re.compile(r"_[0-9a-f]{8}(?=\.)")
-"""What the names of our modules end in, in an export."""
+"""Pattern of the suffix in module names of an export."""
 
 
 def find_code_suffix(class_name: str) -> str:
-    """Return what the name of a class's module ends in (`modeling_code.add_content_digest`); empty for nothing."""
+    """Return the suffix of a class's module name (`modeling_code.add_content_digest`), or an empty string."""
     match = _DIGEST.search(class_name)
     return match[0] if match else ""
 
 
 def _strip_digests(classes: Any) -> Any:
-    """An `auto_map` with the plain names of modules."""
+    """Return an `auto_map` with plain module names."""
     if not isinstance(classes, dict):
         return classes
     return {
@@ -64,11 +66,11 @@ def _strip_digests(classes: Any) -> Any:
 
 
 class HFConfigReader:
-    """The keys of a config.json.
+    """Reader of the keys of a config.json.
 
     Args:
-        values: as read.
-        source: the file, for messages.
+        values: content of the file.
+        source: path of the file, for messages.
         auto_map: the family's own `auto_map`.
     """
 
@@ -84,50 +86,49 @@ class HFConfigReader:
             self.require_one_of(name, (*allowed, *own_auto_map), reason)
 
     def value_error(self, name: str, reason: str) -> UserError:
-        """The error that names a key and its value."""
+        """Return an error that names a key and its value."""
         return UserError(f"{self.source}: {name} is {self._values.get(name)!r}: {reason}")
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A value of any kind; null is the default too."""
+        """Return a value of any type; null counts as missing."""
         self._read_keys.add(name)
         value = self._values.get(name)
         return default if value is None else value
 
     def is_null(self, name: str) -> bool:
-        """Is a key there, and null? For the few whose absence means something else."""
+        """Return True if a key is present and null, for keys whose absence has another meaning."""
         return name in self._values and self._values[name] is None
 
     def get_positive_int(self, name: str, default: Any = _REQUIRED) -> int:
-        """A whole number above 0."""
+        """Return an integer above 0."""
         value = self.get(name, default)
         if value is _REQUIRED:
             raise UserError(f"{self.source}: {name} is missing")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.value_error(name, "it must be a whole number, at least 1")
+            raise self.value_error(name, "must be an integer, at least 1")
         return value
 
     def get_positive_float(self, name: str, default: float) -> float:
-        """A finite number above 0."""
+        """Return a finite number above 0."""
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 and isfinite(value)):
-            raise self.value_error(name, "it must be a positive number")
+            raise self.value_error(name, "must be a positive number")
         return float(value)
 
     def get_bool(self, name: str, default: bool) -> bool:
-        """True or false."""
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise self.value_error(name, "it must be true or false")
+            raise self.value_error(name, "must be true or false")
         return value
 
     def require_one_of(self, name: str, allowed: tuple[Any, ...], reason: str) -> None:
-        """Refuse a key whose value is none of these; an absent one is fine."""
+        """Reject a key whose value is not in `allowed`; a missing key is accepted."""
         self._read_keys.add(name)
         if name in self._values and self._values[name] not in allowed:
             raise self.value_error(name, reason)
 
     def unread_keys(self) -> list[str]:
-        """Keys that nobody asked for and that say something: a family of this name reads no such key."""
+        """Return keys with a value that were never read, and that are therefore unknown to this family."""
         return [
             name
             for name, value in self._values.items()
@@ -139,28 +140,28 @@ HF_ACTIVATIONS = {
     "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu",
 }  # fmt: skip
-"""Their names of activations, and ours."""
+"""Our names of activations, by their names in transformers."""
 
 
 def read_activation(hf_config: HFConfigReader, name: str, default: str) -> str:
-    """Our name of the activation that a key names."""
+    """Return our name of the activation given by a key."""
     value = hf_config.get(name, default)
     if value not in HF_ACTIVATIONS:
-        raise hf_config.value_error(name, f"not offered; of their activations there are {', '.join(HF_ACTIVATIONS)}")
+        raise hf_config.value_error(name, f"unknown activation; choose from {', '.join(HF_ACTIVATIONS)}")
     return HF_ACTIVATIONS[value]
 
 
 ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
-"""Their `rope_type`, and our `scaling`."""
+"""Our `scaling`, by `rope_type` in transformers."""
 ROPE_PARAMETERS = {
     "factor": "factor", "original_max_position_embeddings": "original_length", "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow",
     "attention_factor": "attention_factor",
 }  # fmt: skip
-"""Their parameters, and our options."""
+"""Our option names, by parameter names in transformers."""
 ROPE_DIFFERENCE = (
-    "transformers computes rotary angles in float32, and in bfloat16 rounds their sines: the logits are those of this "
-    "project at the training length, and drift away beyond it"
+    "transformers computes rotary angles in float32 and rounds their sines in bfloat16, so logits match this "
+    "project at the training length and drift at longer lengths"
 )
 PARAMETERS_BY_SCALING = {
     "none": (), "linear": ("factor",),
@@ -177,23 +178,23 @@ def read_rope_options(
     default_fraction: float,
     default_base: float = 10000.0,
 ) -> dict[str, Any]:
-    """`pos_emb_options` of rotary.
+    """Return `pos_emb_options` for rotary.
 
     Args:
-        hf_config: of config.json.
-        base_key: the key of transformers 4 that holds the base of the angles.
-        fraction_key: the one that holds the share of a head that is turned; None if the family turns all of it.
-        default_fraction: that share where nothing says it.
-        default_base: of the angles, where nothing says it.
+        hf_config: reader of config.json.
+        base_key: transformers 4 key for the base of the angles.
+        fraction_key: key for the fraction of a head that is rotated; None if the family rotates all of it.
+        default_fraction: default of that fraction.
+        default_base: default base of the angles.
 
     Raises:
-        UserError: a scaling that is not offered, or a parameter of it.
+        UserError: a scaling type or one of its parameters is not supported.
     """
-    section_key = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"  # the order of transformers
+    section_key = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"  # as in transformers
     hf_config.get("rope_parameters")
     section = hf_config.get(section_key, {})
     if not isinstance(section, Mapping):
-        raise hf_config.value_error(section_key, "it must be a mapping")
+        raise hf_config.value_error(section_key, "must be a mapping")
     parameters: dict[str, Any] = {name: value for name, value in section.items() if value is not None}
     for name, value in parameters.items():
         expected_type = {"rope_type": str, "type": str, "truncate": bool}.get(name)
@@ -207,7 +208,7 @@ def read_rope_options(
             or (name == "rope_theta" and not value > 1)
             or (name == "partial_rotary_factor" and not value > 0)
         ):
-            raise hf_config.value_error(section_key, f"its {name} cannot be {value!r}")
+            raise hf_config.value_error(section_key, f"{name} cannot be {value!r}")
     base, fraction = (
         hf_config.get_positive_float(base_key, default_base),
         hf_config.get_positive_float(fraction_key, default_fraction) if fraction_key else default_fraction,
@@ -216,11 +217,12 @@ def read_rope_options(
     rope_types = {str(parameters.pop(name)) for name in ("rope_type", "type") if name in parameters} or {"default"}
     if len(rope_types) > 1 or not rope_types <= ROPE_TYPES.keys():
         raise hf_config.value_error(
-            section_key, f"rotary scaling {' or '.join(sorted(rope_types))} is not offered; {', '.join(ROPE_TYPES)} are"
+            section_key,
+            f"rotary scaling {' or '.join(sorted(rope_types))} is not supported; choose from {', '.join(ROPE_TYPES)}",
         )
     scaling = ROPE_TYPES[rope_types.pop()]
     if fraction_key is None and fraction != 1:
-        raise hf_config.value_error(section_key, "this family turns whole heads")
+        raise hf_config.value_error(section_key, "this family rotates whole heads")
     options: dict[str, Any] = {}
     if fraction != 1:
         options["fraction"] = float(fraction)
@@ -240,24 +242,26 @@ def read_rope_options(
 
 
 def check_rope_scaling(options: Mapping[str, Any]) -> str | None:
-    """Why the classes of transformers have no such rotary positions, `pos_emb_options`; None if they do."""
+    """Return why the classes in transformers do not support these rotary options, or None if they do."""
     scaling = options.get("scaling", "none")
     known = ROPE_TYPES.values()
     if scaling not in known:
-        return f"pos_emb_options.scaling is {scaling}; the family has {' or '.join(known)}"
-    return "pos_emb_options.xpos is true, which the family has not" if options.get("xpos") else None
+        return f"pos_emb_options.scaling is {scaling}; the family supports {' or '.join(known)}"
+    return "pos_emb_options.xpos is true, which the family does not support" if options.get("xpos") else None
 
 
 def _raise_unknown_parameter(
     hf_config: HFConfigReader, section_key: str, parameters: Mapping[str, Any]
 ) -> dict[str, Any]:
-    raise hf_config.value_error(section_key, f"its {next(iter(parameters))} means nothing here")
+    raise hf_config.value_error(section_key, f"unknown parameter {next(iter(parameters))}")
 
 
 def _resolve_yarn(hf_config: HFConfigReader, section_key: str, parameters: dict[str, Any]) -> None:
-    """DeepSeek's way to say the factor of cosines and sines, and the rounding, which is always done here."""
+    """Convert DeepSeek's parameters for the factor of cosines and sines, and check `truncate`, which is always true
+    here.
+    """
     if parameters.pop("truncate", True) is not True:
-        raise hf_config.value_error(section_key, "its truncate must be true")
+        raise hf_config.value_error(section_key, "truncate must be true")
     mscale, mscale_all_dim = parameters.pop("mscale", None), parameters.pop("mscale_all_dim", None)
     if mscale and mscale_all_dim and "attention_factor" not in parameters:
         scales = [0.1 * scale * math.log(parameters.get("factor", 1.0)) + 1.0 for scale in (mscale, mscale_all_dim)]
@@ -265,11 +269,11 @@ def _resolve_yarn(hf_config: HFConfigReader, section_key: str, parameters: dict[
 
 
 def build_rope_keys(options: Mapping[str, Any], *, supports_fraction: bool) -> dict[str, Any]:
-    """The keys of config.json, in the words of transformers 4 and 5 both, of our options.
+    """Build the config.json keys for our rotary options, in the notation of both transformers 4 and 5.
 
     Args:
         options: `pos_emb_options` of rotary.
-        supports_fraction: whether the family can turn a part of each head.
+        supports_fraction: True if the family can rotate a fraction of each head.
     """
     scaling = options.get("scaling", "none")
     hf_names = {megatron_name: name for name, megatron_name in ROPE_PARAMETERS.items()}
@@ -279,7 +283,7 @@ def build_rope_keys(options: Mapping[str, Any], *, supports_fraction: bool) -> d
     }
     keys: dict[str, Any] = {"rope_scaling": parameters if scaling != "none" else None}
     if scaling != "none":
-        # Older versions call the kind `type`.
+        # Older versions use the key `type`.
         keys["rope_scaling"] = {**parameters, "type": parameters["rope_type"]}
         if scaling == "llama3":
             defaults = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}

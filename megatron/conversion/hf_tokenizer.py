@@ -1,14 +1,12 @@
-"""A run's tokenizer as transformers reads it, giving the same tokens for every text.
+"""Export of a run's tokenizer for transformers, with identical tokens for every text.
 
-| ours | written | read as |
-|---|---|---|
-| bytes | tokenizer.json: a BPE of the 256 bytes without merges | PreTrainedTokenizerFast |
-| HFTokenizer | its tokenizer.json, with what the run puts before a text | PreTrainedTokenizerFast |
-| GPT2BPETokenizer | tokenizer.json made of vocab and merges | PreTrainedTokenizerFast |
-| SPMTokenizer | tokenizer.model, and a class around it | FarfieldTokenizer, by remote code |
+| ours | written | read as | |---|---|---| | bytes | tokenizer.json: a BPE of the 256 bytes without merges |
+PreTrainedTokenizerFast | | HFTokenizer | its tokenizer.json, with the run's prefix token | PreTrainedTokenizerFast | |
+GPT2BPETokenizer | tokenizer.json made of vocab and merges | PreTrainedTokenizerFast | | SPMTokenizer | tokenizer.model,
+and a class that wraps it | FarfieldTokenizer, by remote code |
 
-Our own files lie beside, and tokenizer_config.json says our name of the kind, so that an import has the same tokenizer
-again.
+The original files are included, and tokenizer_config.json stores our name of the type, so that an import restores the
+same tokenizer.
 """
 
 import json
@@ -24,18 +22,18 @@ from megatron.data.tokenizers import END_OF_DOCUMENT, Tokenizer
 
 TOKENIZATION_FILE = BUNDLED_FOLDER / "tokenization_farfield.py"
 PADDING_TOKENS = ("<|padding|>", "<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>")
-"""Names of tokens for padding. Without one of these a zero byte pads, which no text holds."""
+"""Names of padding tokens. If the vocabulary has none of them, a zero byte is used, which no text contains."""
 
 
 def write_hf_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> int | None:
-    """Write a tokenizer's files and return the id of the token for padding, or None if there is none.
+    """Write a tokenizer's files and return the id of the padding token, or None if there is none.
 
     Args:
-        max_length: tokens of a training sequence, which transformers warns beyond.
+        max_length: length of a training sequence, in tokens; transformers warns about longer inputs.
     """
     tokenizer.copy_files(folder)
     config = _WRITERS[tokenizer.type](tokenizer, folder)
-    padding_id = config.pop("pad_token_id", None)  # which belongs to the model's configuration
+    padding_id = config.pop("pad_token_id", None)  # it belongs in the model's configuration
     common_keys = {
         TOKENIZER_TYPE_KEY: tokenizer.type,
         "add_bos_token": tokenizer.bos is not None,
@@ -57,13 +55,15 @@ def _write_byte_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     hf_tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     hf_tokenizer.decoder = hf.decoders.ByteLevel()
     hf_tokenizer.add_special_tokens([hf.AddedToken(END_OF_DOCUMENT[0], normalized=False, special=True)])
-    (folder / "tokenizer.json").write_text(hf_tokenizer.to_str(pretty=True), encoding="utf-8")  # with Python's errors
+    (folder / "tokenizer.json").write_text(hf_tokenizer.to_str(pretty=True), encoding="utf-8")  # raises Python errors
     return _fast_tokenizer_config(hf_tokenizer, tokenizer, parse_special_tokens=False)
 
 
 def _list_byte_characters() -> list[str]:
-    """The character that stands for each byte in byte-level BPE: itself where it can be printed, else one from U+0100
-    on, in order (GPT-2's released code)."""
+    """Return the character for each byte in byte-level BPE: itself if printable, else one from U+0100 on, in order.
+
+    The mapping is that of GPT-2's released code.
+    """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     substitutes = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(substitutes)) for byte in range(256)]
@@ -73,7 +73,7 @@ def _write_json_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer.json"
     hf_tokenizer = hf.Tokenizer.from_file(str(path))
     expected_prefix = [] if tokenizer.bos is None else [tokenizer.bos]
-    if tokenizer.added_prefix() != expected_prefix:  # the run's decision is another than the file's
+    if tokenizer.added_prefix() != expected_prefix:  # the run's setting differs from the file's
         content = json.loads(path.read_text(encoding="utf-8"))
         content["post_processor"] = _build_post_processor(hf_tokenizer, tokenizer.bos)
         path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
@@ -81,7 +81,7 @@ def _write_json_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
 
 
 def _build_post_processor(hf_tokenizer: hf.Tokenizer, bos: int | None) -> dict[str, Any] | None:
-    """What puts a token before every text, as tokenizer.json has it; None if nothing does."""
+    """Return the post_processor of tokenizer.json that adds a token before every text, or None without one."""
     if bos is None:
         return None
     hf_tokenizer.post_processor = _build_template(hf_tokenizer.id_to_token(bos), bos)
@@ -104,7 +104,7 @@ def _write_gpt2_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     hf_tokenizer.add_special_tokens([hf.AddedToken(end_token, normalized=False, special=True)])
     if tokenizer.bos is not None:
         hf_tokenizer.post_processor = _build_template(hf_tokenizer.id_to_token(tokenizer.bos), tokenizer.bos)
-    (folder / "tokenizer.json").write_text(hf_tokenizer.to_str(pretty=True), encoding="utf-8")  # with Python's errors
+    (folder / "tokenizer.json").write_text(hf_tokenizer.to_str(pretty=True), encoding="utf-8")  # raises Python errors
     return _fast_tokenizer_config(hf_tokenizer, tokenizer, parse_special_tokens=False)
 
 
@@ -123,20 +123,23 @@ def _write_sentencepiece_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[s
 
 
 def build_tokenization_code() -> tuple[dict[str, str], str]:
-    """Return the code of SPMTokenizer as an export holds it, and the suffix of its names."""
+    """Return the code of SPMTokenizer for an export, and the suffix of its names."""
     return add_content_digest({TOKENIZATION_FILE.name: TOKENIZATION_FILE.read_text(encoding="utf-8")})
 
 
 def name_tokenizer_class(suffix: str) -> dict[str, list[str | None]]:
-    """Return `auto_map` of tokenizer_config.json for that code."""
+    """Return the `auto_map` of tokenizer_config.json for that code."""
     return {"AutoTokenizer": [f"{TOKENIZATION_FILE.stem}{suffix}.FarfieldTokenizer", None]}
 
 
 def _fast_tokenizer_config(
     hf_tokenizer: hf.Tokenizer, tokenizer: Tokenizer, *, parse_special_tokens: bool
 ) -> dict[str, Any]:
-    """parses: do special tokens in a text become their ids?"""
-    # Special tokens that are parsed must be named as no text is: not by the character of a byte.
+    """Return the tokenizer_config.json keys of a PreTrainedTokenizerFast.
+
+    parse_special_tokens: True if special tokens in a text become their ids.
+    """
+    # A parsed padding token must not occur in texts, which rules out the character of a byte.
     padding_tokens = PADDING_TOKENS if parse_special_tokens else (*PADDING_TOKENS, _list_byte_characters()[0])
     special_tokens = _special_token_config(hf_tokenizer.id_to_token, tokenizer, padding_tokens)
     return {
@@ -149,8 +152,11 @@ def _fast_tokenizer_config(
 def _special_token_config(
     id_to_token: Callable[[int], str | None], tokenizer: Tokenizer, padding_tokens: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the special tokens. Padding never is the end token: who finetunes masks it, and a model would not learn to
-    stop. If the vocabulary has none of `padding_tokens`, no token is for padding."""
+    """Return the special tokens.
+
+    Padding is never the end token: finetuning masks padding, and the model would not learn to stop. If the vocabulary
+    has none of `padding_tokens`, there is no padding token.
+    """
     tokens: dict[str, Any] = {"eos_token": id_to_token(tokenizer.eod)}
     names = {id_to_token(i): i for i in range(tokenizer.vocab_size) if i != tokenizer.eod}
     if (padding := next((name for name in padding_tokens if name in names), None)) is not None:

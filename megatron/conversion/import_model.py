@@ -1,10 +1,11 @@
-"""`./deepy.py import`: a model from elsewhere becomes a run folder, whole or not at all.
+"""`./deepy.py import`: convert a model from another project to a run folder, atomically.
 
-    RUN/config.yml                     the keys of model and position; a training says the others
-    RUN/tokenizer/                     its copy, as every run keeps one
+    RUN/config.yml                     keys of model and position; training adds the others
+    RUN/tokenizer/                     copy of the tokenizer, as in every run
     RUN/checkpoints/step_0000000/      model.safetensors in float32, config.yml, progress.json, manifest.json
 
-The checkpoint has weights alone, no optimizer's states: it is evaluated, exported and finetuned, not resumed.
+The checkpoint contains only weights, without optimizer states. It can be evaluated, exported and finetuned, but not
+resumed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,14 +43,15 @@ HF_TOKENIZER_FILES = (
     ("GPT2BPETokenizer", ("vocab.json", "merges.txt")),
     ("SPMTokenizer", ("tokenizer.model",)),
 )
-"""What a tokenizer is known by, the first that is there."""
+"""Files that identify a tokenizer type; the first match is used."""
 CLASSES_WITHOUT_BOS = ("GPTNeoXTokenizer", "GPTNeoXTokenizerFast")
-"""Classes of transformers that put nothing before a text, whatever a tokenizer.json says (transformers 5.23)."""
+"""Tokenizer classes in transformers that add no token before a text, regardless of tokenizer.json (transformers 5.23).
+"""
 
 
 @dataclass(frozen=True)
 class ImportedRun:
-    """What was made."""
+    """Result of an import."""
 
     run: Path
     config: Config
@@ -58,20 +60,19 @@ class ImportedRun:
 
 
 def read_source(path: Path, configs: Sequence[Path] = ()) -> ModelSource:
-    """What a path holds. Raises UserError if it is nothing that can be imported."""
+    """Read the description of the model at a path. Raises UserError if it cannot be imported."""
     if not path.is_dir():
         if path.exists():
-            raise UserError(f"{path}: is a file; name its folder")
+            raise UserError(f"{path}: is a file; expected its folder")
         raise UserError(f"{path}: no such folder; {suggest_folder(path)}".rstrip("; "))
     if (path / HF_CONFIG_FILE).is_file():
         if configs:
-            raise UserError(f"--config {configs[0]}: {path / HF_CONFIG_FILE} says what the model is")
+            raise UserError(f"--config {configs[0]}: the model is already described by {path / HF_CONFIG_FILE}")
         return read_hf_source(path)
     if (checkpoint := find_neox_checkpoint(path)) is not None:
         return read_neox_source(checkpoint, configs)
     raise UserError(
-        f"{path}: holds neither {HF_CONFIG_FILE}, as a folder of Hugging Face's libraries does, nor files of "
-        f"GPT-NeoX's "
+        f"{path}: contains neither {HF_CONFIG_FILE} (Hugging Face) nor files of GPT-NeoX "
         "(layer_00-model_00-model_states.pt)"
     )
 
@@ -87,38 +88,38 @@ def import_model(
     end_token: str | None = None,
     add_bos: bool | None = None,
 ) -> tuple[ImportedRun, tuple[str, ...]]:
-    """Make a run folder of a model from elsewhere.
+    """Convert a model from another project to a run folder.
 
     Args:
-        source: a folder of Hugging Face's libraries, or a checkpoint of GPT-NeoX's.
-        run: the folder to make.
-        configs: configuration files of GPT-NeoX's model, where its checkpoint has none, or others.
-        tokenizer, vocab_file, merge_file: the model's tokenizer, where the source does not hold it, or another one.
-        end_token: the token that ends a document, if it has none of the usual names.
-        add_bos: does a token stand before every text? As the source says if None.
+        source: a Hugging Face model folder or a GPT-NeoX checkpoint.
+        run: folder to create.
+        configs: configuration files of the GPT-NeoX model, if its checkpoint has none, or to replace them.
+        tokenizer, vocab_file, merge_file: tokenizer of the model, if the source has none, or to replace it.
+        end_token: end-of-document token, if it does not have one of the common names.
+        add_bos: whether to add a token before every text; as in the source if None.
 
     Returns:
-        What was made, and lines worth telling.
+        The result, and notes for the user.
 
     Raises:
-        UserError: it is no model of ours, naming what stands against it.
-        RunError: a file is damaged, or the disk refuses. Nothing is left then.
+        UserError: the model is not supported; the message gives the reason.
+        RunError: a file is damaged, or the disk fails. Nothing is left behind.
     """
     run = Path(run)
     check_target_folder(run)
     model_source = read_source(Path(source), [Path(config) for config in configs])
     vocabulary, merges = (None if file is None else Path(file) for file in (vocab_file, merge_file))
     run_tokenizer = resolve_tokenizer(model_source, tokenizer, vocabulary, merges, end_token, add_bos)
-    model_source.build_config()  # refused here if it cannot be one of ours, before torch
+    model_source.build_config()  # reject unsupported models before importing torch
     return write_imported_run(model_source, run, run_tokenizer), model_source.notes
 
 
 def check_target_folder(run: Path) -> None:
-    """Refuse a place that holds something. Raises UserError."""
+    """Reject a target that is not empty. Raises UserError."""
     if run.is_dir() and any(run.iterdir()):
-        raise UserError(f"{run}: is there already, and is not empty; name another folder")
+        raise UserError(f"{run}: exists and is not empty; choose another folder")
     if run.exists() and not run.is_dir():
-        raise UserError(f"{run}: is a file; name a folder")
+        raise UserError(f"{run}: is a file; expected a folder")
 
 
 def resolve_tokenizer(
@@ -129,18 +130,18 @@ def resolve_tokenizer(
     end_token: str | None = None,
     add_bos: bool | None = None,
 ) -> Tokenizer:
-    """The tokenizer that was named, or the source's own.
+    """Return the given tokenizer, or the source's own.
 
     Args:
-        end_token: the token that ends a document, if it has none of the usual names.
-        add_bos: does a token stand before every text? As the source says if None.
+        end_token: end-of-document token, if it does not have one of the common names.
+        add_bos: whether to add a token before every text; as in the source if None.
 
-    Raises UserError: there is none, or its files are not what they should be.
+    Raises UserError if there is no tokenizer or its files are invalid.
     """
     if tokenizer_type is not None:
         return tokenizer_from_files(tokenizer_type, vocab_file, merge_file, end_token=end_token, bos=add_bos)
     if vocab_file is not None or merge_file is not None:
-        raise UserError("vocab_file: say which tokenizer it belongs to with --tokenizer")
+        raise UserError("vocab_file: specify its tokenizer type with --tokenizer")
     files_by_type = dict(HF_TOKENIZER_FILES)
     if source.tokenizer_folder is not None:
         declared_type = _read_tokenizer_type(source.tokenizer_folder)
@@ -156,24 +157,25 @@ def resolve_tokenizer(
                 )
     names = "; ".join(" and ".join(files) for _, files in HF_TOKENIZER_FILES)
     raise UserError(
-        f"{source.path}: holds no tokenizer ({names}); name it with --tokenizer (bytes, HFTokenizer, GPT2BPETokenizer "
-        "or SPMTokenizer) and --vocab-file"
+        f"{source.path}: contains no tokenizer ({names}); specify it with --tokenizer (bytes, HFTokenizer, "
+        "GPT2BPETokenizer or SPMTokenizer) and --vocab-file"
     )
 
 
 def _read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """What transformers knows of the tokenizer of a folder; nothing if there is no such file that can be read."""
+    """Return the content of tokenizer_config.json; empty if it cannot be read."""
     try:
         values = parse_json((folder / TOKENIZER_CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}  # others' tokenizers are known by their files
+        return {}  # tokenizers of other projects are identified by their files
     return values if isinstance(values, dict) else {}
 
 
 def _resolve_bos(folder: Path, tokenizer_type: str, add_bos: bool | None) -> bool | str | None:
-    """What stands before every text, as transformers does it: `bos` of `tokenizer_from_files`.
+    """Return `bos` of `tokenizer_from_files`, following transformers.
 
-    A tokenizer.json says so itself, but for classes that do not ask it; other files leave it to `add_bos_token`.
+    A tokenizer.json defines its prefix itself, except for classes that ignore it; for other files `add_bos_token`
+    decides.
     """
     values = _read_tokenizer_config(folder)
     token = values.get("bos_token")
@@ -187,7 +189,7 @@ def _resolve_bos(folder: Path, tokenizer_type: str, add_bos: bool | None) -> boo
 
 
 def _read_tokenizer_type(folder: Path) -> str | None:
-    """The kind of tokenizer that an export of this project says it has."""
+    """Return the tokenizer type recorded in an export of this project, or None."""
     path = folder / TOKENIZER_CONFIG_FILE
     tokenizer_type = _read_tokenizer_config(folder).get(TOKENIZER_TYPE_KEY)
     if tokenizer_type is not None and tokenizer_type not in get_args(TokenizerType):
@@ -199,43 +201,41 @@ def _read_tokenizer_type(folder: Path) -> str | None:
 
 
 def check_vocab_size(vocab_size: int, num_embeddings: int, source: Path) -> None:
-    """Refuse a tokenizer with more tokens than the embedding has rows. Raises UserError."""
+    """Reject a tokenizer with more tokens than the embedding has rows. Raises UserError."""
     if vocab_size > num_embeddings:
         raise UserError(
             f"{source}: the tokenizer has {vocab_size:,} tokens, but the embedding has {num_embeddings:,} rows; it "
-            f"is another "
-            "model's, or name the right one with --tokenizer"
+            "belongs to another model; specify the right one with --tokenizer"
         )
 
 
 def check_parameter_count(source: ModelSource) -> None:
-    """Refuse a configuration of more parameters than there can be in the files of weights, before so many layers are
-    built that it takes a while; fewer are compared with the files one by one.
+    """Reject a configuration with more parameters than the weight files can contain, before many layers are built.
 
-    Raises UserError.
+    Smaller differences are detected when weights are compared one by one. Raises UserError.
     """
     config = source.build_config()
     if config.model.num_layers < MIN_LAYERS_TO_CHECK:
         return
     try:
         num_parameters = count_parameters(config, vocab_size=1)
-    except UserError:  # an encoding whose parameters nobody has counted
+    except UserError:  # an encoding whose parameters cannot be counted
         return
     weight_bytes = sum(path.stat().st_size for path in source.path.iterdir() if path.suffix in WEIGHT_SUFFIXES)
-    if num_parameters > weight_bytes > 0:  # no format has less than a byte for a parameter
+    if num_parameters > weight_bytes > 0:  # every format needs at least one byte per parameter
         raise UserError(
-            f"{source.path}: its configuration describes {num_parameters:,} parameters, but its files of weights have "
+            f"{source.path}: the configuration describes {num_parameters:,} parameters, but the weight files contain "
             f"{weight_bytes:,} bytes"
         )
 
 
 def write_imported_run(source: ModelSource, run: Path, tokenizer: Tokenizer) -> ImportedRun:
-    """Make the run.
+    """Write the run folder.
 
     Raises:
         UserError: the model cannot be built.
-        RunError: a file of the source is damaged or does not fit its configuration, or the disk refuses. Nothing is
-            left then.
+        RunError: a file of the source is damaged or does not match its configuration, or the disk fails. Nothing is
+            left behind.
     """
     check_parameter_count(source)
     with (
@@ -244,7 +244,7 @@ def write_imported_run(source: ModelSource, run: Path, tokenizer: Tokenizer) -> 
         atomic_directory(run.resolve()) as new_folder,
     ):
         check_vocab_size(tokenizer.vocab_size, weights.num_embeddings, source.path)
-        # The multiple that pads any number of tokens to these rows, whatever ranks can divide them.
+        # This multiple pads any vocabulary to the given rows, for any number of ranks.
         config = source.build_config(make_vocab_size_divisible_by=weights.num_embeddings)
         parameters = _write_run_files(new_folder, source, config, weights, tokenizer)
     return ImportedRun(run, config, parameters, tokenizer.name)
@@ -287,14 +287,14 @@ def _write_run_files(
 def _iter_checked_weights(
     source: ModelSource, weights: WeightReader, tensor_headers: "Mapping[str, TensorSpec]"
 ) -> "Iterator[Tensor]":
-    """The weights as the model wants them, one at a time."""
+    """Yield the weights in the model's order, checked one at a time."""
     import torch
 
     for name, tensor_header in tensor_headers.items():
         tensor = weights(name)
         if tuple(tensor.shape) != tensor_header.shape:
             raise RunError(
-                f"{source.path}: {name} comes out as {list(tensor.shape)}, its configuration makes it "
+                f"{source.path}: {name} has shape {list(tensor.shape)}, but the configuration requires "
                 f"{list(tensor_header.shape)}"
             )
         weight = tensor.to(tensor_header.dtype)
@@ -304,10 +304,10 @@ def _iter_checked_weights(
 
 
 def _format_config(source: ModelSource, config: Config) -> str:
-    """config.yml: what the model is, and nothing of how it was trained."""
+    """Return config.yml with the keys of the model and position, and none of training."""
     sections = (config.model, config.position)
     config_keys = {
         name: value for section in sections for name, value in section.model_dump(exclude_unset=True).items()
     }
-    header = f"# A {source.format_name} model, imported. A training says the rest: train_iters, train_data_paths …"
+    header = f"# A {source.format_name} model, imported. Training needs further keys: train_iters, train_data_paths …"
     return f"{header}\n{dump_yaml(config_keys)}"

@@ -1,4 +1,4 @@
-"""README.md of an export: what the model is, how it was trained, what was measured, how to load it."""
+"""Model card (README.md) of an export: architecture, training, results, and how to load it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,13 +21,13 @@ TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
 def render_model_card(
     run: TrainedRun, tokenizer: Tokenizer, family: ModelFamily, *, num_parameters: int, license: str | None, title: str
 ) -> tuple[str, bytes | None]:
-    """The page, and a picture of what was measured, if anything was.
+    """Return the page, and a plot of the results if there are any.
 
     Args:
-        family: that the export is of.
-        num_parameters: of the model.
-        license: of the weights; None if the user did not say.
-        title: the model's name.
+        family: family of the export.
+        num_parameters: number of parameters of the model.
+        license: license of the weights; None if not given.
+        title: name of the model.
     """
     records = _read_results(run)
     tables, depth_maps = split_depth_maps(build_comparison_tables(records))
@@ -51,10 +51,11 @@ def render_model_card(
 
 
 def describe_native_documents(family: ModelFamily) -> str:
-    """Return a sentence for a model of transformers' own whose run was trained with documents apart."""
+    """Return a sentence for a native transformers model whose run was trained with document masking."""
     return (
-        "it was trained with attention_mask: document, and transformers' own "
-        f"{family.architecture} reads a row as one document: give each document a row, or position_ids that begin again"
+        "this model was trained with attention_mask: document, but the native transformers class "
+        f"{family.architecture} treats a row as one document; put each document in its own row, or pass position_ids "
+        "that restart"
     )
 
 
@@ -64,7 +65,7 @@ def _read_results(run: TrainedRun) -> list[Record]:
 
 
 def _render_plot(records: Sequence[Record]) -> bytes:
-    from megatron.reports.plots import render_plots_png  # matplotlib takes a while
+    from megatron.reports.plots import render_plots_png  # importing matplotlib is slow
 
     return render_plots_png(records)
 
@@ -74,9 +75,9 @@ def _list_settings(run: TrainedRun, tokenizer: Tokenizer) -> list[tuple[str, str
     architecture = f"{model.num_layers} layers, width {model.hidden_size:,}, {model.num_attention_heads} heads"
     position = run.config.position
     options = {
-        "options of the encoding": position.pos_emb_options,
-        "options of the score processor": position.score_processor_options,
-        "options of the temperature": position.attention_temperature_options,
+        "encoding options": position.pos_emb_options,
+        "score processor options": position.score_processor_options,
+        "temperature options": position.attention_temperature_options,
     }
     rows = [
         ("shape", f"{architecture}, feed-forward {ffn_hidden_size(model):,}, {model.activation}, {model.norm}"),
@@ -100,7 +101,7 @@ def _list_settings(run: TrainedRun, tokenizer: Tokenizer) -> list[tuple[str, str
 
 
 def write_model_card(folder: Path, page: str, plot: bytes | None) -> None:
-    """Write README.md and the picture that it shows."""
-    (folder / "README.md").write_text(page, encoding="utf-8", errors="replace")  # of names that are not UTF-8
+    """Write README.md and its plot."""
+    (folder / "README.md").write_text(page, encoding="utf-8", errors="replace")  # names may not be valid UTF-8
     if plot is not None:
         (folder / PLOT_FILE).write_bytes(plot)

@@ -1,14 +1,14 @@
-"""A published family of models: what its files call things, and which models of ours it can express.
+"""Published model family: names in its files, and which of our models it can represent.
 
-family.from_hf_config(hf_config)       their config.json → our keys
-family.unsupported_reason(config)      why a configuration of ours is none of this family, or None
-family.to_hf_config(config, …)         our configuration → their config.json
-family.weight_mappings(config)         the table of weights, for both directions
+    family.from_hf_config(hf_config)       their config.json → our keys
+    family.unsupported_reason(config)      why the family does not support a configuration, or None
+    family.to_hf_config(config, …)         our configuration → their config.json
+    family.weight_mappings(config)         table of weights, for both directions
 
-A transform says how tensors of theirs make one of ours, and the other way round, bit for bit. d head dimension, H
-heads, G of them with keys and values of their own (G = H unless queries are grouped). Ours has queries, keys and values
-of a group behind one another, [G, (H/G + 2), d, …] (megatron-core's linear_qkv), and the gate before the values that it
-gates. Torch is imported once there are tensors: tables are read, and refused, before.
+A transform converts their tensors to one of ours and back, bit for bit. Dimensions: d head dimension, H heads, G key
+and value heads (G = H unless queries are grouped). Our format concatenates queries, keys and values per group, [G, (H/G
++ 2), d, …] (megatron-core's linear_qkv), and puts the gate before the values that it gates. Torch is imported only when
+tensors are converted, so that unsupported models are rejected without it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 HF_CONFIG_FILE = "config.json"
-"""What describes a model, beside its weights."""
+"""File that describes a model, next to its weights."""
 
 EMBEDDING_WEIGHT, OUTPUT_WEIGHT = "embedding.word_embeddings.weight", "output_layer.weight"
-"""Our names of the matrices at both ends."""
+"""Our names of the embedding and the output matrix."""
 
 
 def _cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -40,18 +40,18 @@ def _cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 class Transform(Protocol):
-    """Some tensors of theirs and one of ours, which hold the same."""
+    """Bijective conversion between some of their tensors and one of ours."""
 
     def to_megatron(self, hf_tensors: Sequence[Tensor]) -> Tensor:
-        """Theirs, in the order of the table, as ours."""
+        """Convert their tensors, in the order of the table, to ours."""
 
     def to_hf(self, tensor: Tensor) -> list[Tensor]:
-        """Ours as theirs, in the order of the table."""
+        """Convert our tensor to theirs, in the order of the table."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """One tensor, as it is."""
+    """Single tensor without conversion."""
 
     def to_megatron(self, hf_tensors: Sequence[Tensor]) -> Tensor:
         return hf_tensors[0]
@@ -62,7 +62,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Transpose:
-    """A matrix stored as [inputs, outputs] (GPT-2's Conv1D)."""
+    """Matrix stored as [inputs, outputs] (GPT-2's Conv1D)."""
 
     def to_megatron(self, hf_tensors: Sequence[Tensor]) -> Tensor:
         return hf_tensors[0].t().contiguous()
@@ -73,7 +73,7 @@ class Transpose:
 
 @dataclass(frozen=True)
 class Concat:
-    """So many tensors of one size that lie behind one another in ours."""
+    """Several tensors of equal size that are concatenated in ours."""
 
     num_chunks: int
 
@@ -86,12 +86,12 @@ class Concat:
 
 @dataclass(frozen=True)
 class SeparateQKV:
-    """Queries, keys and values, three tensors [H·d, …], [G·d, …], [G·d, …]."""
+    """Queries, keys and values as three tensors [H·d, …], [G·d, …], [G·d, …]."""
 
     num_heads: int
     num_kv_heads: int
     turns_neighbours: bool = False
-    """Are neighbouring numbers of a query's or key's head turned together (Command), where ours turns its halves?"""
+    """True if adjacent elements of query and key heads are rotated together (Command), instead of the two halves."""
 
     def to_megatron(self, hf_tensors: Sequence[Tensor]) -> Tensor:
         q, k, v = hf_tensors
@@ -114,7 +114,7 @@ class SeparateQKV:
 
 @dataclass(frozen=True)
 class ConcatQKV:
-    """Queries, keys and values behind one another in one tensor, `head_dim_index` being where their heads are."""
+    """Queries, keys and values concatenated in one tensor; `head_dim_index` is the dimension of the heads."""
 
     num_heads: int
     head_dim_index: int = 0
@@ -132,7 +132,7 @@ class ConcatQKV:
 
 @dataclass(frozen=True)
 class SkipRows:
-    """A table whose first rows no token ever reads (OPT's positions). They are dropped, and zero on the way back."""
+    """Table with initial rows that no token reads (OPT's positions). They are dropped on import and zero on export."""
 
     num_rows: int
 
@@ -145,7 +145,7 @@ class SkipRows:
 
 @dataclass(frozen=True)
 class AddOne:
-    """The weight of a norm that multiplies by 1 + weight (Gemma). In float32, which rounds what is lost beside 1."""
+    """Weight of a norm that multiplies by 1 + weight (Gemma). Computed in float32, with rounding of small weights."""
 
     def to_megatron(self, hf_tensors: Sequence[Tensor]) -> Tensor:
         return hf_tensors[0].float() + 1.0
@@ -159,7 +159,7 @@ IDENTITY = Identity()
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """One weight of ours and the tensors of theirs that hold the same."""
+    """Mapping between one of our weights and the corresponding tensors of a family."""
 
     megatron_name: str
     hf_names: tuple[str, ...]
@@ -168,55 +168,55 @@ class WeightMapping:
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """See the module's docstring."""
+    """Published model family (see the module's docstring)."""
 
     model_type: str
-    """In `model_type` of config.json."""
+    """Value of `model_type` in config.json."""
     architecture: str
-    """In `architectures`: the class that computes a language model."""
+    """Value of `architectures` in config.json: the language model class."""
     base_model_prefix: str
-    """How names of tensors begin, in files of the language model; files of the base model leave it out."""
+    """Prefix of tensor names in files of the language model; files of the base model omit it."""
     from_hf_config: Callable[[HFConfigReader], dict[str, Any]]
-    """Our keys of model and position. Raises UserError, naming the key, for what ours cannot express."""
+    """Returns our keys of model and position. Raises UserError with the key for unsupported values."""
     supported_values: Callable[[Config], Mapping[str, tuple[Any, ...]]]
-    """For some of our keys, the values that this family has."""
+    """Returns the values that the family supports, for some of our keys."""
     to_hf_keys: Callable[[Config], dict[str, Any]]
-    """config.json, but for what all families share."""
+    """Returns config.json without the keys that all families share."""
     weight_mappings: Callable[[Config], Iterator[WeightMapping]]
-    """Every weight of ours, in both directions."""
+    """Yields the mappings of all weights, for both directions."""
     ignored_pattern: str = r"(?!)"
-    """A pattern of names, in their files, of what is computed anew and never read."""
+    """Pattern of tensor names in their files that are recomputed and never read."""
     tensor_aliases: Mapping[str, str] = field(default_factory=dict)
-    """Names that some versions write instead of those of the table."""
+    """Alternative tensor names written by some versions."""
     auto_map: Mapping[str, str] = field(default_factory=dict)
-    """Its `auto_map`: classes of code that travels with it. It is not run here."""
+    """Its `auto_map`: classes of included code, which is not run here."""
     known_difference: str | None = None
-    """Where its class in transformers computes something else than we do, in words."""
+    """Sentence about known differences between the class in transformers and this project, or None."""
     find_other_conflict: Callable[[Config], str | None] = lambda config: None
-    """Further reasons why a configuration is none of this family."""
+    """Returns further reasons why the family does not support a configuration, or None."""
     multipliers: tuple[str, ...] = ()
-    """Of the fields of `Multipliers` (`model/mup.py`), those that may be other than 1."""
+    """Fields of `Multipliers` (`model/mup.py`) that may differ from 1."""
 
     def unsupported_reason(self, config: Config) -> str | None:
-        """Why a configuration of ours is none of this family, in words; None if it is one, exactly."""
+        """Return why the family does not support a configuration exactly, or None if it does."""
         options = {**config.model.model_dump(), **config.position.model_dump()}
         for key, values in {**COMMON_SUPPORTED_VALUES, **self.supported_values(config)}.items():
             if options[key] not in values:
                 choices = " or ".join(_format_value(value) for value in values)
-                return f"{key} is {_format_value(options[key])}; {self.architecture} has {choices}"
+                return f"{key} is {_format_value(options[key])}; {self.architecture} supports {choices}"
         for name, factor in asdict(get_multipliers(config.model)).items():
             if factor != 1.0 and name not in self.multipliers:
-                cause = "use_mup is true and" if config.model.use_mup else "it"
-                return f"{cause} multiplies by {factor:.4g} ({name}); {self.architecture} cannot"
+                cause = "use_mup is true and" if config.model.use_mup else "the model"
+                return f"{cause} multiplies by {factor:.4g} ({name}); not supported by {self.architecture}"
         return self.find_other_conflict(config)
 
     def to_hf_config(self, config: Config, num_embeddings: int, **extra_keys: Any) -> dict[str, Any]:
-        """The content of config.json.
+        """Return the content of config.json.
 
         Args:
-            config: ours, of which `unsupported_reason` finds nothing.
-            num_embeddings: of the embedding, padding included.
-            extra_keys: keys to put beside them, such as bos_token_id and eos_token_id.
+            config: our configuration, for which `unsupported_reason` returns None.
+            num_embeddings: rows of the embedding, including padding.
+            extra_keys: additional keys, such as bos_token_id and eos_token_id.
         """
         return {
             "architectures": [self.architecture],
@@ -241,16 +241,15 @@ COMMON_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "use_qk_layernorm": (False,), "norm_placement": ("pre",), "head_dim": (None,),
     "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,), "layernorm_bias": (True,),
 }  # fmt: skip
-"""What a family has that says nothing else (`supported_values`)."""
+"""Values supported by families that do not specify others (`supported_values`)."""
 
 
 def map_layers(
     config: Config, layer_table: Callable[[str], Iterator[tuple[str, Any, Transform]]]
 ) -> Iterator[WeightMapping]:
-    """The weights of all layers.
+    """Yield the weight mappings of all layers.
 
-    layer_table: of one layer's number as text: our name within the layer, their names, how the one is made of the
-    others.
+    layer_table: function from a layer's index as text to our name within the layer, their names, and the transform.
     """
     for layer_idx in range(config.model.num_layers):
         for megatron_name, hf_name, transform in layer_table(str(layer_idx)):
@@ -261,16 +260,16 @@ def map_layers(
 def map_linear_layers(
     config: Config, hf_prefix: str, hf_names: Sequence[str], mlp_bias: bool
 ) -> Iterator[tuple[str, str, Transform]]:
-    """The linear layers of one layer, for families that keep each as it is.
+    """Yield the linear layers of one layer, for families that keep each unchanged.
 
     Args:
-        config: ours.
-        hf_prefix: how their names within the layer begin.
-        hf_names: theirs of the queries' keys' and values' projection, the output's, and the MLP's first and second.
-        mlp_bias: have the MLP's a bias?
+        config: our configuration.
+        hf_prefix: prefix of their names within the layer.
+        hf_names: their names of the query-key-value and output projections, and of the two feed-forward layers.
+        mlp_bias: True if the feed-forward layers have biases.
 
     Yields:
-        What `map_layers` takes.
+        Entries for `map_layers`.
     """
     model = config.model
     megatron_names = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
@@ -281,12 +280,12 @@ def map_linear_layers(
 
 
 def has_grouped_queries(config: Config) -> bool:
-    """Are there fewer heads of keys and values than of queries?"""
+    """Return True if there are fewer key and value heads than query heads."""
     return num_kv_heads(config.model) != config.model.num_attention_heads
 
 
 def check_equal_biases(config: Config) -> str | None:
-    """For families whose queries, keys, values and output have a bias all alike."""
+    """Return the conflict of a family with equal bias settings for queries, keys, values and output, or None."""
     if has_qkv_bias(config.model) != config.model.use_bias_in_attn_linear:
-        return "use_bias_in_qkv is true without use_bias_in_attn_linear; only Qwen2 has that"
+        return "use_bias_in_qkv is true without use_bias_in_attn_linear; only Qwen2 supports that"
     return None

@@ -1,4 +1,4 @@
-"""What an import is made of, whatever the files are."""
+"""Source of an import, independent of its file format."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,38 +18,38 @@ if TYPE_CHECKING:
 
 
 class WeightReader(Protocol):
-    """The weights of a source, by our names."""
+    """Reader of a source's weights by our names."""
 
     num_embeddings: int
-    """Of the embedding."""
+    """Number of rows of the embedding."""
 
     def check_names(self, names: list[str]) -> None:
-        """See that there is everything for these weights of ours, and nothing else. Raises RunError."""
+        """Check that the source contains exactly these weights. Raises RunError."""
 
     def __call__(self, name: str) -> "Tensor":
-        """A weight of ours, in the type that it was stored in. Raises RunError: a file is damaged."""
+        """Return one of our weights in its stored type. Raises RunError if a file is damaged."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model from elsewhere, its configuration read and its weights not."""
+    """Model from another project: its configuration has been read, its weights have not."""
 
     path: Path
     format_name: str
-    """What it is, in a word."""
+    """Name of the format."""
     config_keys: dict[str, Any]
-    """Our keys of model and position, but for the padding of the vocabulary."""
+    """Our keys of model and position, except for vocabulary padding."""
     open_weights: Callable[[Config], AbstractContextManager[WeightReader]]
-    """Its weights, of which the configuration that was made of the keys says the names."""
+    """Opens the weights; the configuration built from the keys determines their names."""
     tokenizer_folder: Path | None = None
-    """The folder where its tokenizer's files are looked for."""
+    """Folder to search for tokenizer files."""
     notes: tuple[str, ...] = field(default=())
-    """Lines worth telling."""
+    """Notes for the user."""
 
     def build_config(self, **overrides: Any) -> Config:
-        """The configuration of a run.
+        """Build the configuration of a run.
 
-        Raises UserError: it cannot be one of ours.
+        Raises UserError if the model is not supported.
         """
         try:
             config = Config.from_flat({**self.config_keys, **overrides})

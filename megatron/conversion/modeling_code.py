@@ -1,15 +1,16 @@
-"""The modelling code that travels with an export: this project's own files, flat in one folder.
+"""Modeling code that is included in an export: this project's own files, flat in one folder.
 
-transformers finds the files of a model by the text of their imports, one folder deep. So what an export needs of
-`megatron/position` and `megatron/attention` is copied with one change: every import of ours becomes one of a file
-beside it. No two of these files may have the same name, therefore.
-The registry, which looks methods up by the files there are, is replaced by one that names those of this model.
-Methods of a user's own are copied like the others, if they keep to what the project's own files do.
+transformers finds the files of a model by the text of their imports, one folder deep. The files needed from
+`megatron/position` and `megatron/attention` are therefore copied with one change: every import of this project becomes
+a relative import. For this reason no two of these files may have the same name. The registry, which finds methods by
+their files, is replaced by one that lists the methods of this model. A user's own methods are copied like the others if
+they follow the same import rules.
 
-transformers keeps the modules of a model by the name of its folder, whatever is in it. So the name of each file ends in
-a digest of all of them: two exports whose folders are called alike never run each other's code in one process.
+transformers caches the modules of a model by the name of its folder, regardless of their content. The name of each file
+therefore ends in a digest of all files: exports with equal folder names never run each other's code in one process.
 
-The files must be torch-only and import one another by lines of their own; `tests/conversion` holds that.
+The files must depend only on torch, and each import of this project must be on its own line; `tests/conversion` checks
+both.
 """
 
 import ast
@@ -41,11 +42,11 @@ _RELATIVE_IMPORT = re.compile(r"^from \.(\w+) import", re.MULTILINE)
 _BASES: tuple[type[PositionModule], ...] = (Encoding, Processor, Temperature)
 
 _IMPORT_ALL_TEMPLATE = """
-# transformers 4 copies the files that this one names, not those that they name in turn.
+# transformers 4 copies only the files imported here, not those that they import in turn.
 {lines}
 """
 
-_REGISTRY_TEMPLATE = '''"""The position methods of this model."""
+_REGISTRY_TEMPLATE = '''"""Position methods of this model."""
 
 from typing import Any
 
@@ -58,23 +59,23 @@ TEMPERATURES = {temperatures}
 
 
 def build_encoding(name: str, dims: AttentionDims, options: dict[str, Any]) -> Encoding:
-    """The position encoding of that name."""
+    """Build a position encoding by name."""
     return _find(ENCODINGS, name)(dims, **options)
 
 
 def build_processor(name: str, dims: AttentionDims, options: dict[str, Any], *, has_bias: bool) -> Processor:
-    """The score processor of that name, for an encoding with or without a bias."""
+    """Build a score processor by name, for an encoding with or without a bias."""
     return _find(PROCESSORS, name)(dims, has_bias=has_bias, **options)
 
 
 def build_temperature(name: str, dims: AttentionDims, options: dict[str, Any]) -> Temperature:
-    """The attention temperature of that name."""
+    """Build an attention temperature by name."""
     return _find(TEMPERATURES, name)(dims, **options)
 
 
 def _find(known: dict[str, Any], name: str) -> Any:
     if name not in known:
-        raise ValueError(f"{{name!r}}: this export has the code of {{', '.join(known) or 'no such method'}} only")
+        raise ValueError(f"{{name!r}}: this export contains only {{', '.join(known) or 'no such method'}}")
     return known[name]
 '''
 
@@ -82,13 +83,13 @@ def _find(known: dict[str, Any], name: str) -> Any:
 def bundle_modeling_code(
     encodings: Sequence[str], processors: Sequence[str], temperatures: Sequence[str] = ()
 ) -> dict[str, str]:
-    """The files of a model's code, by name.
+    """Return the code files of a model, by name.
 
     Args:
-        encodings, processors, temperatures: of the model's layers; `none` for no processor and no temperature.
+        encodings, processors, temperatures: methods of the model's layers; `none` for no processor or temperature.
 
     Raises:
-        UserError: a method of the user's own cannot travel; names its file and the line.
+        UserError: a user's own method cannot be exported; names its file and line.
     """
     methods: list[type[PositionModule]] = [registry.load_encoding_class(name) for name in encodings]
     methods += [registry.load_processor_class(name) for name in processors if name != "none"]
@@ -101,7 +102,7 @@ def bundle_modeling_code(
         if (same := paths.setdefault(path.stem, path)) != path:
             own, other = sorted((path, same), key=_is_project_file)
             raise UserError(
-                f"{format_path(own)}: an export has all files in one folder, and {format_path(other)} has the same name"
+                f"{format_path(own)}: an export has all files in one folder, but {format_path(other)} has the same name"
             )
         if path.stem in files:
             continue
@@ -120,7 +121,7 @@ def bundle_modeling_code(
 
 
 def add_content_digest(files: Mapping[str, str]) -> tuple[dict[str, str], str]:
-    """The same files under names that no other content has, and what was put at the end of each name."""
+    """Return the files under names that are unique to their content, and the suffix added to each name."""
     content = "\0".join(f"{name}\0{text}" for name, text in sorted(files.items()))
     suffix = f"_{hashlib.sha256(content.encode()).hexdigest()[:8]}"
     renamed_files = {}
@@ -131,7 +132,7 @@ def add_content_digest(files: Mapping[str, str]) -> tuple[dict[str, str], str]:
 
 
 def remove_content_digest(files: Mapping[str, str], suffix: str) -> dict[str, str]:
-    """Return what `add_content_digest` was given, from its files and their suffix."""
+    """Return the original files of `add_content_digest`, given its files and their suffix."""
     relative_import = re.compile(rf"^from \.(\w+){suffix} import", re.MULTILINE)
     return {
         f"{name.removesuffix(f'{suffix}.py')}.py": relative_import.sub(r"from .\1 import", text)
@@ -141,7 +142,7 @@ def remove_content_digest(files: Mapping[str, str], suffix: str) -> dict[str, st
 
 @cache
 def list_project_imports(text: str) -> tuple[Path, ...]:
-    """The project's files that a file with this text imports. They are kept, because exports share most of theirs."""
+    """Return the project's files imported by a file with this text. Cached because exports share most files."""
     nodes = ast.walk(ast.parse(text))
     modules = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module is not None]
     return tuple(
@@ -152,7 +153,7 @@ def list_project_imports(text: str) -> tuple[Path, ...]:
 
 
 def flatten_imports(text: str) -> str:
-    """A file's text with every import of ours reaching for a file beside it."""
+    """Return a file's text with every import of this project as a relative import."""
     return _PROJECT_IMPORT.sub(r"from .\1 import", text)
 
 
@@ -162,13 +163,13 @@ def _get_source_file(method: type[PositionModule]) -> Path:
 
 
 def _is_project_file(path: Path) -> bool:
-    """A user's own may lie anywhere else, also in another folder of the repository."""
+    """Return True if a file belongs to the project; a user's own may be anywhere, including the repository."""
     folders = (*_SOURCE_FOLDERS, BUNDLED_FOLDER)
     return any(path.resolve().is_relative_to(folder.resolve()) for folder in folders)
 
 
 def _check_own_imports(path: Path, text: str) -> None:
-    """See that what a user's file imports of ours is found again beside it. Raises UserError."""
+    """Check that all project files imported by a user's file are part of the export. Raises UserError."""
     lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.Import | ast.ImportFrom):
@@ -180,8 +181,8 @@ def _check_own_imports(path: Path, text: str) -> None:
         files = list_project_imports(ast.unparse(node)) if is_rewritten else ()
         if not files or not all(file.is_file() and any(map(file.is_relative_to, _SOURCE_FOLDERS)) for file in files):
             raise UserError(
-                f"{path}:{node.lineno}: {ast.unparse(node)}: an export carries what is imported at the beginning of a "
-                "line by `from megatron.position.MODULE import` or `from megatron.attention.MODULE import`"
+                f"{path}:{node.lineno}: {ast.unparse(node)}: an export can include only imports at the start of a "
+                "line of the form `from megatron.position.MODULE import` or `from megatron.attention.MODULE import`"
             )
 
 
@@ -200,7 +201,7 @@ def _render_mapping(methods: list[type[PositionModule]], base: type[PositionModu
 
 
 def _import_all_modules(text: str, modules: list[str]) -> str:
-    """The modelling code with a line for each of the other files, after its imports."""
+    """Return the modeling code with an import of each of the other files, after its own imports."""
     lines = "\n".join(f"from .{name} import __name__ as _  # noqa: F401" for name in modules)
     end = _find_end_of_imports(text)
     lines_of_code = text.splitlines(keepends=True)
@@ -209,5 +210,5 @@ def _import_all_modules(text: str, modules: list[str]) -> str:
 
 @cache
 def _find_end_of_imports(text: str) -> int:
-    """The last line of a file's imports. It is kept, because all exports have the same modelling code."""
+    """Return the last line of a file's imports. Cached because all exports have the same modeling code."""
     return max(node.end_lineno or 0 for node in ast.parse(text).body if isinstance(node, ast.ImportFrom))

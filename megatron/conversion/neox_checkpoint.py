@@ -1,11 +1,11 @@
-"""Checkpoints of GPT-NeoX, and of KERPLE and DAPE, which are built on it: any number of tensor-parallel ranks.
+"""Checkpoints of GPT-NeoX, and of KERPLE and DAPE, which are based on it, with any tensor-parallel size.
 
-    RUN/latest                                        the name of the newest checkpoint
-    RUN/global_step1000/layer_03-model_01-model_states.pt    one layer's part of one tensor-parallel rank
+    RUN/latest                                        name of the newest checkpoint
+    RUN/global_step1000/layer_03-model_01-model_states.pt    one layer's shard of one tensor-parallel rank
     RUN/global_step1000/mp_rank_01_model_states.pt           or all layers', under `module`, as `sequential.3.…`
-    RUN/global_step1000/configs/*.yml                 the configuration, where it was saved (`--config` names others)
+    RUN/global_step1000/configs/*.yml                 the configuration, if it was saved (`--config` sets others)
 
-What the files call tensors, and how the parts of several ranks become one, is in `neox_weights.py`.
+`neox_weights.py` defines the names of tensors and merges the shards of several ranks.
 """
 
 import os
@@ -38,62 +38,62 @@ if TYPE_CHECKING:
 
 LATEST_FILE, CONFIGS_FOLDER = "latest", "configs"
 MAX_LATEST_CHARS = 4096
-"""Characters that are read of `latest`, which holds a name."""
+"""Maximum number of characters read from `latest`, which contains a name."""
 
 NEOX_TRAINING_KEYS = {
     "init_method", "output_layer_init_method", "init_method_std", "hidden_dropout", "attention_dropout",
-    "checkpoint_activations", "checkpoint_num_layers", "attention_backend", "attention_chunk_rows",
+    "checkpoint_activations", "checkpoint_num_layers", "attention_backend", "attention_chunk_rows", "compile_regions",
     "make_vocab_size_divisible_by",
 }  # fmt: skip
-"""Keys of the model that its weights do not depend on any more."""
+"""Model keys that do not affect trained weights."""
 UNSUPPORTED_MODEL_KEYS = (
     "sparsity_config", "sparse_attention", "num_unique_layers", "opt_pos_emb_offset", "soft_prompt_tuning",
     "moe_num_experts", "use_mup",
 )  # fmt: skip
-"""Of what is refused in a training's configuration, that which changes what the weights compute."""
+"""Keys that are rejected in training configurations and change what the weights compute."""
 
 
 def find_neox_checkpoint(path: Path) -> Path | None:
-    """The checkpoint in a folder of GPT-NeoX's, which may be the folder itself; None if it is none of them."""
+    """Return the GPT-NeoX checkpoint in a folder, or the folder itself if it is one, or None."""
     if (path / LATEST_FILE).is_file():
         with open(path / LATEST_FILE, encoding="utf-8", errors="replace") as file:
             name = file.read(MAX_LATEST_CHARS).strip()
         if name and Path(name).name == name and os.path.isdir(path / name):
             return path / name
         if not _has_state_files(path):
-            raise UserError(
-                f"{path / LATEST_FILE}: names {shorten_text(name)!r}, and there is no such folder beside it"
-            )
+            raise UserError(f"{path / LATEST_FILE}: names {shorten_text(name)!r}, but this folder does not exist")
     return path if _has_state_files(path) else None
 
 
 def _has_state_files(path: Path) -> bool:
-    """Are there files of a checkpoint's in a folder?"""
+    """Return True if a folder contains checkpoint files."""
     return any(any(path.glob(pattern)) for pattern in ("*_model_states.pt", "layer_*-model_*-model_states.pt"))
 
 
 def read_neox_source(checkpoint: Path, configs: Sequence[Path] = ()) -> ModelSource:
-    """What a checkpoint's configuration says that it holds.
+    """Read the description of a checkpoint from its configuration.
 
     Args:
-        checkpoint: its folder.
-        configs: configuration files; those that it was saved with if there are none.
+        checkpoint: folder of the checkpoint.
+        configs: configuration files; those saved with the checkpoint if empty.
 
-    Raises UserError: there is no configuration, or it says what ours cannot be, naming the key.
+    Raises UserError if there is no configuration or it is not supported, with the key.
     """
     files = list(configs) or sorted((checkpoint / CONFIGS_FOLDER).glob("*.y*ml"))
     if not files:
-        raise UserError(f"{checkpoint}: holds no {CONFIGS_FOLDER}/*.yml; name the model's configuration with --config")
+        raise UserError(
+            f"{checkpoint}: contains no {CONFIGS_FOLDER}/*.yml; specify the model's configuration with --config"
+        )
     loaded = merge_documents([_select_model_keys(read_yaml(path)) for path in files])
     config = loaded.config
     if config.model.use_qk_layernorm:
         raise UserError(
-            f"{checkpoint}: use_qk_layernorm: true: GPT-NeoX normalises the heads of a rank together, queries and keys "
-            "by one norm; ours are one norm for each"
+            f"{checkpoint}: use_qk_layernorm: true: not supported; GPT-NeoX normalizes the heads of a rank together, "
+            "and queries and keys with one norm"
         )
     if (patterns := config.position.list_patterns()) and set(patterns) != {"attention_window"}:
         raise UserError(
-            f"{checkpoint}: {', '.join(patterns)} of its configuration differ from layer to layer, as in no model of "
+            f"{checkpoint}: {', '.join(patterns)} differ between layers in its configuration, which is not possible in "
             "GPT-NeoX"
         )
     sections = (config.model, config.position)
@@ -106,19 +106,19 @@ def read_neox_source(checkpoint: Path, configs: Sequence[Path] = ()) -> ModelSou
         if (configured_size := ffn_hidden_size(config.model)) != ffn_size:
             notes = (
                 *notes,
-                f"{checkpoint}: its weights have a feed-forward width of {ffn_size}, not {configured_size}",
+                f"{checkpoint}: using the feed-forward width of its weights, {ffn_size}, not {configured_size}",
             )
     return ModelSource(checkpoint, "GPT-NeoX", keys, partial(_open_weights, checkpoint), None, notes)
 
 
 def _read_gated_ffn_size(checkpoint: Path) -> int:
-    """The width of gated layers, from the weights: versions of GPT-NeoX have counted it differently."""
+    """Return the width of gated layers from the weights; versions of GPT-NeoX define it differently."""
     shards = TensorParallelShards(checkpoint)
     return shards.count_rows(f"{shards.select_module(2, FC1_NAMES)}.weight") // 2
 
 
 def _select_model_keys(document: YamlDocument) -> YamlDocument:
-    """Of a configuration the keys that say what the model is; those of its training do not matter any more."""
+    """Return the configuration with only the keys that describe the model, without training keys."""
     model_values = {name: value for name, value in document.values.items() if _is_model_key(name.replace("-", "_"))}
     return YamlDocument(document.source, model_values, document.lines)
 
@@ -135,7 +135,7 @@ def _open_weights(checkpoint: Path, config: Config) -> "Iterator[NeoxWeightReade
 
 
 class NeoxWeightReader:
-    """The weights of a checkpoint, by our names."""
+    """Reader of a checkpoint's weights by our names."""
 
     def __init__(self, checkpoint: Path, config: Config) -> None:
         self.checkpoint, self.config, self.shards = checkpoint, config, TensorParallelShards(checkpoint)
@@ -161,8 +161,8 @@ class NeoxWeightReader:
         if unused:
             more_text = f", and {len(unused) - 1} more" if len(unused) > 1 else ""
             raise RunError(
-                f"{self.checkpoint}: holds {unused[0]}{more_text}, which a model of its configuration has not; it "
-                "would be dropped"
+                f"{self.checkpoint}: contains {unused[0]}{more_text}, which a model with its configuration does not "
+                "have; it would be dropped"
             )
 
     def __call__(self, name: str) -> "Tensor":
@@ -173,33 +173,33 @@ class NeoxWeightReader:
         except (RuntimeError, ValueError, IndexError) as error:
             message = str(error).splitlines()[0]
             raise RunError(
-                f"{self.checkpoint}: the parts of {weight.neox_names[0]} do not fit its configuration ({message})"
+                f"{self.checkpoint}: the shards of {weight.neox_names[0]} do not match its configuration ({message})"
             ) from None
 
     def _get_weight(self, name: str) -> NeoxWeight:
         if name not in self.weights:
             encodings = ", ".join(sorted(list_neox_encoding_weights(self.config)))
             raise UserError(
-                f"{self.checkpoint}: pos_emb {self.config.position.pos_emb} cannot be imported from GPT-NeoX's files; "
-                f"of those with weights, {encodings} can"
+                f"{self.checkpoint}: pos_emb {self.config.position.pos_emb} cannot be imported from GPT-NeoX files; "
+                f"supported encodings with weights: {encodings}"
             )
         return self.weights[name]
 
     def _list_unread_names(self, used_names: set[str]) -> set[str]:
-        """Tensors that a checkpoint holds besides those that are read."""
+        """Return the names of tensors in a checkpoint that are not needed."""
         model = self.config.model
         suffixes = {name.partition(".")[2] for name in used_names if name.startswith("2.")}
-        # Copies, in the other layers' files, of what all layers share.
+        # Copies of shared weights in the other layers' files.
         names = {f"{number}.{suffix}" for number in self._layer_numbers() for suffix in suffixes}
-        if not model.no_weight_tying:  # a copy for the last stage
+        if not model.no_weight_tying:  # copy for the last stage
             names.add(f"{model.num_layers + 4}.final_linear.weight")
-        if model.gpt_j_tied:  # built and never used
+        if model.gpt_j_tied:  # created but never used
             modules = tuple(f"{number}.post_attention_layernorm." for number in self._layer_numbers())
             names |= {name for name in self.shards.names if name.startswith(modules)}
         return names
 
     def _check_shared_encoding(self) -> None:
-        """An encoding that all layers share is the same in every layer's file."""
+        """Check that a shared encoding is the same in every layer's file."""
         first, *others = (
             {
                 suffix: name
@@ -213,8 +213,8 @@ class NeoxWeightReader:
                 pairs = zip(self.shards[name], self.shards[first.get(suffix, name)], strict=True)
                 if suffix not in first or not all(a.equal(b) for a, b in pairs):
                     raise RunError(
-                        f"{self.checkpoint}: {name} is another than layer 2's, although its configuration says "
-                        "pos_emb_per_layer: false; name a configuration that says true with --config"
+                        f"{self.checkpoint}: {name} differs from that of layer 2, but its configuration has "
+                        "pos_emb_per_layer: false; use a configuration with true via --config"
                     )
 
     def _layer_numbers(self) -> range:

@@ -1,19 +1,19 @@
-"""The weights of GPT-NeoX's checkpoints, and of KERPLE's and DAPE's, as a table by our names.
+"""Table of the weights of GPT-NeoX, KERPLE and DAPE checkpoints, by our names.
 
-Layer 0 is the embedding, 2 to L + 1 are the layers, L + 3 is the last norm and L + 4 the output matrix. What becomes of
-the parts of several ranks:
+Layer 0 is the embedding, layers 2 to L + 1 are the transformer layers, L + 3 is the final norm, and L + 4 is the output
+matrix. The shards of several ranks are merged as follows:
 
-| part                                  | whole                                                                       |
+| shard                                 | merged tensor                                                               |
 |---------------------------------------|-----------------------------------------------------------------------------|
-| embedding, output matrix              | behind one another                                                          |
-| queries, keys, values                 | behind one another, heads in order; grouped, each rank has [q; k; v]        |
-| feed-forward, first matrix            | behind one another; gated, each rank has [up; gate], and ours is [gate; up] |
-| attention's and feed-forward's second | side by side; their biases are one and the same, but with gpt_j_residual    |
-|                                       | each rank adds its own before the sum over ranks, so they are summed        |
-| norms                                 | the mean of what should be equal                                            |
-| kernels and tables of positions       | behind one another, heads in order                                          |
+| embedding, output matrix              | concatenated by rows                                                        |
+| queries, keys, values                 | concatenated by heads; grouped, each rank has [q; k; v]                     |
+| feed-forward, first matrix            | concatenated by rows; gated, ranks have [up; gate], and ours is [gate; up]  |
+| attention output, feed-forward second | concatenated by columns; biases are equal, except that with gpt_j_residual  |
+|                                       | each rank adds its own before the reduction, so they are summed             |
+| norms                                 | mean of values that should be equal                                         |
+| kernels and tables of positions       | concatenated by heads                                                       |
 
-KERPLE's modules are in every layer's file although all layers share them; DAPE's are each layer's own.
+KERPLE's modules are in every layer's file although all layers share them; DAPE's differ between layers.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
 _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 IGNORED_TENSORS = re.compile(r".*\b(inv_freq|slopes|masked_bias)|attention\.bias|.*\.cached_\w+|.*\.cache_matrix\w*")
-"""Buffers that are computed anew."""
+"""Buffers that are recomputed."""
 
 Merge = Callable[[Sequence[Any]], Any]
-"""How the parts of a tensor, in the order of the ranks, become one."""
+"""Function that merges the shards of a tensor, in the order of the ranks."""
 
 NEOX_EMBEDDING = "0.word_embeddings.weight"
 FC1_NAMES, FC2_NAMES = ("mlp.dense_h_to_4h", "mlp.linear1"), ("mlp.dense_4h_to_h", "mlp.linear2")
-"""Names that versions of GPT-NeoX have given the two matrices of the feed-forward layer."""
+"""Names of the two feed-forward matrices in versions of GPT-NeoX."""
 
 
 class TensorParallelShards:
-    """What each tensor-parallel rank holds, by number of the layer and name."""
+    """Tensors of each tensor-parallel rank, by layer number and name."""
 
     def __init__(self, checkpoint: Path) -> None:
         from megatron.conversion.weight_files import LazyTensors
@@ -67,7 +67,9 @@ class TensorParallelShards:
                 if match:
                     self._add_file(self.tensors_by_rank.setdefault(int(match[1]), LazyTensors()), path, None)
         if sorted(self.tensors_by_rank) != list(range(len(self.tensors_by_rank))) or not self.tensors_by_rank:
-            raise RunError(f"{checkpoint}: holds parts of the ranks {sorted(self.tensors_by_rank)}; some are missing")
+            raise RunError(
+                f"{checkpoint}: contains shards of the ranks {sorted(self.tensors_by_rank)}; some are missing"
+            )
         self.names = self.tensors_by_rank[0].names
         for rank, tensors in self.tensors_by_rank.items():
             if unmatched := sorted(set(tensors.names) ^ set(self.names)):
@@ -81,7 +83,7 @@ class TensorParallelShards:
         if prefix is None:
             content = content.get("module") if isinstance(content, dict) else None
             if not isinstance(content, dict) or not all(str(name).startswith("sequential.") for name in content):
-                raise RunError(f"{path}: holds no `module` of GPT-NeoX's (sequential.…)")
+                raise RunError(f"{path}: contains no GPT-NeoX `module` (sequential.…)")
             content = {name.removeprefix("sequential."): value for name, value in content.items()}
         add_state_dict(tensors, path, content, prefix or "")
 
@@ -93,33 +95,33 @@ class TensorParallelShards:
         return name in self.names
 
     def __getitem__(self, name: str) -> list[Tensor]:
-        """The parts of a tensor, in the order of the ranks. Raises RunError if there is none of this name."""
+        """Return the shards of a tensor, in the order of the ranks. Raises RunError if it does not exist."""
         self.check_name(name)
         return [self.tensors_by_rank[rank][name] for rank in range(self.num_ranks)]
 
     def check_name(self, name: str) -> None:
-        """Raise RunError if there is no tensor of this name."""
+        """Raise RunError if there is no tensor with this name."""
         if name not in self.names:
-            raise RunError(f"{self.checkpoint}: holds no {name}, which its configuration asks for")
+            raise RunError(f"{self.checkpoint}: contains no {name}, which its configuration requires")
 
     def count_rows(self, name: str) -> int:
-        """Rows of a tensor, those of all ranks together."""
+        """Return the number of rows of a tensor over all ranks."""
         return sum(shard.shape[0] for shard in self[name])
 
     def select_module(self, layer_number: int, names: Sequence[str]) -> str:
-        """Of the names that versions give a module the one that a layer's file has; the first if it has none."""
+        """Return the name of a module in a layer's file, given its names in all versions; the first if none exists."""
         modules = [f"{layer_number}.{name}" for name in names]
         return next((module for module in modules if f"{module}.weight" in self), modules[0])
 
     def find_position_tensors(self, layer_number: int) -> dict[str, str]:
-        """What a layer's file holds of positions: the end of each name, without that of its module, and the name."""
+        """Return the position tensors in a layer's file: their names by suffix, without the module's name."""
         pattern = re.compile(rf"{layer_number}\.attention\.(?!query_key_value|dense|rotary_emb|qk_)\w+\.(.+)")
         matches = ((pattern.fullmatch(name), name) for name in self.names)
         return {match[1]: name for match, name in matches if match and not IGNORED_TENSORS.fullmatch(name)}
 
 
 def _get_numpy_classes() -> list[Any]:
-    """numpy's random state, which DeepSpeed's files hold beside the weights: nothing of it is run."""
+    """Return numpy's random state classes, which DeepSpeed's files contain; none of their code is run."""
     import numpy as np
     from numpy._core.multiarray import _reconstruct
 
@@ -128,11 +130,11 @@ def _get_numpy_classes() -> list[Any]:
     return [*((_reconstruct, name) for name in names), np.ndarray, np.dtype, *dtype_classes]
 
 
-# Parts of ranks, as one tensor
+# Merging of shards
 
 
 def concat_shards(shards: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Behind one another, or, with dim 1, side by side."""
+    """Concatenate shards, by columns if dim is 1."""
     import torch
 
     return torch.cat(list(shards), dim) if len(shards) > 1 else shards[0]
@@ -143,19 +145,19 @@ def sum_shards(shards: Sequence[Tensor]) -> Tensor:
 
 
 def average_shards(shards: Sequence[Tensor]) -> Tensor:
-    """Of what should be equal, and is taken as it is if it is."""
+    """Average shards that should be equal; return the first if they are."""
     first, *others = shards
     return first if all(first.equal(other) for other in others) else sum_shards(shards) / len(shards)
 
 
 def concat_gate_up(shards: Sequence[Tensor]) -> Tensor:
-    """[up; gate] of each rank, as [gate; up]."""
+    """Convert [up; gate] of each rank to [gate; up]."""
     halves = [shard.chunk(2) for shard in shards]
     return concat_shards([gate for _, gate in halves] + [up for up, _ in halves])
 
 
 def concat_grouped_qkv(shards: Sequence[Tensor], *, num_heads: int, num_kv_heads: int, head_dim: int) -> Tensor:
-    """[q; k; v] of each rank, as groups behind one another. The numbers of heads are of all ranks together."""
+    """Convert [q; k; v] of each rank to concatenated groups. The numbers of heads are those of all ranks together."""
     num_local_heads, num_local_kv_heads = num_heads // len(shards), num_kv_heads // len(shards)
     sizes = [heads * head_dim for heads in (num_local_heads, num_local_kv_heads, num_local_kv_heads)]
     transform = SeparateQKV(num_local_heads, num_local_kv_heads)
@@ -163,28 +165,28 @@ def concat_grouped_qkv(shards: Sequence[Tensor], *, num_heads: int, num_kv_heads
 
 
 def merge_per_head(shards: Sequence[Tensor], *, num_heads: int) -> Tensor:
-    """[heads of a rank, …] of each; where every rank holds all heads, one and the same."""
+    """Merge shards [heads of a rank, …]; if every rank has all heads, the shards should be equal."""
     return average_shards(shards) if shards[0].shape[0] == num_heads else concat_shards(shards)
 
 
-# The table of weights
+# Table of weights
 
 
 @dataclass(frozen=True)
 class NeoxWeight:
-    """One weight of ours, and the tensors of theirs that it is made of."""
+    """One of our weights, and the GPT-NeoX tensors it is made of."""
 
     megatron_name: str
     neox_names: tuple[str, ...]
     merge: Merge
-    """The parts of a tensor, in the order of the ranks, as one."""
+    """Merges the shards of a tensor, in the order of the ranks."""
     convert: Callable[..., Tensor] | None = None
-    """What is made of the merged tensors; None if there is one, and it is ours."""
+    """Computes our weight from the merged tensors; None for a single, unchanged tensor."""
 
 
 @dataclass(frozen=True)
 class PositionWeight:
-    """A weight of an encoding or a processor; of the names of theirs the ends, without layer and module."""
+    """Weight of an encoding or a processor; names are suffixes, without layer and module."""
 
     suffixes: tuple[str, ...]
     merge: Merge = average_shards
@@ -192,7 +194,7 @@ class PositionWeight:
 
 
 def list_neox_weights(config: Config, shards: TensorParallelShards) -> Iterator[NeoxWeight]:
-    """Every weight of ours that a model can have; a bias is listed whether the configuration has it or not."""
+    """Yield every weight that a model may have; biases are listed even if the configuration has none."""
     final_norm_number = config.model.num_layers + 3
     yield NeoxWeight(EMBEDDING_WEIGHT, (NEOX_EMBEDDING,), concat_shards)
     yield NeoxWeight(OUTPUT_WEIGHT, (f"{final_norm_number + 1}.final_linear.weight",), concat_shards)
@@ -217,14 +219,14 @@ def list_neox_weights(config: Config, shards: TensorParallelShards) -> Iterator[
 def _list_module(
     megatron_name: str, neox_name: str, shards: TensorParallelShards, merge_weight: Merge, merge_bias: Merge
 ) -> Iterator[NeoxWeight]:
-    """Weight and bias of a module; the weight of RMSNorm is called scale."""
+    """Yield weight and bias of a module; the weight of RMSNorm is named scale."""
     weight = "scale" if f"{neox_name}.scale" in shards else "weight"
     yield NeoxWeight(f"{megatron_name}.weight", (f"{neox_name}.{weight}",), merge_weight)
     yield NeoxWeight(f"{megatron_name}.bias", (f"{neox_name}.bias",), merge_bias)
 
 
 def _list_layer_modules(config: Config) -> Iterator[tuple[str, tuple[str, ...], Merge, Merge]]:
-    """The modules of a layer: our name, theirs in all versions, how weights and biases are merged."""
+    """Yield the modules of a layer: our name, their names in all versions, and the merge functions."""
     model = config.model
     num_heads, kv_heads = model.num_attention_heads, num_kv_heads(model)
     head_dim = model.hidden_size // num_heads
@@ -251,7 +253,7 @@ def _list_position_weights(
 
 
 def _to_conv_kernel(weight: Tensor) -> Tensor:
-    """A layer of a perceptron [out, in] is a convolution of size 1, [out, in, 1, 1]."""
+    """Convert a perceptron layer [out, in] to a convolution of size 1, [out, in, 1, 1]."""
     return weight if weight.dim() == 4 else weight[:, :, None, None]
 
 
@@ -264,11 +266,11 @@ PROCESSOR_WEIGHTS = {
 
 
 def list_neox_encoding_weights(config: Config) -> dict[str, dict[str, PositionWeight]]:
-    """The weights of each encoding that can be imported."""
+    """Return the weights of each encoding that can be imported."""
     model = config.model
     root_head_dim = (model.hidden_size / model.num_attention_heads) ** 0.5
     options = config.position.pos_emb_options
-    # Their products are not divided by √d; a configuration may say otherwise of ours.
+    # GPT-NeoX does not divide these products by √d; our configuration may.
     t5_scale = 1.0 if options.get("root_scale", False) else root_head_dim
     cope_scale = root_head_dim if options.get("scaled", False) else 1.0
 
@@ -277,13 +279,13 @@ def list_neox_encoding_weights(config: Config) -> dict[str, dict[str, PositionWe
         return PositionWeight((suffix,), merge, lambda tensor: tensor.reshape(-1))
 
     return {
-        # [buckets, heads of a rank], which the module multiplies by the root of the head dimension, as root_scale does
+        # [buckets, heads of a rank], multiplied by the square root of the head dimension, as with root_scale
         "t5": {
             "bias.value": PositionWeight(
                 ("weight",), partial(concat_shards, dim=1), lambda table: table.float() * t5_scale
             )
         },
-        # The two kernels give the same names to different numbers.
+        # The two kernels use the same names for different values.
         "kerple_log": {"r1.value": per_head("bias_p"), "r2.value": per_head("bias_a")},
         "kerple_power": {"r1.value": per_head("bias_a"), "r2.value": per_head("bias_p")},
         "gaussian_weight2": {"r1.value": per_head("wei_a"), "r2.value": per_head("wei_p")},
@@ -294,7 +296,7 @@ def list_neox_encoding_weights(config: Config) -> dict[str, dict[str, PositionWe
             "r4.value": per_head("wei_p"),
         },
         "fire": {
-            # FIRE computes with the absolute value. Its threshold is |multiplier · init_L|, ours multiplier · T / 2.
+            # FIRE uses the absolute value. Its threshold is |multiplier · init_L|; ours is multiplier · T / 2.
             "c.value": PositionWeight(("c",), convert=lambda c: c.abs().reshape(1)),
             "multiplier.value": PositionWeight(
                 ("L_multiplier", "init_L"),
@@ -307,7 +309,7 @@ def list_neox_encoding_weights(config: Config) -> dict[str, dict[str, PositionWe
             "weight2.value": PositionWeight(("mlp.2.weight",)),
             "bias2.value": PositionWeight(("mlp.2.bias",)),
         },
-        # [1, d, positions], whose products with queries are not divided by the root of d
+        # [1, d, positions]; products with queries are not divided by the square root of d
         "cope": {
             "vectors.value": PositionWeight(("pos_emb",), convert=lambda table: table[0].t().float() * cope_scale)
         },

@@ -1,9 +1,8 @@
-"""`./deepy.py export --refresh FOLDER`: the code of this version for an export that an earlier one wrote.
+"""`./deepy.py export --refresh FOLDER`: update the code of an export that an earlier version wrote.
 
-Weights, tokenizer and model card stay as they are. config.json gets the keys that the code needs and that an earlier
-version did not write; what it computes is the same. New files of code have other names than old ones
-(`modeling_code.add_content_digest`), and config.json, replaced in one step, says which are run: a reader sees the old
-model or the new one.
+Weights, tokenizer and model card are unchanged. config.json gets keys that the new code needs and earlier versions did
+not write; results are unchanged. New code files have different names (`modeling_code.add_content_digest`), and
+config.json, which is replaced atomically, selects the files to run. A reader sees either the old model or the new one.
 """
 
 import json
@@ -23,19 +22,19 @@ from megatron.utils.errors import UserError
 
 _CODE_FILE = re.compile(r"\w+(_[0-9a-f]{8})\.py")
 _REPOSITORY_PREFIX = re.compile(r"^.*--")
-"""Prefix that transformers gives to the name of a module from another folder or from the Hub."""
+"""Prefix that transformers adds to the names of modules from another folder or from the Hub."""
 
 
 def refresh_export(folder: str | Path, *, overwrite: bool = False, log: Callable[[str], object] = print) -> Path:
-    """Renew the code of an export, and the keys of its configuration.
+    """Update the code of an export, and the keys of its configuration.
 
     Args:
-        folder: the export, or one that was finetuned and saved by transformers.
-        overwrite: renew code that was edited, too; the edited files stay in the folder, and are run no longer.
+        folder: the export, or a finetuned copy saved by transformers.
+        overwrite: also replace edited code; the edited files stay in the folder but are no longer run.
 
     Raises:
-        UserError: there is no such export, its code was edited, or it cannot be a model of this version.
-        RunError: its weights do not fit its configuration, or the disk refuses.
+        UserError: there is no such export, its code was edited, or this version does not support the model.
+        RunError: its weights do not match its configuration, or the disk fails.
     """
     folder = Path(folder)
     read = _read_config(folder)
@@ -62,8 +61,8 @@ def refresh_export(folder: str | Path, *, overwrite: bool = False, log: Callable
     unchanged, edited = _sort_old_code(folder, old_suffixes)
     if edited and not overwrite:
         raise UserError(
-            f"{folder}: {_name_files(edited)} may have been edited since the export; --overwrite runs the code of this "
-            "version instead, and keeps the edited files"
+            f"{folder}: {_name_files(edited)} may have been edited since the export; use --overwrite to run the code "
+            "of this version instead and keep the edited files"
         )
     _write(folder, code, configs)
     for name in unchanged.keys() - code.keys():
@@ -73,24 +72,27 @@ def refresh_export(folder: str | Path, *, overwrite: bool = False, log: Callable
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of config.json. Raises UserError: it is of no model whose code we renew."""
+    """Return the content of config.json. Raises UserError if its code cannot be updated."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; name an export")
+        raise UserError(f"{folder}: no such folder; expected an export")
     if not (folder / HF_CONFIG_FILE).exists():
-        raise UserError(f"{folder}: not an export: it has no {HF_CONFIG_FILE}")
+        raise UserError(f"{folder}: not an export: {HF_CONFIG_FILE} is missing")
     values = read_json_object(folder / HF_CONFIG_FILE)
     classes = values.get("auto_map")
     if values.get("model_type") != FARFIELD.model_type or not isinstance(classes, dict) or not classes:
         raise UserError(
-            f"{folder}: model_type is {values.get('model_type')!r}; --refresh renews the code of an export of this "
-            "project, and there is none here"
+            f"{folder}: model_type is {values.get('model_type')!r}; --refresh updates the code of exports of this "
+            "project"
         )
     return values
 
 
 def _find_own_classes(classes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `auto_map` as an export has it; transformers writes another one for a model that it loaded and saved: the
-    classes that it was loaded by, and the folder before their names."""
+    """Return `auto_map` as in an export.
+
+    For a model that was loaded and saved, transformers writes a different one: only the classes used to load it,
+    prefixed with the folder.
+    """
     local = {name: _REPOSITORY_PREFIX.sub("", text) for name, text in classes.items() if isinstance(text, str)}
     suffix = find_code_suffix(next(iter(local.values()), ""))
     own = {name: text.replace(".", f"{suffix}.") for name, text in AUTO_MAP.items()}
@@ -98,24 +100,24 @@ def _find_own_classes(classes: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json; nothing for a tokenizer that is none of ours."""
+    """Return the content of tokenizer_config.json, or an empty mapping if the tokenizer is not one of ours."""
     path = folder / TOKENIZER_CONFIG_FILE
     values = read_json_object(path) if path.is_file() else {}
     return values if TOKENIZER_TYPE_KEY in values else {}
 
 
 def _find_tokenizer_class(values: Mapping[str, Any]) -> str | None:
-    """Return the class that a tokenizer's configuration names, or None if transformers has it itself."""
+    """Return the class in a tokenizer's configuration, or None if it is part of transformers."""
     classes = values.get("auto_map")
     names = classes.get("AutoTokenizer") if isinstance(classes, dict) else None
     return next((name for name in names if isinstance(name, str)), None) if isinstance(names, list) else None
 
 
 def _add_keys(values: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with the keys that an export of this version has and it lacks.
+    """Return a configuration with missing keys of this version's exports added.
 
-    Values that are there stay, except for options of methods: these are written out where a default has changed
-    (`families/farfield.py` reads what an earlier version meant).
+    Existing values are kept, except for method options: these are written explicitly if a default has changed
+    (`families/farfield.py` interprets earlier versions).
     """
     unread = {*IGNORED_KEYS, *HF_TRAINING_KEYS}
     changed = {
@@ -127,10 +129,10 @@ def _add_keys(values: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str
 
 
 def _sort_old_code(folder: Path, run: set[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the files of code that are as an export wrote them, by name, and the names of those that may not be.
+    """Return the unmodified code files of an export, by name, and the names of files that may have been edited.
 
     Args:
-        run: suffixes of the files that are run; empty for files of exports from before there were suffixes.
+        run: suffixes of the files in use; empty for exports that predate suffixes.
     """
     sets: dict[str, dict[str, str]] = {}
     for path in sorted(folder.glob("*.py")):
@@ -149,7 +151,7 @@ def _sort_old_code(folder: Path, run: set[str]) -> tuple[dict[str, str], list[st
 
 
 def _write(folder: Path, code: Mapping[str, str], configs: Mapping[str, tuple[Any, Any]]) -> None:
-    """Write files of code, and only then what names them."""
+    """Write code files first, then the configuration files that refer to them."""
     for name, text in code.items():
         path = folder / name
         if not path.is_file() or path.read_text(encoding="utf-8", errors="replace") != text:
@@ -175,20 +177,20 @@ def _report(
         instead = f" instead of {_count_files(removed)}" if removed else ""
         log(f"{folder}: wrote {_count_files(added)}{instead}")
     else:
-        log(f"{folder}: its code is that of this version")
+        log(f"{folder}: already has the code of this version")
     if edited:
-        log(f"note: {_name_files(edited)} stay in {folder} and are run no longer")
+        log(f"note: {_name_files(edited)} are kept in {folder} but no longer run")
     if "document_end_token_id" not in configs[HF_CONFIG_FILE][1]:
         end = configs[HF_CONFIG_FILE][1].get("eos_token_id")
         log(
-            f"note: {folder / HF_CONFIG_FILE} does not say if the run was trained with attention_mask: document; if it "
-            f"was, add document_end_token_id: {end}"
+            f"note: {folder / HF_CONFIG_FILE} does not record whether the run was trained with attention_mask: "
+            f"document; if it was, add document_end_token_id: {end}"
         )
 
 
 def _count_files(names: list[str]) -> str:
     suffixes = sorted({match[1] for name in names if (match := _CODE_FILE.fullmatch(name))})
-    return f"{len(names)} files of code ({', '.join(suffixes)})"
+    return f"{len(names)} code files ({', '.join(suffixes)})"
 
 
 def _name_files(names: list[str]) -> str:

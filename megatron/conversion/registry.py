@@ -1,4 +1,4 @@
-"""The families that there are."""
+"""Registry of supported model families."""
 
 from typing import Any
 
@@ -21,36 +21,35 @@ HF_FAMILIES: dict[str, ModelFamily] = {
     family.model_type: family
     for family in (GPT_NEOX, GPT2, LLAMA, QWEN2, QWEN3, OLMO2, GEMMA, GEMMA2, SMOLLM3, COHERE, COHERE2, OPT)
 }
-"""The published ones, by `model_type`. Of several that can express a configuration, `find_exact_family` takes the
-first."""
+"""Published families, by `model_type`. `find_exact_family` returns the first match."""
 
 IMPORTABLE_FAMILIES = {**HF_FAMILIES, FARFIELD.model_type: FARFIELD}
-"""Those that can be read."""
+"""All families that can be imported."""
 
 
 REFUSED_MODEL_TYPES = {
-    "gemma3": "its layers have windows and bases of rotation of two kinds, and it reads images",
-    "gemma3_text": "its layers have windows and bases of rotation of two kinds",
-    "olmo3": "it scales the rotation of those layers alone that attend to all earlier tokens",
-    "qwen3_moe": "mixtures of experts are not offered",
-    "gpt_oss": "mixtures of experts are not offered; its attention is (configs/position/gpt_oss.yml)",
+    "gemma3": "it has two types of windows and rotary bases, and image input",
+    "gemma3_text": "it has two types of windows and rotary bases",
+    "olmo3": "it scales the rotation only in full-attention layers",
+    "qwen3_moe": "mixtures of experts are not supported",
+    "gpt_oss": "mixtures of experts are not supported; its attention is supported (configs/position/gpt_oss.yml)",
 }
-"""Relatives of these families, and what of them our keys cannot say."""
+"""Related families that cannot be imported, with the reason."""
 
 
 def get_family(model_type: Any, source: str) -> ModelFamily:
-    """The family of a config.json's model_type. UserError names it and those that there are."""
+    """Return the family of a model_type. Raises UserError with the supported families."""
     if isinstance(model_type, str) and model_type in REFUSED_MODEL_TYPES:
         raise UserError(f"{source}: model_type {model_type!r} cannot be imported: {REFUSED_MODEL_TYPES[model_type]}")
     if model_type not in IMPORTABLE_FAMILIES:
         raise UserError(
-            f"{source}: model_type {model_type!r} is not known; {format_choices(str(model_type), IMPORTABLE_FAMILIES)}"
+            f"{source}: unknown model_type {model_type!r}; {format_choices(str(model_type), IMPORTABLE_FAMILIES)}"
         )
     return IMPORTABLE_FAMILIES[model_type]
 
 
 def find_exact_family(config: Config) -> tuple[ModelFamily | None, dict[str, str]]:
-    """The family that expresses a configuration of ours exactly, and of each that does not, why."""
+    """Return the family that represents a configuration exactly, and the reasons of those that do not."""
     reasons = {name: family.unsupported_reason(config) for name, family in HF_FAMILIES.items()}
     matching_family = next((HF_FAMILIES[name] for name, reason in reasons.items() if reason is None), None)
     return matching_family, {name: reason for name, reason in reasons.items() if reason is not None}

@@ -1,4 +1,4 @@
-"""Files of tensors that others wrote: safetensors, and torch's own without running what is in them."""
+"""Reader for weight files of other projects: safetensors, and torch files without running code from them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,32 +14,32 @@ from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError, UserError, describe_cause
 
 WEIGHT_FORMATS = (("model.safetensors", "safetensors"), ("pytorch_model.bin", "torch"))
-"""Names of a folder's weights, and how they are read; the first that is there is taken."""
+"""Names and formats of a folder's weight files; the first match is used."""
 
 
 class LazyTensors:
-    """Tensors by name, each read when it is asked for."""
+    """Tensors by name, read on demand."""
 
     def __init__(self) -> None:
         self._readers: dict[str, tuple[Path, Callable[[], Tensor]]] = {}
 
     def add(self, name: str, path: Path, read: Callable[[], Tensor]) -> None:
-        """Another tensor. Raises RunError if there is one of this name."""
+        """Add a tensor. Raises RunError if the name exists."""
         if name in self._readers:
-            raise RunError(f"{path}: holds {name}, and so does {self._readers[name][0]}")
+            raise RunError(f"{path}: contains {name}, which is also in {self._readers[name][0]}")
         self._readers[name] = (path, read)
 
     @property
     def names(self) -> list[str]:
-        """In the order of the files."""
+        """Names of all tensors, in the order of the files."""
         return list(self._readers)
 
     def get_file(self, name: str) -> Path:
-        """The file that holds a tensor."""
+        """Return the file that contains a tensor."""
         return self._readers[name][0]
 
     def __getitem__(self, name: str) -> Tensor:
-        """A tensor. Raises RunError: its file is damaged."""
+        """Read a tensor. Raises RunError if its file is damaged."""
         path, read = self._readers[name]
         try:
             return read()
@@ -49,11 +49,11 @@ class LazyTensors:
 
 @contextmanager
 def open_hf_weights(folder: Path) -> Iterator[LazyTensors]:
-    """The weights of a folder as Hugging Face's libraries write it: one file, or shards with their index.
+    """Open the weights of a Hugging Face model folder: one file, or shards with an index.
 
     Raises:
-        UserError: there are none.
-        RunError: a file is missing or damaged, or holds more than tensors.
+        UserError: there are no weights.
+        RunError: a file is missing or damaged, or contains more than tensors.
     """
     _verify_export(folder)
     paths, file_format = _find_weight_files(folder)
@@ -75,25 +75,25 @@ def _find_weight_files(folder: Path) -> tuple[list[Path], str]:
         if index.is_file():
             return _list_shards(index), file_format
     expected_files = ", ".join(f"{name} or its .index.json" for name, _ in WEIGHT_FORMATS)
-    raise UserError(f"{folder}: holds no weights; looked for {expected_files}")
+    raise UserError(f"{folder}: contains no weights; looked for {expected_files}")
 
 
 def _list_shards(index: Path) -> list[Path]:
-    """The files that an index names."""
+    """Return the files listed in an index."""
     try:
         files = sorted(set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()))
         if not files or not all(isinstance(name, str) and Path(name).name == name for name in files):
-            raise ValueError("it names no files beside itself")
+            raise ValueError("it lists no files in its folder")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise RunError(f"{index}: not the index of shards ({_first_line(error)})") from None
+        raise RunError(f"{index}: not an index of shards ({_first_line(error)})") from None
     for name in files:
         if not (index.parent / name).is_file():
-            raise RunError(f"{index.parent / name}: is missing; {index.name} names it")
+            raise RunError(f"{index.parent / name}: not found, but listed in {index.name}")
     return [index.parent / name for name in files]
 
 
 def _verify_export(folder: Path) -> None:
-    """Compare the weights of an export of this project with what was written. Raises RunError if they are not that."""
+    """Compare the weights of this project's export with their recorded checksums. Raises RunError if they differ."""
     checksums_path = folder / CHECKSUMS_FILE
     if not checksums_path.is_file():
         return
@@ -121,17 +121,17 @@ def _add_torch_file(tensors: LazyTensors, path: Path) -> None:
 
 
 def load_torch_file(path: Path, *, classes: Sequence[Any] = ()) -> Any:
-    """What is in a file of torch.save, its tensors mapped and not read where the format allows it."""
+    """Load a torch.save file; tensors are memory-mapped if the format supports it."""
     return tensor_files.read_torch_file(path, classes=classes, mapped=True)
 
 
 def add_state_dict(tensors: LazyTensors, path: Path, state_dict: Any, prefix: str = "") -> None:
-    """The tensors of a mapping that a file holds. Raises RunError if it is none."""
+    """Add the tensors of a mapping in a file. Raises RunError if it is not a mapping of tensors."""
     if not isinstance(state_dict, dict):
-        raise RunError(f"{path}: holds no names of tensors")
+        raise RunError(f"{path}: contains no named tensors")
     for name, tensor in state_dict.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise RunError(f"{path}: {name!r} is no tensor")
+            raise RunError(f"{path}: {name!r} is not a tensor")
         tensors.add(f"{prefix}{name}", path, lambda tensor=tensor: tensor)  # type: ignore[misc]
 
 

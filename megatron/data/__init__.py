@@ -1,1 +1,1 @@
-"""From text to batches: sources and tokenizers, corpora on disk, datasets, and the order in which samples are read."""
+"""Data pipeline, from text to batches: sources, tokenizers, corpora on disk, datasets, and sample order."""

@@ -1,12 +1,12 @@
-"""What a run reads: the datasets that a configuration names, what a split takes of each, and with which weight.
+"""Datasets of a run: the corpora named by the configuration, the slice each split reads, and the sampling weights.
 
-A *corpus* is what one entry of `train_data_paths` and its sisters names, or `data_path`: a dataset, a folder of
-datasets, or a list of either. Weights are of corpora. A corpus of several datasets is read as if it were one, each of
-them by the tokens that it has.
+A *corpus* is one entry of `train_data_paths`, `valid_data_paths` or `test_data_paths`, or the value of `data_path`. It
+is a dataset, a folder of datasets, or a list of either. Weights apply to corpora. A corpus of several datasets is read
+as one; each dataset is sampled in proportion to its tokens.
 
-A folder stands for every dataset at or below it. Of a corpus that `./deepy.py prepare` made those are the datasets of
-the split that asks; of other folders all of them, for which reason one whose names tell of several splits is refused.
-`megatron/training/resolve_data.py` writes the datasets that a folder stands for into the run's configuration.
+A folder means every dataset in it and in its subfolders. For a corpus made by `./deepy.py prepare`, only the datasets
+of the requested split are read. For other folders all datasets are read, so a folder whose file names mention several
+splits raises an error. `megatron/training/resolve_data.py` writes the resolved datasets to the run's configuration.
 """
 
 import os
@@ -36,17 +36,17 @@ _SPLIT_WORDS: dict[str, Split] = {
     **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
     "test": "test",
 }
-"""Words in the name of a dataset that tell which split it is for."""
+"""Words in a dataset's file name that indicate its split."""
 
 MAX_SHOWN = 6
-"""Names in a line."""
+"""Maximum number of names or corpora listed in a message."""
 
 
 @dataclass(frozen=True)
 class DatasetSlice:
-    """Consecutive sequences of one dataset: what a split takes of it."""
+    """Consecutive sequences of one dataset that a split reads."""
 
-    key: str  # the configuration key that names it
+    key: str  # configuration key that names the dataset
     dataset: IndexedTokens
     first: int
     last: int  # exclusive
@@ -57,12 +57,12 @@ class DatasetSlice:
 
 
 def list_corpora(data: DataOptions, split: Split, key: str | None = None) -> list[list[Path]]:
-    """The datasets of each corpus of a split, by their prefixes. Empty if the configuration names none.
+    """Return the dataset prefixes of each corpus of a split, or an empty list if the configuration names none.
 
-    A prefix may be written with `.bin` or `.idx`. UserError if the options contradict each other, a dataset's files are
-    missing or it is named twice, or a folder holds no dataset for the split.
+    A prefix may end in `.bin` or `.idx`. Raises UserError if options contradict each other, a dataset's files are
+    missing, a dataset is named twice, or a folder contains no dataset for the split.
 
-    key: what errors call the key that names them; the split's own if absent.
+    key: configuration key shown in errors; the split's own key by default.
     """
     for _, problem in find_data_conflicts(data):
         raise UserError(problem)
@@ -76,18 +76,20 @@ def list_corpora(data: DataOptions, split: Split, key: str | None = None) -> lis
     known: set[Path] = set()
     for prefix in (prefix for corpus in corpora for prefix in corpus):
         if prefix.resolve() in known:
-            raise UserError(f"{key}: {prefix} is named more than once, maybe by its folder; give it a weight", key)
+            raise UserError(
+                f"{key}: {prefix} is listed more than once, possibly through its folder; use a weight instead", key
+            )
         known.add(prefix.resolve())
     return corpora
 
 
 def list_split_prefixes(data: DataOptions, split: Split, key: str | None = None) -> list[Path]:
-    """The datasets of a split, by their prefixes. Empty, or UserError, as `list_corpora`."""
+    """Return the dataset prefixes of a split. Empty results and errors are those of `list_corpora`."""
     return [prefix for corpus in list_corpora(data, split, key) for prefix in corpus]
 
 
 def select_validation_sets(data: DataOptions) -> dict[str, DataOptions]:
-    """Return the options that name each further validation set alone, as valid_data_paths, by the key that names it."""
+    """Return data options for each additional validation set, with only that set as valid_data_paths, by its key."""
     return {
         f"valid_data_sets.{name}": DataOptions(valid_data_paths=[corpus], tokenizer_type=data.tokenizer_type)
         for name, corpus in data.valid_data_sets.items()
@@ -95,19 +97,19 @@ def select_validation_sets(data: DataOptions) -> dict[str, DataOptions]:
 
 
 def list_all_prefixes(data: DataOptions) -> list[Path]:
-    """The prefixes of all splits, each once. UserError if the configuration names no dataset."""
+    """Return the dataset prefixes of all splits without duplicates. Raises UserError if no dataset is configured."""
     found = [prefix for split in SPLITS for prefix in list_split_prefixes(data, split)]
     for key, validation_set in select_validation_sets(data).items():
         found += list_split_prefixes(validation_set, "valid", key)
     prefixes = list(dict.fromkeys(found))
     if not prefixes:
         lists = ", ".join(f"{split}_data_paths" for split in SPLITS)
-        raise UserError(f"data_path: no data are named; give data_path, or {lists}")
+        raise UserError(f"data_path: no data configured; set data_path or {lists}")
     return prefixes
 
 
 def _find_datasets(key: str, name: str, split: Split) -> list[Path]:
-    """The prefixes that a name of a dataset or a folder stands for."""
+    """Return the prefixes of the dataset or of the folder that `name` refers to."""
     prefix = Path(name.removesuffix(".bin").removesuffix(".idx"))
     bin_file, idx_file = (Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx"))
     if bin_file.is_file() and idx_file.is_file():
@@ -118,23 +120,23 @@ def _find_datasets(key: str, name: str, split: Split) -> list[Path]:
         missing, present = (idx_file, bin_file) if bin_file.is_file() else (bin_file, idx_file)
         raise UserError(f"{key}: {missing} is missing (there is a {present.name})", key)
     datasets = _list_indices([prefix.parent])
-    hint = f"; datasets there: {_format_names(datasets)}" if datasets else " (`./deepy.py prepare` makes datasets)"
+    hint = f"; datasets there: {_format_names(datasets)}" if datasets else " (create one with `./deepy.py prepare`)"
     raise UserError(f"{key}: no dataset {prefix}: {bin_file.name} and {idx_file.name} are missing{hint}", key)
 
 
 def _list_folder(key: str, folder: Path, split: Split) -> list[Path]:
-    """The datasets at and below a folder that `key` reads for a split."""
+    """Return the datasets in a folder and its subfolders that `key` reads for a split."""
     wanted = (ALL_SPLITS,) if key == "data_path" else (split, ALL_SPLITS)
     folders = [Path(root) for root, _, _ in _walk(folder)]
     datasets = _list_indices(folders)
     if not datasets:
         if (saved := next(filter(is_saved_dataset, folders), None)) is not None:
             raise UserError(
-                f"{key}: {saved} is a dataset of texts that Hugging Face's library saved; training reads tokens, which "
-                f"`./deepy.py prepare {saved} --output FOLDER` makes of it once",
+                f"{key}: {saved} is a Hugging Face text dataset, but training reads tokens; "
+                f"convert it once with `./deepy.py prepare {saved} --output FOLDER`",
                 key,
             )
-        raise UserError(f"{key}: the folder {folder} holds no dataset (`./deepy.py prepare` makes datasets)", key)
+        raise UserError(f"{key}: the folder {folder} contains no dataset (create one with `./deepy.py prepare`)", key)
     described = {prefix: find_corpus_metadata(prefix) for prefix in datasets}
     taken = [p for p, metadata in described.items() if metadata is None or p.name in map(split_basename, wanted)]
     if not taken:
@@ -143,15 +145,18 @@ def _list_folder(key: str, folder: Path, split: Split) -> list[Path]:
     words = {p: _find_split_words(p.name) for p, metadata in described.items() if metadata is None}
     if key != "data_path" and (other := [p for p, splits in words.items() if splits - {split}]):
         raise UserError(
-            f"{key}: {folder} holds {_format_names(other)}, by its name for another split; list the datasets that are "
-            f"for {key} instead of their folder",
+            f"{key}: {folder} contains {_format_names(other)}, named for another split; list the datasets "
+            f"for {key} instead of the folder",
             key,
         )
     return taken
 
 
 def _walk(folder: Path) -> Iterable[tuple[str, list[str], list[str]]]:
-    """As os.walk, in a fixed order, without hidden folders. UserError if one cannot be read."""
+    """Yield the same tuples as os.walk, in sorted order, without hidden folders.
+
+    Raises UserError for unreadable folders.
+    """
 
     def raise_unreadable(error: OSError) -> None:
         raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
@@ -162,7 +167,7 @@ def _walk(folder: Path) -> Iterable[tuple[str, list[str], list[str]]]:
 
 
 def _list_indices(folders: Iterable[Path]) -> list[Path]:
-    """Prefixes of what looks like a dataset in some folders, not below them."""
+    """Return the prefixes of the index files directly in the given folders."""
     return [path.with_suffix("") for folder in folders for path in sorted(folder.glob("[!.]*.idx"))]
 
 
@@ -176,9 +181,10 @@ def _format_names(prefixes: Sequence[Path]) -> str:
 
 
 def compute_sequence_range(fractions: str, split: Split, num_sequences: int) -> tuple[int, int] | None:
-    """First and last (exclusive) sequence of a split under fractions such as `969,30,1`; None if its own is zero.
+    """Return the range of sequences (end exclusive) of a split under fractions such as `969,30,1`, or None for fraction
+    0.
 
-    The same rounding as megatron-core's, so a run reads the documents that Megatron-LM would give it.
+    Rounding matches megatron-core, so a run reads the same documents as Megatron-LM would.
     """
     values = parse_split_fractions(fractions)
     edges = np.cumsum([0.0, *(np.array(values) / np.sum(values))])
@@ -189,7 +195,7 @@ def compute_sequence_range(fractions: str, split: Split, num_sequences: int) -> 
 
 
 def list_dataset_slices(data: DataOptions, split: Split, key: str | None = None) -> list[DatasetSlice]:
-    """What a split takes of each of its datasets; empty if the configuration has no data for it."""
+    """Return the slice that a split reads of each of its datasets, or an empty list if no data are configured."""
     key = key or ("data_path" if data.data_path is not None else f"{split}_data_paths")
     corpora = [
         [dataset_slice for prefix in corpus if (dataset_slice := _open_slice(data, key, prefix, split)) is not None]
@@ -206,7 +212,7 @@ def list_dataset_slices(data: DataOptions, split: Split, key: str | None = None)
 
 
 def _open_slice(data: DataOptions, key: str, prefix: Path, split: Split) -> DatasetSlice | None:
-    check_dataset(prefix, content=False)  # first: it names the file that changed, where both no longer fit
+    check_dataset(prefix, content=False)  # first: names the changed file if the index and data no longer match
     dataset = open_indexed(prefix)
     sequence_range: tuple[int, int] | None = (0, len(dataset.lengths))
     if key == "data_path":
@@ -215,7 +221,7 @@ def _open_slice(data: DataOptions, key: str, prefix: Path, split: Split) -> Data
 
 
 def _compute_shares(corpus: Sequence[DatasetSlice]) -> list[float]:
-    """Of a corpus's datasets: the parts of its tokens that they have, so that each is read equally often."""
+    """Return each dataset's fraction of the corpus's tokens, so that all datasets are sampled at the same rate."""
     if len(corpus) == 1:
         return [1.0]
     sizes = [dataset_slice.num_tokens() for dataset_slice in corpus]
@@ -232,28 +238,31 @@ def _weigh_documents(data: DataOptions, corpora: Sequence[Sequence[DatasetSlice]
     for name, weight in zip(names, weights, strict=True):
         if weight == 0:
             raise UserError(
-                f"weighted_sampler_alpha: {data.weighted_sampler_alpha:g} leaves nothing of {name}; take a smaller one",
+                f"weighted_sampler_alpha: {data.weighted_sampler_alpha:g} gives {name} a weight of 0; use a smaller "
+                "value",
                 "weighted_sampler_alpha",
             )
     return weights
 
 
 def compute_document_weights(counts: Sequence[int], alpha: float) -> list[float]:
-    """Weights of corpora from their numbers of documents n, as GPT-NeoX computes them. They add up to 1.
+    """Return weights of corpora from their document counts n, as computed by GPT-NeoX.
+
+    The weights sum to 1.
 
     With p_i = n_i / Σ n, the temperature sampling of XLM-R (Conneau et al. 2020, arXiv:1911.02116) draws a corpus with
-    the probability q_i = p_i^α / Σ p^α, where 1/α is the temperature. GPT-NeoX multiplies this by 1 − p_i:
+    probability q_i = p_i^α / Σ p^α, where 1/α is the temperature. GPT-NeoX multiplies this by 1 − p_i:
 
         w_i = q_i (1 − p_i) / Σ_j q_j (1 − p_j)
 
-    So small corpora gain more than α says, and of two corpora with α = 1 each is half of what is read. A corpus alone
-    has the weight 1. Source: the function `weights_by_num_docs` of GPT-NeoX, at its commit ea7aefd of May 2026, where a
-    document is a sequence of the index. The common factor (Σ n)^(1+α) Σ p^α is left out here, and powers are taken of
-    ratios to the largest n, so that none overflows.
+    Small corpora therefore gain more than α alone implies, and with α = 1 two corpora always get weight 1/2 each. A
+    single corpus has weight 1. Source: the function `weights_by_num_docs` of GPT-NeoX at commit ea7aefd (May 2026),
+    where a document is a sequence of the index. This function omits the common factor (Σ n)^(1+α) Σ p^α and raises
+    ratios to the largest n to the power, which avoids overflow.
 
     Args:
-        counts: documents of each corpus, positive.
-        alpha: not negative.
+        counts: number of documents of each corpus, positive.
+        alpha: exponent, at least 0.
     """
     if len(counts) < 2:
         return [1.0] * len(counts)
@@ -263,7 +272,7 @@ def compute_document_weights(counts: Sequence[int], alpha: float) -> list[float]
 
 
 def describe_document_weights(data: DataOptions, slices: Sequence[DatasetSlice]) -> list[str]:
-    """A line on what `weight_by_num_documents` makes of the slices of a split; none if it decides nothing."""
+    """Return one line with the weights from `weight_by_num_documents`, or no line if they have no effect."""
     if not data.weight_by_num_documents or len(slices) < 2 or data.data_path is not None:
         return []
     total = sum(s.weight for s in slices)

@@ -1,8 +1,8 @@
-"""`corpus.json`: what a corpus folder says of itself, and whether its files are still what it says.
+"""Reading and checking `corpus.json`, the description of a corpus folder.
 
-A tokenizer that is kept alone, as each run keeps its own, is described by `description.json`.
+A tokenizer stored without a corpus, such as the copy in each run, is described by `description.json`.
 
-A description is checked when it is read: types, ranges, names. Everything else in the package may trust it.
+Types, ranges and names are validated when a description is read, so other modules can rely on them.
 """
 
 import hashlib
@@ -20,11 +20,13 @@ from megatron.utils.errors import RunError, UserError
 
 CORPUS_FILE, TOKENIZER_FILE = "corpus.json", "description.json"
 MAX_JSON_BYTES = 1 << 26
-"""Bytes of a description: a corpus.json with a hundred thousand sources has fewer."""
+"""Maximum size of a description, in bytes. A corpus.json with 100,000 sources is smaller."""
 
 MAX_CHECKSUM_BYTES = 1 << 32
-"""Bytes of the largest .bin whose content is compared with its checksum when a run first uses it: about 4 to 8 seconds.
-Of a larger one that is left to `prepare`, and a run looks at its size."""
+"""Maximum size of a .bin file, in bytes, whose checksum a run verifies on first use, which takes 4 to 8 seconds.
+
+For larger files a run compares only the size; `prepare` verifies the checksum.
+"""
 
 TOKENIZER_FILES: dict[TokenizerType, tuple[str, ...]] = {
     "bytes": (),
@@ -32,25 +34,25 @@ TOKENIZER_FILES: dict[TokenizerType, tuple[str, ...]] = {
     "GPT2BPETokenizer": ("vocab.json", "merges.txt"),
     "SPMTokenizer": ("tokenizer.model",),
 }
-"""The names of a tokenizer's files in a corpus folder."""
+"""Names of a tokenizer's files in a corpus folder."""
 
 PREPARE_AGAIN = "prepare the corpus again"
-_USE_DATA_TOKENIZER = "delete the folder, and the tokenizer of the run's data is taken"
+_USE_DATA_TOKENIZER = "delete the folder to use the tokenizer of the run's data"
 
 SplitName = Literal["train", "valid", "test", "all"]
 ALL_SPLITS: Literal["all"] = "all"
-"""The one split of a corpus that is not divided."""
+"""Name of the only split of an undivided corpus."""
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _STRICT_CONFIG = ConfigDict(
     strict=True, frozen=True, protected_namespaces=()
-)  # what a later version adds is passed over
+)  # fields added by later versions are ignored
 
 
 MetadataT = TypeVar("MetadataT", bound=BaseModel)
 
 
 class SplitCounts(BaseModel):
-    """The size of a split. `tokens` count the end-of-document tokens; `bytes` are UTF-8 without them."""
+    """Size of a split. `tokens` include end-of-document tokens; `bytes` are UTF-8 bytes of the text without them."""
 
     model_config = _STRICT_CONFIG
 
@@ -60,7 +62,7 @@ class SplitCounts(BaseModel):
 
 
 class FileDigest(BaseModel):
-    """What a file was when the corpus was made."""
+    """Size and checksum of a file when the corpus was made."""
 
     model_config = _STRICT_CONFIG
 
@@ -69,7 +71,7 @@ class FileDigest(BaseModel):
 
 
 class TokenizerMetadata(BaseModel):
-    """The tokenizer that made a corpus, or that a run was trained with."""
+    """Description of the tokenizer of a corpus or a run."""
 
     model_config = _STRICT_CONFIG
 
@@ -79,7 +81,7 @@ class TokenizerMetadata(BaseModel):
     eod: NonNegativeInt
     files: list[str]
     checksum: Sha256
-    bos: NonNegativeInt | None = None  # not in older ones, which had none
+    bos: NonNegativeInt | None = None  # absent in older descriptions, which had none
     end_token: str | None = None
 
     @model_validator(mode="after")
@@ -90,12 +92,12 @@ class TokenizerMetadata(BaseModel):
             raise ValueError(f"bos is {self.bos}; it must be less than vocab_size {self.vocab_size}")
         if tuple(self.files) != TOKENIZER_FILES[self.type]:
             expected = ", ".join(TOKENIZER_FILES[self.type]) or "none"
-            raise ValueError(f"files are {self.files}; those of {self.type} are {expected}")
+            raise ValueError(f"files are {self.files}; expected for {self.type}: {expected}")
         return self
 
 
 class CorpusMetadata(BaseModel):
-    """The content of a corpus.json."""
+    """Content of a corpus.json file."""
 
     model_config = _STRICT_CONFIG
 
@@ -104,54 +106,57 @@ class CorpusMetadata(BaseModel):
     made_from: dict[str, Any]
     tokenizer: TokenizerMetadata
     splits: Annotated[dict[SplitName, SplitCounts], Field(min_length=1)]
-    bad_documents: NonNegativeInt = 0  # left out, as they cannot be decoded (skip_bad)
+    bad_documents: NonNegativeInt = 0  # documents skipped because they cannot be decoded (skip_bad)
     notes: list[Any] = []
-    files: dict[Annotated[str, Field(pattern=r"^[a-z_.]+$")], FileDigest] | None = None  # not in older corpora
+    files: dict[Annotated[str, Field(pattern=r"^[a-z_.]+$")], FileDigest] | None = None  # absent in older corpora
 
     @field_validator("sources", "notes")
     @classmethod
     def _texts(cls, values: list[Any]) -> list[Any]:
-        # Not list[str]: names of files need not be Unicode, and pydantic's text must be.
+        # Not list[str]: file names may not be valid Unicode, which pydantic requires of str.
         if not all(isinstance(value, str) for value in values):
-            raise ValueError("it must be a list of texts")
+            raise ValueError("it must be a list of strings")
         return values
 
 
 @dataclass(frozen=True)
 class CorpusInfo:
-    """What a corpus folder holds."""
+    """Summary of a corpus folder."""
 
     folder: Path
-    tokenizer: str  # its name, which tells tokenizers apart
+    tokenizer: str  # name of the tokenizer, which identifies it
     vocab_size: int
     eod: int
-    splits: dict[str, SplitCounts]  # "train", "valid", "test", or "all" alone
+    splits: dict[str, SplitCounts]  # "train", "valid", "test", or only "all"
     sources: list[str]
-    notes: list[str]  # what a person should know: files left out, a vocabulary smaller than asked for
-    reused: bool = False  # it was there already
+    notes: list[str]  # notes for the user: skipped files, or a vocabulary smaller than requested
+    reused: bool = False  # the corpus already existed
 
     def prefix(self, split: str) -> Path:
-        """The dataset of a split, as `train_data_paths` and the like name it."""
+        """Return the dataset prefix of a split, as used by `train_data_paths`."""
         return self.folder / split_basename(split)
 
 
 @dataclass(frozen=True)
 class TokenizerFolder:
-    """A folder that holds a tokenizer's files, and the description of them there."""
+    """Folder that contains a tokenizer's files and their description."""
 
     metadata: TokenizerMetadata
     metadata_file: Path
-    written_when: str  # when the description was written, as a clause
-    advice: str  # if the files have changed since
+    written_when: str  # clause for messages, for example "the corpus was made"
+    advice: str  # advice for the user if the files have changed
 
 
 def read_corpus_metadata(folder: str | Path) -> CorpusMetadata:
-    """The content of a corpus folder's corpus.json. UserError if there is none, RunError if it is damaged."""
+    """Return the content of a folder's corpus.json. Raises UserError if it is missing, RunError if it is damaged."""
     return _read_metadata(Path(folder) / CORPUS_FILE, CorpusMetadata, "a corpus description", PREPARE_AGAIN)
 
 
 def read_corpus(folder: str | Path) -> CorpusInfo:
-    """The description of a corpus folder. UserError if it is none, RunError if its description is damaged."""
+    """Return a summary of a corpus folder.
+
+    Raises UserError if it is not one, RunError if its description is damaged.
+    """
     folder = Path(folder)
     metadata = read_corpus_metadata(folder)
     return CorpusInfo(
@@ -166,12 +171,15 @@ def read_corpus(folder: str | Path) -> CorpusInfo:
 
 
 def split_basename(split: str) -> str:
-    """The file name, without ending, of a split of a corpus: `train_text_document`, or `text_document` for all."""
+    """Return the base name of a split's files: `train_text_document`, or `text_document` for an undivided corpus."""
     return "text_document" if split == ALL_SPLITS else f"{split}_text_document"
 
 
 def read_tokenizer_folder(folder: Path) -> TokenizerFolder:
-    """The description of the tokenizer in a folder: of a tokenizer alone, or else of a corpus. Errors as above."""
+    """Return the description of the tokenizer in a folder, stored alone or in a corpus.
+
+    Errors as in `read_corpus_metadata`.
+    """
     path = folder / TOKENIZER_FILE
     if path.is_file():
         metadata = _read_metadata(path, TokenizerMetadata, "the description of a tokenizer", _USE_DATA_TOKENIZER)
@@ -186,10 +194,10 @@ def _read_metadata(path: Path, model: type[MetadataT], description: str, advice:
         with open(path, "rb") as file:
             content = file.read(MAX_JSON_BYTES + 1)
         if len(content) > MAX_JSON_BYTES:
-            raise ValueError(f"it is larger than {MAX_JSON_BYTES:,} bytes")
+            raise ValueError(f"file is larger than {MAX_JSON_BYTES:,} bytes")
         return model.model_validate(parse_json(content.decode("utf-8")))
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{path}: no such file; `./deepy.py prepare` makes a corpus folder, which has one") from None
+        raise UserError(f"{path}: no such file; `./deepy.py prepare` creates corpus folders with one") from None
     except ValidationError as error:
         problem = _describe_problem(error)
     except OSError as error:
@@ -200,7 +208,7 @@ def _read_metadata(path: Path, model: type[MetadataT], description: str, advice:
 
 
 def _describe_problem(error: ValidationError) -> str:
-    """The first of pydantic's problems in a line: `tokenizer.vocab_size is 'many'; it must be a valid integer`."""
+    """Return pydantic's first problem in one line: `tokenizer.vocab_size is 'many'; it must be a valid integer`."""
     first = error.errors(include_url=False)[0]
     name = ".".join(str(part) for part in first["loc"]) or "the file"
     if first["type"] == "missing":
@@ -213,30 +221,30 @@ def _describe_problem(error: ValidationError) -> str:
 
 
 def compute_file_digest(path: Path) -> FileDigest:
-    """Size and checksum of a file as it is now."""
+    """Return the current size and checksum of a file."""
     return FileDigest(size=path.stat().st_size, sha256=_sha256(path))
 
 
 def check_files(folder: Path, metadata: CorpusMetadata, names: Iterable[str], *, content: bool) -> None:
-    """Compare files of a corpus with what its description recorded: sizes, and with `content` their checksums.
+    """Compare files of a corpus with their recorded sizes and, with `content`, their checksums.
 
-    A content is read once by a process, again only if size or time of the file change. Older corpora, of which no
-    checksums were recorded, pass. Raises RunError that names the file.
+    A process reads each file's content once, and again only if its size or modification time changes. Older corpora
+    without recorded checksums pass. Raises RunError naming the file that differs.
     """
     for name in names:
         path = folder / name
         recorded = (metadata.files or {}).get(name)
         if recorded is None:
             if metadata.files is not None:
-                raise RunError(f"{folder / CORPUS_FILE}: files lacks {name}; {PREPARE_AGAIN}")
+                raise RunError(f"{folder / CORPUS_FILE}: {name} is not listed in files; {PREPARE_AGAIN}")
             continue
         try:
             stat = path.stat()
             changed = stat.st_size != recorded.size
-            problem = f"has {stat.st_size} bytes, and had {recorded.size} when the corpus was made"
+            problem = f"size is {stat.st_size} bytes, but was {recorded.size} when the corpus was made"
             if content and not changed:
                 changed = _cached_sha256(path, stat.st_size, stat.st_mtime_ns) != recorded.sha256
-                problem = "is not what it was when the corpus was made: its checksum is another"
+                problem = "changed since the corpus was made (different checksum)"
         except OSError as error:
             raise RunError(f"{path}: cannot be read: {error.strerror}") from None
         if changed:

@@ -1,13 +1,13 @@
-"""Batches in an order that depends on nothing but the global sample index.
+"""Data loading in an order that depends only on the global sample index.
 
-With D data-parallel ranks, micro-step g of the one with index r reads the samples
+With D data-parallel ranks, micro-step g of the rank with index r reads the samples
 
     start + (g · D + r) · micro_batch   …   start + (g · D + r + 1) · micro_batch − 1
 
-so an optimizer step of `a` micro-steps reads `a · D · micro_batch` consecutive samples: the same ones for any D with
-the same global batch, and for a run that was stopped after `start` samples and resumed. Ranks that share a sequence
-(context parallelism) read the same samples and keep their own positions of them; those that differ in another dimension
-of the mesh read the same.
+An optimizer step of `a` micro-steps therefore reads `a · D · micro_batch` consecutive samples. These are the same for
+any D with the same global batch, and for a run that stopped after `start` samples and resumed. Context-parallel ranks,
+which share a sequence, read the same samples and keep their own positions. Ranks that differ in another dimension of
+the mesh read the same samples.
 """
 
 from collections.abc import Iterator
@@ -22,11 +22,11 @@ from megatron.utils.errors import RunError, UserError
 Batch = dict[str, torch.Tensor]
 
 WHOLE_ROWS = "document_starts"
-"""The tensor of a batch that says something of whole rows, also where ranks share these."""
+"""Name of the batch tensor that keeps whole rows when context-parallel ranks share them."""
 
 
 class DistributedBatchSampler(Sampler[list[int]]):
-    """Sample indices of one data index's micro-batches. A last round that is not complete on all ranks is left out."""
+    """Sampler of one data-parallel rank's micro-batches. A final round that is incomplete on any rank is dropped."""
 
     def __init__(self, num_samples: int, *, micro_batch_size: int, data: Axis, start: int) -> None:
         if micro_batch_size < 1 or start < 0:
@@ -46,12 +46,13 @@ class DistributedBatchSampler(Sampler[list[int]]):
 def build_dataloader(
     dataset: Dataset, *, micro_batch_size: int, mesh: Mesh, start: int = 0, num_workers: int = 0
 ) -> Iterator[Batch]:
-    """The micro-batches of one rank from global sample `start` to the end of the dataset.
+    """Build the micro-batches of one rank from global sample `start` to the end of the dataset.
 
-    Yields dictionaries of stacked samples: `tokens` and `labels` int64 [B, T], `loss_mask` float32 [B, T], B =
-    micro_batch_size and T the positions that the rank holds; where documents are kept apart also `document_starts`,
-    int64 of whole rows (`attention/documents.py`); in pinned memory where there is a GPU. `num_workers` processes read
-    ahead; they change no batch. Drawing batches leaves torch's random state as it was.
+    Yields dictionaries of stacked samples: `tokens` and `labels` int64 [B, T], `loss_mask` float32 [B, T], with B =
+    micro_batch_size and T the number of positions on this rank. With document masking, batches also contain
+    `document_starts`, int64 for whole rows (`attention/documents.py`). With a GPU, tensors are in pinned memory.
+    `num_workers` processes prefetch batches without changing them. Drawing batches does not affect torch's random
+    state.
     """
     sampler = DistributedBatchSampler(len(dataset), micro_batch_size=micro_batch_size, data=mesh.data, start=start)  # type: ignore[arg-type]
     loader = DataLoader(
@@ -60,13 +61,13 @@ def build_dataloader(
         num_workers=num_workers,
         collate_fn=partial(collate, context=mesh.context),
         pin_memory=torch.cuda.is_available(),
-        generator=torch.Generator(),  # else the loader draws its workers' seed from the global generator
+        generator=torch.Generator(),  # otherwise the loader seeds its workers from the global generator
     )
     return unwrap_worker_errors(loader)
 
 
 def collate(samples: list[Batch], context: Axis) -> Batch:
-    """Samples as rows [B, T], of which a context-parallel rank keeps its own positions."""
+    """Stack samples into rows [B, T]; a context-parallel rank keeps only its own positions."""
     batch: Batch = default_collate(samples)
     if context.size == 1:
         return batch
@@ -79,7 +80,7 @@ def collate(samples: list[Batch], context: Axis) -> Batch:
 
 
 def unwrap_worker_errors(loader: DataLoader) -> Iterator[Batch]:
-    """A worker's error comes wrapped into its whole traceback; its last line is the message."""
+    """Yield batches, and reduce a worker's error from a whole traceback to its message."""
     try:
         yield from loader
     except (RunError, UserError) as error:

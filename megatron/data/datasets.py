@@ -1,13 +1,15 @@
-"""The data of a run: samples to train on, and plain tokens to evaluate on.
+"""Datasets of a run: samples for training, and plain tokens for evaluation.
 
-A run learns a text or a task. What follows is about texts; a task's samples are drawn (`megatron.data.task_dataset`).
+A run trains on text or on a task. Task samples are generated (`megatron.data.task_dataset`); the rest of this
+description concerns text.
 
-`data_path` names one dataset, divided by `split` into consecutive fractions of its documents, as in GPT-NeoX; or
-`train_data_paths` and its sisters name datasets per split, blended by weights. Everything here checks before it
-builds: files that are missing or cut short, tokens outside the vocabulary, datasets of different tokenizers, a split
-shorter than one sequence (megatron-core would silently repeat it) each end in one line that names the file.
+`data_path` names one dataset that `split` divides into consecutive fractions of its documents, as in GPT-NeoX.
+Alternatively, `train_data_paths`, `valid_data_paths` and `test_data_paths` name weighted datasets per split. Everything
+is checked before it is built: missing or truncated files, tokens outside the vocabulary, datasets of different
+tokenizers, and a split shorter than one sequence (which megatron-core would silently repeat) each raise a one-line
+error that names the file.
 
-megatron-core is imported only where samples are built, so that evaluation starts quickly.
+megatron-core is imported only to build samples, so that evaluation starts quickly.
 """
 
 import math
@@ -42,71 +44,70 @@ if TYPE_CHECKING:
 
 
 INDEX_BYTES_PER_SAMPLE = 12
-"""At least, while megatron-core builds the index: where the sample begins, and its number in the order."""
+"""Minimum bytes per sample while megatron-core builds the index: the sample's start and its position in the order."""
 
 
 def get_machine_memory() -> int:
-    """In bytes."""
+    """Return the physical memory of this machine, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """Samples per split; None where the configuration names no data or no samples are requested.
+    """Samples per split; None if no data are configured or no samples are requested.
 
-    A sample is a dictionary: `tokens` and `labels`, int64 [T], and `loss_mask`, float32 [T]. T is the same for all
-    samples of a step. Of texts labels are one token ahead.
-    Documents follow each other inside a sample. Positions run on and attention crosses them, as in GPT-NeoX, unless
-    they are kept apart: then samples have `document_starts` too, int64 [T].
+    A sample is a dictionary with `tokens` and `labels`, int64 [T], and `loss_mask`, float32 [T]. T is the same for all
+    samples of a step. For text, labels are shifted by one token. Documents are concatenated within a sample. Positions
+    continue and attention crosses document boundaries, as in GPT-NeoX, unless documents are masked; samples then also
+    have `document_starts`, int64 [T].
     """
 
     train: "Dataset | None"
     valid: "Dataset | None"
     test: "Dataset | None"
-    """Validation and test read each token of their text once, or a fixed part of them (`validation_dataset`)."""
+    """Held-out samples, which cover each token of the text once, or a fixed subset (`validation_dataset`)."""
     lengths: tuple[int, ...]
-    """The lengths T of training samples, each as often as it occurs."""
+    """Lengths T of training samples, with repetitions proportional to their frequency."""
     crossing_share: float | None = None
-    """The share of training samples that hold more than one document, on the first rank; None of a task, whose samples
-    are one each."""
+    """Fraction of training samples with more than one document, on the first rank; None for a task."""
     further: Mapping[str, "Dataset"] = field(default_factory=dict)
-    """Further validations, by what their records are named: valid/NAME of a named set, valid/4x of a length."""
+    """Additional validation sets by record name: valid/NAME for a named set, valid/4x for a multiple of the length."""
     epochs: str | None = None
-    """Sentence on how often training reads its text, or None for a task."""
+    """Sentence about the number of passes over the training text, or None for a task."""
     notes: tuple[str, ...] = ()
-    """What a person should know, on the first rank: a damaged index that was built anew."""
+    """Notes for the user, on the first rank, for example about a damaged index that was rebuilt."""
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """How many samples of each split a run reads, and what their order follows from.
+    """Number of samples a run reads from each split, and the inputs that determine their order.
 
-    The order of the training samples follows from `seed` and `train_samples`. A run that is extended passes the
-    `train_samples` it began with and the new count as `extend_train_to`: the old samples stay in their order and
-    new ones follow (`megatron.data.gpt_dataset`).
+    The order of training samples is determined by `seed` and `train_samples`. An extended run passes its original
+    `train_samples` and the new count as `extend_train_to`: existing samples keep their order and new ones are appended
+    (`megatron.data.gpt_dataset`).
     """
 
     seed: int
     train_samples: int = 0
     valid_samples: int | None = 0
     test_samples: int | None = 0
-    """Held-out samples at most, of the training length; None for all of a text, and 0 for no dataset."""
+    """Maximum number of held-out samples of the training length; None for the whole text, 0 for no dataset."""
     extend_train_to: int | None = None
     batch_size: int = 1
-    """Sequences of an optimizer step: those of a task have one length."""
+    """Sequences per optimizer step; task sequences of one step have the same length."""
     consumed_samples: int = 0
-    """Training samples that were read already; a task draws from there on."""
+    """Number of training samples already consumed; a task starts drawing there."""
     stage: StageOrder | None = None
-    """Of a run in stages, whose training samples are counted in blocks then."""
+    """Order within a stage, for runs in stages; training samples are then counted in blocks."""
 
     @property
     def num_samples(self) -> dict[Split, int | None]:
-        """Samples per split that the order is made for; None for all."""
+        """Number of samples per split for which the order is built; None for all."""
         return dict(zip(SPLITS, (self.train_samples, self.valid_samples, self.test_samples), strict=True))
 
     @property
     def total_train_samples(self) -> int:
-        """Training samples, with those that extend the training; of a stage, those until its end."""
+        """Number of training samples including an extension; within a stage, the number until the stage's end."""
         return (
             self.extend_train_to or 0 if self.stage is not None else max(self.train_samples, self.extend_train_to or 0)
         )
@@ -124,16 +125,15 @@ def build_datasets(
     eval_multiples: Sequence[int] = (),
     slices: Mapping[str, list[DatasetSlice]] | None = None,
 ) -> Datasets:
-    """Samples for each split that has data and is to have some: of `seq_length` tokens, or a task's.
+    """Build the samples of every split that has data and requests samples, for text or a task.
 
-    cache: folder for the sample indices, shared by all processes of the run, of which the first builds them while the
-    others wait: all must call this. None keeps them in memory.
-    vocabulary: of the data, if it was read already.
-    keep_documents_apart: samples say where their documents begin (`attention_mask: document`).
-    eval_multiples: further lengths of validation samples, in `seq_length`.
-    slices: the datasets if they were opened before (`open_dataset_slices`).
+    cache: folder for sample indices, shared by all processes of the run. The first process builds them while the others
+    wait, so every process must call this function. None keeps indices in memory. vocabulary: vocabulary of the data, if
+    already read. keep_documents_apart: add document starts to samples (`attention_mask: document`). eval_multiples:
+    additional lengths of validation samples, as multiples of `seq_length`. slices: datasets, if already opened with
+    `open_dataset_slices`.
 
-    Raises UserError for data that cannot be used, RunError for damaged files and a cache that cannot be written.
+    Raises UserError for unusable data, and RunError for damaged files or an unwritable cache.
     """
     vocabulary = vocabulary or read_vocabulary(data)
     if slices is None:
@@ -186,11 +186,12 @@ def open_dataset_slices(
     vocabulary: Vocabulary,
     keep_documents_apart: bool = False,
 ) -> dict[str, list[DatasetSlice]]:
-    """Open and check the datasets of each split that is read, and of each further validation set as valid/NAME.
+    """Open and check the datasets of each split in use, and of each additional validation set as valid/NAME.
 
-    Of a large dataset a part of the tokens is read here; each sample is checked when it is read. A task has none.
+    For large datasets only a subset of the tokens is checked here; each sample is checked when it is read. A task has
+    no datasets.
 
-    Raises UserError for data that cannot be used, RunError for damaged files.
+    Raises UserError for unusable data and RunError for damaged files.
     """
     if not 0 <= order.seed < 1 << 32:
         raise UserError(f"seed: {order.seed} is not between 0 and {(1 << 32) - 1}")
@@ -213,15 +214,15 @@ def open_dataset_slices(
 
 
 def _get_train_length(order: SampleOrder, seq_length: int) -> int:
-    """Return the tokens that training samples are cut from together."""
+    """Return the number of tokens in the blocks from which training samples are cut."""
     return seq_length if order.stage is None else order.stage.block_length
 
 
 def _describe_epochs(slices: Sequence[DatasetSlice], num_tokens: int) -> str:
-    """Return a line on how often training reads its text, or each of its datasets where that differs."""
+    """Return a line on the number of passes over the training text, or over each dataset if these differ."""
     sizes, total_weight = [each.num_tokens() for each in slices], sum(each.weight for each in slices)
     times = [num_tokens * each.weight / total_weight / size for each, size in zip(slices, sizes, strict=True)]
-    line = f"training reads its {sum(sizes):,} tokens of text {num_tokens / sum(sizes):.3g} times"
+    line = f"training text: {sum(sizes):,} tokens, read {num_tokens / sum(sizes):.3g} times"
     if max(times) - min(times) > 0.01 * max(times):
         shown = [f"{s.dataset.prefix} {t:.3g} times" for s, t in zip(slices[:MAX_SHOWN], times, strict=False)]
         line += f": {', '.join(shown)}" + (f" and {len(slices) - MAX_SHOWN} more" if len(slices) > MAX_SHOWN else "")
@@ -237,7 +238,7 @@ def _build_held_out(
     vocabulary: Vocabulary,
     groups: "ProcessGroups",
 ) -> dict[str, "Dataset"]:
-    """Return validation and test samples: of each set at the training length, and of validation at further lengths."""
+    """Build test samples, validation samples at the training length, and validation samples at additional lengths."""
     from megatron.data.validation_dataset import ValidationDataset
 
     samples: dict[str, Dataset] = {}
@@ -270,15 +271,14 @@ def _build_held_out(
 
 
 def _check_stream(dataset_slice: DatasetSlice, stream: np.ndarray, vocabulary: Vocabulary) -> None:
-    """Check tokens that no sample's reader checks: their checksum, if one was recorded, and that they are tokens of the
-    vocabulary."""
+    """Check a token stream against its recorded checksum, if any, and against the vocabulary."""
     check_dataset_content(dataset_slice.dataset)
     name = f"{dataset_slice.key}: {dataset_slice.dataset.prefix}"
     check_token_range(name, find_token_range(stream), stream.dtype, vocabulary)
 
 
 def check_slice_contents(slices: Mapping[str, Sequence[DatasetSlice]], vocabulary: Vocabulary) -> None:
-    """Check the tokens of opened datasets as their first use does, without building samples. Raises as that does."""
+    """Run the checks of first use on opened datasets, without building samples. Raises the same errors."""
     checked: set[Path] = set()
     for name, slices_of_split in slices.items():
         for each in slices_of_split:
@@ -290,19 +290,19 @@ def check_slice_contents(slices: Mapping[str, Sequence[DatasetSlice]], vocabular
 
 
 def check_index_size(order: SampleOrder) -> None:
-    """Check that this machine can index a run's samples in memory. Raises UserError."""
+    """Check that the sample index fits in this machine's memory. Raises UserError."""
     total = order.total_train_samples
     if (needed := INDEX_BYTES_PER_SAMPLE * total) > get_machine_memory():
         needed_gib, memory_gib = needed / 2**30, get_machine_memory() / 2**30
         raise UserError(
-            f"train_iters: {total:,} train samples need an index of {needed_gib:,.0f} GiB, more than the memory of "
-            f"this machine, {memory_gib:,.0f} GiB",
+            f"train_iters: {total:,} training samples need an index of {needed_gib:,.0f} GiB, more than the memory of "
+            f"this machine ({memory_gib:,.0f} GiB)",
             "train_iters",
         )
 
 
 def _build_task_datasets(data: DataOptions, order: SampleOrder) -> Datasets:
-    """What the task of a configuration draws: so many samples of each split."""
+    """Build the datasets of a task, with the requested number of samples per split."""
     from megatron.data.task_dataset import TaskDataset
 
     task_config = read_task_config(data)
@@ -323,7 +323,7 @@ def _build_task_datasets(data: DataOptions, order: SampleOrder) -> Datasets:
 
 
 def check_dataset_slice(dataset_slice: DatasetSlice, split: Split, seq_length: int, vocabulary: Vocabulary) -> None:
-    """UserError for a slice without a sample of `seq_length` tokens, or with tokens that are not the vocabulary's."""
+    """Raise UserError if a slice has fewer than `seq_length` + 1 tokens, or tokens outside the vocabulary."""
     key, dataset, num_tokens = dataset_slice.key, dataset_slice.dataset, dataset_slice.num_tokens()
     name = f"{key}: the {split} split of {dataset.prefix}" if key == "data_path" else f"{key}: {dataset.prefix}"
     if num_tokens == 0:
@@ -337,14 +337,14 @@ def check_dataset_slice(dataset_slice: DatasetSlice, split: Split, seq_length: i
 
 
 def list_sequence_lengths(data: DataOptions, seq_length: int) -> tuple[int, ...]:
-    """Tokens of training sequences, each length as often as it occurs: seq_length of a text, or those of the task."""
+    """Return the training sequence lengths, with repetitions proportional to frequency: seq_length, or the task's."""
     return (seq_length,) if data.task is None else read_task_config(data).sequence_lengths
 
 
 def load_token_stream(data: DataOptions, split: Split, vocabulary: Vocabulary | None = None) -> np.ndarray:
-    """All tokens of a split, [N] integers: documents in order, datasets one after the other, weights not applied.
+    """Return all tokens of a split, [N] integers: documents in order, datasets concatenated without weights.
 
-    A view of the file where the split is one dataset. `vocabulary` is that of the data, if it was read already.
+    The result is a view of the file if the split is one dataset. `vocabulary` is that of the data, if already read.
     Raises UserError if the configuration has no data for the split.
     """
     slices = list_dataset_slices(data, split)

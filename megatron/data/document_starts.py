@@ -1,4 +1,4 @@
-"""Can the documents of a dataset be told apart, how many rows hold several, and what do such rows look like?"""
+"""Document boundaries: whether a dataset marks them, how many rows contain several documents, and sample rows."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,17 +10,17 @@ from megatron.options.data import DataOptions
 from megatron.utils.errors import UserError
 
 CHECKED_DOCUMENTS = 256
-"""The first documents of a dataset, one of which must end with the end-of-document token to be told from the next."""
+"""Number of documents of a dataset to check; one of them must end with the end-of-document token."""
 MAX_COUNTED_DOCUMENTS = 1 << 20
-"""Of which the share of rows that hold several is computed."""
+"""Maximum number of documents used to compute the fraction of rows with several documents."""
 DRAW_SEED = 20
-"""Of rows that are drawn: no run's own, so that what is found out on them is true of every run on these data."""
+"""Seed for drawing rows. It is independent of a run's seed, so results apply to every run on the same data."""
 
 
 def check_document_ends(dataset_slice: DatasetSlice, vocabulary: Vocabulary) -> int:
-    """The end-of-document token that tells the documents of a slice apart.
+    """Return the end-of-document token that separates the documents of a slice.
 
-    UserError if the tokenizer has none, or if none of the first documents ends with it.
+    Raises UserError if the tokenizer has none, or if none of the first documents ends with it.
     """
     dataset, eod = dataset_slice.dataset, vocabulary.eod
     bounds = range(dataset_slice.first, min(dataset_slice.first + CHECKED_DOCUMENTS, dataset_slice.last))
@@ -29,59 +29,62 @@ def check_document_ends(dataset_slice: DatasetSlice, vocabulary: Vocabulary) -> 
         token = "" if eod is None else f" ({eod})"
         raise UserError(
             f"attention_mask: document, but the documents of {dataset.prefix} do not end with the end-of-document "
-            f"token of {vocabulary.name}{token}, which tells them apart; prepare them with it",
+            f"token of {vocabulary.name}{token}, which separates them; prepare them with it",
             "attention_mask",
         )
     return eod
 
 
 def describe_crossing_share(attention_mask: str, share: float | None) -> list[str]:
-    """A line on how many rows hold several documents, and what becomes of these; none where there are no rows."""
-    then = "each is read alone" if attention_mask == "document" else "attention crosses them"
+    """Return a line on the fraction of rows with several documents and how attention treats them, if there are rows."""
+    then = "each attends only to itself" if attention_mask == "document" else "attention crosses them"
     return (
         []
         if share is None
-        else [f"attention_mask {attention_mask}: {share:.0%} of rows hold several documents; {then}"]
+        else [f"attention_mask {attention_mask}: {share:.0%} of rows contain several documents; {then}"]
     )
 
 
 def estimate_crossing_share(parts: Sequence[DatasetSlice], seq_length: int) -> float | None:
-    """Return the share of training rows that hold several documents, these read in the order of their datasets, which
-    training shuffles; None without a row."""
+    """Estimate the fraction of training rows with several documents from unshuffled datasets; None without rows."""
     shares = (compute_crossing_share(part.dataset.lengths[part.first : part.last], seq_length) for part in parts)
     return average_crossing_shares((part.weight for part in parts), shares)
 
 
 def average_crossing_shares(weights: Iterable[float], shares: Iterable[float | None]) -> float | None:
-    """Their mean, weighted as the datasets are that they are of; None of a dataset without a row counts for nothing,
-    and is what comes of no others."""
+    """Return the mean of shares weighted by their datasets.
+
+    Datasets without a row (None) are ignored; None is returned if there are no others.
+    """
     known = [(weight, share) for weight, share in zip(weights, shares, strict=True) if share is not None]
     total = sum(weight for weight, _ in known)
     return sum(weight * share for weight, share in known) / total if total else None
 
 
 def compute_crossing_share(lengths: np.ndarray, seq_length: int) -> float | None:
-    """The share of rows that hold more than one document; None where there is not one row.
+    """Return the fraction of rows with more than one document, or None if there are no rows.
 
-    lengths: integers [documents], in tokens with their ends, in the order in which they are cut into rows of
-        `seq_length` tokens. The first MAX_COUNTED_DOCUMENTS are counted.
+    lengths: integers [documents], document lengths in tokens including end tokens, in the order in which they are cut
+        into rows of `seq_length` tokens. Only the first MAX_COUNTED_DOCUMENTS are counted.
     """
     ends = np.cumsum(lengths[:MAX_COUNTED_DOCUMENTS], dtype=np.int64)
     num_rows = int(ends[-1]) // seq_length if len(ends) else 0
     if num_rows == 0:
         return None
-    starts = ends[ends % seq_length != 0]  # those of the next document each; at a row's beginning nothing is crossed
+    starts = ends[ends % seq_length != 0]  # starts of the next documents; one at the start of a row crosses nothing
     return int((np.unique(starts // seq_length) < num_rows).sum()) / num_rows
 
 
 def draw_document_starts(data: DataOptions, num_rows: int, seq_length: int) -> np.ndarray:
-    """Of each token of rows like those of training, drawn by the lengths of its documents, the column at which its
-    document begins. The last row holds the most documents, and at least two if it has two tokens.
+    """Draw rows like those of training and return, for each token, the column at which its document begins.
+
+    Document lengths are sampled from the training data. The last row contains the most documents, and at least two if
+    it has two tokens.
 
     Returns:
         int64 [rows, T].
 
-    Raises as `list_dataset_slices`.
+    Raises the same errors as `list_dataset_slices`.
     """
     generator = np.random.default_rng(DRAW_SEED)
     parts = list_dataset_slices(data, "train")
@@ -98,8 +101,7 @@ def draw_document_starts(data: DataOptions, num_rows: int, seq_length: int) -> n
 
 
 def _draw_row(lengths: np.ndarray, seq_length: int, generator: np.random.Generator) -> np.ndarray:
-    """The columns at which documents begin in a row that is cut from documents in random order: it begins at any of
-    their tokens."""
+    """Return the columns at which documents begin in a row of documents in random order, starting at a random token."""
     ends = np.cumsum(lengths, dtype=np.int64)
     token = generator.integers(ends[-1])
     begins, end = [0], int(ends[np.searchsorted(ends, token, side="right")] - token)

@@ -1,28 +1,27 @@
-"""Training samples in an order that only ever grows, and their index on disk.
+"""Training samples in an append-only order, and their index on disk.
 
 megatron-core's GPTDataset cuts the concatenated documents of one or more shuffled epochs into samples and shuffles
-those. Its order depends on the number of samples requested, so a run that is extended from 1,000 to 2,000 steps would
-read everything in another order, and what it had read already again. Here the order of a dataset is a chain of
-GPTDatasets instead:
+them. Its order depends on the number of requested samples. A run extended from 1,000 to 2,000 steps would therefore
+read everything in a different order and repeat samples. Here, the order of a dataset is a chain of GPTDatasets:
 
     link 0: built for the number of samples the run began with, shuffled with the run's seed
     link k: built for as many samples as links 0 … k−1 have together, shuffled with a seed made from (seed, k)
 
-A link is used to its end, that is for whole epochs, before the next begins. So the order is a function of the seed
-and the first count alone, however often and however far a run is extended, and the number of links grows only with
-the logarithm of its length. A blend of datasets is megatron-core's BlendedDataset over such chains; its interleaving
-is greedy, hence the same for the first n samples whatever the total.
+Each link is used to its end, that is, for whole epochs, before the next one begins. The order therefore depends only on
+the seed and the first count, no matter how often or how far a run is extended, and the number of links grows with the
+logarithm of its length. A blend of datasets is megatron-core's BlendedDataset over such chains. Its interleaving is
+greedy, so the first n samples are the same for any total.
 
-The index of a GPTDataset is written once and read without trusting it. megatron-core reads its own cache with
-`numpy.load(allow_pickle=True)`: whoever can write into the cache runs code in the training process. Here megatron-core
-only builds an index, in a folder that is empty; reading is ours. Arrays are mapped by numpy's reader of the .npy
-format, which refuses objects, and the first rank compares every file with the manifest and every number with the range
-it must be in.
+The index of a GPTDataset is written once and treated as untrusted when read. megatron-core reads its own cache with
+`numpy.load(allow_pickle=True)`, so anyone with write access to the cache can run code in the training process. Here,
+megatron-core only builds an index in an empty folder; this module reads it. Arrays are memory-mapped by numpy's .npy
+reader, which rejects objects. The first rank checks every file against the manifest and every number against its valid
+range.
 
-    train-3f0c…/document_index.npy   int32 [documents of all epochs]: the sequences in the order they are read
+    train-3f0c…/document_index.npy   int32 [documents of all epochs]: sequences in reading order
                 sample_index.npy     int32 or int64 [samples + 1, 2]: row of document_index, offset in that sequence
                 shuffle_index.npy    uint32 or int64 [samples]: the sample to read
-                index.json           size and SHA-256 of each
+                index.json           size and SHA-256 of each file
 """
 
 import hashlib
@@ -66,39 +65,39 @@ Sample = dict[str, torch.Tensor]
 
 INDEX_MANIFEST = "index.json"
 UNREADABLE = (OSError, ValueError, TypeError, OverflowError, MemoryError, RecursionError)
-"""What numpy's reader and json raise for files that are not theirs."""
+"""Exceptions that numpy's reader and json raise for invalid files."""
 
 
 @dataclass(frozen=True)
 class _TokenizerStub:
-    """What GPTDatasetConfig wants to know of a tokenizer. No `pad`: no sample is ever padded."""
+    """Tokenizer attributes that GPTDatasetConfig reads. There is no `pad` because samples are never padded."""
 
     vocab_size: int
     eod: int | None
-    unique_identifiers: dict[str, Any]  # part of the name of megatron-core's files; `_cache_key` has taken care of that
+    unique_identifiers: dict[str, Any]  # part of megatron-core's file names; `_cache_key` covers it
 
 
 @dataclass(frozen=True)
 class SampleFormat:
-    """What the samples of a split are cut into, and from which tokens."""
+    """Format of a split's samples: their length and the source of their tokens."""
 
     split: Split
     seq_length: int
     vocabulary: Vocabulary
     eod_mask_loss: bool
-    """No loss at the tokens that end documents."""
+    """True if tokens that end documents are excluded from the loss."""
 
 
 class CheckedGPTDataset(GPTDataset):
-    """A GPTDataset that hands out nothing but tokens of the vocabulary, and a mask of its own with each sample."""
+    """GPTDataset that returns only tokens of the vocabulary, and gives each sample its own mask."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        # Otherwise megatron-core hands out its one cached mask, and writes into it: one sample would mask the others.
+        # Otherwise megatron-core returns one cached mask and modifies it, so that one sample would mask the others.
         self.masks_and_position_ids_are_cacheable = False
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        """Read the tokens of a sample, and check them before megatron-core takes negative ones for padding."""
+        """Read the tokens of a sample and check them before megatron-core treats negative ids as padding."""
         tokens, documents = super()._query_document_sample_shuffle_indices(idx)
         size = self.config.tokenizer.vocab_size
         smallest, largest = int(tokens.min()), int(tokens.max())
@@ -109,9 +108,9 @@ class CheckedGPTDataset(GPTDataset):
 
 
 class ChainedGPTDataset(torch.utils.data.Dataset):
-    """The samples of one dataset from number `start` on, see the module.
+    """Samples of one dataset from number `start` on, as a chain of GPTDatasets (see the module).
 
-    `unique_identifiers` and `index_split` are for BlendedDataset.
+    BlendedDataset reads `unique_identifiers` and `index_split`.
     """
 
     def __init__(self, links: Sequence[GPTDataset], start: int = 0) -> None:
@@ -133,14 +132,14 @@ class ChainedGPTDataset(torch.utils.data.Dataset):
         return {name: sample[name] for name in ("tokens", "labels", "loss_mask")}
 
     def compute_crossing_share(self, seq_length: int) -> float | None:
-        """Of the rows that its documents are cut into, in the order in which they are read at first."""
+        """Return the fraction of rows with more than one document, in the order of the first link."""
         link = self.datasets[0]
         documents = link.document_index[:MAX_COUNTED_DOCUMENTS]
         return compute_crossing_share(link.dataset.sequence_lengths[documents], seq_length)
 
 
 class TrainingDataset(torch.utils.data.Dataset):
-    """The first `total` samples of a chain or a blend of chains, as dictionaries of three tensors."""
+    """First `total` samples of a chain or of a blend of chains, as dictionaries of three tensors."""
 
     def __init__(
         self,
@@ -161,18 +160,18 @@ class TrainingDataset(torch.utils.data.Dataset):
         return {name: sample[name] for name in ("tokens", "labels", "loss_mask")}
 
     def compute_crossing_share(self, seq_length: int) -> float | None:
-        """The share of rows of `seq_length` tokens that hold more than one document, weighted as the chains are."""
+        """Return the fraction of rows of `seq_length` tokens with more than one document, weighted by chain."""
         return average_crossing_shares(
             self.weights, (chain.compute_crossing_share(seq_length) for chain in self.chains)
         )
 
 
 class CutDataset(torch.utils.data.Dataset):
-    """Samples cut into `pieces` equal parts, which follow each other. The tensors of a sample are [T], T a multiple."""
+    """Samples cut into `pieces` equal, consecutive pieces. Tensors have shape [T], with T divisible by `pieces`."""
 
     def __init__(self, dataset: torch.utils.data.Dataset, pieces: int) -> None:
         self.dataset, self.pieces = dataset, pieces
-        self._last: tuple[int, Sample] | None = None  # consecutive parts are read one after the other
+        self._last: tuple[int, Sample] | None = None  # pieces of one block are read consecutively
 
     def __len__(self) -> int:
         return len(self.dataset) * self.pieces  # type: ignore[arg-type]
@@ -186,7 +185,7 @@ class CutDataset(torch.utils.data.Dataset):
 
 
 class DocumentDataset(torch.utils.data.Dataset):
-    """Samples with `document_starts`, int64 [T]: the place of each token's document's first token."""
+    """Samples with `document_starts`, int64 [T]: the index of the first token of each token's document."""
 
     def __init__(self, dataset: torch.utils.data.Dataset, eod: int) -> None:
         self.dataset, self.eod = dataset, eod
@@ -211,10 +210,10 @@ def build_training_dataset(
     notes: list[str],
     sources: Mapping[str, SourceOrder] | None = None,
 ) -> TrainingDataset:
-    """`total` samples of a split, in the order that a run of `ordered` samples began with.
+    """Build `total` samples of a split, in the order of a run that began with `ordered` samples.
 
-    What a person should know is added to `notes`. `sources` says of each dataset, by its prefix, where the stage of a
-    run takes it up.
+    Notes for the user are appended to `notes`. `sources` gives, for each dataset prefix, the position at which the
+    current stage continues.
     """
     weights = np.array([dataset_slice.weight for dataset_slice in dataset_slices])
     weights = weights / sum(dataset_slice.weight for dataset_slice in dataset_slices)
@@ -233,14 +232,14 @@ def build_training_dataset(
         chains.append(ChainedGPTDataset(links, start))
     if len(chains) == 1:
         return TrainingDataset(chains[0], total, chains, [1.0])
-    config = builder.build_config(seed, None)  # computing the interleaving is faster than reading a cache of it
+    config = builder.build_config(seed, None)  # computing the interleaving is faster than reading it from a cache
     blend = BlendedDataset(chains, weights.tolist(), total, config)
     return TrainingDataset(blend, total, chains, weights.tolist())
 
 
 @contextmanager
 def _temporary_folder(groups: ProcessGroups) -> Iterator[Path]:
-    """A folder of the first process's, for all; gone when all have left it."""
+    """Open a temporary folder of the first process for all processes. It is deleted when all of them have left."""
     with ExitStack() as stack:
         own, error = None, None
         if groups.is_main:
@@ -248,15 +247,15 @@ def _temporary_folder(groups: ProcessGroups) -> Iterator[Path]:
                 own = stack.enter_context(temporary_folder("samples"))
             except OSError as failure:
                 error = failure
-        own_or_error = groups.gather_objects(error or own)[0]  # all stop where the first process cannot go on
+        own_or_error = groups.gather_objects(error or own)[0]  # all processes stop if the first one failed
         if isinstance(own_or_error, OSError):
             raise own_or_error
         yield own_or_error
-        groups.gather_objects(None)  # nobody reads it any more
+        groups.gather_objects(None)  # nobody reads it anymore
 
 
 class _GPTDatasetBuilder:
-    """Builds GPTDatasets of one slice. All ranks must make the same calls."""
+    """Builder of GPTDatasets for one slice. All ranks must make the same calls."""
 
     def __init__(
         self,
@@ -270,7 +269,7 @@ class _GPTDatasetBuilder:
         self.split, self.seq_length = CoreSplit[sample_format.split], sample_format.seq_length
         self.eod_mask_loss, self.vocabulary = sample_format.eod_mask_loss, sample_format.vocabulary
         self.tokenizer = _TokenizerStub(sample_format.vocabulary.size, sample_format.vocabulary.eod, {})
-        self.prefix = str(dataset_slice.dataset.prefix.resolve())  # however it is written, the index is the same
+        self.prefix = str(dataset_slice.dataset.prefix.resolve())  # independent of how the path is written
         self.dataset = IndexedDataset(self.prefix)
 
     def build_config(self, seed: int, folder: Path | None) -> GPTDatasetConfig:
@@ -289,19 +288,22 @@ class _GPTDatasetBuilder:
         )
 
     def build(self, num_samples: int, seed: int) -> GPTDataset:
-        """At least `num_samples` samples. The index comes from the cache, or is built there by the first process."""
+        """Build at least `num_samples` samples.
+
+        The first process builds the index in the cache unless it is already there.
+        """
         if self.cache is not None:
             return self._build_in(self.cache, num_samples, seed)
         try:
-            with _temporary_folder(self.groups) as temporary:  # maps outlive names
+            with _temporary_folder(self.groups) as temporary:  # memory maps outlive file names
                 if self.groups.world_size > 1:
                     return self._build_in(temporary, num_samples, seed)
                 self._check_tokens()
                 return CheckedGPTDataset(*self._arguments(num_samples, seed, temporary))
         except OSError as error:
             raise RunError(
-                f"{tempfile.gettempdir()}: the sample index cannot be written: {describe_cause(error)}; "
-                "data_cache or TMPDIR names another folder"
+                f"{tempfile.gettempdir()}: cannot write the sample index: {describe_cause(error)}; "
+                "set data_cache or TMPDIR to another folder"
             ) from None
 
     def _build_in(self, cache: Path, num_samples: int, seed: int) -> GPTDataset:
@@ -313,13 +315,13 @@ class _GPTDatasetBuilder:
             return IndexedGPTDataset(read_sample_index(folder), *self._arguments(num_samples, seed, None))
         except FileNotFoundError:
             raise RunError(
-                f"{folder}: the sample index is not seen by every process; data_cache names a folder that is"
+                f"{folder}: not every process can see the sample index; set data_cache to a shared folder"
             ) from None
-        except UNREADABLE as error:  # by a rank that the first one's repair does not reach
-            raise RunError(f"{folder}: a damaged sample index ({error}); delete the folder") from None
+        except UNREADABLE as error:  # on a rank that cannot see the first rank's repair
+            raise RunError(f"{folder}: damaged sample index ({error}); delete the folder") from None
 
     def _arguments(self, num_samples: int, seed: int, folder: Path | None) -> tuple[Any, ...]:
-        """What a GPTDataset is made from; `folder` is where it writes its index."""
+        """Return the arguments of a GPTDataset; it writes its index to `folder`."""
         indices = np.arange(self.dataset_slice.first, self.dataset_slice.last, dtype=np.int32)
         return self.dataset, self.prefix, indices, num_samples, self.split, self.build_config(seed, folder)
 
@@ -328,7 +330,7 @@ class _GPTDatasetBuilder:
         check_all_tokens(f"{dataset_slice.key}: {dataset_slice.dataset.prefix}", dataset_slice.dataset, self.vocabulary)
 
     def _write_index(self, folder: Path, num_samples: int, seed: int) -> FarfieldError | None:
-        """Build the index unless a whole one is there. Returns what went wrong."""
+        """Build the index unless an undamaged one exists. Returns the error, if any."""
         dataset_slice = self.dataset_slice
         damage, damaged_version = None, read_folder_version(folder)
         if folder.exists():
@@ -337,22 +339,23 @@ class _GPTDatasetBuilder:
             if damage is None:
                 return None
         try:
-            self._check_tokens()  # once: the index belongs to the files' sizes and times, and to the vocabulary
-            # Another run that builds the same index builds the same files.
+            self._check_tokens()  # once: the index depends on the files' sizes and times, and on the vocabulary
+            # Another run that builds the same index builds identical files.
             with atomic_directory(folder, replaces=damaged_version, on_conflict="discard") as new:
                 write_sample_index(new, lambda folder: GPTDataset(*self._arguments(num_samples, seed, folder)))
         except OSError as error:
-            return RunError(f"{folder}: the sample index cannot be written: {describe_cause(error)}")
+            return RunError(f"{folder}: cannot write the sample index: {describe_cause(error)}")
         except FarfieldError as error:
             return error
         if damage is not None:
-            self.notes.append(
-                f"{folder}: the sample index was damaged ({damage}); it was built anew, in the same order"
-            )
+            self.notes.append(f"{folder}: the sample index was damaged ({damage}); it was rebuilt in the same order")
         return None
 
     def _cache_key(self, num_samples: int, seed: int) -> str:
-        """Everything that the index depends on. A dataset is recognised by its path, its size and its time."""
+        """Return a key of everything the index depends on.
+
+        A dataset is identified by path, size and modification time.
+        """
         dataset_slice = self.dataset_slice
         parts = [self.prefix, _stat_files(dataset_slice.dataset), dataset_slice.first, dataset_slice.last]
         parts += [self.split.name, self.seq_length, num_samples, seed, self.eod_mask_loss, self.vocabulary.size]
@@ -365,7 +368,7 @@ def _stat_files(dataset: IndexedTokens) -> list[int]:
 
 
 class SampleIndex(NamedTuple):
-    """Three arrays, see the module."""
+    """Three arrays that determine the samples (see the module)."""
 
     document_index: np.ndarray
     sample_index: np.ndarray
@@ -381,7 +384,7 @@ class _Manifest(BaseModel):
 
 
 class IndexedGPTDataset(CheckedGPTDataset):
-    """A dataset over an index that exists already."""
+    """Dataset with an existing index."""
 
     def __init__(self, index: SampleIndex, *arguments: object) -> None:
         self._index = index
@@ -392,40 +395,42 @@ class IndexedGPTDataset(CheckedGPTDataset):
 
 
 def write_sample_index(folder: Path, build: Callable[[Path], GPTDataset]) -> None:
-    """Let `build` have megatron-core write an index into an empty folder, then name and record the files."""
+    """Call `build` to have megatron-core write an index into an empty folder, then rename and record the files."""
     build(folder)
     (folder / INDEX_MANIFEST).unlink(missing_ok=True)
     digests: dict[str, FileDigest] = {}
     for path in list(folder.iterdir()):
         name = next((name for name in SampleIndex._fields if path.name.endswith(f"-{name}.npy")), None)
         if name is None:
-            path.unlink()  # its description, which `_cache_key` has taken care of
+            path.unlink()  # description file; `_cache_key` covers its content
         else:
             digests[name] = compute_file_digest(path.rename(folder / f"{name}.npy"))
     (folder / INDEX_MANIFEST).write_text(_Manifest(**digests).model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 def read_sample_index(folder: Path) -> SampleIndex:
-    """Map an index. Raises one of UNREADABLE for files that cannot be one."""
+    """Memory-map an index. Raises one of UNREADABLE for invalid files."""
     return SampleIndex(*(open_memmap(folder / f"{name}.npy", mode="r") for name in SampleIndex._fields))
 
 
 def find_index_damage(folder: Path, num_samples: int, lengths: np.ndarray, first: int, last: int) -> str | None:
-    """What is wrong with the index in a folder, which must have at least `num_samples` samples of the sequences
-    first … last − 1 of the given lengths; None if nothing is."""
+    """Return a description of the damage to the index in a folder, or None if it is valid.
+
+    A valid index has at least `num_samples` samples of the sequences first … last − 1 with the given lengths.
+    """
     try:
         manifest = _Manifest.model_validate(parse_json((folder / INDEX_MANIFEST).read_text(encoding="utf-8")))
         for name in SampleIndex._fields:
             if compute_file_digest(folder / f"{name}.npy") != getattr(manifest, name):
-                return f"{name}.npy is not what {INDEX_MANIFEST} recorded"
+                return f"{name}.npy does not match {INDEX_MANIFEST}"
         index = read_sample_index(folder)
     except ValidationError:
-        return f"{INDEX_MANIFEST} does not describe one"
+        return f"{INDEX_MANIFEST} is not a valid manifest"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except UNREADABLE as error:
         return " ".join(str(error).split())
-    return None if _fits_dataset(index, num_samples, lengths, first, last) else "its arrays do not fit the data"
+    return None if _fits_dataset(index, num_samples, lengths, first, last) else "its arrays do not match the data"
 
 
 def _fits_dataset(index: SampleIndex, num_samples: int, lengths: np.ndarray, first: int, last: int) -> bool:

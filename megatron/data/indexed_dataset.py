@@ -1,24 +1,18 @@
-"""Indexed datasets (.bin and .idx): their format, reading them, and whether they are still what they were when made.
+"""Indexed datasets (.bin and .idx): their format, reading, and verification.
 
-A dataset is named by its prefix, as in Megatron and GPT-NeoX: `corpora/python/train_text_document` stands for that
-path with `.bin` (the tokens) and with `.idx` (where documents begin). If it was made by `./deepy.py prepare`, the
-folder's `corpus.json` says by which tokenizer.
+A dataset is named by its prefix, as in Megatron and GPT-NeoX: `corpora/python/train_text_document` refers to that path
+with `.bin` (the tokens) and with `.idx` (the document boundaries). For datasets made by `./deepy.py prepare`, the
+folder's `corpus.json` names the tokenizer.
 
-The format is Megatron's, shared with GPT-NeoX. `.bin` holds the tokens and nothing else. `.idx` holds, little endian:
+The format is Megatron's, shared with GPT-NeoX. `.bin` contains only tokens. `.idx` contains, in little-endian order:
 
-| bytes | content |
-|---|---|
-| 9 | `MMIDIDX\\0\\0` |
-| 8 | version, 1 |
-| 1 | type of the tokens: 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16 (6 and 7 are floating point) |
-| 8 | S, number of sequences |
-| 8 | D, number of document boundaries: documents + 1 |
-| 4 S | length of each sequence in tokens, int32 |
-| 8 S | its first byte in .bin, int64 |
-| 8 D | sequence at which each document begins, int64; the last is S |
+| bytes | content | |---|---| | 9 | `MMIDIDX\\0\\0` | | 8 | version, 1 | | 1 | type of the tokens: 1 uint8, 2 int8, 3
+int16, 4 int32, 5 int64, 8 uint16 (6 and 7 are floating point) | | 8 | S, number of sequences | | 8 | D, number of
+document boundaries: documents + 1 | | 4 S | length of each sequence in tokens, int32 | | 8 S | its first byte in .bin,
+int64 | | 8 D | sequence at which each document begins, int64; the last is S |
 
-megatron-core reads such files too, and training does so through it; but it trusts them: a file cut short gives an
-assertion or a crash much later. Everything therefore goes through `open_indexed` first.
+Training reads such files through megatron-core, which does not validate them: a truncated file causes an assertion or a
+crash much later. All datasets are therefore opened with `open_indexed` first.
 """
 
 import struct
@@ -41,13 +35,13 @@ from megatron.utils.errors import RunError, UserError
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 SAMPLED_TOKENS = 1 << 24
-"""Tokens of a dataset that every start of every process reads to find ids that are not the vocabulary's."""
+"""Number of tokens of a dataset that each process reads at startup to detect ids outside the vocabulary."""
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
 @dataclass(frozen=True)
 class IndexedTokens:
-    """A dataset whose files fit together. The tokens are memory-mapped."""
+    """Dataset with consistent files. Tokens are memory-mapped."""
 
     prefix: Path
     tokens: np.ndarray  # all of .bin
@@ -56,7 +50,7 @@ class IndexedTokens:
     documents: np.ndarray  # int64 [documents + 1], in sequences
 
     def read_stream(self, first: int = 0, last: int | None = None) -> np.ndarray:
-        """The tokens of sequences first … last − 1 in order; a view of the file where they lie one after the other."""
+        """Return the tokens of sequences first … last − 1 in order; a view of the file if they are contiguous."""
         starts, lengths = self.starts[first:last], self.lengths[first:last]
         if len(starts) == 0:
             return self.tokens[:0]
@@ -68,7 +62,7 @@ class IndexedTokens:
     def find_token_range(self, max_tokens: int | None = SAMPLED_TOKENS) -> tuple[int, int]:
         """Return the smallest and the largest token id, or (0, -1) if there are none.
 
-        In a dataset of more than `max_tokens` tokens only blocks spread evenly over it are read; None reads all.
+        For datasets of more than `max_tokens` tokens, only evenly spaced blocks are read; None reads everything.
         """
         blocks, size = 256, len(self.tokens)
         if max_tokens is None or size <= max_tokens:
@@ -83,7 +77,7 @@ def find_token_range(
 ) -> tuple[int, int]:
     """Return the smallest and the largest of some token ids, [N] integers, or (0, -1) if there are none.
 
-    Tokens may be memory-mapped: they are read in blocks of `length`, all of them unless `block_starts` selects some.
+    Tokens may be memory-mapped. They are read in blocks of `length`, either all or those starting at `block_starts`.
     """
     if len(tokens) == 0:
         return 0, -1
@@ -93,7 +87,7 @@ def find_token_range(
 
 
 def open_indexed(prefix: str | Path) -> IndexedTokens:
-    """Open a dataset. UserError if a file is missing or of another format, RunError if one is cut short."""
+    """Open a dataset. Raises UserError if a file is missing or has another format, RunError if one is truncated."""
     bin_file, idx_file = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     for file in (bin_file, idx_file):
         if not file.is_file():
@@ -103,17 +97,17 @@ def open_indexed(prefix: str | Path) -> IndexedTokens:
         with open(idx_file, "rb") as stream:
             header = stream.read(HEADER.size)
         if len(header) < HEADER.size:
-            raise RunError(f"{idx_file}: truncated: {size} bytes are less than its header")
+            raise RunError(f"{idx_file}: truncated: {size} bytes, less than its header")
         magic, version, code, sequences, boundaries = HEADER.unpack(header)
         if magic != MAGIC or version != 1:
-            raise UserError(f"{idx_file}: not an index of Megatron's mmap format, version 1")
+            raise UserError(f"{idx_file}: not an index in Megatron's mmap format, version 1")
         if code not in _DTYPES:
             raise UserError(f"{idx_file}: token type {code} is not an integer type ({', '.join(map(str, _DTYPES))})")
         expected = HEADER.size + 12 * sequences + 8 * boundaries
         if size != expected:
             problem = "truncated" if size < expected else "damaged"
             raise RunError(
-                f"{idx_file}: {problem}: {size} bytes, but its header announces {expected}; prepare it again"
+                f"{idx_file}: {problem}: {size} bytes, but its header specifies {expected}; prepare it again"
             )
         index = np.memmap(idx_file, mode="r")
         offset = HEADER.size
@@ -128,7 +122,7 @@ def open_indexed(prefix: str | Path) -> IndexedTokens:
         if size < needed:
             raise RunError(f"{bin_file}: truncated: {size} bytes, but {idx_file.name} needs {needed}; prepare it again")
         if size != needed or not _is_consistent(lengths, starts, documents, dtype.itemsize):
-            raise RunError(f"{bin_file}, {idx_file.name}: do not belong together or are damaged; prepare them again")
+            raise RunError(f"{bin_file}, {idx_file.name}: inconsistent or damaged; prepare them again")
         tokens = np.memmap(bin_file, dtype=dtype, mode="r") if size else np.empty(0, dtype=dtype)
     except OSError as error:
         raise UserError(f"{error.filename or prefix}: cannot be read: {error.strerror or error}") from None
@@ -136,7 +130,7 @@ def open_indexed(prefix: str | Path) -> IndexedTokens:
 
 
 def _is_consistent(lengths: np.ndarray, starts: np.ndarray, documents: np.ndarray, itemsize: int) -> bool:
-    """Do the sequences cover the tokens, each token once, and the documents the sequences?"""
+    """Return True if the sequences cover every token exactly once, and the documents cover the sequences."""
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(lengths) or (np.diff(documents) < 0).any():
         return False
     if (lengths < 0).any():
@@ -144,14 +138,14 @@ def _is_consistent(lengths: np.ndarray, starts: np.ndarray, documents: np.ndarra
     sizes = lengths.astype(np.int64) * itemsize
     ends = starts + sizes
     if len(starts) and (starts[0] != 0 or not np.array_equal(starts[1:], ends[:-1])):
-        order = np.lexsort((sizes, starts))  # they may lie in any order in the file
+        order = np.lexsort((sizes, starts))  # sequences may be in any order in the file
         starts, ends = starts[order], ends[order]
         return bool(starts[0] == 0) and np.array_equal(starts[1:], ends[:-1])
     return True
 
 
 def find_corpus_metadata(prefix: Path) -> CorpusMetadata | None:
-    """The corpus.json that describes a dataset; None if it was not made by `prepare`."""
+    """Return the corpus.json that describes a dataset, or None if `prepare` did not make it."""
     if not (prefix.parent / CORPUS_FILE).is_file():
         return None
     metadata = read_corpus_metadata(prefix.parent)
@@ -159,10 +153,10 @@ def find_corpus_metadata(prefix: Path) -> CorpusMetadata | None:
 
 
 def check_dataset(prefix: Path, *, content: bool) -> None:
-    """Compare a dataset with what was recorded of it when its corpus was made, if it was.
+    """Compare a dataset with the records of its corpus, if there are any.
 
-    The index always by its checksum; the tokens by their number, and with `content` by their checksum. RunError names
-    the file that is not what it was.
+    The index is compared by checksum; the tokens by size and, with `content`, also by checksum. Raises RunError naming
+    the file that differs.
     """
     metadata = find_corpus_metadata(prefix)
     if metadata is not None:
@@ -171,5 +165,5 @@ def check_dataset(prefix: Path, *, content: bool) -> None:
 
 
 def check_dataset_content(dataset: IndexedTokens) -> None:
-    """Compare the tokens with their checksum, if one was recorded and the file is not too large to be read for that."""
+    """Compare the tokens with their recorded checksum, if any, unless the file is too large for this check."""
     check_dataset(dataset.prefix, content=dataset.tokens.nbytes <= MAX_CHECKSUM_BYTES)

@@ -1,12 +1,12 @@
-"""The tokenizer of a corpus, of a configuration's data, or of a run, and the vocabulary that follows from it.
+"""Loading the tokenizer and vocabulary of a corpus, of a configuration's data, or of a run.
 
-A run has its own copy of its tokenizer, so that its models read and write text wherever the run's folder goes:
+Each run has its own copy of its tokenizer, so that its models can process text wherever the run's folder is moved:
 
     RUN/tokenizer/description.json    type, name, vocabulary, end of document, files and their checksum
-    RUN/tokenizer/tokenizer.json      the files, under the names that a corpus folder has for them
+    RUN/tokenizer/tokenizer.json      the tokenizer's files, named as in a corpus folder
 
-The copy is written when a run takes its folder over, and when a model is imported. Runs from before there were copies
-get theirs when they are resumed; until then the tokenizer of their data is taken.
+The copy is written when training takes over a run's folder and when a model is imported. Older runs without a copy get
+one when they are resumed; until then, the tokenizer of their data is used.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _FILE_NAMES = {TOKENIZER_FILE, *(name for names in TOKENIZER_FILES.values() for 
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a folder that describes it, a corpus's or a run's own.
+    """Load the tokenizer from a corpus folder or a run's tokenizer folder.
 
     Raises UserError if there is none, RunError if its files changed since they were described.
     """
@@ -44,28 +44,29 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         stated, actual = getattr(metadata, name), getattr(tokenizer, name)
         if stated != actual:
             raise RunError(
-                f"{described.metadata_file}: tokenizer.{name} is {stated}, but the tokenizer beside it has {actual}; "
+                f"{described.metadata_file}: tokenizer.{name} is {stated}, but the tokenizer's files give {actual}; "
                 f"{described.advice}"
             )
     return tokenizer
 
 
 def load_data_tokenizer(data: DataOptions) -> Tokenizer:
-    """The tokenizer of a configuration's data: read from the corpus.json beside the first dataset that has one, or from
-    `tokenizer_type` and its files where none has.
+    """Load the tokenizer of a configuration's data.
 
-    Raises UserError if there is no tokenizer to be found, RunError if its files changed since they were described.
+    It is read from the corpus.json next to the first dataset that has one, or else from `tokenizer_type` and its files.
+
+    Raises UserError if no tokenizer is found, RunError if its files changed since they were described.
     """
     corpora = [prefix.parent for prefix in list_all_prefixes(data) if find_corpus_metadata(prefix) is not None]
     if corpora:
         return load_tokenizer(corpora[0])
     if data.tokenizer_type is None:
-        raise UserError("tokenizer_type: the data have no corpus.json; say which tokenizer made them")
+        raise UserError("tokenizer_type: the data have no corpus.json; specify the tokenizer that made them")
     return tokenizer_from_config(data)
 
 
 def tokenizer_from_config(data: DataOptions) -> Tokenizer:
-    """The tokenizer that the keys of a configuration name. Raises UserError as `tokenizer_from_files`."""
+    """Load the tokenizer named by the configuration. Raises UserError as `tokenizer_from_files` does."""
     assert data.tokenizer_type is not None
     return tokenizer_from_files(
         data.tokenizer_type, data.vocab_file, data.merge_file, end_token=data.end_token, bos=data.add_bos
@@ -74,17 +75,17 @@ def tokenizer_from_config(data: DataOptions) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The token ids of a run's data, all in [0, size)."""
+    """Vocabulary of a run's data; all token ids are in [0, size)."""
 
     size: int
     name: str
-    """Of the tokenizer or the task."""
+    """Name of the tokenizer or the task."""
     eod: int | None
-    """Ends documents, if there are any."""
+    """Token that ends documents, or None."""
     bos: int | None = None
-    """Begins documents, if anything does."""
+    """Token that begins documents, or None."""
     tokenizer: Tokenizer | None = field(default=None, compare=False, repr=False)
-    """The tokenizer that it was read from; None for a task's."""
+    """Tokenizer with this vocabulary, or None for a task."""
 
 
 def vocabulary_from_tokenizer(tokenizer: Tokenizer) -> Vocabulary:
@@ -92,8 +93,10 @@ def vocabulary_from_tokenizer(tokenizer: Tokenizer) -> Vocabulary:
 
 
 def read_vocab_size(data: DataOptions) -> int:
-    """How many tokens the vocabulary of a run's data has, as the corpus.json beside them says, without reading the
-    tokenizer; where there is none, as `read_vocabulary` does. Raises what that would."""
+    """Return the vocabulary size of a run's data from corpus.json, without loading the tokenizer.
+
+    Without a corpus.json the size comes from `read_vocabulary`. Raises the same errors as that function.
+    """
     if data.task is None:
         for prefix in list_all_prefixes(data):
             if find_corpus_metadata(prefix) is not None:
@@ -102,10 +105,10 @@ def read_vocab_size(data: DataOptions) -> int:
 
 
 def read_vocabulary(data: DataOptions) -> Vocabulary:
-    """The vocabulary of a run's data: its task's, or from the corpus.json beside them, else from the tokenizer keys.
+    """Return the vocabulary of a run's data: from its task, from corpus.json, or from the tokenizer keys.
 
-    Raises UserError if there is none of them, if datasets were made by different tokenizers, or if `tokenizer_type`
-    and its files contradict corpus.json.
+    Raises UserError if none of these exist, if datasets were made by different tokenizers, or if `tokenizer_type` and
+    its files contradict corpus.json.
     """
     if data.task is not None:
         task_config = read_task_config(data)
@@ -123,39 +126,41 @@ def read_vocabulary(data: DataOptions) -> Vocabulary:
         for prefix, other in others:
             if other.name == expected.name and other.bos != expected.bos:
                 raise UserError(
-                    f"{prefix}: its documents begin {_describe_bos(other)}, and those of {first} "
+                    f"{prefix}: its documents begin {_describe_bos(other)}, but those of {first} "
                     f"{_describe_bos(expected)}; prepare both with the same add_bos"
                 )
             if other != expected:
                 raise UserError(f"{prefix}: made by tokenizer {other.name}, but {first} by {expected.name}")
     if data.tokenizer_type is None:
         if not vocabularies:
-            raise UserError("tokenizer_type: the data have no corpus.json beside them; say which tokenizer made them")
+            raise UserError("tokenizer_type: the data have no corpus.json; specify the tokenizer that made them")
         return expected
     has_files = data.vocab_file is not None or data.merge_file is not None
     if vocabularies and not has_files and data.tokenizer_type == expected.name.split("-")[0]:
         return expected
     tokenizer = tokenizer_from_config(data)
     if vocabularies and tokenizer.name != expected.name:
-        raise UserError(f"tokenizer_type: {tokenizer.name} does not fit the data: {first} was made by {expected.name}")
+        raise UserError(
+            f"tokenizer_type: {tokenizer.name} does not match the data: {first} was made by {expected.name}"
+        )
     if vocabularies and data.add_bos is not None and tokenizer.bos != expected.bos:
-        raise UserError(f"add_bos: {data.add_bos} does not fit the data: {first} begins {_describe_bos(expected)}")
+        raise UserError(f"add_bos: {data.add_bos} does not match the data: {first} begins {_describe_bos(expected)}")
     return expected if vocabularies else vocabulary_from_tokenizer(tokenizer)
 
 
 def _describe_bos(vocabulary: Vocabulary) -> str:
-    return "with no token of their own" if vocabulary.bos is None else f"with token {vocabulary.bos}"
+    return "without a special token" if vocabulary.bos is None else f"with token {vocabulary.bos}"
 
 
 def save_tokenizer(tokenizer: Tokenizer, run: str | Path) -> Path:
-    """Write a run's copy of its tokenizer, whole or not at all; one that exists already and is right stays.
+    """Write a run's copy of its tokenizer atomically, unless a valid copy exists.
 
     Returns:
-        The copy's folder.
+        Folder of the copy.
 
     Raises:
-        UserError: there is a folder of that name which is something else; it stays as it is.
-        RunError: the disk refuses.
+        UserError: the folder exists but contains something else; it is left unchanged.
+        RunError: the disk cannot be written.
     """
     folder = Path(run) / TOKENIZER_FOLDER
     with contextlib.suppress(FarfieldError):
@@ -171,15 +176,18 @@ def save_tokenizer(tokenizer: Tokenizer, run: str | Path) -> Path:
 
 
 def check_tokenizer_folder(run: str | Path) -> None:
-    """Check that nothing but a copy of a tokenizer is where a run's belongs. Raises UserError."""
+    """Check that a run's tokenizer folder contains only a copy of a tokenizer. Raises UserError."""
     folder = Path(run) / TOKENIZER_FOLDER
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()
     if names - _FILE_NAMES or (names and TOKENIZER_FILE not in names):
-        raise UserError(f"{folder}: is not a run's copy of its tokenizer, which belongs there; move it away")
+        raise UserError(f"{folder}: not a copy of the run's tokenizer; move it away")
 
 
 def _is_same_tokenizer(copy: Tokenizer, tokenizer: Tokenizer, folder: Path) -> bool:
-    """Is a copy that of this tokenizer? One from before copies said what begins a text stays: nothing did then."""
+    """Return True if a copy matches the tokenizer.
+
+    A copy that predates `bos` matches too, since no run had one then.
+    """
     stored = read_tokenizer_folder(folder).metadata
     return copy.checksum == tokenizer.checksum and (
         copy.metadata == tokenizer.metadata or "bos" not in stored.model_fields_set
@@ -187,37 +195,39 @@ def _is_same_tokenizer(copy: Tokenizer, tokenizer: Tokenizer, folder: Path) -> b
 
 
 def load_run_tokenizer(run: str | Path | None, data: DataOptions, name: str | None) -> Tokenizer:
-    """The tokenizer that a run was trained with: its copy, else that of its data, else `bytes` where it was that.
+    """Load the tokenizer that a run was trained with: its copy, else that of its data, else `bytes` if that was used.
 
     Args:
-        run: the run's folder; None before there is one.
-        data: of its configuration, with paths as they are found from here.
-        name: of the tokenizer, as its checkpoint has it; None if that is not known.
+        run: folder of the run; None if it does not exist yet.
+        data: data options of its configuration, with resolved paths.
+        name: name of the tokenizer from the checkpoint; None if unknown.
 
     Raises:
-        UserError: there is none, also because the run learned a task, or it is another than `name`.
+        UserError: there is no tokenizer, for example because the run was trained on a task, or its name is not `name`.
         RunError: its files changed since they were described.
     """
     if run is not None and (Path(run) / TOKENIZER_FOLDER / TOKENIZER_FILE).is_file():
         copy = load_tokenizer(Path(run) / TOKENIZER_FOLDER)
         if name in (None, copy.name):
-            return copy  # else the run began anew with another, and this checkpoint is from before
+            return copy  # otherwise the run was restarted with another tokenizer after this checkpoint
     run_name = "the run" if run is None else str(run)
     if data.task is not None:
-        raise UserError(f"{run_name} was trained on the task {data.task}: it has no tokenizer, and knows no text")
+        raise UserError(f"{run_name} was trained on the task {data.task}: it has no tokenizer and cannot process text")
     try:
         tokenizer = _load_remaining_data_tokenizer(data)
     except UserError as error:
         if name == ByteTokenizer.type:
             return ByteTokenizer()
-        raise UserError(f"{run_name} has no copy of its tokenizer, and its data do not help: {error}") from None
+        raise UserError(
+            f"{run_name} has no copy of its tokenizer, and none could be loaded from its data: {error}"
+        ) from None
     if name not in (None, tokenizer.name):
-        raise UserError(f"{run_name} was trained with tokenizer {name}, and its data have {tokenizer.name} now")
+        raise UserError(f"{run_name} was trained with tokenizer {name}, but its data now have {tokenizer.name}")
     return tokenizer
 
 
 def _load_remaining_data_tokenizer(data: DataOptions) -> Tokenizer:
-    """As `load_data_tokenizer`; where the data are gone, the tokenizer that the configuration names."""
+    """Load the tokenizer with `load_data_tokenizer`, or the one named by the configuration if the data are missing."""
     try:
         return load_data_tokenizer(data)
     except UserError:

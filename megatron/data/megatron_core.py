@@ -1,6 +1,6 @@
-"""The one door to megatron-core's datasets: importing them takes seconds and prints warnings, so it happens here.
+"""Only importer of megatron-core's datasets, which take seconds to import and print warnings.
 
-Its own messages about cached indices are shown where they are errors.
+Messages about cached indices are shown only if they are errors.
 """
 
 import logging

@@ -1,16 +1,16 @@
-"""Which text each stage of a run reads: the order goes on from stage to stage, and no token is read twice or left out
-but those that a line says.
+"""Order of the text across the stages of a run.
 
-Texts are cut into blocks of the longest seq_length B of all stages, and the order of a run is an order of blocks
-(`gpt_dataset`). A stage of length L reads each block as B / L sequences, one after the other, so that at whatever
-length a part of the order is read, it is the same text: where the batch in tokens stays, step s reads the same tokens
-whatever the lengths of the stages are.
+No token is read twice, and skipped tokens are reported.
+
+Texts are cut into blocks of B tokens, the longest seq_length of all stages, and a run's order is an order of blocks
+(`gpt_dataset`). A stage with length L reads each block as B / L consecutive sequences. The text is therefore the same
+at any length: with the same batch size in tokens, step s reads the same tokens whatever the lengths of the stages are.
 
     sequence i of a stage  =  piece i mod B/L of block ⌊i / (B/L)⌋ of its order
 
-Where a stage ends within a sequence of the next one, the rest of that sequence is left out. Where the datasets or their
-weights change, a blend begins that takes up each dataset behind the blocks that were read of it; what is left of a
-block then is left out too.
+If a stage ends within a sequence of the next stage, the rest of that sequence is skipped. If the datasets or their
+weights change, a new blend begins, and each dataset continues after the blocks already read. The rest of a partially
+read block is skipped as well.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,47 +25,49 @@ from megatron.options.data import DataOptions
 
 @dataclass(frozen=True)
 class SourceOrder:
-    """The place of a stage's beginning in one dataset's own order."""
+    """Starting position of a stage in one dataset's own order."""
 
     ordered: int
-    """Blocks that the order was built for when the dataset was first read: it follows from that."""
+    """Number of blocks for which the order was built when the dataset was first read. It determines the order."""
     consumed: int = 0
-    """Blocks that earlier stages have read of it."""
+    """Number of blocks that earlier stages have read."""
 
 
 @dataclass(frozen=True)
 class StageOrder:
-    """The order of the text within a stage. A checkpoint holds it (`to_dict`)."""
+    """Order of the text within a stage. It is stored in checkpoints (`to_dict`)."""
 
     block_length: int
     sources: Mapping[str, SourceOrder]
-    """By the prefix of the dataset."""
+    """Starting position in each dataset, by dataset prefix."""
     first_sample: int = 0
-    """Training sequences that the run had read when the stage began."""
+    """Number of training sequences the run had read when the stage began."""
     start: int = 0
-    """Which sequence of its order, cut to the stage's length, is the stage's first."""
+    """Index of the stage's first sequence in its order, in sequences of the stage's length."""
 
     def find_sequence(self, samples: int) -> int:
-        """Which sequence of the order is the next, when the run has read so many."""
+        """Return the index of the next sequence in the order after the run has read `samples` sequences."""
         return self.start + samples - self.first_sample
 
     def count_blocks(self, sequences: int, length: int) -> int:
-        """Blocks that hold the first `sequences` sequences of a length, the last maybe in part."""
+        """Return the number of blocks that contain the first `sequences` sequences of a length, counting a partial
+        block.
+        """
         return -(-sequences * length // self.block_length)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the order as plain values."""
         return asdict(self)
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "StageOrder":
-        """Of plain values. Raises TypeError, KeyError or AttributeError for others."""
+        """Build an order from plain values. Raises TypeError, KeyError or AttributeError for invalid values."""
         sources = {prefix: SourceOrder(**source) for prefix, source in values["sources"].items()}
         return StageOrder(**{**values, "sources": sources})
 
 
 def begin_order(data: DataOptions, block_length: int, num_blocks: int, *, first_sample: int = 0) -> StageOrder:
-    """A new order of the text of `num_blocks` blocks; `first_sample` sequences were read before it."""
+    """Build a new order of `num_blocks` blocks that begins after `first_sample` sequences."""
     return StageOrder(block_length, _find_sources(data, num_blocks, {}), first_sample)
 
 
@@ -77,16 +79,16 @@ def continue_order(
     now: tuple[DataOptions, int],
     num_blocks: int,
 ) -> tuple[StageOrder, int]:
-    """The order of a stage that follows another.
+    """Build the order of a stage that follows another.
 
     Args:
-        order: of the stage before.
+        order: order of the previous stage.
         samples: training sequences that the run has read.
-        before, now: data and seq_length of the two stages.
-        num_blocks: of the whole run, for datasets that were not read before.
+        before, now: data options and seq_length of the two stages.
+        num_blocks: number of blocks of the whole run, used for datasets not read before.
 
     Returns:
-        The order, and the tokens that are left out.
+        The order, and the number of skipped tokens.
     """
     (old_data, old_length), (data, length) = before, now
     sequences = order.find_sequence(samples)
@@ -106,12 +108,12 @@ def continue_order(
 
 
 def count_blend_draws(weights: Sequence[float], num_samples: int) -> list[int]:
-    """How many samples a blend of these weights has taken of each dataset after so many."""
+    """Return the number of samples that a blend draws from each dataset within its first `num_samples` samples."""
     if len(weights) == 1:
         return [num_samples]
-    from megatron.data.megatron_core import build_blending_indices, normalize  # importing it takes seconds
+    from megatron.data.megatron_core import build_blending_indices, normalize  # import takes seconds
 
-    shares = normalize((np.array(weights) / sum(weights)).tolist())  # as `BlendedDataset` does of what it is given
+    shares = normalize((np.array(weights) / sum(weights)).tolist())  # matches the normalization in `BlendedDataset`
     dataset_index, sample_index = np.zeros(num_samples, np.int16), np.zeros(num_samples, np.int64)
     build_blending_indices(dataset_index, sample_index, shares, len(shares), num_samples, False)
     return np.bincount(dataset_index, minlength=len(shares)).tolist()
@@ -123,7 +125,7 @@ def _describe_data(data: DataOptions) -> tuple[object, ...]:
 
 
 def _find_sources(data: DataOptions, num_blocks: int, known: Mapping[str, SourceOrder]) -> dict[str, SourceOrder]:
-    """The datasets of a blend; those that were read before go on where they are."""
+    """Return the starting positions of a blend's datasets; known datasets keep theirs."""
     slices = list_dataset_slices(data, "train")
     total = sum(dataset_slice.weight for dataset_slice in slices)
     sources = {}
@@ -134,6 +136,8 @@ def _find_sources(data: DataOptions, num_blocks: int, known: Mapping[str, Source
 
 
 def count_ordered(num_samples: int, weight: float, num_datasets: int) -> int:
-    """Samples of a dataset that a blend of `num_samples` takes at most: the greedy interleaving has taken at most
-    weight·n + 1 of a dataset after n samples."""
+    """Return an upper bound on the samples drawn from a dataset by a blend of `num_samples`.
+
+    The greedy interleaving draws at most weight·n + 1 samples of a dataset within n samples.
+    """
     return num_samples if num_datasets == 1 else int(weight * num_samples) + 2

@@ -1,10 +1,10 @@
-"""Samples of a task: drawn when they are read, and never stored.
+"""Task samples, which are generated when read and never stored.
 
-All sequences of an optimizer step have one length, each of the task's as often unless the task weighs them; both follow
-from the seed, the split and the global index of the step's first sample. So a run that is stopped and resumed goes on
-with the samples that it would have had, and ranks draw the same however they divide a batch.
+All sequences of an optimizer step have the same length. Lengths are equally likely unless the task weights them. Length
+and sequences depend on the seed, the split and the global index of the step's first sample. A resumed run therefore
+continues with the samples it would have had, and ranks draw the same samples however they divide a batch.
 
-A step's whole batch is drawn at a time, by whoever needs one sample of it: drawing many at once takes hardly longer.
+Reading any sample generates the batch of its whole step, which takes little longer than one sample.
 """
 
 import numpy as np
@@ -16,18 +16,18 @@ from megatron.tasks.task_config import TaskConfig
 
 
 class TaskDataset(torch.utils.data.Dataset):
-    """Samples as dictionaries of `tokens` and `labels`, int64 [T], and `loss_mask`, float32 [T]; of a task that says
-    what encodings are told of each token, `position_ids` too, int64 [T].
+    """Task samples: dictionaries of `tokens` and `labels`, int64 [T], and `loss_mask`, float32 [T].
 
-    Labels are not one token ahead: each is the answer at its own position.
+    Tasks that set the positions given to encodings add `position_ids`, int64 [T]. Labels are not shifted: each is the
+    answer at its own position.
 
     Args:
         task_config: the task and its lengths.
-        split: another one draws other sequences.
+        split: split name; different splits draw different sequences.
         total: number of samples.
-        seed: of the run.
-        batch_size: sequences of an optimizer step.
-        start: the first global sample of some step: steps begin there and at every `batch_size` from there.
+        seed: seed of the run.
+        batch_size: sequences per optimizer step.
+        start: global index of the first sample of some step; further steps begin every `batch_size` samples.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class TaskDataset(torch.utils.data.Dataset):
         self.task_config, self.split, self.total = task_config, split, total
         self.seed, self.batch_size, self.start = seed, batch_size, start
         self._step: tuple[int, TaskBatch] | None = None
-        """The first sample of the step that was drawn last, and its batch."""
+        """First sample and batch of the most recently drawn step."""
 
     def __len__(self) -> int:
         return self.total
@@ -58,8 +58,8 @@ class TaskDataset(torch.utils.data.Dataset):
         return sample
 
     def _draw_step(self, first: int) -> TaskBatch:
-        """The sequences of the step whose first sample this is, or would be."""
-        # Not negative, also before a changed batch.
+        """Draw the sequences of the step that begins at sample `first`."""
+        # `first` may be negative after a change of the batch size; the seed must not be.
         entropy = [self.seed, SPLITS.index(self.split), first + self.batch_size]
         generator = np.random.Generator(np.random.PCG64(entropy))
         lengths, weights = self.task_config.lengths, self.task_config.length_weights

@@ -1,22 +1,20 @@
-"""Tokenizers: text to integers and back, and the one integer that ends a document.
+"""Tokenizers, which convert text to token ids and back, and define the end-of-document token.
 
-Four kinds, under GPT-NeoX's names where it has one:
+There are four types, with GPT-NeoX's names where available:
 
-| type | files | what it is |
-|---|---|---|
-| `bytes` | none | the 256 values of a UTF-8 byte, and end-of-document: 257 tokens, no training, no unknown text |
-| `HFTokenizer` | `tokenizer.json` | any of Hugging Face's library (GPT-NeoX-20B's, Pythia's, one by `train_bpe`) |
-| `GPT2BPETokenizer` | `vocab.json`, `merges.txt` | GPT-2's byte-level BPE |
-| `SPMTokenizer` | `tokenizer.model` | SentencePiece |
+| type | files | description | |---|---|---| | `bytes` | none | 256 UTF-8 byte values and end-of-document: 257 tokens,
+no training, no unknown text | | `HFTokenizer` | `tokenizer.json` | any Hugging Face tokenizer (GPT-NeoX-20B's,
+Pythia's, one by `train_bpe`) | | `GPT2BPETokenizer` | `vocab.json`, `merges.txt` | GPT-2's byte-level BPE | |
+`SPMTokenizer` | `tokenizer.model` | SentencePiece |
 
-A corpus folder holds a copy of its tokenizer's files, with a checksum, so that it can be moved and read anywhere.
-So does a run's folder (`load_tokenizer.py`).
-A tokenizer's `name` contains that checksum: two corpora fit together exactly if their tokenizers' names are equal.
+A corpus folder contains a copy of its tokenizer's files with a checksum, so that it can be moved and read anywhere. So
+does a run's folder (`load_tokenizer.py`). A tokenizer's `name` contains that checksum: two corpora are compatible
+exactly if their tokenizers have the same name.
 
-Some tokenizers put a token before every text (Llama's `<s>`, OPT's `</s>`). Whether that is done is decided once, when
-a corpus is prepared or a model imported: as the tokenizer's own files say, or as `add_bos` does. The decision is stored
-with the corpus and the run (`bos`), and all that turns text into tokens follows it: documents of a corpus, texts that
-are scored, prompts, lm-evaluation-harness, and an export's tokenizer.
+Some tokenizers add a token before every text (Llama's `<s>`, OPT's `</s>`). Whether to do so is decided once, when a
+corpus is prepared or a model is imported: by the tokenizer's own files, or by `add_bos`. The decision is stored with
+the corpus and the run (`bos`). It applies wherever text becomes tokens: corpus documents, scored texts, prompts,
+lm-evaluation-harness, and an export's tokenizer.
 """
 
 import hashlib
@@ -39,22 +37,25 @@ from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices, suggest_names
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOS>", "[EOS]", "<eod>", "<|end|>")
-"""Names under which tokenizers know the end of a document, the most usual first."""
+"""Common names of the end-of-document token, most common first."""
 
 BEGINNING_OF_TEXT = ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>", "<BOS>", "[BOS]")
-"""Names under which tokenizers know the beginning of a text."""
+"""Common names of the beginning-of-text token."""
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back. Every id is in [0, vocab_size); `eod` is the id written after each document, `bos`
-    the one that stands before each text, None if there is none."""
+    """Tokenizer that converts text to token ids and back.
+
+    All ids are in [0, vocab_size). `eod` is the id written after each document; `bos` is the id added before each text,
+    or None.
+    """
 
     type: ClassVar[TokenizerType]
     vocab_size: int
     eod: int
     bos: int | None = None
     end_token: str | None = None
-    """The name of `eod`, if it is not one of the usual ones."""
+    """Name of `eod`, if it is not one of the common names."""
 
     def __init__(self, files: dict[str, Path]) -> None:
         self.files = files
@@ -62,12 +63,12 @@ class Tokenizer(ABC):
 
     @property
     def name(self) -> str:
-        """The identity: type and checksum of the files, wherever they lie."""
+        """Identity of the tokenizer: its type and the checksum of its files, independent of their location."""
         return f"{self.type}-{self.checksum[:12]}" if self.files else self.type
 
     @property
     def metadata(self) -> TokenizerMetadata:
-        """The description of this tokenizer that is stored with a corpus or a run."""
+        """Description of this tokenizer, as stored with a corpus or a run."""
         return TokenizerMetadata(
             type=self.type,
             name=self.name,
@@ -81,36 +82,39 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with nothing added at its ends."""
+        """Return the token ids of a text, without special tokens."""
 
     def encode_with_bos(self, text: str) -> list[int]:
-        """Token ids of a text as a model reads it: after the token that stands before each text, if there is one."""
+        """Return the token ids of a text, preceded by `bos` if the tokenizer has one."""
         return [*([] if self.bos is None else [self.bos]), *self.encode(text)]
 
     def added_prefix(self) -> list[int]:
-        """What the tokenizer's own files put before a text."""
+        """Return the tokens that the tokenizer's own files add before a text."""
         return []
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token that is named; None if there is no such token."""
+        """Return the id of a named token, or None if it does not exist."""
         return None
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; end-of-document is rendered as the tokenizer writes it (nothing for `bytes`)."""
+        """Return the text of token ids.
+
+        End-of-document is rendered in the tokenizer's notation (nothing for `bytes`).
+        """
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """One integer array per text; faster than `encode` where the library works on many texts at once."""
+        """Return one integer array per text. Faster than `encode` if the library supports batches."""
         return [np.asarray(self.encode(text), dtype=np.int64) for text in texts]
 
     def copy_files(self, folder: Path) -> None:
-        """Write the tokenizer's files into a folder, under the names that `tokenizer_from_files` reads."""
+        """Copy the tokenizer's files to a folder, under the names that `tokenizer_from_files` expects."""
         for name, path in self.files.items():
             shutil.copyfile(path, folder / name)
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes. Bytes that are not UTF-8, as a model may write, decode to U+FFFD."""
+    """UTF-8 byte tokenizer. Invalid UTF-8, which a model may generate, decodes to U+FFFD."""
 
     type = "bytes"
     vocab_size = 257
@@ -130,7 +134,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json`. Special tokens that stand in the text become their ids, as in GPT-NeoX."""
+    """Tokenizer from a `tokenizer.json`. Special tokens in the text become their ids, as in GPT-NeoX."""
 
     type = "HFTokenizer"
 
@@ -139,7 +143,7 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             self._tokenizer = hf.Tokenizer.from_file(str(vocab_file))
         except Exception as error:  # the library raises plain Exception
-            raise UserError(f"{vocab_file}: not a tokenizer.json of Hugging Face's: {_first_line(error)}") from None
+            raise UserError(f"{vocab_file}: not a Hugging Face tokenizer.json: {_first_line(error)}") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._has_regex = b'"Regex"' in vocab_file.read_bytes()
@@ -156,7 +160,7 @@ class HuggingFaceTokenizer(Tokenizer):
         for text in ("a", "0", " ", *islice(self._tokenizer.get_vocab(), 20)):
             try:
                 plain, complete = (self._tokenizer.encode(text, add_special_tokens=add).ids for add in (False, True))
-            except Exception:  # the library raises plain Exception where it has no token for a text
+            except Exception:  # raised if the library has no token for a text
                 continue
             for start in range(len(complete) if plain else 0):
                 if complete[start : start + len(plain)] == plain:
@@ -172,7 +176,9 @@ class HuggingFaceTokenizer(Tokenizer):
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def _regex_errors(self) -> AbstractContextManager[None]:
-        """A regular expression of a foreign file may need more steps than the library allows."""
+        """Return a context that handles panics if the file has regular expressions, which may exceed the library's
+        limits.
+        """
         return _translate_panics(self.files["tokenizer.json"]) if self._has_regex else nullcontext()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -183,10 +189,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
 @contextmanager
 def _translate_panics(file: Path) -> Iterator[None]:
-    """Describe in a line a panic of the library, which is written in Rust: a report on descriptor 2, and an exception
-    that is no Exception.
+    """Convert a panic of the Rust library into a one-line UserError that names the tokenizer's file.
 
-    Raises UserError that names the tokenizer's file.
+    A panic writes a report to file descriptor 2 and raises an exception that is not an Exception.
     """
     with tempfile.TemporaryFile() as captured:
         stderr, panicked = os.dup(2), False
@@ -197,7 +202,7 @@ def _translate_panics(file: Path) -> Iterator[None]:
             panicked = type(error).__name__ == "PanicException"
             if panicked:
                 raise UserError(
-                    f"{file}: its regular expressions cannot be applied to a text: {_first_line(error)}"
+                    f"{file}: cannot apply its regular expressions to a text: {_first_line(error)}"
                 ) from None
             raise
         finally:
@@ -209,7 +214,7 @@ def _translate_panics(file: Path) -> Iterator[None]:
 
 
 class GPT2Tokenizer(Tokenizer):
-    """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`. Text is text: no special token is parsed in it."""
+    """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`. Special tokens in the text are not parsed."""
 
     type = "GPT2BPETokenizer"
 
@@ -239,7 +244,7 @@ class GPT2Tokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece `.model`. Its own normalisation applies, so decoding may differ from the text in white space."""
+    """Tokenizer from a SentencePiece `.model`. Its normalization applies, so decoding may change white space."""
 
     type = "SPMTokenizer"
 
@@ -249,7 +254,7 @@ class SentencePieceTokenizer(Tokenizer):
         super().__init__({"tokenizer.model": vocab_file})
         try:
             self._tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(vocab_file))
-        except Exception as error:  # RuntimeError or OSError, by what is wrong with the file
+        except Exception as error:  # RuntimeError or OSError, depending on the damage
             raise UserError(f"{vocab_file}: not a SentencePiece model: {_first_line(error)}") from None
         self.vocab_size = self._tokenizer.get_piece_size()
         pieces = {self._tokenizer.id_to_piece(i): i for i in range(self.vocab_size)}
@@ -280,18 +285,18 @@ def tokenizer_from_files(
     end_token: str | None = None,
     bos: bool | str | None = None,
 ) -> Tokenizer:
-    """The tokenizer of a type, from its files.
+    """Load a tokenizer of a given type from its files.
 
     Args:
-        end_token: the token that ends a document, if it has none of the usual names.
-        bos: does a token stand before every text? As its files say (None), none (False), one of the usual names
-            (True), or that of a name.
+        end_token: end-of-document token, if it does not have one of the common names.
+        bos: token added before every text: as in the tokenizer's files (None), none (False), the one with a common name
+            (True), or the one with the given name.
 
     Raises:
-        UserError: a file or choice is wrong, missing or unused; it is named.
+        UserError: a file or option is invalid, missing or unused.
     """
     if type not in TOKENIZERS:
-        raise UserError(f"tokenizer: {type!r} is unknown; {format_choices(type, TOKENIZERS)}")
+        raise UserError(f"tokenizer: unknown value {type!r}; {format_choices(type, TOKENIZERS)}")
     required = {
         "HFTokenizer": ("tokenizer.json", None),
         "GPT2BPETokenizer": ("vocab.json", "merges.txt"),
@@ -310,22 +315,22 @@ def tokenizer_from_files(
                 raise UserError(f"{key}: {path}: {problem}; tokenizer {type} needs its {needed} file")
             files.append(path)
     if end_token is not None and not files:
-        raise UserError(f"end_token: {end_token!r}: tokenizer {type} has an end of its own")
+        raise UserError(f"end_token: {end_token!r}: tokenizer {type} has a fixed end token")
     tokenizer = TOKENIZERS[type](*files) if end_token is None else TOKENIZERS[type](*files, end_token=end_token)
     tokenizer.bos = _find_bos(tokenizer, bos)
     return tokenizer
 
 
 def _find_bos(tokenizer: Tokenizer, bos: bool | str | None) -> int | None:
-    """The token that stands before every text, see `tokenizer_from_files`."""
+    """Return the token to add before every text (see `tokenizer_from_files`)."""
     if bos is False:
         return None
     if bos is None:
         prefix = tokenizer.added_prefix()
         if len(prefix) > 1:
             raise UserError(
-                f"add_bos: the file of tokenizer {tokenizer.name} puts {len(prefix)} tokens before a text, and at most "
-                "one is offered; false puts none there"
+                f"add_bos: the file of tokenizer {tokenizer.name} adds {len(prefix)} tokens before a text, but at most "
+                "one is supported; use false for none"
             )
         return prefix[0] if prefix else None
     names = BEGINNING_OF_TEXT if bos is True else (bos,)
@@ -335,19 +340,21 @@ def _find_bos(tokenizer: Tokenizer, bos: bool | str | None) -> int | None:
         if (token := tokenizer.token_to_id(name)) is not None:
             return token
     raise UserError(
-        f"add_bos: tokenizer {tokenizer.name} has no token that begins a text; looked for {', '.join(names)}"
+        f"add_bos: tokenizer {tokenizer.name} has no beginning-of-text token; looked for {', '.join(names)}"
     )
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Train a byte-level BPE on texts and write its tokenizer.json. The same texts give the same file.
+    """Train a byte-level BPE on texts and write its tokenizer.json.
 
-    Byte level: all 256 byte values are tokens, so every text can be written and decodes to itself. `vocab_size` counts
-    them and <|endoftext|>; a small text may yield fewer tokens.
+    The same texts produce the same file.
+
+    All 256 byte values are tokens, so every text can be encoded and decodes to itself. `vocab_size` includes them and
+    <|endoftext|>; a small text may yield fewer tokens.
     """
     min_size = 257
     if vocab_size < min_size:
-        raise UserError(f"vocab_size: {vocab_size} is too small; the 256 byte values and <|endoftext|> make {min_size}")
+        raise UserError(f"vocab_size: {vocab_size} is too small; the 256 byte values and <|endoftext|> need {min_size}")
     tokenizer = hf.Tokenizer(hf.models.BPE())
     tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = hf.decoders.ByteLevel()
@@ -358,7 +365,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")  # with Python's errors
+    path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")  # raises Python's own errors
 
 
 def _find_eod(ids: dict[str, int], path: Path, end_token: str | None) -> int:
@@ -372,13 +379,13 @@ def _find_eod(ids: dict[str, int], path: Path, end_token: str | None) -> int:
         if name in ids:
             return ids[name]
     raise UserError(
-        f"{path}: no token ends a document; looked for {', '.join(END_OF_DOCUMENT)}; name it with end_token "
+        f"{path}: no end-of-document token found; looked for {', '.join(END_OF_DOCUMENT)}; set it with end_token "
         "(--end-token)"
     )
 
 
 def _check_vocab_size(ids: dict[str, int], path: Path) -> int:
-    """One more than the largest id; ids may have gaps."""
+    """Return the largest id plus 1; ids may have gaps."""
     size = max(ids.values(), default=-1) + 1
     if size > MAX_VOCAB_SIZE:
         raise UserError(f"{path}: a token has id {size - 1}; at most {MAX_VOCAB_SIZE:,} tokens are supported")

@@ -1,11 +1,11 @@
-"""Held-out text for validation during training: all of it, each token scored once, in an order that never changes.
+"""Held-out text for validation during training: each token is scored once, in a fixed order.
 
-A text is cut into windows of T tokens, the last one filled up with positions that are not scored. So every token but a
-text's first is a target exactly once, at any T: losses at several lengths are over the same tokens, and neither the
-seed nor the batch size nor the number of ranks changes which these are.
+A text is cut into windows of T tokens; the last window is padded with positions that are not scored. Every token except
+a text's first is therefore a target exactly once, for any T. Losses at different lengths cover the same tokens, which
+depend on neither the seed, nor the batch size, nor the number of ranks.
 
-A limit keeps some blocks of the longest T, spread evenly over the text: those whose number i has the smallest
-fractional part of i · φ, φ the golden ratio. A smaller limit keeps a part of what a larger one does.
+A limit keeps a subset of the blocks of the longest T, evenly spread over the text: those whose index i has the smallest
+fractional part of i · φ, with φ the golden ratio. A smaller limit keeps a subset of the blocks of a larger one.
 """
 
 import math
@@ -22,7 +22,7 @@ GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
 
 
 def choose_blocks(num_blocks: int, limit: int | None) -> np.ndarray:
-    """Return the blocks that are scored, int64 [blocks], ascending: all of them, or `limit` of them."""
+    """Return the indices of the scored blocks, int64 [blocks], ascending: all blocks, or `limit` of them."""
     if limit is None or limit >= num_blocks:
         return np.arange(num_blocks)
     fractions = np.arange(num_blocks) * GOLDEN_RATIO % 1.0
@@ -32,16 +32,16 @@ def choose_blocks(num_blocks: int, limit: int | None) -> np.ndarray:
 class ValidationDataset(torch.utils.data.Dataset):
     """Windows of held-out texts as dictionaries of `tokens` and `labels`, int64 [T], and `loss_mask`, float32 [T].
 
-    The mask weighs texts: summed over all windows it is proportional to their blend weights, and 1 of a lone text.
+    The mask weights texts: its sum over all windows is proportional to the blend weights. It is 1 for a single text.
 
     Args:
         streams: tokens of each text, [N] integers with N > 1; may be memory-mapped.
         weights: blend weight of each text.
-        length: T.
-        vocabulary: of the tokens, which were checked to be its.
-        eod_mask_loss: do not score the token that follows the end of a document.
-        block_length: tokens that a limit keeps or leaves out together, a multiple of T.
-        max_blocks: the limit; None scores all.
+        length: window length T.
+        vocabulary: vocabulary of the tokens, which were already checked against it.
+        eod_mask_loss: if True, do not score the token that follows the end of a document.
+        block_length: size of the blocks that a limit keeps or drops, in tokens; a multiple of T.
+        max_blocks: maximum number of blocks; None scores all.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ValidationDataset(torch.utils.data.Dataset):
 
     @property
     def is_whole(self) -> bool:
-        """True if no limit leaves anything out."""
+        """True if every block is scored."""
         return len(self.blocks) == self.block_ends[-1]
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class ValidationDataset(torch.utils.data.Dataset):
 
 
 class PaddedDataset(torch.utils.data.Dataset):
-    """A dataset followed by samples that are not scored, up to a whole number of batches."""
+    """Dataset padded with samples that are not scored, up to a whole number of batches."""
 
     def __init__(self, dataset: torch.utils.data.Dataset, batch_size: int) -> None:
         self.dataset, self.num_samples = dataset, len(dataset)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
-"""Starting work: `dispatch.py` decides where a training runs.
+"""Launching: start training on this machine, over ssh or with SLURM.
 
-`local_launcher.py` trains on this machine, with one process or several; `rank_group.py` starts, watches and ends these,
-and `worker.py` is what each of them runs. `ssh_launcher.py` does so on the machines of a hostfile, and `slurm.py` hands
-the work to SLURM. `console.py` keeps third parties' noise off the user's console, `run_status.py` says how runs are.
+`dispatch.py` chooses where to train. `local_launcher.py` trains on this machine with one or more processes;
+`rank_group.py` starts, monitors and stops these, and `worker.py` is their entry point. `ssh_launcher.py` does the same
+on the hosts of a hostfile, and `slurm.py` submits jobs. `console.py` separates the user's console from library output,
+and `run_status.py` shows the status of runs.
 """

@@ -1,4 +1,4 @@
-"""A command of `./deepy.py` in a process of its own: how it is ended early, and what its end says."""
+"""Running a `./deepy.py` command in a subprocess: stopping it early, and interpreting its exit."""
 
 import subprocess
 from collections.abc import Iterable
@@ -11,13 +11,12 @@ DEEPY = Path(__file__).resolve().parents[2] / "deepy.py"
 
 
 def stop_child(child: subprocess.Popen[Any]) -> None:
-    """End a command that still runs when its parent is leaving: a training saves after its step, however long that
-    takes."""
+    """Stop a running command when its parent exits; a training first saves after its current step."""
     if child.poll() is not None:
         return
     child.terminate()
     try:
-        for _ in child.stdout or ():  # a child whose pipe nobody reads does not end
+        for _ in child.stdout or ():  # a child whose pipe is not read does not exit
             pass
         child.wait()
     except BaseException:  # a second signal
@@ -27,12 +26,12 @@ def stop_child(child: subprocess.Popen[Any]) -> None:
 
 
 def build_command_error(code: int, lines: Iterable[str], otherwise: str) -> FarfieldError:
-    """A failed command's own error lines, with their kind.
+    """Build an error of the right class from a failed command's own error lines.
 
     Args:
-        code: its exit code.
-        lines: what it printed.
-        otherwise: the message if it printed no error.
+        code: exit code of the command.
+        lines: its output.
+        otherwise: message if it printed no error.
     """
     errors = [line.strip().removeprefix("error: ") for line in lines if line.startswith("error: ")]
     message = "; ".join(errors) if errors else otherwise

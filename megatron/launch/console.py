@@ -1,8 +1,8 @@
-"""One clean console, and a log file for everything else.
+"""Clean console for the user, and a log file for all other output.
 
-DeepSpeed, megatron-core and the C++ below them write to file descriptors 1 and 2 whenever they like. While a run is
-under way both point to its log.txt; the console that the user sees writes to a copy of the real standard output. What
-is printed there goes to the log as well, so that the log tells the whole story.
+DeepSpeed, megatron-core and the C++ below them write to file descriptors 1 and 2 at any time. During a run, both are
+redirected to its log.txt, and the user's console writes to a copy of the real standard output. Console output is also
+written to the log, so that the log is complete.
 """
 
 import os
@@ -29,16 +29,19 @@ from megatron.utils.errors import (
 from megatron.utils.output import ASCII_FALLBACK, redirect_to_null
 from megatron.utils.signals import StoppedBySignal, cleanup_on_signal, describe_signal
 
-DEFAULT_WIDTH = 120  # of lines that no terminal shows: files, pipes
+DEFAULT_WIDTH = 120  # for files and pipes
 
 
 class UnexpectedError(RunError):
-    """An exception that nobody foresaw; the log holds its traceback."""
+    """Unexpected exception; the log contains its traceback."""
 
 
 class PlainConsole(Console):
-    """A rich console for tables: wide where no terminal sets a width, and it says when nobody reads on, where rich
-    would end the process with exit code 1."""
+    """Rich console for tables.
+
+    It uses a default width if no terminal sets one. It raises BrokenPipeError if the reader stops, where rich would
+    exit the process with code 1.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -50,10 +53,10 @@ class PlainConsole(Console):
 
 
 class RunConsole(Console):
-    """A rich console that also writes what is printed (not live progress) to the log, as plain text.
+    """Rich console that also writes its output, except for live progress, to the log as plain text.
 
-    Its size is that of the terminal behind `file`, asked anew each time. rich would ask descriptors 0, 1 and 2, which
-    point elsewhere during a run.
+    Its size is that of the terminal behind `file`, queried each time. Rich would query descriptors 0, 1 and 2, which
+    are redirected during a run.
     """
 
     def __init__(self, *, log: Console, **options: Any) -> None:
@@ -66,7 +69,7 @@ class RunConsole(Console):
             columns, lines = os.get_terminal_size(self.file.fileno())
         except OSError:  # a file or a pipe
             columns = lines = 0
-        # A width that was given (by COLUMNS too) counts; a pseudo-terminal may know none.
+        # An explicit width, including COLUMNS, takes precedence; a pseudo-terminal may report none.
         return ConsoleDimensions(self._width or columns or 80, self._height or lines or 25)
 
     @size.setter
@@ -75,16 +78,18 @@ class RunConsole(Console):
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*objects, **options)
-        if not any(isinstance(thing, Control) for thing in objects):  # a live display moves the cursor this way
+        if not any(isinstance(thing, Control) for thing in objects):  # a live display moves the cursor with these
             self._log.print(*objects, **options)
 
     def on_broken_pipe(self) -> None:
-        """Nobody reads on (`./deepy.py evaluate … | head`): what is under way goes on, its results are in files."""
+        """Discard further output if the reader stops (`./deepy.py evaluate … | head`); the command continues to its
+        end.
+        """
         self.quiet = True
         redirect_to_null(self.file.fileno())
 
     def set_live(self, live: Any) -> bool:
-        # A live display would show on the console what others print beside it; that belongs in the log alone.
+        # A live display would show redirected output on the console; it belongs only in the log.
         live._redirect_stdout = live._redirect_stderr = False
         return super().set_live(live)
 
@@ -97,7 +102,7 @@ def _flush() -> None:
 
 @contextmanager
 def temporary_log() -> Iterator[Path]:
-    """A log file that goes away, unless something unexpected happened whose traceback is in it."""
+    """Create a log file that is deleted at the end unless an unexpected error wrote its traceback to it."""
     descriptor, name = tempfile.mkstemp(prefix="farfield-", suffix=".log")
     os.close(descriptor)
     log = Path(name)
@@ -114,12 +119,12 @@ def temporary_log() -> Iterator[Path]:
 
 @contextmanager
 def log_traceback(log: Path) -> Iterator[None]:
-    """Write to the log how it ended, if not well (standard error goes there, inside `run_console`).
+    """Write errors to the log (inside `run_console`, standard error is redirected there).
 
     Raises:
-        UserError: for a path that cannot be used.
-        RunError: for a call of sys.exit(), and for too many open files.
-        UnexpectedError: for what else is no FarfieldError, in one line that names the log, which has the traceback.
+        UserError: a path cannot be used.
+        RunError: sys.exit() was called, or too many files are open.
+        UnexpectedError: any other exception, with one line that names the log containing the traceback.
     """
     try:
         with refuse_exits():
@@ -143,15 +148,15 @@ def log_traceback(log: Path) -> Iterator[None]:
 
 @contextmanager
 def run_console(log: Path, *, silent: bool = False) -> Iterator[Console]:
-    """Send this process's output to `log` and yield the console for the user.
+    """Redirect this process's output to `log` and yield the console for the user.
 
     Args:
         log: file to append to; its folder must exist.
-        silent: nothing reaches the user from this process (ranks other than 0); the log still gets all.
+        silent: show the user nothing from this process (ranks other than 0); the log still receives everything.
     """
     _flush()
     saved = [os.dup(descriptor) for descriptor in (1, 2)]
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # the terminal's
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # of the terminal
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         for descriptor in (1, 2):
@@ -161,7 +166,7 @@ def run_console(log: Path, *, silent: bool = False) -> Iterator[Console]:
             open(
                 os.devnull if silent else os.dup(saved[0]), "w", encoding=encoding, errors=ASCII_FALLBACK
             ) as user_file,
-            redirect_stdout(log_file),  # Python's own streams need not be descriptors 1 and 2: notebooks, pytest
+            redirect_stdout(log_file),  # Python's streams may not be descriptors 1 and 2: notebooks, pytest
             redirect_stderr(log_file),
         ):
             width = None if user_file.isatty() else DEFAULT_WIDTH

@@ -1,4 +1,4 @@
-"""Where a training runs: as a rank that somebody started, on this machine, on others over ssh, or as a SLURM job."""
+"""Choosing where a training runs: as a rank started by a launcher, on this machine, over ssh, or as a SLURM job."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from megatron.training.trainer import TrainingHooks
 
 MAX_SILENCE = 6.0
-"""Seconds without a line before a run starts."""
+"""Maximum time before a run starts without output, in seconds."""
 
 PrintNotes = Callable[[Iterable[str]], object]
 
 
 def uses_slurm(launch: LaunchOptions) -> bool:
-    """Is work to be handed to SLURM? Not by what is a job already: it does the work."""
+    """Return True if work should be submitted to SLURM; False within a job, which does the work itself."""
     return launch.launcher == "slurm" and not in_slurm_job()
 
 
 def uses_ssh(launch: LaunchOptions) -> bool:
-    """Is a run to be started over ssh? As in DeepSpeed, a hostfile that does not exist means this machine."""
+    """Return True if a run should be started over ssh. As in DeepSpeed, a missing hostfile means this machine."""
     if launch.launcher == "ssh":
         return True
     return launch.launcher == "auto" and launch.hostfile is not None and Path(launch.hostfile).is_file()
@@ -54,17 +54,17 @@ def launch_training(
     hardware: LocalHardware | None = None,
     hooks: TrainingHooks | None = None,
 ) -> int:
-    """Train as a configuration says, wherever it says.
+    """Train according to a configuration, on the machines that it selects.
 
     Args:
-        load_config: reads the configuration; True: without its notes, which another rank prints.
-        print_notes: prints lines beside the results.
-        dry_run: print the resolved configuration, or the batch script, and do nothing else.
-        hardware: of this machine; what is found there if absent.
-        hooks: of a caller from Python, for a process that is a rank itself.
+        load_config: reads the configuration; True omits its notes, which another rank prints.
+        print_notes: prints notes.
+        dry_run: only print the resolved configuration or the batch script.
+        hardware: hardware of this machine; detected by default.
+        hooks: hooks of a Python caller, if this process is a rank.
 
     Returns:
-        0, or 128 + n if signal n ended the run early (it saved a checkpoint first).
+        0, or 128 + n if signal n ended the run early (after saving a checkpoint).
     """
     launch_context = read_launcher_environment()
     is_main = launch_context is None or launch_context.rank_info.rank == 0
@@ -84,7 +84,7 @@ def launch_training(
             is_here = resolved.config.launch.device == "cpu" or hardware.num_gpus > 0
         if dry_run:
             if is_main:
-                # First, so that nothing is printed of what is refused: it may be meant for a file.
+                # First, so that nothing is printed for an invalid run: the output may go to a file.
                 with loaded.locate_errors():
                     check = _check_start(
                         resolved, print_notes, needs_data=hosts is None, has_own_python=hosts is None, is_here=is_here
@@ -106,7 +106,7 @@ def launch_training(
 
 
 def list_hostfile_notes(launch: LaunchOptions) -> tuple[str, ...]:
-    """Notes about a hostfile that is not used."""
+    """Return notes about a hostfile that is not used."""
     if launch.hostfile is None or uses_ssh(launch):
         return ()
     reason = "no such file" if launch.launcher == "auto" else f"launcher is {launch.launcher}"
@@ -114,16 +114,18 @@ def list_hostfile_notes(launch: LaunchOptions) -> tuple[str, ...]:
 
 
 def suggest_rehearsal(resolved: ResolvedRun) -> tuple[str, ...]:
-    """A line on what finds out more than a dry run, for a run on GPUs."""
+    """Return a note that suggests a rehearsal for runs on GPUs."""
     if resolved.config.launch.device != "cuda":
         return ()
     gpus = "" if resolved.world_size is None else f" --gpus {resolved.world_size}"
-    return (f"whether it starts, fits and goes on, without a GPU: ./deepy.py rehearse CONFIG…{gpus} (docs/gpu.md)",)
+    return (
+        f"to check without a GPU whether the run starts, fits and resumes: ./deepy.py rehearse CONFIG…{gpus} "
+        "(docs/gpu.md)",
+    )
 
 
 def _submit_to_slurm(loaded: LoadedConfig, print_notes: PrintNotes, *, dry_run: bool) -> int:
-    """Hand a run to SLURM, or print its batch script. What its ranks would refuse is refused here, as far as that can
-    be known."""
+    """Submit a run to SLURM, or print its batch script, after the checks that are possible here."""
     resolved = resolve_remote_run(loaded.config)
     launch = loaded.config.launch
     job = slurm.build_training_job(loaded.config)
@@ -149,22 +151,22 @@ def _submit_to_slurm(loaded: LoadedConfig, print_notes: PrintNotes, *, dry_run: 
 def _check_start(
     resolved: ResolvedRun, print_notes: PrintNotes, *, needs_data: bool, has_own_python: bool, is_here: bool
 ) -> StartCheck:
-    """Refuse what the run would refuse (`check_start`). Says so while it takes long."""
+    """Run the start checks (`check_start`), and print a note if they take long."""
     activity = "checking the data and the checkpoint to start from"
     with WaitAnnouncer(lambda line: print_notes((line,)), activity, first=MAX_SILENCE):
         return check_start(resolved, needs_data=needs_data, has_own_python=has_own_python, is_here=is_here)
 
 
 def _describe_unchecked(resolved: ResolvedRun, check: StartCheck) -> tuple[str, ...]:
-    """Return lines on what only the machines that train can check."""
-    lines = [f"the data are looked for there alone; here: {check.missing_data}"] if check.missing_data else []
+    """Return lines about checks that only the training machines can make."""
+    lines = [f"the data must exist there; not found here: {check.missing_data}"] if check.missing_data else []
     if resolved.config.logging.use_wandb and not check.has_own_python:
-        lines.append("use_wandb: its package and login are looked for there alone")
+        lines.append("use_wandb: its package and login are checked only there")
     return (f"not checked: {UNCHECKED_ELSEWHERE}", *lines)
 
 
 def _describe_stages(config: Config) -> tuple[str, ...]:
-    """A line for each of a run's stages, if it has several."""
+    """Return a line for each of a run's stages, if it has several."""
     stages = build_stages(config)
     return tuple(stage.describe(len(stages)) for stage in stages) if len(stages) > 1 else ()
 
@@ -172,7 +174,7 @@ def _describe_stages(config: Config) -> tuple[str, ...]:
 def _describe_dry_run(
     loaded: LoadedConfig, resolved: ResolvedRun, check: StartCheck, *, is_here: bool
 ) -> tuple[str, ...]:
-    """What a dry run says beside the notes of a run."""
+    """Return the additional notes of a dry run."""
     return (
         *loaded.layers.replacements,
         *_describe_start(check),
@@ -183,7 +185,7 @@ def _describe_dry_run(
 
 
 def _describe_start(check: StartCheck) -> list[str]:
-    """Return lines on what the run starts from, and on how many of its rows hold several documents."""
+    """Return lines on the starting point of the run and the fraction of rows with several documents."""
     if (plan := check.plan) is None:
         return []
     lines = [*plan.resume.notes, *plan.notes]
@@ -194,23 +196,23 @@ def _describe_start(check: StartCheck) -> list[str]:
 
 
 def _describe_groups(check: StartCheck) -> tuple[str, ...]:
-    """Return lines that name the algorithm of each group of parameters."""
-    from megatron.training.optimizer import describe_parameter_groups  # torch takes seconds
+    """Return lines with the algorithm of each parameter group."""
+    from megatron.training.optimizer import describe_parameter_groups  # importing torch takes seconds
 
-    unknown = " (the vocabulary is not known here, so of the smallest)" if check.plan is None else ""
+    unknown = " (for the smallest vocabulary, because the real one is unknown here)" if check.plan is None else ""
     return (f"parameters{unknown}:", *describe_parameter_groups(check.config, check.model))
 
 
 class ReportedExit(SystemExit):
-    """End of a rank whose error another rank reports."""
+    """Exit of a rank whose error another rank reports."""
 
 
 @contextmanager
 def report_errors_once(launch_context: LaunchContext | None) -> Iterator[None]:
-    """Let one rank alone report an error that all have, where somebody else started them and shows what all write.
+    """Report an error that all ranks have only once, if a launcher started them and shows their output.
 
-    What the user wrote is wrong for all of them: the first of each machine reports it. What went wrong while running is
-    reported with the rank.
+    User errors occur on all ranks; the first rank of each machine reports them. Errors while running are reported with
+    their rank.
     """
     try:
         yield

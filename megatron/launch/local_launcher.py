@@ -1,9 +1,9 @@
-"""Train on this machine.
+"""Training on this machine.
 
-A process that srun, mpirun or torchrun started is one rank of a run. Otherwise one rank runs in this process, and
-several are started as processes (`num_gpus`, on a CPU too). They meet over NCCL on GPUs and gloo on CPUs. The
-configuration was resolved before, once for all ranks of this machine, and what can be known to fail was refused
-(`megatron.training.resolve_run`); torch is imported only by a process that trains.
+A process started by srun, mpirun or torchrun is one rank of a run. Otherwise, a single rank runs in this process, and
+several ranks are started as processes (`num_gpus`, also on a CPU). They communicate over NCCL on GPUs and gloo on CPUs.
+The configuration was already resolved for all ranks of this machine, and predictable failures were rejected
+(`megatron.training.resolve_run`). Only processes that train import torch.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ LOG_FILE = "log.txt"
 def train_on_this_machine(
     resolved: ResolvedRun, launch_context: LaunchContext | None = None, hooks: TrainingHooks | None = None
 ) -> int:
-    """Train a run that was resolved for this machine, with one process or several.
+    """Train a run that was resolved for this machine, with one or more processes.
 
     Args:
-        resolved: what to train.
-        launch_context: what a launcher said, if it started this process as one of several.
-        hooks: of a caller from Python, for this process alone.
+        resolved: run to train.
+        launch_context: environment of the launcher that started this process as one of several, if any.
+        hooks: hooks of a Python caller, for this process only.
 
     Returns:
-        0, or 128 + n if signal n ended the run early (it saved a checkpoint first).
+        0, or 128 + n if signal n ended the run early (after saving a checkpoint).
 
     Raises:
-        UserError: the data do not fit the configuration; nothing is left behind.
-        RunError: something failed while running.
+        UserError: the data do not match the configuration; no files are left behind.
+        RunError: an error while running.
     """
     end_with_parent()
     config, world_size = resolved.config, resolved.world_size
@@ -81,11 +81,12 @@ def train_on_this_machine(
 
 
 def _wait_for_folder(folder: Path) -> None:
-    """Wait a little for a run that is ending in the folder, before torch is imported. The lock is taken later, once all
-    processes have met: until then another run may still be first.
+    """Wait briefly for another run that is ending in the folder, before torch is imported.
+
+    The lock is acquired later, once all processes are connected; until then another run may acquire it.
 
     Raises:
-        UserError: another run is writing there.
+        UserError: another run is using the folder.
     """
     deadline = time.monotonic() + run_folder.LOCK_TIMEOUT
     is_told = False
@@ -93,30 +94,34 @@ def _wait_for_folder(folder: Path) -> None:
         if time.monotonic() > deadline or _is_writer_alive(folder):
             raise UserError(f"save: {folder}: {run_folder.BUSY}")
         if not is_told:
-            line = f"save: {folder}: a run is starting or ending there; waiting {run_folder.LOCK_TIMEOUT:.0f} s for it"
+            line = f"save: {folder}: another run is starting or ending there; waiting {run_folder.LOCK_TIMEOUT:.0f} s"
             warnings.warn(line, FarfieldWarning, stacklevel=2)
             is_told = True
         time.sleep(0.05)
 
 
 def _is_writer_alive(folder: Path) -> bool:
-    """Is the process that trains in a folder one of this machine that lives? What is left of one that was killed may
-    hold the folder for a moment longer."""
+    """Return True if the process training in a folder is alive on this machine.
+
+    Remaining processes of a killed run may hold the folder's lock for a moment longer.
+    """
     try:
         beat = parse_json((folder / HEARTBEAT_FILE).read_text(encoding="utf-8"))
         if beat["host"] != socket.gethostname():
             return False
         os.kill(int(beat["process"]), 0)
-    except (OSError, ValueError, KeyError, TypeError):  # none there, or not as a run writes it
+    except (OSError, ValueError, KeyError, TypeError):  # missing, or not written by a run
         return False
     return True
 
 
 @contextmanager
 def open_run_log(config: Config, is_main: bool) -> Iterator[Path]:
-    """The run's log file. Without a run folder it is temporary and stays only if something unexpected happened.
+    """Open the run's log file.
 
-    is_main: does this process write the first line of it?
+    Without a run folder, it is temporary and kept only after an unexpected error.
+
+    is_main: True if this process writes the header line.
     """
     if config.checkpoint.save is None:
         with temporary_log() as log:
@@ -129,7 +134,7 @@ def open_run_log(config: Config, is_main: bool) -> Iterator[Path]:
     is_new = not log.exists()
 
     def leave_nothing() -> None:
-        """Leave no folder behind that holds no more than this."""
+        """Delete the folder if it contains nothing but these files."""
         if is_new and folder.is_dir() and {path.name for path in folder.iterdir()} <= {LOG_FILE, LOCK}:
             for name in (LOG_FILE, LOCK):
                 (folder / name).unlink(missing_ok=True)
@@ -139,7 +144,7 @@ def open_run_log(config: Config, is_main: bool) -> Iterator[Path]:
         with cleanup_on_signal(leave_nothing):
             _begin_log(log, is_main)
             yield log
-    except (UserError, KeyboardInterrupt, StoppedBySignal):  # what the user wrote cannot be done, or nothing was
+    except (UserError, KeyboardInterrupt, StoppedBySignal):  # user errors, or stopped before any result
         leave_nothing()
         raise
 
@@ -156,7 +161,6 @@ def _begin_log(log: Path, is_main: bool) -> None:
 
 @contextmanager
 def _set_environment(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for a while."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

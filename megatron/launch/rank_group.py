@@ -1,13 +1,12 @@
-"""Several processes of one run: start them, watch them, end them all when one fails, and say why.
+"""Process groups of a run: start processes, monitor them, stop all when one fails, and report the cause.
 
-What is watched are the ranks on this machine, or connections to machines that watch theirs (`ssh_launcher.py`).
+The children are ranks on this machine, or connections to hosts that monitor their own ranks (`ssh_launcher.py`).
 
-Each rank is a session of its own, so an interrupt from the keyboard reaches the launcher alone, which hands it to all
-ranks. Should the launcher be killed outright, the ranks end all the same (`end_with_parent` in
-`megatron/utils/signals.py`).
+Each rank has its own session, so that a keyboard interrupt reaches only the launcher, which forwards it to all ranks.
+The ranks exit even if the launcher is killed (`end_with_parent` in `megatron/utils/signals.py`).
 
-torch.distributed.elastic.multiprocessing does much of this; it is not used because importing torch costs the launcher
-several seconds before its first line, and because it knows neither our errors nor a rank that saves before it ends.
+torch.distributed.elastic.multiprocessing offers much of this. It is not used because importing torch delays the
+launcher's first line by several seconds, and because it supports neither our errors nor ranks that save before exiting.
 """
 
 from __future__ import annotations
@@ -40,57 +39,58 @@ from megatron.utils.temporary_folder import temporary_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG_FILE = "config.yml"
-STOP_TIMEOUT = 5.0  # seconds that ranks get to end by themselves once another has failed, and again after SIGTERM
+STOP_TIMEOUT = 5.0  # seconds ranks have to exit after another failed, and again after SIGTERM
 POLL_SECONDS = 0.05
 WORKER = (sys.executable, "-m", "megatron.launch.worker")
 
 
 @dataclass(frozen=True)
 class ErrorKind:
-    """What a rank's error may be."""
+    """Class and priority of a rank's error."""
 
     error: type[FarfieldError]
     priority: int
-    """Of several errors the one of the lowest number is raised: when a rank goes, the others fail in their next
-    collective, and those failures say nothing."""
+    """Priority of the error; the lowest number is raised.
+
+    When a rank fails, the others fail in their next collective, and their errors are not informative.
+    """
 
 
 ERROR_KINDS = {
     "user": ErrorKind(UserError, 0),
     "hang": ErrorKind(HangError, 0),
-    "unexpected": ErrorKind(UnexpectedError, 2),  # nobody wrote a message for it: mostly a consequence
+    "unexpected": ErrorKind(UnexpectedError, 2),  # usually a consequence of another error
     "run": ErrorKind(RunError, 0),
-    "exit": ErrorKind(RunError, 1),  # a process that left nothing but an exit code, or was ended by a signal
+    "exit": ErrorKind(RunError, 1),  # only an exit code or a signal
 }
-"""By the name that stands in a report, the more special first."""
+"""Error kinds by their name in a report, more specific ones first."""
 
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """A rank's error on its way to the launcher."""
+    """Error of a rank, serialized for the launcher."""
 
     kind: str
     message: str
     time: float
     key: str | None = None
-    """The configuration's to blame, of what the user wrote."""
+    """Configuration key that caused a user error."""
 
     @staticmethod
     def from_error(error: FarfieldError) -> ErrorReport:
-        """The report of an error that was raised now."""
+        """Build the report of an error raised now."""
         kind = next(name for name, kind in ERROR_KINDS.items() if isinstance(error, kind.error))
         return ErrorReport(kind, str(error), time.time(), getattr(error, "key", None))
 
     @staticmethod
     def parse(text: str) -> ErrorReport:
-        """The report that `to_json` wrote. Raises ValueError if the text is none."""
+        """Parse a report written by `to_json`. Raises ValueError if the text is not a report."""
         values = json.loads(text)
         if not isinstance(values, dict) or not values.keys() >= {"kind", "message", "time"}:
-            raise ValueError("no report of an error")
+            raise ValueError("not an error report")
         return ErrorReport(values["kind"], values["message"], values["time"], values.get("key"))
 
     def to_json(self) -> str:
-        """The report as a line."""
         return json.dumps(asdict(self))
 
     @property
@@ -98,7 +98,7 @@ class ErrorReport:
         return ERROR_KINDS[self.kind].priority
 
     def build_error(self) -> FarfieldError:
-        """The error as the rank raised it."""
+        """Return the error as the rank raised it."""
         error = ERROR_KINDS[self.kind].error(self.message)
         if isinstance(error, UserError):
             error.key = self.key
@@ -106,16 +106,16 @@ class ErrorReport:
 
 
 def get_error_path(job: Path, rank: int) -> Path:
-    """Where a rank leaves its error for the launcher."""
+    """Return the path of a rank's error report."""
     return job / f"error_{rank}.json"
 
 
 class RankGroup:
-    """Child processes that end together.
+    """Child processes that are stopped together.
 
     Args:
-        starters: each starts a child.
-        read_report: what the child of an index that ended with an exit code left: its report, or a line.
+        starters: functions that each start a child.
+        read_report: returns the report of a child, or a line, given its index and exit code.
     """
 
     def __init__(
@@ -125,15 +125,15 @@ class RankGroup:
     ) -> None:
         self.children: list[subprocess.Popen[bytes]] = []
         self.first_signal = 0
-        """The number of the first signal that reached this process, 0 before one does."""
+        """Number of the first signal received by this process, or 0."""
         self._starters, self._read_report = starters, read_report
-        self._exit_times: dict[int, float] = {}  # by index, as they were seen
-        self._stopped: set[int] = set()  # indices of the children that `stop` had to end
+        self._exit_times: dict[int, float] = {}  # by index, as observed
+        self._stopped: set[int] = set()  # indices of children that `stop` terminated
 
     def run(self) -> int:
-        """Start the children and watch them to their end; end all when one fails, and hand signals on.
+        """Start the children and monitor them until all exit; stop all when one fails, and forward signals.
 
-        Returns, Raises: as `run_ranks`.
+        Returns and raises as `run_ranks`.
         """
         with self._forwarding_signals():
             try:
@@ -145,23 +145,23 @@ class RankGroup:
         failed = self._list_failed()
         if failed and not (self.first_signal and all(self.children[index].returncode < 0 for index in failed)):
             raise self.find_root_cause(failed)
-        if self.first_signal and (failed or signaled_at_start):  # children that ended before they listened say nothing
+        if self.first_signal and (failed or signaled_at_start):  # children may exit before handling signals
             raise build_signal_exception(self.first_signal)
         if self.first_signal:
             return 128 + self.first_signal
         return max(child.returncode for child in self.children)
 
     def start(self) -> None:
-        """Start the children, one after the other, until a signal comes."""
+        """Start the children one after another, until a signal arrives."""
         for start_child in self._starters:
             if self.first_signal:
                 break
             self.children.append(start_child())
-            if self.first_signal:  # it came while this child was started, and reached the others alone
+            if self.first_signal:  # it arrived during the start and reached only the others
                 self.children[-1].send_signal(signal.SIGTERM)
 
     def wait(self) -> None:
-        """Wait until all have ended, or one has failed and the others had their time."""
+        """Wait until all have exited, or one has failed and the timeout for the others has passed."""
         deadline: float | None = None
         while len(self._exit_times) < len(self.children):
             for index, child in enumerate(self.children):
@@ -174,7 +174,7 @@ class RankGroup:
             time.sleep(POLL_SECONDS)
 
     def stop(self) -> None:
-        """End what still runs: SIGTERM, and SIGKILL for what does not listen."""
+        """Stop running children with SIGTERM, then with SIGKILL."""
         self._stopped = {index for index, child in enumerate(self.children) if child.poll() is None}
         for kind in (signal.SIGTERM, signal.SIGKILL):
             running = [child for child in self.children if child.poll() is None]
@@ -188,7 +188,7 @@ class RankGroup:
                     continue
 
     def find_root_cause(self, failed: Sequence[int]) -> FarfieldError:
-        """The error to raise for the children that failed: the first of those whose kind says most."""
+        """Return the error to raise for failed children: the earliest one of the highest priority."""
         reports = []
         for index in failed:
             report = self._read_report(index, self.children[index].returncode)
@@ -198,7 +198,7 @@ class RankGroup:
         return min(reports, key=lambda report: (report.priority, report.time)).build_error()
 
     def _list_failed(self) -> list[int]:
-        """The indices of the children that failed by themselves."""
+        """Return the indices of children that failed on their own."""
         return [
             index
             for index, child in enumerate(self.children)
@@ -207,9 +207,9 @@ class RankGroup:
 
     @contextmanager
     def _forwarding_signals(self) -> Iterator[None]:
-        """Hand signals that reach this process to the children: the first as SIGTERM, a second one as SIGKILL."""
+        """Forward signals of this process to the children: the first as SIGTERM, a second one as SIGKILL."""
         handlers: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():  # only it may install handlers
+        if threading.current_thread() is threading.main_thread():  # only the main thread may install handlers
             handlers = {number: signal.signal(number, self._forward_signal) for number in list_handled_signals()}
         try:
             yield
@@ -219,7 +219,7 @@ class RankGroup:
 
     def _forward_signal(self, number: int, frame: FrameType | None) -> None:
         if self.first_signal and number == signal.SIGHUP:
-            return  # a terminal that closes may say so twice, and the ranks are saving
+            return  # a closing terminal may send it twice while the ranks are saving
         kind = signal.SIGKILL if self.first_signal else signal.SIGTERM
         self.first_signal = self.first_signal or number
         for child in self.children:
@@ -228,7 +228,7 @@ class RankGroup:
 
 
 def _is_clean_exit(code: int) -> bool:
-    """Did a rank do its work, or end in good order after a signal?"""
+    """Return True if a rank completed its work, or exited cleanly after a signal."""
     return code in (0, *(128 + number for number in HANDLED_SIGNALS))
 
 
@@ -237,22 +237,23 @@ def run_ranks(
 ) -> int:
     """Run ranks on this machine to their end.
 
-    A first SIGINT, SIGTERM or SIGHUP is handed to the ranks, which end after their step and save; a second ends them.
+    The first SIGINT, SIGTERM or SIGHUP is forwarded to the ranks, which save after their current step and exit; a
+    second one kills them.
 
     Args:
-        config: resolved; the ranks read it from the job's folder.
-        log: where they write what is not for the user.
-        rank_infos: of the ranks: all of the run, or those of this machine.
-        address, port: where they meet.
-        command: what each rank runs, given the job's folder, the log and its rank as arguments; torchrun's variables
-            in its environment say the rest (`RankInfo.to_environment`).
+        config: resolved configuration; the ranks read it from the job's folder.
+        log: file for output that is not shown to the user.
+        rank_infos: ranks to run: all ranks of the run, or those of this machine.
+        address, port: rendezvous address.
+        command: command of each rank, with the job's folder, the log and the rank as arguments. The environment
+            contains torchrun's variables (`RankInfo.to_environment`).
 
     Returns:
         0, or 128 + n if signal n ended the run early.
 
     Raises:
-        FarfieldError: the first cause of a failure, after all ranks have ended.
-        KeyboardInterrupt, StoppedBySignal: a signal ended ranks that did not listen to it.
+        FarfieldError: root cause of a failure, after all ranks have exited.
+        KeyboardInterrupt, StoppedBySignal: a signal ended ranks that did not handle it.
     """
     with temporary_folder("ranks") as job:
         if config.data.data_cache is None and config.checkpoint.save is None:
@@ -279,7 +280,7 @@ def _start_rank(
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     with open(log, "ab") as output:
-        # Rank 0 keeps the real streams: its console is the user's. It turns to the log by itself.
+        # Rank 0 keeps the real streams for the user's console. It redirects output to the log itself.
         stream = None if rank_info.rank == 0 else output
         arguments = [*command, str(job), str(log), str(rank_info.rank)]
         return subprocess.Popen(
@@ -289,19 +290,19 @@ def _start_rank(
 
 def _describe_exit(rank: int, code: int, log: Path) -> str:
     if code >= 0:
-        return f"the process of rank {rank} ended with exit code {code}; see {log}"
+        return f"the process of rank {rank} died with exit code {code}; see {log}"
     name = signal.Signals(-code).name
     hint = " (out of memory?)" if name == "SIGKILL" else ""
-    return f"the process of rank {rank} was ended by {name}{hint}; see {log}"
+    return f"the process of rank {rank} was killed by {name}{hint}; see {log}"
 
 
 def count_threads_per_process(ranks: int) -> int:
-    """Threads that leave a core to each: two ranks with all cores each ran up to 30 times slower."""
+    """Return the number of threads per process that divides the cores; oversubscription was up to 30 times slower."""
     return max(1, count_cores() // ranks)
 
 
 def find_free_port() -> int:
-    """A TCP port on which nothing listens now."""
+    """Return a TCP port that is currently unused."""
     with socket.socket() as listener:
         listener.bind((ADDRESS, 0))
         return listener.getsockname()[1]

@@ -1,5 +1,7 @@
-"""`./deepy.py status RUN…` and `./deepy.py checkpoints RUN`: how far runs are and which checkpoints they have, from the
-files in their folders alone. Without torch."""
+"""`./deepy.py status RUN…` and `./deepy.py checkpoints RUN`: progress and checkpoints of runs.
+
+Everything is read from the files in their folders, without importing torch.
+"""
 
 import json
 import os
@@ -34,22 +36,22 @@ from megatron.utils.errors import FarfieldError, UserError, describe_cause
 from megatron.utils.formatting import format_bytes, format_duration
 
 MAX_HEARTBEAT_AGE = 60.0
-"""Seconds: a run on another machine whose heartbeat is older is not alive."""
+"""Maximum age of the heartbeat of a running run on another machine, in seconds."""
 REFRESH_SECONDS = 5.0
-"""Seconds between two looks."""
+"""Interval between updates, in seconds."""
 UNKNOWN = "–"
-"""A cell without a value."""
+"""Cell without a value."""
 
 ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run as its folder shows it; None for what is not known."""
+    """Status of a run according to its folder; unknown values are None."""
 
     run: str
     state: str
-    """training (with its phase), finished, diverged, stopped."""
+    """training (with its phase), finished, diverged, or stopped."""
     step: int
     train_iters: int | None
     loss: float | None
@@ -58,34 +60,34 @@ class RunStatus:
     mfu: float | None
     seconds_left: float | None
     checkpoint: int | None
-    """The step of the last one."""
+    """Step of the newest checkpoint."""
     problems: tuple[str, ...] = ()
-    """What of its folder cannot be read, and why: a line each."""
+    """One line for each unreadable file, with the reason."""
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """The runs that are meant: folders of runs, or folders that hold such.
+    """Return the runs at the given paths, each a run's folder or a folder of runs.
 
     Raises:
-        UserError: there is none.
+        UserError: there are no runs.
     """
     runs: list[Path] = []
     for path in paths:
         if path.exists() and not path.is_dir():
-            raise UserError(f"{path}: is a file; give a run's folder, or a folder of runs")
+            raise UserError(f"{path}: is a file; expected a run's folder, or a folder of runs")
         if not path.is_dir():
             suggestion = layout.suggest_folder(path)
             raise UserError(f"{path}: no such folder; {suggestion}".rstrip("; "))
         candidates = [path] if _is_run(path) else sorted(_walk_run_folders(path))
         found_runs = [run for run in candidates if _is_run(run)]
         if not found_runs:
-            raise UserError(f"{path}: no run in it")
+            raise UserError(f"{path}: contains no run")
         runs += [run for run in found_runs if run not in runs]
     return runs
 
 
 def _walk_run_folders(path: Path) -> Iterator[Path]:
-    """Folders with a run's file, checkpoints left out, which a training may rename meanwhile."""
+    """Yield folders with a run's files. Checkpoints are excluded because training may rename them meanwhile."""
     for folder, subfolders, files in os.walk(path):
         subfolders[:] = [name for name in subfolders if name != layout.CHECKPOINTS]
         if not {layout.CONFIG, LOCK, METRICS_FILE}.isdisjoint(files):
@@ -93,7 +95,7 @@ def _walk_run_folders(path: Path) -> Iterator[Path]:
 
 
 def _is_run(path: Path) -> bool:
-    """It takes the lock before all else. A folder that may not be searched is one: its line says what is wrong."""
+    """Return True for a run's folder, which has at least a lock, and for unreadable folders, which are reported."""
     try:
         return any((path / name).exists() for name in (LOCK, METRICS_FILE, HEARTBEAT_FILE, layout.CHECKPOINTS))
     except PermissionError:
@@ -101,14 +103,14 @@ def _is_run(path: Path) -> bool:
 
 
 class _Problems:
-    """What cannot be read of a run: it keeps neither the rest of it nor other runs from being shown."""
+    """Errors from reading a run. They hide neither the rest of it nor other runs."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
     @contextmanager
     def report(self, path: Path) -> Iterator[None]:
-        """Inside it, what is wrong with a file or folder becomes a line."""
+        """Turn errors about a file or folder within the block into a line."""
         try:
             yield
         except FarfieldError as error:
@@ -118,7 +120,7 @@ class _Problems:
 
 
 def read_status(run: Path) -> RunStatus:
-    """How far a run is, as far as its files can be read."""
+    """Read the status of a run, as far as its files are readable."""
     problems = _Problems()
     records: list[dict[str, Any]] = []
     saved: list[int] = []
@@ -159,27 +161,27 @@ def read_status(run: Path) -> RunStatus:
 
 
 def _finite(value: object) -> float | None:
-    """A number that can be shown, as it is; None for anything else that a file may hold in its place."""
+    """Return a finite number unchanged, or None for any other value in a file."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e300:
         return None
     return value
 
 
 def _read_heartbeat(run: Path) -> dict[str, Any]:
-    """The run's last heartbeat; empty if there is none, or the run is over. Raises OSError or ValueError."""
+    """Return the run's last heartbeat; empty if missing, or if the run has ended. Raises OSError or ValueError."""
     path = run / HEARTBEAT_FILE
     if not path.exists():
         return {}
-    if not path.is_file():  # reading a pipe would wait for a writer
-        raise ValueError("it is no file")
+    if not path.is_file():  # reading a pipe would block
+        raise ValueError("not a regular file")
     text = parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(text, dict):
-        raise ValueError("it is no object")
+        raise ValueError("not a JSON object")
     return text
 
 
 def is_alive(run: Path) -> bool:
-    """Does a run train now, here or elsewhere?"""
+    """Return True if a run is training now, on any machine."""
     try:
         return _is_alive(run, _read_heartbeat(run))
     except (OSError, ValueError):
@@ -187,8 +189,10 @@ def is_alive(run: Path) -> bool:
 
 
 def _is_alive(run: Path, beat: dict[str, Any]) -> bool:
-    """Its lock is held, or its heartbeat is fresh, wherever the run is; on this machine a lock that nobody holds tells
-    more than the heartbeat of a run that was killed."""
+    """Return True if a run's lock is held or its heartbeat is recent.
+
+    On this machine, a released lock overrides the heartbeat, which a killed run leaves behind.
+    """
     held, at = run_folder.is_lock_held(run / LOCK), _finite(beat.get("time"))
     if held or at is None or time.time() - at >= MAX_HEARTBEAT_AGE:
         return bool(held)
@@ -196,7 +200,7 @@ def _is_alive(run: Path, beat: dict[str, Any]) -> bool:
 
 
 def build_status_table(statuses: Sequence[RunStatus]) -> Table:
-    """A row for each run, for a terminal: what does not fit is folded."""
+    """Build a table for a terminal with one row per run; long cells are wrapped."""
     headers, rows = format_status_cells(statuses)
     table = Table(box=None, pad_edge=False, header_style="dim")
     for header in ("run", *headers):
@@ -207,7 +211,7 @@ def build_status_table(statuses: Sequence[RunStatus]) -> Table:
 
 
 def format_status_lines(statuses: Sequence[RunStatus]) -> list[str]:
-    """The same table as lines of any length, in which nothing is cut: the heads of the columns, then a line a run."""
+    """Return the table as untruncated lines: column headers, then one line per run."""
     headers, rows = format_status_cells(statuses)
     table = [("run", *headers), *((status.run, *cells) for status, cells in zip(statuses, rows, strict=True))]
     widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
@@ -218,8 +222,10 @@ def format_status_lines(statuses: Sequence[RunStatus]) -> list[str]:
 
 
 def format_status_cells(statuses: Sequence[RunStatus]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """What is told of runs: the heads of the columns, and the cells of each run. What is known of none has no column:
-    MFU of CPUs, say."""
+    """Return the column headers and the cells of each run.
+
+    Columns without any value are omitted, for example MFU on CPUs.
+    """
     headers = ("state", "step", "loss", "validation", "tokens/s", "MFU", "time left", "checkpoint")
     rows: list[tuple[str, ...]] = [
         (
@@ -243,18 +249,18 @@ def _format_number(value: float | None, form: str) -> str:
 
 
 def print_status(paths: Sequence[Path], *, as_json: bool, follow: bool = False, console: Console | None = None) -> bool:
-    """Print the table, once or again and again until no run and no sweep there is alive.
+    """Print the table once, or repeatedly until no run or sweep is active.
 
-    On a terminal a table is drawn over the one before; elsewhere the lines that have changed are printed.
+    On a terminal the table is redrawn in place; elsewhere only changed lines are printed.
 
     Returns:
-        Whether no run diverged.
+        False if a run diverged while following.
 
     Raises:
-        UserError: there is no run, or both JSON and following were asked for.
+        UserError: there is no run, or JSON and following were both requested.
     """
     if follow and as_json:
-        raise UserError("--json prints once, and --follow goes on: ask for one of them")
+        raise UserError("--json and --follow cannot be combined")
     statuses = [read_status(run) for run in find_runs(paths)]
     if as_json:
         print(json.dumps([asdict(status) for status in statuses], indent=2))
@@ -288,32 +294,32 @@ def _print_lines(console: Console, lines: Iterable[str]) -> None:
 
 
 def is_alive_below(paths: Sequence[Path]) -> bool:
-    """Is a run of these folders alive, or a sweep that will start some?"""
+    """Return True if a run in these folders is active, or a sweep that may start some."""
     runs = find_runs(paths)
     folders = {parent for run in runs for parent in run.parents if any(parent.is_relative_to(path) for path in paths)}
     return any(map(run_folder.is_sweep_running, {*paths, *folders})) or any(map(is_alive, runs))
 
 
 def prune_and_report(run: Path, keep: int, log: Callable[[str], None]) -> None:
-    """Delete all but the newest `keep` that are whole; those of the run's extra_save_iters stay.
+    """Delete all but the newest `keep` undamaged checkpoints; those of the run's extra_save_iters are kept.
 
     Raises UserError (see `list_checkpoint_infos`).
     """
-    run_folder.list_checkpoint_infos(run, checksums=False)  # is it a run?
+    run_folder.list_checkpoint_infos(run, checksums=False)  # raises if it is not a run
     result = run_folder.prune_with_verification(run, keep, _list_extra_save_steps(run))
     for path in result.deleted:
         log(f"deleted {path}")
     for path, problem in result.damaged:
-        log(f"not counted: {path} is damaged: {problem}")
+        log(f"not counted: {path}, damaged: {problem}")
     if result.damaged and result.num_valid < keep:
         log(
             f"nothing was deleted: only {result.num_valid} of --keep {keep} "
-            f"{'is' if result.num_valid == 1 else 'are'} whole"
+            f"{'is' if result.num_valid == 1 else 'are'} undamaged"
         )
 
 
 def print_checkpoints(run: Path, *, verify: bool, as_json: bool) -> bool:
-    """Print the table. Returns whether all are whole. Raises UserError: there is no checkpoint."""
+    """Print a table of checkpoints and return True if all are undamaged. Raises UserError if there is none."""
     checkpoints = run_folder.list_checkpoint_infos(run, checksums=verify)
     losses = _read_losses(layout.find_run_folder(run))
     if as_json:
@@ -332,7 +338,7 @@ def print_checkpoints(run: Path, *, verify: bool, as_json: bool) -> bool:
         print(json.dumps(rows, indent=2))
         return all(checkpoint.problem is None for checkpoint in checkpoints)
     table = Table("step", "size", "written", "loss", "validation", box=None)
-    table.add_column("every byte is right" if verify else "files are complete", overflow="fold")
+    table.add_column("checksums match" if verify else "files complete", overflow="fold")
     for checkpoint in checkpoints:
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime(checkpoint.written))
         numbers = [losses.get((kind, checkpoint.step)) for kind in ("train", "valid")]
@@ -344,29 +350,29 @@ def print_checkpoints(run: Path, *, verify: bool, as_json: bool) -> bool:
     console.print(table)
     console.print(
         f"{len(checkpoints)} in {layout.find_run_folder(run) / layout.CHECKPOINTS}, "
-        f"{format_bytes(sum(checkpoint.bytes for checkpoint in checkpoints))} in all"
+        f"{format_bytes(sum(checkpoint.bytes for checkpoint in checkpoints))} in total"
     )
     return all(checkpoint.problem is None for checkpoint in checkpoints)
 
 
 def _list_extra_save_steps(run: Path) -> list[int]:
-    """The steps whose checkpoints are never deleted. Raises UserError if the run's configuration cannot be read."""
+    """Return the steps whose checkpoints are never deleted. Raises UserError if the configuration cannot be read."""
     return _read_key(get_config_path(layout.find_run_folder(run)), "extra_save_iters", list) or []
 
 
 def _read_key(path: Path, name: str, kind: type[ValueT]) -> ValueT | None:
-    """One key of a run's configuration, whatever the others are: methods of the user's own may be out of reach.
+    """Return one key of a run's configuration without validating the others: a user's own methods may be unavailable.
 
-    Raises UserError: the file cannot be read, or the value is of another kind.
+    Raises UserError if the file cannot be read or the value has another type.
     """
     value = read_yaml(path).values.get(name)
     if value is not None and not isinstance(value, kind):
-        raise UserError(f"{path}: {name} is {format_value(value)}, not what a run writes")
+        raise UserError(f"{path}: {name} is {format_value(value)}, not a value written by a run")
     return value
 
 
 def _read_losses(run: Path) -> dict[tuple[str, int], float]:
-    """The losses on record, by kind and step."""
+    """Return the recorded losses, by kind and step."""
     losses = {}
     for _, record in read_metrics_log(run / METRICS_FILE):
         if isinstance(record.get("loss"), float):

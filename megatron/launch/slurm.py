@@ -1,12 +1,12 @@
-"""`launcher: slurm`: work as a job, by a batch script that a person can read, change and submit again.
+"""`launcher: slurm`: submit work as a job, with a batch script that users can read, edit and submit again.
 
     FOLDER/job.sbatch      the script
-    FOLDER/job.yml         a run's configuration, which the script's command reads
-    FOLDER/slurm-17.out    what job 17 prints, all its starts one after the other
+    FOLDER/job.yml         the run's configuration, which the script's command reads
+    FOLDER/slurm-17.out    output of job 17, including restarts
 
-srun starts the ranks, which find their ranks in its environment (`megatron.distributed.launcher_environment`). Nothing
-traps signals: `--signal=TERM@S` reaches the ranks, which save and leave with 143; srun passes that on, and the script
-puts its job back into the queue. A preemption does the same without the script.
+srun starts the ranks, which read their rank from its environment (`megatron.distributed.launcher_environment`). The
+script does not trap signals: `--signal=TERM@S` reaches the ranks, which save and exit with 143. srun returns this code,
+and the script requeues its job. A preemption has the same effect without the script.
 """
 
 from __future__ import annotations
@@ -28,46 +28,46 @@ from megatron.utils.errors import RunError, UserError
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT, CONFIGURATION = "job.sbatch", "job.yml"
 SIGNATURE = "# Submit it again with: sbatch"
-"""In every script: by it a script is known as one that was written here."""
-LAST_RANKS_TIMEOUT = 600  # seconds that ranks have after the first has ended: to finish a save
+"""Line in every script that identifies it as written by this module."""
+LAST_RANKS_TIMEOUT = 600  # seconds that ranks have to finish a save after the first has exited
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What is to run, and where."""
+    """Job to submit."""
 
     name: str
     folder: Path
-    """For the script and what the job prints; made if it is not there."""
+    """Folder for the script and the job's output; created if necessary."""
     command: tuple[str, ...]
     """Arguments of ./deepy.py for every process."""
     launch: LaunchOptions
     tasks: int
-    """Processes that srun starts on each node."""
+    """Number of processes that srun starts on each node."""
     nodes: int
     array: str | None = None
-    """Indices of a job array; the command finds its own in $SLURM_ARRAY_TASK_ID."""
+    """Indices of a job array; the command reads its own from $SLURM_ARRAY_TASK_ID."""
     requeue: tuple[str, ...] = ()
-    """Further arguments once a job that was requeued has a checkpoint to go on from."""
+    """Additional arguments for a requeued job that has a checkpoint to resume from."""
     checkpoints: Path | None = None
-    """Where that is."""
+    """Folder of these checkpoints."""
     files: tuple[tuple[str, str], ...] = ()
-    """Names and contents of files that the command reads, in the folder."""
+    """Names and contents of files in the folder that the command reads."""
 
 
 def build_training_job(config: Config) -> SlurmJob:
-    """A run as a job.
+    """Build the job of a run.
 
     Raises:
-        UserError: the configuration names no folder for it.
+        UserError: the configuration has no run folder.
     """
     save, options, launch = config.checkpoint.save, config.checkpoint, config.launch
     if save is None:
-        raise UserError("launcher slurm needs save, the run's folder: script, log and checkpoints go there")
+        raise UserError("launcher slurm requires save, the run's folder for script, log and checkpoints")
     folder = Path(save)
     requeue: tuple[str, ...] = ()
     if options.load in (None, save) and not options.rollback:
-        config = config.replace(load=save)  # begins at step 0 where there is nothing yet, and goes on after a requeue
+        config = config.replace(load=save)  # starts at step 0 if nothing was saved, and resumes after a requeue
     else:
         requeue = (f"load={save}", "finetune=false", "rollback=false")
     return SlurmJob(
@@ -84,9 +84,9 @@ def build_training_job(config: Config) -> SlurmJob:
 
 
 def check_job_environment(launch: LaunchOptions) -> None:
-    """Check that the interpreter, the container image and the folders that a job names are there.
+    """Check that the interpreter, the container image and the folders of a job exist.
 
-    An image that its runtime fetches (`docker://…`, pyxis's `registry#image`) is left to the job.
+    Images that the runtime fetches (`docker://…`, pyxis's `registry#image`) are not checked.
 
     Raises:
         UserError: one of them is missing.
@@ -98,11 +98,11 @@ def check_job_environment(launch: LaunchOptions) -> None:
         for mount in slurm.container_mounts:
             _check_exists("slurm.container_mounts", mount.split(":")[0], "file or folder")
     elif slurm.python is not None and os.sep in slurm.python and not os.access(slurm.python, os.X_OK):
-        raise UserError(f"slurm.python is {slurm.python}, which is not there or cannot be run", "slurm.python")
+        raise UserError(f"slurm.python is {slurm.python}, which does not exist or is not executable", "slurm.python")
 
 
 def _is_path(container: str, runtime: str) -> bool:
-    """Return whether an image is a file, or for apptainer a folder, and not a name that the runtime resolves."""
+    """Return True if an image is a file, or a folder for apptainer, rather than a name that the runtime resolves."""
     if runtime == "pyxis":
         return container.startswith(("/", "./", "../"))
     return "://" not in container
@@ -114,19 +114,18 @@ def _check_exists(key: str, path: str, kind: str) -> None:
 
 
 def moves_folders(launch: LaunchOptions) -> bool:
-    """Return whether a job sees folders under other paths than this machine does."""
+    """Return True if a job sees folders under different paths than this machine."""
     return any(mount.split(":")[0] != (mount.split(":") * 2)[1] for mount in launch.slurm.container_mounts)
 
 
 def has_own_python(launch: LaunchOptions) -> bool:
-    """Return whether a job computes with this Python and its environment: its packages and logins are those here."""
+    """Return True if a job uses this Python and its environment, including packages and logins."""
     slurm = launch.slurm
     changes_environment = any("WANDB" in line or "NETRC" in line or "source " in line for line in slurm.setup)
     return slurm.container is None and slurm.python is None and not changes_environment
 
 
 def render_batch_script(job: SlurmJob) -> str:
-    """The batch script."""
     slurm, launch = job.launch.slurm, job.launch
     gpus = None if launch.device == "cpu" else ":".join(filter(None, [slurm.gpu_type, str(launch.num_gpus or 1)]))
     number = "%A_%a" if job.array is not None else "%j"
@@ -162,7 +161,7 @@ def render_batch_script(job: SlurmJob) -> str:
     if job.requeue:
         pattern = f"{shlex.quote(str(job.checkpoints))}/step_*"
         lines += [
-            "# Started before, and saved: go on from there, not from where the first start began.",
+            "# Requeued after saving a checkpoint: resume from it instead of the original starting point.",
             "again=()",
             f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ] && compgen -G {pattern} > /dev/null; then',
             f"    again=({shlex.join(job.requeue)})",
@@ -170,30 +169,30 @@ def render_batch_script(job: SlurmJob) -> str:
         ]
         again = ' "${again[@]}"'
     lines += [
-        "# A rank that ends does not end the others at once: they may be saving.",
+        "# A rank that exits does not stop the others immediately: they may be saving.",
         f"{_build_srun_command(job)}{again}",
         "code=$?",
     ]
     if slurm.requeue:
         job_id = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}" if job.array is not None else "$SLURM_JOB_ID"
         lines += [
-            "# 143: told to stop (the time limit is near), and saved. 75: a rank hung. Back into the queue.",
+            "# 143: stopped before the time limit, after saving. 75: a rank hung. Requeue the job.",
             f"if [ $code -eq 143 ] || [ $code -eq 75 ]; then scontrol requeue {job_id}; fi",
         ]
     return "\n".join([*lines, "exit $code", ""])
 
 
 def _count_cores(job: SlurmJob) -> int | None:
-    """CPU cores of each task: those of the processes that it is or will start."""
+    """Return the CPU cores per task: those of the processes that it starts."""
     cores = job.launch.slurm.cpus_per_task
     return None if cores is None else cores * (job.launch.num_gpus or 1) // job.tasks
 
 
 def _build_srun_command(job: SlurmJob) -> str:
-    """The command that starts the ranks; with SLURM's variables left for the shell."""
+    """Return the command that starts the ranks, with SLURM variables to be expanded by the shell."""
     slurm = job.launch.slurm
     words = ["srun", "--kill-on-bad-exit=0", f"--wait={LAST_RANKS_TIMEOUT}"]
-    if (cores := _count_cores(job)) is not None:  # srun does not take it from sbatch since SLURM 22.05
+    if (cores := _count_cores(job)) is not None:  # srun does not inherit it from sbatch since SLURM 22.05
         words.append(f"--cpus-per-task={cores}")
     mounts = list(slurm.container_mounts)
     if slurm.container is not None and slurm.container_runtime == "pyxis":
@@ -209,21 +208,23 @@ def _build_srun_command(job: SlurmJob) -> str:
 
 
 def submit_job(job: SlurmJob) -> str:
-    """Write the job's files and hand it to sbatch. Returns its number.
+    """Write the job's files and submit it with sbatch.
+
+    Returns the job id.
 
     Raises:
-        UserError: there is no sbatch here, or the folder cannot be written.
-        RunError: sbatch refused the job, in its own words; nothing of it is left.
+        UserError: sbatch is not available, or the folder cannot be written.
+        RunError: sbatch rejected the job, with its message; the written files are removed.
     """
     if shutil.which("sbatch") is None:
-        raise UserError("launcher slurm: there is no sbatch here; submit on a login node, or look with --dry-run")
+        raise UserError("launcher slurm: sbatch not found; submit on a login node, or print the script with --dry-run")
     created = make_folder("save", job.folder)
     files = {job.folder / name: text for name, text in (*job.files, (SCRIPT, render_batch_script(job)))}
     before = {path: path.read_bytes() for path in files if path.is_file()}
     if before and SIGNATURE.encode() not in before.get(job.folder / SCRIPT, b""):
         raise UserError(
-            f"save: {next(iter(before))} is there, and no earlier submission wrote it; choose another folder, or move "
-            "it away"
+            f"save: {next(iter(before))} exists and was not written by an earlier submission; choose another folder, "
+            "or move it away"
         )
     for path, text in files.items():
         write_text_atomically(path, text)
@@ -238,12 +239,12 @@ def submit_job(job: SlurmJob) -> str:
                 path.unlink()
         remove_empty_folders(created)
         lines = [line for line in completed.stderr.splitlines() if line.strip()]
-        raise RunError("; ".join(line.removeprefix("sbatch: error: ") for line in lines) or "sbatch refused the job")
+        raise RunError("; ".join(line.removeprefix("sbatch: error: ") for line in lines) or "sbatch rejected the job")
     return completed.stdout.split(";")[0].strip()
 
 
 def describe_submission(job: SlurmJob, job_id: str) -> list[str]:
-    """What to tell about a submitted job: where its script and log are, how to follow and to stop it."""
+    """Return lines about a submitted job: its script and log, and how to follow and stop it."""
     task = f"{job.nodes} nodes × {job.tasks} processes" if job.nodes > 1 else f"{job.tasks} processes on a node"
     size = task if job.tasks > 1 or job.nodes > 1 else "1 process"
     folder = shlex.quote(str(job.folder))
@@ -255,7 +256,7 @@ def describe_submission(job: SlurmJob, job_id: str) -> list[str]:
 
 
 def format_array_indices(numbers: Sequence[int]) -> str:
-    """Rising numbers in SLURM's short form: 0-3,5."""
+    """Format ascending numbers in SLURM's short form: 0-3,5."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:

@@ -1,10 +1,10 @@
-"""`hostfile`: a run over machines that are reached by ssh, one connection to each.
+"""`hostfile`: training on several hosts over ssh, with one connection to each.
 
-At its other end `python -m megatron.launch.ssh_launcher` starts and watches the machine's ranks (`main`). Its standard
-input is the control channel. The first line is the `LaunchRequest`: what to train, as which ranks. Then TERM asks the
-ranks to save and end, KILL ends them at once, and so does TERM after TERM; the end of the input, with the launcher or
-the network, means TERM, for nobody is there any more. So nothing has to be searched for and killed by its name. An
-error is left on standard error as a line of JSON.
+On each host, `python -m megatron.launch.ssh_launcher` starts and monitors the host's ranks (`main`). Its standard input
+is the control channel. The first line is the `LaunchRequest` with the configuration and ranks. TERM asks the ranks to
+save and exit; KILL, or a second TERM, stops them immediately. The end of the input, when the launcher or the network
+fails, means TERM. No processes therefore have to be found and killed by name. Errors are written to standard error as a
+line of JSON.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ from megatron.utils.temporary_folder import temporary_folder
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=8")
 FORWARDED_VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_", "HF_", "FARFIELD_METHODS")
-"""Prefixes of the variables that the machines get from here. Through the connection: nobody sees them in a list of
-processes."""
+"""Prefixes of environment variables that are forwarded to the hosts.
+
+They are sent through the connection, so that they do not appear in process lists.
+"""
 HOSTFILE_LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine, and how many processes it takes."""
+    """Host and its number of processes."""
 
     name: str
     slots: int
@@ -55,26 +57,26 @@ class Host:
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """The first line that a machine gets."""
+    """First line sent to a host."""
 
     configuration: str
-    """As YAML, not resolved: that takes the machine's facts."""
+    """Unresolved configuration as YAML; resolving requires the host's hardware."""
     log: str
     rank_infos: list[dict[str, Any]]
     address: str
     port: int
     folder: str
-    """The working directory, which paths are relative to."""
+    """Working directory, to which paths are relative."""
     environment: dict[str, str]
 
 
 def read_hostfile(launch: LaunchOptions) -> list[Host]:
-    """The machines of a run: the first `nodes` of the hostfile, with `num_gpus` processes each where that is given.
+    """Return the hosts of a run: the first `nodes` in the hostfile, with `num_gpus` processes each if set.
 
-    The file is DeepSpeed's: a line `NAME slots=N` for each machine; # begins a comment.
+    The file has DeepSpeed's format: one line `NAME slots=N` per host; # begins a comment.
 
     Raises:
-        UserError: the file is not there, a line is none of these, or there are fewer machines or slots than wanted.
+        UserError: the file is missing or invalid, or has too few hosts or slots.
     """
     assert launch.hostfile is not None
     try:
@@ -88,12 +90,12 @@ def read_hostfile(launch: LaunchOptions) -> list[Host]:
             continue
         match = HOSTFILE_LINE.fullmatch(content)
         if match is None or match[1].startswith("-") or int(match[2]) < 1:
-            raise UserError(f"{launch.hostfile}:{number}: {content!r} is no machine; write NAME slots=8")
+            raise UserError(f"{launch.hostfile}:{number}: {content!r} is invalid; expected NAME slots=8")
         if any(host.name == match[1] for host in hosts):
-            raise UserError(f"{launch.hostfile}:{number}: {match[1]} is there twice; give all its slots in a line")
+            raise UserError(f"{launch.hostfile}:{number}: {match[1]} is listed twice; give all its slots on one line")
         hosts.append(Host(match[1], int(match[2])))
     if len(hosts) < (launch.nodes or 1):
-        raise UserError(f"nodes is {launch.nodes or 1}, but {launch.hostfile} has {len(hosts)} machines")
+        raise UserError(f"nodes is {launch.nodes or 1}, but {launch.hostfile} has {len(hosts)} hosts")
     hosts = hosts[: launch.nodes]
     if launch.num_gpus is None:
         return hosts
@@ -105,7 +107,7 @@ def read_hostfile(launch: LaunchOptions) -> list[Host]:
 
 
 def assign_ranks(hosts: Sequence[Host]) -> list[list[RankInfo]]:
-    """The ranks of each machine: neighbours in number are on one."""
+    """Return the ranks of each host; a host's ranks are consecutive."""
     world_size, rank_infos, first = sum(host.slots for host in hosts), [], 0
     for host in hosts:
         local = None if host.slots == world_size else host.slots
@@ -115,22 +117,22 @@ def assign_ranks(hosts: Sequence[Host]) -> list[list[RankInfo]]:
 
 
 def train_over_ssh(config: Config, hosts: Sequence[Host]) -> int:
-    """Train over several machines.
+    """Train on several hosts.
 
     Args:
-        config: not resolved, which each machine does for itself.
-        hosts: the machines (`read_hostfile`).
+        config: unresolved configuration; each host resolves it.
+        hosts: the hosts (`read_hostfile`).
 
     Returns:
         0, or 128 + n if signal n ended the run early.
 
     Raises:
-        UserError: what the machines refuse.
-        RunError: what went wrong first, with the machine's name if it could not be reached.
+        UserError: a host rejects the run.
+        RunError: root cause of a failure, with the host's name if it could not be reached.
     """
     end_with_parent()
     if config.checkpoint.save is None:
-        raise UserError("a run over several machines needs save, a folder that all of them see")
+        raise UserError("a run on several hosts requires save, a folder shared by all of them")
     with open_run_log(config, True) as log, temporary_folder("ssh") as folder:
         error_files = [folder / f"{index}.txt" for index in range(len(hosts))]
 
@@ -155,11 +157,14 @@ def train_over_ssh(config: Config, hosts: Sequence[Host]) -> int:
 
 
 class SshConnection(subprocess.Popen[bytes]):
-    """A machine of the run, as a child process whose signals travel through its standard input."""
+    """Host of the run, as a child process that receives signals through its standard input."""
 
     def __init__(self, host: Host, request: LaunchRequest, error_file: Path, output: Path | None) -> None:
-        """error_file: gets its standard error. output: where its output goes; None for the user's console, where the
-        first rank reports."""
+        """Connect to a host.
+
+        error_file: file for its standard error. output: file for its standard output; None shows it on the user's
+        console, where the first rank reports.
+        """
         command = shlex.join(["env", f"PYTHONPATH={ROOT}", sys.executable, "-P", "-m", "megatron.launch.ssh_launcher"])
         with open(error_file, "wb") as errors, open(output or os.devnull, "ab") as log:
             super().__init__(
@@ -169,7 +174,7 @@ class SshConnection(subprocess.Popen[bytes]):
         self._send(json.dumps(asdict(request)))
 
     def send_signal(self, sig: int) -> None:
-        """SIGTERM: its ranks are asked to save and end. SIGKILL: they are ended at once, and the connection closed."""
+        """Ask the host's ranks to save and exit (SIGTERM), or kill them and close the connection (SIGKILL)."""
         self._send("KILL" if sig == signal.SIGKILL else "TERM")
         if sig == signal.SIGKILL and self.stdin is not None:
             with suppress(OSError):
@@ -177,26 +182,28 @@ class SshConnection(subprocess.Popen[bytes]):
 
     def _send(self, line: str) -> None:
         assert self.stdin is not None
-        with suppress(OSError, ValueError):  # it is gone, or closed: its error file says why
+        with suppress(OSError, ValueError):  # the connection is closed; the error file gives the reason
             self.stdin.write(f"{line}\n".encode())
             self.stdin.flush()
 
 
 def _read_report(host: Host, code: int, errors: str, log: Path) -> ErrorReport | str:
-    """What a machine said of its end, or a line of what ssh did."""
+    """Return the host's error report, or a line about the ssh failure."""
     lines = [line for line in errors.splitlines() if line.strip()]
     for line in reversed(lines):
         with suppress(ValueError):
             return ErrorReport.parse(line)
     reason = f": {lines[-1]}" if lines else ""
-    if code == 255:  # ssh's own
-        return f"{host.name} cannot be reached, or the connection to it was lost{reason}; try: ssh {host.name} true"
-    return f"{host.name}: its processes ended with exit code {code}{reason}; see {log}"
+    if code == 255:  # ssh's own code
+        return f"{host.name} cannot be reached, or the connection was lost{reason}; try: ssh {host.name} true"
+    return f"{host.name}: its processes died with exit code {code}{reason}; see {log}"
 
 
 def main() -> int:
-    """A machine's end of the connection: read the request and run the ranks. Returns 0, 128 + n after signal n, or the
-    exit code of an error."""
+    """Run the host's end of the connection: read the request and run the ranks.
+
+    Returns 0, 128 + n after signal n, or the exit code of an error.
+    """
     request = LaunchRequest(**json.loads(sys.stdin.buffer.readline()))
     try:
         return _run_requested_ranks(request)
@@ -214,7 +221,7 @@ def _run_requested_ranks(request: LaunchRequest) -> int:
     except OSError as error:
         hostname = os.uname().nodename
         path = request.folder if error.filename else log
-        raise RunError(f"{hostname}: {path}: {error.strerror}; all machines must see the same folders") from error
+        raise RunError(f"{hostname}: {path}: {error.strerror}; all hosts must share the same folders") from error
     os.environ.update(request.environment)
     with tempfile.NamedTemporaryFile("w", prefix="farfield-", suffix=".yml", encoding="utf-8") as file:
         file.write(request.configuration)
@@ -222,21 +229,21 @@ def _run_requested_ranks(request: LaunchRequest) -> int:
         config = read_config(file.name)
     rank_infos = [RankInfo(**rank_info) for rank_info in request.rank_infos]
     config = resolve_run(config, LocalHardware.detect(), rank_info=rank_infos[0]).config
-    # The signals of the control channel find the handlers of the rank group, or, a moment before, end this process:
-    # nothing runs.
+    # Signals from the control channel reach the handlers of the rank group. Before these are installed, they end this
+    # process, which has not started anything.
     threading.Thread(target=_read_control_channel, args=(sys.stdin.buffer,), daemon=True).start()
     return run_ranks(config, log, rank_infos, request.address, request.port)
 
 
 def _read_control_channel(control_channel: BinaryIO) -> None:
-    """Turn what comes into signals to this process, which hands them on to its ranks."""
+    """Convert lines of the control channel to signals of this process, which forwards them to its ranks."""
     stop_requested = False
     for line in control_channel:
         if (word := line.strip()) == b"TERM" and not stop_requested:
             stop_requested = True
             os.kill(os.getpid(), signal.SIGTERM)
         elif word == b"KILL":
-            # The second signal is the one that does not wait. Two of the same might arrive as one.
+            # A second signal stops immediately. Two identical signals might be merged into one.
             for number in (signal.SIGINT,) if stop_requested else (signal.SIGTERM, signal.SIGINT):
                 os.kill(os.getpid(), number)
             return
@@ -245,7 +252,7 @@ def _read_control_channel(control_channel: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    # os._exit: the thread may hold standard input, which the interpreter would wait for.
+    # os._exit: the thread may block on standard input, which the interpreter would wait for.
     code = main()
     sys.stdout.flush()
     os._exit(code)

@@ -1,8 +1,8 @@
-"""One process of a training run.
+"""Process of a training run.
 
-`run_rank` is called directly where one process is enough. Otherwise `rank_group.py` starts
-`python -m megatron.launch.worker JOB LOG RANK` for each rank, with torchrun's variables in the environment and the
-resolved configuration in the job's folder. A failure is left there as a small JSON file (`ErrorReport`).
+`run_rank` is called directly if one process is sufficient. Otherwise, `rank_group.py` starts `python -m
+megatron.launch.worker JOB LOG RANK` for each rank, with torchrun's variables in the environment and the resolved
+configuration in the job's folder. Failures are written there as a small JSON file (`ErrorReport`).
 """
 
 from __future__ import annotations
@@ -38,23 +38,22 @@ def run_rank(
     on_hang: Callable[[HangError, bool], None] | None = None,
     hooks: TrainingHooks | None = None,
 ) -> int:
-    """Train as one rank; every rank writes to the same log.
+    """Train as one rank; all ranks write to the same log.
 
     Args:
-        config: resolved.
-        log: where all goes that is not for the user.
-        rank_info: which rank.
-        on_hang: ends this process when a rank hangs; its second argument says whether this rank is the one to report
-            it.
-        hooks: of a caller from Python.
+        config: resolved configuration.
+        log: file for output that is not shown to the user.
+        rank_info: this rank.
+        on_hang: exits this process when a rank hangs; its second argument is True if this rank should report the error.
+        hooks: hooks of a Python caller.
 
     Returns:
         0, or 128 + n if signal n ended the run early.
 
     Raises:
-        FarfieldError: as the training raised it; anything else becomes an UnexpectedError that names the log.
+        FarfieldError: error of the training; other exceptions become an UnexpectedError that names the log.
     """
-    user_errors = os.dup(2)  # what the user sees, which the log takes over
+    user_errors = os.dup(2)  # the user's stderr, before it is redirected to the log
 
     def exit_process(error: HangError, is_reporter: bool) -> None:
         if is_reporter:
@@ -80,7 +79,7 @@ def _train(
         output = GuardedStream(console.file)
         console.file = output  # type: ignore[assignment]
         announce = console.print if rank_info.rank == 0 else lambda line: None
-        # These import torch, deepspeed and megatron-core, whose noise is logged.
+        # These import torch, deepspeed and megatron-core, whose output goes to the log.
         with pause_garbage_collection(), WaitAnnouncer(announce, IMPORTING):
             from megatron.distributed.process_groups import abandon_groups
             from megatron.training.trainer import train_resolved
@@ -93,22 +92,23 @@ def _train(
             abandon_groups()
             raise
         if output.problem is not None:
-            saved = "no checkpoint is saved" if result.checkpoint is None else f"{result.checkpoint} is saved"
-            raise RunError(f"standard output: {output.problem}; ended at step {result.step}, {saved}")
+            saved = "no checkpoint was saved" if result.checkpoint is None else f"saved {result.checkpoint}"
+            raise RunError(f"standard output: {output.problem}; stopped at step {result.step}, {saved}")
         return result.exit_code
 
 
 @cache
 def _freeze_imports() -> None:
-    """Leave what is imported out of garbage collection: DeepSpeed collects with every engine, for a third of a second.
+    """Exclude imported objects from garbage collection, which DeepSpeed runs for every engine, taking a third of a
+    second.
 
-    Once in a process: for a second training what is left of the first is garbage.
+    Called once per process: a second training must be able to collect the objects of the first.
     """
     gc.freeze()
 
 
 def main(arguments: list[str]) -> int:
-    """`JOB LOG RANK`: the body of a started process."""
+    """Entry point of a started process, with the arguments `JOB LOG RANK`."""
     end_with_parent()
     job, log, rank_info = Path(arguments[0]), Path(arguments[1]), RankInfo.from_environment()
 

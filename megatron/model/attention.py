@@ -189,11 +189,27 @@ class PositionedAttention(MegatronModule):
         ranges = [(segment.tokens, segment.context) for segment in segments]
         return compute_table_of_ranges(self.encoding, ranges, device)
 
+    @property
+    def has_gates(self) -> bool:
+        """True if the encoding computes gates from the layer's input."""
+        return type(self.encoding).overrides_hook("gate")
+
     def compute_gates(self, hidden: Tensor) -> Tensor | None:
         """What the encoding's gate says of the layer's input [T, B, D]: float32 [B, h, T], None if it has none."""
-        if not type(self.encoding).overrides_hook("gate"):
+        if not self.has_gates:
             return None
         return self.encoding.gate(sum_grad(hidden, self.groups).transpose(0, 1), self.heads)
+
+    def get_rotation(self, like: Tensor, context: AttentionContext | None) -> tuple[Tensor, Tensor] | None:
+        """Return cos and sin float32 [T, r] by which a region may turn the queries and keys of a pass, or None if the
+        encoding turns them itself, or not at all.
+
+        like: activations [T, B, …] of the pass.
+        """
+        segments = build_segments(like.shape[0]) if context is None else context.segments
+        if len(segments) > 1 or not hide_nothing(segments) or (context is not None and context.restarted is not None):
+            return None
+        return self.encoding.get_turns(like, segments[0].tokens)
 
     def forward(
         self,
@@ -203,23 +219,25 @@ class PositionedAttention(MegatronModule):
         attention_mask: AttentionContext | None = None,
         *,
         gates: Tensor | None = None,
+        is_rotated: bool = False,
         **_: object,
     ) -> Tensor:
         """megatron-core's call: query [T, B, h, d], key and value [T, B, g, d] → [T or num_logits, B, h·d]; and gates
-        [B, h, T] from `compute_gates`.
+        [B, h, T] from `compute_gates`. is_rotated: queries and keys are turned already (`get_rotation`).
 
         megatron-core's attention passes a mask alone through its layers, so `attention_mask` is no mask here but the
         `AttentionContext`, which holds the masks of its segments. What else it passes (mask type, bias, packing) its
         GPT layers leave at the causal default.
         """
         context = attention_mask if attention_mask is not None else AttentionContext(build_segments(query.shape[0]))
-        turns_multiples = self.encoding.rotates_linearly
+        turns_multiples = self.encoding.rotates_linearly and not is_rotated
         if self.query_multiplier != 1.0 and turns_multiples:
             query = query * self.query_multiplier
         # Not einops here, which takes longer than what it calls: the host issues this for every layer of a step.
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         try:
-            q, k = rotate_segments(q, k, self.encoding, context.segments, context.restarted, self.heads)
+            if not is_rotated:
+                q, k = rotate_segments(q, k, self.encoding, context.segments, context.restarted, self.heads)
         except OptionError as error:
             raise UserError(str(error)) from error
         if self.query_multiplier != 1.0 and not turns_multiples:

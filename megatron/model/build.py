@@ -21,6 +21,7 @@ from megatron.distributed.mesh import ParallelSizes, pipeline_layer_range
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import LayerAttention, PositionedAttention
 from megatron.model.backend_choice import AttentionTarget, BackendChoice, LayerKind, choose_backends
+from megatron.model.compiled_regions import LayerConfig
 from megatron.model.gpt import GPT
 from megatron.model.layer import (
     BiasedSelfAttention,
@@ -38,7 +39,6 @@ from megatron.model.megatron_core import (
     LocalSpecProvider,
     ModuleSpec,
     TransformerBlockSubmodules,
-    TransformerConfig,
     get_gpt_layer_local_spec,
 )
 from megatron.model.mup import MupScaling, get_multipliers
@@ -420,7 +420,7 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 
-def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: ParallelSizes) -> TransformerConfig:
+def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: ParallelSizes) -> LayerConfig:
     """megatron-core's configuration of a model; weights are initialised on CPU, so that every device starts alike."""
 
     mup = MupScaling.from_options(model)
@@ -430,7 +430,7 @@ def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: ParallelS
     def init(name):  # type: ignore[no-untyped-def]
         return init_method(name, std=model.init_method_std, num_layers=layers, hidden_size=width)
 
-    return TransformerConfig(
+    return LayerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -449,7 +449,8 @@ def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: ParallelS
         use_cpu_initialization=True,
         tensor_model_parallel_size=sizes.tensor,
         params_dtype=dtype,
-        # Fusions that need CUDA or change the numbers between devices stay off.
+        compile_regions=model.compile_regions,
+        # megatron-core's own fusions stay off: compiled regions do their work.
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

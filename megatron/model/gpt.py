@@ -44,6 +44,7 @@ from megatron.model.attention import (
     group_layers,
 )
 from megatron.model.backend_choice import BackendChoice
+from megatron.model.compiled_regions import can_compile, compile_region, compute_log_z
 from megatron.model.kv_cache import KVCache
 from megatron.model.layer import is_held_whole, recompute_in_backward
 from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
@@ -429,14 +430,29 @@ class GPT(GPTModel):
 
     def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Of each token, float32 [B, T], from hidden states [T, B, D]."""
+        if can_compile(self.config, hidden):
+            return self._compute_compiled_losses(hidden, labels)[0]
         return self._cross_entropy(soft_cap(self._logits(hidden).float(), self.logit_softcap), labels)
 
     def _losses_and_log_z(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The same losses, and each token's log Z, which is its loss and its label's logit: [2, B, T]."""
+        if can_compile(self.config, hidden):
+            return torch.stack(self._compute_compiled_losses(hidden, labels))
         logits = soft_cap(self._logits(hidden).float(), self.logit_softcap)
         of_labels = select_label_logits(logits, labels, self.groups)  # first: the loss may work in the logits' place
         losses = self._cross_entropy(logits, labels)
         return torch.stack([losses, losses + of_labels])
+
+    def _compute_compiled_losses(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return losses and log Z, float32 [B, T], from logits that stay in their own type."""
+        logits, tensor = self._logits(hidden), self.groups.mesh.tensor
+        first = tensor.index * logits.shape[-1]
+        log_z, of_labels = compile_region(compute_log_z)(logits, labels, first, self.logit_softcap)
+        if tensor.size > 1:
+            own = torch.stack([log_z, of_labels])[None]
+            parts = all_gather(own, 0, self.groups, "tensor", reduce_grad=False)
+            log_z, of_labels = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
+        return log_z - of_labels, log_z
 
     def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Of each token [B, T], from this rank's logits [T, B, V] in float32."""

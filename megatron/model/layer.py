@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.distributed.collectives import all_gather, register_grad_all_reduce
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import AttentionContext
+from megatron.model.compiled_regions import can_compile, choose_region
 from megatron.model.megatron_core import (
     MLP,
     ColumnParallelLinear,
@@ -36,6 +37,11 @@ from megatron.model.megatron_core import (
     TransformerLayer,
 )
 from megatron.position.numerics import is_divided_by_zero_3, promote_to_float32
+
+Heads = tuple[Tensor, ...]
+"""Queries [T, B, h, d], keys and values [T, B, g, d], or one tensor [T, B, g·(n + 2)·d] of all of them."""
+Rotation = tuple[Tensor, Tensor]
+"""cos and sin [T, r], see `Encoding.get_turns`."""
 
 
 def recompute_in_backward(function: Callable[..., Tensor], *arguments: Any, draws: bool) -> Tensor:
@@ -193,28 +199,88 @@ class BiasedSelfAttention(SelfAttention):
 
         megatron-core hands its attention module a mask and nothing else of ours, so the context takes its place.
         """
-        mixed, _ = self.linear_qkv(hidden)
-        gates = self.core_attention.compute_gates(hidden)
-        output_gate = None if self.linear_gate is None else self.linear_gate(hidden)[0]
-        if self.recomputes and self.training and torch.is_grad_enabled():
-            draws = self.config.attention_dropout > 0
-            attended = recompute_in_backward(self._attend, mixed, gates, output_gate, attention_mask, draws=draws)
-        else:
-            attended = self._attend(mixed, gates, output_gate, attention_mask)
-        output: tuple[Tensor, Tensor | None] = self.linear_proj(attended)
+        heads, output_gate = self.project(hidden)
+        output: tuple[Tensor, Tensor | None] = self.linear_proj(self.attend(hidden, heads, output_gate, attention_mask))
         return output
 
-    def _attend(
-        self, mixed: Tensor, gates: Tensor | None, output_gate: Tensor | None, context: AttentionContext | None
-    ) -> Tensor:
-        """Queries, keys and values in one tensor, gates of encoding and output → what the output projection reads."""
+    def project(self, hidden: Tensor, rotation: Rotation | None = None) -> tuple[Heads, Tensor | None]:
+        """Return what `attend` reads of hidden states, and the output's gates, if there are any.
+
+        rotation: see `split_heads`.
+        """
+        mixed, _ = self.linear_qkv(hidden)
+        output_gate = None if self.linear_gate is None else self.linear_gate(hidden)[0]
+        heads = (mixed,) if self._recomputes_now else self.split_heads(mixed, rotation)
+        return heads, output_gate
+
+    def can_compile(self, x: Tensor) -> bool:
+        """Return whether regions of attention's weights and an activation are compiled: not where ranks divide the
+        weights, nor under ZeRO 3, which gathers them around each module's call."""
+        return can_compile(self.config, x) and is_held_whole(self.linear_qkv, self.linear_qkv.weight)
+
+    @property
+    def _recomputes_now(self) -> bool:
+        return self.recomputes and self.training and torch.is_grad_enabled()
+
+    def split_heads(self, mixed: Tensor, rotation: Rotation | None = None) -> Heads:
+        """Return queries [T, B, h, d], keys and values [T, B, g, d] out of one tensor.
+
+        rotation: by which to rotate queries and keys; None if they are rotated later, or not at all.
+        """
         mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
         query, key, value = mixed.split(self.group_sizes, dim=3)
         query = query.reshape(*query.shape[:2], -1, self.hidden_size_per_attention_head)
         if self.normalizes_qk:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
-        attended: Tensor = self.core_attention(query, key, value, context, gates=gates)
+        if rotation is None:
+            return query, key, value
+        # A view of the values alone would keep the queries and keys that it lies beside.
+        return rotate_heads(query, *rotation), rotate_heads(key, *rotation), value.contiguous()
+
+    def attend(
+        self,
+        hidden: Tensor | None,
+        heads: Heads,
+        output_gate: Tensor | None,
+        context: AttentionContext | None,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        """Return what the output projection reads.
+
+        Args:
+            hidden: what `project` read, if the encoding has gates.
+            heads, output_gate: results of `project`.
+            context: see `forward`.
+            rotation: by which `project` has rotated queries and keys.
+        """
+        gates = None if hidden is None else self.core_attention.compute_gates(hidden)
+        arguments: tuple[Any, ...] = (gates, output_gate, context, rotation, *heads)
+        if self._recomputes_now:
+            return recompute_in_backward(self._attend, *arguments, draws=self.config.attention_dropout > 0)
+        return self._attend(*arguments)
+
+    def _attend(
+        self,
+        gates: Tensor | None,
+        output_gate: Tensor | None,
+        context: AttentionContext | None,
+        rotation: Rotation | None,
+        *heads: Tensor,
+    ) -> Tensor:
+        if len(heads) == 1:
+            split = choose_region(BiasedSelfAttention.split_heads, compiles=self.can_compile(heads[0]))
+            heads = split(self, *heads, rotation)
+        attended: Tensor = self.core_attention(*heads, context, gates=gates, is_rotated=rotation is not None)
         return attended if output_gate is None else apply_gate(attended, output_gate[-len(attended) :])
+
+
+def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x·cos + swap(x)·sin of x [T, B, h, d], where `Encoding.get_turns` gives cos and sin [T, r]: as `rotate_halves`,
+    in operations that torch.compile fuses."""
+    turned = x[..., : cos.shape[-1]].to(cos.dtype)
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos[:, None, None] + torch.cat([second, first], dim=-1) * sin[:, None, None]
+    return torch.cat([turned.to(x.dtype), x[..., cos.shape[-1] :]], dim=-1)
 
 
 def apply_gate(attended: Tensor, gate: Tensor) -> Tensor:
@@ -261,6 +327,8 @@ class GPTLayer(TransformerLayer):
         self.parallel, self.tied_norm, self.multiplier = parallel, tied_norm, multiplier
         self.post_self_attn_layernorm = None if build_post_norm is None else build_post_norm()
         self.post_mlp_layernorm = None if build_post_norm is None else build_post_norm()
+        self.keeps_normed = tied_norm or self.self_attention.core_attention.has_gates
+        """True if the first norm is read by more than the matrix product of queries, keys and values."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As any module is called: megatron-core's layer looks for CUDA graphs first."""
@@ -283,15 +351,32 @@ class GPTLayer(TransformerLayer):
 
     def forward(self, hidden: Tensor, context: AttentionContext | None = None) -> Tensor:
         """Hidden states [T, B, D] → [T or context.num_logits, B, D]."""
-        normed = self.input_layernorm(hidden)
-        attended = self.self_attention(normed, attention_mask=context)
+        attention, drops = self.self_attention, self.training and self.hidden_dropout > 0
+        compiles = attention.can_compile(hidden) and not drops  # compiled, dropout would draw other numbers
+        rotation = attention.core_attention.get_rotation(hidden, context) if compiles else None
+        begin, end = (choose_region(part, compiles=compiles) for part in (GPTLayer._begin, GPTLayer._end))
+        normed, heads, output_gate = begin(self, hidden, rotation)
+        attended = attention.attend(normed, heads, output_gate, context, rotation)
         if context is not None and context.num_logits is not None:
-            hidden, normed = hidden[-context.num_logits :], normed[-context.num_logits :]
-        after_attention = self._add(attended, hidden, self.post_self_attn_layernorm)
-        if self.parallel:
-            normed = normed if self.tied_norm else self.pre_mlp_layernorm(hidden)
-        else:
+            hidden = hidden[-context.num_logits :]
+            normed = None if normed is None else normed[-context.num_logits :]
+        output: Tensor = end(self, hidden, normed, attended)
+        return output
+
+    def _begin(self, hidden: Tensor, rotation: Rotation | None) -> tuple[Tensor | None, Heads, Tensor | None]:
+        """What comes before attention: the norm of hidden states, if it is read later, and what attention reads."""
+        normed = self.input_layernorm(hidden)
+        heads, output_gate = self.self_attention.project(normed, rotation)
+        return normed if self.keeps_normed else None, heads, output_gate
+
+    def _end(self, hidden: Tensor, normed: Tensor | None, attended: Tensor) -> Tensor:
+        """What comes after attention."""
+        projected = self.self_attention.linear_proj(attended)
+        after_attention = self._add(projected, hidden, self.post_self_attn_layernorm)
+        if not self.parallel:
             normed = self.pre_mlp_layernorm(after_attention)
+        elif not self.tied_norm:
+            normed = self.pre_mlp_layernorm(hidden)
         return self._add(self.mlp(normed), after_attention, self.post_mlp_layernorm)
 
 

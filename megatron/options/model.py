@@ -205,6 +205,13 @@ class ModelOptions(ConfigSection):
         "the first run of its kind; if false it takes sdpa where nothing is added to the scores, else blocks of rows",
         policy="machine",
     )
+    compile_regions: bool = config_field(
+        True,
+        "whether training on a GPU compiles what is between matrix products and attention with torch.compile: biases, "
+        "residual sums, norms, activations, rotation, the loss; if false, PyTorch computes it one by one, as it "
+        "always does on a CPU, in evaluation and under ZeRO 3",
+        policy="machine",
+    )
     attention_chunk_rows: int = config_field(
         128,
         "query rows per block of the chunked backend, and of auto (which trains with at least 128 where there is no "

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, create_model, model_validator
+from pydantic import AfterValidator, BeforeValidator, create_model, model_validator
 
 from megatron.options.section import MAX_STEPS, CommaSeparated, ConfigSection, config_field
 
@@ -264,6 +264,11 @@ def _check_multiples(values: list[str]) -> list[str]:
     return values
 
 
+def _read_switch(value: Any) -> Any:
+    """Read true and false, which YAML 1.1 makes of on and off, as these."""
+    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+
+
 class TrainingOptions(ConfigSection):
     """Batches, steps, precision, seeds."""
 
@@ -320,6 +325,12 @@ class TrainingOptions(ConfigSection):
     bf16: Bf16Options = config_field(Bf16Options, "bfloat16 training")
     seed: int = config_field(1234, "seeds initialisation, dropout and data order", ge=0, le=MAX_SEED, policy="numerics")
     deterministic: bool = config_field(False, "use deterministic algorithms only", policy="machine")
+    cuda_graph: Annotated[Literal["off", "on", "auto"], BeforeValidator(_read_switch)] = config_field(
+        "auto",
+        "launch a micro-batch's forward and backward pass as CUDA graphs instead of kernel by kernel; auto: if that is "
+        "right, faster and fits (docs/gpu.md); on: or the run is refused",
+        policy="machine",
+    )
     eval_interval: int = config_field(
         1000, "steps between validations; 0 turns them off", ge=0, le=MAX_STEPS, policy="output"
     )

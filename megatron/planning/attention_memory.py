@@ -14,7 +14,8 @@ bytes of the compute type:
 |                              | rotated                                      |                                     |
 | kernels/biased_attention     | its output, 4 bytes a row and head           | dq, dk, dv, sums of table gradients |
 | kernels/cdape_attention      | q, k and v, contiguous; 8 bytes a row and    | a chunk's maps, sums of dk and dv   |
-|                              | head; tables, 4·N·(k·H + W) bytes            |                                     |
+|                              | head; tables, 4·N·(k·H + W) bytes; for its   |                                     |
+|                              | CUDA kernels the output in two numbers       |                                     |
 | a matrix of biases (FIRE)    | nothing                                      | matrices [h, 256, N], 2 + B of them |
 
 What a backend takes by itself (`auto`) depends on a check on the card; without one it takes what PyTorch has.
@@ -394,14 +395,34 @@ def estimate_cdape_attention(shape: AttentionShape) -> AttentionMemory:
     table_entries = processor.kernel_size * heads + processor.width
     edge_entries = processor.left_context * processor.width
     tables = 4 * (shape.num_distances * table_entries + shape.num_rows * edge_entries)
+    outputs = 2 * shape.query_bytes if has_cuda_kernels(shape) else 0
     return AttentionMemory(
-        saved_bytes=8 * batch * shape.num_rows * heads + tables,
+        saved_bytes=8 * batch * shape.num_rows * heads + tables + outputs,
         workspace_bytes=maps + sums + 2 * shape.query_bytes,
         workspace_map_bytes=maps,
         copies_query=True,
         copies_keys=True,
         pads_values=True,
         recomputed_fraction=1.0,
+    )
+
+
+def has_cuda_kernels(shape: AttentionShape) -> bool:
+    """True if kernels/cdape_attention has CUDA kernels for the shape, as `mixer.is_supported` there (a test compares).
+
+    They run on compute capability 9.0 alone, and where a chunk fills the card: elsewhere this is an upper bound.
+    """
+    processor = shape.processor
+    return (
+        processor is not None
+        and shape.bytes_per_element == 2
+        and shape.rotated_dim == 64
+        and 8 < shape.num_heads <= 16
+        and 16 < processor.width <= 32
+        and processor.kernel_size == 3
+        and shape.window is None
+        and not shape.has_documents
+        and shape.num_columns % 8 == 0
     )
 
 

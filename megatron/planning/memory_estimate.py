@@ -80,7 +80,7 @@ class Moment:
     activations: int = 0
     """Kept for the backward pass, of all micro-batches that are in flight."""
     logits: int = 0
-    """Logits, their float32 copy, and the gradient."""
+    """Logits, copies of them, and the gradient."""
     working: int = 0
     """What the backward pass of a layer has besides: its recomputed activations, gradients inside it, maps."""
     step: int = 0
@@ -110,6 +110,14 @@ class MemoryEstimate:
     """Of the activations: score maps, and those of a score processor."""
     working_maps: int
     """Score maps and a processor's, with their gradients, at the worst moment of attention's own backward pass."""
+    graphs: int = 0
+    """What CUDA graphs of the passes keep at all times: the most that a micro-batch needs, with its gradients."""
+
+    @property
+    def total_with_graphs(self) -> int:
+        """At the worst moment, if the passes are CUDA graphs; at most, since gradients may lie in their memory."""
+        rest = max(moment.gradients + moment.buffers + moment.step for moment in self.moments)
+        return self.weights + self.optimizer + self.graphs + rest
 
     @property
     def worst(self) -> Moment:
@@ -135,7 +143,8 @@ class MemoryEstimate:
             )
             for moment in self.moments
         )
-        return replace(self, moments=moments, kept_maps=0, working_maps=0)
+        graphs = max(0, self.graphs - self.kept_maps - self.working_maps)
+        return replace(self, moments=moments, kept_maps=0, working_maps=0, graphs=graphs)
 
     def fits(self, gpu_gib: float, reserved_fraction: float = RESERVED_FRACTION) -> bool:
         """Does it leave `reserved_fraction` of a GPU of so many GiB?"""
@@ -146,6 +155,7 @@ class MemoryEstimate:
         parts = {part: self.get_largest(part) for part in PARTS}
         maps = {"kept_maps": self.kept_maps, "working_maps": self.working_maps}
         states = {"stage": self.stage, "weights": self.weights, "optimizer": self.optimizer}
+        maps |= {"graphs": self.graphs, "total_with_graphs": self.total_with_graphs}
         return states | parts | maps | {"moment": self.worst.name, "total": self.total}
 
 
@@ -269,6 +279,7 @@ class _StageMemory:
                 activations=in_flight + layers + beside, logits=self._count_logit_bytes(),
             ),
         ]  # fmt: skip
+        graphs = moments[0].activations + moments[0].logits
         # Gradients grow as activations go, both by the layer: the ends are the extremes, and where a bucket is full.
         head = self.local_vocab_size * self.config.model.hidden_size if self.is_last else 0
         for name, done in (("the top layer's backward pass", 0), ("the bottom layer's backward pass", num_layers - 1)):
@@ -279,6 +290,8 @@ class _StageMemory:
                     activations=in_flight + output + layers - done * kept_per_layer, working=working,
                 )
             )  # fmt: skip
+            graphs = max(graphs, moments[-1].activations + working + self.bytes_per_element * elements)
+        graphs = max(graphs, self.bytes_per_element * self.num_parameters)
         if states.reduces_early:
             done = min(max((states.bucket - head) // max(self.layer_parameters, 1), 0), num_layers - 1)
             moments.append(
@@ -295,8 +308,9 @@ class _StageMemory:
         )
         moments.append(moment("the optimizer's step", states.step_gradients, step=states.step))
         return MemoryEstimate(
-            self.stage, states.weights, states.optimizer, tuple(moments), kept_maps * self.num_in_flight, working_maps
-        )
+            self.stage, states.weights, states.optimizer, tuple(moments), kept_maps * self.num_in_flight, working_maps,
+            graphs,
+        )  # fmt: skip
 
     def _count_offload_bytes(self) -> int:
         """Of a buffer as large as the largest parameter, through which ZeRO 1 and 2 offload gradients."""
@@ -311,12 +325,15 @@ class _StageMemory:
         """Of the logits of as many tokens as the loss takes at once."""
         if not self.is_last:
             return 0
-        # cross_entropy: log-probabilities, the loss's gradient and the logits', in float32. Divided over ranks it works
-        # in place: the copy in float32, and beside it the logits or their gradient in a half type.
-        b = self.bytes_per_element
-        per_logit = 12 if self.sizes.tensor == 1 else 4 + (b if b < 4 else 0)
-        per_logit += 4 if self.config.model.final_logit_softcapping is not None else 0  # the hyperbolic tangents
-        per_logit += 4 if self.config.training.z_loss else 0  # the gradient of the labels' logits
+        b, model = self.bytes_per_element, self.config.model
+        if model.compile_regions:
+            per_logit = 2 * b  # and the gradient, which is all that the compiled loss writes of their size
+        else:
+            # cross_entropy: log-probabilities, the loss's gradient and the logits', in float32. Divided over ranks it
+            # works in place: the copy in float32, and beside it the logits or their gradient in a half type.
+            per_logit = 12 if self.sizes.tensor == 1 else 4 + (b if b < 4 else 0)
+            per_logit += 4 if model.final_logit_softcapping is not None else 0  # the hyperbolic tangents
+            per_logit += 4 if self.config.training.z_loss else 0  # the gradient of the labels' logits
         scored = count_scored_at_once(
             self.num_tokens // self.micro_batch_size, self.micro_batch_size, self.local_vocab_size
         )

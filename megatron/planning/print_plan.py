@@ -3,6 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
+from megatron.config.cuda_graph import find_graph_obstacle
 from megatron.options.training import ACCUMULATION_KEY, MICRO_BATCH_KEY
 from megatron.planning.measured_times import StepTimeBand
 from megatron.planning.memory_estimate import RESERVED_FRACTION
@@ -157,6 +158,8 @@ def _build_memory_table(plan: Plan) -> Table:
     add_plain_row(map_label, "working_maps")
     add_row("the optimizer's step", "step")
     add_plain_row("[bold]at the worst moment[/]", "total")
+    if plan.config.training.cuda_graph != "off" and find_graph_obstacle(plan.config) is None:
+        add_plain_row("  if CUDA graphs are taken, at most", "total_with_graphs")
     table.add_row("ms a step", *(f"{1e3 * estimate.step_time.total:,.0f}" for estimate in columns.values()))
     bands = [estimate.measured for estimate in columns.values()]
     if any(bands):

@@ -158,6 +158,14 @@ class Encoding(PositionModule):
         key."""
         return self.rotate(x, tokens) if self.rotates_alike else self.rotate(x, tokens, heads)
 
+    def get_turns(self, like: Tensor, tokens: TokenRange) -> tuple[Tensor, Tensor] | None:
+        """Return cos and sin [T, r] of `rotate`, if x·cos + swap(x)·sin is all that it does to queries and keys, swap
+        exchanging the halves of the first r dimensions; else None.
+
+        like: has the queries' type and device.
+        """
+        return None
+
     def table(self, distances: Tensor) -> ScoreTerms:
         """Return bias and weight [H, N] at distances n = i − j ≥ 0, given as float32 [N].
 

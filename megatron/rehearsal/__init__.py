@@ -1,4 +1,4 @@
-"""GPU jobs without a GPU: the real training process on a CUDA device that keeps books and computes nothing.
+"""Rehearsals: run the real training process without a GPU, on a CUDA device that keeps records and computes nothing.
 
-`null_device/` is that device; what is here runs a job's ranks on it and compares what they did.
+`null_device/` is the device; the modules of this package run a job's ranks on it and compare their behavior.
 """

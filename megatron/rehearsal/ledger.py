@@ -1,8 +1,8 @@
-"""What a rank asked of NCCL, in order, and the same as another rank would have asked it.
+"""NCCL calls of a rank in order, and their translation to other ranks.
 
-The null device writes a line of JSON for every call (`megatron/rehearsal/null_device/`). Here it becomes a
-`CollectiveCall`. Ranks that one process stands for get a copy in which groups and peers are their own: the group along
-the same dimensions of the mesh, the same place in it as root, the same distance from it as the other side.
+The null device writes one line of JSON per call (`megatron/rehearsal/null_device/`). This module parses it into a
+`CollectiveCall`. A rank that represents others is translated for each of them: groups become the groups along the same
+mesh dimensions, roots keep their position in the group, and peers keep their distance.
 """
 
 import json
@@ -18,19 +18,19 @@ from megatron.utils.formatting import format_ranks
 
 POINT_TO_POINT = ("send", "recv")
 WRAPPERS = ("megatron/distributed/collectives.py", "megatron/distributed/process_groups.py")
-"""Files of ours that issue collectives for others."""
+"""Project files that issue collectives on behalf of their callers."""
 
 
 @dataclass(frozen=True)
 class Communicator:
-    """A group of ranks that NCCL joined."""
+    """NCCL communicator: a group of ranks."""
 
     ranks: tuple[int, ...]
     number: int = 0
-    """Which of the groups of these very ranks, in the order in which they were made: the same on all members."""
+    """Index among the groups with identical ranks, in order of creation; equal on all members."""
 
     def describe(self, sizes: ParallelSizes | None = None) -> str:
-        """Its ranks, and the dimensions of the mesh along which they differ."""
+        """Describe the ranks and the mesh dimensions along which they differ."""
         text = format_ranks(self.ranks)
         if sizes is None:
             return f"ranks {text}"
@@ -41,24 +41,25 @@ class Communicator:
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One call of NCCL."""
+    """One NCCL call."""
 
     operation: str
-    """all_reduce, all_gather, reduce_scatter, broadcast, reduce, send or recv."""
+    """One of all_reduce, all_gather, reduce_scatter, broadcast, reduce, send or recv."""
     communicator: Communicator
     count: int
-    """Elements, as NCCL counts them: of what a rank gives, or of an all_gather's part."""
+    """Number of elements, as NCCL counts them: elements that each rank contributes; for all_gather, the size of one
+    shard."""
     dtype: str
     bytes: int
     peer: int | None = None
-    """The root, or the other side: a rank of the run."""
+    """Root, or the other side of a send or recv, as a rank of the run."""
     reduction: str | None = None
     batch: int | None = None
-    """Calls of a rank with the same number were handed over together (`ncclGroupStart`)."""
+    """Number shared by the calls that a rank issued together (`ncclGroupStart`)."""
     where: tuple[str, ...] = ()
-    """Lines of ours that led to it, the innermost first: file:line function."""
+    """Project lines that led to the call, innermost first, as "file:line function"."""
     is_on_host: bool = False
-    """Over gloo: numbers and objects of the host."""
+    """True if the call runs over gloo and exchanges numbers or objects of the host."""
 
     @property
     def is_point_to_point(self) -> bool:
@@ -66,37 +67,37 @@ class CollectiveCall:
 
     @property
     def signature(self) -> tuple[str, int, str, int | None, str | None]:
-        """What all members of a group have to agree on."""
+        """Properties on which all members of a group must agree."""
         return (self.operation, self.count, self.dtype, self.peer, self.reduction)
 
     def describe(self) -> str:
-        """`all_reduce of 1,024 float32 (megatron/model/attention.py:88)`."""
+        """Describe the call, for example `all_reduce of 1,024 float32 (megatron/model/attention.py:88)`."""
         return f"{self.describe_operation()}{f' ({self.line})' if self.where else ''}"
 
     @property
     def line(self) -> str:
-        """The line that issued it: the innermost that is no wrapper of torch.distributed."""
+        """Line that issued the call: the innermost one outside the wrappers of torch.distributed."""
         return next((line for line in self.where if not line.startswith(WRAPPERS)), self.where[0]) if self.where else ""
 
     def describe_operation(self) -> str:
-        """The same without the line that issued it."""
+        """Describe the call without the line that issued it."""
         reduction = f" {self.reduction}" if self.reduction not in (None, "sum") else ""
         direction = {"send": "to", "recv": "from"}.get(self.operation, "root")
         peer = "" if self.peer is None else f" {direction} rank {self.peer}"
-        if not self.dtype:  # an object
+        if not self.dtype:  # an object of the host
             return f"{self.operation}{peer}"
         return f"{self.operation}{reduction} of {self.count:,} {self.dtype}{peer}"
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """All calls of a rank."""
+    """All calls of one rank."""
 
     rank: int
     calls: tuple[CollectiveCall, ...]
 
     def translate(self, target: int, sizes: ParallelSizes) -> "Ledger":
-        """The calls of another rank of the same pipeline stage that issues the same operations."""
+        """Return the calls of another rank of the same pipeline stage that issues the same operations."""
         if target == self.rank:
             return self
         communicators: dict[Communicator, Communicator] = {}
@@ -120,7 +121,8 @@ class Ledger:
         return Ledger(target, tuple(calls))
 
     def normalize(self, sizes: ParallelSizes) -> tuple[Any, ...]:
-        """The calls without saying whose they are: equal for two ranks of a stage that issue the same operations."""
+        """Return the calls without rank numbers. The result is equal for two ranks of a stage that issue the same
+        operations."""
         first = _find_first_of_stage(sizes, self.rank)
         return tuple((call.signature, call.communicator) for call in self.translate(first, sizes).calls)
 
@@ -131,9 +133,10 @@ def _find_first_of_stage(sizes: ParallelSizes, rank: int) -> int:
 
 
 def read_ledger(path: Path, rank: int) -> Ledger:
-    """The calls that the null device wrote down for a rank; none if there is no file, as without NCCL.
+    """Read the calls that the null device recorded for a rank; empty if there is no file, as without NCCL.
 
-    Raises RunError: the file is damaged, as by a process that was killed while it wrote.
+    Raises:
+        RunError: if the file is damaged, for example because the process was killed while it wrote.
     """
     if not path.is_file():
         return Ledger(rank, ())
@@ -141,15 +144,16 @@ def read_ledger(path: Path, rank: int) -> Ledger:
     try:
         return Ledger(rank, tuple(parse_calls(map(json.loads, lines))))
     except (ValueError, LookupError, TypeError) as error:
-        raise RunError(f"{path}: is not a ledger of NCCL calls ({error})") from None
+        raise RunError(f"{path}: not a ledger of NCCL calls ({error})") from None
 
 
 def parse_calls(entries: Iterable[dict[str, Any]]) -> Iterator[CollectiveCall]:
-    """Calls of entries as `null_device/recorder.py` writes them: groups by their names, and operations in them."""
+    """Parse entries written by `null_device/recorder.py`: definitions of named groups, and operations on those
+    groups."""
     entries = list(entries)
     named = [(entry["group"], tuple(sorted(entry["ranks"]))) for entry in entries if "op" not in entry]
     by_ranks: dict[tuple[int, ...], list[str]] = {}
-    # torch numbers groups as they are made, which is the same order on all members; they are told as they are used.
+    # torch numbers groups in order of creation, which is the same on all members; the recorder logs them on first use.
     for name, ranks in sorted(named, key=lambda group: (len(group[0]), group[0])):
         by_ranks.setdefault(ranks, []).append(name)
     communicators = {

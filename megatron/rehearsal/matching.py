@@ -1,12 +1,13 @@
-"""Do the ranks of a run agree on what they exchange? Where they do not, a real run hangs, or sums what does not belong
-together.
+"""Check that the ranks of a run agree on what they communicate. If they disagree, a real run hangs or computes wrong
+sums.
 
     in every group      all members issue the same operations, sizes, types, reductions and roots, in the same order
-    between two ranks   each send meets a receive of as many elements of the same type, in the same order
-    across groups       no rank waits for one that waits for it: the calls are played through as if each had to end
-                        before its rank's next one, which is what NCCL asks for where communicators share ranks
+    between two ranks   each send matches a receive with the same number of elements and type, in the same order
+    across groups       no ranks wait for each other in a cycle. The calls are replayed as if each had to complete
+    before
+                        its rank issues the next one; NCCL requires this order if communicators share ranks
 
-What is found is told once, however many groups repeat it.
+A mismatch that several groups repeat is reported once.
 """
 
 import re
@@ -23,30 +24,29 @@ LedgersByRank = Mapping[int, Ledger]
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Ranks that do not agree."""
+    """Disagreement between ranks about their communication."""
 
     kind: str
-    """skipped, extra, order, differs, send, recv or deadlock."""
+    """One of skipped, extra, order, differs, send, recv or deadlock."""
     ranks: tuple[int, ...]
-    """Those that do otherwise than the rest of their group."""
+    """Ranks that deviate from the rest of their group."""
     communicator: Communicator
     index: int
-    """Of the group's calls, from 0; of calls between two ranks, from 0 in their direction."""
+    """Index from 0 among the group's calls, or among the calls between two ranks in one direction."""
     message: str
-    """What they do and what the others do, with operations and lines."""
+    """Message that compares the deviating ranks with the others, with operations and source lines."""
 
     def describe(self, sizes: ParallelSizes | None = None) -> str:
-        """One line."""
         subject = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {format_ranks(self.ranks)}"
         return f"{subject}, {self.communicator.describe(sizes)}, call {self.index + 1}: {self.message}"
 
 
 def find_mismatches(ledgers: LedgersByRank, sizes: ParallelSizes | None = None) -> list[Mismatch]:
-    """Everything on which ranks do not agree, the same fault of several groups once.
+    """Find all mismatches between ranks; report a mismatch that several groups repeat once.
 
     Args:
-        ledgers: of the ranks that are known; what the others would do is not compared.
-        sizes: of the mesh, if equal faults of groups along the same dimensions shall count as one.
+        ledgers: known ledgers; calls of other ranks are not compared.
+        sizes: mesh sizes. If given, equal mismatches of groups along the same dimensions are merged.
     """
     calls: dict[Communicator, dict[int, list[CollectiveCall]]] = defaultdict(dict)
     for rank, ledger in ledgers.items():
@@ -64,12 +64,12 @@ def find_mismatches(ledgers: LedgersByRank, sizes: ParallelSizes | None = None) 
 
 
 def _match_collectives(communicator: Communicator, calls: Mapping[int, Sequence[CollectiveCall]]) -> Iterable[Mismatch]:
-    """The first difference of each rank from what most members do."""
+    """Yield the first difference of each rank from the majority of the group."""
     sequences = {rank: tuple(call.signature for call in own) for rank, own in calls.items()}
     counts = Counter(sequences.values())
     if len(counts) < 2:
         return
-    # Of sequences that occur equally often, the first rank's: somebody has to be the one that is compared with.
+    # If two sequences are equally frequent, compare with the first rank's.
     expected = max(counts, key=lambda sequence: (counts[sequence], sequence == next(iter(sequences.values()))))
     model = next(rank for rank, sequence in sequences.items() if sequence == expected)
     others = [rank for rank, sequence in sequences.items() if sequence == expected]
@@ -93,15 +93,15 @@ def _describe_difference(
     they = f"rank {others[0]}" if len(others) == 1 else f"ranks {format_ranks(others)}"
     if not rest:
         missing = f"{they} issue{'s' if len(others) == 1 else ''} {rest_expected[0].describe()}"
-        what = f"no call more, where {missing} ({len(own)} calls against {len(expected)})"
+        what = f"no more calls, but {missing} ({len(own)} calls against {len(expected)})"
         return Mismatch("skipped", ranks, communicator, index, what)
     if not rest_expected:
-        what = f"{rest[0].describe()}, where {they} issue{'s' if len(others) == 1 else ''} no more calls"
+        what = f"{rest[0].describe()}, but {they} issue{'s' if len(others) == 1 else ''} no more calls"
         return Mismatch("extra", ranks, communicator, index, what)
     (mine, theirs) = (rest[0], rest_expected[0])
     after, after_expected = ([call.signature for call in calls[1:3]] for calls in (rest, rest_expected))
     if after[:1] == [theirs.signature] and after_expected[:1] == [mine.signature]:
-        what = f"{mine.describe()} before {theirs.describe_operation()}, which {they} issue the other way round"
+        what = f"{mine.describe()} before {theirs.describe_operation()}; {they} issue them in reverse order"
         return Mismatch("order", ranks, communicator, index, f"{what} ({theirs.line})")
     if mine.signature in after_expected[:1] and len(rest) < len(rest_expected):
         what = f"skips {theirs.describe()}, which {they} issue{'s' if len(others) == 1 else ''}"
@@ -109,14 +109,14 @@ def _describe_difference(
     if theirs.signature in after[:1] and len(rest) > len(rest_expected):
         what = f"{mine.describe()}, which {they} do{'es' if len(others) == 1 else ''} not issue"
         return Mismatch("extra", ranks, communicator, index, what)
-    what = f"{mine.describe()}, where {they} issue{'s' if len(others) == 1 else ''} {theirs.describe()}"
+    what = f"{mine.describe()}, but {they} issue{'s' if len(others) == 1 else ''} {theirs.describe()}"
     return Mismatch("differs", ranks, communicator, index, what)
 
 
 def _match_point_to_point(
     communicator: Communicator, calls: Mapping[int, Sequence[CollectiveCall]], known: set[int]
 ) -> Iterable[Mismatch]:
-    """Each send against the receive of the other side, in order."""
+    """Match each send with the receive of its peer, in order."""
     sent: dict[tuple[int, int], list[CollectiveCall]] = defaultdict(list)
     received: dict[tuple[int, int], list[CollectiveCall]] = defaultdict(list)
     for rank, own in calls.items():
@@ -133,7 +133,7 @@ def _match_point_to_point(
             length,
         )
         if index < length:
-            what = f"{sends[index].describe()}, which rank {target} takes by {receives[index].describe()}"
+            what = f"{sends[index].describe()}, but rank {target} posts {receives[index].describe()}"
             yield Mismatch("differs", (source,), communicator, index, what)
         elif len(sends) > index:
             what = f"{sends[index].describe()}, which rank {target} never receives"
@@ -144,17 +144,17 @@ def _match_point_to_point(
 
 
 def find_deadlock(ledgers: LedgersByRank) -> Mismatch | None:
-    """Play the calls of all ranks through; the first rank that waits for ever, if one does.
+    """Replay the calls of all ranks; return the first rank that waits forever, or None.
 
-    A collective ends when all members have come to it, a receive when its message was sent; a send does not wait, and
-    calls that were handed over together wait together. Members that are not known are taken to be always there.
+    A collective completes when all members have reached it, and a receive when its message was sent. A send does not
+    wait. Calls issued together wait together. Unknown members count as always ready.
     """
     batches = {rank: _group_batches(ledger.calls) for rank, ledger in ledgers.items()}
     positions = dict.fromkeys(ledgers, 0)
     arrived: Counter[tuple[Communicator, int]] = Counter()
-    """Ranks that have come to the n-th collective of a group."""
+    """Number of ranks that have reached the n-th collective of a group."""
     issued: Counter[tuple[Communicator, int]] = Counter()
-    """Collectives of a group that a rank has begun."""
+    """Number of a group's collectives that a rank has started."""
     sent: Counter[tuple[Communicator, int, int]] = Counter()
     received: Counter[tuple[Communicator, int, int]] = Counter()
     needed = {
@@ -227,10 +227,10 @@ def _describe_deadlock(
     issued: Mapping[tuple[Communicator, int], int],
     ledgers: LedgersByRank,
 ) -> Mismatch:
-    """The ranks that wait for each other in a circle, and where."""
+    """Describe the ranks that wait for each other in a cycle, and the calls in which they wait."""
 
     def find_blocked(rank: int) -> tuple[CollectiveCall, int, int]:
-        """What a rank waits in, which of the group's calls that is, and for whom."""
+        """Return the call that a rank is waiting in, its index among the group's calls, and the rank it waits for."""
         for call, index in waiting[rank]:
             if call.operation == "recv":
                 if call.peer in pending:
@@ -245,25 +245,25 @@ def _describe_deadlock(
     while rank not in path:
         path.append(rank)
         following = find_blocked(rank)[2]
-        if following not in pending:  # it has ended
+        if following not in pending:  # it has completed
             break
         rank = following
     circle = tuple(path[path.index(rank) :]) if rank in path else tuple(path)
     call, index, _ = find_blocked(circle[0])
     steps = [f"rank {member} waits in {find_blocked(member)[0].describe()}" for member in circle[:4]]
-    what = "; ".join(steps) + ("; …" if len(circle) > 4 else "") + f"; for rank {find_blocked(circle[-1])[2]}"
+    what = "; ".join(steps) + ("; …" if len(circle) > 4 else "") + f"; back to rank {find_blocked(circle[-1])[2]}"
     return Mismatch("deadlock", circle, call.communicator, index, f"ranks wait for each other: {what}")
 
 
 def _merge_repeated(mismatches: Sequence[Mismatch]) -> list[Mismatch]:
-    """The same fault in groups of the same size once, with the number of the others."""
+    """Merge equal mismatches of groups of equal size into one that states the number of other groups."""
     groups: dict[tuple[object, ...], list[Mismatch]] = defaultdict(list)
     for mismatch in mismatches:
         shape = (mismatch.kind, len(mismatch.communicator.ranks), mismatch.index, _without_ranks(mismatch.message))
         groups[shape].append(mismatch)
     merged = []
     for first, *others in groups.values():
-        more = "" if not others else f" (and {len(others)} more like it, first rank {others[0].ranks[0]})"
+        more = "" if not others else f" (and {len(others)} similar mismatches, the first on rank {others[0].ranks[0]})"
         merged.append(Mismatch(first.kind, first.ranks, first.communicator, first.index, first.message + more))
     return merged
 

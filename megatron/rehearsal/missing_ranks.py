@@ -1,10 +1,9 @@
-"""The files that ranks which do not run would have written into a checkpoint, so that it becomes whole.
+"""Checkpoint files of the ranks that a rehearsal does not run, written to complete the checkpoint.
 
-Every element of every parameter lies in the file of one rank (`megatron.checkpoint.sharded_state`). What the ranks that
-ran did not write of a parameter is divided among those of their pipeline stage and place along the tensor dimension
-that did not run, laid end to end and cut into equal parts, much as ZeRO does. Their files have the sizes and the
-headers of real ones, and zeros for values, so rank 0 merges them, and ranks verify and resume from them, by the code of
-a real run.
+Every element of every parameter belongs to the file of one rank (`megatron.checkpoint.sharded_state`). The elements
+that no running rank wrote are divided among the missing ranks of the same pipeline stage and tensor coordinate:
+flattened, concatenated and split evenly, much as ZeRO does. These files have the sizes and headers of real files, and
+zeros as values. Rank 0 merges them, and ranks verify and resume from them, with the code of a real run.
 """
 
 import json
@@ -33,34 +32,34 @@ _DTYPE, _ITEMSIZE = "F32", 4
 
 @dataclass(frozen=True)
 class StageParameter:
-    """A parameter of a pipeline stage, as each of its tensor-parallel ranks holds it."""
+    """Parameter of a pipeline stage, as each of its tensor-parallel ranks stores it."""
 
     name: str
     shape: tuple[int, ...]
     dim: int | None
-    """Along which tensor-parallel ranks divide it; None if each holds it whole."""
+    """Dimension sharded across tensor-parallel ranks; None if each rank stores the whole parameter."""
     strips: int
     is_replica: bool
-    """Does an earlier stage hold it too, which writes it?"""
+    """True if an earlier stage also stores the parameter and saves it."""
     algorithm: Algorithm = "AdamW"
-    """By which it is stepped."""
+    """Algorithm of the optimizer step for this parameter."""
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
 
     def describe_piece(self, start: int, size: int, tensor_index: int, tensor_size: int, step: int) -> ShardMetadata:
-        """What a file's header says of some of its elements."""
+        """Build the file-header entry for a range of the parameter's elements."""
         division = (0, 1, 0, 1) if self.dim is None else (tensor_index, tensor_size, self.dim, self.strips)
         return ShardMetadata(start, size, self.shape, *division, float(step))
 
 
 def write_stage_parameters(path: Path, model: Any) -> None:
-    """Write down the parameters of the stage that a rank holds."""
+    """Write the list of the stage parameters that a rank stores."""
     parameters = []
     for name, parameter in model.named_parameters():
         spec = get_shard_spec(parameter)
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # under ZeRO 3 the data are elsewhere
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # under ZeRO 3 the data are stored elsewhere
         dim, strips = (None, 1) if spec is None else (spec.dim, spec.num_strips)
         parameters.append(
             asdict(StageParameter(name, shape, dim, strips, is_replica(parameter), get_algorithm(parameter)))
@@ -70,7 +69,7 @@ def write_stage_parameters(path: Path, model: Any) -> None:
 
 
 def read_stage_parameters(path: Path) -> list[StageParameter]:
-    """What `write_stage_parameters` wrote."""
+    """Read the list written by `write_stage_parameters`."""
     entries = json.loads(path.read_text(encoding="utf-8"))
     return [StageParameter(**{**entry, "shape": tuple(entry["shape"])}) for entry in entries]
 
@@ -81,15 +80,16 @@ def complete_checkpoint(
     """Write the files of all ranks that have none.
 
     Args:
-        checkpoint: the folder, which is not published yet.
-        sizes: of the mesh.
-        stages: the parameters of each pipeline stage.
-        step: Adam's count of steps.
+        checkpoint: unpublished checkpoint folder.
+        sizes: mesh sizes.
+        stages: parameters of each pipeline stage.
+        step: Adam's step count.
 
     Returns:
-        What a manifest says of the files of states, those that were there included.
+        Manifest entries of all state files, including those that existed before.
 
-    Raises OSError: the disk refuses.
+    Raises:
+        OSError: if the files cannot be written.
     """
     entries: dict[str, FileChecksum] = {}
     missing: dict[tuple[int, int], list[int]] = {}
@@ -124,9 +124,9 @@ def complete_checkpoint(
 def divide_unwritten(
     parameters: Sequence[StageParameter], written: Iterable[dict[str, ShardMetadata]], num_ranks: int
 ) -> list[list[tuple[StageParameter, int, int]]]:
-    """What is in no file yet, divided among so many ranks: (parameter, first element, element behind the last) of each.
+    """Divide the elements that no file contains among ranks: a list of (parameter, start, end) for each rank.
 
-    No rank has two pieces of one parameter, as no file can.
+    No rank gets two ranges of one parameter, because a file cannot store two.
     """
     files = list(written)
     gaps: list[tuple[StageParameter, int, int]] = []
@@ -153,17 +153,17 @@ def divide_unwritten(
 
 
 def read_pieces(path: Path) -> dict[str, ShardMetadata]:
-    """What a rank's file holds, by the names of parameters. Raises RunError: it is damaged."""
+    """Return the shards in a rank's file, by parameter name. Raises RunError if the file is damaged."""
     try:
         with safe_open(path, "pt") as file:
             entries = json.loads(file.metadata()[_METADATA])
-    except Exception as error:  # whatever safetensors raises
-        raise RunError(f"{path}: does not hold pieces of parameters ({error})") from None
+    except Exception as error:  # safetensors raises various types
+        raise RunError(f"{path}: does not contain parameter shards ({error})") from None
     return {name: ShardMetadata(**{**values, "shape": tuple(values["shape"])}) for name, values in entries.items()}
 
 
 def _read_random_states(checkpoint: Path, ranks: Sequence[int]) -> dict[str, str]:
-    """The metadata of random states of a rank that ran; only ranks that run read their own."""
+    """Read the random-state metadata of a rank that ran. Only ranks that run read their own."""
     with safe_open(get_rank_path(checkpoint, STATES, ranks[0]), "pt") as file:
         return {key: value for key, value in file.metadata().items() if key not in (_METADATA, "format")}
 
@@ -173,7 +173,7 @@ def _dump(pieces: dict[str, ShardMetadata]) -> str:
 
 
 def _write_zeros(path: Path, tensors: Sequence[tuple[str, int]], metadata: dict[str, str]) -> FileChecksum:
-    """A safetensors file of flat float32 zeros, without room for them on the disk."""
+    """Write a sparse safetensors file of flat float32 zeros."""
     header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
     for name, size in tensors:

@@ -1,4 +1,4 @@
-"""A rehearsal's report in a terminal."""
+"""Terminal output of a rehearsal's report."""
 
 from rich.console import Console
 from rich.markup import escape
@@ -19,7 +19,7 @@ STYLES = {"fits": "green", "tight": "yellow", "out of memory": "red", "failed": 
 
 
 def print_report(report: RehearsalReport, console: Console) -> None:
-    """Print everything: memory, ledger, kernels, disk, time, coverage."""
+    """Print the whole report: memory, ledger, kernels, disk, time and coverage."""
     rehearsal = report.rehearsal
     run, card = rehearsal.run, rehearsal.card
     parameters = next((t.result.parameters for t in rehearsal.train_traces.values() if t.result.parameters), None)
@@ -35,8 +35,8 @@ def print_report(report: RehearsalReport, console: Console) -> None:
     communicators = max((report.count_communicators(rank) for rank in rehearsal.train_traces), default=0)
     buffers = f"; NCCL buffers about {NCCL_GIB} GiB × {communicators} communicator{'' if communicators == 1 else 's'}"
     console.print(
-        f"  not modelled (literature figures): CUDA context {CONTEXT_GIB[0]}–{CONTEXT_GIB[1]} GiB"
-        f"{buffers if communicators else ''}; tight is more than {TIGHT_SHARE:.0%}, or no room for these",
+        f"  not modeled (published figures): CUDA context {CONTEXT_GIB[0]}–{CONTEXT_GIB[1]} GiB"
+        f"{buffers if communicators else ''}; tight: above {TIGHT_SHARE:.0%}, or no room for these",
         style="dim",
     )
     if any(trace.result.error is None for trace in rehearsal.train_traces.values()):
@@ -90,19 +90,19 @@ def _print_ledger(report: RehearsalReport, console: Console) -> None:
     finished = [trace for trace in rehearsal.train_traces.values() if trace.result.error is None]
     calls = sum(len(trace.ledger.calls) for trace in finished)
     if rehearsal.mismatches:
-        console.print(f"[bold red]ranks do not agree[/] on what they exchange ({calls:,} calls of those that ran)")
+        console.print(f"[bold red]ranks disagree[/] on their collectives ({calls:,} calls of ranks that ran)")
         for action, mismatch in rehearsal.mismatches:
             console.print(f"  {action}: {escape(mismatch.describe(rehearsal.run.sizes))}")
     elif len(finished) == 1:
-        others = "" if rehearsal.world_size == 1 else " and stands for others, so nothing was compared"
-        console.print(f"[bold]collectives[/] of one rank, which ran{others} ({calls:,} calls)")
+        others = "" if rehearsal.world_size == 1 else " and represents the others, so nothing was compared"
+        console.print(f"[bold]collectives[/] of the only rank that ran{others} ({calls:,} calls)")
     elif finished:
         matched = rehearsal.world_size - rehearsal.unmatched_ranks
         stages = rehearsal.run.sizes.pipeline
         sequences = f"{rehearsal.distinct_sequences} sequence{'' if rehearsal.distinct_sequences == 1 else 's'}"
         console.print(
             f"[bold]collectives agree[/] on {matched} of {rehearsal.world_size} ranks, in every group: operations, "
-            f"sizes, types, order ({calls:,} calls of those that ran; {sequences} for "
+            f"sizes, types, order ({calls:,} calls of ranks that ran; {sequences} for "
             f"{stages} pipeline stage{'' if stages == 1 else 's'})"
         )
     first = finished[0].result.rank if 0 not in rehearsal.train_traces else 0
@@ -120,10 +120,10 @@ def _print_ledger(report: RehearsalReport, console: Console) -> None:
     run = rehearsal.run
     planned = run.config.training.gradient_accumulation_steps
     batches = f"{run.micro_batches} micro-batch{'' if run.micro_batches == 1 else 'es'}"
-    cut = "" if planned == run.micro_batches else f" (a step of the run has {planned})"
-    console.print(f"  of what ran: {STEPS} steps of {batches}{cut}, a validation, a checkpoint", style="dim")
+    cut = "" if planned == run.micro_batches else f" (the run has {planned} per step)"
+    console.print(f"  executed: {STEPS} steps of {batches}{cut}, one validation, one checkpoint", style="dim")
     if len(rows) > MAX_COLLECTIVES:
-        console.print(f"  … and {len(rows) - MAX_COLLECTIVES} kinds of fewer bytes (--json)", style="dim")
+        console.print(f"  … and {len(rows) - MAX_COLLECTIVES} more with fewer bytes (--json)", style="dim")
 
 
 def _print_kernels(report: RehearsalReport, console: Console) -> None:
@@ -140,51 +140,48 @@ def _print_kernels(report: RehearsalReport, console: Console) -> None:
             )  # fmt: skip
         console.print(table)
     for name in report.list_miscompiled_kernels():
-        way_out = "auto leaves it on the card" if report.chooses_attention else "name another attention_backend"
+        way_out = "auto rejects it on the GPU" if report.chooses_attention else "choose another attention_backend"
         console.print(
-            f"[bold red]miscompiled[/]: {name} reads registers that nothing wrote, an error of ptxas "
-            f"(docs/gpu.md); {way_out}"
+            f"[bold red]miscompiled[/]: {name} reads uninitialized registers, a bug of ptxas (docs/gpu.md); {way_out}"
         )
     if report.attention is not None:
-        chosen = "; auto takes what is fastest and right on the card itself" if report.chooses_attention else ""
+        chosen = "; on the GPU, auto selects the fastest correct backend" if report.chooses_attention else ""
         console.print(f"[bold]attention[/]  {report.attention}{chosen}")
     for line in report.list_fallbacks():
-        console.print(f"[bold]PyTorch instead of a kernel[/]: {escape(line)}")
+        console.print(f"[bold]fallback to PyTorch[/]: {escape(line)}")
 
 
 def _print_machine(report: RehearsalReport, console: Console) -> None:
     console.print()
     if (disk := report.disk) is not None:
         text = (
-            f"[bold]disk[/]  a checkpoint is {format_bytes(disk['checkpoint'])} (weights "
+            f"[bold]disk[/]  checkpoint of {format_bytes(disk['checkpoint'])} (weights "
             f"{format_bytes(disk['weights'])}, states {format_bytes(disk['states'])}); the run needs "
-            f"{format_bytes(disk['needed'])}: {disk['kept']} beside the one being written"
+            f"{format_bytes(disk['needed'])}: {disk['kept']} checkpoints plus the one being written"
         )
         if "free" in disk:
             lacks = "  [red]too little[/]" if disk["free"] < disk["needed"] else ""
-            text += f"; {format_bytes(disk['free'])} free for {escape(disk['folder'])}{lacks}"
+            text += f"; {format_bytes(disk['free'])} free in {escape(disk['folder'])}{lacks}"
         console.print(text)
     if (host := report.host_bytes) is not None:
         ranks = report.rehearsal.run.devices_per_node
         console.print(
-            f"[bold]host memory[/]  {format_bytes(host)} of a node while its {ranks} "
+            f"[bold]host memory[/]  {format_bytes(host)} per node while its {ranks} "
             f"rank{'' if ranks == 1 else 's'} build{'s' if ranks == 1 else ''} the model in float32"
         )
     if report.step_seconds is not None:
         low, high = report.step_seconds
         iters = report.rehearsal.run.config.training.train_iters
         console.print(
-            f"[bold]time[/]  a step {_format_seconds(low)}–{_format_seconds(high)}, {iters:,} steps "
-            f"{format_approximate_duration(iters * low)} to {format_approximate_duration(iters * high)}: an estimate "
-            f"of ./deepy.py plan, nothing was timed"
+            f"[bold]time[/]  {_format_seconds(low)}–{_format_seconds(high)} per step, {iters:,} steps in "
+            f"{format_approximate_duration(iters * low)} to {format_approximate_duration(iters * high)}: estimated "
+            f"as by ./deepy.py plan, not measured"
         )
     if (slurm := report.slurm) is not None:
         if "starts" in slurm:
             low_starts, high_starts = slurm["starts"]
             starts = str(low_starts) if low_starts == high_starts else f"{low_starts} to {high_starts}"
-            console.print(
-                f"[bold]SLURM[/]  time limit {slurm['time']}: about {starts} starts of the job, by that estimate"
-            )
+            console.print(f"[bold]SLURM[/]  time limit {slurm['time']}: about {starts} job starts by this estimate")
         if "script" in slurm:
             console.print(escape(slurm["script"].rstrip()), highlight=False, soft_wrap=True)
         else:
@@ -195,15 +192,15 @@ def _print_coverage(report: RehearsalReport, console: Console) -> None:
     rehearsal = report.rehearsal
     console.print(f"[bold]covered[/]  {'; '.join(report.list_covered())}; in {format_duration(rehearsal.seconds)}")
     if rehearsal.run.synthetic_splits:
-        console.print("[bold]not read[/]  the run's own data, which are not here; train refuses a run without any")
+        console.print("[bold]not read[/]  the run's own data, which are not on this machine; train requires data")
     if rehearsal.unmatched_ranks:
         ranks = f"{rehearsal.unmatched_ranks} rank{'' if rehearsal.unmatched_ranks == 1 else 's'}"
-        console.print(f"[bold]not compared[/]  {ranks}: no rank that ran to its end stands for them")
+        console.print(f"[bold]not compared[/]  {ranks}: no rank that finished represents them")
     standing = [role for role in rehearsal.roles if len(role.stands_for) > 1]
     if standing:
         ranks = format_ranks([role.rank for role in standing])
-        console.print(f"[bold]assumed[/]  ranks that did not run do as {ranks} did (--ranks all runs each)")
-    console.print(f"[bold]cannot know[/]  {'; '.join(UNKNOWN)}")
+        console.print(f"[bold]assumed[/]  ranks that did not run behave like {ranks} (--ranks all runs every rank)")
+    console.print(f"[bold]not covered[/]  {'; '.join(UNKNOWN)}")
 
 
 def _format_seconds(seconds: float) -> str:

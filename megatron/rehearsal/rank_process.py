@@ -1,10 +1,10 @@
-"""One rank of a rehearsal: a process on the null device that runs `train` as any rank does, and leaves what came of it.
+"""Process of one rehearsed rank: run `train` on the null device as any rank does, and save the result.
 
-`python -m megatron.rehearsal.rank_process JOB`, with the null device's environment and torchrun's variables. What is
-different in it, beside what the null device changes, is: weights have no values (`unset_weights`), files of checkpoints
-no zeros (`sparse_files`); the first rank waits before it publishes a checkpoint until the other ranks that are
-rehearsed have written their parts, and then makes up those of the rest (`missing_ranks`). Training and saving offer
-hooks for this (`TrainingHooks`, `SaveHooks`), which no command and no key sets.
+`python -m megatron.rehearsal.rank_process JOB`, with the null device's environment and torchrun's variables. Besides
+the changes of the null device, weights have no values (`unset_weights`) and checkpoint files store no zeros
+(`sparse_files`). Before publishing a checkpoint, the first rank waits until the other rehearsed ranks have written
+their shards, and then writes the shards of the remaining ranks (`missing_ranks`). Training and saving offer hooks for
+this (`TrainingHooks`, `SaveHooks`), which no command or key sets.
 """
 
 import json
@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.config.cuda_graph import TRIAL_PHASE
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import FarfieldError, UserError, describe_error, is_out_of_memory
 
@@ -36,72 +37,73 @@ POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class RankJob:
-    """What a process is to do. Files, by which it and whoever started it tell each other how far they are."""
+    """Job of a rank process. Files report progress between the process and its parent."""
 
     folder: str
-    """Of the rehearsal."""
+    """Folder of the rehearsal."""
     config: str
-    """The configuration's file."""
+    """Path of the configuration file."""
     action: str
-    """train or resume."""
+    """Action to run: train or resume."""
     rank: int
     devices: int
-    """Of the node."""
+    """Number of devices of the node."""
     waits: bool = False
-    """Does it wait for others before it publishes the checkpoint?"""
+    """True if the process waits for other ranks before it publishes the checkpoint."""
 
     @property
     def result(self) -> Path:
-        """There when it has ended: a `RankResult`."""
+        """File that exists once the process has finished; contains a `RankResult`."""
         return Path(self.folder) / f"{self.action}-{self.rank}.json"
 
     @property
     def waiting(self) -> Path:
-        """There while it waits."""
+        """File that exists while the process waits."""
         return Path(self.folder) / f"{self.action}-{self.rank}.waiting"
 
     @property
     def released(self) -> Path:
-        """There when it need wait no longer."""
+        """File that exists once the process may stop waiting."""
         return Path(self.folder) / f"{self.action}-{self.rank}.released"
 
 
 @dataclass
 class RankError:
-    """Why a rank ended early."""
+    """Reason why a rank ended early."""
 
     kind: str
-    """user, memory, host memory, run or unexpected."""
+    """One of user, memory, host memory, run or unexpected."""
     message: str
     phase: str = ""
-    """The phase of the run that it ended in (`Watchdog.enter_phase`), with its step."""
+    """Phase of the run in which it ended (`Watchdog.enter_phase`), with the step."""
     where: tuple[str, ...] = ()
-    """Our lines, the innermost first: file:line function: source."""
+    """Project lines, innermost first, as "file:line function: source"."""
 
 
 @dataclass
 class RankResult:
-    """What a rank did."""
+    """Result of a rank."""
 
     rank: int
     peaks: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Bytes of the device in each phase, at most: (of tensors, of what the allocator held)."""
+    """Peak device memory of each phase, in bytes: (allocated tensors, reserved by the allocator)."""
     error: RankError | None = None
     parameters: int | None = None
-    """Of the whole model."""
+    """Parameters of the whole model."""
     rank_parameters: int | None = None
     row_blocks_reason: str | None = None
-    """Why attention runs in PyTorch's row blocks, if it does."""
+    """Reason why attention uses PyTorch's row blocks, or None if it does not."""
     attention_backend: str | None = None
-    """The value of the key of that name that says how attention was computed; None for row blocks, which have none."""
+    """Value of the `attention_backend` key that describes how attention was computed; None for row blocks, which have
+    none."""
     warnings: list[str] = field(default_factory=list)
-    """What our code warned of, calls that took another way than asked among them."""
+    """Warnings of the project's code, including fallbacks."""
     miscompiled_kernels: list[str] = field(default_factory=list)
-    """Kernels of ours that ptxas miscompiled (`kernels/uniform_registers.py`); the first rank looks for them."""
+    """Project kernels that ptxas miscompiled (`kernels/uniform_registers.py`), checked by the first rank."""
     checkpoint: dict[str, int] | None = None
-    """Bytes of a checkpoint: weights, states, and parts that are there while it is written."""
+    """Bytes of a checkpoint: weights, states, and temporary shards during the save."""
     seconds: float = 0.0
-    """Of the process's own time on the CPU."""
+    """CPU time of the process, in seconds."""
 
     @property
     def peak_allocated(self) -> int:
@@ -113,7 +115,7 @@ class RankResult:
 
     @staticmethod
     def read(path: Path) -> "RankResult":
-        """What a process wrote."""
+        """Read the result written by a process."""
         values = json.loads(path.read_text(encoding="utf-8"))
         error = values.pop("error")
         peaks = {phase: tuple(peak) for phase, peak in values.pop("peaks").items()}
@@ -121,32 +123,32 @@ class RankResult:
 
 
 class PhaseMemory:
-    """The peak of the device's memory in each phase of the run."""
+    """Recorder of peak device memory in each phase of the run."""
 
     def __init__(self) -> None:
         self.phase, self.step = "start", 0
         self.peaks: dict[str, tuple[int, int]] = {}
 
     def enter(self, phase: str, step: int) -> None:
-        """The run begins another phase."""
         if phase != self.phase:
             self.collect()
         self.phase, self.step = phase, step
 
     def collect(self) -> None:
-        """Take the peak since the phase began, and begin to measure anew."""
+        """Record the peak of the current phase and reset the measurement."""
         import torch
 
         if not torch.cuda.is_initialized():
             return
-        allocated, reserved = self.peaks.get(self.phase, (0, 0))
-        allocated = max(allocated, torch.cuda.max_memory_allocated())
-        self.peaks[self.phase] = (allocated, max(reserved, torch.cuda.max_memory_reserved()))
+        if self.phase != TRIAL_PHASE:
+            allocated, reserved = self.peaks.get(self.phase, (0, 0))
+            allocated = max(allocated, torch.cuda.max_memory_allocated())
+            self.peaks[self.phase] = (allocated, max(reserved, torch.cuda.max_memory_reserved()))
         torch.cuda.reset_peak_memory_stats()
 
 
 def run_rank_job(job: RankJob) -> RankResult:
-    """Run the command that a rank runs; whatever comes of it is in the result."""
+    """Run the command of a rank; record its outcome, including errors, in the result."""
     from megatron.config.load import load_config
     from megatron.distributed.hardware import LocalHardware, count_cores
     from megatron.launch.dispatch import launch_training
@@ -155,7 +157,7 @@ def run_rank_job(job: RankJob) -> RankResult:
     result = RankResult(job.rank)
     rank_hooks = RankHooks(job, result)
     memory = rank_hooks.memory
-    # Of a model whose weights have no values this machine holds little; what the run's own must hold is reported.
+    # A model whose weights have no values needs little host memory; the real requirement is reported.
     hardware = LocalHardware(job.devices, count_cores(), memory=None)
     with _collect_warnings(result.warnings), without_weight_values():
         try:
@@ -182,11 +184,11 @@ def _find_miscompiled_kernels(result: RankResult) -> None:
     try:
         result.miscompiled_kernels = list_miscompiled_kernels()
     except (OSError, subprocess.CalledProcessError) as error:
-        result.warnings.append(f"whether kernels are miscompiled is not known: {error}")
+        result.warnings.append(f"cannot check whether kernels are miscompiled: {error}")
 
 
 def describe_rank_error(error: BaseException, phase: str) -> RankError:
-    """An error as a result has it: of what lies behind it the first that says more."""
+    """Convert an error to its record, using the first underlying cause that is more specific."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
@@ -208,7 +210,7 @@ def describe_rank_error(error: BaseException, phase: str) -> RankError:
 
 
 def list_own_lines(error: BaseException) -> tuple[str, ...]:
-    """The project's lines that an error came through, the innermost first."""
+    """List the project's lines in an error's traceback, innermost first."""
     lines = []
     for frame in traceback.extract_tb(error.__traceback__):
         path = Path(frame.filename)
@@ -223,7 +225,7 @@ def list_own_lines(error: BaseException) -> tuple[str, ...]:
 
 @contextmanager
 def _collect_warnings(lines: list[str]) -> Iterator[None]:
-    """Keep what the project's own modules warn of."""
+    """Collect warnings from the project's own modules."""
 
     class Collect(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -243,11 +245,11 @@ def _collect_warnings(lines: list[str]) -> Iterator[None]:
 
 
 class RankHooks:
-    """What a rehearsed rank does beside training, by the hooks that training offers (`hooks`).
+    """Training hooks of a rehearsed rank (`hooks`).
 
     Args:
-        job: what this process is to do.
-        result: gets what comes of it.
+        job: job of this process.
+        result: record to which the outcome is added.
     """
 
     def __init__(self, job: RankJob, result: RankResult) -> None:
@@ -257,13 +259,13 @@ class RankHooks:
         self._parts_bytes = 0
 
     def build_hooks(self) -> "TrainingHooks":
-        """The hooks of this rank's training."""
+        """Build the hooks for this rank's training."""
         from megatron.checkpoint.saver import SaveHooks
         from megatron.rehearsal.sparse_files import SparseFile
         from megatron.rehearsal.unset_weights import ZeroStagingBuffers
         from megatron.training.trainer import TrainingHooks
 
-        # As in a run, where all ranks take one backend: here the one that the first rank to run takes.
+        # All ranks of a run use one backend: the choice of the first rank that runs.
         path = self._get_backend_path()
         save = SaveHooks(ZeroStagingBuffers, SparseFile, self._complete_checkpoint, self._measure_checkpoint)
         return TrainingHooks(
@@ -294,7 +296,7 @@ class RankHooks:
         self._sizes = mesh.sizes
 
     def _complete_checkpoint(self, folder: Path, step: int, entries: "Entries") -> "Entries":
-        """Wait for the ranks that are rehearsed after this one, and make up the files of those that are not."""
+        """Wait for the ranks rehearsed after this one, then write the files of the ranks that do not run."""
         from megatron.checkpoint.manifest import STATES, compute_checksums
         from megatron.checkpoint.sharded_state import PARTS
         from megatron.rehearsal.missing_ranks import complete_checkpoint, read_stage_parameters
@@ -321,14 +323,14 @@ class RankHooks:
 
 
 def main(arguments: list[str]) -> int:
-    """`JOB`: a file that says what to do; 2 where this process does not run on the null device."""
+    """Run the job described by the file `JOB`. Return 2 if this process does not run on the null device."""
     from megatron.rehearsal.null_device.library import load_library
     from megatron.utils.signals import end_with_parent, install_exit_handlers
 
     try:
         load_library()
     except RuntimeError as error:
-        print(f"error: a rank is rehearsed on the null device alone: {error}", file=sys.stderr)
+        print(f"error: a rehearsed rank needs the null device: {error}", file=sys.stderr)
         return 2
     install_exit_handlers()
     end_with_parent()

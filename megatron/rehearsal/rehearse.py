@@ -1,10 +1,10 @@
-"""A rehearsal: the distinct ranks of a run, one after the other, on the null device, in a folder that is removed.
+"""Run a rehearsal: the distinct ranks of a run, one after the other, on the null device, in a temporary folder.
 
-    train     the first rank trains and writes its part of the checkpoint, and waits; the other ranks follow, each from
-              its start to its end; then the first makes the checkpoint whole
-    resume    each of them goes on from that checkpoint for a step
+    train     the first rank trains, writes its checkpoint shard and waits; the other ranks then run from start to end;
+              finally the first rank completes the checkpoint
+    resume    each rank resumes from the checkpoint and runs one step
 
-Each is a process of its own (`rank_process.py`). What they left (results, ledgers, summaries) becomes a `Rehearsal`.
+Each rank is a separate process (`rank_process.py`). Its result, ledger and summary become part of a `Rehearsal`.
 """
 
 import json
@@ -38,44 +38,44 @@ from megatron.utils.temporary_folder import temporary_folder
 TRAIN, RESUME = "train", "resume"
 POLL_SECONDS = 0.05
 HEARTBEAT_SECONDS = 10.0
-"""Between lines about a rank that takes long."""
+"""Interval between progress lines about a slow rank, in seconds."""
 FULL_BYTES = 16 << 20
-"""Of a disk that has no more, what fails fails for that."""
+"""Free disk space, in bytes, below which a failure is attributed to a full disk."""
 MIN_FREE_BYTES = 1 << 30
-"""Of the disk with the temporary folder: a corpus, logs, and what of states is not zero."""
+"""Free space required in the temporary folder, in bytes: corpus, logs, and state values that are not zero."""
 RANK_COMMAND = (sys.executable, "-m", "megatron.rehearsal.rank_process")
 LAUNCHER_VARIABLES = ("SLURM_", "OMPI_", "PMIX_", "TORCHELASTIC_")
-"""Beginnings of variables by which the process of a rank would take itself for part of another job."""
+"""Prefixes of variables that would make a rank process believe it belongs to another job."""
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """All that one rank left of one action."""
+    """Everything one rank recorded during one action."""
 
     result: RankResult
     ledger: Ledger
     summary: dict[str, Any]
-    """Of the null device: peaks, counters, kernels; empty if the process was ended."""
+    """Summary of the null device: peaks, counters, kernels; empty if the process was killed."""
     seconds: float
-    """From its start to its end; of the first rank without waiting."""
+    """Wall time from start to end, in seconds; for the first rank without waiting."""
 
 
 @dataclass
 class Rehearsal:
-    """Everything that a rehearsal found."""
+    """Findings of a rehearsal."""
 
     run: RehearsedRun
     card: Card
     roles: list[Role]
     train_traces: dict[int, RankTrace] = field(default_factory=dict)
-    """By the ranks that were run."""
+    """Traces of the training action, by rank."""
     resume_traces: dict[int, RankTrace] = field(default_factory=dict)
     mismatches: list[tuple[str, Mismatch]] = field(default_factory=list)
-    """On what ranks do not agree, and in which action."""
+    """Mismatches between ranks, each with its action."""
     distinct_sequences: int = 0
-    """Sequences of operations among the ranks that were run; pipeline stages have their own."""
+    """Number of distinct operation sequences among the ranks that ran; pipeline stages have their own."""
     unmatched_ranks: int = 0
-    """Ranks that nobody stands for, or that did not get to their end."""
+    """Number of ranks that are not represented, or whose process did not finish."""
     seconds: float = 0.0
 
     @property
@@ -88,7 +88,7 @@ class Rehearsal:
         return self.train_traces[0].result.checkpoint if 0 in self.train_traces else None
 
     def find_errors(self) -> list[tuple[str, int, RankError]]:
-        """Ranks that ended early: action, rank and why."""
+        """Return the ranks that ended early, as (action, rank, error)."""
         actions = ((TRAIN, self.train_traces), (RESUME, self.resume_traces))
         return [
             (action, rank, trace.result.error)
@@ -111,22 +111,22 @@ def rehearse(
     """Rehearse a run.
 
     Args:
-        run: what is rehearsed (`plan_rehearsal`).
-        card: each of its GPUs.
-        selection: which ranks are run, see `choose_roles`.
-        progress: gets a line for each rank that begins.
-        command: what each rank runs, given its job as an argument.
+        run: run to rehearse (`plan_rehearsal`).
+        card: GPU that each device emulates.
+        selection: ranks to run; see `choose_roles`.
+        progress: callback that receives one line per starting rank.
+        command: command of each rank; its job is appended as an argument.
 
     Raises:
-        UserError: the null device cannot be built, the configuration is refused, a rank does not exist, or the disk
-            has no room; nothing is left behind.
-        RunError: a process could not be started.
+        UserError: if the null device cannot be built, the configuration is invalid, a rank does not exist, or the disk
+            is full. No files are left behind.
+        RunError: if a process cannot be started.
     """
     start = time.monotonic()
     rehearsal = Rehearsal(run, card, choose_roles(run.sizes, selection))
     if rehearsal.roles[0].rank != 0:
-        raise UserError("--ranks: rank 0 must be among them, which orders the data and completes checkpoints")
-    build_environment(card)  # first: it is refused, or compiled, before anything is made
+        raise UserError("--ranks: rank 0 must be included; it orders the data and completes checkpoints")
+    build_environment(card)  # first, to fail or compile before any folder is created
     with _temporary_folder() as folder:
         _Execution(rehearsal, folder, progress, command).execute()
     rehearsal.seconds = time.monotonic() - start
@@ -135,23 +135,23 @@ def rehearse(
 
 @contextmanager
 def _temporary_folder() -> Iterator[Path]:
-    """A folder that goes away with this process."""
+    """Create a temporary folder that is removed when this process ends."""
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(temporary_folder("rehearsal"))
             free = shutil.disk_usage(folder).free
         except OSError as error:
-            raise UserError(f"{tempfile.gettempdir()}: no temporary folder can be made ({error.strerror})") from error
+            raise UserError(f"{tempfile.gettempdir()}: cannot create a temporary folder ({error.strerror})") from error
         if free < MIN_FREE_BYTES:
             raise UserError(
-                f"{folder.parent}: {free / 2**30:.2f} GiB are free, and a rehearsal needs "
-                f"{MIN_FREE_BYTES / 2**30:.0f}; name a folder with more in TMPDIR"
+                f"{folder.parent}: {free / 2**30:.2f} GiB free, but a rehearsal needs "
+                f"{MIN_FREE_BYTES / 2**30:.0f}; set TMPDIR to a folder with more space"
             )
         yield folder
 
 
 class _Execution:
-    """The processes of a rehearsal."""
+    """Processes of a rehearsal."""
 
     def __init__(self, rehearsal: Rehearsal, folder: Path, progress: Progress, command: Sequence[str]) -> None:
         self._rehearsal, self._folder, self._progress, self._command = rehearsal, folder, progress, command
@@ -161,7 +161,7 @@ class _Execution:
         self._starts = 0
 
     def execute(self) -> None:
-        """Both actions; what they found goes to the rehearsal."""
+        """Run both actions and add their findings to the rehearsal."""
         rehearsal = self._rehearsal
         with cleanup_on_signal(self._end_processes):
             try:
@@ -183,7 +183,8 @@ class _Execution:
                 self._end_processes()
 
     def _can_save(self) -> bool:
-        """Is there a rank of every pipeline stage? The first, which makes a checkpoint whole, always is."""
+        """Return True if every pipeline stage has a rank that runs. The first rank, which completes the checkpoint,
+        always runs."""
         ran = set(self._ranks)
         return all(ran & set(stage) for stage in list_stages(self._run.sizes))
 
@@ -198,7 +199,7 @@ class _Execution:
         for rank in others:
             traces[rank] = self._finish(TRAIN, rank, self._start(TRAIN, rank))
         if 0 not in traces:
-            self._progress("making the checkpoint whole")
+            self._progress("completing the checkpoint")
             self._build_job(TRAIN, 0).released.touch()
             traces[0] = self._finish(TRAIN, 0, first, spent)
 
@@ -226,7 +227,7 @@ class _Execution:
         info = RankInfo(rank, run.world_size, rank % run.devices_per_node, run.devices_per_node)
         environment |= info.to_environment(ADDRESS, find_free_port()) | get_parent_variable() | SAFE_PATH_VARIABLE
         environment.setdefault("OMP_NUM_THREADS", "1")
-        # Nothing of a null device's is kept for a real one, and nothing is left behind.
+        # Caches of the null device are never shared with real runs and are removed afterwards.
         environment["XDG_CACHE_HOME"] = str(self._folder / "cache")
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(self._folder / "cache" / "torchinductor")
         try:
@@ -241,9 +242,10 @@ class _Execution:
         return process
 
     def _finish(self, action: str, rank: int, process: subprocess.Popen[bytes], spent: float = 0.0) -> RankTrace:
-        """What a rank did, once its process has ended.
+        """Collect the trace of a rank after its process has ended.
 
-        Raises UserError: the run refuses its configuration, which all ranks would.
+        Raises:
+            UserError: if the run rejects its configuration, as all ranks would.
         """
         begin = time.monotonic()
         code = self._wait(action, rank, process)
@@ -263,12 +265,12 @@ class _Execution:
         summary: dict[str, Any] = {}
         with suppress(OSError, ValueError):
             summary = json.loads((ledgers / f"rank-{rank}.summary.json").read_text(encoding="utf-8"))
-        with suppress(RunError):  # of a process that was killed the last line may be torn
+        with suppress(RunError):  # the last line of a killed process may be truncated
             return RankTrace(result, read_ledger(ledgers / f"rank-{rank}.jsonl", rank), summary, seconds)
         return RankTrace(result, Ledger(rank, ()), summary, seconds)
 
     def _wait(self, action: str, rank: int, process: subprocess.Popen[bytes], until: Path | None = None) -> int:
-        """The exit code of a process that ended; or 0 when a file is there, if one is waited for."""
+        """Wait for a process and return its exit code, or return 0 as soon as the given file exists."""
         begin = last = time.monotonic()
         while (code := process.poll()) is None and not (until is not None and until.exists()):
             time.sleep(POLL_SECONDS)
@@ -278,22 +280,22 @@ class _Execution:
         return code or 0
 
     def _refuse_full_disk(self) -> None:
-        """What fails on a full disk says nothing of the run. Raises RunError."""
+        """Raise RunError if the disk is full, because then a failure does not concern the run itself."""
         if shutil.disk_usage(self._folder).free < FULL_BYTES:
-            raise RunError(f"{tempfile.gettempdir()} is full; name a folder with more room in TMPDIR")
+            raise RunError(f"{tempfile.gettempdir()} is full; set TMPDIR to a folder with more space")
 
     def _describe_end(self, action: str, rank: int, code: int) -> RankError:
-        """Why a process left no result."""
+        """Explain why a process left no result."""
         lines = (self._folder / f"{action}-{rank}.out").read_text(encoding="utf-8", errors="replace").splitlines()
         if code < 0:
             name = signal.Signals(-code).name
-            hint = ": does this machine's memory suffice?" if name == "SIGKILL" else ""
-            return RankError("host memory" if name == "SIGKILL" else "run", f"its process was ended by {name}{hint}")
+            hint = ": does this machine have enough memory?" if name == "SIGKILL" else ""
+            return RankError("host memory" if name == "SIGKILL" else "run", f"its process was killed by {name}{hint}")
         last = next((line for line in reversed(lines) if line.strip()), f"exit code {code}")
         return RankError("run", last.removeprefix("error: "))
 
     def _keep_traceback(self, action: str, rank: int) -> str:
-        """A copy of a rank's traceback, which outlives the folder."""
+        """Copy a rank's traceback to a file that outlives the folder."""
         source = Path(f"{self._build_job(action, rank).result}.traceback")
         handle, name = tempfile.mkstemp(prefix="farfield-", suffix=".log")
         os.close(handle)
@@ -302,7 +304,7 @@ class _Execution:
         return name
 
     def _match(self, action: str, traces: dict[int, RankTrace]) -> None:
-        """Compare the collectives of all ranks that get to the end of an action."""
+        """Compare the collectives of all ranks that finish an action."""
         rehearsal, sizes = self._rehearsal, self._run.sizes
         whole = {rank: trace.ledger for rank, trace in traces.items() if trace.result.error is None}
         ledgers: dict[int, Ledger] = {}

@@ -1,9 +1,10 @@
-"""What is rehearsed of a run: its configuration, resolved for its own machines, and the shorter one that is executed.
+"""Configuration of a rehearsal: the run's own configuration, resolved for its machines, and the shortened one to
+execute.
 
-The rehearsal keeps everything that decides what a rank computes, holds and exchanges. It changes how long the run is
-and where it reads and writes: three steps, a validation of one batch, a checkpoint at the end, all in a folder of its
-own. Where a step accumulates more micro-batches than a rank can have in flight, the rest repeat the same operations,
-and `MAX_MICRO_BATCHES` of them are taken.
+The rehearsal keeps everything that determines what a rank computes, stores and communicates. It changes the length of
+the run and its paths: three steps, a validation of one batch and a final checkpoint, all in a temporary folder. If a
+step accumulates more micro-batches than a rank can have in flight, the rest repeat the same operations, so only
+`MAX_MICRO_BATCHES` of them run.
 """
 
 from dataclasses import dataclass, replace
@@ -27,28 +28,29 @@ from megatron.utils.errors import FarfieldError, UserError
 from megatron.utils.formatting import format_bytes
 
 STEPS = 3
-"""Optimizer steps. Optimizer states are made in the first, so the second is the first that has everything."""
+"""Optimizer steps. The first creates the optimizer states, so the second is the first complete one."""
 MAX_MICRO_BATCHES = 2
-"""Of a step; as many as there are pipeline stages and one more in a pipeline, where that many are in flight."""
+"""Micro-batches per step without a pipeline. A pipeline uses its number of stages plus one if that many are in
+flight."""
 DEVICES_PER_NODE = 8
 GPT2_VOCAB_SIZE = 50257
 
 
 @dataclass(frozen=True)
 class RehearsedRun:
-    """A run and its rehearsal."""
+    """Run and its rehearsal."""
 
     config: Config
-    """Of the run, resolved for all its ranks."""
+    """Configuration of the run, resolved for all its ranks."""
     sizes: ParallelSizes
     devices_per_node: int
     vocab_size: int
     synthetic_splits: tuple[Split, ...] = ()
-    """The splits that are made up; none if the run's own data are here, or it learns a task."""
+    """Splits with synthetic data; empty if the run's own data are available or it trains on a task."""
     notes: tuple[str, ...] = ()
-    """Lines worth telling."""
+    """Notes for the user, one line each."""
     requested: Config | None = None
-    """As it was loaded, for so many machines: with its launcher."""
+    """Configuration as loaded, for its number of machines and with its launcher."""
 
     @property
     def world_size(self) -> int:
@@ -56,13 +58,14 @@ class RehearsedRun:
 
     @property
     def micro_batches(self) -> int:
-        """Of a step that is rehearsed."""
+        """Micro-batches per rehearsed step."""
         return min(self.config.training.gradient_accumulation_steps, count_micro_batches(self.sizes))
 
     def build_config(self, folder: Path) -> Config:
-        """The configuration that is executed. A corpus is made if the run's own is elsewhere.
+        """Build the configuration to execute. Create a synthetic corpus if the run's own is unavailable.
 
-        folder: of the rehearsal; everything is written there.
+        Args:
+            folder: folder of the rehearsal, which receives all files.
         """
         training, micro_batches = self.config.training, self.micro_batches
         keys: dict[str, object] = {
@@ -82,7 +85,7 @@ class RehearsedRun:
             "launcher": "auto",
             "hostfile": None,
             "hang_timeout": None,
-            "check_resources": False,  # the null device refuses, and zeros take no room on a disk
+            "check_resources": False,  # the null device enforces memory limits, and zeros use no disk space
             ACCUMULATION_KEY: micro_batches,
             GLOBAL_BATCH_KEY: training.train_micro_batch_size_per_gpu * micro_batches * self.sizes.data,
         }
@@ -92,7 +95,7 @@ class RehearsedRun:
 
     def _make_corpus(self, folder: Path) -> dict[str, object]:
         length = self.config.model.seq_length
-        # Rows of several documents each, which do not begin where rows do.
+        # Rows contain several documents whose starts do not coincide with row starts.
         document_length = max(length * 2 // 5, 2) if self.config.position.attention_mask == "document" else None
         prefixes = write_synthetic_corpus(folder, self.vocab_size, length, document_length)
         return _describe_text({split: [str(prefixes[split])] for split in self.synthetic_splits}) | {
@@ -101,12 +104,12 @@ class RehearsedRun:
 
 
 def count_micro_batches(sizes: ParallelSizes) -> int:
-    """Micro-batches of a step that are rehearsed, at most."""
+    """Return the maximum number of micro-batches of a rehearsed step."""
     return MAX_MICRO_BATCHES if sizes.pipeline == 1 else sizes.pipeline + 1
 
 
 def list_named_splits(data: DataOptions) -> list[Split]:
-    """The splits that a configuration names data for."""
+    """List the splits for which a configuration names data."""
     if data.data_path is not None:
         return list(SPLITS)
     return [split for split in SPLITS if getattr(data, f"{split}_data_paths")]
@@ -119,24 +122,23 @@ def plan_rehearsal(
     vocab_size: int | None,
     gpu_memory: int | None = None,
 ) -> RehearsedRun:
-    """Settle what a rehearsal of a configuration is about.
+    """Plan the rehearsal of a configuration.
 
     Args:
-        config: as it was loaded.
-        num_gpus: ranks in all; as the configuration says if absent.
-        devices_per_node: GPUs of a machine; the configuration's `num_gpus`, or 8, if absent.
-        vocab_size: tokens; those of the data if they are here, else GPT-2's, if absent.
-        gpu_memory: bytes of each GPU; if absent, what does not fit shows in the rehearsal.
+        config: configuration as loaded.
+        num_gpus: total number of ranks; by default as configured.
+        devices_per_node: GPUs per machine; by default the configuration's `num_gpus`, or 8.
+        vocab_size: vocabulary size; by default that of the data if available, else GPT-2's.
+        gpu_memory: memory of each GPU, in bytes; if None, the rehearsal itself finds out-of-memory errors.
 
     Raises:
-        UserError: what `train` would refuse; or the GPUs are no whole nodes.
+        UserError: if `train` would reject the configuration, or the GPUs do not fill whole nodes.
     """
     world_size = num_gpus or get_known_world_size(config) or ranks_per_replica(config)
     per_node = devices_per_node or config.launch.num_gpus or DEVICES_PER_NODE
     if world_size % min(per_node, world_size):
         raise UserError(
-            f"--gpus {world_size}: these are not whole nodes of {per_node} GPUs; give another number, or "
-            "--gpus-per-node"
+            f"--gpus {world_size}: not a multiple of {per_node} GPUs per node; change it, or set --gpus-per-node"
         )
     per_node = min(per_node, world_size)
     check_run_folder(config)
@@ -147,7 +149,7 @@ def plan_rehearsal(
         raise UserError(f"--vocabulary is {vocab_size}, but the data have {known_size} tokens")
     size = known_size or vocab_size or GPT2_VOCAB_SIZE
     keys: dict[str, object] = {"launcher": "auto", "hostfile": None, "device": "cuda", "num_gpus": per_node}
-    keys |= {"profile": {}, "memory_snapshot": None}  # of a device that computes nothing
+    keys |= {"profile": {}, "memory_snapshot": None}  # meaningless on a device that computes nothing
     synthetic_splits: tuple[Split, ...] = ()
     if missing is not None:
         notes.append(f"a synthetic corpus with a vocabulary of {size:,} tokens is read instead (--vocabulary)")
@@ -161,7 +163,7 @@ def plan_rehearsal(
     stages = build_stages(config)
     if len(stages) > 1:
         largest = find_largest_stage(stages, sizes, size)
-        notes.append(f"stage {largest.index + 1} of {len(stages)} is rehearsed, which needs most memory")
+        notes.append(f"rehearsing stage {largest.index + 1} of {len(stages)}, which needs the most memory")
         config = largest.config.replace(stages=[])
     run = RehearsedRun(config, sizes, per_node, size, synthetic_splits, requested=requested)
     _check_host_memory(run, detect_memory())
@@ -169,36 +171,36 @@ def plan_rehearsal(
 
 
 def _describe_machines(launch: LaunchOptions, per_node: int, nodes: int) -> list[str]:
-    """Where the rehearsal's machines are others than the configuration's."""
+    """Describe how the rehearsal's machines differ from the configuration's."""
     notes = []
     for key, asked, taken in (("num_gpus", launch.num_gpus, per_node), ("nodes", launch.nodes, nodes)):
         if asked not in (None, taken):
-            notes.append(f"{key} {asked} of the configuration is {taken} here (--gpus, --gpus-per-node)")
+            notes.append(f"{key}: {asked} in the configuration, {taken} in the rehearsal (--gpus, --gpus-per-node)")
     if launch.device == "cpu":
-        notes.append("device cpu of the configuration is a GPU here")
+        notes.append("device: cpu in the configuration, a GPU in the rehearsal")
     return notes
 
 
 def _check_host_memory(run: RehearsedRun, available: int | None) -> None:
-    """Refuse what a rank really computes with on the host, where there is too little memory for it."""
+    """Raise an error if the host has too little memory for the data that a rank really computes with."""
     if available is None or not run.config.launch.check_resources:
         return
     try:
         needed = count_offloaded_bytes(run.config, run.sizes, run.vocab_size)
-    except UserError:  # an encoding of which nothing is known
+    except UserError:  # unknown encoding
         return
     if needed > available:
         device = run.config.training.zero_optimization.offload_optimizer.device
         raise UserError(
-            f"zero_optimization.offload_optimizer.device is {device}: a rank steps {format_bytes(needed)} of states in "
-            f"the host's memory, and this machine has {format_bytes(available)}; rehearse it with more --gpus, or "
-            f"where there is more memory; {OVERRULE}",
+            f"zero_optimization.offload_optimizer.device is {device}: a rank updates {format_bytes(needed)} of states "
+            f"in host memory, but this machine has {format_bytes(available)}; use more --gpus, or "
+            f"a machine with more memory; {OVERRULE}",
             "zero_optimization",
         )
 
 
 def _find_missing_data(config: Config) -> str | None:
-    """Why the run's own data cannot be read here; None if they can."""
+    """Explain why the run's own data cannot be read on this machine; None if they can."""
     if config.data.task is not None:
         return None
     if not list_named_splits(config.data):
@@ -212,7 +214,7 @@ def _find_missing_data(config: Config) -> str | None:
 
 
 def _find_vocab_size(config: Config) -> int | None:
-    """Tokens of the data's tokenizer, if it is here."""
+    """Return the vocabulary size of the data's tokenizer, or None if it is unavailable."""
     try:
         return read_vocabulary(config.data).size
     except FarfieldError:
@@ -220,25 +222,25 @@ def _find_vocab_size(config: Config) -> int | None:
 
 
 def _describe_text(paths: dict[str, list[str]]) -> dict[str, object]:
-    """The keys of data that are texts of these datasets, and nothing of what was there before."""
+    """Return the data keys that select these text datasets and clear all other sources."""
     defaults = {key: DataOptions.model_fields[key].get_default(call_default_factory=True) for key in TEXT_KEYS}
     return defaults | {f"{split}_data_paths": names for split, names in paths.items()}
 
 
 def _describe_changes(run: RehearsedRun) -> list[str]:
-    """What the rehearsal leaves out of the run."""
+    """Describe the parts of the run that the rehearsal omits."""
     checkpoint, training = run.config.checkpoint, run.config.training
     notes = []
     if checkpoint.load is not None:
-        notes.append(f"load: {checkpoint.load} is not read: the rehearsal begins with fresh weights")
+        notes.append(f"load: {checkpoint.load} is ignored; the rehearsal starts with new weights")
     if run.config.logging.use_wandb:
         notes.append("use_wandb: nothing is sent to Weights & Biases")
     asked = (run.requested or run.config).logging
     if asked.profile.steps or asked.memory_snapshot is not None:
-        notes.append("profile, memory_snapshot: nothing is recorded of a device that computes nothing")
+        notes.append("profile, memory_snapshot: disabled, because the null device computes nothing")
     if training.gradient_accumulation_steps > run.micro_batches:
         notes.append(
-            f"{run.micro_batches} of the {training.gradient_accumulation_steps} micro-batches of a step are rehearsed: "
-            "the others repeat their operations"
+            f"{run.micro_batches} of the {training.gradient_accumulation_steps} micro-batches of a step are rehearsed; "
+            "the others repeat the same operations"
         )
     return notes

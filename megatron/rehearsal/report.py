@@ -1,8 +1,9 @@
-"""What a rehearsal says: verdicts, memory beside the plan, the ledger, kernels, disk, time, and what it cannot know.
+"""Report of a rehearsal: verdicts, memory compared with the plan, ledger, kernels, disk, time, and limits of the
+rehearsal.
 
-Figures that no rehearsal measures are marked. What the CUDA context (0.3 to 0.5 GiB) and NCCL's buffers (about 0.5 GiB
-for each communicator) take of a card are other people's measurements (documentation of PyTorch's memory snapshots,
-estimators for Megatron), and belong to driver and NCCL, which are not there.
+Figures that a rehearsal cannot measure are marked. The memory of the CUDA context (0.3 to 0.5 GiB) and of NCCL's
+buffers (about 0.5 GiB per communicator) are published measurements (documentation of PyTorch's memory snapshots,
+estimators for Megatron). Both belong to the driver and NCCL, which a rehearsal does not use.
 """
 
 import math
@@ -26,19 +27,20 @@ from megatron.utils.errors import FarfieldError
 
 Verdict = Literal["fits", "tight", "out of memory", "failed"]
 VERDICTS: tuple[Verdict, ...] = ("fits", "tight", "out of memory", "failed")
-"""From the best to the worst."""
+"""Verdicts from best to worst."""
 TIGHT_SHARE = 0.9
-"""Of a card's memory: beyond it little is left for what nobody has measured."""
+"""Fraction of device memory above which little is left for memory that a rehearsal cannot measure."""
 CONTEXT_GIB = (0.3, 0.5)
 NCCL_GIB = 0.5
-"""For each communicator."""
+"""Memory of one communicator, in GiB."""
 STEP_TIME_BAND = (0.89, 1.56)
-"""Of the planner's time: where published trainings lie (docs/planning.md, Pythia: ratios 1.12 to 0.64)."""
+"""Range relative to the planner's step time that covers published trainings (docs/planning.md, Pythia: ratios 1.12 to
+0.64)."""
 GIB = 2**30
 UNKNOWN = (
-    "numbers: losses, norms, and what kernels compute (make gpu-check, on a card)",
-    "NCCL itself: its version, its buffers, whether machines reach each other",
-    "the speed of card, network and file system",
+    "numerical results: losses, norms, kernel outputs (make gpu-check on a GPU)",
+    "NCCL itself: version, buffers, connections between machines",
+    "speed of GPU, network and file system",
 )
 
 
@@ -47,7 +49,7 @@ class CollectiveSummary:
     """Calls of one kind."""
 
     along: str
-    """Dimensions of the mesh in which the group's members differ."""
+    """Mesh dimensions along which the group's members differ."""
     ranks: int
     operation: str
     dtype: str
@@ -56,11 +58,11 @@ class CollectiveSummary:
 
 
 class RehearsalReport:
-    """A rehearsal, judged.
+    """Rehearsal with its verdicts.
 
     Args:
-        rehearsal: what was found.
-        network_gb_per_s, mfu: of the planner's estimate of time.
+        rehearsal: findings of the rehearsal.
+        network_gb_per_s, mfu: parameters of the planner's time estimate.
     """
 
     def __init__(self, rehearsal: Rehearsal, *, network_gb_per_s: float, mfu: float) -> None:
@@ -68,7 +70,7 @@ class RehearsalReport:
         self._network, self._mfu = network_gb_per_s, mfu
 
     def judge(self, rank: int) -> Verdict:
-        """Does a rank's part of the run fit its card?"""
+        """Judge whether a rank's share of the run fits its GPU."""
         rehearsal = self.rehearsal
         results = [trace.result for trace in self._list_traces(rank)]
         kinds = {result.error.kind for result in results if result.error is not None}
@@ -83,28 +85,28 @@ class RehearsalReport:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """The worst of all ranks."""
+        """Worst verdict of all ranks."""
         return max((self.judge(rank) for rank in self.rehearsal.train_traces), key=VERDICTS.index)
 
     @property
     def exit_code(self) -> int:
-        """0 if the run would start, go on and fit, and its ranks agree; else 1.
+        """Exit code: 0 if the run would start, resume and fit, and its ranks agree; else 1.
 
-        A miscompiled kernel is 1 too, but not where the card's own check chooses: that finds it and leaves
-        it.
+        A miscompiled kernel also gives 1, unless the GPU's own self-check chooses the backend: the check detects and
+        rejects the kernel.
         """
         if self.verdict in ("out of memory", "failed") or self.rehearsal.mismatches:
             return 1
         return int(bool(self.list_miscompiled_kernels()) and not self.chooses_attention)
 
     def count_communicators(self, rank: int) -> int:
-        """Groups that NCCL joined for a rank."""
+        """Count the NCCL communicators of a rank."""
         calls = self.rehearsal.train_traces[rank].ledger.calls
         groups = {call.communicator for call in calls if not call.is_on_host}
         return sum(len(group.ranks) > 1 for group in groups)
 
     def find_peak(self, rank: int) -> tuple[int, int, str]:
-        """Bytes of a rank's tensors and of its allocator at the worst moment, and in which phase that was."""
+        """Return a rank's peak memory and its phase: bytes of tensors, bytes reserved by the allocator, phase."""
         peaks: dict[str, tuple[int, int]] = {}
         for trace in self._list_traces(rank):
             for phase, peak in trace.result.peaks.items():
@@ -121,16 +123,16 @@ class RehearsalReport:
         ]
 
     def estimate_planned_memory(self, rank: int) -> int | None:
-        """Bytes that `plan` says for a rank's pipeline stage; None where nothing is known of its method."""
+        """Return the bytes that `plan` estimates for a rank's pipeline stage, or None if its method is unknown."""
         run = self.rehearsal.run
         stage = run.sizes.coordinates(rank)["pipeline"]
-        backend = self.rehearsal.train_traces[rank].result.attention_backend  # that which the check on it took
+        backend = self.rehearsal.train_traces[rank].result.attention_backend  # passed its self-check
         try:
             return estimate_memory(
                 run.config,
                 run.sizes,
                 run.vocab_size,
-                backend=backend if backend in ATTENTION_MEMORY else None,  # row blocks are what `auto` means
+                backend=backend if backend in ATTENTION_MEMORY else None,  # `auto` means row blocks
                 pipeline_stage=stage,
                 gpu_bytes=self.rehearsal.card.memory,
             ).total
@@ -139,7 +141,7 @@ class RehearsalReport:
 
     @cached_property
     def step_seconds(self) -> tuple[float, float] | None:
-        """A step's time, as a band; an estimate."""
+        """Estimated range of the step time, in seconds."""
         run = self.rehearsal.run
         cluster = Cluster(
             get_gpu_spec(self.rehearsal.card.name), run.world_size, run.devices_per_node, self._network, self._mfu
@@ -151,7 +153,8 @@ class RehearsalReport:
         return STEP_TIME_BAND[0] * total, STEP_TIME_BAND[1] * total
 
     def summarize_collectives(self, rank: int) -> list[CollectiveSummary]:
-        """A rank's calls over NCCL in its training, by group, operation and type; those of most bytes first."""
+        """Summarize a rank's NCCL calls in training by group, operation and type, sorted by bytes in descending
+        order."""
         sizes = self.rehearsal.run.sizes
         counts: dict[tuple[str, int, str, str], list[int]] = defaultdict(lambda: [0, 0])
         for call in self.rehearsal.train_traces[rank].ledger.calls:
@@ -165,8 +168,8 @@ class RehearsalReport:
         return sorted(rows, key=lambda row: -row.bytes)
 
     def list_kernels(self) -> list[dict[str, Any]]:
-        """Triton kernels that were compiled and loaded, each as often as it was compiled otherwise: name, registers of
-        a thread, bytes of its stack (what did not fit into them) and of a block's shared memory, and launches."""
+        """List the loaded Triton kernels, one entry per compilation variant: name, registers per thread, stack bytes
+        (spilled registers), shared memory bytes per block, and launches."""
         found: dict[tuple[Any, ...], int] = defaultdict(int)
         for trace in self.rehearsal.train_traces.values():
             for kernel in trace.summary.get("kernels", ()):
@@ -175,31 +178,32 @@ class RehearsalReport:
         return [dict(zip(names, (*key, launches), strict=True)) for key, launches in sorted(found.items())]
 
     def list_miscompiled_kernels(self) -> list[str]:
-        """Kernels that ptxas miscompiles for the card, by name."""
+        """List the names of kernels that ptxas miscompiles for the GPU."""
         results = [trace.result for trace in self.rehearsal.train_traces.values()]
         return list(dict.fromkeys(name for result in results for name in result.miscompiled_kernels))
 
     @property
     def chooses_attention(self) -> bool:
-        """Does a card choose the backend by its own check?"""
+        """True if the GPU's own self-check chooses the backend."""
         model = self.rehearsal.run.config.model
         return model.attention_backend == "auto" and model.attention_check
 
     @property
     def attention(self) -> str | None:
-        """The backend that was taken."""
+        """Attention backend in use."""
         backends = (trace.result.attention_backend for trace in self.rehearsal.train_traces.values())
         return next(filter(None, backends), None)
 
     def list_fallbacks(self) -> list[str]:
-        """Which calls PyTorch computes instead of a kernel, and why."""
+        """List the calls that fall back from a kernel to PyTorch, with the reasons."""
         results = [trace.result for trace in self.rehearsal.train_traces.values()]
         reasons = [f"attention in {result.row_blocks_reason}" for result in results if result.row_blocks_reason]
         return list(dict.fromkeys([*reasons, *(line for result in results for line in result.warnings)]))
 
     @cached_property
     def disk(self) -> dict[str, Any] | None:
-        """Bytes of a checkpoint, of all that the run keeps and of the one that is being written; and what is free."""
+        """Bytes of a checkpoint, of all checkpoints kept by the run and of the one being written, and free disk
+        space."""
         if (checkpoint := self.rehearsal.checkpoint) is None:
             return None
         config = self.rehearsal.run.config
@@ -213,14 +217,14 @@ class RehearsalReport:
 
     @cached_property
     def slurm(self) -> dict[str, Any] | None:
-        """The batch script and the time limit of a SLURM job; None if it is none."""
+        """Batch script and time limit of a SLURM job; None for other launchers."""
         config = self.rehearsal.run.requested
         if config is None or config.launch.launcher != "slurm":
             return None
         job: dict[str, Any] = {"time": config.launch.slurm.time, "nodes": config.launch.nodes}
         try:
             script = render_batch_script(build_training_job(config)).splitlines()
-            # Who wrote it and how to submit it again is said of a script that was written.
+            # Comments on the author and on resubmission apply only to a script that was written to disk.
             job["script"] = "\n".join(line for line in script if not line.startswith("# "))
         except FarfieldError as error:
             job["error"] = str(error)
@@ -233,13 +237,13 @@ class RehearsalReport:
 
     @property
     def host_bytes(self) -> int | None:
-        """Of a node's memory, what its ranks take together to build the model."""
+        """Host memory that the ranks of a node use together to build the model, in bytes."""
         results = [trace.result for trace in self.rehearsal.train_traces.values()]
         sizes = [result.rank_parameters for result in results if result.rank_parameters is not None]
         return BUILT_BYTES * max(sizes) * self.rehearsal.run.devices_per_node if sizes else None
 
     def list_covered(self) -> list[str]:
-        """What was executed, as far as every rank that was run came."""
+        """List the phases that every rehearsed rank executed."""
         rehearsal = self.rehearsal
         results = [trace.result for trace in rehearsal.train_traces.values()]
         phases = set.intersection(*(set(result.peaks) for result in results))
@@ -255,7 +259,7 @@ class RehearsalReport:
         return [text for is_reached, text in parts if is_reached]
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values: bytes, seconds."""
+        """Return the report as plain values, in bytes and seconds."""
         rehearsal, run = self.rehearsal, self.rehearsal.run
         return {
             "verdict": self.verdict,
@@ -270,7 +274,7 @@ class RehearsalReport:
             "not_modelled": {
                 "cuda_context_gib": list(CONTEXT_GIB),
                 "nccl_gib_per_communicator": NCCL_GIB,
-                "source": "literature figures, not measured here",
+                "source": "published figures, not measured",
             },
             "mismatches": [
                 {"action": action, "kind": found.kind, "ranks": list(found.ranks),

@@ -1,11 +1,10 @@
-"""Which of a run's ranks are rehearsed, and for which others each of them stands.
+"""Selection of the ranks to rehearse, and of the ranks that each of them represents.
 
-Ranks of one pipeline stage run the same program on tensors of the same shapes. What still differs lies at the ends of
-the other dimensions: the first tensor-parallel rank counts what all of them hold, a context-parallel rank's memory
-follows from the chunks that it has (the first and the last differ most), ZeRO pads its last partition, and rank 0
-writes. So two ranks of each stage are run, the first and the last along all other dimensions, and each of the others is
-stood for by the nearer one. That they issue the same operations is then compared, not assumed
-(`megatron.rehearsal.matching`).
+Ranks of one pipeline stage run the same program on tensors of the same shapes. Differences remain at the ends of the
+other dimensions. The first tensor-parallel rank counts replicated tensors. A context-parallel rank's memory depends on
+its chunks, and the first and the last rank differ most. ZeRO pads its last partition, and rank 0 writes files. So a
+rehearsal runs two ranks of each stage, the first and the last along all other dimensions; the nearer one represents
+each remaining rank. `megatron.rehearsal.matching` then verifies that they issue the same operations.
 """
 
 from collections.abc import Sequence
@@ -15,20 +14,21 @@ from megatron.distributed.mesh import DIMENSION_ORDER, Dimension, ParallelSizes
 from megatron.utils.errors import UserError
 
 INNER_DIMENSIONS: tuple[Dimension, ...] = ("tensor", "context", "data")
-"""Those in which ranks of one pipeline stage differ."""
+"""Dimensions in which ranks of one pipeline stage differ."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """Ranks of one pipeline stage that do the same, and the one of them that is run."""
+    """Group of equivalent ranks of one pipeline stage, one of which is run."""
 
     rank: int
-    """The one that is run."""
+    """Rank that is run."""
     stands_for: tuple[int, ...]
-    """All of them, in order."""
+    """All ranks of the group, in order."""
 
     def describe_coordinates(self, sizes: ParallelSizes) -> str:
-        """Of the rank that is run, along the dimensions that have more than one: `stage 1, tensor 0, data 3`."""
+        """Describe the coordinates of the running rank along dimensions larger than one: `stage 1, tensor 0, data
+        3`."""
         coordinates = sizes.coordinates(self.rank)
         names = {"pipeline": "stage"}
         parts = [
@@ -40,14 +40,14 @@ class Role:
 
 
 def choose_roles(sizes: ParallelSizes, selection: str | Sequence[int] = "roles") -> list[Role]:
-    """The roles whose ranks are run, in the order of ranks.
+    """Choose the roles of a rehearsal, sorted by rank.
 
     Args:
-        sizes: of the mesh.
-        selection: `roles`, two ranks of each pipeline stage; `all`; or the ranks themselves.
+        sizes: mesh sizes.
+        selection: `roles` for two ranks of each pipeline stage, `all`, or a list of ranks.
 
     Raises:
-        UserError: a rank that the mesh does not have.
+        UserError: if a rank is not in the mesh.
     """
     if selection == "all":
         return [Role(rank, (rank,)) for rank in range(sizes.world_size)]
@@ -56,7 +56,7 @@ def choose_roles(sizes: ParallelSizes, selection: str | Sequence[int] = "roles")
     else:
         chosen = sorted(set(selection))
         if outside := [rank for rank in chosen if not 0 <= rank < sizes.world_size]:
-            raise UserError(f"--ranks {outside[0]}: it must be from 0 to {sizes.world_size - 1}")
+            raise UserError(f"--ranks {outside[0]}: expected 0 to {sizes.world_size - 1}")
     represented: dict[int, list[int]] = {rank: [] for rank in chosen}
     for stage in list_stages(sizes):
         candidates = [rank for rank in stage if rank in represented]
@@ -66,12 +66,12 @@ def choose_roles(sizes: ParallelSizes, selection: str | Sequence[int] = "roles")
 
 
 def list_stages(sizes: ParallelSizes) -> list[tuple[int, ...]]:
-    """The ranks of each pipeline stage, the first stage first."""
+    """List the ranks of each pipeline stage, first stage first."""
     return sizes.list_groups(*INNER_DIMENSIONS)
 
 
 def _distance(sizes: ParallelSizes, one: int, other: int) -> tuple[float, int]:
-    """How far two ranks of a stage are from each other, of a mesh of edge 1; the lower rank is the nearer of two."""
+    """Return the distance between two ranks of a stage in a mesh with edges of length 1. The lower rank breaks ties."""
     if one == other:
         return (-1.0, other)
     first, second = sizes.coordinates(one), sizes.coordinates(other)
@@ -80,7 +80,7 @@ def _distance(sizes: ParallelSizes, one: int, other: int) -> tuple[float, int]:
 
 
 def parse_rank_selection(text: str) -> str | list[int]:
-    """`roles`, `all`, or ranks as 0,5,60-63. Raises UserError."""
+    """Parse `roles`, `all`, or ranks such as 0,5,60-63. Raises UserError for other values."""
     if text in ("roles", "all"):
         return text
     ranks: list[int] = []
@@ -88,13 +88,13 @@ def parse_rank_selection(text: str) -> str | list[int]:
         first, dash, last = part.strip().partition("-")
         numbers = [first, last] if dash else [first]
         if not all(number.isdecimal() and len(number) <= 4 for number in numbers) or int(numbers[0]) > int(numbers[-1]):
-            raise UserError(f"--ranks is {text!r}; it must be roles, all, or ranks such as 0,5,60-63")
+            raise UserError(f"--ranks {text!r}: expected roles, all, or ranks such as 0,5,60-63")
         ranks += range(int(first), int(last or first) + 1)
     return ranks
 
 
 def find_varying_dimensions(sizes: ParallelSizes, ranks: Sequence[int]) -> frozenset[Dimension]:
-    """The dimensions of the mesh along which these ranks differ."""
+    """Return the mesh dimensions along which these ranks differ."""
     coordinates = [sizes.coordinates(rank) for rank in ranks]
     return frozenset(d for d in DIMENSION_ORDER if len({place[d] for place in coordinates}) > 1)
 
@@ -102,16 +102,17 @@ def find_varying_dimensions(sizes: ParallelSizes, ranks: Sequence[int]) -> froze
 def translate_rank(
     sizes: ParallelSizes, member: int, source: int, target: int, along: frozenset[Dimension], *, is_relative: bool
 ) -> int:
-    """The rank that is to `target` what `member` is to `source`, both of one pipeline stage.
+    """Return the rank that relates to `target` as `member` relates to `source`; source and target share a pipeline
+    stage.
 
     Args:
-        sizes: of the mesh.
-        member: a rank of a group of `source`, or the other side of what it sends.
-        source: a rank that was run.
-        target: a rank that it stands for.
-        along: the dimensions in which the group's members differ.
-        is_relative: members stand at the same distance from either (the next one of a ring), and not at the same place
-            of the group (its first rank). Stages are named by their place always.
+        sizes: mesh sizes.
+        member: rank of a group of `source`, or the peer of its send or recv.
+        source: rank that was run.
+        target: rank that `source` represents.
+        along: dimensions in which the group's members differ.
+        is_relative: True to keep the distance (the next rank of a ring); False to keep the position in the group (its
+            first rank). Pipeline stages always keep their position.
     """
     place, origin, goal = (sizes.coordinates(rank) for rank in (member, source, target))
     rank, stride = 0, 1
@@ -128,8 +129,11 @@ def translate_rank(
 
 
 def translate_group(sizes: ParallelSizes, ranks: Sequence[int], source: int, target: int) -> tuple[int, ...]:
-    """The group of `target` that corresponds to a group of `source`: the one along the same dimensions, or of the
-    ranks at the same distances where that one does not hold `target`."""
+    """Return the group of `target` that corresponds to a group of `source`.
+
+    It is the group along the same dimensions, or the group at the same distances if the former does not contain
+    `target`.
+    """
     along = find_varying_dimensions(sizes, ranks)
     for is_relative in (False, True):
         group = [translate_rank(sizes, rank, source, target, along, is_relative=is_relative) for rank in ranks]

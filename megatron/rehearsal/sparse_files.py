@@ -1,18 +1,21 @@
-"""Files of zeros that take no room on the disk, and their checksums without reading them.
+"""Sparse files of zeros, and their checksums computed without reading them.
 
-The states that a rehearsal saves are void, almost all of them zeros, and those of a large model would fill the disk of
-the machine it runs on. Blocks of zeros are therefore left out of files, which have their full size all the same and
-read as if they were there (`SaveHooks.open_file`).
+The states that a rehearsal saves are almost all zeros. Those of a large model would fill the disk of the machine.
+Blocks of zeros are therefore left as holes: the file has its full size and reads as usual (`SaveHooks.open_file`).
 """
 
 import os
 
 _POLYNOMIAL = 0xEDB88320
-"""Of CRC-32, its bits reversed as zlib has them."""
+"""Polynomial of CRC-32 with reversed bits, as in zlib."""
 
 
 class SparseFile:
-    """A file that is written from its beginning to its end, zeros left out. Args: path, which is replaced."""
+    """File written sequentially that skips blocks of zeros.
+
+    Args:
+        path: file to replace.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = open(path, "wb")  # noqa: SIM115
@@ -24,18 +27,18 @@ class SparseFile:
         self.close()
 
     def write(self, block: bytes | memoryview) -> int:
-        """Write a block, or skip it if it is zeros."""
+        """Write a block, or skip it if it is all zeros."""
         if len(block) >= 4096 and is_zero(block):
             self._file.seek(len(block), os.SEEK_CUR)
             return len(block)
         return self._file.write(block)
 
     def skip(self, size: int) -> None:
-        """So many zeros."""
+        """Skip `size` zero bytes."""
         self._file.seek(size, os.SEEK_CUR)
 
     def flush(self) -> None:
-        """Bring the file to its size, zeros at its end included."""
+        """Extend the file to its full size, including trailing zeros."""
         self._file.flush()
         self._file.truncate()
 
@@ -49,22 +52,22 @@ class SparseFile:
 
 
 def is_zero(block: bytes | memoryview) -> bool:
-    """Are these zeros alone?"""
+    """Return True if a block contains only zeros."""
     view = memoryview(block)
-    # Its beginning, and then each byte against the one before: compared by the C library.
+    # Compares the first bytes with zero, then each byte with an earlier one, in the C library.
     return not any(view[:16]) and view[16:] == view[:-16]
 
 
 def crc32_with_zeros(checksum: int, size: int) -> int:
-    """The CRC-32 of what `checksum` is of and `size` zeros after it.
+    """Return the CRC-32 of data with this checksum followed by `size` zeros.
 
-    A zero shifts the register, which is linear over bits, so `size` of them are a power of one matrix (as zlib's
-    crc32_combine has it).
+    A zero byte shifts the register, which is linear over bits, so `size` zeros are a power of one matrix (as in zlib's
+    crc32_combine).
     """
     register = checksum ^ 0xFFFFFFFF
-    matrix = [_POLYNOMIAL, *(1 << bit for bit in range(31))]  # what one zero bit makes of each bit of the register
+    matrix = [_POLYNOMIAL, *(1 << bit for bit in range(31))]  # effect of one zero bit on each bit of the register
     for _ in range(3):
-        matrix = [_apply(matrix, row) for row in matrix]  # of one zero byte
+        matrix = [_apply(matrix, row) for row in matrix]  # effect of one zero byte
     while size:
         if size & 1:
             register = _apply(matrix, register)
@@ -74,7 +77,7 @@ def crc32_with_zeros(checksum: int, size: int) -> int:
 
 
 def _apply(matrix: list[int], vector: int) -> int:
-    """A matrix of bits times a vector of them, modulo 2."""
+    """Multiply a matrix of bits by a vector of bits, modulo 2."""
     result, row = 0, 0
     while vector:
         if vector & 1:

@@ -1,7 +1,7 @@
-"""A corpus of random tokens with a vocabulary of a given size, for a rehearsal where the run's own data are elsewhere.
+"""Synthetic corpus of random tokens with a given vocabulary size, for rehearsals without the run's own data.
 
-It is a corpus folder as `prepare` makes them, with a tokenizer of made-up words, so that the run reads it by the path
-by which it reads any other. Which tokens stand in it changes nothing: on the null device no loss has a meaning.
+It is a corpus folder as made by `prepare`, with a tokenizer of made-up words, so the run reads it like any other
+corpus. The tokens themselves do not matter: losses on the null device are meaningless.
 """
 
 import json
@@ -16,23 +16,24 @@ from megatron.options.data import SPLITS
 
 END_TOKEN = "<|endoftext|>"
 INT32 = 4
-"""The type of tokens, as an index has it."""
+"""Data type code of tokens in an index file."""
 MIN_TOKENS = 1 << 20
-"""Of each split, so that a reader has something to skip through; longer sequences get more."""
+"""Minimum number of tokens of each split, which gives readers room to skip; longer sequences get more."""
 
 
 def write_synthetic_corpus(
     folder: Path, vocab_size: int, seq_length: int, document_length: int | None = None
 ) -> dict[str, Path]:
-    """Write a corpus folder; returns the dataset of each split, as `train_data_paths` and the like name it.
+    """Write a corpus folder and return the dataset of each split, as `train_data_paths` and similar keys name it.
 
     Args:
-        folder: to be made.
-        vocab_size: tokens of its tokenizer, the one that ends documents among them.
-        seq_length: of the run, of which every split holds several sequences.
-        document_length: tokens after which a document ends; None for hardly any that do.
+        folder: folder to create.
+        vocab_size: vocabulary size of the tokenizer, including the end-of-document token.
+        seq_length: sequence length of the run; every split contains several sequences.
+        document_length: length of a document in tokens; None for almost no document boundaries.
 
-    Raises OSError: the disk refuses.
+    Raises:
+        OSError: if the files cannot be written.
     """
     folder.mkdir(parents=True)
     tokenizer_file = folder / "tokenizer.json"
@@ -56,7 +57,7 @@ def write_synthetic_corpus(
 
 
 def _write_dataset(prefix: Path, tokens: np.ndarray) -> None:
-    """An indexed dataset of one document, without the seconds that megatron-core's builder takes to import."""
+    """Write an indexed dataset of one document. Importing megatron-core's builder would take seconds."""
     tokens.astype("<i4").tofile(f"{prefix}.bin")
     header = HEADER.pack(MAGIC, 1, INT32, 1, 2)
     index = (np.array([len(tokens)], "<i4"), np.array([0], "<i8"), np.array([0, 1], "<i8"))
@@ -64,7 +65,7 @@ def _write_dataset(prefix: Path, tokens: np.ndarray) -> None:
 
 
 def _describe_tokenizer(vocab_size: int) -> dict[str, object]:
-    """A tokenizer.json of words w1, w2, …"""
+    """Return a tokenizer.json with the words w1, w2, …"""
     words = {END_TOKEN: 0} | {f"w{index}": index for index in range(1, vocab_size)}
     end = {"id": 0, "content": END_TOKEN, "special": True}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)

@@ -1,9 +1,8 @@
-"""Weights that take no memory on the host and no time: neither drawn nor moved, since on the null device they have no
-values.
+"""Weights without values, which use neither host memory nor time: the null device ignores their values.
 
-A run draws its weights on the host, in float32, so that every device starts alike, and moves them to its device. For
-2.7 billion parameters that is 11 GB and a minute for nothing. Here the tensors are there, with their shapes and types,
-in pages that nobody touches. What a run really needs of the host's memory is in the report (`report.py`).
+A run initializes its weights on the host in float32, so that every device starts with the same values, and moves them
+to its device. For 2.7 billion parameters this would waste 11 GB and a minute. Here the tensors exist with their shapes
+and types, in pages that are never touched. The report states the host memory that the run really needs (`report.py`).
 """
 
 import mmap
@@ -19,16 +18,16 @@ from torch import Tensor
 from megatron.checkpoint.sharded_state import PinnedStagingBuffers
 
 MIN_ELEMENTS = 1 << 16
-"""Smaller tensors keep their values: those of encodings and processors, norms, batches."""
+"""Elements below which tensors keep their values: those of encodings and processors, norms, batches."""
 
 
 @contextmanager
 def without_weight_values() -> Iterator[None]:
-    """Inside it, models are built without drawing their weights, and large floating-point tensors of the host come to
-    the device, or to another type, without what is in them."""
+    """Build models without initializing weights, and convert or move large floating-point tensors without their
+    contents."""
     from megatron.model.megatron_core import ColumnParallelLinear
 
-    layers = sys.modules[ColumnParallelLinear.__module__]  # where megatron-core's divided layers draw their weights
+    layers = sys.modules[ColumnParallelLinear.__module__]  # which initializes sharded layers
 
     def mark_divided(
         weight: Tensor, output_size: int, input_size: int, per_partition_size: int, partition_dim: int,
@@ -47,16 +46,16 @@ def without_weight_values() -> Iterator[None]:
 
 
 class ZeroStagingBuffers(PinnedStagingBuffers):
-    """Zeros in the place of copies of a rank's states."""
+    """Staging buffers that provide zeros instead of copies of a rank's states."""
 
     def copy_to_host(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Zeros of the size of each tensor."""
+        """Return zeros with the size of each tensor."""
         sizes = [tensor.numel() for tensor in tensors.values()]
         return dict(zip(tensors, _reserve_zeros(sum(sizes)).split(sizes), strict=True))
 
 
 def _reserve_zeros(size: int) -> Tensor:
-    """So many float32 zeros, not pinned: pages that are only read take no memory, and none of it is counted before."""
+    """Allocate unpinned float32 zeros. Pages that are only read use no memory."""
     if size == 0:
         return torch.empty(0)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -64,7 +63,7 @@ def _reserve_zeros(size: int) -> Tensor:
 
 
 def _without_values(convert: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A conversion that leaves behind what is in large floating-point tensors of the host."""
+    """Return a conversion that drops the contents of large floating-point tensors of the host."""
 
     def convert_shape(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
         is_large = tensor.numel() >= MIN_ELEMENTS and tensor.device.type == "cpu" and tensor.is_floating_point()

@@ -1,6 +1,6 @@
-"""Sweeps: variants × seeds, trained and evaluated alike, with one report at the end.
+"""Sweeps: train variants with several seeds, evaluate all in the same way, and write one report.
 
-`spec.py` reads the file, `validation.py` refuses what is wrong in it, `remaining_work.py` knows what is done and
-estimates what is left, `member_run.py` trains one member as a process and evaluates it, and
-`run_sweep.py` goes through all.
+`spec.py` reads the sweep file and `validation.py` checks it. `remaining_work.py` determines which work is complete and
+estimates the rest. `member_run.py` trains one member in a subprocess and evaluates it, and `run_sweep.py` runs all
+members.
 """

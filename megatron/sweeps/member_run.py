@@ -1,6 +1,6 @@
-"""One member of a sweep: its training, as a process of its own that is started, watched and ended, and its evaluation.
+"""One member of a sweep: its training, in a subprocess that is started, monitored and stopped, and its evaluation.
 
-The process is `./deepy.py train FILE`, so no run inherits another's state, and any can be repeated by hand.
+The process is `./deepy.py train FILE`, so runs do not share state, and any of them can be repeated by hand.
 """
 
 import os
@@ -32,7 +32,7 @@ POLL_SECONDS = 0.2
 
 
 class JobMeter(Protocol):
-    """What is told of the jobs of a member while it runs: a `ProgressMeter`, or what passes all on to one."""
+    """Interface for reporting a member's jobs: a `ProgressMeter`, or an object that forwards to one."""
 
     def begin(self, job: WorkItem, detail: str = "") -> None: ...
     def update(self, done: float, detail: str = "") -> None: ...
@@ -42,13 +42,13 @@ class JobMeter(Protocol):
 
 
 def run_member(member: SweepMember, work: MemberWork, meter: JobMeter) -> list[Record]:
-    """Train and evaluate one member, as far as that is not done.
+    """Train and evaluate one member, except for completed work.
 
     Returns:
-        What was measured of it.
+        Records of the member.
 
     Raises:
-        UserError, RunError: what the training ended with, or the evaluation refuses.
+        UserError, RunError: error of the training or the evaluation.
     """
     _train_member(member, work, meter)
     records = [
@@ -59,7 +59,7 @@ def run_member(member: SweepMember, work: MemberWork, meter: JobMeter) -> list[R
 
 
 def read_training_cost(metrics: Path) -> dict[str, float]:
-    """The fields of records on what a training took: the median time of its steps, and its most memory."""
+    """Return the record fields for training cost: median step time, and peak memory."""
     steps = [record for _, record in read_metrics_log(metrics) if record["kind"] == "train" and "ms_per_step" in record]
     if not steps:
         return {}
@@ -67,25 +67,28 @@ def read_training_cost(metrics: Path) -> dict[str, float]:
         "step_seconds": statistics.median(record["ms_per_step"] for record in steps) / 1000,
         "train_memory_gib": max(record["memory_gib"] for record in steps),
     }
-    # Runs of older versions say nothing of processors.
+    # Runs of older versions did not record CPU time.
     if cpu_times := [record["cpu_ms_per_step"] for record in steps if record.get("cpu_ms_per_step") is not None]:
         cost["step_cpu_seconds"] = statistics.median(cpu_times) / 1000
     return cost
 
 
 def _train_member(member: SweepMember, work: MemberWork, meter: JobMeter) -> None:
-    """Train a member to its end, or find it trained."""
+    """Train a member to its end, or skip it if it is already trained."""
     done, steps, job = work.finished_steps, member.resolved_config.training.train_iters, work.training
     if done >= steps and not lacks_test_record(member):
         meter.skip(job)
-        meter.log(f"{member.name}: trained already, {done} steps in {member.folder}")
+        meter.log(f"{member.name}: already trained: {done} steps in {member.folder}")
         return
     if done:
-        plan = f"resumes after step {done} of {steps}" if done < steps else "is trained; its test is made up for"
+        plan = f"resuming after step {done} of {steps}" if done < steps else "trained; running the missing test"
         meter.log(f"{member.name}: {plan}")
     if not done and member.origin is not None and not member.origin.is_dir():
-        raise RunError(f"it branches from {member.origin}, which is not there: {member.trunk.name} has not come so far")  # type: ignore[union-attr]
-    # With `load` naming its own folder a run resumes.
+        assert member.trunk is not None  # a branch has one
+        raise RunError(
+            f"it branches from {member.origin}, which does not exist: {member.trunk.name} has not reached this step"
+        )
+    # A run resumes if `load` is its own folder.
     config = member.config.replace(load=str(member.folder)) if done else member.config
     config.save(member.get_path_beside(".yml"))
 
@@ -98,18 +101,18 @@ def _train_member(member: SweepMember, work: MemberWork, meter: JobMeter) -> Non
         member.get_path_beside(".yml"), member.get_path_beside(".txt"), member.folder / METRICS_FILE, show_step
     )
     if find_finished_step(member) < steps:
-        raise RunError(f"training ended early without an error; its output is in {member.get_path_beside('.txt')}")
+        raise RunError(f"training stopped early without an error; output: {member.get_path_beside('.txt')}")
     meter.finish()
 
 
 def _evaluate_member(member: SweepMember, name: str | None, job: WorkItem, meter: JobMeter) -> list[Record]:
-    """Make a trained member's evaluation of that name, or find it made in the same way."""
+    """Run an evaluation of a trained member, or return its records if the same evaluation was already run."""
     from megatron.evaluation.run import evaluate_runs
 
     records = read_evaluated_records(member, name)
     if records is not None:
         meter.skip(job)
-        meter.log(f"{member.name}: evaluated already" + ("" if name is None else f" ({name})"))
+        meter.log(f"{member.name}: already evaluated" + ("" if name is None else f" ({name})"))
         return records
     meter.begin(job, "loading")
     records = evaluate_runs(
@@ -127,16 +130,16 @@ def _evaluate_member(member: SweepMember, name: str | None, job: WorkItem, meter
 def train_in_subprocess(
     configuration: Path, output: Path, metrics: Path, show_step: Callable[[int | None], None]
 ) -> None:
-    """Train to the end.
+    """Train a run to its end.
 
     Args:
-        configuration: the run's whole configuration, a file.
-        output: the file for what the training prints.
-        metrics: the run's metrics.jsonl.
-        show_step: called now and then with the newest step that this training recorded, None before the first.
+        configuration: file with the run's resolved configuration.
+        output: file for the output of the training.
+        metrics: metrics.jsonl of the run.
+        show_step: called periodically with the newest step recorded by this training, or None before the first.
 
     Raises:
-        UserError, RunError: what the training ended with.
+        UserError, RunError: error of the training.
     """
     with open(output, "w", encoding="utf-8") as file:
         start_time = time.time()
@@ -145,8 +148,8 @@ def train_in_subprocess(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **get_parent_variable()},  # it ends with this process, however that goes
-            start_new_session=True,  # Ctrl-C reaches this process alone, which hands it on once
+            env={**os.environ, **get_parent_variable()},  # it ends with this process, however this process ends
+            start_new_session=True,  # Ctrl-C reaches only this process, which forwards it once
         )
         try:
             while child.poll() is None:
@@ -156,18 +159,18 @@ def train_in_subprocess(
             stop_child(child)
     if child.returncode != 0:
         lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
-        otherwise = f"training ended with exit code {child.returncode}; its output is in {output}"
+        otherwise = f"training failed with exit code {child.returncode}; output: {output}"
         raise build_command_error(child.returncode, lines, otherwise)
 
 
 def read_last_step(metrics: Path, since: float) -> int | None:
-    """The newest step in a run's metrics.jsonl, if that was written since a point in time."""
+    """Return the newest step in a run's metrics.jsonl if the file was written after `since`, else None."""
     try:
         if metrics.stat().st_mtime < since:
             return None
         with open(metrics, "rb") as file:
             file.seek(max(0, file.seek(0, 2) - (1 << 14)))
-            lines = file.read().split(b"\n")[:-1]  # what follows the last line end is still being written
+            lines = file.read().split(b"\n")[:-1]  # the last line may still be incomplete
     except OSError:
         return None
     for line in reversed(lines):

@@ -1,8 +1,9 @@
-"""What of a sweep is done already, and what is left, in FLOPs, which are known before the first training.
+"""Completed and remaining work of a sweep, measured in FLOPs, which are known before the first training.
 
-Trainings are known by their checkpoints, evaluations by a file beside their results that says how they came about.
+Completed training is determined from checkpoints, and completed evaluations from a marker file next to their results.
+The marker records how they were made.
 
-A run folder whose configuration is not the one asked for is never taken for a member and never overwritten.
+A run folder with a different configuration is neither used for a member nor overwritten.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ from megatron.utils.progress import WorkItem
 if TYPE_CHECKING:
     from megatron.evaluation.targets import EvalEstimate
 
-# What needs torch is imported where it is used: a mistake in the file is reported at once.
+# Modules that need torch are imported where they are used, so that mistakes in the file are reported immediately.
 
 EVALUATION_MARKER_FILE = "evaluated{}.json"
-"""With the name of a further evaluation behind a line, for those."""
-MARKER_FORMAT = 4  # 1 had no bootstrap, 2 was for the whole results.json, 3 named the options otherwise
+"""Marker file of an evaluation; the placeholder is empty, or an underscore and the name of an additional evaluation."""
+MARKER_FORMAT = 4  # 1 had no bootstrap, 2 covered the whole results.json, 3 named the options differently
 
 
 def find_finished_step(member: SweepMember) -> int:
-    """Steps of the member's newest whole checkpoint, which its training would go on from; 0 if there is none.
+    """Return the step of the member's newest undamaged checkpoint, or 0 if there is none.
 
     Raises:
-        UserError: its folder holds a run with another configuration, or with other code of a method of the user's own.
-        RunError: it has checkpoints, but none is whole.
+        UserError: its folder contains a run with another configuration, or with different code of a user's own method.
+        RunError: it has checkpoints, but all are damaged.
     """
     checkpoint = find_latest_valid(member.folder)
     if checkpoint is None:
@@ -66,25 +67,26 @@ def find_finished_step(member: SweepMember) -> int:
     differing = [key for key, value in member_config.items() if checkpoint_config.get(key) != value]
     if differing:
         changes = ", ".join(
-            f"{key} {format_value(checkpoint_config.get(key))} there, {format_value(member_config[key])} here"
+            f"{key} {format_value(checkpoint_config.get(key))} in the run, {format_value(member_config[key])} in the "
+            "sweep"
             for key in differing[:4]
         )
         raise UserError(
-            f"{member.folder}: holds a run with another configuration ({changes}); remove the folder, or choose "
+            f"{member.folder}: contains a run with another configuration ({changes}); remove the folder, or choose "
             "another sweep.output"
         )
     for file in trainer_state.find_changed_methods(member.config.position):
         raise UserError(
-            f"{member.folder}: was trained with other code of {file} than there is now; put that back, remove the "
+            f"{member.folder}: was trained with different code of {file}; restore that code, remove the "
             "folder, or choose another sweep.output"
         )
     return step
 
 
 def find_member_divergence(member: SweepMember) -> RunFailure | None:
-    """How the member's training ended, if its loss stayed bad: that is its result until it is asked for again.
+    """Return how the member's training ended if it diverged; this is its result until a retry is requested.
 
-    A folder whose run was configured otherwise says nothing of the member.
+    Runs with a different configuration do not count.
     """
     divergence = metrics_log.find_divergence(member.folder)
     if divergence is None:
@@ -101,7 +103,7 @@ def find_member_divergence(member: SweepMember) -> RunFailure | None:
 
 
 def build_failure(member: SweepMember, reason: str, step: int | None = None) -> RunFailure:
-    """A member that gave no result, as reports have it."""
+    """Return the report entry of a member without a result."""
     config = member.trained_config
     if config.data.task is None:
         return RunFailure(member.variant, member.seed, reason, step, config.model.seq_length)
@@ -110,7 +112,7 @@ def build_failure(member: SweepMember, reason: str, step: int | None = None) -> 
 
 
 def lacks_test_record(member: SweepMember) -> bool:
-    """Was a finished training killed between its last checkpoint and the end of its test?"""
+    """Return True if a completed training was killed between its last checkpoint and the end of its test."""
     training, data = member.resolved_config.training, member.config.data
     tests = (
         data.task is not None
@@ -123,7 +125,7 @@ def lacks_test_record(member: SweepMember) -> bool:
 
 
 def read_evaluated_records(member: SweepMember, evaluation: str | None = None) -> list[Record] | None:
-    """The records of a member's evaluation if it was made in its way before and all are still in its results."""
+    """Return the records of a member's evaluation if the same evaluation was run and all are still in its results."""
     results, marker = member.results / RESULTS_FILE, _read_marker(_get_marker_path(member, evaluation))
     if marker.get("how") != _describe_evaluation(member, evaluation) or not results.is_file():
         return None
@@ -137,7 +139,7 @@ def read_evaluated_records(member: SweepMember, evaluation: str | None = None) -
 def write_evaluation_marker(
     member: SweepMember, member_records: Sequence[Record], evaluation: str | None = None
 ) -> None:
-    """Remember that these are the member's records of an evaluation, and how they came about."""
+    """Store which records belong to the member's evaluation, and how they were made."""
     how, hashes = _describe_evaluation(member, evaluation), [_hash_record(record) for record in member_records]
     marker = {"how": how, "records": hashes}
     write_text_atomically(_get_marker_path(member, evaluation), json.dumps(marker, indent=1) + "\n")
@@ -148,7 +150,7 @@ def _get_marker_path(member: SweepMember, evaluation: str | None) -> Path:
 
 
 def _describe_evaluation(member: SweepMember, evaluation: str | None) -> dict[str, Any]:
-    """All that an evaluation's results depend on, as far as a sweep decides it."""
+    """Return all settings of the sweep that affect an evaluation's results."""
     checkpoint = checkpoints.resolve_checkpoint_path(member.folder)
     weights = (checkpoint / checkpoints.WEIGHTS).stat()
     return {
@@ -173,13 +175,13 @@ def _hash_record(record: Record) -> str:
 
 @dataclass(frozen=True)
 class MemberWork:
-    """What is left to do for one member."""
+    """Remaining work of one member."""
 
     finished_steps: int
-    """Steps that its training has behind it."""
+    """Number of training steps completed."""
     training: WorkItem
     evaluations: dict[str | None, WorkItem]
-    """By the names of the member's evaluations."""
+    """Evaluations by name; None is the key of the main one."""
 
     @property
     def items(self) -> list[WorkItem]:
@@ -193,20 +195,20 @@ class MemberWork:
 def estimate_work(
     sweep: Sweep, finished_steps: dict[SweepMember, int], log: Callable[[str], None]
 ) -> dict[SweepMember, MemberWork]:
-    """Estimate the work that is left for each member.
+    """Estimate the remaining work of each member.
 
-    Refuses what cannot be evaluated later, and says what can be evaluated at some lengths only.
+    Members that cannot be evaluated are rejected, and limits on the evaluated lengths are logged.
 
     Args:
-        sweep: as it was read.
-        finished_steps: steps that each training has behind it.
-        log: takes a line.
+        sweep: the sweep.
+        finished_steps: completed training steps of each member.
+        log: receives one line per call.
 
     Raises:
-        UserError: a member cannot be trained on this machine, or not scored as the sweep says.
+        UserError: a member cannot be trained on this machine, or not evaluated as configured.
     """
     works: dict[SweepMember, MemberWork] = {}
-    # The members of a variant differ in their seed, which changes no shape.
+    # Members of a variant differ only in their seed, which changes no shape.
     scoring: dict[tuple[str, str | None], dict[str | None, EvalEstimate]] = {}
     for number, member in enumerate(sweep.members, start=1):
         key = member.variant, member.benchmark
@@ -221,14 +223,14 @@ def estimate_work(
 
 
 def check_sweep_disk(sweep: Sweep, members: Sequence[SweepMember]) -> None:
-    """Refuse trainings whose checkpoints do not fit the disk, each beside those of the ones before it.
+    """Check that the checkpoints of all remaining runs fit on the disk together.
 
     Args:
-        sweep: as it was read.
-        members: those that are trained to their end, as far as they are not.
+        sweep: the sweep.
+        members: members to train to their end, including partially trained ones.
 
     Raises:
-        UserError: with the bytes that are needed and those that are free; or as resolving a member does.
+        UserError: too little disk space, with the required and available bytes; or an error from resolving a member.
     """
     kept, needed, runs = 0, 0, 0
     for member in members:
@@ -238,19 +240,19 @@ def check_sweep_disk(sweep: Sweep, members: Sequence[SweepMember]) -> None:
             continue
         need = estimate_disk_need(config, start)
         needed, kept, runs = max(needed, kept + need.at_once), kept + need.at_end, runs + 1
-    text = f"the {runs} runs that are left need {{}} more" if runs > 1 else "the run that is left need {} more"
+    text = f"the {runs} remaining runs need {{}} more" if runs > 1 else "the remaining run needs {} more"
     refuse_full_disk("sweep.output", sweep.output_folder, needed, text)
 
 
 def check_member_starts(members: Iterable[SweepMember], *, in_queue: bool) -> None:
-    """Refuse what the trainings of a sweep would refuse before their first step, of one seed of each variant.
+    """Run the start checks of training for one seed of each variant.
 
     Args:
-        members: those that are to start now. One that has begun has passed this.
-        in_queue: the trainings wait in a queue, so that all tokens are checked now; else each checks its own.
+        members: members about to start; members that already started have passed these checks.
+        in_queue: True if the runs wait in a queue; all tokens are then checked now instead of by each run.
 
     Raises:
-        FarfieldError: as the training would, with the variant's name.
+        FarfieldError: the error that training would raise, with the variant's name.
     """
     checked: set[tuple[str, str | None]] = set()
     read: list[DataOptions] = []
@@ -298,7 +300,7 @@ def _estimate_member(
         flops += sequences * sum(model.flops_per_token(length) * length for length in lengths) / len(lengths)
     left = max(0, training.train_iters - finished_steps)
     is_evaluated = {name: left == 0 and read_evaluated_records(member, name) is not None for name in scoring}
-    kind = "" if member.benchmark is None else f" {member.benchmark}"  # small models do fewer FLOPs in a second
+    kind = "" if member.benchmark is None else f" {member.benchmark}"  # small models reach fewer FLOP/s
     return MemberWork(
         finished_steps=finished_steps,
         training=WorkItem(f"{position}, train {member.name}", f"train{kind}", flops),

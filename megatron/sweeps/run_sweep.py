@@ -1,28 +1,28 @@
-"""`./deepy.py sweep FILE`: prepare a corpus, train every variant with every seed, evaluate all alike, report.
+"""`./deepy.py sweep FILE`: prepare a corpus, train every variant with every seed, evaluate all, and write a report.
 
-    OUTPUT/results.json, .csv, .md, .png, report.html              rewritten after runs that were evaluated
-    OUTPUT/log.txt                                                 what libraries had to say
-    OUTPUT/VARIANT/seed_1234.yml                                   the run's whole configuration: `train` takes it too
-    OUTPUT/VARIANT/seed_1234.txt                                   what its training printed
+    OUTPUT/results.json, .csv, .md, .png, report.html              rewritten after runs were evaluated
+    OUTPUT/log.txt                                                 output of libraries
+    OUTPUT/VARIANT/seed_1234.yml                                   resolved configuration of the run, usable by `train`
+    OUTPUT/VARIANT/seed_1234.txt                                   output of its training
     OUTPUT/VARIANT/seed_1234/                                      the run: checkpoints, metrics, its own results
-    OUTPUT/VARIANT/BENCHMARK/seed_1234…                            the same of a benchmark
+    OUTPUT/VARIANT/BENCHMARK/seed_1234…                            the same for a benchmark
 
-A sweep that is stopped, by a person or an error, is carried on by the same command: finished runs are taken as they
-are, an interrupted one resumes at its last checkpoint. A run folder whose configuration is not the one asked for is
-never overwritten and never reused; the sweep refuses to start.
+The same command resumes a sweep that was stopped by a user or an error: completed runs are kept, and an interrupted run
+resumes from its last checkpoint. A run folder with a different configuration is never overwritten or reused; the sweep
+raises an error instead.
 
-A member that fails does not keep the others from running. One whose training diverged has that for a result: it stands
-in tables and on the page with its reason and step, and is tried again only where that is asked for (`--retry-failed`).
-One that failed otherwise, as by a full disk, is tried again by the next start.
+A failed member does not stop the others. Divergence is a result: the report shows its reason and step, and the member
+is retrained only with `--retry-failed`. After other failures, such as a full disk, the member is retried the next time
+the sweep starts.
 
-With `jobs` several members run at once on this machine (`worker_pool.py`). Results and page are rewritten as often as
-takes `REPORT_SHARE` of the time, and in the end; what a member measured lies in its own folder besides.
+With `jobs`, several members run in parallel on this machine (`worker_pool.py`). Results and report are rewritten as
+often as `REPORT_SHARE` of the time allows, and at the end. Each member's records are also in its own folder.
 
-With `launcher: slurm` what is left to do becomes a job array, a task for each member; once its tasks have ended, the
-same command finds nothing left to do and writes the report.
+With `launcher: slurm`, the remaining work becomes a job array with one task per member. Once its tasks have ended, the
+same command writes the report.
 
-How long it takes is estimated from the FLOPs of every training and evaluation, which are known before the first, and
-the speed of those that have run or are running.
+The duration is estimated from the FLOPs of all training and evaluation jobs, which are known in advance, and from the
+measured speed of completed and running jobs.
 """
 
 import shlex
@@ -68,18 +68,18 @@ from megatron.utils.signals import StoppedBySignal, acknowledge_signals
 if TYPE_CHECKING:
     from megatron.reports.paper_experiment import Experiment
 
-# What needs torch or matplotlib is imported where it is used: a mistake in the file is reported at once.
+# Modules that need torch or matplotlib are imported where used, so that mistakes in the file are reported at once.
 
-STOPPING_MESSAGE = "stopping; a training under way saves after its step first (again to end at once)"
+STOPPING_MESSAGE = "stopping after running trainings save a checkpoint (repeat to stop immediately)"
 REPORT_FILE = "report.html"
-CARRY_ON_HINT = "the same command carries on from here"
-LOCKED_MESSAGE = "a sweep is running there; wait for its end, or choose another folder"
-RETRY_DIVERGED_HINT = "--retry-failed trains again what diverged"
-RETRY_FAILED_HINT = "the same command tries again what failed"
+CARRY_ON_HINT = "run the same command to resume"
+LOCKED_MESSAGE = "a sweep is running in this folder; wait until it ends, or choose another folder"
+RETRY_DIVERGED_HINT = "use --retry-failed to retrain diverged runs"
+RETRY_FAILED_HINT = "run the same command to retry failed runs"
 REPORT_SHARE = 0.05
-"""Of the time of a sweep that rewriting its report may take."""
+"""Maximum fraction of a sweep's time spent on rewriting its report."""
 MAX_NAMED_FAILURES = 5
-"""Failures that a line names."""
+"""Maximum number of failures listed in a message."""
 Log = Callable[[str], None]
 
 
@@ -93,35 +93,35 @@ def run_sweep(
     dry: bool = False,
     retry_failed: bool = False,
 ) -> list[Record]:
-    """Run a sweep to its end, from wherever an earlier attempt left it.
+    """Run a sweep to its end, resuming earlier attempts.
 
     Args:
         files, overrides, search: as for `megatron.sweeps.spec.read_sweep`.
-        console: where progress and table go. If None, the terminal; what libraries print then goes to OUTPUT/log.txt.
-        member: train and evaluate only the one of this index, and write no report.
-        dry: print the batch script that would be submitted, and do nothing.
-        retry_failed: train members again whose training diverged.
+        console: console for progress and tables. If None, the terminal; library output then goes to OUTPUT/log.txt.
+        member: train and evaluate only the member with this index, without a report.
+        dry: print the batch script without submitting it.
+        retry_failed: retrain members whose training diverged.
 
     Returns:
-        The records of all runs.
+        Records of all runs.
 
     Raises:
-        UserError: the files, a run folder that holds another run, or what training or evaluation refuse.
-        RunError: trainings or evaluations failed; the others ran, and what is finished is used next time.
+        UserError: the files, a run folder with another run, or settings that training or evaluation reject.
+        RunError: training or evaluation failed; other members ran, and completed work is reused next time.
     """
     sweep = read_sweep(files, overrides, search)
     if member is not None and member >= len(sweep.members):
-        raise UserError(f"--member is {member}, but the sweep has {len(sweep.members)} members; the first is 0")
+        raise UserError(f"--member is {member}, but the sweep has {len(sweep.members)} members, starting at 0")
     array = _build_array_job(sweep, files, [*overrides, *(["--retry-failed"] if retry_failed else [])], search)
     if dry:
         if array is None:
-            raise UserError("--dry-run shows the batch script of a sweep: it needs launcher=slurm")
-        if sweep.options.corpus is None:  # else the data may be prepared only with the submission
+            raise UserError("--dry-run prints the batch script of a sweep and requires launcher=slurm")
+        if sweep.options.corpus is None:  # otherwise the data may be prepared only on submission
             finished_steps = {member: find_finished_step(member) for member in sweep.members}
             check_member_starts(_list_beginning(sweep.members, finished_steps), in_queue=True)
         print(slurm.render_batch_script(array), end="")
         return []
-    if member is None:  # a task of a job array: its own training looks
+    if member is None:  # in a task of a job array, the training checks this itself
         diverged = _find_diverged(sweep, retry_failed)
         check_sweep_disk(sweep, [m for m in sweep.members if m not in diverged])
     make_folder("sweep.output", sweep.output_folder)
@@ -142,7 +142,7 @@ def run_sweep(
 
 
 def _find_diverged(sweep: Sweep, retry_failed: bool) -> dict[SweepMember, RunFailure]:
-    """The members whose training diverged and is not to be tried again, and how."""
+    """Return the diverged members that are not retried, with their failure."""
     if retry_failed:
         return {}
     return {m: failure for m in sweep.members if (failure := find_member_divergence(m)) is not None}
@@ -151,23 +151,23 @@ def _find_diverged(sweep: Sweep, retry_failed: bool) -> dict[SweepMember, RunFai
 def _build_array_job(
     sweep: Sweep, files: Sequence[str | Path], overrides: Sequence[str], search: Sequence[str | Path] | None
 ) -> slurm.SlurmJob | None:
-    """The job array of all members; None if the sweep is to run in this process.
+    """Return the job array of all members, or None if the sweep runs in this process.
 
     Args:
-        sweep: as it was read from `files`, `overrides` and `search`, which each task reads again.
+        sweep: sweep read from `files`, `overrides` and `search`, which each task reads again.
 
     Raises:
-        UserError: members that want different jobs, or more than a node each.
+        UserError: members need different jobs, or more than one node each.
     """
     launches = [member.config.launch for member in sweep.members]
     if not uses_slurm(launches[0]):
         return None
     slurm.check_job_environment(launches[0])
     if any(launch != launches[0] for launch in launches):
-        raise UserError("launcher slurm: all variants of a sweep need the same processes, devices and slurm keys")
+        raise UserError("launcher slurm: all variants of a sweep must have the same processes, devices and slurm keys")
     if launches[0].nodes not in (None, 1):
         raise UserError(
-            f"nodes is {launches[0].nodes}, but each run of a sweep has one node; train large ones by train"
+            f"nodes is {launches[0].nodes}, but each run of a sweep uses one node; use train for larger runs"
         )
     folders = [word for folder in search or () for word in ("--conf-dir", str(folder))]
     return slurm.SlurmJob(
@@ -175,14 +175,14 @@ def _build_array_job(
         folder=sweep.output_folder,
         command=("sweep", *folders, *map(str, files), *overrides, "--member=$SLURM_ARRAY_TASK_ID"),
         launch=launches[0],
-        tasks=1,  # which starts the processes of its training
+        tasks=1,  # this task starts the processes of its training
         nodes=1,
         array=slurm.format_array_indices(range(len(sweep.members))),
     )
 
 
 def _refuse_files_of_others(sweep: Sweep) -> None:
-    """Refuse an output that holds files by the names of a sweep's which no sweep wrote. Raises UserError."""
+    """Reject an output folder with files of a sweep's names that no sweep wrote. Raises UserError."""
     from megatron.reports.html_page import is_generated_page
 
     key, output = "sweep.output", sweep.output_folder
@@ -202,9 +202,9 @@ def _refuse_files_of_others(sweep: Sweep) -> None:
 def _run_members(
     sweep: Sweep, console: Console, log: Log, only_member: int | None, array: slurm.SlurmJob | None, retry_failed: bool
 ) -> list[Record]:
-    """Do what is left: of one member, as a job array, or all of it in this process."""
+    """Run the remaining work: one member, a job array, or everything in this process."""
     start_time = time.monotonic()
-    finished_steps = {member: find_finished_step(member) for member in sweep.members}  # refuses foreign folders first
+    finished_steps = {member: find_finished_step(member) for member in sweep.members}  # rejects foreign folders first
     diverged = _find_diverged(sweep, retry_failed)
     if sweep.options.corpus is not None:
         _prepare_corpus(sweep.options.corpus, console, log)
@@ -215,20 +215,23 @@ def _run_members(
         indices = [i for i in indices if i not in waiting]
         if waiting:
             log(
-                f"{len(waiting)} runs branch from checkpoints that are not there yet; the same command submits them "
-                "once they are"
+                f"{len(waiting)} runs branch from checkpoints that do not exist yet; run the same command again "
+                "once they do"
             )
         if not indices:
             return []
     if only_member is None:
         begins = _list_beginning([sweep.members[i] for i in indices], finished_steps)
-        with WaitAnnouncer(log, "checking the data and what the runs start from"):
+        with WaitAnnouncer(log, "checking the data and the starting points of the runs"):
             check_member_starts(begins, in_queue=array is not None)
     if array is not None and indices:
         job = replace(array, array=slurm.format_array_indices(indices))
         for line in slurm.describe_submission(job, slurm.submit_job(job)):
             log(line)
-        log(f"{len(indices)} of {len(works)} runs submitted; once they have ended, the same command writes the report")
+        log(
+            f"{len(indices)} of {len(works)} runs submitted; after they have ended, run the same command to write the "
+            "report"
+        )
         return []
     if only_member is not None:
         member = sweep.members[only_member]
@@ -241,7 +244,7 @@ def _run_members(
     if records:
         _print_results(sweep, records, failures, console)
         log(
-            f"\nopen {sweep.output_folder / REPORT_FILE} in a browser; results.json, .csv, .md and .png lie beside it "
+            f"\nopen {sweep.output_folder / REPORT_FILE} in a browser; results.json, .csv, .md and .png are next to it "
             f"({format_duration(time.monotonic() - start_time)})"
         )
         if (hint := _suggest_comparison(sweep, records, failures)) is not None:
@@ -253,7 +256,7 @@ def _run_members(
 
 
 def _list_beginning(members: Sequence[SweepMember], finished_steps: Mapping[SweepMember, int]) -> list[SweepMember]:
-    """Return the members that have not begun and could begin now."""
+    """Return the members that have not started and can start now."""
     begins = (member for member in members if finished_steps[member] <= member.first_step)
     return [member for member in begins if member.origin is None or member.origin.is_dir()]
 
@@ -261,7 +264,7 @@ def _list_beginning(members: Sequence[SweepMember], finished_steps: Mapping[Swee
 def _run_all_members(
     sweep: Sweep, console: Console, works: dict[SweepMember, MemberWork], diverged: dict[SweepMember, RunFailure]
 ) -> tuple[list[Record], list[RunFailure]]:
-    """Run all members, and rewrite the report now and then. One that fails keeps no other from running."""
+    """Run all members and rewrite the report periodically. A failed member does not stop the others."""
     results = _SweepResults(sweep, {}, dict(diverged))
     pending = {member: work for member, work in works.items() if member not in diverged}
     jobs = [job for work in pending.values() for job in work.items]
@@ -284,21 +287,21 @@ def _run_all_members(
                 results.write_if_due()
                 done = len(results.records) + len(results.failures)
                 if done < len(works) and (left := meter.estimate_seconds_left()) is not None:
-                    meter.log(f"{done} of {len(works)} runs done, about {format_duration(left)} left in all")
+                    meter.log(f"{done} of {len(works)} runs done, about {format_duration(left)} left in total")
     with WaitAnnouncer(meter.log, "writing the report"):
         results.write()
     return results.list_records(), results.list_failures()
 
 
 def _count_workers(sweep: Sweep, num_pending: int) -> int:
-    """Members that run at once."""
+    """Return the number of members that run in parallel."""
     jobs = sweep.options.jobs
     return max(1, min(num_pending, count_cores() if jobs == "auto" else jobs))
 
 
 @dataclass
 class _SweepResults:
-    """What is measured so far, and when it was last written."""
+    """Results so far, and the time of the next write."""
 
     sweep: Sweep
     records: dict[SweepMember, list[Record]]
@@ -306,15 +309,14 @@ class _SweepResults:
     next_write: float = 0.0
 
     def list_records(self) -> list[Record]:
-        """In the order of the sweep's members."""
+        """Return all records, in the order of the sweep's members."""
         return sort_baselines_last([record for member in self.sweep.members for record in self.records.get(member, ())])
 
     def list_failures(self) -> list[RunFailure]:
         return [self.failures[member] for member in self.sweep.members if member in self.failures]
 
     def write_if_due(self) -> None:
-        """Rewrite results and report, unless that was done so lately that it would take much of the time: of many
-        methods it takes half a minute."""
+        """Rewrite results and report unless this would exceed their share of the time; it can take half a minute."""
         start_time = time.monotonic()
         if start_time >= self.next_write and self.records:
             self.write()
@@ -326,7 +328,7 @@ class _SweepResults:
 
 
 def _print_results(sweep: Sweep, records: Sequence[Record], failures: Sequence[RunFailure], console: Console) -> None:
-    """The tables of a sweep, on the console."""
+    """Print the tables of a sweep on the console."""
     options, experiment = sweep.options, _build_experiment(sweep)
     if (leaderboard := experiment.get_leaderboard()) is not None:
         print_leaderboard(console, LeaderboardReport(leaderboard, build_comparison_tables(records, failures)))
@@ -341,8 +343,10 @@ def _print_results(sweep: Sweep, records: Sequence[Record], failures: Sequence[R
 
 
 def _suggest_comparison(sweep: Sweep, records: Sequence[Record], failures: Sequence[RunFailure]) -> str | None:
-    """Return the command that compares the others with the first method, or None if the page does that or there is
-    nothing to compare."""
+    """Return a hint with the command that compares methods with the first one.
+
+    Returns None if the report already compares methods or there is nothing to compare.
+    """
     if failures or sweep.options.against is not None or sweep.options.leaderboard is not None:
         return None
     methods = list(dict.fromkeys(record.method for record in records if not record.is_trivial_baseline))
@@ -350,12 +354,12 @@ def _suggest_comparison(sweep: Sweep, records: Sequence[Record], failures: Seque
         return None
     command = shlex.join(["./deepy.py", "report", str(sweep.output_folder), "--against", methods[0]])
     has_seeds = len({record.seed for record in records if record.method == methods[0]}) > 1
-    says = f"says which differences from {methods[0]} are significant" if has_seeds else f"compares with {methods[0]}"
+    says = f"shows which differences from {methods[0]} are significant" if has_seeds else f"compares with {methods[0]}"
     return f"next: {command} {says}"
 
 
 def _describe_failures(failures: Sequence[RunFailure], num_diverged: int, num_members: int) -> str:
-    """One line for all that failed: how many, and each with its reason."""
+    """Return one line with the number of failures and their reasons."""
     named = failures[:MAX_NAMED_FAILURES]
     reasons = "; ".join(f"{failure.method}, seed {failure.seed}: {failure}" for failure in named)
     more = f"; and {len(failures) - len(named)} more" if len(failures) > len(named) else ""
@@ -373,14 +377,14 @@ def _prepare_corpus(corpus: SweepCorpusOptions, console: Console, log: Log) -> N
     for note in info.notes:
         log(note)
     sizes = ", ".join(f"{split} {size.tokens:,} tokens" for split, size in info.splits.items())
-    log(f"corpus {info.folder} {'is there' if info.reused else 'prepared'}: {sizes}")
+    log(f"corpus {info.folder} {'exists' if info.reused else 'prepared'}: {sizes}")
 
 
 def _describe_plan(works: dict[SweepMember, MemberWork], num_members: int, num_workers: int) -> str:
-    """How much there is to do, before any speed is known."""
+    """Return a line on the amount of work, before any speed is known."""
     runs = sum(work.has_work for work in works.values())
     if not runs:
-        return f"nothing to do: {len(works)} of {num_members} runs are done"
+        return f"nothing to do: {len(works)} of {num_members} runs are complete"
     training = sum(work.training.work for work in works.values())
     evaluation = sum(job.work for work in works.values() for job in work.evaluations.values())
     at_once = "" if num_workers == 1 else f", {num_workers} at once"
@@ -391,11 +395,11 @@ def _describe_plan(works: dict[SweepMember, MemberWork], num_members: int, num_w
 
 
 def _describe_time_left(left: float) -> str:
-    return f"about {format_duration(left)} left in all, at the speed of the first steps"
+    return f"about {format_duration(left)} left in total, at the speed of the first steps"
 
 
 def sort_baselines_last(records: Sequence[Record]) -> list[Record]:
-    """Records of runs, then those of no run, each once: every run of a task brings the same baselines with it."""
+    """Return the records of runs, then baselines without duplicates: every run of a task repeats the same baselines."""
     baselines = [record for record in records if record.run is None]
     runs = [record for record in records if record.run is not None]
     return [*runs, *(record for index, record in enumerate(baselines) if record not in baselines[:index])]
@@ -404,7 +408,7 @@ def sort_baselines_last(records: Sequence[Record]) -> list[Record]:
 def _write_results(
     sweep: Sweep, records: Sequence[Record], failures: Sequence[RunFailure], done: Sequence[SweepMember]
 ) -> None:
-    """Rewrite the results and the report of what is measured so far, of the members that are done."""
+    """Rewrite results and report for the completed members."""
     from megatron.monitoring.training_curves import TrainingMonitor
     from megatron.reports import paper_experiment, report
     from megatron.reports.citation import format_command
@@ -418,7 +422,7 @@ def _write_results(
     board = report.build_leaderboard_report(section)
     drawn = None if board is None else report.select_shown_records(section, board)
     write_results(output, records, failures, own_seeds=sweep.options.has_own_seeds, drawn=drawn)
-    if experiment.is_worth_keeping:  # the results of other sweeps may be put together with others
+    if experiment.is_worth_keeping:  # so that results of several sweeps can be combined
         paper_experiment.write_experiment(output / RESULTS_FILE, experiment)
     texts = dict(sweep.texts)
     texts |= {str(member.get_path_beside(".yml")): member.text for member in done}
@@ -453,7 +457,7 @@ def _build_experiment(sweep: Sweep) -> "Experiment":
 
 @contextmanager
 def _release_on_exit(lock: RunLock | None) -> Iterator[None]:
-    """Let others have the sweep's folder in the end."""
+    """Release the lock on the sweep's folder at the end of the block."""
     try:
         yield
     finally:
@@ -467,7 +471,7 @@ def _build_line_printer(console: Console) -> Log:
 
 @contextmanager
 def _open_console(console: Console | None, log_file: Path) -> Iterator[Console]:
-    """The console that was passed, or the terminal; what libraries print then goes to the log file."""
+    """Yield the given console, or the terminal; library output then goes to the log file."""
     if console is not None:
         yield console
         return

@@ -1,4 +1,4 @@
-"""Reading a sweep file: ordinary keys that all variants share, and one `sweep:` mapping.
+"""Sweep files: ordinary keys shared by all variants, and a `sweep:` mapping.
 
     num_layers: 4                     ordinary keys, shared by all variants
     …
@@ -7,20 +7,20 @@
       corpus: {sources: [python], folder: data/python}
       seeds: [1234]
       variants:
-        rotary: {pos_emb: rotary}     ordinary keys again, on top of the shared ones
+        rotary: {pos_emb: rotary}     ordinary keys, added to the shared ones
         t5: {pos_emb: t5}
         t5_decayed: {branch: {variant: t5, step: 800}, train_iters: 900, lr_decay_style: wsd}
       evaluate: {multiples: [1, 2, 4, 8, 16, 32], protocol: last}
 
-A branch has the keys of the variant that it branches from, and its own on top; it goes on from that one's checkpoint
-of the same seed, which is not copied. So one trunk may have several decays.
+A branch inherits the keys of the variant it branches from and adds its own. It continues from that variant's checkpoint
+with the same seed, which is not copied. One trunk can therefore have several decay schedules.
 
-A benchmark is a further training of every variant, whose `keys` stand where the shared keys stand for the first:
+A benchmark is another training of every variant, whose `keys` replace the shared keys:
 
       benchmarks:
         copy: {keys: {task: copy_string, task_length: 16, num_layers: 2, …}, evaluate: {lengths: [16, 64]}}
 
-torch is not imported: a mistake in the file is reported at once.
+This module does not import torch, so mistakes in the file are reported immediately.
 """
 
 import json
@@ -50,47 +50,49 @@ from megatron.utils.errors import UserError
 EvaluationType = TypeVar("EvaluationType", bound=EvaluationOptions)
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity: a configuration holds mappings, which have no hash
+@dataclass(frozen=True, eq=False)  # by identity: configurations contain mappings, which are not hashable
 class SweepMember:
-    """One run of the sweep."""
+    """Run of a sweep: a variant with a seed, possibly of a benchmark."""
 
     variant: str
     seed: int
     config: Config
     folder: Path
-    """Of the run."""
+    """Folder of the run."""
     evaluation: EvaluationOptions
     results: Path
-    """For what this sweep measures of it: the run's own folder, unless sweeps share the run."""
+    """Folder for this sweep's results of the run: the run's own folder, unless sweeps share the run."""
     trunk: "SweepMember | None" = None
-    """The member that it branches from."""
+    """Member that it branches from, or None."""
     first_step: int = 0
-    """Of its own training: where it branches."""
+    """First step of its own training, where it branches off."""
     benchmark: str | None = None
-    """The benchmark that its training belongs to; None for the sweep's own."""
+    """Benchmark of its training, or None for the sweep's own."""
     further_evaluations: Mapping[str, FurtherEvaluationOptions] = field(default_factory=dict)
-    """By name, those that are of this variant."""
+    """Additional evaluations of this variant, by name."""
 
     @property
     def evaluations(self) -> dict[str | None, EvaluationOptions]:
-        """All evaluations of it by name; that of None is the first."""
+        """All evaluations by name; the main one has the key None."""
         evaluations: dict[str | None, EvaluationOptions] = {None: self.evaluation}
         evaluations.update(self.further_evaluations)
         return evaluations
 
     def get_method(self, evaluation: str | None) -> str:
-        """Its name in the records of an evaluation: the variant, and the evaluation where that reads it otherwise."""
+        """Return the method name in an evaluation's records: the variant, plus the evaluation if it overrides
+        positions.
+        """
         is_read_otherwise = any(value is not None for value in list_overrides(self.evaluations[evaluation]).values())
         return f"{self.variant} ({evaluation})" if evaluation is not None and is_read_otherwise else self.variant
 
     @property
     def origin(self) -> Path | None:
-        """The checkpoint that it branches from."""
+        """Checkpoint that it branches from, or None."""
         return None if self.trunk is None else get_checkpoint_path(self.trunk.folder, self.first_step)
 
     @property
     def trained_config(self) -> Config:
-        """The configuration that its training ends with: of its last stage."""
+        """Configuration at the end of training, that is, of the last stage."""
         return next(reversed(list_stage_configs(self.config)), self.config)
 
     @property
@@ -99,10 +101,10 @@ class SweepMember:
 
     @cached_property
     def resolved_run(self) -> ResolvedRun:
-        """The run as its training will resolve it, its batch too, on this machine or on nodes of a job; without what
-        its data decide.
+        """Run as its training will resolve it, on this machine or a job's nodes, without values that depend on the
+        data.
 
-        Raises what that would.
+        Raises the same errors as the training.
         """
         resolve = (
             resolve_remote_run
@@ -113,27 +115,26 @@ class SweepMember:
 
     @property
     def machine_config(self) -> Config:
-        """The configuration of `resolved_run`. Raises as that."""
+        """Configuration of `resolved_run`. Raises the same errors."""
         return self.resolved_run.config
 
     @cached_property
     def resolved_config(self) -> Config:
-        """The same with what the data decide, which must be there. Raises what resolving does."""
+        """Configuration resolved with the data, which must exist. Raises the errors of resolving."""
         return resolve_data(self.machine_config)[0]
 
     @cached_property
     def text(self) -> str:
-        """The configuration as YAML."""
         return self.config.to_yaml()
 
     def get_path_beside(self, ending: str) -> Path:
-        """A file beside the run's folder, with its name."""
+        """Return the path of a file next to the run's folder, named after it."""
         return self.folder.with_name(self.folder.name + ending)
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep file, read and checked."""
+    """Validated sweep file."""
 
     options: SweepOptions
     members: tuple[SweepMember, ...]
@@ -148,16 +149,16 @@ class Sweep:
 def read_sweep(
     files: Sequence[str | Path], overrides: Sequence[str] = (), search: Sequence[str | Path] | None = None
 ) -> Sweep:
-    """Read and check a sweep without running anything.
+    """Read and validate a sweep without running anything.
 
     Args:
-        files: configuration files, merged left to right, at least one with a `sweep:` mapping; of these too the later
-            wins, key by key (`sweep.variants` as a whole).
+        files: configuration files, merged left to right, at least one with a `sweep:` mapping. Later files override the
+            keys of earlier ones, also within `sweep:` (`sweep.variants` as a whole).
         overrides: `key=value` for all variants, or `sweep.key=value`.
-        search: folders to look file names up in, as for `megatron.config.load.load_config`.
+        search: folders to search for file names, as for `megatron.config.load.load_config`.
 
     Raises:
-        UserError: a file that cannot be read, or something wrong in it, with its line.
+        UserError: a file cannot be read or contains errors, with line numbers.
     """
     documents = [read_yaml(find_config(name, search)) for name in files]
     sweep_keys, setters, notes = _collect_sweep_keys(documents)
@@ -193,7 +194,7 @@ def read_sweep(
 
 @dataclass(frozen=True)
 class _Training:
-    """What all variants train alike: the sweep's own keys, or a benchmark's."""
+    """Training settings shared by all variants: the sweep's own, or a benchmark's."""
 
     benchmark: str | None
     shared: Sequence[YamlDocument]
@@ -211,7 +212,7 @@ def _build_training(
     locate: Callable[[KeyPath], str],
     notes: list[str],
 ) -> list[SweepMember]:
-    """The members of one training, variant by variant. What merging their keys replaced is added to `notes`."""
+    """Build the members of one training, variant by variant. Replaced keys are reported in `notes`."""
     built: dict[str, list[SweepMember]] = {}
     layers_by_variant: dict[str, list[YamlDocument]] = {}
     for variant in options.sort_variants():
@@ -238,27 +239,27 @@ def _build_training(
 
 
 def _check_lengths(training: _Training, members: Sequence[SweepMember]) -> None:
-    """Refuse evaluations whose lengths or targets would differ between variants. Raises UserError."""
+    """Reject evaluations whose lengths or targets would differ between variants. Raises UserError."""
     lengths = {member.trained_config.model.seq_length for member in members}
     evaluation = training.evaluation
     if len(lengths) > 1 and (evaluation.lengths is None or evaluation.multiples is not None):
         raise UserError(
             f"seq_length: variants are trained at {', '.join(map(str, sorted(lengths)))} tokens, so "
-            "sweep.evaluate.lengths has to say at which lengths all of them are scored"
+            "sweep.evaluate.lengths must set the lengths at which all of them are evaluated"
         )
     if len(lengths) > 1 and evaluation.protocol == "last" and evaluation.targets is None:
         raise UserError(
-            "seq_length: variants are trained at several lengths, so sweep.evaluate.targets has to say how many tokens "
-            "of a window are scored: else each would have its own"
+            "seq_length: variants are trained at several lengths, so sweep.evaluate.targets must set the number of "
+            "scored tokens per window; otherwise it would differ between variants"
         )
 
 
 def _save_for_branches(member: SweepMember, steps: Sequence[int]) -> SweepMember:
-    """A member that saves the checkpoints that others branch from. Raises UserError: it has not so many steps."""
+    """Add the checkpoints that other members branch from to a member. Raises UserError if it has fewer steps."""
     train_iters = member.config.training.train_iters
     if steps and train_iters and steps[-1] > train_iters:
         raise UserError(
-            f"sweep.variants: branch.step {steps[-1]} of {member.variant}, which ends at train_iters {train_iters}"
+            f"sweep.variants: branch.step {steps[-1]} of {member.variant} is beyond its train_iters {train_iters}"
         )
     saved = sorted({*member.config.checkpoint.extra_save_iters, *steps})
     return replace(member, config=member.config.replace(extra_save_iters=saved)) if steps else member
@@ -272,11 +273,11 @@ def _build_members(
     trunks: Sequence[SweepMember],
     first_step: int,
 ) -> tuple[list[SweepMember], list[str]]:
-    """A variant's members, one for each seed, and the notes of merging its keys, which are in `own`.
+    """Build the members of a variant, one per seed, and the notes on merging its keys in `own`.
 
-    trunks, first_step: the members that a branch's go on from, by seed, and where.
+    trunks, first_step: members that a branch continues from, by seed, and the step.
     """
-    # What a branch loads follows below, of each seed; `finetune` asks that there is something.
+    # The path to load is set per seed below; here it satisfies the check of `finetune`.
     branched = [f"load={trunks[0].folder}"] if trunks else []
     loaded = merge_documents([*training.shared, *own], [*training.overrides, *branched])
     evaluation = _choose_device(training.evaluation, loaded.config)
@@ -289,7 +290,7 @@ def _build_members(
     for seed in training.seeds or options.get_seeds(variant):
         trunk = next((trunk for trunk in trunks if trunk.seed == seed), None)
         if first_step and trunk is None:
-            raise UserError(f"sweep.variants.{variant}: seed {seed} has no run of the variant that it branches from")
+            raise UserError(f"sweep.variants.{variant}: seed {seed} is missing in the variant that it branches from")
         origin = None if trunk is None else (trunk.folder.parent.name, first_step)
         results = get_output_folder(options).joinpath(
             variant, *([] if training.benchmark is None else [training.benchmark]), f"seed_{seed}"
@@ -310,13 +311,15 @@ def _build_members(
 
 
 def _choose_device(evaluation: EvaluationType, config: Config) -> EvaluationType:
-    """That of the training, unless one is named."""
+    """Return the evaluation with the device of the training, unless it sets its own."""
     return evaluation if "device" in evaluation.model_fields_set else evaluation.replace(device=config.launch.device)
 
 
 def find_ablations(sweep: Sweep) -> list[tuple[str, str, str]]:
-    """The pairs of variants that differ in one of the leaderboard's ablations alone: its name, the variant, and the one
-    without it."""
+    """Return the pairs of variants that differ in one of the leaderboard's ablations only.
+
+    Each entry has the ablation's name, the variant, and the variant without it.
+    """
     if sweep.options.leaderboard is None:
         return []
     configs = {
@@ -337,12 +340,11 @@ def find_ablations(sweep: Sweep) -> list[tuple[str, str, str]]:
 
 
 def get_output_folder(options: SweepOptions) -> Path:
-    """Where a sweep writes."""
     return Path(options.output, *([] if options.name is None else [options.name]))
 
 
 def compute_run_identity(config: Config, origin: tuple[str, int] | None = None) -> str:
-    """A folder's name for all runs that train the same but for their seed: the method, and a hash of what decides.
+    """Return the folder name of all runs with the same training except for seed: method and hash.
 
     `origin` is the identity of the run that it branches from, and the step.
     """
@@ -353,7 +355,7 @@ def compute_run_identity(config: Config, origin: tuple[str, int] | None = None) 
 
 
 def _collect_sweep_keys(documents: Sequence[YamlDocument]) -> tuple[dict[str, Any], dict[str, YamlDocument], list[str]]:
-    """The keys of `sweep:` after merging, the file that set each (and `sweep` itself), and what replaced what."""
+    """Return the merged keys of `sweep:`, the file that set each (and `sweep` itself), and notes on replaced keys."""
     values: dict[str, Any] = {}
     setters: dict[str, YamlDocument] = {}
     notes = []
@@ -362,9 +364,7 @@ def _collect_sweep_keys(documents: Sequence[YamlDocument]) -> tuple[dict[str, An
             continue
         keys = document.values["sweep"]
         if not isinstance(keys, dict):
-            raise UserError(
-                f"{document.locate(('sweep',))}: sweep is {format_value(keys)}; it must be a mapping of keys"
-            )
+            raise UserError(f"{document.locate(('sweep',))}: sweep is {format_value(keys)}; expected a mapping of keys")
         for name in keys.keys() & values.keys():
             if values[name] != keys[name]:
                 old, new = setters[name].locate(("sweep", name)), document.locate(("sweep", name))
@@ -373,17 +373,17 @@ def _collect_sweep_keys(documents: Sequence[YamlDocument]) -> tuple[dict[str, An
         setters |= dict.fromkeys([*keys, "sweep"], document)
     if not setters:
         names = ", ".join(document.source for document in documents)
-        raise UserError(f"{names}: there is no sweep: mapping; a sweep needs one")
+        raise UserError(f"{names}: no sweep: mapping found; a sweep requires one")
     return values, setters, sorted(notes)
 
 
 def _build_locator(setters: dict[str, YamlDocument], overrides: Sequence[str]) -> Callable[[KeyPath], str]:
-    """Who set a key of `sweep:`: the command line, or `file:line`."""
+    """Return a function that locates a key of `sweep:`: the command line, or `file:line`."""
     overridden = [tuple(split_override(text)[0].split(".")) for text in overrides]
 
     def locate(path: KeyPath) -> str:
         document = setters[path[1]] if path[1:] and path[1] in setters else setters["sweep"]
-        is_set = any(path[: len(key)] == key for key in overridden)  # the command line set it, or what it is in
+        is_set = any(path[: len(key)] == key for key in overridden)  # set directly or through a parent
         is_opened = path not in document.lines and any(key[: len(path)] == path for key in overridden)
         return COMMAND_LINE if is_set or is_opened else document.locate(path)
 
@@ -393,7 +393,7 @@ def _build_locator(setters: dict[str, YamlDocument], overrides: Sequence[str]) -
 def _split_variant(
     values: dict[str, Any], path: KeyPath, locate: Callable[[KeyPath], str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A mapping's keys that the command line set, and those of a file."""
+    """Split a mapping's keys into those set on the command line and those set in a file."""
     from_command_line: dict[str, Any] = {}
     from_file: dict[str, Any] = {}
     for name, value in values.items():
@@ -409,7 +409,7 @@ def _split_variant(
 
 
 def _select_part(document: YamlDocument, path: KeyPath, values: dict[str, Any] | None = None) -> YamlDocument:
-    """The mapping under a path as a document of its own with its lines. Without a path: all but `sweep`."""
+    """Return the mapping under a path as a separate document with its lines; for an empty path, all except `sweep`."""
     if not path:
         remaining = {name: value for name, value in document.values.items() if name != "sweep"}
         return replace(document, values=remaining, lines={p: n for p, n in document.lines.items() if p[0] != "sweep"})
@@ -418,7 +418,7 @@ def _select_part(document: YamlDocument, path: KeyPath, values: dict[str, Any] |
 
 
 def _apply_override(settings: dict[str, Any], text: str) -> None:
-    """Put `sweep.a.b=value` into the mapping."""
+    """Apply `sweep.a.b=value` to the mapping."""
     name, value = split_override(text)
     *outer, last = name.split(".")[1:]
     inside = settings

@@ -1,4 +1,4 @@
-"""What can be wrong in the `sweep:` mapping, one line per problem."""
+"""Validation of the `sweep:` mapping, with one line per problem."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,14 +27,14 @@ from megatron.utils.errors import UserError, shorten_text
 from megatron.utils.suggestions import format_choices, suggest_names
 
 VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
-"""Names of variants: they are folder names too."""
+"""Pattern of variant names, which are also folder names."""
 RUN_FOLDER = re.compile(r"seed_\d+")
-"""Of a run, beside which those of benchmarks stand."""
+"""Folder name of a run; folders of benchmarks are next to it."""
 MAX_NAME_LENGTH = 255
-"""Bytes of a name in the file systems of Linux."""
+"""Maximum length of a file name on Linux, in bytes."""
 
 SWEEP_OWNED_KEYS = {"save": "output", "load": "output", "seed": "seeds"}
-"""Keys of ordinary configurations that a sweep sets itself, and the key of the sweep that decides them."""
+"""Ordinary keys that a sweep sets itself, and the sweep key that determines each."""
 
 
 class _SweepKeys(ConfigSection):
@@ -50,10 +50,10 @@ def find_sweep_problems(values: dict[str, Any], locate: Callable[[KeyPath], str]
 
     Args:
         values: the mapping.
-        locate: `file:line` of a path of keys that begins with `sweep`.
+        locate: returns `file:line` for a key path that begins with `sweep`.
 
     Raises:
-        UserError: one line per problem: location, key, value and what is valid.
+        UserError: one line per problem with location, key, value and valid values.
     """
     problems = list(_find_unknown_keys(values, locate))
     if not problems:
@@ -69,7 +69,7 @@ def find_sweep_problems(values: dict[str, Any], locate: Callable[[KeyPath], str]
 
 
 def refuse_owned_keys(names: Sequence[str], locate: Callable[[str], str]) -> None:
-    """Refuse ordinary keys that a sweep sets itself; `locate` says who set one. Raises UserError."""
+    """Reject ordinary keys that a sweep sets itself; `locate` returns where one was set. Raises UserError."""
     for name in names:
         if (instead := SWEEP_OWNED_KEYS.get(name.replace("-", "_"))) is not None:
             raise UserError(f"{locate(name)}: {name} is set by the sweep: use sweep.{instead}")
@@ -98,14 +98,14 @@ def _find_unknown_keys(values: dict[str, Any], locate: Callable[[KeyPath], str])
 
 
 def _get_inside(values: Any, path: KeyPath) -> Any:
-    """What stands under a path of keys; None if there is nothing."""
+    """Return the value under a path of keys, or None."""
     for name in path:
         values = values.get(name) if isinstance(values, dict) else None
     return values
 
 
 def _list_names(values: dict[str, Any], key: str) -> list[str]:
-    """The names in a mapping of the sweep; none if it is no mapping, which is told elsewhere."""
+    """Return the keys of a mapping in the sweep; empty if it is not a mapping, which is reported elsewhere."""
     inside = values.get(key)
     return list(inside) if isinstance(inside, dict) else []
 
@@ -125,42 +125,42 @@ def _find_inconsistencies(options: SweepOptions, locate: Callable[[KeyPath], str
         yield from _find_variant_problems(benchmark.evaluations, options, (*path, "evaluations"), locate)
         for variant in benchmark.variants or ():
             if variant in options.branches:
-                yield f"{locate(path)}: {variant} branches from another variant's run, which no benchmark has"
+                yield f"{locate(path)}: {variant} branches from another variant's run, which benchmarks do not support"
     methods = [name for name in (*list_processor_values(), *list_temperature_values()) if name != "none"]
     for name in () if options.leaderboard is None else options.leaderboard.ablations:
         if name not in methods:
             location = locate(("sweep", "leaderboard", "ablations"))
             yield (
-                f"{location}: sweep.leaderboard.ablations: {name!r} is no score processor and no temperature; "
+                f"{location}: sweep.leaderboard.ablations: {name!r} is not a score processor or temperature; "
                 f"{format_choices(name, methods)}"
             )
     if options.against is not None and options.against not in options.variants:
         near = format_choices(options.against, options.variants)
-        yield f"{locate(('sweep', 'against'))}: sweep.against is {options.against!r}, which is no variant; {near}"
+        yield f"{locate(('sweep', 'against'))}: sweep.against is {options.against!r}, which is not a variant; {near}"
     location = locate(("sweep", "published"))
     for published in options.published:
         if published.metric not in METRICS:
             near = format_choices(published.metric, METRICS)
-            yield f"{location}: {published.source}: {published.metric!r} is no metric; {near}"
+            yield f"{location}: {published.source}: {published.metric!r} is not a metric; {near}"
         for name, values in published.rows.items():
             if name not in options.variants:
                 near = format_choices(name, options.variants)
-                yield f"{location}: {published.source}: {name!r} is no variant of this sweep; {near}"
+                yield f"{location}: {published.source}: {name!r} is not a variant of this sweep; {near}"
             if len(values) != len(published.lengths):
                 yield (
                     f"{location}: {published.source}: {name} has {len(values)} values for {len(published.lengths)} "
-                    "lengths; write null where there is none"
+                    "lengths; use null for missing values"
                 )
     if len(set(options.seeds)) < len(options.seeds):
         yield f"{locate(('sweep', 'seeds'))}: sweep.seeds repeats a seed: {', '.join(map(str, options.seeds))}"
 
 
 def _find_name_problems(kind: str, name: str, location: str) -> Iterator[str]:
-    """A name that cannot be that of a folder."""
+    """Report names that are not valid folder names."""
     if not VALID_NAME.fullmatch(name) or RUN_FOLDER.fullmatch(name):
-        yield f"{location}: {kind} {shorten_text(name)!r} names a folder too: use letters, digits and _.+- only"
+        yield f"{location}: {kind} {shorten_text(name)!r} is also a folder name: use only letters, digits and _.+-"
     elif len(name) > MAX_NAME_LENGTH:
-        yield f"{location}: {kind} {shorten_text(name)} names a folder too: use {MAX_NAME_LENGTH} characters at most"
+        yield f"{location}: {kind} {shorten_text(name)} is also a folder name: use at most {MAX_NAME_LENGTH} characters"
 
 
 def _find_owned_keys(keys: dict[str, Any], path: KeyPath, locate: Callable[[KeyPath], str]) -> Iterator[str]:
@@ -174,7 +174,7 @@ def _find_seed_problems(keys: dict[str, Any], location: str) -> Iterator[str]:
     is_valid = isinstance(seeds, list) and seeds and all(type(s) is int and 0 <= s <= MAX_SEED for s in seeds)
     if not is_valid or len(set(seeds)) < len(seeds):
         given = shorten_text(str(seeds))
-        yield f"{location}: a variant's seeds is {given}; it must be a list of different whole numbers from 0 on"
+        yield f"{location}: a variant's seeds is {given}; expected a list of distinct integers of at least 0"
 
 
 def _find_variant_problems(
@@ -183,13 +183,13 @@ def _find_variant_problems(
     path: KeyPath,
     locate: Callable[[KeyPath], str],
 ) -> Iterator[str]:
-    """Names of variants that there are not, in benchmarks or further evaluations."""
+    """Report unknown variants in benchmarks or additional evaluations."""
     for name, part in parts.items():
         for variant in part.variants or ():
             if variant not in options.variants:
                 near = format_choices(variant, options.variants)
                 keys = (*path, name, "variants")
-                yield f"{locate(keys)}: {'.'.join(keys)}: {variant!r} is no variant; {near}"
+                yield f"{locate(keys)}: {'.'.join(keys)}: {variant!r} is not a variant; {near}"
 
 
 def _find_branch_problems(options: SweepOptions, locate: Callable[[KeyPath], str]) -> Iterator[str]:
@@ -201,15 +201,15 @@ def _find_branch_problems(options: SweepOptions, locate: Callable[[KeyPath], str
         try:
             branch = BranchOptions.model_validate(value)
         except ValidationError:
-            problems.append(f"{locate(path)}: branch is {value}; it must be {{variant: NAME, step: STEP}}")
+            problems.append(f"{locate(path)}: branch is {value}; expected {{variant: NAME, step: STEP}}")
             continue
         if branch.variant not in options.variants:
             near = format_choices(branch.variant, options.variants)
-            problems.append(f"{locate(path)}: branch.variant is {branch.variant!r}, which is no variant; {near}")
+            problems.append(f"{locate(path)}: branch.variant is {branch.variant!r}, which is not a variant; {near}")
     yield from problems
     if not problems and (left_out := options.variants.keys() - set(options.sort_variants())):
         names = ", ".join(sorted(left_out))
-        yield f"{locate(('sweep', 'variants'))}: {names}: each branches from another of these, so none can be the first"
+        yield f"{locate(('sweep', 'variants'))}: {names}: these variants branch from each other in a cycle"
 
 
 def _suggest_key(name: str, keys: Sequence[str]) -> str:

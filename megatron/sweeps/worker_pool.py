@@ -1,11 +1,12 @@
-"""Members of a sweep that run at once, each in a worker: a process that takes one member after the other.
+"""Parallel execution of a sweep's members in worker processes.
 
-A worker trains a member by a process of its own, as `member_run.py` does, and evaluates it itself, so it imports torch
-once for all of its members. It has its share of the machine's cores. Over a pipe it is sent members, and it sends what
-there is to tell of their jobs, and in the end their records or their error.
+A worker trains a member in a subprocess, like `member_run.py`, and evaluates it itself, so it imports torch only once
+for all of its members. It uses its share of the machine's cores. Over a pipe it receives members and sends job progress
+and, at the end, the member's records or error.
 
-Workers have sessions of their own: Ctrl-C reaches the sweep alone, which ends them by SIGTERM. A worker then ends its
-training, which saves after its step, and itself. A worker whose sweep is gone does the same (`utils/signals.py`).
+Workers have their own sessions: Ctrl-C reaches only the sweep, which sends them SIGTERM. A worker then stops its
+training, which saves after its current step, and exits. A worker whose sweep has died does the same
+(`utils/signals.py`).
 """
 
 import os
@@ -37,22 +38,22 @@ from megatron.utils.signals import (
 
 ROOT = Path(__file__).resolve().parents[2]
 UPDATE_SECONDS = 0.5
-"""Between two messages on how far a job is."""
+"""Minimum time between two progress messages, in seconds."""
 Outcome = list[Record] | FarfieldError
 
 
 def run_members(
     pending: Mapping[SweepMember, MemberWork], meter: ProgressMeter, num_workers: int
 ) -> Iterator[tuple[SweepMember, Outcome]]:
-    """Run members, and yield each with its records or its error as soon as it has ended.
+    """Run members and yield each with its records or its error as soon as it has ended.
 
-    A branch waits for the run that it goes on from, and members that share a run folder for each other. Where several
-    run at once, those with the most work begin, so that no long one is left alone at the end.
+    A branch waits for the run that it continues from, and members with the same run folder wait for each other. In
+    parallel runs, members with the most work start first, so that no long one remains at the end.
 
     Args:
-        pending: the members, and what is left to do for them.
-        meter: is told of their jobs.
-        num_workers: processes at once; with 1 all runs in this process.
+        pending: members and their remaining work.
+        meter: receives the progress of their jobs.
+        num_workers: number of parallel processes; with 1, everything runs in this process.
     """
     if num_workers == 1:
         for member, work in pending.items():
@@ -94,7 +95,7 @@ def _run_to_outcome(member: SweepMember, work: MemberWork, meter: Any) -> Outcom
 
 
 def _choose_next(waiting: list[SweepMember], running: list[SweepMember]) -> SweepMember | None:
-    """The first member that needs nothing which is still to be trained."""
+    """Return the first member that does not depend on an unfinished one."""
     unfinished = {id(member) for member in (*waiting, *running)}
     folders = {member.folder for member in running}
     for member in waiting:
@@ -105,12 +106,12 @@ def _choose_next(waiting: list[SweepMember], running: list[SweepMember]) -> Swee
 
 @dataclass
 class _Worker:
-    """A worker as the sweep sees it."""
+    """Worker process, as seen by the sweep."""
 
     process: subprocess.Popen[bytes]
     connection: Connection
     member: SweepMember | None = None
-    """That it runs."""
+    """Member that it is running, or None."""
     jobs: Mapping[str, WorkItem] | None = None
 
     @classmethod
@@ -133,12 +134,12 @@ class _Worker:
         self.connection.send_bytes(pickle.dumps((member, work)))
 
     def receive(self, meter: ProgressMeter) -> Outcome | None:
-        """Pass one message on. Returns what the member ended with, if it is that."""
+        """Forward one message. Returns the member's outcome if the message contains it."""
         assert self.jobs is not None
         try:
             what, *arguments = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
-            return RunError(f"its process ended with exit code {self.process.wait()}")
+            return RunError(f"its process died with exit code {self.process.wait()}")
         if what == "outcome":
             return arguments[0]
         if what == "log":
@@ -157,7 +158,7 @@ class _Worker:
 
 
 def _stop_workers(workers: list[_Worker]) -> None:
-    """End all workers; those that train wait until their training has saved."""
+    """Stop all workers; those that are training wait until their training has saved."""
     for worker in workers:
         if worker.process.poll() is None:
             worker.process.terminate() if worker.member is not None else worker.connection.close()
@@ -172,7 +173,7 @@ def _stop_workers(workers: list[_Worker]) -> None:
 
 
 class _MessageMeter:
-    """In a worker: sends what there is to tell of jobs."""
+    """Meter in a worker that sends job progress to the sweep."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -204,7 +205,7 @@ class _MessageMeter:
 
 
 def main(descriptor: int) -> None:
-    """Take members from the pipe until it is closed."""
+    """Run members received from the pipe until it is closed."""
     end_with_parent()
     connection = Connection(descriptor)
     meter = _MessageMeter(connection)
@@ -214,9 +215,9 @@ def main(descriptor: int) -> None:
                 member, work = pickle.loads(connection.recv_bytes())
                 meter.send("outcome", _run_to_outcome(member, work, meter))
     except EOFError:
-        pass  # nothing more to do
+        pass  # no more members
     except (BrokenPipeError, ConnectionResetError):
-        sys.exit(1)  # the sweep is gone
+        sys.exit(1)  # the sweep has died
     except StoppedBySignal as stop:
         sys.exit(128 + stop.signum)
     except KeyboardInterrupt:

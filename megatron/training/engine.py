@@ -28,6 +28,7 @@ from megatron.distributed.sharding import is_counted_here
 from megatron.model.device_dtype import get_torch_dtype
 from megatron.model.gpt import GPT
 from megatron.model.parameter_groups import parameter_groups
+from megatron.training.graphed_model import GraphedModel
 from megatron.training.optimizer import build_optimizer, label_parameters, list_grouped_weights
 from megatron.training.pipeline import PipelineSchedule
 from megatron.training.projected_optimizers import ProjectedOptimizer
@@ -111,6 +112,7 @@ class Engine:
             self._pipelines[training_shape[0], training_shape[1] // mesh.context.size] = self.pipeline
             self.deepspeed.enable_backward_allreduce = False  # `forward_backward` asks for it
             self.deepspeed.pipeline_parallelism = True
+        self._graphs: GraphedModel | None = None
         self.grad_norm: Tensor | float = 0.0
         """The global gradient norm of the last step, before clipping; infinite if the step was skipped."""
         self.skipped = False
@@ -255,8 +257,17 @@ class Engine:
         for group, options in zip(self.deepspeed.optimizer.param_groups, self._options, strict=True):
             group.update(options)
 
+    def use_graphs(self, graphs: GraphedModel | None) -> None:
+        """Have training micro-batches replay CUDA graphs of the model from now on; None for none."""
+        if self._graphs is not None:
+            self._graphs.remove()
+        self._graphs = graphs
+        if graphs is not None:
+            graphs.install()
+
     def close(self) -> None:
-        """Release DeepSpeed's hooks and buffers."""
+        """Release CUDA graphs, and DeepSpeed's hooks and buffers."""
+        self.use_graphs(None)
         self.deepspeed.destroy()
 
 

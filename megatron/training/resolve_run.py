@@ -51,6 +51,7 @@ def resolve_run(
     _check_launched(config, rank_info, dry_run)
     topology = _resolve_topology(config, hardware, rank_info, dry_run)
     backend, notes = _resolve_backend(config, topology.device)
+    _check_graphs(config, topology.device)
     _check_instruments(config, topology.device, topology.ranks)
     notes = [*topology.notes, *notes, *_describe_saves(config), *_describe_late_instruments(config)]
     config = config.replace(
@@ -206,6 +207,14 @@ def _describe_saves(config: Config) -> Iterator[str]:
         kept += ["Weights & Biases' records in wandb"] * logging.use_wandb
         but = f", but {' and '.join(kept)}" if kept else ""
         yield f"save is not set: this run will leave no checkpoints, metrics or log behind{but}"
+
+
+def _check_graphs(config: Config, device: str) -> None:
+    """Refuse CUDA graphs on a CPU."""
+    if config.training.cuda_graph == "on" and device == "cpu":
+        raise UserError(
+            "cuda_graph on: this run computes on the CPU, which has no CUDA graphs; use auto or off", "cuda_graph"
+        )
 
 
 def _check_instruments(config: Config, device: str, ranks: int | None) -> None:

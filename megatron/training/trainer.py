@@ -30,13 +30,16 @@ from torch import Tensor
 from megatron.checkpoint import layout
 from megatron.checkpoint.saver import SaveHooks, Saver
 from megatron.checkpoint.sharded_state import NonFiniteWeightError
+from megatron.config.cuda_graph import TRIAL_PHASE
 from megatron.config.schema import Config
+from megatron.data.dataloader import Batch
 from megatron.distributed import rng
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo, read_launcher_environment
 from megatron.training import summary
 from megatron.training.check_start import check_surroundings
 from megatron.training.console import ConsoleReporter
+from megatron.training.graph_trial import build_graphs, plan_trial
 from megatron.training.loss_guard import Continue, LossGuard, Rollback, Stop
 from megatron.training.metrics import IntervalMetrics
 from megatron.training.metrics_log import DivergenceRecord
@@ -248,6 +251,9 @@ class Trainer:
         self.norms = ParameterNorms(run.engine, groups) if config.logging.log_param_norm else None
         self.guard = LossGuard(config, run.engine, groups, self._list_checkpoints, rollback)
         self.validator = Validator(run, self.watchdog)
+        self.awaits_graphs, self._graph_note = plan_trial(config, groups.device)
+        """True until the trial of CUDA graphs, before this process's second step (`graph_trial.py`)."""
+        self.has_stepped = False
 
     def close(self) -> None:
         """End the threads that watch and write."""
@@ -269,6 +275,8 @@ class Trainer:
         test, signum = None, None
         with GracefulStop(run.console.log) as stop:
             summary.log_start(run)
+            if self._graph_note is not None:
+                run.console.log(self._graph_note)
             is_stopped = self._train_steps(stop)
             self._save_checkpoint()
             checkpoint = self._finish_saving()
@@ -373,6 +381,9 @@ class Trainer:
         if num_stopped:
             return True
 
+        if self.awaits_graphs and self.has_stepped:
+            self._try_graphs(micro_batches[0])
+
         def show_progress(done: int) -> None:
             self.watchdog.enter_phase("forward and backward", step)
             run.console.micro_step(done, num_micro_batches)
@@ -400,10 +411,22 @@ class Trainer:
                 f"step {step + 1}: no token of its batch is scored, so it has no loss and nothing is learned"
             )
         self.interval.add(loss, read, flops, engine.grad_norm, engine.skipped or not has_loss, engine.z_loss)
+        self.has_stepped = True
         if has_loss or engine.skipped:
             self._check_loss(loss)
         run.console.step(self.data_position.step)
         return False
+
+    def _try_graphs(self, batch: Batch) -> None:
+        """Have the engine replay CUDA graphs from now on, if a trial on this micro-batch speaks for them."""
+        self.awaits_graphs = False
+        self.watchdog.enter_phase(TRIAL_PHASE, self.data_position.step)
+        self.interval.pause()
+        run = self.run
+        graphs, line = build_graphs(run.config, run.engine.model, batch, run.groups, run.engine.loss_scale)
+        run.engine.use_graphs(graphs)
+        run.console.log(line)
+        self.interval.resume()
 
     def _check_loss(self, loss: Tensor) -> None:
         """Stop or go back when the loss is bad. `loss` is this rank's part of the step's."""

@@ -1,4 +1,4 @@
-"""What follows from a bias alone, against loops over the papers' formulas and the values that they imply."""
+"""Analyses of a bias alone, compared with loops over the papers' formulas and with known values."""
 
 import math
 import re
@@ -55,7 +55,7 @@ KNOWN = [
     ("slow kerple_log", encoding_of("kerple_log", r1=1.5, r2=0.5), 0, [5, 153, 15_385, 1_538_606]),
     ("kerple_power", encoding_of("kerple_power", r1=0.1, r2=0.5), 0, [281, 1511, 4404, 8521]),
 ]
-"""Least integers above −ln ε for slope 1, closed forms, and sums in many digits."""
+"""Known values: least integers above −ln ε for slope 1, closed forms, and high-precision sums."""
 
 
 @pytest.mark.parametrize(("encoding", "head", "expected"), [case[1:] for case in KNOWN], ids=[c[0] for c in KNOWN])
@@ -65,7 +65,7 @@ def test_theoretical_receptive_fields(encoding: Encoding, head: int, expected: l
 
 @pytest.mark.parametrize("name", ["type1", "kerple_log", "kerple_power", "type2", "alibi"])
 def test_few_terms_and_a_bound_give_what_many_terms_give(name: str) -> None:
-    """The tail's bounds carry the result: 64 terms one by one are as good as 65,536."""
+    """The tail's bounds carry the result: 64 explicit terms give the same as 65,536."""
     parameters = {"kerple_log": {"r1": 1.7, "r2": 0.4}, "kerple_power": {"r1": 0.2, "r2": 0.6}}.get(name, {})
     encoding = encoding_of(name, **parameters)
     for few, many in zip(fields_of(encoding, num_terms=64), fields_of(encoding), strict=True):
@@ -74,7 +74,7 @@ def test_few_terms_and_a_bound_give_what_many_terms_give(name: str) -> None:
 
 
 def brute(b: list[float], share: float) -> int:
-    """Equation 22, by its words."""
+    """Evaluate equation 22 literally."""
     total, sum_ = math.fsum(b), 0.0
     for j in range(1, len(b) + 1):
         sum_ = math.fsum([sum_, b[j - 1]])
@@ -84,7 +84,7 @@ def brute(b: list[float], share: float) -> int:
 
 
 def brute_finite(a: list[float], count: int = 50) -> list[int]:
-    """The paper's algorithm by its words: ≥, and m at ε = 0."""
+    """Evaluate the paper's algorithm literally: ≥, and m at ε = 0."""
     total, found = math.fsum(a), []
     for i in range(count):
         share = 1 - i / (count - 1)
@@ -106,7 +106,7 @@ def test_both_definitions_against_loops(seed: int) -> None:
 
 
 def test_more_than_is_not_at_least() -> None:
-    """b_t = 2^−t leaves exactly a half after one term: equation 22 wants more, the algorithm is content."""
+    """b_t = 2^−t leaves exactly one half after one term. Equation 22 requires more; the algorithm accepts it."""
     bias = -torch.arange(60, dtype=torch.float64) * math.log(2)
     assert compute_theoretical_field(bias, series_tails.exponential_tail(math.log(2)), [0.5]) == [ReceptiveField(2, 2)]
     assert compute_finite_field(bias.exp(), [0.5]) == [1]
@@ -118,7 +118,7 @@ def test_a_series_that_diverges_has_no_end() -> None:
 
 
 def test_a_window_ends_every_series() -> None:
-    """Without a bias, w keys count alike."""
+    """A window ends every series: without a bias, w keys count equally."""
     fields = fields_of(encoding_of("none"), window=10)
     assert [field.low for field in fields] == [6, 10, 10, 10]  # more than 5, 9, 9.9, 9.99
     assert sum_bias_series(encoding_of("inverse"), 10)[0].total == pytest.approx(
@@ -140,7 +140,7 @@ def test_biases_are_the_encodings_own() -> None:
     found = compute_bias_by_distance(encoding, 40)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=1e-15)
-    assert encoding.r1().dtype == torch.float32  # a copy was looked at
+    assert encoding.r1().dtype == torch.float32  # the analysis uses a copy
     torch.testing.assert_close(found.float(), encoding.table(torch.arange(40.0)).bias.detach())
 
 
@@ -148,7 +148,7 @@ def test_biases_are_the_encodings_own() -> None:
     "name", [n for n in registry.list_encodings() if registry.load_encoding_class(n).overrides_hook("table")]
 )
 def test_tables_compute_in_float64_when_asked(name: str) -> None:
-    """Not in float32, and widened then."""
+    """Tables are computed in float64 on request, not in float32 and then converted."""
     encoding = encoding_of(name, heads=3)
     coarse = encoding.table(torch.arange(50.0))
     fine = compute_terms(to_float64(encoding), torch.arange(50, dtype=torch.float64))
@@ -157,7 +157,7 @@ def test_tables_compute_in_float64_when_asked(name: str) -> None:
         if low is not None:
             assert high.dtype == torch.float64
             torch.testing.assert_close(high.float(), low.detach(), rtol=2e-5, atol=1e-5)
-            exact = name in ("t5", "alibi")  # numbers of float32, looked up or multiplied by whole numbers
+            exact = name in ("t5", "alibi")  # float32 values, looked up or multiplied by integers
             assert exact or not torch.equal(high, high.float().double())
 
 
@@ -196,7 +196,7 @@ def test_effective_lengths_against_a_loop(r1: float, r2: float) -> None:
 
 def test_effective_lengths_that_are_none() -> None:
     assert compute_effective_lengths(encoding_of("fire", heads=2)) == [None, None]
-    assert compute_effective_lengths(encoding_of("sandwich")) == [None]  # goes up and down
+    assert compute_effective_lengths(encoding_of("sandwich")) == [None]  # not monotonic
     assert compute_effective_lengths(encoding_of("none")) == [math.inf]
     assert compute_effective_lengths(encoding_of("kerple_log", r1=0.02, r2=0.02)) == [math.inf]  # at n = 10^45
 
@@ -208,7 +208,8 @@ def test_heads_are_counted_up_to_each_distance() -> None:
 
 
 def test_the_documented_values_of_sandwich_are_those_at_the_documented_distances() -> None:
-    """docs/analysis.md's table: its bias at 10⁴, 10⁵ and 10⁶ keys, for the first, sixth and last of 12 heads."""
+    """The table in docs/analysis.md contains Sandwich's bias at 10⁴, 10⁵ and 10⁶ keys for the first, sixth and last of
+    12 heads."""
     page = (Path(__file__).parents[2] / "docs" / "analysis.md").read_text(encoding="utf-8")
     rows = re.findall(r"^ *\| ([\d.]+) \(\w+\) \| (−[\d.]+), (−[\d.]+), (−[\d.]+) \|", page, re.MULTILINE)
     far = torch.tensor([10**4, 10**5, 10**6], dtype=torch.float64)

@@ -1,4 +1,5 @@
-"""What is seen of models while they read, against loops over materialised scores that share no code with it."""
+"""Analyses of models that read text, compared with loops over materialized scores that share no code with the
+analyses."""
 
 import math
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ HEADS = 3
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks of rows."""
+    """Use several blocks of rows."""
     monkeypatch.setattr(attention_capture, "MAX_BLOCK_ELEMENTS", 5 * HEADS * LENGTH)
 
 
@@ -39,7 +40,7 @@ def windows(count: int = 2, length: int = LENGTH) -> list[np.ndarray]:
 
 
 def captured(model: GPT, window: np.ndarray) -> list[tuple[Tensor, Tensor]]:
-    """Queries and keys of each layer as its linear layer makes them, [H, T, d] float64."""
+    """Return queries and keys of each layer, as computed by its linear layer, [H, T, d] float64."""
     found = []
 
     def hook(module: object, inputs: tuple[Tensor, ...], kwargs: object = None) -> None:
@@ -55,7 +56,7 @@ def captured(model: GPT, window: np.ndarray) -> list[tuple[Tensor, Tensor]]:
 
 
 def pieces(model: GPT, layer: int, q: Tensor, k: Tensor, window: int | None = None) -> Iterator[dict[str, list]]:
-    """Row by row: score, bias, what a processor adds, attention, [H][i + 1] each, by the papers' formulas."""
+    """Yield score, bias, processor output and attention of each row, [H][i + 1] each, from the papers' formulas."""
     attention = list_attention_layers(model)[layer]
     r1, r2 = (r().double().tolist() for r in (attention.encoding.r1, attention.encoding.r2))
     heads, length, dim = q.shape
@@ -75,7 +76,7 @@ def pieces(model: GPT, layer: int, q: Tensor, k: Tensor, window: int | None = No
 
 
 def convolved(processor: Processor, channels: list[list[float]], columns: int) -> list[list[float]]:
-    """Conv2(LeakyReLU(Conv1(channels))) along the keys, zeros outside, entry by entry."""
+    """Compute Conv2(LeakyReLU(Conv1(channels))) along the keys element by element, with zero padding."""
     weights = [p.detach().double() for p in processor.parameters()]
     (w1, b1, w2, b2), p = weights, processor.left_context
 
@@ -157,7 +158,8 @@ def test_entropy_and_largest_weight_by_position(processor: str, place: dict, win
     ids=lambda place: "-".join(place.values()),
 )
 def test_blocks_of_rows_have_the_entropy_of_the_whole(place: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the weights of all rows at once, of the inputs that the model's own backend is given."""
+    """Entropy from blocks of rows equals entropy from the weights of all rows at once, with the inputs of the model's
+    backend."""
     place = {"pos_emb": "rotary", "score_processor": "none", **place}
     model = small_gpt(LENGTH, place.pop("pos_emb"), place.pop("score_processor"), **place)
     found = measure_attention_entropy(model, windows(1), 6)
@@ -183,7 +185,7 @@ def test_blocks_of_rows_have_the_entropy_of_the_whole(place: dict, monkeypatch: 
 
 
 def test_a_temperature_and_a_sink_are_seen() -> None:
-    """log-n sharpens rows beyond the training length alone; weights that leave a rest are told of their own sum."""
+    """log-n scaling sharpens only rows beyond the training length; weights of sinks are normalized by their own sum."""
     sharper = {"attention_temperature": "logn", "attention_temperature_options": {"length": 6}}
     plain, sharp = (small_gpt(LENGTH, "none", "none", **place) for place in ({}, sharper))
     plain_values, sharp_values = (
@@ -207,7 +209,7 @@ def test_mean_attention_by_distance(processor: str, place: dict, window: int | N
     told: list[float] = []
     found = measure_attention_mass(model, windows(), told.append)
     assert told == sorted(told)
-    assert {0.25, 0.5, 0.75, 1.0} < set(told)  # two layers of two windows, each in several blocks of rows
+    assert {0.25, 0.5, 0.75, 1.0} < set(told)  # two layers with two windows, each in several blocks of rows
     expected = np.zeros((2, HEADS, near))
     for tokens in windows():
         for layer, (q, k) in enumerate(captured(model, tokens)):
@@ -218,7 +220,7 @@ def test_mean_attention_by_distance(processor: str, place: dict, window: int | N
                             expected[layer, h, t] += row["attention"][h][i - t]
     queries = 2 * (LENGTH - near + 1)
     assert found.num_queries == queries
-    # Scores and softmax are float32 there, and of order one.
+    # Scores and softmax are float32 and of order one.
     np.testing.assert_allclose(found.by_distance.numpy(), expected / queries, atol=2e-6)
     np.testing.assert_allclose(found.mass_beyond.numpy(), 1 - expected.sum(-1) / queries, atol=2e-6)
 
@@ -272,7 +274,7 @@ def test_looking_on_changes_nothing() -> None:
 )
 @pytest.mark.parametrize("processor", ["none", "dape"])
 def test_every_kind_of_method_is_looked_at(encoding: str, processor: str) -> None:
-    """All attention is somewhere: within m, or beyond; and maps of attention have rows that sum to 1."""
+    """Every attention weight is counted, within m or beyond it, and rows of attention maps sum to 1."""
     model = small_gpt(LENGTH, encoding, processor)
     mass = measure_attention_mass(model, windows())
     assert ((mass.by_distance.sum(-1) <= 1 + 1e-5) & (mass.by_distance >= 0).all(-1)).all()
@@ -297,12 +299,13 @@ def test_fields_of_a_known_distribution() -> None:
         None,
         None,
     ]
-    # Within the four keys: 8, 12, 14, 15 fifteenths.
+    # Cumulative attention of the four keys: 8, 12, 14 and 15 fifteenths.
     assert compute_finite_field(mass.by_distance[0, 0], [1.0, 0.5, 0.2, 0.05, 0.0]) == [0, 1, 2, 4, 4]
 
 
 class Mixing(Processor):
-    """2·S of the head, half of the next head's score one key to the left, and three times the bias."""
+    """Processor that returns 2·S of the head, half of the next head's score one key to the left, and three times the
+    bias."""
 
     left_context = 1
 
@@ -338,7 +341,7 @@ def test_taps_of_a_linear_processor_are_its_weights() -> None:
 
 @pytest.mark.parametrize("encoding", ["kerple_log", "fox"])
 def test_taps_of_cdape_where_it_is_linear(encoding: str) -> None:
-    """With all hidden values above zero the two convolutions are one, of the kernels' product."""
+    """If all hidden values are positive, the two convolutions equal one with the product of the kernels."""
     model = small_gpt(80, encoding, "cdape", score_processor_options={"width": 4, "kernel_size": 3})
     processor = list_attention_layers(model)[0].processor
     with torch.no_grad():

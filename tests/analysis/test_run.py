@@ -1,4 +1,4 @@
-"""`analyze` from its arguments to a page: what is on it, what lies beside it, what is refused before any work."""
+"""`analyze` from its arguments to a page: contents, accompanying files, and errors raised before any work."""
 
 import csv
 import io
@@ -52,7 +52,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def pictures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """What was to be drawn, which takes longer than all else."""
+    """Collect pictures instead of drawing them, which takes longer than everything else."""
     asked: list[Figure] = []
     monkeypatch.setattr(
         page, "_draw_figure", lambda picture: (asked.append(picture), HtmlPicture("", "", picture.alt))[1]
@@ -61,7 +61,7 @@ def pictures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 
 def analyzed(runs: Sequence[str], output: str | None = None, configs: Sequence[str] = (), **options: Any) -> str:
-    """The page of an analysis."""
+    """Run an analysis and return its page."""
     reads_text = bool(runs) and any(map(needs_text, options.get("only") or list_analysis_names()))
     asked = AnalysisOptions(**{"lengths": LENGTHS, **({"windows": 2} if reads_text else {}), **options})
     return analyze(runs, asked, configs=configs, output=output).read_text(encoding="utf-8")
@@ -83,12 +83,12 @@ def test_models_stand_side_by_side(place: Path, corpus: Path, pictures: list[Fig
     methods = ["rotary", "cdape(width=4)+kerple_log(per_layer)", "alibi (untrained)"]
     for method in methods:
         assert f'<th scope="row">{method}</th>' in text
-    # What does not apply is said.
+    # The page states which analyses do not apply.
     assert "Does not apply to rotary. It adds no bias." in text
     assert "Does not apply to rotary and alibi (untrained). For each: it has no score processor" in text
     assert "Does not apply to alibi (untrained). It is an untrained configuration." in text
     assert "rotary adds no bias and has no score processor, so it has no such maps." in text
-    # The page needs nothing beside it; links go to its own parts and to the data.
+    # The page is self-contained; links lead to its own sections and to the data.
     assert not re.search(r"(?:src|href)=\"(?!#|data:)(?!\w+\.(?:csv|json)\")", text)
     for name, analysis in load_analyses().items():
         assert (Path("out") / f"{name}.{analysis.data_format}").stat().st_size > 100
@@ -120,7 +120,7 @@ def test_data_are_what_was_measured(place: Path, corpus: Path, pictures: list[Fi
     folder = "runs/a/analysis"
     loaded, opened = load_model(run, backend="eager"), open_run(run)
     tokens = load_text(run, opened.config, None).tokens
-    # Two windows, at the beginning and the end of the text, which all lengths share the ends of.
+    # Two windows, at the beginning and the end of the text; all lengths share their ends.
     ends = [LENGTHS[-1], len(tokens) - 1]
     for length in LENGTHS:
         mass = measure_attention_mass(loaded.model, [tokens[end - length : end] for end in ends])
@@ -160,7 +160,7 @@ def test_what_a_bias_alone_tells_needs_no_run(place: Path, pictures: list[Figure
 
 
 def test_what_a_layer_reads_is_no_function_of_the_distance(place: Path, corpus: Path, pictures: list[Figure]) -> None:
-    """Of FoX's bias nothing is told that would be true of no bias at all; what its attention does is measured."""
+    """FoX's bias depends on the layer input, so no fixed bias is reported; its attention is measured."""
     text = analyzed([make_run("runs/fox", corpus, **{**CDAPE, "pos_emb": "fox"})], "out")
     reason = "Does not apply to cdape(width=4)+fox(per_layer). Its bias depends on the layer"
     assert text.count(reason) == 4
@@ -171,7 +171,7 @@ def test_what_a_layer_reads_is_no_function_of_the_distance(place: Path, corpus: 
 
 
 def test_parameters_per_head_are_none_of_a_network(place: Path, pictures: list[Figure]) -> None:
-    """FIRE's network is as wide as there are heads here, so that its parameters look like theirs."""
+    """Parameters per head are not confused with a network's. FIRE's network is as wide as the number of heads here."""
     text = analyzed([], "out", ["162M fire num_attention_heads=32", "162M kerple_log"], lengths=[64], only=["kernels"])
     assert "Parameters of kerple_log" in text
     assert "Parameters of fire" not in text
@@ -235,7 +235,7 @@ def test_every_picture_is_drawn_in_both_widths(place: Path, corpus: Path, monkey
     assert len(drawn) >= 4
     for wide, narrow in drawn:
         assert wide[:8] == narrow[:8] == b"\x89PNG\r\n\x1a\n"
-        assert int.from_bytes(narrow[16:20], "big") <= 820  # 4 inches at 200 dots
+        assert int.from_bytes(narrow[16:20], "big") <= 820  # 4 inches at 200 dpi
         assert wide != narrow
 
 
@@ -308,7 +308,7 @@ def test_a_run_that_learned_a_task_reads_its_sequences(place: Path, corpus: Path
     run = make_run("runs/task", corpus, **TASK)
     read = read_analysis_request([run], [], AnalysisOptions(windows=3), "out").inputs
     assert read is not None
-    assert list(read.windows) == [16, 64]  # inputs of 8 and 4 × 8, with as many places for the answers
+    assert list(read.windows) == [16, 64]  # inputs of 8 and 4 × 8, each followed by as many positions for the answers
     for length, windows in read.windows.items():
         assert len(windows) == 3
         for tokens in windows:
@@ -343,11 +343,11 @@ def test_lengths_that_a_task_does_not_have(place: Path, corpus: Path) -> None:
 
 
 def test_taps_are_those_of_each_length(corpus: Path, place: Path, pictures: list[Figure]) -> None:
-    """Not of the shortest windows alone: what a processor reads beyond the training length is what one looks for."""
+    """Processor taps are measured at each length, because their values beyond the training length matter."""
     run = make_run("run", corpus, **CDAPE)
     weights = Path(run) / "checkpoints/step_0000004/model.safetensors"
     bent = {name: 40 * x if "linear_qkv.weight" in name else x for name, x in load_file(weights).items()}
-    save_file(bent, weights)  # so that the processor is not linear where it is looked at
+    save_file(bent, weights)  # makes the processor nonlinear in the analyzed region
     made = analyzed([run], "out", only=["processor_taps"], lengths=[16, 64, 160])
     assert {row["length"] for row in rows_of("processor_taps")} == {"64", "160"}  # 16 tokens are too few
     assert [re.search(r"windows of (\d+) tokens", picture.alt)[1] for picture in pictures] == ["64", "160"]  # type: ignore[index]
@@ -372,7 +372,7 @@ def test_taps_are_those_of_each_length(corpus: Path, place: Path, pictures: list
 def test_parameters_that_are_no_ordinary_numbers_are_drawn_or_refused(
     encoding: str, value: float, told: str, place: Path, corpus: Path
 ) -> None:
-    """A diverged run is one that somebody looks at. Its maps are drawn, its sums refused where they say nothing."""
+    """A diverged run can be analyzed: maps are drawn, and sums without meaning are rejected."""
     run = make_run("runs/diverged", corpus, pos_emb=encoding)
     file = Path(run) / "checkpoints" / "step_0000004" / "model.safetensors"
     weights = load_file(file)

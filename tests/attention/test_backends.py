@@ -1,4 +1,4 @@
-"""The choice of backend, and what each promises beyond equal numbers."""
+"""Choice of the backend, and the properties of each backend besides equal results."""
 
 import logging
 
@@ -17,7 +17,7 @@ from tools.rounding import assert_close_in_rounding
 
 
 class Counted:
-    """A backend that counts its calls."""
+    """Backend that counts its calls."""
 
     def __init__(self, backend) -> None:
         self.backend, self.calls = backend, 0
@@ -91,7 +91,7 @@ def test_sdpa_equals_eager_on_rows_after_a_cache_and_with_padding(mask: bool) ->
 
 
 def test_chunked_keeps_memory_linear_in_the_length() -> None:
-    """What autograd keeps between the passes grows with T, not T²: counted through saved-tensor hooks."""
+    """Memory saved by autograd grows with T, not T², in chunked attention; counted by saved-tensor hooks."""
 
     def kept(backend, length: int) -> int:
         encoding, processor = build("kerple_log", "cdape")
@@ -107,11 +107,12 @@ def test_chunked_keeps_memory_linear_in_the_length() -> None:
         return sum(storages.values())
 
     assert kept(ChunkedBackend(16), 256) <= 5 * kept(ChunkedBackend(16), 64)
-    assert kept(EagerBackend(), 256) >= 12 * kept(EagerBackend(), 64)  # so this way of counting sees a T²
+    assert kept(EagerBackend(), 256) >= 12 * kept(EagerBackend(), 64)  # shows that this measurement detects T²
 
 
 def test_the_backward_pass_of_row_blocks_holds_the_gradients_of_one_block() -> None:
-    """Of keys and values as long as the sequence: were they there for all blocks at once, memory would grow with T²."""
+    """The backward pass of row blocks stores key and value gradients of one block only. Storing all would need T²
+    memory."""
 
     def measure_peak(length: int) -> int:
         encoding, processor = build("alibi", "none")

@@ -1,4 +1,4 @@
-"""The self-check of backends: what it compares, what it refuses, what it times, and what it keeps."""
+"""Self-check of the backends: comparison, rejection, timing and caching of results."""
 
 import json
 import math
@@ -57,7 +57,7 @@ def make_problem(
 
 
 class Wrong:
-    """A backend that is right but for one thing."""
+    """Backend that is correct except for one modification."""
 
     def __init__(self, spoil, backend=None) -> None:
         self.spoil, self.backend = spoil, backend or RowBlockBackend(8)
@@ -79,7 +79,7 @@ def count_passes(run, device) -> float:
     return 1.0
 
 
-# What is compared.
+# Comparison.
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def count_passes(run, device) -> float:
     ],
 )
 def test_a_part_in_float64_is_that_part_of_the_whole(method, segments, options, exact_pairs, monkeypatch) -> None:
-    """Exact outputs and gradients from a few rows are those of all rows whose other gradients are zero."""
+    """Exact outputs and gradients of a few rows equal those of all rows if all other gradients are zero."""
     monkeypatch.setattr(problem_module, "MAX_EXACT_PAIRS", exact_pairs)
     problem = make_problem(method, segments, dtype=torch.float64, **options)
     whole, others_are_zero = problem.select_results(*problem.run(EagerBackend()))
@@ -126,7 +126,7 @@ def test_parameters_that_start_at_zero_are_moved_and_bounds_hold() -> None:
         for parameter in processor.parameters():
             parameter.zero_()
         for parameter in encoding.parameters():
-            parameter.fill_(0.01)  # the lower bound of both
+            parameter.fill_(0.01)  # lower bound of both parameters
     before = [parameter.clone() for parameter in (*encoding.parameters(), *processor.parameters())]
     problem = build_problem(
         encoding, processor, WHOLE, batch=1, window=None, heads=ALL_HEADS, dtype=torch.float32, device=DEVICE
@@ -148,7 +148,7 @@ def test_a_problem_that_would_take_long_has_fewer_sequences_then_fewer_rows(monk
     assert problem.describe()["rows"] == [[19, 24]]
 
 
-# Who is right.
+# Verdicts.
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -180,7 +180,7 @@ def spoil_bias_gradient(out, inputs):
 
 
 def spoil_other_rows(out, inputs):
-    """A gradient for queries of a sequence whose output has none."""
+    """Add a gradient to queries of a sequence whose output has none."""
     return out + (inputs.q[:1] - inputs.q[:1].detach()).sum() * 1e-3
 
 
@@ -217,7 +217,7 @@ def test_a_wrong_kernel_is_named_and_left(spoil, result: str) -> None:
 @pytest.mark.parametrize("method", [("kerple_log", "none"), ("kerple_log", "cdape"), ("none", "none")])
 @pytest.mark.parametrize("shift", [None, 1, -1])
 def test_a_kernel_that_takes_documents_for_others_is_left(method, shift: int | None) -> None:
-    """One that ignores them, and ones that let them begin a token too early or too late."""
+    """Kernels that ignore documents, or start them a token too early or too late, are rejected."""
 
     class Ignoring(RowBlockBackend):
         def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
@@ -240,7 +240,7 @@ def test_a_kernel_that_takes_documents_for_others_is_left(method, shift: int | N
 
 
 def test_rows_at_the_begin_of_a_document_are_compared(monkeypatch) -> None:
-    """Where not all are: some on either side of the border that is nearest to the middle."""
+    """If not all rows are compared, rows on both sides of the boundary nearest to the middle are."""
     monkeypatch.setattr(problem_module, "MAX_EXACT_PAIRS", 1)
     monkeypatch.setattr(problem_module, "ROWS_PER_SLAB", 9)
     problem = make_problem(("kerple_log", "none"), (TokenRange(0, 250),), documents=LONG_APART)
@@ -271,7 +271,8 @@ def test_documents_have_one_mask_a_problem_and_fewer_sequences_keep_the_last(mon
 
 
 def test_what_errs_a_little_once_is_computed_once_more(monkeypatch) -> None:
-    """A kink may take a right backend over the line; a wrong one is over it every time."""
+    """A backend with a small error is checked again. A kink may push a correct backend over the limit once, but not
+    twice."""
     asked: list[int] = []
     real = Judge.compute_excess
 
@@ -294,7 +295,7 @@ def test_nothing_is_right_that_is_not_a_number() -> None:
     assert not is_within_rounding({"output": math.nan})
 
 
-# What fails, and what takes long.
+# Failures and timeouts.
 
 
 def test_what_raises_or_runs_out_of_memory_is_named_and_the_others_go_on() -> None:
@@ -309,7 +310,7 @@ def test_what_raises_or_runs_out_of_memory_is_named_and_the_others_go_on() -> No
         timer=count_passes,
     )
     assert [trial.refusal for trial in trials] == ["raised RuntimeError: ptxas failed", "ran out of memory", None]
-    assert [trial.is_final for trial in trials] == [True, False, True]  # memory may be free another time
+    assert [trial.is_final for trial in trials] == [True, False, True]  # memory may be available later
 
 
 def test_what_fails_while_it_is_timed_is_left_too() -> None:
@@ -370,7 +371,7 @@ def test_a_device_that_is_lost_ends_the_check_with_what_is_known(monkeypatch) ->
     assert [trial.backend for trial in lost.value.trials] == ["row blocks", "bad"]
 
 
-# What is kept.
+# Stored results.
 
 
 def evidence_of(*trials: Trial, card: str = "H100") -> Evidence:
@@ -447,7 +448,7 @@ def test_software_is_told_apart_by_its_sources() -> None:
 
 
 def test_a_trial_of_other_shapes_is_another_problem() -> None:
-    """What is drawn follows from the seed alone."""
+    """A trial of another shape uses other random numbers, which depend only on the seed."""
     one, two = make_problem(("none", "none")), make_problem(("none", "none"))
     assert torch.equal(one.list_inputs()[0].q, two.list_inputs()[0].q)
     assert not torch.equal(one.list_inputs()[0].q, replace(one, seed=5).list_inputs()[0].q)

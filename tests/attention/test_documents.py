@@ -1,4 +1,4 @@
-"""Documents of a packed row are read as if each were alone: by every method, backend and division of the work."""
+"""Every method, backend and layout computes each document of a packed row as if it were alone."""
 
 from itertools import product
 
@@ -37,18 +37,18 @@ MASKED = [
     if can_mask_documents(*(parts := build(*pair))[:1], EagerBackend(), parts[1], randomized=False)
 ]
 few_shapes = settings(max_examples=5)
-"""For laws that are tried with every pair."""
+"""For laws tested with every pair."""
 row_lengths = st.lists(st.integers(1, 9), min_size=1, max_size=5)
-"""Of the documents of a row."""
+"""Lengths of the documents of a row."""
 
 
 def assert_equal_in_float64(found: Tensor, expected: Tensor) -> None:
-    """To the rounding of a few hundred sums of numbers of order one."""
+    """Assert equality up to rounding of a few hundred sums of numbers of order one."""
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
 
 def pack(lengths: list[list[int]]) -> list[list[tuple[int, int]]]:
-    """First column and length of each document of each row; the last one of a row fills it up."""
+    """Return start column and length of each document of each row; the last one fills the row."""
     total = max(sum(row) for row in lengths)
     rows = []
     for row in lengths:
@@ -64,7 +64,7 @@ def first_keys_of(rows: list[list[tuple[int, int]]]) -> Tensor:
 def attend_alone(
     rows: list[list[tuple[int, int]]], qkv: tuple[Tensor, ...], e: Encoding, p: Processor | None, window: int | None
 ) -> Tensor:
-    """Each document by itself, its tokens from index 0."""
+    """Compute attention of each document separately, with its tokens numbered from 0."""
     output = torch.empty_like(qkv[0])
     for b, row in enumerate(rows):
         for start, length in row:
@@ -79,7 +79,7 @@ def attend_alone(
 @few_shapes
 @given(lengths=st.lists(row_lengths, min_size=2, max_size=2), window=st.sampled_from([None, 2, 5]), data=st.data())
 def test_rows_with_first_keys_equal_each_document_alone(encoding, processor, lengths, window, data) -> None:
-    """In outputs and in all gradients, with every backend in plain PyTorch and with any rows of the whole."""
+    """Outputs and all gradients match with every PyTorch backend and any subset of rows."""
     e, p = (None if module is None else module.double() for module in build(encoding, processor))
     rows = pack(lengths)
     first_keys = first_keys_of(rows)
@@ -112,7 +112,7 @@ def test_rows_with_first_keys_equal_each_document_alone(encoding, processor, len
 @few_shapes
 @given(first=st.integers(1, 8), second=st.integers(1, 8), third=st.integers(1, 8))
 def test_nothing_of_a_document_reaches_another(encoding, processor, first: int, second: int, third: int) -> None:
-    """To the bit: also through the hidden maps of a convolution, whose window crosses the boundary."""
+    """Documents do not affect each other, bit for bit, even through convolutions whose window crosses the boundary."""
     e, p = build(encoding, processor)
     rows = pack([[first, second, third]] * 2)
     total, span = first + second + third, TokenRange(0, first + second + third)
@@ -140,11 +140,11 @@ def test_only_what_depends_on_absolute_positions_is_left_out() -> None:
 LENGTH = 22
 CONTINUOUS = {"randomized_positions": LENGTH + 20, "continuous_positions": True}
 PACKED = pack([[3, 8, 1, 6, 4], [10, 1, 11], [22]])
-"""Documents of three rows: short ones, some longer than a block of attention's rows, and one that is its whole row."""
+"""Documents of three rows: short ones, some longer than a block of rows, and one that fills its row."""
 
 
 def read_alone(gpt: GPT, tokens: Tensor, rows: list[list[tuple[int, int]]]) -> Tensor:
-    """Logits, read document by document."""
+    """Return the logits, computed document by document."""
     parts = [[gpt(tokens[b : b + 1, start : start + length]) for start, length in row] for b, row in enumerate(rows)]
     return torch.cat([torch.cat(row, dim=1) for row in parts])
 
@@ -152,7 +152,8 @@ def read_alone(gpt: GPT, tokens: Tensor, rows: list[list[tuple[int, int]]]) -> T
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize(("encoding", "processor"), COVERING)
 def test_a_packed_row_gives_what_each_document_gives_alone(encoding: str, processor: str, masked: bool) -> None:
-    """By either way of keeping documents apart: logits and gradients, cached or not, and the last tokens' alone."""
+    """A packed row gives the logits and gradients of separate documents, with both masking methods, with and without a
+    cache, and for the last tokens only."""
     gpt = small_gpt(LENGTH, encoding, processor).double()
     attention = [layer.self_attention.core_attention for layer in gpt.local_layers]
     for each in attention:
@@ -191,7 +192,7 @@ def test_a_packed_row_gives_what_each_document_gives_alone(encoding: str, proces
 def test_documents_at_randomized_positions_and_in_a_window(
     encoding: str, processor: str, place: dict[str, int]
 ) -> None:
-    """Positions are drawn for a document's own length."""
+    """Positions are randomized within each document's own length."""
     if place is CONTINUOUS and encoding == "learned":
         with pytest.raises(UserError, match="continuous_positions: true, but pos_emb learned knows whole positions"):
             small_gpt(LENGTH, encoding, processor, **place)
@@ -203,7 +204,7 @@ def test_documents_at_randomized_positions_and_in_a_window(
 
 
 END = 0
-"""The end of a document, which here is what rows are padded with too."""
+"""End-of-document token, here also the padding token."""
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ END = 0
 )
 @torch.inference_mode()
 def test_documents_are_found_in_what_is_read(encoding: str, processor: str) -> None:
-    """By a model that was trained so, whether rows are padded on the left or read piece by piece."""
+    """A model trained with document masking finds documents in left-padded rows and in chunked input."""
     gpt = small_gpt(LENGTH, encoding, processor).double()
     tokens = torch.randint(1, VOCABULARY, (len(PACKED), LENGTH))
     for b, row in enumerate(PACKED):
@@ -243,7 +244,8 @@ def test_documents_are_found_in_what_is_read(encoding: str, processor: str) -> N
 
 @torch.inference_mode()
 def test_one_document_a_row_is_the_plain_forward_pass() -> None:
-    """To the bit, and by the same segments: nothing is masked, nothing is turned twice."""
+    """One document per row equals the plain forward pass bit for bit, with the same segments; nothing is masked or
+    rotated twice."""
     gpt, tokens = small_gpt(LENGTH, "rotary", "none"), torch.randint(VOCABULARY, (2, LENGTH))
     seen: list[AttentionContext] = []
     run_layers = gpt._run_layers
@@ -266,7 +268,8 @@ def test_a_layout_that_contradicts_itself_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("start", "window"), [(0, None), (0, 5), (7, None)])
 def test_masks_that_layers_share_are_their_own(start: int, window: int | None, dtype: torch.dtype) -> None:
-    """To the bit, also of the last rows alone, and in several blocks of rows."""
+    """Masks shared by layers are bit-for-bit those built separately, also for the last rows alone and in several
+    blocks."""
     encoding, _ = build("rotary", "none")
     rows = pack([[3, 8, 1, 6, 4], [22]])
     starts = first_keys_of(rows)
@@ -285,8 +288,11 @@ def test_masks_that_layers_share_are_their_own(start: int, window: int | None, d
 
 @pytest.mark.parametrize("window", [None, 1, 5, 40])
 def test_flash_attention_is_told_where_documents_lie(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What PyTorch documents of `varlen_attn`, in plain PyTorch: sequences one after another, and how far a row sees
-    to its left besides itself."""
+    """The arguments of FlashAttention follow PyTorch's documentation of `varlen_attn`.
+
+    The test emulates it in plain PyTorch: concatenated sequences, and the number of keys visible to the left of each
+    row.
+    """
     calls = []
 
     def attend(q, k, v, starts, key_starts, longest, longest_keys, *, window_size):
@@ -325,7 +331,10 @@ def test_flash_attention_is_told_where_documents_lie(window: int | None, monkeyp
 
 @pytest.mark.parametrize("layers_recomputed", [0, 1])
 def test_who_sees_whom_is_found_once_for_all_layers(layers_recomputed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their recomputation included; the last rows of the top layer, where no others are asked for, are others."""
+    """The document mask is built once for all layers, including recomputation.
+
+    The last rows of the top layer have their own mask if only they are requested.
+    """
     gpt = small_gpt(LENGTH, "rotary", "none").train()
     gpt.checkpoint_layers = layers_recomputed
     for layer in gpt.local_layers:

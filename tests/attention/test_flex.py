@@ -1,4 +1,4 @@
-"""FlexAttention as a backend: its blocks, its numbers by PyTorch's own uncompiled form of it, and what it leaves."""
+"""FlexAttention as a backend: its blocks, its results in PyTorch's uncompiled implementation, and unsupported calls."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_blocks_are_those_of_the_whole_map(rows: int, columns: int, offset: int, window: int | None) -> None:
-    """Also of rows that hold documents, of each sequence its own."""
+    """Blocks equal those of the whole mask, also with documents, which differ between sequences."""
     mask = build_block_mask(rows, columns, offset, window, CPU)
     visible = causal_mask(TokenRange(offset, rows), TokenRange(0, columns), CPU, window)
     assert_blocks(mask, 0, visible)
@@ -100,7 +100,7 @@ def results(
 def test_it_equals_eager_in_the_output_and_all_gradients(
     name, start, window, heads, cap, documents, monkeypatch
 ) -> None:
-    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)  # PyTorch refuses gradients on a CPU
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)  # PyTorch does not support gradients on a CPU
     encoding, _ = build(name, "none")
     q, k, v = (x[:, heads] for x in random_qkv(20))
     query = TokenRange(start, 20 - start)
@@ -113,13 +113,13 @@ def test_it_equals_eager_in_the_output_and_all_gradients(
     exact[0].double()
     doubled = [x.double() for x in qkv]
     assert_within_rounding(found, lambda: results(EagerBackend(), exact, doubled, *rest), torch.float32)
-    if documents:  # with what is made of them before the layers: the same to the bit
+    if documents:  # bit-for-bit equal with precomputed masks
         starts = torch.cat([begins.new_zeros(2, start), begins], 1).long()
         places = (query, TokenRange(0, 20), begins, starts, encoding, window, q)
         mask = FlexBackend(EagerBackend()).compute_document_mask(*places, dropout=False)
         again = results(FlexBackend(EagerBackend()), (encoding, None), qkv, *rest, document_mask=mask)
         assert all(torch.equal(found[name], again[name]) for name in found)
-        with torch.no_grad():  # a shape that was not trained on
+        with torch.no_grad():  # a shape not used in training
             assert FlexBackend(EagerBackend()).compute_document_mask(*places, dropout=False) is None
 
 
@@ -185,7 +185,7 @@ def test_what_it_leaves_goes_to_row_blocks_and_is_said_once(monkeypatch, caplog)
     ):
         assert torch.equal(backend(rows), row_blocks(rows))
     with torch.no_grad():
-        backend(inputs(9))  # not trained on yet
+        backend(inputs(9))  # not trained yet
     assert flexed == []
     lengths = list(range(9, 9 + MAX_SHAPES + 1))
     for length in lengths:

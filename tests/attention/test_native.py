@@ -1,4 +1,4 @@
-"""The C code of score processors as a backend: equal to eager, and what it leaves to row blocks."""
+"""C implementation of score processors as a backend: equal to eager, and its fallbacks to row blocks."""
 
 import logging
 from dataclasses import replace
@@ -23,7 +23,7 @@ compiled = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(c
 
 
 class Refused:
-    """Row blocks that nobody should need."""
+    """Fallback that must not be called."""
 
     def __call__(self, rows: AttentionInputs) -> torch.Tensor:
         raise AssertionError("left to row blocks")
@@ -56,7 +56,7 @@ def differentiated(backend, rows: AttentionInputs) -> list[torch.Tensor]:
 @pytest.mark.parametrize("pair", [(e, p) for e in ("none", "kerple_log") for p in ("dape", "cdape")])
 @pytest.mark.parametrize("keys", [{}, {"start": 9}, {"window": 6}], ids=str)
 def test_documents_are_kept_apart_as_by_eager(pair: tuple[str, str], keys: dict[str, int]) -> None:
-    """Which gives what each document gives alone (tests/attention/test_documents.py)."""
+    """Documents are separated as in eager, which tests/attention/test_documents.py checks."""
     rows = rows_of(pair, length=40, **keys)
     begins = torch.tensor([[0] * 7 + [7] * 14 + [21] * 2 + [23] * 17, [0] * 39 + [39]], dtype=torch.int32)
     rows = replace(rows, first_keys=begins[:, keys.get("start", 0) :])
@@ -76,7 +76,7 @@ def test_equals_eager(pair: tuple[str, str], keys: dict[str, int]) -> None:
         differentiated(EagerBackend(), rows),
         strict=True,
     ):
-        # Sums over a map of all heads, rows and columns, through two convolutions, there and back.
+        # Sums over a map of all heads, rows and columns through two convolutions, in both passes.
         assert_close_in_rounding(ours, reference, terms=2 * 4 * 21 * 21, sums=8)
 
 

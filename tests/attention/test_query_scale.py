@@ -1,4 +1,4 @@
-"""What a temperature is told of query rows, against the keys that each row is seen to attend to."""
+"""Temperatures receive the correct number of visible keys for each query row."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ STARTS = find_document_starts(TOKENS, 0)
 
 
 def count_keys(segments: tuple[Segment, ...], window: int | None, batch: int, length: int) -> torch.Tensor:
-    """The keys of each row, one by one: of its own document or sequence, not hidden, no later, within the window."""
+    """Count the keys of each row one by one: same document or sequence, not masked, not later, within the window."""
     counts = torch.ones(batch, length)
     for segment in segments:
         sequences = (

@@ -1,4 +1,4 @@
-"""The executable contract against loops written from its definition."""
+"""Reference implementation of attention, compared with loops written from its definition."""
 
 import math
 
@@ -55,7 +55,7 @@ def test_an_edge_stands_in_the_first_columns_and_channels_may_lie_innermost(
 
 
 class Everything(Encoding):
-    """Bias, weight and contextual terms at once."""
+    """Encoding with bias, weight and contextual terms."""
 
     formula = source = "test"
 
@@ -69,7 +69,7 @@ class Everything(Encoding):
 def test_logits_and_attention_against_loops() -> None:
     batch, length, d = 2, 6, 4
     q, k, v = torch.randn(3, batch, 2, length, d)
-    mask = torch.tensor([[True] * 6, [False, False] + [True] * 4])  # the second sequence is padded on the left
+    mask = torch.tensor([[True] * 6, [False, False] + [True] * 4])  # the second sequence is left-padded
     span = TokenRange(0, length)
     encoding = Everything(SHAPE)
     inputs = AttentionInputs(q, k, v, span, span, encoding, key_mask=mask)

@@ -1,4 +1,4 @@
-"""A sequence that is padded, so that it ends together with others, gives what it gives alone: for every method."""
+"""A padded sequence gives the same results as alone, for every method."""
 
 from itertools import product
 
@@ -18,7 +18,7 @@ LENGTHS = (18, 11, 14, 11, 1)
 
 
 def padded() -> tuple[list[Tensor], Tensor, Tensor]:
-    """Sequences [1, length], the batch of them [B, LENGTH], padded on the left with anything, and its mask."""
+    """Return sequences [1, length], their batch [B, LENGTH] left-padded with random tokens, and its mask."""
     sequences = [torch.randint(VOCABULARY, (1, length)) for length in LENGTHS]
     batch = torch.randint(VOCABULARY, (len(LENGTHS), LENGTH))
     mask = torch.arange(LENGTH)[None] >= LENGTH - torch.tensor(LENGTHS)[:, None]
@@ -37,7 +37,7 @@ def test_padded_on_the_left(encoding: str, processor: str) -> None:
     gpt, (sequences, batch, mask) = small_gpt(LENGTH, encoding, processor), padded()
     assert_each_alike(gpt(batch, attention_mask=mask), sequences, gpt)
     cache, outputs = gpt.new_kv_cache(LENGTH), []
-    for start, stop in ((0, 5), (5, 6), (6, 12), (12, 17), (17, 18)):  # the first two hold nothing of some sequences
+    for start, stop in ((0, 5), (5, 6), (6, 12), (12, 17), (17, 18)):  # the first two may be all padding
         outputs.append(gpt(batch[:, start:stop], kv_cache=cache, attention_mask=mask[:, :stop]))
     assert_each_alike(torch.cat(outputs, dim=1), sequences, gpt)
 
@@ -56,7 +56,7 @@ def test_padded_at_randomized_positions_and_in_a_window(encoding: str, processor
 @pytest.mark.parametrize("encoding", registry.list_encodings())
 @torch.inference_mode()
 def test_padded_on_the_right(encoding: str) -> None:
-    """Nothing looks at what comes after it."""
+    """Tokens after a sequence do not affect it."""
     gpt, (sequences, _, _) = small_gpt(LENGTH, encoding, "cdape"), padded()
     batch = torch.cat([torch.nn.functional.pad(each, (0, LENGTH - each.shape[1]), value=7) for each in sequences])
     mask = torch.arange(LENGTH)[None] < torch.tensor(LENGTHS)[:, None]
@@ -81,6 +81,6 @@ def test_what_is_only_padding_is_nowhere() -> None:
     assert alone.sequences.tolist() == [1]
     assert alone.key_mask is None
     assert whole.sequences.tolist() == [2]
-    assert whole.key_mask.tolist() == [[True, False, True]]  # a hole is hidden, its place counted
+    assert whole.key_mask.tolist() == [[True, False, True]]  # a masked token is hidden but keeps its position
     gpt = small_gpt(LENGTH, "kerple_log", "cdape")
     assert gpt(torch.ones(3, 3, dtype=torch.int64), attention_mask=mask).isfinite().all()

@@ -1,4 +1,4 @@
-"""Sinks and stick-breaking under every encoding and processor, and by every backend that computes them."""
+"""Sinks and stick-breaking with every encoding and processor, in every backend that supports them."""
 
 from dataclasses import replace
 
@@ -28,10 +28,10 @@ def draw_inputs(encoding: str, processor: str, window: int | None = None) -> Att
 @pytest.mark.parametrize(("encoding", "processor"), MAPPED)
 @torch.no_grad()
 def test_they_are_made_of_any_logits(encoding: str, processor: str) -> None:
-    """A sink leaves the softmax's weights times σ(logsumexp − s); stick-breaking multiplies a product of shares."""
+    """A sink multiplies softmax weights by σ(logsumexp − s); stick-breaking multiplies a product of fractions."""
     inputs = draw_inputs(encoding, processor)
     if inputs.processor is not None and inputs.processor.overrides("process_weights"):
-        inputs.processor.process_weights = lambda weights, *_: weights  # of what it makes afterwards, nothing is known
+        inputs.processor.process_weights = lambda weights, *_: weights  # effects of weight processing are not known
     logits = compute_logits(inputs).double()
     found = compute_weights(replace(inputs, sinks=SINKS))
     share = torch.sigmoid(torch.logsumexp(logits, -1) - SINKS.double()[:, None])
@@ -47,7 +47,7 @@ def test_they_are_made_of_any_logits(encoding: str, processor: str) -> None:
 
 
 def differentiate(backend, inputs: AttentionInputs, sinks: torch.Tensor | None) -> list[torch.Tensor]:
-    """The output and the gradients of queries, keys, values, sinks and the encoding's and processor's parameters."""
+    """Return the output and the gradients of queries, keys, values, sinks and all parameters."""
     leaves = [x.detach().clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     own = None if sinks is None else sinks.clone().requires_grad_()
     modules = [module for module in (inputs.encoding, inputs.processor) if module is not None]
@@ -79,8 +79,9 @@ def test_blocks_are_the_whole_with_all_gradients(
     ("encoding", "processor"), [("none", "none"), ("kerple_log", "none"), ("kerple_log", "cdape"), ("none", "dape")]
 )
 def test_fused_backends_equal_eager_with_sinks(encoding: str, processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The C code under a processor, whose last constant a sink gives an effect, and FlexAttention without one."""
-    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)  # PyTorch refuses gradients on a CPU
+    """The C implementation with a processor (a sink gives its last bias an effect) and FlexAttention without one match
+    eager."""
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)  # PyTorch does not support gradients on a CPU
     inputs = draw_inputs(encoding, processor, 6)
     unused = EagerBackend()
     backend = FlexBackend(unused) if processor == "none" else NativeBackend(unused, is_requested=True)
@@ -99,7 +100,8 @@ def test_a_row_of_padding_has_no_weights() -> None:
 
 
 def test_a_gates_row_term_is_not_the_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention leaves it out of scores, where it cancels in a softmax."""
+    """FlexAttention omits a gate's row term from the scores, where it cancels in the softmax; a sink would not cancel
+    it."""
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     inputs = draw_inputs("fox", "none")
     expected = EagerBackend()(replace(inputs, sinks=SINKS))

@@ -1,4 +1,4 @@
-"""A corpus and a finished run; a file whose tests need another one has a fixture of its own under the same name."""
+"""Corpus and finished run; files that need another run define a fixture with the same name."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps with checkpoints at 2 and 4."""
+    """Run of four steps with checkpoints at 2 and 4."""
     run = tmp_path_factory.mktemp("run") / "trained"
     train(tiny_config(corpus, run, checkpoint_factor=2))
     return run

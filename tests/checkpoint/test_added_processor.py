@@ -1,4 +1,4 @@
-"""A trained model can be given CDAPE at zero effect: its loss at step 0 is the one it had."""
+"""CDAPE can be added to a trained model without initial effect: the loss at step 0 does not change."""
 
 import shutil
 from pathlib import Path
@@ -37,7 +37,7 @@ def finetuned(corpus: Path, run: Path, trained: Path, **keys: object) -> list[fl
 WITHOUT_EFFECT = {
     "cdape": {"zero_init": True}, "dape": {"zero_init": True}, "mta": {"group_norm": False}, "talking_heads": {},
 }  # fmt: skip
-"""Options of processors with which they start as the identity."""
+"""Options with which processors start as the identity."""
 
 
 def test_others_have_an_effect_from_the_start() -> None:
@@ -49,7 +49,7 @@ def test_others_have_an_effect_from_the_start() -> None:
 @pytest.mark.parametrize("per_layer", [False, True])
 @pytest.mark.parametrize("processor", WITHOUT_EFFECT)
 def test_it_keeps_the_loss_and_then_learns(processor, per_layer: bool, corpus, trained: Path, tmp_path: Path) -> None:
-    """Shared position parameters may become each layer's own on the way, which changes nothing either."""
+    """The model keeps its loss and then learns; shared position parameters may become per-layer at the same time."""
     zero = {"score_processor": processor, "score_processor_options": WITHOUT_EFFECT[processor]}
     plain = finetuned(corpus, tmp_path / "plain", trained)
     given = finetuned(corpus, tmp_path / "given", trained, **zero, pos_emb_per_layer=per_layer)
@@ -57,7 +57,7 @@ def test_it_keeps_the_loss_and_then_learns(processor, per_layer: bool, corpus, t
     assert given[2] != plain[2]
     weights = load_file(layout.resolve_checkpoint_path(tmp_path / "given") / "model.safetensors")
     learned = [weights[name] for name in weights if ".processor." in name and name.endswith("weight")]
-    assert len(learned) >= 4  # of two layers
+    assert len(learned) >= 4  # in two layers
     assert all(weight.any() for weight in learned)
     assert sum(name.endswith("r1.value") for name in weights) == (2 if per_layer else 1)
 
@@ -66,7 +66,7 @@ def test_it_keeps_the_loss_and_then_learns(processor, per_layer: bool, corpus, t
     ("options", "place"), [({}, {}), ({"zero_init": True, "residual_bias": False}, {}), ({"zero_init": False}, {})]
 )
 def test_one_with_an_effect_is_refused(options: dict, place: dict, corpus, trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"trained without one; cdape may be added with .*zero_init: true"):
+    with pytest.raises(UserError, match=r"trained without one; to add cdape, set .*zero_init: true"):
         finetuned(corpus, tmp_path, trained, score_processor="cdape", score_processor_options=options, **place)
     assert not (tmp_path / "checkpoints").exists()
 
@@ -98,7 +98,7 @@ def test_a_window_needs_no_weights(corpus: Path, trained: Path, tmp_path: Path) 
 
 
 def test_bounds_hold_after_loading(trained: Path, tmp_path: Path) -> None:
-    """Weights from elsewhere may lie outside; the value that is used and the one that is kept do not."""
+    """Loaded weights may exceed the bounds; the used and the saved values do not."""
     checkpoint = layout.resolve_checkpoint_path(trained)
     for name in ("config.yml", "progress.json"):
         (tmp_path / name).write_text((checkpoint / name).read_text())
@@ -112,7 +112,7 @@ def test_bounds_hold_after_loading(trained: Path, tmp_path: Path) -> None:
 
 
 def test_a_missing_weight_is_still_an_error(corpus: Path, trained: Path, tmp_path: Path) -> None:
-    """Only a processor that is being added may be missing from the file."""
+    """Only the weights of an added processor may be missing from the file."""
     zero = {"score_processor": "cdape", "score_processor_options": {"zero_init": True}, "train_iters": 1}
     run = tmp_path / "run"
     train(tiny_config(corpus, run, **zero))
@@ -127,7 +127,7 @@ def test_a_missing_weight_is_still_an_error(corpus: Path, trained: Path, tmp_pat
 
 
 def test_the_same_model_written_otherwise_is_the_same(corpus: Path, tmp_path: Path) -> None:
-    """Defaults spelled out, and options that only say where training starts, are no other model."""
+    """Explicit defaults, and options that only affect initialization, do not change the model."""
     keys = {"score_processor": "cdape", "train_iters": 1}
     start = {"zero_init": True, "width": 32}
     train(tiny_config(corpus, tmp_path / "a", score_processor_options=start, **keys))

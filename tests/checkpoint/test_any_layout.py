@@ -1,7 +1,7 @@
-"""A run goes on in any layout from a checkpoint of any other, as one process would have gone on.
+"""A run resumes in any layout from a checkpoint of any other layout, with the results of a single process.
 
-Each layout follows one of another kind, so that each is left and entered. FARFIELD_PAIRS=all takes every pair, and
-layouts of four ranks besides; with `-s` it prints the table that docs/results/resume.md holds.
+Each layout follows one of another kind, so that every layout is tested as source and as target. FARFIELD_PAIRS=all
+tests every pair, and layouts of four ranks. With `-s` the test prints the table of docs/results/resume.md.
 """
 
 import itertools
@@ -62,7 +62,7 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the runs of all pairs, and `unbroken`, which one process trained."""
+    """Folder with the runs of all pairs, and `unbroken`, trained by a single process."""
     where = tmp_path_factory.mktemp("layouts")
     corpus = write_corpora(where / "corpus")
 
@@ -84,8 +84,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def apart_by(run: Path, unbroken: Path) -> float:
-    """The largest difference of a loss, gradient norm or weight from the unbroken run's, in units of what rounding
-    allows: each of four steps moves a weight by at most lr/eps = 1 of its gradient, which is clipped to 1 in all."""
+    """Return the largest difference of a loss, gradient norm or weight from the unbroken run, relative to rounding.
+
+    Each of four steps moves a weight by at most lr/eps = 1 times its gradient, whose total norm is clipped to 1.
+    """
     limit = 4 * compute_tolerance(TERMS, 2 * SUMS)
     ours, theirs = (list(records(each).values())[-2:] for each in (run, unbroken))
     found = [
@@ -115,7 +117,7 @@ def test_table(runs: Path) -> None:
 
 
 def test_the_moments_matter(runs: Path, tmp_path: Path) -> None:
-    """With zeros in their place the run ends elsewhere: the test above can fail."""
+    """With zero moments the run gives different results, so the test above can fail."""
     shutil.copytree(runs / "begun one rank", tmp_path / "run")
     checkpoint = layout.resolve_checkpoint_path(tmp_path / "run")
     states, listed = checkpoint / "states" / "rank_00000.safetensors", checkpoint / manifest.MANIFEST

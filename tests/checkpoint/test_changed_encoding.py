@@ -1,4 +1,4 @@
-"""Finetuning takes another encoding that is asked for by name, and says what is fresh and what is dropped."""
+"""Finetuning can change the encoding on request, and reports which weights are new and which are dropped."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One run of rotary, one of kerple_log and one of t5."""
+    """Runs of rotary, kerple_log and t5."""
     runs = {name: tmp_path_factory.mktemp(name) for name in ("rotary", "kerple_log", "t5")}
     for name, run in runs.items():
         train(tiny_config(corpus, run, train_iters=2, **(ROTARY if name == "rotary" else {"pos_emb": name})))
@@ -33,7 +33,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 def tuned(corpus: Path, run: Path, source: Path, **keys: object) -> str:
-    """Finetune for a step; what was said."""
+    """Finetune for one step and return the output."""
     log = run.parent / f"{run.name}.txt"
     keys = {"train_iters": 1, "load": str(source), "finetune": True, **keys}
     with run_console(log) as console:
@@ -57,7 +57,7 @@ def test_rotary_becomes_any_encoding(name: str, corpus: Path, trained: dict[str,
 
 
 def test_the_rest_of_the_model_stays(corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
-    """Without a learning rate to speak of, the other weights are those of the source to the last bit but one step."""
+    """With a tiny learning rate, all other weights equal the source's except for the last bit."""
     still = {"optimizer": {"params": {"lr": 1e-12}}, "weight_decay": 0.0}
     said = tuned(corpus, tmp_path / "run", trained["kerple_log"], pos_emb="alibi", **still)
     assert "fresh: nothing; dropped: position.r1.value, position.r2.value" in said
@@ -68,7 +68,7 @@ def test_the_rest_of_the_model_stays(corpus: Path, trained: dict[str, Path], tmp
 
 
 def test_weights_of_the_same_name_mean_something_else(corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
-    """kerple_log and kerple_power both have r1 and r2, for every head."""
+    """kerple_log and kerple_power both have parameters r1 and r2 for every head, with different meanings."""
     still = {"optimizer": {"params": {"lr": 1e-12}}}
     options = {"r1_below": 0.02, "r2_below": 0.02}
     said = tuned(
@@ -115,7 +115,7 @@ def test_another_temperature_is_fresh_and_the_old_one_dropped(corpus, trained: d
     said = tuned(corpus, tmp_path / "off", tmp_path / "on", attention_temperature="logn", **still)
     assert f"fresh: nothing; dropped: {own}" in said
     keys = {"train_iters": 1, "load": str(tmp_path / "on"), **still}
-    with pytest.raises(UserError, match=r"attention_temperature: this run has none.*may be another one if you name it"):
+    with pytest.raises(UserError, match=r"attention_temperature: this run has none.*set it explicitly to change it"):
         train(unnamed(tiny_config(corpus, tmp_path / "a", finetune=True, **keys), "attention_temperature"))
     with pytest.raises(UserError, match=r"attention_temperature: this run has llama4.*a run cannot change its model"):
         train(tiny_config(corpus, tmp_path / "b", attention_temperature="llama4", **keys))
@@ -123,16 +123,16 @@ def test_another_temperature_is_fresh_and_the_old_one_dropped(corpus, trained: d
 
 
 def unnamed(config: Config, *keys: str) -> Config:
-    """The same without what it says of some keys of positions."""
+    """Return the configuration without some explicitly set position keys."""
     given = {key: value for key, value in config.position.model_dump(exclude_unset=True).items() if key not in keys}
     return config.model_copy(update={"position": type(config.position).model_validate(given)})
 
 
 def test_what_nobody_named_stays_refused(corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
     keys = {"train_iters": 1, "load": str(trained["rotary"]), "finetune": True}
-    with pytest.raises(UserError, match=r"pos_emb: this run has learned.*it may be another one if you name it"):
+    with pytest.raises(UserError, match=r"pos_emb: this run has learned.*set it explicitly to change it"):
         train(unnamed(tiny_config(corpus, tmp_path / "a", **keys), "pos_emb"))
-    with pytest.raises(UserError, match=r"pos_emb_options: .*fraction': 0.5.*if you name it"):
+    with pytest.raises(UserError, match=r"pos_emb_options: .*fraction': 0.5.*set it explicitly"):
         train(tiny_config(corpus, tmp_path / "b", pos_emb="rotary", **keys))
     with pytest.raises(UserError, match=r"num_layers: this run has 3.*finetuning cannot change this"):
         train(tiny_config(corpus, tmp_path / "c", pos_emb="alibi", num_layers=3, **keys))
@@ -142,7 +142,7 @@ def test_what_nobody_named_stays_refused(corpus: Path, trained: dict[str, Path],
 
 
 def test_several_ranks_begin_as_one_does(corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
-    """Each stage and each rank drops and makes what it has of the encoding."""
+    """Several ranks start as one does: each stage and rank drops and creates its own parameters of the encoding."""
     keys = {
         "load": str(trained["t5"]), "finetune": True, "pos_emb": "kerple_log", "train_iters": 2,
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,

@@ -1,4 +1,4 @@
-"""What becomes of a changed key when a run is resumed follows from its policy, for every key that there is."""
+"""The effect of a changed key on a resumed run follows its policy, for every key."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ BY_ROLE = {
     "machine": "silent",
     "output": "silent",
 }
-# Values that building the comparison looks into; any other key may have a value that nobody knows.
+# Values that the comparison itself reads; any other key may have an unknown value.
 KNOWN = {
     "pos_emb": "rotary",
     "pos_emb_options": {"r1_start": 1.0},
@@ -34,7 +34,7 @@ KNOWN = {
     "stages": [{"until": 1}, {"min_lr": 1e-3}],
 }
 ALONE = ProcessGroups()
-COMPARED = ("load", "save", "finetune", "rollback")  # they decide what is compared with what
+COMPARED = ("load", "save", "finetune", "rollback")  # keys that select the checkpoints to compare
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 def changed(config: Config, key: ConfigKey) -> Config:
-    """The configuration with another value of one key, which nothing validates."""
+    """Return the configuration with another value of one key, without validation."""
     value: Any = KNOWN.get(key.name, "another")
     outer = [getattr(config, key.section)]
     for name in key.path[:-1]:
@@ -77,4 +77,4 @@ def test_a_changed_key_follows_its_role(trained: Config, key: ConfigKey) -> None
 
 
 def test_nothing_changed_nothing_said(trained: Config) -> None:
-    assert [note for note in plan_resume(trained, ALONE).notes if "until here" in note or "no effect" in note] == []
+    assert [note for note in plan_resume(trained, ALONE).notes if ", now " in note or "no effect" in note] == []

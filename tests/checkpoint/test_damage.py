@@ -1,4 +1,4 @@
-"""A run goes on from the newest checkpoint that is whole, says so, and never from less than a whole one."""
+"""A run resumes from the newest intact checkpoint, reports this, and never uses a damaged one."""
 
 import io
 import json
@@ -22,7 +22,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 
 def resumed(corpus: Path, run: Path, **keys: object) -> str:
-    """Go on; returns what was printed."""
+    """Resume the run and return the output."""
     stream = io.StringIO()
     train(tiny_config(corpus, run, **{"load": str(run), **keys}), Console(file=stream, width=250))
     return stream.getvalue()
@@ -45,18 +45,21 @@ def states(checkpoint: Path) -> Path:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a bit of the weights": (lambda c: flipped(c / "model.safetensors"), "model.safetensors is not as"),
-    "a bit of the states": (lambda c: flipped(states(c)), "rank_00000.safetensors is not as"),
-    "another activation": (lambda c: edited(c / "config.yml", "activation: gelu", "activation: relu"), "config.yml is"),
+    "a bit of the weights": (lambda c: flipped(c / "model.safetensors"), "model.safetensors changed since"),
+    "a bit of the states": (lambda c: flipped(states(c)), "rank_00000.safetensors changed since"),
+    "another activation": (
+        lambda c: edited(c / "config.yml", "activation: gelu", "activation: relu"),
+        "config.yml changed",
+    ),
     "other samples": (
         lambda c: edited(c / "progress.json", '"consumed_samples": 16', '"consumed_samples": 12'),
-        "progress.json is not as",
+        "progress.json changed since",
     ),
     "states cut short": (lambda c: states(c).write_bytes(b"PK\x03\x04"), "rank_00000.safetensors has 4 bytes"),
     "no states": (lambda c: shutil.rmtree(c / "states"), "rank_00000.safetensors is missing"),
     "another rank's states": (
         lambda c: shutil.copy(states(c), c / "states" / "rank_00001.safetensors"),
-        "rank_00001.safetensors is not in its manifest",
+        "rank_00001.safetensors is not listed in manifest",
     ),
     "no manifest": (lambda c: (c / "manifest.json").unlink(), "manifest.json is missing"),
     "no progress": (lambda c: (c / "progress.json").unlink(), "progress.json is missing"),
@@ -73,11 +76,11 @@ def test_the_one_before_is_taken_and_ends_where_the_run_would_have(
     act(checkpoint)
     said = resumed(corpus, run)
     (line,) = [line for line in said.splitlines() if "is damaged" in line]
-    assert line.startswith(f"{checkpoint}: is damaged, and passed over: ")
+    assert line.startswith(f"{checkpoint}: skipped because it is damaged: ")
     assert words in line
     assert (
-        f"resuming from {checkpoint.with_name(layout.format_checkpoint_name(2))} at step 2, the newest whole checkpoint"
-        in said
+        f"resuming from {checkpoint.with_name(layout.format_checkpoint_name(2))} at step 2, "
+        "the newest undamaged checkpoint" in said
     )
     assert f"step_0000004: moved to {run}/checkpoints/abandoned/0001" in said
     assert losses(run) == losses(trained)
@@ -92,7 +95,7 @@ def test_a_damaged_one_that_is_named_is_refused_and_nothing_changes(run: Path, c
     for keys in ({"train_iters": 6}, {"save": str(run.parent / "tuned"), "finetune": True}):
         if keys.get("finetune"):
             flipped(checkpoint / "model.safetensors")
-        with pytest.raises(RunError, match=r"load: .*step_0000004: is damaged: .* is not as it was written") as caught:
+        with pytest.raises(RunError, match=r"load: .*step_0000004: damaged: .* changed since it was written") as caught:
             resumed(corpus, run, load=str(checkpoint), **keys)
         assert "\n" not in str(caught.value)
     assert sorted(run.rglob("*")) == before
@@ -101,7 +104,7 @@ def test_a_damaged_one_that_is_named_is_refused_and_nothing_changes(run: Path, c
 def test_none_is_whole(run: Path, corpus: Path) -> None:
     for checkpoint in layout.list_checkpoints(run):
         flipped(states(checkpoint))
-    with pytest.raises(RunError, match=r"no checkpoint in it is whole: step_0000004: .*; step_0000002: .* begin anew"):
+    with pytest.raises(RunError, match=r"all checkpoints are damaged: step_0000004: .*; step_0000002: .* start over"):
         resumed(corpus, run, train_iters=6)
 
 
@@ -112,22 +115,22 @@ def test_going_back_is_asked_for_by_name_and_loses_nothing(trained: Path, run: P
         resumed(corpus, run, load=str(old), **rate)
     said = resumed(corpus, run, load=str(old), rollback=True, **rate)
     kept = read_config(run / "config.yml").checkpoint
-    assert (kept.load, kept.rollback) == (str(run), False)  # the run's own file goes on, as any run's does
-    assert f"step_0000004: moved to {run}/checkpoints/abandoned/0001, with the metrics until now" in said
+    assert (kept.load, kept.rollback) == (str(run), False)  # the run's own file is kept, as for any run
+    assert f"step_0000004: moved to {run}/checkpoints/abandoned/0001 with a copy of the metrics" in said
     assert losses(run)[:2] == losses(trained)[:2]
     assert losses(run)[3] != losses(trained)[3]
     aside = run / "checkpoints" / "abandoned" / "0001"
     assert (aside / "step_0000004" / "model.safetensors").read_bytes() == later
-    shutil.copy(trained / "config.yml", aside)  # a folder that `losses` takes for a run
+    shutil.copy(trained / "config.yml", aside)  # a folder that `losses` reads as a run
     assert losses(aside) == losses(trained)
     assert not same_weights(run, trained)
     assert "rollback: true" not in (run / "config.yml").read_text()
-    assert "moved" not in resumed(corpus, run, train_iters=6, **rate)  # and on, from the newest
+    assert "moved" not in resumed(corpus, run, train_iters=6, **rate)  # and resume again, from the newest
     assert [layout.parse_step(path) for path in layout.list_checkpoints(run)] == [2, 4, 6]
 
 
 def test_a_test_that_was_cut_off_is_made_up_for(corpus: Path, tmp_path: Path) -> None:
-    """Killed between the last checkpoint and the end of the test, a run has all its steps and no test loss."""
+    """A run killed between its last checkpoint and the end of its test repeats the test."""
     keys = {"eval_interval": 4, "test_data_paths": [str(corpus / "test_text_document")]}
     train(tiny_config(corpus, tmp_path, **keys))
     before = records(tmp_path, "test")
@@ -135,7 +138,7 @@ def test_a_test_that_was_cut_off_is_made_up_for(corpus: Path, tmp_path: Path) ->
     metrics = tmp_path / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
     assert json.loads(lines[-1])["kind"] == "test"
-    metrics.write_text("".join(lines[:-1]) + lines[-1][:20])  # in the middle of its line
+    metrics.write_text("".join(lines[:-1]) + lines[-1][:20])  # in the middle of a line
     assert "nothing to train: step 4 of 4 is reached; running the missing test" in resumed(corpus, tmp_path, **keys)
     after = records(tmp_path, "test")
     assert {**after[4], "seconds": 0} == {**before[4], "seconds": 0}

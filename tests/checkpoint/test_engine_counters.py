@@ -1,4 +1,4 @@
-"""Counts of DeepSpeed's engine go into a checkpoint and come back, a moving loss scale too."""
+"""Counters of DeepSpeed's engine, including a dynamic loss scale, are saved and restored."""
 
 import json
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Names, the newest, pruning and setting aside, on folders made by hand."""
+"""Names, newest checkpoint, pruning and moving aside, on handmade folders."""
 
 from pathlib import Path
 
@@ -27,9 +27,10 @@ def test_steps_are_sorted_as_numbers(tmp_path: Path) -> None:
 
 
 def test_the_newest_needs_no_pointer_and_believes_none(tmp_path: Path) -> None:
-    """A kill between a checkpoint's rename and a second file's update cannot matter where there is no second file."""
+    """The newest checkpoint is found without a pointer file, so a kill between a rename and a pointer update does not
+    matter."""
     make(tmp_path, 140, 145)
-    (tmp_path / "checkpoints" / "latest").write_text("step_0000140\n")  # as earlier versions wrote
+    (tmp_path / "checkpoints" / "latest").write_text("step_0000140\n")  # as written by earlier versions
     (tmp_path / "checkpoints" / ".step_0000150.tmp").mkdir()
     assert layout.resolve_checkpoint_path(tmp_path) == tmp_path / "checkpoints" / "step_0000145"
 
@@ -43,7 +44,7 @@ def test_resolve_takes_a_run_its_checkpoints_or_one_of_them(tmp_path: Path) -> N
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     assert layout.find_latest_checkpoint(tmp_path) is None
-    with pytest.raises(UserError, match="no checkpoint in it"):
+    with pytest.raises(UserError, match="contains no checkpoint"):
         layout.resolve_checkpoint_path(tmp_path)
     with pytest.raises(UserError, match="no such folder"):
         layout.resolve_checkpoint_path(tmp_path / "run")

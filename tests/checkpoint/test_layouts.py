@@ -1,5 +1,5 @@
-"""Checkpoints of runs whose ranks hold a model together: one file of whole weights, resumed bit for bit, taken over by
-any other layout as weights alone."""
+"""Checkpoints of sharded models: one file of whole weights, resumed bit for bit, and loaded as weights by other
+layouts."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ TERMS, SUMS = count_gpt_sums(32, layers=3)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str | None], Path]:
-    """Runs of two ranks, whole and in two goes, and what one rank trained; the errors of refused ones; the corpus."""
+    """Runs of two ranks, in one and in two parts, and a run of one rank; errors of rejected runs; the corpus."""
     where = tmp_path_factory.mktemp("layouts")
     corpus = write_corpora(where / "corpus")
 
@@ -62,7 +62,7 @@ def test_weights_are_whole_and_those_of_one_process(runs: tuple[Path, list[str |
     assert ours.keys() == alone.keys()
     half = LAYOUTS[name].get("precision") == "bf16"
     unit = compute_tolerance(1, 2 * SUMS, torch.bfloat16) if half else compute_tolerance(TERMS, 2 * SUMS)
-    # Each of four steps moves a weight by at most lr/eps = 1 of its gradient, which is clipped to 1 in all.
+    # Each of four steps moves a weight by at most lr/eps = 1 times its gradient, whose total norm is clipped to 1.
     for weight, expected in alone.items():
         torch.testing.assert_close(ours[weight], expected, rtol=0, atol=4 * unit, msg=weight)
     assert not list((where / name).rglob("parts"))

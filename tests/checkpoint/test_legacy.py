@@ -1,4 +1,4 @@
-"""Checkpoints with DeepSpeed's own files, as earlier versions wrote them, are resumed or refused in words."""
+"""Checkpoints with DeepSpeed's own files, written by earlier versions, are resumed or rejected with a clear error."""
 
 import io
 import shutil
@@ -25,14 +25,14 @@ TWO = FORMATS / "2" / "step_0000002"
 """Written by commit 0f496fa: two tensor-parallel ranks, ZeRO 1, float32, cdape on kerple_log, swiglu."""
 ONE_PER_LAYER = FORMATS / "1" / "per_layer" / "step_0000002"
 TWO_PER_LAYER = FORMATS / "2" / "per_layer" / "step_0000002"
-"""Written by the same commits: two layers with a kerple_log each, ZeRO 1; bfloat16, and float32."""
+"""Written by the same commits: two layers with their own kerple_log, ZeRO 1; bfloat16, and float32."""
 NEXT_LOSS = {
     ONE: 4.1172075271606445,
     TWO: 4.061580657958984,
     ONE_PER_LAYER: 4.127436637878418,
     TWO_PER_LAYER: 4.127379894256592,
 }
-"""The loss of the step after each, in the run that wrote it."""
+"""Loss of the next step, in the run that wrote each checkpoint."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run that holds a checkpoint of format 1."""
+    """Run with a checkpoint of format 1."""
     shutil.copytree(ONE, tmp_path / "run" / "checkpoints" / ONE.name)
     return tmp_path / "run"
 
@@ -55,7 +55,7 @@ def going_on(corpus: Path, run: Path, stored: Path = ONE, **keys: object) -> Con
 
 def test_a_run_of_format_1_goes_on_and_writes_today_s_format(run: Path, corpus: Path) -> None:
     train(going_on(corpus, run))
-    # bfloat16's rounding: another machine may sum otherwise
+    # bfloat16 rounding: another machine may sum in another order
     assert losses(run) == pytest.approx([NEXT_LOSS[ONE]], rel=2**-7)
     newest = layout.resolve_checkpoint_path(run)
     assert manifest.read_format_version(newest) == manifest.FORMAT
@@ -86,8 +86,8 @@ def test_runs_from_before_layers_called_their_encoding_position_go_on(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"precision": "fp32"}, "precision: .* written with bf16, this run has fp32"),
-        ({"zero_optimization": {"stage": 3}}, r"zero_optimization.stage: .* written with 1, this run has 3"),
+        ({"precision": "fp32"}, "precision: .* written with bf16, but this run has fp32"),
+        ({"zero_optimization": {"stage": 3}}, r"zero_optimization.stage: .* written with 1, but this run has 3"),
     ],
 )
 def test_states_that_cannot_be_divided_anew_are_refused(
@@ -100,7 +100,7 @@ def test_states_that_cannot_be_divided_anew_are_refused(
 def test_another_layout_is_refused(corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(TWO, run / "checkpoints" / TWO.name)
-    with pytest.raises(UserError, match=r"model_parallel_size: .*was written with 2, this run has 1"):
+    with pytest.raises(UserError, match=r"model_parallel_size: .*was written with 2, but this run has 1"):
         train(going_on(corpus, run, TWO, model_parallel_size=1, num_gpus=1))
 
 
@@ -115,34 +115,34 @@ def edited(path: Path, old: str, new: str) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "states cut short": (lambda c: states(c).write_bytes(b"PK\x03\x04"), "model_states.pt: is damaged, or holds more"),
+    "states cut short": (lambda c: states(c).write_bytes(b"PK\x03\x04"), "model_states.pt: damaged, or contains more"),
     "no states": (
         lambda c: [path.unlink() for path in (c / "deepspeed").iterdir()],
-        "DeepSpeed finds none of its files there",
+        "it contains no DeepSpeed files",
     ),
     "no optimizer states": (
         lambda c: next((c / "deepspeed").glob("*optim_states.pt")).unlink(),
-        "optim_states.pt: is missing; the checkpoint is damaged",
+        "optim_states.pt: not found; the checkpoint is damaged",
     ),
     "states of another step": (
         lambda c: edited(c / "progress.json", '"step": 2', '"step": 1'),
-        "holds the states of step 2, but progress.json is of step 1",
+        "contains the states of step 2, but progress.json is from step 1",
     ),
     "no progress": (
         lambda c: (c / "progress.json").write_text("[]"),
-        "not the progress of a checkpoint (it is no object)",
+        "not a checkpoint's progress (not a JSON object)",
     ),
     "random states cut short": (
         lambda c: (c / "random_states" / "rank_00000.pt").write_bytes(b"no"),
-        "rank_00000.pt: is damaged",
+        "rank_00000.pt: damaged",
     ),
-    "no random states": (lambda c: shutil.rmtree(c / "random_states"), "rank_00000.pt: is missing"),
+    "no random states": (lambda c: shutil.rmtree(c / "random_states"), "rank_00000.pt: not found"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_without_checksums_a_failed_load_never_starts_over(run: Path, corpus: Path, damage: str) -> None:
-    """As the first versions wrote checkpoints: what cannot be read is told in one line of ours."""
+    """Checkpoints of the first versions have no checksums. An unreadable file raises a one-line error."""
     act, words = DAMAGE[damage]
     checkpoint = run / "checkpoints" / ONE.name
     (checkpoint / "manifest.json").unlink()
@@ -159,7 +159,7 @@ def test_without_checksums_a_whole_one_is_taken_and_told(run: Path, corpus: Path
     (run / "checkpoints" / ONE.name / "manifest.json").unlink()
     stream = io.StringIO()
     train(going_on(corpus, run), Console(file=stream, width=250))
-    assert "step_0000002: carries no checksums (an earlier version wrote it): taken unverified" in stream.getvalue()
+    assert "step_0000002: has no checksums (written by an earlier version); not verified" in stream.getvalue()
     assert (run / "checkpoints" / layout.format_checkpoint_name(3) / "manifest.json").is_file()
 
 
@@ -171,6 +171,6 @@ def test_a_pickle_that_would_run_code_is_not_opened(run: Path, corpus: Path, tmp
     checkpoint = run / "checkpoints" / ONE.name
     (checkpoint / "manifest.json").unlink()
     torch.save({**torch.load(states(checkpoint), weights_only=True), "trap": Trap()}, states(checkpoint))
-    with pytest.raises(RunError, match=r"holds more than tensors, numbers and text: io\.open, and was not opened"):
+    with pytest.raises(RunError, match=r"contains more than tensors, numbers and text: io\.open; not opened"):
         train(going_on(corpus, run))
     assert not (tmp_path / "trapped").exists()

@@ -1,4 +1,4 @@
-"""`./deepy.py checkpoints`: what is there, what is whole, and what is deleted."""
+"""`./deepy.py checkpoints`: list, verify and delete."""
 
 import json
 import shutil
@@ -39,15 +39,15 @@ def test_each_is_told_with_its_loss_and_what_is_wrong_with_it(
     monkeypatch.setenv("COLUMNS", "300")
     run_status.print_checkpoints(run / "checkpoints", verify=True, as_json=False)
     shown = capsys.readouterr().out
-    assert "is not as it was written" in shown
+    assert "changed since it was written" in shown
     assert "progress.json is missing" in shown
 
 
 def test_what_is_no_run_is_told(run: Path, tmp_path: Path) -> None:
     for path, message in (
         (tmp_path / "nowhere", "no such folder"),
-        (tmp_path, "this folder has no checkpoint, but contains runs that do"),
-        (run / "checkpoints" / layout.format_checkpoint_name(2), "is a checkpoint; give the run's folder"),
+        (tmp_path, "this folder has no checkpoint but contains runs that do"),
+        (run / "checkpoints" / layout.format_checkpoint_name(2), "is a checkpoint; expected the run's folder"),
     ):
         with pytest.raises(UserError, match=message):
             run_status.print_checkpoints(path, verify=False, as_json=False)
@@ -70,7 +70,7 @@ def test_nothing_is_deleted_where_a_run_writes_or_nothing_whole_would_stay(
 ) -> None:
     monkeypatch.setattr("megatron.checkpoint.run_folder.LOCK_TIMEOUT", 0.0)
     lock = RunLock(run)
-    with pytest.raises(UserError, match="another run is writing there"):
+    with pytest.raises(UserError, match="another run is using this folder"):
         run_status.prune_and_report(run, 1, print)
     lock.release()
     for step in (2, 4):
@@ -83,18 +83,18 @@ def test_nothing_is_deleted_where_a_run_writes_or_nothing_whole_would_stay(
 @pytest.mark.parametrize(
     ("damaged", "keep", "stay", "last"),
     [
-        ((5,), 2, (3, 4, 5), "not counted: step_5 is damaged: "),
-        ((5,), 1, (4, 5), "not counted: step_5 is damaged: "),
-        ((3, 5), 2, (2, 3, 4, 5), "not counted: step_3 is damaged: "),
+        ((5,), 2, (3, 4, 5), "not counted: step_5, damaged: "),
+        ((5,), 1, (4, 5), "not counted: step_5, damaged: "),
+        ((3, 5), 2, (2, 3, 4, 5), "not counted: step_3, damaged: "),
         ((1, 2), 3, (3, 4, 5), "deleted step_2"),
-        ((2, 3, 5), 4, (1, 2, 3, 4, 5), "nothing was deleted: only 2 of --keep 4 are whole"),
-        ((1, 2, 3, 4), 2, (1, 2, 3, 4, 5), "nothing was deleted: only 1 of --keep 2 is whole"),
+        ((2, 3, 5), 4, (1, 2, 3, 4, 5), "nothing was deleted: only 2 of --keep 4 are undamaged"),
+        ((1, 2, 3, 4), 2, (1, 2, 3, 4, 5), "nothing was deleted: only 1 of --keep 2 is undamaged"),
     ],
 )
 def test_only_whole_ones_count(
     damaged: tuple[int, ...], keep: int, stay: tuple[int, ...], last: str, run: Path
 ) -> None:
-    """A flipped bit: names and sizes are as they should be."""
+    """A flipped bit is detected although names and sizes are unchanged."""
     there = run / "checkpoints"
     source = layout.list_checkpoints(run)[-1]
     for step in range(1, 6):

@@ -1,4 +1,4 @@
-"""The model that a checkpoint gives back is the one that was trained, and nothing but plain files is read."""
+"""A model loaded from a checkpoint equals the trained one, and only plain files are read."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_it_scores_as_it_did_in_training(corpus: Path, tmp_path: Path, stage: int, keys: dict[str, object]) -> None:
-    """The validation loss of the last step, computed again from the files alone."""
+    """The validation loss of the last step is reproduced from the files alone."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     config = tiny_config(corpus, tmp_path, eval_interval=4, zero_optimization=zero, **keys)
     train(config)
@@ -54,7 +54,7 @@ def test_it_scores_as_it_did_in_training(corpus: Path, tmp_path: Path, stage: in
         total, count = total + float(loss.double().sum()), count + loss.numel()
     assert total / count == pytest.approx(
         records(tmp_path, "valid")[4]["loss"], rel=compute_tolerance(count)
-    )  # the same losses, averaged
+    )  # same losses, averaged
 
 
 def test_types_and_devices(corpus: Path, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_types_and_devices(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_damage_is_named(corpus: Path, tmp_path: Path) -> None:
-    """Of the model's files alone, without checksums: by whatever reads the file."""
+    """Damage in the model's files is reported even without checksums, by the file reader."""
     train(tiny_config(corpus, tmp_path / "run", train_iters=1))
     checkpoint = tmp_path / "run" / "checkpoints" / "step_0000001"
     (checkpoint / "manifest.json").unlink()
@@ -85,24 +85,24 @@ def test_damage_is_named(corpus: Path, tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
         file.write_bytes(before)
 
-    broken(weights, None, "is damaged: model.safetensors is missing; there is no other")
+    broken(weights, None, "damaged: model.safetensors is missing; the run has no other checkpoint")
     broken(weights, weights.read_bytes()[:1000], "model.safetensors: cannot be read")
-    broken(config, None, "is damaged: config.yml is missing")
+    broken(config, None, "damaged: config.yml is missing")
     wider = config.read_text().replace("hidden_size: 32", "hidden_size: 64").encode()
-    broken(config, wider, r"is \[.*32.*\], the model's \[.*64")
+    broken(config, wider, r"has shape \[.*32.*\], expected \[.*64")
     more = config.read_text().replace("num_layers: 2", "num_layers: 3").encode()
     broken(config, more, r"lacks decoder\.layers\.2.* missing, 0 unknown")
     fewer = config.read_text().replace("num_layers: 2", "num_layers: 1").encode()
-    broken(config, fewer, r"has decoder\.layers\.1.*, which the model lacks")
-    broken(progress, b"{", "progress.json: not the progress of a checkpoint")
+    broken(config, fewer, r"contains decoder\.layers\.1.*, which the model lacks")
+    broken(progress, b"{", "progress.json: not a checkpoint's progress")
     without = json.loads(progress.read_text()) | {"vocabulary": None}
-    broken(progress, json.dumps(without).encode(), "says nothing of the vocabulary")
-    broken(progress, None, "step_0000001: is damaged: progress.json is missing")
+    broken(progress, json.dumps(without).encode(), "has no vocabulary")
+    broken(progress, None, "step_0000001: damaged: progress.json is missing")
     load_model(checkpoint)
 
 
 def test_files_that_are_not_what_was_written_are_refused(corpus: Path, tmp_path: Path) -> None:
-    """Also where they could be loaded: a bit of a weight, another activation, another number of tokens."""
+    """Modified files are rejected even if they load: a bit of a weight, another activation, another vocabulary size."""
     train(tiny_config(corpus, tmp_path, train_iters=2, checkpoint_factor=1))
     checkpoint = tmp_path / "checkpoints" / "step_0000002"
     assert load_model(tmp_path).verified
@@ -116,21 +116,19 @@ def test_files_that_are_not_what_was_written_are_refused(corpus: Path, tmp_path:
         before = file.read_bytes()
         assert content != before
         file.write_bytes(content)
-        what = f"step_0000002: is damaged: {file.name} is not as .* the newest other one that is whole is step_0000001"
+        what = f"step_0000002: damaged: {file.name} changed since .* newest undamaged one: step_0000001"
         with pytest.raises(RunError, match=what):
             load_model(tmp_path)
-        if file != weights:  # before anything is asked of the model
+        if file != weights:  # before the model is used
             with pytest.raises(RunError, match=what):
                 open_run(tmp_path)
         file.unlink()
-        with pytest.raises(
-            RunError, match=f"{file.name} is missing; the newest other one that is whole is step_0000001"
-        ):
+        with pytest.raises(RunError, match=f"{file.name} is missing; newest undamaged one: step_0000001"):
             open_run(tmp_path)
         file.write_bytes(before)
     load_model(tmp_path)
-    # What is named was looked at too.
+    # The named files were verified too.
     weights.write_bytes(changes[weights])
     (checkpoint.with_name("step_0000001") / "config.yml").write_text("seed: 1")
-    with pytest.raises(RunError, match=r"step_0000002: is damaged: .*; its other checkpoints are damaged too"):
+    with pytest.raises(RunError, match=r"step_0000002: damaged: .*; the run's other checkpoints are damaged too"):
         load_model(tmp_path)

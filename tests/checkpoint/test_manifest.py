@@ -1,4 +1,4 @@
-"""No file of a checkpoint is believed unseen: whatever happens to one of them is named."""
+"""Every file of a checkpoint is verified, and any damage is reported with the file name."""
 
 import json
 import os
@@ -18,7 +18,7 @@ FILES = (
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A folder like a checkpoint, its files of a few kilobytes; two of them equally long."""
+    """Checkpoint-like folder with small files, two of them with equal lengths."""
     drawn, folder = random.Random(3), tmp_path / "run" / "checkpoints" / "step_0000004"
     for name in FILES:
         path = folder / name
@@ -50,13 +50,13 @@ def test_what_was_written_is_whole(checkpoint: Path) -> None:
 def test_every_flipped_bit_is_noticed(checkpoint: Path, name: str) -> None:
     for bit in (0, 3000 * 8 - 1, *random.Random(name).sample(range(3000 * 8), 10)):
         flip(checkpoint / name, bit)
-        assert f"{name} is not as it was written" in (manifest.find_damage(checkpoint) or "")
+        assert f"{name} changed since it was written" in (manifest.find_damage(checkpoint) or "")
         flip(checkpoint / name, bit)
     assert manifest.find_damage(checkpoint) is None
 
 
 def test_flipped_bits_of_the_manifest_are_noticed(checkpoint: Path) -> None:
-    """All of them, except where a bit only makes white space of white space or another name of no meaning."""
+    """Every bit flip in the manifest is detected, unless it changes whitespace or an unused name."""
     path = checkpoint / "manifest.json"
     before = path.read_bytes()
     for bit in range(0, len(before) * 8, 7):
@@ -69,7 +69,7 @@ def test_flipped_bits_of_the_manifest_are_noticed(checkpoint: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut short": (lambda c: os.truncate(c / "model.safetensors", 2999), "has 2,999 bytes, 3,000 were written"),
+    "cut short": (lambda c: os.truncate(c / "model.safetensors", 2999), "has 2,999 bytes instead of 3,000"),
     "longer": (lambda c: (c / "progress.json").open("ab").write(b" "), "has 3,001 bytes"),
     "missing": (lambda c: (c / "deepspeed/two.pt").unlink(), "deepspeed/two.pt is missing"),
     "no model": (lambda c: (c / "model.safetensors").unlink(), "model.safetensors is missing"),
@@ -79,9 +79,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
             (c / "deepspeed/two.pt").rename(c / "deepspeed/one.pt"),
             (c / "x").rename(c / "deepspeed/two.pt"),
         ],
-        "deepspeed/one.pt is not as it was written",
+        "deepspeed/one.pt changed since it was written",
     ),
-    "another's": (lambda c: (c / "deepspeed/three.pt").write_bytes(b"?"), "deepspeed/three.pt is not in its manifest"),
+    "another's": (
+        lambda c: (c / "deepspeed/three.pt").write_bytes(b"?"),
+        "deepspeed/three.pt is not listed in manifest",
+    ),
     "a folder": (
         lambda c: [(c / "deepspeed/one.pt").unlink(), (c / "deepspeed/one.pt").mkdir()],
         "deepspeed/one.pt is missing",
@@ -91,7 +94,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a list": (lambda c: (c / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
     "no names": (
         lambda c: (c / "manifest.json").write_text('{"format": 1, "files": {}}'),
-        "config.yml is not in its manifest",
+        "config.yml is not listed in manifest",
     ),
 }
 
@@ -101,7 +104,7 @@ def test_damage_is_named(checkpoint: Path, what: str) -> None:
     act, words = DAMAGE[what]
     act(checkpoint)
     assert words in (manifest.find_damage(checkpoint) or "")
-    with pytest.raises(RunError, match=r"no checkpoint in it is whole: .*step_0000004: .*choose another folder"):
+    with pytest.raises(RunError, match=r"all checkpoints are damaged: .*step_0000004: .*choose another folder"):
         manifest.find_latest_valid(checkpoint.parents[1])
 
 
@@ -135,7 +138,7 @@ def test_processes_share_the_work_and_miss_nothing(checkpoint: Path) -> None:
 
 
 def test_without_a_manifest_the_model_must_be_there(checkpoint: Path) -> None:
-    """As earlier versions wrote it."""
+    """Without a manifest, as in earlier versions, the model file must exist."""
     (checkpoint / "manifest.json").unlink()
     flip(checkpoint / "deepspeed/one.pt", 5)
     assert not manifest.has_checksums(checkpoint)

@@ -1,4 +1,4 @@
-"""A run stopped and resumed is the run that was not stopped; what would make it another one is refused."""
+"""A stopped and resumed run equals an uninterrupted run; changes that would break this are rejected."""
 
 import io
 import json
@@ -33,13 +33,13 @@ def copied(run: Path, to: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("stage", "precision"),
-    # Stages 1 and 2 are one optimizer of DeepSpeed's; bfloat16 under stage 1 is tests/training/test_methods.py.
+    # Stages 1 and 2 share DeepSpeed's optimizer; tests/training/test_methods.py covers bfloat16 with stage 1.
     [(0, "fp32"), (0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")],
 )
 def test_stopped_and_resumed_is_uninterrupted_bit_for_bit(
     corpus: Path, tmp_path: Path, stage: int, precision: str
 ) -> None:
-    """Bit for bit: dropout, validation, accumulation and a processor included; the final weights too."""
+    """Includes dropout, validation, accumulation, a processor and the final weights."""
     keys = {
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, "precision": precision,
         "score_processor": "dape", "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
@@ -59,12 +59,12 @@ def test_stopped_and_resumed_is_uninterrupted_bit_for_bit(
 
 
 def test_reports_between_checkpoints_are_those_of_an_unbroken_run(corpus: Path, tmp_path: Path) -> None:
-    """An interval that a stop cuts in two is reported whole, and steps beyond the checkpoint are taken back."""
+    """An interval interrupted by a stop is reported completely, and steps after the checkpoint are rolled back."""
     keys = {"train_iters": 12, "log_interval": 5, "checkpoint_factor": 7}
     train(tiny_config(corpus, tmp_path / "whole", **keys))
     train(tiny_config(corpus, tmp_path / "run", **keys))
     checkpoints = tmp_path / "run" / "checkpoints"
-    shutil.rmtree(checkpoints / layout.format_checkpoint_name(12))  # as if it had crashed between 10 and 12
+    shutil.rmtree(checkpoints / layout.format_checkpoint_name(12))  # as after a crash between steps 10 and 12
     train(tiny_config(corpus, tmp_path / "run", **keys, load=str(tmp_path / "run")))
     assert list(records(tmp_path / "run")) == [5, 10, 12]
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
@@ -74,9 +74,9 @@ def test_reports_between_checkpoints_are_those_of_an_unbroken_run(corpus: Path, 
 def test_extending_a_run_keeps_the_order_of_its_data(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Longer than one epoch, so that another train_iters would reshuffle; the tokens read are compared.
+    """A run longer than one epoch keeps its data order when extended; another train_iters would reshuffle it.
 
-    An epoch of the corpus is about 16 batches of 16.
+    The test compares the tokens read. An epoch of the corpus has about 16 batches of 16.
     """
     from megatron.training.engine import Engine
 
@@ -99,14 +99,14 @@ def test_extending_a_run_keeps_the_order_of_its_data(
     first = read(train_iters=20, save=str(one))
     shutil.copytree(one, two)
     rest = read(train_iters=33, save=str(one), load=str(one))
-    for iters in (25, 33):  # in two goes
+    for iters in (25, 33):  # in two parts
         more = read(train_iters=iters, save=str(two), load=str(two))
         rest = rest[len(more) :] if torch.equal(rest[: len(more)], more) else pytest.fail("another order")
     assert len(rest) == 0
     assert json.loads((layout.resolve_checkpoint_path(two) / "progress.json").read_text())["train_samples"] == 320
     again = read(train_iters=33, save=str(tmp_path / "fresh"))
     assert len(first) == 320
-    assert not torch.equal(again[:320], first)  # a run planned for 33 steps has another order: the test can fail
+    assert not torch.equal(again[:320], first)  # a run planned for 33 steps has another order, so the test can fail
 
 
 def test_the_optimizers_options_are_those_of_the_new_configuration(trained: Path, corpus: Path, tmp_path: Path) -> None:
@@ -115,11 +115,11 @@ def test_the_optimizers_options_are_those_of_the_new_configuration(trained: Path
     optimizer = {"params": {"lr": 1e-2, "betas": [0.5, 0.6]}}
     keys = {"train_iters": 6, "lr_decay_iters": 4, "min_lr": 1e-3}
     train(tiny_config(corpus, run, load=str(run), optimizer=optimizer, **keys), Console(file=stream, width=200))
-    assert "optimizer.params.betas: [0.9, 0.95] until here, [0.5, 0.6] from here on" in stream.getvalue()
+    assert "optimizer.params.betas: was [0.9, 0.95], now [0.5, 0.6]" in stream.getvalue()
     other = copied(trained, tmp_path / "other")
     train(tiny_config(corpus, other, load=str(other), **keys))
     assert losses(run)[:5] == losses(other)[:5]
-    assert losses(run)[5] != losses(other)[5]  # the first step that new betas could change
+    assert losses(run)[5] != losses(other)[5]  # first step that new betas can change
 
 
 @pytest.mark.parametrize(
@@ -196,25 +196,27 @@ def test_another_precision_goes_on_from_the_masters_and_says_so(trained: Path, c
     train(tiny_config(corpus, tmp_path, load=str(trained), **keys), Console(file=stream, width=200))
     assert "at step 4 with train_iters 4 → 6, precision null → bf16" in stream.getvalue()
     train(tiny_config(corpus, tmp_path / "fp32", load=str(trained), train_iters=6))
-    # A bfloat16 model computes what float32 does to a few units of its eighth bit.
+    # A bfloat16 model agrees with float32 to a few units of its eighth bit.
     assert losses(tmp_path) == pytest.approx(losses(tmp_path / "fp32"), rel=2**-5)
 
 
 def test_where_a_run_starts_is_never_a_guess(trained: Path, corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"save: {trained} holds checkpoints already .*add load={trained}"):
+    with pytest.raises(UserError, match=f"save: {trained} already contains checkpoints .*add load={trained}"):
         train(tiny_config(corpus, trained))
     with pytest.raises(UserError, match=r"load: .*nowhere: no such folder"):
         train(tiny_config(corpus, tmp_path / "new", load=str(tmp_path / "nowhere")))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"load: .*empty: no checkpoint in it"):
+    with pytest.raises(UserError, match=r"load: .*empty: contains no checkpoint"):
         train(tiny_config(corpus, tmp_path / "new", load=str(tmp_path / "empty")))
     old = trained / "checkpoints" / layout.format_checkpoint_name(2)
-    with pytest.raises(UserError, match=r"save: .* checkpoints up to step_0000004, but .* or give up .*rollback=true"):
+    with pytest.raises(
+        UserError, match=r"save: .* checkpoints up to step_0000004, but .* or roll back .*rollback=true"
+    ):
         train(tiny_config(corpus, trained, load=str(old), train_iters=6))
     with pytest.raises(UserError, match=r"this run would start at step 0"):
         train(tiny_config(corpus, trained, load=str(trained), finetune=True))
     elsewhere = copied(trained, tmp_path / "elsewhere") / "checkpoints" / layout.format_checkpoint_name(2)
-    with pytest.raises(UserError, match=r"would go on from .*elsewhere.*step_0000002; choose another folder"):
+    with pytest.raises(UserError, match=r"would start from .*elsewhere.*step_0000002; choose another folder"):
         train(tiny_config(corpus, trained, load=str(elsewhere), rollback=True, train_iters=6))
 
     stream = io.StringIO()
@@ -251,7 +253,7 @@ def test_a_run_that_changed_its_rate_is_no_seed_of_one_that_always_had_it(
     run = tmp_path / "changed"
     train(tiny_config(corpus, run, load=str(run), train_iters=6, **other_rate))
     origin = f"{open_run(trained).training_digest} at step 4"
-    assert open_run(run).trainer_state.origin == origin  # which further resuming keeps
+    assert open_run(run).trainer_state.origin == origin  # kept when resumed again
 
 
 def steps(run: Path) -> list[int | None]:
@@ -276,7 +278,7 @@ def test_finetuning_takes_the_weights_and_nothing_else(trained: Path, corpus: Pa
     shutil.copy(corpus / "corpus.json", tmp_path / "text" / "corpus.json")
     keys = {"train_data_paths": [str(other)], "tokenizer_type": None}
     description = json.loads((corpus / "corpus.json").read_text())
-    del description["files"]  # the checksums of other data
+    del description["files"]  # checksums of other data
     (tmp_path / "text" / "corpus.json").write_text(json.dumps(description))
     shutil.copy(corpus / "tokenizer.json", tmp_path / "text")
     shutil.copy(f"{other}.bin", tmp_path / "text" / "train_text_document.bin")
@@ -290,7 +292,7 @@ def test_finetuning_takes_the_weights_and_nothing_else(trained: Path, corpus: Pa
     assert result.loss is not None
     assert scratch.loss is not None
     assert result.loss < scratch.loss - 0.02
-    # Seeds of one another begin with the same weights; resuming does not change what a run began with.
+    # Runs with other seeds start with the same weights; resuming does not change a run's origin.
     origin = f"{open_run(trained).training_digest} at step 4"
     assert open_run(tuned).trainer_state.origin == origin
     assert open_run(tuned).training_digest != open_run(tmp_path / "scratch").training_digest

@@ -1,4 +1,4 @@
-"""Random states go to a file and come back, without a pickle."""
+"""Random states are saved to a file and restored without pickle."""
 
 import random
 from pathlib import Path
@@ -18,7 +18,7 @@ def draw() -> tuple[object, ...]:
 
 
 def test_what_was_captured_comes_back(tmp_path: Path) -> None:
-    draw()  # an odd number of Gaussians: their second halves wait inside the generators
+    draw()  # an odd number of Gaussians leaves a cached value in the generators
     tensor_files.write_tensors(tmp_path / "states", *rng_state.pack_rng_state(rng_state.capture_rng_state()))
     expected = draw()
     assert draw() != expected
@@ -41,6 +41,6 @@ def test_a_file_without_them_is_told(tmp_path: Path, metadata: dict[str, str]) -
     tensor_files.write_tensors(tmp_path / "states", {"random/torch": torch.get_rng_state()}, metadata)
     with (
         safe_open(tmp_path / "states", "pt") as file,
-        pytest.raises(RunError, match="does not hold the random states of a process"),
+        pytest.raises(RunError, match="not the random states of a process"),
     ):
         rng_state.unpack_rng_state(file)

@@ -1,4 +1,4 @@
-"""One run at a time in a folder, no lock outlives its process, and what somebody else put there stays."""
+"""One run at a time per folder; locks end with their process; files of other programs are kept."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     first = RunLock(tmp_path / "run")
-    with pytest.raises(UserError, match="another run is writing there"):
+    with pytest.raises(UserError, match="another run is using this folder"):
         RunLock(tmp_path / "run")
     RunLock(tmp_path / "other").release()
     first.release()
@@ -74,7 +74,7 @@ def test_a_configuration_of_somebody_keeps_its_name_and_its_comments(tmp_path: P
     own = tmp_path / "config.yml"
     own.write_text(OWN)
     told = save_config(config, tmp_path)
-    assert (told or "").startswith(f"{own} was not written by a run and stays as it is")
+    assert (told or "").startswith(f"{own} was not written by a run and is left unchanged")
     assert own.read_text() == OWN
     assert get_config_path(tmp_path) == tmp_path / RESOLVED_CONFIG
     assert read_config(get_config_path(tmp_path)).training.train_iters == 7
@@ -100,7 +100,7 @@ def test_a_run_replaces_what_a_run_wrote_unless_somebody_changed_it(tmp_path: Pa
 @pytest.mark.parametrize("name", ["metrics.jsonl", RESOLVED_CONFIG])
 def test_a_folder_with_files_of_others_takes_no_run(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine: true\n")
-    with pytest.raises(UserError, match=f"save: .* holds {name}, which no run wrote"):
+    with pytest.raises(UserError, match=f"save: .* contains {name}, which no run wrote"):
         refuse_foreign_run_files(tmp_path, ("metrics.jsonl",))
-    (tmp_path / LOCK).touch()  # a run that was killed before its first checkpoint
+    (tmp_path / LOCK).touch()  # a run killed before its first checkpoint
     refuse_foreign_run_files(tmp_path, ("metrics.jsonl",))

@@ -1,4 +1,4 @@
-"""A save is whole or was not: full disks, weights that are not finite, old checkpoints that stay or go."""
+"""A save is complete or has no effect: full disks, weights that are not finite, pruning of old checkpoints."""
 
 import errno
 import io
@@ -54,8 +54,8 @@ def test_what_a_checkpoint_holds(corpus: Path, tmp_path: Path) -> None:
     weights = load_file(result.checkpoint / "model.safetensors")
     assert {w.dtype for w in weights.values()} == {torch.float32}
     matrix = weights["decoder.layers.0.mlp.linear_fc1.weight"]
-    assert not torch.equal(matrix, matrix.bfloat16().float())  # masters, not copies
-    assert sum(name.startswith("embedding") or name.startswith("output") for name in weights) == 1  # tied: once
+    assert not torch.equal(matrix, matrix.bfloat16().float())  # float32 masters, not copies
+    assert sum(name.startswith("embedding") or name.startswith("output") for name in weights) == 1  # tied: saved once
 
 
 def test_a_run_keeps_its_tokenizer_and_an_older_one_gets_it_when_it_is_resumed(corpus: Path, tmp_path: Path) -> None:
@@ -106,14 +106,14 @@ def test_a_full_disk_leaves_the_last_checkpoint(
             train(tiny_config(corpus, tmp_path, load=str(tmp_path), **zero))
     assert "\n" not in str(e.value)
     assert names(tmp_path) == ["step_0000002"]
-    train(tiny_config(corpus, tmp_path, load=str(tmp_path), **zero))  # it is whole
+    train(tiny_config(corpus, tmp_path, load=str(tmp_path), **zero))  # the checkpoint is complete
     assert names(tmp_path) == ["step_0000002", "step_0000004"]
     assert len(losses(tmp_path)) == 4
 
 
 @pytest.mark.parametrize("kilobytes", [20, 100])
 def test_a_disk_that_really_refuses(corpus: Path, tmp_path: Path, kilobytes: int) -> None:
-    """A limit on file sizes fails as a full disk does: in the middle of a rank's file, or of model.safetensors."""
+    """A file size limit fails like a full disk, in a rank's file or in model.safetensors."""
     train(tiny_config(corpus, tmp_path, train_iters=2))
     told = r"step_0000004: not saved: .*File too large.*; .* is .*step_0000002"
     with full_disk(kilobytes * 1000), pytest.raises(RunError, match=told):
@@ -143,8 +143,10 @@ def test_weights_that_are_not_finite_are_not_saved(
 def test_training_goes_on_while_a_checkpoint_is_written(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk answers only when the next save has begun to wait: two more steps were taken by then, and what is
-    written is what the weights were before them."""
+    """Training continues during a save. The disk blocks until the next save waits; by then two more steps have run.
+
+    The checkpoint contains the weights from before these steps.
+    """
     asked, usual = threading.Event(), sharded_state.Snapshot.write
 
     def slowly(self: sharded_state.Snapshot, checkpoint: Path, *arguments: Any) -> Any:
@@ -153,7 +155,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 
     class Screen(io.StringIO):
         def write(self, text: str) -> int:
-            if "waits until" in text:
+            if "waiting until" in text:
                 asked.set()
             return super().write(text)
 
@@ -163,7 +165,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     with monkeypatch.context() as patched:
         patched.setattr(sharded_state.Snapshot, "write", slowly)
         result = train(tiny_config(corpus, tmp_path / "slow", train_iters=6, **keys), Console(file=screen, width=200))
-    assert "step 4: waits until the checkpoint of step 2 is written" in screen.getvalue()
+    assert "step 4: waiting until the checkpoint of step 2 is written" in screen.getvalue()
     assert result.checkpoint == tmp_path / "slow" / "checkpoints" / "step_0000006"
     assert names(tmp_path / "slow") == names(tmp_path / "usual") == ["step_0000002", "step_0000004", "step_0000006"]
     for name in names(tmp_path / "usual"):
@@ -174,7 +176,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 
 
 def test_hooks_of_a_caller_hear_of_a_run_and_of_its_saves(corpus: Path, tmp_path: Path) -> None:
-    """What a checkpoint holds is the same, whoever listens."""
+    """A caller's hooks are called for a run and its saves, and do not change the checkpoint."""
     heard: list[tuple[Any, ...]] = []
 
     def complete(folder: Path, step: int, entries: Entries) -> Entries:
@@ -227,7 +229,7 @@ def test_memory_that_does_not_suffice_is_told_and_loses_nothing(
 ) -> None:
     train(tiny_config(corpus, tmp_path, train_iters=2, lr_decay_iters=4))
     monkeypatch.setattr(sharded_state.PinnedStagingBuffers, "copy_to_host", lambda *_: torch.empty(1 << 60))
-    with pytest.raises(RunError, match=r"step_0000004: not saved: its states cannot be copied \(.*memory.*0000002$"):
+    with pytest.raises(RunError, match=r"step_0000004: not saved: cannot copy the states \(.*memory.*0000002$"):
         train(tiny_config(corpus, tmp_path, load=str(tmp_path)))
     assert names(tmp_path) == ["step_0000002"]
 
@@ -237,5 +239,5 @@ def test_an_optimizer_that_is_not_known_is_refused() -> None:
         pass
 
     engine = SimpleNamespace(optimizer=NewOptimizer(), module=torch.nn.Linear(1, 1))
-    with pytest.raises(RunError, match="DeepSpeed's NewOptimizer: where it keeps masters and moments is not known"):
+    with pytest.raises(RunError, match="DeepSpeed's NewOptimizer: unsupported optimizer class"):
         engine_state.list_optimizer_shards(engine)

@@ -1,4 +1,4 @@
-"""Whatever wrote a parameter in pieces, any part that another layout needs is found, and a hole is never filled."""
+"""Any range of a parameter is found in whatever shards were written, and gaps are never filled."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +20,7 @@ KIND = "exp_avg"
 
 
 def divided(whole: Tensor, how: ShardSpec | None, tensor: Axis) -> nn.Parameter:
-    """What a tensor-parallel rank holds, marked as megatron-core marks it."""
+    """Return the shard of a tensor-parallel rank, with megatron-core's attributes."""
     parameter = nn.Parameter(whole if how is None else shard_tensor(whole, how, tensor))
     if how is not None:
         parameter.tensor_model_parallel = True
@@ -34,7 +34,7 @@ def fragment(parameter: nn.Parameter, start: int, stop: int) -> OptimizerShard:
 
 
 def write(folder: Path, whole: Tensor, how: ShardSpec | None, ranks: int, cuts: list[int]) -> list[Path]:
-    """One file for each tensor-parallel rank and each part between two cuts of what it holds."""
+    """Write one file for each tensor-parallel rank and each range between two cuts of its shard."""
     files = []
     for index in range(ranks):
         tensor = Axis(index, ranks)
@@ -52,7 +52,7 @@ def write(folder: Path, whole: Tensor, how: ShardSpec | None, ranks: int, cuts: 
 
 @some.composite
 def layouts(draw: some.DrawFn) -> tuple[tuple[int, ...], ShardSpec | None, int, int]:
-    """A shape, how it is divided, and among how many ranks before and after."""
+    """Draw a shape, its sharding, and the numbers of ranks before and after."""
     before, after = draw(some.sampled_from([1, 2, 3, 4])), draw(some.sampled_from([1, 2, 3, 4]))
     how = draw(some.none() | some.builds(ShardSpec, some.integers(0, 1), some.integers(1, 2)))
     shape = [draw(some.integers(1, 3)), draw(some.integers(1, 3))]
@@ -87,10 +87,10 @@ def test_any_part_is_found(
 def test_a_hole_is_told(tmp_path: Path, how: ShardSpec | None) -> None:
     files = write(tmp_path, torch.randn(8, 3), how, 2, [5, 9])
     with ShardReader([*files[:1], *files[2:]]) as pieces:
-        with pytest.raises(RunError, match=r"holds no exp_avg of element 5 of weight"):
+        with pytest.raises(RunError, match=r"contains no exp_avg for element 5 of weight"):
             pieces.read_tensor(KIND, "weight")
-        pieces.read_range(KIND, "weight", how, Axis(0, 2), 0, 5)  # what is there is found
-        with pytest.raises(RunError, match="holds nothing of bias"):
+        pieces.read_range(KIND, "weight", how, Axis(0, 2), 0, 5)  # the existing range is found
+        with pytest.raises(RunError, match="contains no data for bias"):
             pieces.read_tensor(KIND, "bias")
         with pytest.raises(RunError, match="exp_avg_sq of weight cannot be read"):
             pieces.read_tensor("exp_avg_sq", "weight")
@@ -101,7 +101,7 @@ def test_what_is_no_such_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no")
     for name in ("plain", "text", "missing"):
         with (
-            pytest.raises(RunError, match=f"{name}: does not hold pieces of parameters"),
+            pytest.raises(RunError, match=f"{name}: not a file of parameter shards"),
             ShardReader([tmp_path / name]),
         ):
             pass

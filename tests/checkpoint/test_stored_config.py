@@ -1,4 +1,4 @@
-"""Checkpoints of every format that there was are still read, whatever became of the keys and checks since."""
+"""Checkpoints of every earlier format can be read, despite removed keys and stricter checks."""
 
 import json
 import shutil
@@ -39,12 +39,12 @@ def test_the_model_of_format_1_is_rebuilt() -> None:
 
 
 def test_gated_layers_keep_their_width() -> None:
-    """Until format 3 intermediate_size was that width itself, and 4 × hidden_size where it was absent."""
+    """Until format 3, intermediate_size was the width of gated layers itself, or 4 × hidden_size by default."""
     three = load_model(FORMATS / "3" / "step_0000002")  # written by commit bc16b4e: geglu, intermediate_size 12
     assert three.config.model.intermediate_size == 36
     assert ffn_hidden_size(three.config.model) == 12
     assert three.model.state_dict()["decoder.layers.0.mlp.linear_fc2.weight"].shape == (16, 12)
-    two = load_checkpoint_config(FORMATS / "2" / "step_0000002").model  # swiglu, none
+    two = load_checkpoint_config(FORMATS / "2" / "step_0000002").model  # swiglu, no intermediate_size
     assert (two.intermediate_size, ffn_hidden_size(two)) == (3 * 64, 64)
 
 
@@ -57,7 +57,7 @@ def to_new_name(name: str) -> str:
 
 
 def write_with_new_names(run: Path) -> None:
-    """The checkpoint of format 4 as a later format holds it: the same tensors under the new names."""
+    """Rewrite the checkpoint of format 4 with the tensor names of a later format."""
     checkpoint = run / "checkpoints" / FOUR.name
     shutil.copytree(FOUR, checkpoint)
     for path in (checkpoint / "model.safetensors", checkpoint / "states" / "rank_00000.safetensors"):
@@ -94,7 +94,10 @@ def test_cope_of_format_5_computes_as_it_did() -> None:
 
 @pytest.mark.parametrize("written", [3, 4])
 def test_a_run_goes_on_from_weights_and_optimizer_states_of_the_old_name(written: int, tmp_path: Path) -> None:
-    """As from the new name, bit for bit; format 3 differs in what this configuration has not."""
+    """Resuming with old names of weights and optimizer states equals resuming with new ones, bit for bit.
+
+    The differences of format 3 do not concern this configuration.
+    """
     corpus = write_corpora(tmp_path / "corpus")
     old, new = tmp_path / "old", tmp_path / "new"
     shutil.copytree(FOUR, old / "checkpoints" / FOUR.name)
@@ -121,7 +124,8 @@ def test_a_run_goes_on_from_weights_and_optimizer_states_of_the_old_name(written
 
 
 def test_finetuning_takes_an_old_layer_s_encoding_and_drops_it(tmp_path: Path) -> None:
-    """Into layers with an encoding each, and with another encoding, whose message names what is dropped."""
+    """Finetuning loads an old layer's encoding into per-layer encodings, or drops it for another encoding and reports
+    it."""
     corpus = write_corpora(tmp_path / "corpus")
     keys = load_checkpoint_config(FOUR).to_flat() | {"load": str(FOUR), "finetune": True, "train_iters": 1}
     keys |= {"train_data_paths": [str(corpus / "train_text_document")], "lr_decay_iters": None}
@@ -149,7 +153,7 @@ def test_an_old_checkpoint_is_exported_by_the_names_it_has(tmp_path: Path) -> No
 def test_a_key_that_is_gone_and_a_stricter_check_lose_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if the next format had given up one key and found a value wrong that this one allowed."""
+    """Checkpoints stay readable after a key is removed and a check becomes stricter, as in a future format."""
     checkpoint, today = tmp_path / "step_0000002", load_checkpoint_config(ONE).to_flat()
     shutil.copytree(ONE, checkpoint)
     (checkpoint / "config.yml").write_text((ONE / "config.yml").read_text() + "given_up: 3\n")
@@ -180,10 +184,10 @@ def test_a_configuration_of_this_format_is_read_as_it_was_written(tmp_path: Path
     [
         (
             "num_layers: two\n",
-            "config.yml: not the configuration of a checkpoint: num_layers is two; it must",
+            "config.yml: not a checkpoint's configuration: num_layers is two; it must",
         ),
-        ("num_layers: [\n", "config.yml: not the configuration of a checkpoint: config.yml:2: not valid YAML"),
-        (None, "config.yml: is missing; the checkpoint is damaged"),
+        ("num_layers: [\n", "config.yml: not a checkpoint's configuration: config.yml:2: not valid YAML"),
+        (None, "config.yml: not found; the checkpoint is damaged"),
     ],
 )
 def test_what_is_none_is_said_in_one_line(text: str | None, said: str, tmp_path: Path) -> None:
@@ -200,7 +204,7 @@ def test_a_later_version_is_told_from_damage(tmp_path: Path) -> None:
     shutil.copytree(ONE, checkpoint)
     content = json.loads((checkpoint / "manifest.json").read_text())
     (checkpoint / "manifest.json").write_text(json.dumps(content | {"format": manifest.FORMAT + 1}))
-    said = f"a later version of this program wrote it \\(format {manifest.FORMAT + 1}\\); this one reads up to"
+    said = f"written by a later version of this program \\(format {manifest.FORMAT + 1}\\); this version reads up to"
     with pytest.raises(RunError, match=said):
         load_checkpoint_config(checkpoint)
     with pytest.raises(RunError, match=said):

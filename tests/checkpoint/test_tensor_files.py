@@ -1,4 +1,4 @@
-"""Streamed files are safetensors files, and what is told of them is true."""
+"""Streamed files are valid safetensors files, and their reported sizes and checksums are correct."""
 
 import zlib
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""A real SLURM on this machine: a controller and two nodes, in a folder of its own, without any of the machine's."""
+"""SLURM cluster on this machine: a controller and two nodes in a temporary folder, independent of the machine's own
+setup."""
 
 import getpass
 import os
@@ -21,24 +22,24 @@ from tiny_runs import free_port
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "squeue", "scancel", "scontrol", "sinfo")
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-CREDENTIALS = 10  # seconds that SLURM waits before it lets a requeued job begin again; 120 without
+CREDENTIALS = 10  # seconds until SLURM restarts a requeued job; default 120
 
 
 @dataclass(frozen=True)
 class Slurm:
-    """The cluster, for commands of a test."""
+    """SLURM cluster for the commands of a test."""
 
     folder: Path
     nodes: tuple[str, str]
 
     @property
     def environment(self) -> dict[str, str]:
-        """The user's, on a login node: jobs inherit it."""
+        """Environment of a user on a login node; jobs inherit it."""
         own = {name: value for name, value in os.environ.items() if not re.match(r"SLURM_|RANK|WORLD_SIZE", name)}
         return {**own, "PATH": PATH, "SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
 
     def __call__(self, *command: str, cwd: Path | None = None, timeout: float = 120) -> str:
-        """Run a command to its end; what it printed on standard output."""
+        """Run a command and return its standard output."""
         done = subprocess.run(
             command, cwd=cwd, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False
         )
@@ -46,23 +47,24 @@ class Slurm:
         return done.stdout
 
     def deepy(self, *arguments: str, cwd: Path) -> str:
-        """The command line, on the login node."""
+        """Run a deepy.py command on the login node."""
         return self(sys.executable, str(ROOT / "deepy.py"), *arguments, cwd=cwd)
 
     def state(self, job: str) -> str:
-        """PENDING, RUNNING, COMPLETED …; of a job array, those of its tasks, each once."""
+        """Return the state of a job (PENDING, RUNNING, COMPLETED …); for a job array, the distinct states of its
+        tasks."""
         found = re.findall(r"JobState=(\S+)", self("scontrol", "show", "job", job))
         return ",".join(sorted(set(found)))
 
     def logs(self) -> str:
-        """The end of what the daemons logged."""
+        """Return the end of the daemons' logs."""
         return "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in (self.folder / "log").iterdir())
 
 
 def _configuration(folder: Path, nodes: tuple[str, str], ports: list[int]) -> str:
     user = getpass.getuser()
-    # Two slurmd on one host: both have its address, and ports of their own. The first name is the host's own, so that
-    # ranks find the first of a job's nodes by name.
+    # Two slurmd share the host's address and use separate ports. The first is named after the host, so that ranks can
+    # resolve the name of a job's first node.
     lines = "\n".join(
         f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=8 RealMemory=2000"
         for name, port in zip(nodes, ports[1:], strict=True)
@@ -101,11 +103,11 @@ PartitionName=debug Nodes={",".join(nodes)} Default=YES MaxTime=60 State=UP
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Slurm]:
-    """The cluster, with both nodes idle; skipped where Debian's packages are not installed."""
+    """SLURM cluster with both nodes idle; skipped if Debian's packages are not installed."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
     if missing:
         pytest.skip(f"no SLURM on this machine ({', '.join(missing)}); as root, make slurm installs Debian's")
-    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # a socket's path must be short
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # the path of a socket must be short
     folder.chmod(0o755)
     for name in ("log", "state", "spool"):
         (folder / name).mkdir()
@@ -148,14 +150,14 @@ def _idle(cluster: Slurm) -> list[str]:
 
 
 class Cluster(Protocol):
-    """What tests wait for."""
+    """Interface of a cluster for waiting tests."""
 
     def logs(self) -> str:
-        """The end of what its daemons logged."""
+        """Return the end of the daemons' logs."""
 
 
 def until(there: Callable[[], object], cluster: Cluster, what: str, seconds: float = 60) -> None:
-    """Wait until something is so, but not longer; then an AssertionError says what is not, with the cluster's logs."""
+    """Wait until a condition is true, or raise AssertionError with the cluster's logs after the timeout."""
     deadline = time.monotonic() + seconds
     while not there():
         assert time.monotonic() < deadline, f"no {what} after {seconds:.0f} s\n{cluster.logs()}"
@@ -163,7 +165,7 @@ def until(there: Callable[[], object], cluster: Cluster, what: str, seconds: flo
 
 
 def _stop(cluster: Slurm, daemons: list[subprocess.Popen[bytes]]) -> None:
-    """End all jobs, so that no step is left behind, then the daemons that were started, by their own processes."""
+    """End all jobs, so that no step keeps running, then the daemons started by this test."""
     if len(daemons) == 4:
         run = {"env": cluster.environment, "capture_output": True, "text": True, "timeout": 60, "check": False}
         subprocess.run(["scancel", "--user", getpass.getuser()], **run)  # type: ignore[call-overload]

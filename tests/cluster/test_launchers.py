@@ -1,4 +1,4 @@
-"""One run over two nodes by each launcher but SLURM, as a user types it on the first node."""
+"""One run over two nodes with each launcher except SLURM, started as a user would on the first node."""
 
 import re
 import subprocess
@@ -19,7 +19,7 @@ from tools.rounding import compute_tolerance, count_gpt_sums
 from .conftest import ROOT, until
 from .two_nodes import NAMES, TwoNodes, missing
 
-SECONDS = 240  # for what takes some ten: two processes import torch at once, beside other tests
+SECONDS = 240  # usually about ten seconds: two processes import torch at once, beside other tests
 ROUNDING = compute_tolerance(*count_gpt_sums(32, layers=2))
 DEEPY = str(ROOT / "deepy.py")
 MPIRUN = ("mpirun", "--allow-run-as-root", "--host", f"{NAMES[0]}:1,{NAMES[1]}:1", "-x", f"MASTER_ADDR={NAMES[0]}")
@@ -32,18 +32,18 @@ WAYS = {
         for rank in range(2)
     ],
 }
-"""What is typed on the first node, and on the second."""
+"""Commands on the first and the second node, by launcher."""
 DEATHS = {
-    "ssh": r"error: the process of rank 1 was ended by SIGKILL \(out of memory\?\); see .*log\.txt",
+    "ssh": r"error: the process of rank 1 was killed by SIGKILL \(out of memory\?\); see .*log\.txt",
     "mpirun": rf"process rank 1 with PID \d+ on node {NAMES[1]} exited on signal 9|error: .*Connection",
     "torchrun": r"error: .*Connection",
 }
-"""What the first node says when the rank of the second is killed."""
+"""Messages on the first node when the rank of the second is killed, by launcher."""
 
 
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[TwoNodes]:
-    """The nodes; skipped where they cannot be made."""
+    """The nodes; skipped if they cannot be created."""
     if (reason := missing()) is not None:
         pytest.skip(reason)
     with tempfile.TemporaryDirectory(prefix="nodes-", dir="/tmp") as folder:
@@ -57,7 +57,7 @@ def two_nodes() -> Iterator[TwoNodes]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[float]]]:
-    """A folder with a corpus, run.yml and a hostfile, and the losses of one process that nobody disturbs."""
+    """Folder with a corpus, run.yml and a hostfile, and the losses of an undisturbed single process."""
     folder = tmp_path_factory.mktemp("launchers")
     corpus, method = write_corpora(folder / "data"), write_pausing_method(folder / "methods")
     keys = {"pos_emb": method, "train_iters": 60, "train_batch_size": 4, "checkpoint_factor": 2, "num_workers": 0}
@@ -79,7 +79,7 @@ def test_a_run_loses_a_rank_goes_on_and_stops(
     run = folder / way
 
     def start(*keys: str) -> list[subprocess.Popen]:
-        """The outputs are in tmp_path: 0.log and 1.log, of each node."""
+        """Start the commands; outputs of the nodes are 0.log and 1.log in tmp_path."""
         commands = enumerate(WAYS[way])
         words = ("run.yml", f"save={way}", *keys)
         return [two_nodes.on(n, *each, *words, cwd=folder, output=tmp_path / f"{n}.log") for n, each in commands]
@@ -88,7 +88,7 @@ def test_a_run_loses_a_rank_goes_on_and_stops(
         return "".join(path.read_text() for path in sorted(tmp_path.glob("*.log")))
 
     def end(commands: list[subprocess.Popen]) -> list[int]:
-        """Their exit codes, when nothing of the run is left on either node."""
+        """Return the exit codes once no process of the run is left on either node."""
         until(lambda: None not in [each.poll() for each in commands], two_nodes, f"end of {way}", SECONDS)
         marks = [(n, mark) for n in range(2) for mark in ("deepy.py", "megatron.launch")]
         until(lambda: not any(two_nodes.processes(*each) for each in marks), two_nodes, "end of the ranks", 20)

@@ -1,4 +1,4 @@
-"""Runs over the two nodes of a real SLURM, as a user starts them."""
+"""Runs over the two nodes of a SLURM cluster, started as by a user."""
 
 import re
 import sys
@@ -18,11 +18,11 @@ from tools.rounding import compute_tolerance, count_gpt_sums
 from .conftest import ROOT, Slurm
 
 ROUNDING = compute_tolerance(*count_gpt_sums(32, layers=2))
-SECONDS = 240  # for what takes some ten: two processes import torch at once, beside other tests
+SECONDS = 240  # usually about ten seconds: two processes import torch at once, beside other tests
 
 
 def wait_for(what: Callable[[], bool], run: Path, slurm: Slurm) -> None:
-    """Until something is so. Not longer, whatever the reason."""
+    """Wait until a condition is true, with a timeout."""
     deadline = time.monotonic() + SECONDS
     while not what():
         printed = "".join(path.read_text() for path in run.glob("slurm-*.out"))
@@ -31,13 +31,13 @@ def wait_for(what: Callable[[], bool], run: Path, slurm: Slurm) -> None:
 
 
 def steps(run: Path) -> int:
-    """The last step that a run reported."""
+    """Return the last step that a run reported."""
     return max(records(run), default=0) if (run / "metrics.jsonl").is_file() else 0
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[float]]]:
-    """A corpus, a configuration in run.yml beside it, and the losses of one process that nobody disturbs."""
+    """Corpus with run.yml beside it, and the losses of an undisturbed single process."""
     folder = tmp_path_factory.mktemp("slurm")
     corpus, method = write_corpora(folder / "data"), write_pausing_method(folder / "methods")
     keys = {"pos_emb": method, "train_iters": 24, "train_batch_size": 4, "checkpoint_factor": None, "num_workers": 0}
@@ -55,7 +55,7 @@ def test_srun_alone_starts_a_run_over_both_nodes(slurm: Slurm, whole: tuple[Path
     command = ["srun", "--nodes=2", "--ntasks-per-node=1", "--wait=60", sys.executable, str(ROOT / "deepy.py"), "train"]
     printed = slurm(*command, "run.yml", "save=srun", cwd=folder, timeout=SECONDS)
     assert losses(folder / "srun") == pytest.approx(expected, rel=ROUNDING)
-    assert printed.count("2 ranks: tensor 1 × pipeline 1 × context 1 × data 2") == 1  # one rank tells
+    assert printed.count("2 ranks: tensor 1 × pipeline 1 × context 1 × data 2") == 1  # one rank reports
     assert re.search(r"run\.yml save=srun \(SLURM job \d+\)\n", (folder / "srun" / "log.txt").read_text())
 
 
@@ -67,17 +67,17 @@ def test_a_submitted_run_survives_two_preemptions(slurm: Slurm, whole: tuple[Pat
     script = slurm.deepy("train", "run.yml", *keys, "--dry-run", cwd=folder)
     assert sorted(folder.iterdir()) == before
     said = slurm.deepy("train", "run.yml", *keys, cwd=folder)
-    assert (run / "job.sbatch").read_text().splitlines()[2:] == script.splitlines()[2:]  # all but the command line
+    assert (run / "job.sbatch").read_text().splitlines()[2:] == script.splitlines()[2:]  # without the command line
     job = re.match(r"submitted SLURM job (\d+): 2 nodes × 1 processes; script job/job.sbatch\n", said)[1]  # type: ignore[index]
     assert f"tail -f job/slurm-{job}.out; stop: scancel {job}" in said
 
-    # As --signal does near the time limit: the ranks alone are told, save, and the script requeues its job.
+    # As with --signal near the time limit: only the ranks get the signal; they save, and the script requeues its job.
     wait_for(lambda: steps(run) >= 2, run, slurm)
     slurm("scancel", "--signal=TERM", job)
     wait_for(lambda: "stopped by signal 15" in (run / f"slurm-{job}.out").read_text(), run, slurm)
     first = steps(run)
     assert first < len(expected)
-    # As a preemption does: all that runs is told, and SLURM itself requeues.
+    # As in a preemption: all processes get the signal, and SLURM itself requeues.
     wait_for(lambda: steps(run) >= first + 2, run, slurm)
     slurm("scontrol", "requeue", job)
     wait_for(lambda: steps(run) == len(expected) and slurm.state(job) == "COMPLETED", run, slurm)

@@ -1,9 +1,9 @@
-"""Two nodes on this machine: each with a network, a host name and an /etc/hosts of its own, reached by ssh.
+"""Two nodes on this machine, each with its own network, host name and /etc/hosts, reached by ssh.
 
-A node is a shell in namespaces of its own (network, host name, mounts), joined to the other by a pair of virtual
-network cards. Nothing of the machine's is touched: the nodes' addresses exist in their networks alone, their files are
-mounted where nobody else sees it, and all is gone with the processes that hold the namespaces, also when the test is
-killed (`--kill-child`, and the system, which removes a network that nobody is in).
+A node is a shell in its own namespaces (network, host name, mounts), connected to the other by a veth pair. The
+machine's own configuration is untouched: the addresses exist only in the nodes' networks, and their mounts are
+invisible to other processes. Everything disappears with the processes in the namespaces, even if the test is killed
+(`--kill-child`; the kernel removes an unused network).
 """
 
 import ctypes
@@ -19,8 +19,8 @@ from .conftest import PATH, ROOT, until
 
 PROGRAMS = ("sshd", "ssh", "ssh-keygen", "mpirun", "ip", "unshare", "nsenter")
 NAMES = ("farfield-a", "farfield-b")
-ADDRESSES = ("198.18.31.1", "198.18.31.2")  # RFC 2544: for tests of networks, used by nobody
-# What a node runs, given the test's folder, its name and its address: sshd with a configuration of the test's own.
+ADDRESSES = ("198.18.31.1", "198.18.31.2")  # RFC 2544: reserved for network benchmarks
+# Script of a node, given the test's folder, its name and its address: sshd with the test's own configuration.
 NODE = r"""
 set -e
 folder=$1 name=$2 address=$3
@@ -40,19 +40,19 @@ exec "$(command -v sshd)" -D -e -f "$folder/sshd_config"
 
 @dataclass
 class TwoNodes:
-    """The nodes, for commands of a test that are typed on the first."""
+    """Two nodes for the commands of a test that are typed on the first."""
 
     folder: Path
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
     def environment(self) -> dict[str, str]:
-        """The user's, on a node."""
+        """Environment of a user on a node."""
         own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "RANK", "WORLD_"))}
         return {**own, "PATH": PATH, "HOME": "/root", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
     def start(self) -> None:
-        """Make the nodes and wait until each answers. Raises AssertionError with what the nodes said."""
+        """Create the nodes and wait until both answer. Raises AssertionError with the nodes' output."""
         folder = self.folder
         for key in ("key", "host_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
@@ -86,7 +86,7 @@ class TwoNodes:
             until(partial(self._answers, name), self, f"answer of {name}")
 
     def on(self, node: int, *command: str, cwd: Path | None = None, output: Path | None = None) -> subprocess.Popen:
-        """Start a command on a node, as from its terminal."""
+        """Start a command on a node as from its terminal."""
         inside = str(self._inside(self.nodes[node]))
         enter = ["nsenter", "--target", inside, "--net", "--uts", "--mount", "--pid", f"--wdns={cwd or ROOT}"]
         with open(output or os.devnull, "wb") as stream:
@@ -96,11 +96,11 @@ class TwoNodes:
             )  # fmt: skip
 
     def ask_to_end(self, command: subprocess.Popen) -> None:
-        """SIGTERM to a command that `on` started, which is the only child of nsenter."""
+        """Send SIGTERM to a command started by `on`, the only child of nsenter."""
         os.kill(self._inside(command), signal.SIGTERM)
 
     def kill_rank(self, node: int, rank: int) -> None:
-        """SIGKILL to the process of a rank, which knows its number from the environment."""
+        """Send SIGKILL to the process of a rank, identified by its environment."""
         marks = {f"{name}={rank}".encode() for name in ("RANK", "OMPI_COMM_WORLD_RANK")}
         ranks = [
             process
@@ -111,7 +111,7 @@ class TwoNodes:
         os.kill(min(ranks), signal.SIGKILL)
 
     def processes(self, node: int, mark: str) -> list[int]:
-        """Processes of a node whose command line has a mark, by the number that this machine knows them by."""
+        """List the processes of a node whose command line contains a mark, by their process IDs on this machine."""
         space = os.readlink(f"/proc/{self._inside(self.nodes[node])}/ns/net")
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
@@ -120,24 +120,24 @@ class TwoNodes:
                 if os.readlink(folder / "ns/net") == space and any(mark.encode() in word for word in words):
                     found.append(int(folder.name))
             except OSError:
-                continue  # it has ended
+                continue  # the process has ended
         return found
 
     def logs(self) -> str:
-        """The end of what each node's sshd logged."""
+        """Return the end of each node's sshd log."""
         return "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in self.folder.glob("*.log"))
 
     def stop(self) -> None:
-        """End the nodes with all that runs on them, and wait until they are gone."""
+        """End the nodes with all their processes, and wait for their end."""
         for node in self.nodes:
-            node.kill()  # --kill-child: the first process of the node's own, and with it all others
+            node.kill()  # --kill-child ends the node's first process, and thus all others
             node.wait()
 
     def _answers(self, name: str) -> bool:
         return self.on(0, "ssh", "-o", "BatchMode=yes", name, "true").wait(20) == 0
 
     def _inside(self, node: subprocess.Popen[bytes]) -> int:
-        """The first process in a node's namespaces."""
+        """Return the first process in a node's namespaces."""
         children = Path(f"/proc/{node.pid}/task/{node.pid}/children")
         until(lambda: children.read_text().split(), self, "first process")
         return int(children.read_text().split()[0])
@@ -148,7 +148,7 @@ def _die_with_parent() -> None:
 
 
 def missing() -> str | None:
-    """Why there can be no such nodes here, as the reason of a skip; None if there can."""
+    """Return the reason why such nodes are unavailable here, for skipping; None if they are available."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return "two nodes need root, for network namespaces of their own"
     if absent := [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]:

@@ -1,4 +1,4 @@
-"""Keys and values of other projects' stock configurations, as data: what must load here.
+"""Keys and values of other projects' stock configurations that must load.
 
 GPT-NeoX: configs/125M.yml, configs/local_setup.yml, configs/bf16_125M.yml. KERPLE: kerple_configs/train.yml,
 local_setup.yml and a generated experiment. DAPE: configs/125M/512/*.yml.
@@ -174,7 +174,7 @@ DAPE_125M: dict[str, Any] = {
 
 
 def dape(pos_emb: str, **more: Any) -> dict[str, Any]:
-    """One of DAPE's configurations: they differ in these keys."""
+    """Return one of DAPE's configurations, which differ in these keys."""
     return {**DAPE_125M, "pos-emb": pos_emb, **more}
 
 

@@ -1,4 +1,4 @@
-"""The overlays for clusters: what docs/parallel.md says of each model fits, on as many GPUs as it says."""
+"""Cluster overlays: each model fits on the number of GPUs stated in docs/parallel.md."""
 
 import re
 

@@ -1,7 +1,7 @@
-"""No key is accepted and ignored: each is read by some code outside the configuration's own machinery.
+"""No key is accepted and then ignored: code outside the configuration's own modules reads each key.
 
-A key counts as read where its name is an attribute of something that is its section: of `config.SECTION`, of a variable
-or an argument that holds one, or by `getattr`. `text.split` does not read the key `split`.
+A key counts as read if its name is an attribute of its section: of `config.SECTION`, of a variable or argument of that
+type, or in `getattr`. `text.split` does not read the key `split`.
 """
 
 import ast
@@ -16,12 +16,12 @@ from megatron.config.schema import SECTIONS, Config, list_config_keys
 from megatron.options.section import ConfigSection
 
 MEGATRON = Path(__file__).resolve().parents[2] / "megatron"
-# They hold, check or print keys; they do nothing with them.
+# These modules store, validate or print keys, but do not use them.
 MACHINERY = {
     MEGATRON / "config" / f"{name}.py"
     for name in ("schema", "neox_keys", "neox_rules", "reference", "validation", "validation_errors")
 }
-# Handed to DeepSpeed as a whole.
+# Passed to DeepSpeed as a whole.
 WHOLE = {"zero_optimization", "fp16"}
 
 
@@ -43,11 +43,11 @@ parse = cache(ast.parse)
 
 
 class Reader:
-    """Which fields of which sections some sources read, found by following the types of variables."""
+    """Analyzer of the section fields that source files read, based on the types of variables."""
 
     def __init__(self, sources: list[str]) -> None:
         self.read: set[tuple[type, str]] = set()
-        self.attributes: dict[str, type] = {"config": Config}  # whatever it is an attribute of
+        self.attributes: dict[str, type] = {"config": Config}  # attributes of any object
         trees = [parse(source) for source in sources]
         for tree in trees:
             for node in ast.walk(tree):
@@ -55,7 +55,7 @@ class Reader:
                     for field in node.body:
                         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                             self._attribute(field.target.id, self._annotated(field.annotation))
-        for _ in range(2):  # what one file assigns to an attribute, another may read
+        for _ in range(2):  # a file may read an attribute assigned in another
             for tree in trees:
                 self._scope(tree, {"config": Config}, {})
 
@@ -69,7 +69,7 @@ class Reader:
         return kinds[0] if len(kinds) == 1 and not {"tuple", "list", "dict", "Callable", "type"} & set(words) else None
 
     def _scope(self, scope: ast.AST, outer: dict[str, type], outer_texts: dict[str, list[ast.expr]]) -> None:
-        """A module or a function: first what its variables are, then what it reads."""
+        """Analyze a module or a function: first the types of its variables, then its reads."""
         kinds, texts = dict(outer), {name: list(found) for name, found in outer_texts.items()}
         if isinstance(scope, FUNCTIONS):
             for argument in (*scope.args.args, *scope.args.kwonlyargs):
@@ -113,7 +113,7 @@ class Reader:
                     texts.setdefault(name.id, []).append(what)
 
     def _kind(self, node: ast.expr, kinds: dict[str, type]) -> type | None:
-        """The section (or `Config`) that an expression is; fields on the way to it are read."""
+        """Return the section (or `Config`) that an expression evaluates to, and count the fields read on the way."""
         if isinstance(node, ast.Name):
             return kinds.get(node.id)
         if not isinstance(node, ast.Attribute):
@@ -142,8 +142,7 @@ def _pattern(text: ast.expr) -> re.Pattern[str]:
 
 @cache
 def _inside(scope: ast.AST) -> tuple[ast.AST, ...]:
-    """The nodes of a scope that a `Reader` looks at, without those of the functions in it; they are kept, because each
-    scope is asked for often."""
+    """Return the nodes of a scope except those of nested functions; cached because each scope is visited often."""
     found: list[ast.AST] = []
     pending = [*ast.iter_child_nodes(scope)][::-1]
     while pending:
@@ -157,8 +156,10 @@ def _inside(scope: ast.AST) -> tuple[ast.AST, ...]:
 
 @cache
 def sources() -> dict[Path, str]:
-    """What may use a key. The files of megatron/options declare keys and check them, which does not count; what else a
-    function in them makes of a key does."""
+    """Return the sources that may use keys.
+
+    megatron/options declares and validates keys, which does not count; other functions in it that use keys do count.
+    """
     found = {path: path.read_text(encoding="utf-8") for path in MEGATRON.rglob("*.py") if path not in MACHINERY}
     for path in (path for path in found if path.parent.name == "options"):
         functions = (node for node in ast.parse(found[path]).body if isinstance(node, ast.FunctionDef))
@@ -181,17 +182,18 @@ def unused(texts: tuple[str, ...]) -> list[str]:
 
 def test_every_key_is_read_somewhere():
     assert all(path.is_file() for path in MACHINERY)
-    silent = {"bf16", "bf16.enabled", "fp16.enabled", "fp16.type"}  # said by `precision` once a configuration is loaded
+    silent = {"bf16", "bf16.enabled", "fp16.enabled", "fp16.type"}  # reported by `precision` after loading
     silent |= {"optimizer.type"}  # all its values mean the same
     silent |= {
         key.name for key in list_config_keys().values() if len(key.choices) == 1
-    }  # `data_impl`: there is nothing to read
+    }  # `data_impl`: no choice to read
     left = [name for name in unused(tuple(sources().values())) if name.split(".")[0] not in WHOLE or "." not in name]
     assert [name for name in left if name not in silent] == []
 
 
 def test_keys_that_are_no_longer_read_are_found():
-    """`split` is still there as `text.split`, `eod_mask_loss` as a variable of that name, `betas` in dictionaries."""
+    """Unused keys are found although `split` occurs as `text.split`, `eod_mask_loss` as a variable, and `betas` in
+    dictionaries."""
     uses = {
         "split": r"\b(data|options|run_data)\.split\b",
         "eod_mask_loss": r"\bdata\.eod_mask_loss\b",
@@ -207,7 +209,7 @@ def test_keys_that_are_no_longer_read_are_found():
     ("source", "read"),
     [
         ("def f(text): return text.split(',')", set()),
-        ("def f(data): return data.split", set()),  # nothing says what it is
+        ("def f(data): return data.split", set()),  # unknown type
         ("def f(data: DataOptions): return data.split", {"split"}),
         ("def f(data: 'DataOptions | None'): return data.split", {"split"}),
         ("def f(run): return run.config.data.split", {"split"}),

@@ -1,4 +1,4 @@
-"""Merging files and overrides, finding files, and what is said about mistakes."""
+"""Merging of files and overrides, search for files, and error messages."""
 
 import os
 import re
@@ -54,7 +54,7 @@ def test_later_wins_and_says_what_it_replaced(write):
     loaded = load_config(["base.yml", "over"], ["seed=8", "optimizer.params.lr=0.01"])
     params = loaded.config.optimizer.optimizer.params
     assert (params.lr, params.betas, loaded.config.training.seed) == (0.01, [0.9, 0.95], 8)
-    assert loaded.notes == ()  # layers that replace values are normal use
+    assert loaded.notes == ()  # layers that replace values are normal
     assert loaded.layers.replacements == [
         "optimizer.params.lr 0.0006 (base.yml:8) replaced by 0.001 (over.yml:2)",
         "seed 7 (over.yml:3) replaced by 8 (command line)",
@@ -106,7 +106,7 @@ def test_a_later_layer_decides_between_a_key_and_its_name_elsewhere(write, own, 
 
 
 def test_what_is_replaced_replaces_nothing(write):
-    """A task excludes texts and the length; a text in a later layer excludes the task, and the length is back."""
+    """A task excludes texts and the length; a text in a later layer excludes the task and restores the length."""
     write(task="task: copy_string\ntask_length: 8", text="train_data_paths: [a]")
     config = load_config(["base", "task", "text"]).config
     assert (config.data.task, config.model.seq_length) == (None, load_config(["base"]).config.model.seq_length)
@@ -132,14 +132,14 @@ def test_an_empty_item_is_refused(write, key):
 
 
 def test_a_name_that_is_not_utf_8_is_refused(write):
-    """It could be written neither into the run's configuration nor into its checkpoints."""
+    """A name that is not UTF-8 is rejected, because it cannot be written into configurations or checkpoints."""
     problem = only_problem(["base"], ["save=runs/caf\udce9"])
     assert problem.startswith(r"command line: save: 'runs/caf\udce9' is not UTF-8, as configuration files are; choose")
 
 
 def test_null_unsets_what_an_earlier_layer_set(write):
     assert load_config(["base"], ["train_iters=null"]).config.training.train_iters == 0
-    assert "num_layers" in only_problem(["base"], ["num_layers=null"])  # it has no default
+    assert "num_layers" in only_problem(["base"], ["num_layers=null"])  # no default
 
 
 def test_dashes_and_underscores_are_the_same(write):
@@ -185,7 +185,7 @@ def test_two_names_of_a_key_that_agree(write):
     write(both="lr: 2e-3\noptimizer: {params: {lr: 0.002}}\npos_emb: nope_dapev2\nscore_processor: cdape\n")
     config = load_config(["base", "both"]).config
     assert (config.optimizer.optimizer.params.lr, config.position.score_processor) == (0.002, "cdape")
-    assert load_config(["base", "both"], ["lr=1"]).config.optimizer.optimizer.params.lr == 1  # another layer replaces
+    assert load_config(["base", "both"], ["lr=1"]).config.optimizer.optimizer.params.lr == 1  # a later layer wins
 
 
 def test_all_problems_at_once_each_with_its_place(write):
@@ -253,7 +253,7 @@ def test_wrong_values_name_key_value_and_what_is_valid(write, override, message)
 @pytest.mark.parametrize("key", list_config_keys().values(), ids=lambda key: key.name)
 @pytest.mark.parametrize("value", [str(10**22), str(10**400), "-" + str(10**22), ".inf", "[[a]]", "{a: b}", '"a\\0"'])
 def test_no_value_is_more_than_the_loader_can_refuse(write, key, value):
-    """Whatever is written as a value, it is taken or refused; never another exception."""
+    """Any value is either accepted or rejected with UserError; other exceptions never occur."""
     with suppress(UserError):
         load_config(["base"], ["device=cpu", f"{key.name}={value}"])
 
@@ -266,7 +266,7 @@ def test_every_whole_number_has_an_upper_bound(write):
 
 @given(st.sampled_from([key.path for key in list_config_keys().values()]), st.data())
 def test_a_dropped_letter_never_loses_a_key(path, data):
-    """Misspell any key: the load fails and names the key among the nearest."""
+    """A misspelled key fails to load, and the message suggests the correct key."""
     name = path[-1]
     if len(name) < 5:
         return
@@ -320,7 +320,7 @@ def test_names_are_found_without_suffix_and_in_subfolders(write, tmp_path):
     assert load_config(["base", "tiny.yml"]).config.model.num_layers == 9
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "base.yml").write_text(BASE + "seed: 5\n")
-    assert find_config("base", ["mine"]) == Path("mine/base.yml")  # the folder asked for comes first
+    assert find_config("base", ["mine"]) == Path("mine/base.yml")  # the given folder comes first
     assert load_config(["base.yml"], search=["mine"]).config.training.seed == 5
 
 
@@ -351,7 +351,7 @@ def test_choosing_another_encoding_drops_the_options_of_the_first(write):
     assert loaded.config.position.pos_emb_options == {"num_buckets": 16}
     assert "pos_emb_options.base 500 (first.yml:2) dropped: it belongs to rotary" in loaded.notes
     assert load_config(["base", "first", "same"]).config.position.pos_emb_options == {"base": 500}
-    # The order of pairs on the command line does not matter.
+    # The order of overrides on the command line does not matter.
     late = load_config(["base", "first"], ["pos_emb_options.max_distance=64", "pos_emb=t5"]).config
     assert late.position.pos_emb_options == {"max_distance": 64}
 

@@ -1,4 +1,4 @@
-"""What is read off the files agrees with what the registry says after importing them."""
+"""Facts read from the source files agree with the registry after import."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_other_names_are_of_our_methods_and_of_one_each():
     assert not set(every) & ours
 
 
-FIELD = [  # as papers write them
+FIELD = [  # as written in papers
     ("RoPE", "pos_emb", "rotary"),
     ("rope", "pos_emb", "rotary"),
     ("NoPE", "pos_emb", "none"),

@@ -1,4 +1,4 @@
-"""Other projects' stock configurations load, mean what they meant, and say what has no effect."""
+"""Stock configurations of other projects load with their original meaning, and ineffective keys are reported."""
 
 import ast
 import dataclasses
@@ -33,7 +33,7 @@ SMALL = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "seq_leng
 
 @pytest.fixture
 def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Load mappings as JSON-like files with Python's booleans and trailing commas, merged left to right."""
+    """Load mappings as JSON-like files with Python booleans and trailing commas, merged from left to right."""
     monkeypatch.chdir(tmp_path)
 
     def _read(*files: dict[str, Any], overrides: list[str] = ()) -> LoadedConfig:
@@ -72,7 +72,7 @@ def test_gpt_neox_125m_with_its_local_setup(read):
 
 
 def test_every_stock_key_is_understood_or_said_to_do_nothing(read):
-    """No key of a stock file vanishes: it is a key of ours, or a note names it."""
+    """Every key of a stock file is either supported or mentioned in a note."""
     for files in (
         (stock.NEOX_125M, stock.NEOX_LOCAL_SETUP, stock.NEOX_BF16),
         (stock.KERPLE_TRAIN, stock.KERPLE_LOCAL_SETUP, stock.KERPLE_EXPERIMENT),
@@ -81,13 +81,13 @@ def test_every_stock_key_is_understood_or_said_to_do_nothing(read):
         notes = "\n".join(read(*files).notes)
         for name in (name.replace("-", "_") for values in files for name in values):
             rule = neox_keys.RULES.get(name)
-            harmless = isinstance(rule, neox_rules.Unsupported)  # a value that asks for nothing
+            harmless = isinstance(rule, neox_rules.Unsupported)  # a value that disables the feature
             assert (name,) in list_config_keys() or harmless or name in notes, name
 
 
 @pytest.mark.parametrize("files", [("NEOX_125M", "NEOX_LOCAL_SETUP"), ("KERPLE_TRAIN", "KERPLE_LOCAL_SETUP"), ()])
 def test_stock_files_resolve_for_a_cluster_where_no_gpu_is(read, files):
-    """They train in float16 on however many GPUs there are."""
+    """Stock files resolve without a GPU: they train in float16 on any number of GPUs."""
     values = [getattr(stock, name) for name in files] or [stock.DAPE["125M_kerple_c"]]
     settled = resolve_run(
         read(*values, {"precision": "fp16", "data_path": "x"}).config, LocalHardware(0, 2), dry_run=True
@@ -105,7 +105,7 @@ def test_bfloat16_overlay(read):
 
 def test_kerple_training(read):
     config = read(stock.KERPLE_TRAIN, stock.KERPLE_LOCAL_SETUP, stock.KERPLE_EXPERIMENT).config
-    assert config.training.precision == "bf16"  # written fp16: {type: bfloat16}
+    assert config.training.precision == "bf16"  # written as fp16: {type: bfloat16}
     assert (config.position.pos_emb, config.position.pos_emb_per_layer) == ("kerple_power", False)
     assert (config.checkpoint.checkpoint_factor, config.training.seed) == (10000, 1235)
     assert config.data.split == "949,50,1"
@@ -124,12 +124,12 @@ def test_dape_125m(read, name):
     loaded = read(values)
     position = loaded.config.position
     assert (position.pos_emb, position.score_processor) == (encoding, processor or "none")
-    # A file of DAPE's FIRE is told from one of ours by noise_seq_length alone.
+    # noise_seq_length alone distinguishes a FIRE file of DAPE from ours.
     assert position.pos_emb_per_layer == (bool(per_layer) or encoding == "fire")
     assert loaded.config.optimizer.decay_positions == (alias.decays or encoding == "fire")
     width = {"width": 32} if processor else {}
     kernel = {"kernel_size": 3} if "capev2_kernel" in values else {}
-    if encoding == "fire":  # its network has the processor's width, and its threshold comes from noise_seq_length
+    if encoding == "fire":  # its network has the processor's width; noise_seq_length gives its threshold
         options = {**options, "width": 32, "multiplier_start": values["noise_seq_length"] / values["seq-length"]}
     assert position.pos_emb_options == options
     assert position.score_processor_options == {**width, **kernel}
@@ -202,7 +202,10 @@ def test_other_names(read, theirs, key, value):
 
 
 def test_a_schedule_by_megatrons_and_open_pull_requests_names(read):
-    """Megatron-LM's --lr-decay-style and its like; GPT-NeoX's #1375 decays by a cosine, #1194 cools down by one."""
+    """Schedules use the names of Megatron-LM (--lr-decay-style etc.) and of GPT-NeoX's pull requests.
+
+    #1375 decays by a cosine, and #1194 cools down by one.
+    """
 
     def optimizer(**keys):
         return read({**SMALL, **keys}).config.optimizer
@@ -241,9 +244,9 @@ def test_a_schedule_by_megatrons_and_open_pull_requests_names(read):
         ({"mup_output_temp": 2.0}, "has no effect without use_mup: true"),
         (
             {"compile": {"enable": True, "components": ["model"]}},
-            "torch.compile of all but attention saves no time on a CPU",
+            "training on a GPU compiles all but attention unless compile_regions is false",
         ),
-        ({"torch_compile": True}, "torch.compile of all but attention saves no time on a CPU"),
+        ({"torch_compile": True}, "training on a GPU compiles all but attention unless compile_regions is false"),
         ({"recompute_method": "block"}, "recomputes all layers, checkpoint_num_layers at a time"),
         ({"recompute_modules": ["core_attn", "mlp"]}, "attention is recomputed alone"),
         ({"recompute_activations": True, "checkpoint_activations": True}, "contradicts selective"),
@@ -315,7 +318,7 @@ def test_all_spellings_of_documents_kept_apart(read):
 
 
 def test_their_switches_of_profiles_are_our_steps(read):
-    """GPT-NeoX's profiler begins after step profile_step_start."""
+    """GPT-NeoX's profiler starts after step profile_step_start."""
     steps = {"profile_step_start": 4, "profile_step_stop": 6}
     logging = read({**SMALL, "profile": True, "memory_profiling": True, **steps}).config.logging
     assert logging.profile.steps == range(5, 7)
@@ -386,7 +389,7 @@ def test_what_a_pattern_of_layers_cannot_say_is_refused(overrides, problem) -> N
 def test_tables_are_consistent():
     for name, rule in neox_keys.RULES.items():
         own = list_config_keys().get(tuple(name.split(".")))
-        is_switch = isinstance(rule, neox_rules.StepSwitch)  # a value in the place of our keys
+        is_switch = isinstance(rule, neox_rules.StepSwitch)  # a value instead of our keys
         assert own is None or (is_switch and own.opens), f"{name} is a key of ours"
         if isinstance(rule, neox_rules.Alias | neox_rules.FractionOf):
             assert tuple(rule.own_key.split(".")) in list_config_keys(), name
@@ -437,7 +440,7 @@ def test_every_other_name_of_a_position_method_is_understood_and_logged(alias: s
 
 
 def test_fire_under_a_processor_of_dapes_has_the_activation_that_it_has_there() -> None:
-    """DAPE's FIRE_C and FIRE_DAPEV2 have LeakyReLU inside FIRE's own network; its FIRE has ReLU."""
+    """FIRE in DAPE's FIRE_C and FIRE_DAPEV2 uses LeakyReLU in its own network; in DAPE's FIRE it uses ReLU."""
     for alias in ("fire_c", "fire_dapev2", "fire_capev2"):
         assert load_config(["125M"], [f"pos_emb={alias}"]).config.position.pos_emb_options == {
             "activation": "leaky_relu"
@@ -449,7 +452,10 @@ def test_fire_under_a_processor_of_dapes_has_the_activation_that_it_has_there() 
 
 @pytest.mark.parametrize("method", ["alibi", "rpe", "kerple_log", "fire", "transformer_xl", "rope_dapev1", "nope_c"])
 def test_scaling_by_layer_is_refused_where_something_is_added_to_the_scores(read, method: str) -> None:
-    """There layer n of GPT-NeoX has n times the bias: 0.25 of the logits with alibi, and 0.60 with rpe."""
+    """Scaling by layer is rejected if a term is added to the scores: layer n of GPT-NeoX then has n times the bias.
+
+    Its fraction of the logits is 0.25 with alibi and 0.60 with rpe.
+    """
     scaled = {**SMALL, "pos_emb": method, "apply_query_key_layer_scaling": True}
     with pytest.raises(UserError, match=r"apply_query_key_layer_scaling: true is refused with (pos_emb|score_proc)"):
         read(scaled)
@@ -481,7 +487,7 @@ def test_a_gated_layer_has_the_width_that_gpt_neox_gives_it(read, keys: dict[str
     assert any(f"is a feed-forward width of {width}, as in GPT-NeoX" in note for note in loaded.notes)
     theirs = loaded.config.model.intermediate_size or 4 * 24
     rows, multiple = int(theirs * 2 / 3), keys.get("mlp_multiple_of", 1)
-    inner = multiple * ((rows // 2 + multiple - 1) // multiple)  # as ParallelMLP has it
+    inner = multiple * ((rows // 2 + multiple - 1) // multiple)  # as in ParallelMLP
     assert inner == width
     plain = read({**SMALL, "activation": "gelu"}).config.model
     assert ffn_hidden_size(plain) == 96
@@ -496,7 +502,8 @@ def test_a_gated_layer_without_a_width_is_refused(read) -> None:
 
 
 def test_rows_of_the_embedding_are_raised_to_what_the_ranks_divide(read) -> None:
-    """GPT-NeoX's llama/13B.yml has make_vocab_size_divisible_by 1 for two ranks, which multiply it there."""
+    """GPT-NeoX's llama/13B.yml sets make_vocab_size_divisible_by 1 for two ranks and multiplies it by the number of
+    ranks."""
     loaded = read({**SMALL, "hidden_size": 32, "num_attention_heads": 4, "make_vocab_size_divisible_by": 3,
                    "model_parallel_size": 2, "num_gpus": 2})  # fmt: skip
     assert loaded.config.model.make_vocab_size_divisible_by == 6
@@ -527,7 +534,7 @@ def test_sections_for_deepspeed_pass_if_they_ask_for_nothing(read, value: Any, p
 
 
 def load_null(folder: Path, values: dict[str, Any]) -> str | None:
-    """Load a file with these values and build the methods that it names; return the refusal."""
+    """Load a file with these values and build its methods; return the error message."""
     path = folder / "null.yml"
     path.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items()))
     try:
@@ -540,7 +547,7 @@ def load_null(folder: Path, values: dict[str, Any]) -> str | None:
 
 
 def test_a_null_that_a_key_cannot_have_is_named_with_its_line(tmp_path: Path) -> None:
-    """Every key set to null: either it means something, or one line names it."""
+    """Every key set to null either has a meaning or gives a one-line error with its line number."""
     refused = 0
     for path in list_config_keys():
         values: dict[str, Any] = {**SMALL, "train_data_paths": ["x"]}

@@ -1,4 +1,4 @@
-"""The documentation of keys is complete and current."""
+"""Documentation of the keys is complete and current."""
 
 import ast
 import importlib.util
@@ -20,7 +20,8 @@ def test_page_is_current():
 
 
 def declared() -> dict[str, str]:
-    """Every `name: type = key(default, "doc", …)` in megatron/options as name → doc, read off the sources."""
+    """Return name → description of every `name: type = key(default, "doc", …)` in megatron/options, parsed from the
+    sources."""
     found = {}
     for path in (ROOT / "megatron/options").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -30,12 +31,12 @@ def declared() -> dict[str, str]:
 
 
 def rows(section: str | None = None) -> dict[str, list[str]]:
-    """The cells of the written page's tables by what stands in the first, in code; the last, where it stands twice."""
+    """Return the rows of the page's tables by the code in the first cell; a later row replaces an earlier one."""
     return dict(list_rows(section))
 
 
 def list_rows(section: str | None = None) -> list[tuple[str, list[str]]]:
-    """What stands in code in the first cell of a row of the written page's tables, and the row's cells."""
+    """List the code in the first cell of each table row, with the row's cells."""
     text = (ROOT / reference.REFERENCE_PAGE).read_text(encoding="utf-8")
     if section is not None:
         text = text.split(f"## {section}\n")[1].split("\n## ")[0]
@@ -45,13 +46,13 @@ def list_rows(section: str | None = None) -> list[tuple[str, list[str]]]:
 
 def test_page_has_what_the_sources_declare():
     found = declared()
-    assert len(found) > 90  # the page is compared with something
+    assert len(found) > 90  # guards against an empty comparison
     written = {(name.split(".")[-1], cells[-1].replace("¦", "|")) for name, cells in list_rows()}
     assert set(found.items()) - written == set()
 
 
 def test_page_has_every_key_of_the_stock_configurations():
-    """Those of GPT-NeoX, KERPLE and DAPE in neox_files.py: ours, or another project's with a rule."""
+    """The page contains every key of GPT-NeoX's, KERPLE's and DAPE's stock files: our own, or one with a rule."""
     files = [value for name, value in vars(neox_files).items() if name.isupper() and isinstance(value, dict)]
     while inner := [file for file in files if all(isinstance(value, dict) for value in file.values())]:
         files = [file for file in files if file not in inner] + [value for file in inner for value in file.values()]
@@ -62,7 +63,7 @@ def test_page_has_every_key_of_the_stock_configurations():
 
 
 def test_page_says_what_a_person_must_know_of_some_keys():
-    """Written here by hand, so that a wrong table does not agree with itself."""
+    """The page states essential facts about some keys. They are written here by hand, independently of the tables."""
     assert rows("model")["num_layers"][:3] == ["`num_layers`", "required", "whole number"]
     assert rows("model")["num_layers"][3] == "architecture"
     assert rows("model")["seq_length"][3] == "context"

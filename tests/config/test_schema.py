@@ -1,4 +1,4 @@
-"""The gathered configuration: one owner per key, saving and reloading, the architecture."""
+"""Combined configuration: one owner per key, saving and reloading, architecture."""
 
 import os
 from dataclasses import replace
@@ -49,7 +49,7 @@ def test_every_key_is_documented_and_defaults_are_valid():
 
 
 def test_a_copy_with_other_keys_is_as_if_they_had_been_given() -> None:
-    """Sections that have none of them are shared."""
+    """A copy with replaced keys equals a configuration built with them; unaffected sections are shared."""
     given = ("pos_emb=rotary", "pos_emb_options={fraction: 0.5}")
     config = small(*given)
     copy = config.replace(hidden_dropout=0.25, train_batch_size=6)
@@ -76,8 +76,8 @@ def test_saved_configuration_reloads_to_an_equal_one(tmp_path: Path):
     settled.save(path)
     assert read_config(path) == settled
     assert settled.training.gradient_accumulation_steps == 4
-    assert [p.name for p in path.parent.iterdir()] == ["config.yml"]  # no temporary file stays
-    read_config(path).save(path)  # and again over the old one
+    assert [p.name for p in path.parent.iterdir()] == ["config.yml"]  # no temporary file is left
+    read_config(path).save(path)  # overwrites the old file
     assert read_config(path) == settled
 
 
@@ -175,7 +175,7 @@ def test_the_digest_of_a_checkpoint_knows_what_the_keys_do_not_say():
     relative, absolute = small("train_data_paths=[text/train]"), small("train_data_paths=[/text/train]")
     state = TrainerState(directory="/here", vocabulary={"size": 9, "name": "bytes"})
     for change in (
-        {"directory": "/there"},  # another text of that name
+        {"directory": "/there"},  # another text with this name
         {"vocabulary": {"size": 9, "name": "HFTokenizer-0123456789ab"}},
         {"method_digests": {"encodings/mine.py": "0123"}},
         {"origin": "0123 at step 5"},

@@ -1,4 +1,4 @@
-"""Every shipped configuration loads, alone or on top of a model; model files have the sizes they are named for."""
+"""Every shipped configuration loads, alone or on top of a model; model files have the sizes in their names."""
 
 from collections import Counter
 from pathlib import Path
@@ -15,7 +15,7 @@ from megatron.utils.errors import UserError
 MODELS = sorted((SHIPPED_CONFIGS / "model").glob("*.yml"))
 OVERLAYS = sorted([*(SHIPPED_CONFIGS / "position").glob("*.yml"), *(SHIPPED_CONFIGS / "cluster").glob("*.yml")])
 GPT2_VOCABULARY = 50257
-# With GPT-2's vocabulary padded to 50,304: 12 L h² + 13 L h + 2 h + 2·50,304·h, by hand.
+# With GPT-2's vocabulary padded to 50,304: 12 L h² + 13 L h + 2 h + 2·50,304·h, computed by hand.
 PARAMETERS = {
     "125M": 162_322_944,
     "162M": 162_322_944,
@@ -24,7 +24,7 @@ PARAMETERS = {
     "2-7B": 2_775_208_960,
     "6-7B": 6_856_253_440,
 }
-# layers, width, heads, length, batch, steps, learning rate, precision: as printed in the papers' tables.
+# Layers, width, heads, length, batch, steps, learning rate and precision from the papers' tables.
 PAPERS = {
     "125M": (12, 768, 12, 512, 256, 50_000, 6e-4, "fp16"),
     "350M": (24, 1024, 16, 512, 256, 50_000, 3e-4, "fp16"),
@@ -34,15 +34,15 @@ PAPERS = {
 
 
 def by_shapes(config: Config) -> int:
-    """Parameters of a GPT-NeoX model, weight by weight."""
+    """Count the parameters of a GPT-NeoX model, weight by weight."""
     model = config.model
     h, ff = model.hidden_size, model.intermediate_size or 4 * model.hidden_size
     multiple = model.make_vocab_size_divisible_by
     vocabulary = (GPT2_VOCABULARY + multiple - 1) // multiple * multiple
     layer = [
         *(h, h),  # layer norm before attention: weight, bias
-        *(3 * h * h, 3 * h),  # query, key, value
-        *(h * h, h),  # attention's output
+        *(3 * h * h, 3 * h),  # query, key and value
+        *(h * h, h),  # attention output
         *(h, h),  # layer norm before the feed-forward layer
         *(h * ff, ff, ff * h, h),  # feed-forward
     ]
@@ -66,7 +66,7 @@ def test_finetuning_of_a_model(path: Path):
 
 @pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: path.stem)
 def test_overlay_on_a_model(path: Path):
-    length = ["a100_2k"] if path.stem.startswith("slurm_") else []  # which is what sets the batch of each GPU
+    length = ["a100_2k"] if path.stem.startswith("slurm_") else []  # sets the batch of each GPU
     for model in ("125M", "162M"):
         load_config([model, *length, path])
 
@@ -111,7 +111,7 @@ def test_parameter_counts(name):
 
 
 def test_parameter_counts_are_the_models():
-    """The formula is what is built: every model file, on torch's meta device, without memory for its weights."""
+    """The formula matches every model file, built on torch's meta device."""
     assert {path.stem for path in MODELS} == set(PARAMETERS)
     for name in PARAMETERS:
         config = load_config([name, "none"]).config

@@ -1,4 +1,4 @@
-"""A list of stages: what it means under which names, and what is refused, in one line that names stage and key."""
+"""List of stages: its meaning under each key name, and one-line errors that name stage and key."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The keys of a task: what follows from them, and what they exclude."""
+"""Keys of a task: derived values, and keys that they exclude."""
 
 from pathlib import Path
 
@@ -85,5 +85,5 @@ def test_a_task_that_says_positions_sizes_their_table(tmp_path: Path) -> None:
         return loaded(tmp_path, text + "pos_emb: learned\n").config.model.max_position_embeddings
 
     assert table_size(COUPLED) == 43
-    assert table_size(COUPLED.replace("max_digits: 40", "max_digits: 4")) == 16  # of seq_length tokens at least
+    assert table_size(COUPLED.replace("max_digits: 40", "max_digits: 4")) == 16  # at least seq_length tokens
     assert table_size("task: addition\ntask_length: 4\n") is None

@@ -1,4 +1,4 @@
-"""Checks across sections, and the batch arithmetic."""
+"""Checks across sections, and batch arithmetic."""
 
 import pytest
 from hypothesis import given
@@ -83,11 +83,11 @@ def test_refused(overrides, message):
         ["score_processor=cdape", "score_processor_options.kernel_size=1"],
         ["split='1'"],
         ["split='969, 30, 1'"],
-        ["precision=fp16"],  # whether there is a GPU is known when the run starts
-        ["tokenizer_type=HFTokenizer"],  # the data may say which
+        ["precision=fp16"],  # a GPU is only required when the run starts
+        ["tokenizer_type=HFTokenizer"],  # the data may define the tokenizer
         ["split='969/30/1'"],
         ["train_data_paths=[a, b]", "train_data_weights=[1, 0.001]"],
-        ["distributed_backend=nccl", "device=cpu"],  # stock files say nccl; the launcher uses gloo and says so
+        ["distributed_backend=nccl", "device=cpu"],  # stock files say nccl; the launcher uses gloo and reports it
     ],
 )
 def test_fine(overrides):

@@ -1,4 +1,4 @@
-"""YAML as people write it: numbers, JSON habits, and errors in one line with a place."""
+"""YAML as written by people: numbers, JSON habits, and one-line errors with a position."""
 
 import re
 from pathlib import Path
@@ -104,7 +104,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 
     ids=["aliases", "merges", "keys", "items", "lists", "mappings", "dashes"],
 )
 def test_what_would_take_hours_or_all_memory_is_refused_at_once(tmp_path, text, message):
-    """Where that were not so, this test would not end."""
+    """Input that would take hours or all memory is rejected immediately; otherwise this test would not end."""
     with pytest.raises(UserError, match=message) as caught:
         parse_yaml(text, "f.yml")
     assert "\n" not in str(caught.value)
@@ -145,7 +145,7 @@ def test_a_date_is_text():
     assert parse_scalar("2001-01-01", "command line: a") == "2001-01-01"
     written = dump_yaml(values)
     assert parse_yaml(written, "f.yml").values == values
-    assert "a: '2001-01-01'" in written  # text for readers of YAML 1.1 too
+    assert "a: '2001-01-01'" in written  # a string for YAML 1.1 readers too
 
 
 def test_a_number_of_thousands_of_digits_is_told_without_advice_for_programmers():
@@ -162,7 +162,7 @@ def test_not_text(tmp_path: Path):
         read_yaml(tmp_path)
 
 
-letters = st.characters(exclude_characters="\0", exclude_categories=["Cs"])  # what a configuration's text can hold
+letters = st.characters(exclude_characters="\0", exclude_categories=["Cs"])  # text allowed in a configuration
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(letters),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(letters), inner, max_size=3),

@@ -1,4 +1,4 @@
-"""What leaves and comes back is the same model, bit for bit; and what leaves natively is transformers' own."""
+"""Import and export round trips are bit for bit identical; a native export equals transformers' own files."""
 
 import json
 from itertools import cycle
@@ -81,7 +81,7 @@ def test_exported_and_imported(case: ExportCase, tmp_path: Path) -> None:
 
 
 def test_weights_that_changed_on_the_way_are_refused(tmp_path: Path) -> None:
-    """A flipped bit in a weight is a number like any other, so only a checksum tells."""
+    """A flipped bit in a weight is detected by its checksum."""
     case = next(iter(list_architecture_cases()))
     run = write_run(tmp_path / "run", case.config(), build_gpt(case, 257))
     target = export_model(run, tmp_path / "export", max_shard_size="30KB", log=lambda line: None)
@@ -89,7 +89,9 @@ def test_weights_that_changed_on_the_way_are_refused(tmp_path: Path) -> None:
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(RunError, match=rf"export: {weights.name} is not as it was written: .* delete checksums.json"):
+    with pytest.raises(
+        RunError, match=rf"export: {weights.name} changed since it was written: .* delete checksums.json"
+    ):
         import_model(target, tmp_path / "again")
     assert not (tmp_path / "again").exists()
     (target / "checksums.json").write_text('{"files": {"../run/config.yml": {"bytes": 1, "crc32": "0"}}}')
@@ -122,7 +124,8 @@ def test_no_native_model(tmp_path: Path) -> None:
     case = ExportCase("cdape", {"pos_emb": "rotary", "score_processor": "cdape"})
     run = write_run(tmp_path / "run", case.config(), build_gpt(case, 257))
     with pytest.raises(
-        UserError, match=r"--native: no model .*/run, .* rotary: score_processor is cdape; leave --native out"
+        UserError,
+        match=r"--native: no native transformers model .*/run .* rotary: score_processor is cdape; omit --native",
     ):
         export_model(run, tmp_path / "native", native=True)
     case = ExportCase("rmsnorm", {"pos_emb": "rotary", "norm": "rmsnorm"})
@@ -136,12 +139,14 @@ def test_no_native_model(tmp_path: Path) -> None:
             export_model(run, tmp_path / "native", native=True)
     case = ExportCase("dynamic", {"pos_emb": "rotary", "pos_emb_options": {"scaling": "dynamic", "factor": 1.0}})
     run = write_run(tmp_path / "dynamic", case.config(), build_gpt(case, 257))
-    with pytest.raises(UserError, match=r"dynamic: cannot be exported: .* does not say how long a text will get"):
+    with pytest.raises(UserError, match=r"dynamic: cannot be exported: .* does not know the final length of a text"):
         export_model(run, tmp_path / "native")
     keys = {**NATIVE["GPT2LMHeadModel"], "use_mup": True, "mup_base_hidden_size": 12, "mup_base_num_attention_heads": 3}
     case = ExportCase("muP", keys)
     run = write_run(tmp_path / "mup", case.config(), build_gpt(case, 257))
-    with pytest.raises(UserError, match=r"gpt2: use_mup is true and multiplies by 0\.7071 \(query\); GPT2LMHeadModel"):
+    with pytest.raises(
+        UserError, match=r"gpt2: use_mup is true and multiplies by 0\.7071 \(query\); not supported by GPT2LMHeadModel"
+    ):
         export_model(run, tmp_path / "native", native=True)
     assert not (tmp_path / "native").exists()
 

@@ -1,4 +1,4 @@
-"""The code that travels with an export: flat, whole, and of torch and transformers only."""
+"""Code bundled with an export: flat, complete, and dependent only on torch and transformers."""
 
 import ast
 import re
@@ -18,7 +18,7 @@ POSITION = Path(next(iter(megatron.position.__path__)))
 ATTENTION = POSITION.with_name("attention")
 PAIRS = [*product(list_encodings(), ["none", "cdape"]), *product(["rotary", "fire"], list_processors())]
 TRANSFORMERS_IMPORT = re.compile(r"^\s*from\s+\.(\S+)\s+import", re.MULTILINE)
-"""By which transformers finds the files of a model (`dynamic_module_utils.py`)."""
+"""Pattern by which transformers finds the files of a model (`dynamic_module_utils.py`)."""
 
 
 @pytest.mark.parametrize(("encoding", "processor"), PAIRS)
@@ -65,7 +65,7 @@ def test_only_imports_differ_from_the_project() -> None:
 
 def test_other_methods_stay_at_home() -> None:
     assert {"cdape.py", "alibi.py", "ssmax.py"}.isdisjoint(bundle_modeling_code(["rotary"], ["none"]))
-    assert "numerics.py" in bundle_modeling_code(["rotary"], ["none"])  # the scores' own code
+    assert "numerics.py" in bundle_modeling_code(["rotary"], ["none"])  # the scores' own module
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_methods_of_ones_own_travel(own_methods: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "head", "message"),
     [
-        ("mine", "import megatron.position.facts", "mine.py:1: import megatron.position.facts: an export carries"),
+        ("mine", "import megatron.position.facts", "mine.py:1: import megatron.position.facts: an export can include"),
         ("mine", "from megatron.position import registry", "mine.py:1: from megatron.position import registry: an"),
         ("mine", "from megatron.utils.errors import UserError", "mine.py:1: from megatron.utils.errors import"),
         ("mine", "if True:\n    from megatron.position.facts import HOOKS", "mine.py:2: from megatron.position.facts"),
@@ -109,7 +109,7 @@ def test_methods_of_ones_own_travel(own_methods: Path) -> None:
             "from  megatron.position.facts import HOOKS",
             "mine.py:1: from megatron.position.facts",
         ),
-        ("facts", "", r"facts.py: an export has all files in one folder, and megatron.position.facts.py has the same"),
+        ("facts", "", r"facts.py: an export has all files in one folder, but megatron.position.facts.py has the same"),
     ],
 )
 def test_methods_that_cannot_travel_are_refused(own_methods: Path, name: str, head: str, message: str) -> None:

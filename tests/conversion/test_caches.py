@@ -1,6 +1,6 @@
-"""Every cache and decoding mode of transformers: an export writes the greedy text, or refuses the cache.
+"""With every cache and decoding mode of transformers, an export writes the greedy text or rejects the cache.
 
-The caches and the ways to decode are those that the installed transformers lists, so a new one is met here.
+The test lists the caches and decoding modes of the installed transformers, so that new ones are covered.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ CASES = {
     "documents": ExportCase("documents", {"pos_emb": "kerple_log", "attention_mask": "document"}),
 }
 KEEPS_EXACT_NUMBERS = ("fox", "selective", "documents")
-"""Methods that keep numbers beside keys which a cache must return unchanged."""
+"""Methods with values beside the keys that a cache must return unchanged."""
 PROMPT = torch.tensor([[7, 1, END, 1, 5, 7, 1, 5, 7, 1]])
 IMPLEMENTATIONS = sorted(
     set(configuration_utils.ALL_CACHE_IMPLEMENTATIONS) if hasattr(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS")
@@ -38,7 +38,7 @@ IMPLEMENTATIONS = sorted(
 
 
 class RoundingCache(DynamicCache):
-    """A cache that returns keys and values rounded, as quantized caches do."""
+    """Cache that returns rounded keys and values, as quantized caches do."""
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = super().update(*args, **kwargs)
@@ -93,7 +93,7 @@ def test_each_cache_of_transformers_is_right_or_refused(models: dict[str, Any], 
     plain = generate(models[name], use_cache=False)
     try:
         found = generate(models[name], cache_implementation=implementation)
-    except (ValueError, ImportError):  # refused by the model, or by transformers, which lacks a package
+    except (ValueError, ImportError):  # rejected by the model, or by transformers because of a missing package
         assert not implementation.startswith("dynamic")
         return
     except AssertionError as error:
@@ -108,28 +108,28 @@ def test_each_cache_of_transformers_is_right_or_refused(models: dict[str, Any], 
 def test_a_cache_that_rounds_is_refused_where_numbers_must_be_exact(models: dict[str, Any], name: str) -> None:
     model, cache = models[name], RoundingCache()
     if name in KEEPS_EXACT_NUMBERS:
-        with pytest.raises(ValueError, match="RoundingCache does not return what it was given"):
+        with pytest.raises(ValueError, match="RoundingCache does not return exactly what was stored"):
             model(PROMPT, past_key_values=cache)
     else:
         found = model(PROMPT, past_key_values=cache).logits
-        # Keys and values are rounded by up to 2^-9 of themselves, and logits here are of the order of 1.
+        # Keys and values have relative errors of up to 2^-9, and logits are of order 1.
         torch.testing.assert_close(found, model(PROMPT, use_cache=False).logits, rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_keys_that_something_else_trained_are_read_or_refused(models: dict[str, Any], name: str) -> None:
-    """Fill a cache before the tokens, as peft's prefix tuning does."""
+    """Keys in the cache before the first token, as in peft's prefix tuning, are read or rejected."""
     model, cache = models[name], DynamicCache()
     prefix = torch.randn(1, 3, 4, WIDTH // 3, generator=torch.Generator().manual_seed(2), requires_grad=True)
     for layer in range(LAYERS):
         cache.update(prefix, prefix, layer)
     mask = torch.ones(1, 4 + PROMPT.shape[1], dtype=torch.int64)
-    if name in ("kerple_log", "cdape"):  # which keep nothing beside keys
+    if name in ("kerple_log", "cdape"):  # methods without values beside the keys
         model(PROMPT, attention_mask=mask, past_key_values=cache, labels=PROMPT).loss.backward()
         assert prefix.grad is not None
         assert prefix.grad.any()
         mask[0, 4:6] = 0
-        with pytest.raises(ValueError, match="whose tokens come before the padding, pad on the right to train"):
+        with pytest.raises(ValueError, match="whose tokens precede the padding, pad on the right for training"):
             model(PROMPT, attention_mask=mask[:, : PROMPT.shape[1]])
     else:
         with pytest.raises(ValueError, match="peft's prefix tuning"):
@@ -137,10 +137,10 @@ def test_keys_that_something_else_trained_are_read_or_refused(models: dict[str, 
 
 
 def test_static_caches_are_refused_at_once(models: dict[str, Any]) -> None:
-    """Twice, because transformers keeps a static cache for the next call."""
+    """Static caches are rejected twice in a row, because transformers reuses them in the next call."""
     model = models["cdape"]
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"cache_implementation is 'static': .* choose 'dynamic'"):
+        with pytest.raises(ValueError, match=r"cache_implementation is 'static': .* use 'dynamic'"):
             generate(model, cache_implementation="static")
     cache = transformers.StaticCache(config=model.config, max_cache_len=30)
     for call in (model, lambda tokens, **choices: model.generate(tokens, max_new_tokens=2, **choices)):
@@ -150,7 +150,7 @@ def test_static_caches_are_refused_at_once(models: dict[str, Any]) -> None:
 
 @torch.inference_mode()
 def test_the_cache_is_known_by_its_type_whatever_its_name(models: dict[str, Any]) -> None:
-    """transformers 5.24 says cache where 5.23 says past_key_values."""
+    """The cache is identified by its type: transformers 5.24 names it cache, 5.23 past_key_values."""
     model = models["cdape"]
     expected = model(PROMPT, use_cache=False).logits
     for name in ("past_key_values", "cache", "kv_cache"):
@@ -158,7 +158,7 @@ def test_the_cache_is_known_by_its_type_whatever_its_name(models: dict[str, Any]
         model(PROMPT[:, :6], **{name: cache})
         assert cache.get_seq_length() == 6
         assert_close_in_rounding(model(PROMPT[:, 6:], **{name: cache}).logits, expected[:, 6:], TERMS, SUMS)
-    with pytest.raises(ValueError, match="give one cache"):
+    with pytest.raises(ValueError, match="pass only one cache"):
         model(PROMPT, past_key_values=DynamicCache(), cache=DynamicCache())
 
 
@@ -173,5 +173,5 @@ def test_stop_strings_end_the_text(models: dict[str, Any]) -> None:
 
 
 def test_arguments_that_ask_for_another_result_are_refused(models: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="this model takes no output_attentions"):
+    with pytest.raises(ValueError, match="this model does not support output_attentions"):
         models["cdape"](PROMPT, output_attentions=True)

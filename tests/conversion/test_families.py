@@ -1,4 +1,4 @@
-"""One table, read in both directions: nothing is lost on the way there and back."""
+"""One table defines import and export; a round trip loses nothing."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from megatron.conversion.registry import HF_FAMILIES, find_exact_family, get_fam
 
 
 def read(name: str) -> tuple[ModelFamily, Config, dict[str, torch.Tensor]]:
-    """A model's family, its configuration as ours, and its tensors by their names."""
+    """Return a model's family, its configuration in our format, and its tensors by name."""
     model = model_of(name)
     values = json.loads(model.config.to_json_string(use_diff=False))
     family = get_family(values["model_type"], name)
@@ -38,7 +38,7 @@ def test_there_and_back_bit_for_bit(name: str) -> None:
         for before, after in zip(theirs, back, strict=True):
             assert after.is_contiguous()
             skipped = POSITION_OFFSET if "embed_positions" in weight.hf_names[0] else 0
-            rounding = 2**-24 if isinstance(weight.transform, AddOne) else 0.0  # of sums with 1
+            rounding = 2**-24 if isinstance(weight.transform, AddOne) else 0.0  # rounding of sums with 1
             assert (before[skipped:] - after[skipped:]).abs().max() <= rounding
     assert stored == {}
 
@@ -56,7 +56,7 @@ def test_the_configuration_there_and_back(name: str) -> None:
     assert {**again.model.model_dump(), **again.position.model_dump()} == {
         **config.model.model_dump(), **config.position.model_dump()
     }  # fmt: skip
-    assert HFConfigReader(values, name).unread_keys() != []  # before anybody has asked for them
+    assert HFConfigReader(values, name).unread_keys() != []  # before any key is read
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_the_configuration_there_and_back(name: str) -> None:
     ],
 )
 def test_transformers_reads_what_is_written(name: str, tmp_path: Path) -> None:
-    """The configuration, by its own class: it builds the same model."""
+    """transformers reads the written configuration with its own class and builds the same model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family, config, stored = read(name)
@@ -106,22 +106,22 @@ def test_transformers_reads_what_is_written(name: str, tmp_path: Path) -> None:
         ("gpt2", {"gpt_j_residual": True}, "gpt_j_residual is true; GPT2LMHeadModel has false"),
         ("gpt2", {"use_bias_in_mlp": False}, "use_bias_in_mlp is false"),
         ("opt", {"layernorm_epsilon": 1e-6}, "layernorm_epsilon is 1e-06; OPTForCausalLM has 1e-05"),
-        ("llama", {"pos_emb_options": {"fraction": 0.5}}, "this family turns whole heads"),
+        ("llama", {"pos_emb_options": {"fraction": 0.5}}, "this family rotates whole heads"),
         ("llama", {"norm": "layernorm"}, "norm is layernorm; LlamaForCausalLM has rmsnorm"),
         (
             "smollm3",
             {"pos_emb": ["rotary", "alibi"]},
             "pos_emb is .rotary, alibi.; SmolLM3ForCausalLM has rotary or none",
         ),
-        ("smollm3", {"attention_window": [3, 5]}, "attention_window is 3, 5; this family has one size"),
+        ("smollm3", {"attention_window": [3, 5]}, "attention_window is 3, 5; this family supports one size"),
         (
             "cohere2",
             {"attention_window": [9, 5]},
-            "its layers have pos_emb rotary and a window, or pos_emb none and no",
+            "layers must have pos_emb rotary with a window, or pos_emb none without",
         ),
         ("cohere", {"layernorm_bias": True}, "layernorm_bias is true; CohereForCausalLM has false"),
         ("llama", {"logit_scale": 0.5}, r"multiplies by 0.5 \(logits\); LlamaForCausalLM cannot"),
-        ("qwen2", {"use_bias_in_mlp": True}, "Qwen2ForCausalLM has biases in queries, keys and values, and nowhere"),
+        ("qwen2", {"use_bias_in_mlp": True}, "Qwen2ForCausalLM has biases only in queries, keys and values"),
     ],
 )
 def test_what_a_family_cannot_express_is_said(name: str, keys: dict[str, object], reason: str) -> None:

@@ -1,4 +1,4 @@
-"""A model that transformers wrote computes here what it computes there."""
+"""Imported transformers models give the same results as in transformers."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,8 @@ from tools.rounding import assert_close_in_rounding, count_gpt_sums
 
 TERMS, SUMS = count_gpt_sums(WIDTH, LAYERS)
 ANGLES = 2 * LAYERS * 8
-"""transformers computes angles in float32: at the last place each is off by up to LENGTH units, its root in a sum."""
+"""transformers computes float32 angles; at the last position each has an error of up to LENGTH units, or its square
+root in a sum."""
 
 
 def imported(folder: Path, **options: Any) -> Path:
@@ -62,14 +63,14 @@ def test_rope_of_the_evaluation_is_the_scaling_that_transformers_has(
     with torch.no_grad():
         for length in (LENGTH // 2, 3 * LENGTH):
             reference = logits_of(theirs, tokens[:, :length])
-            # Angles in float32 are off by more at a larger place.
+            # Errors of float32 angles grow with the position.
             assert_close_in_rounding(ours(tokens[:, :length]), reference, TERMS, SUMS + 3 * ANGLES)
         with pytest.raises(AssertionError, match="apart"):
             assert_close_in_rounding(plain(tokens), reference, TERMS, SUMS + 3 * ANGLES)
 
 
 def test_what_is_compared_can_differ(tmp_path: Path) -> None:
-    """Exact gelu instead of the approximation, and a norm's bias that is lost, are far beyond what is allowed."""
+    """Exact gelu instead of the approximation, or a lost norm bias, exceeds the tolerance by far."""
     theirs = written("gpt2", tmp_path / "source")
     tokens = torch.randint(ROWS, (2, LENGTH))
     config = json.loads((tmp_path / "source/config.json").read_text())
@@ -131,55 +132,55 @@ def test_a_run_folder_like_any_other(tmp_path: Path) -> None:
     assert "train_iters:" not in text
     assert (made.run / "tokenizer/tokenizer.json").read_bytes() == (tmp_path / "source/tokenizer.json").read_bytes()
     assert made.num_parameters == sum(p.numel() for p in model_of("llama").parameters())
-    with pytest.raises(UserError, match="is there already, and is not empty"):
+    with pytest.raises(UserError, match="exists and is not empty"):
         import_model(tmp_path / "source", made.run)
 
 
 REFUSED = {
     "llama": [
-        ({"model_type": "gemini"}, "model_type 'gemini' is not known"),
-        ({"model_type": "gemma3_text"}, "'gemma3_text' cannot be imported: its layers have windows and bases"),
-        ({"hidden_act": "relu"}, "hidden_act is 'relu': gates are silu, gelu"),
-        ({"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu': not offered"),
-        ({"head_dim": 16}, "comes out as"),
+        ({"model_type": "gemini"}, "unknown model_type 'gemini'"),
+        ({"model_type": "gemma3_text"}, "'gemma3_text' cannot be imported: it has two types of windows"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu': expected silu, gelu"),
+        ({"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu': unknown activation"),
+        ({"head_dim": 16}, "has shape"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not divisible by num_kv_heads 3"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rotary scaling dynamic is not offered"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "warp": 1}}, "its warp means nothing here"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "its truncate must be true"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": "1e4"}}, "its rope_theta cannot be '1e4'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rotary scaling dynamic is not supported"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "warp": 1}}, "unknown parameter warp"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate must be true"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "1e4"}}, "rope_theta cannot be '1e4'"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "option factor of rotary is 0.5; it must be at least 1"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "turns whole heads"),
-        ({"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "defined by code of its own, which is not run"),
-        ({"quantization_config": {"bits": 4}}, "quantized weights are not read"),
-        ({"num_hidden_layers": True}, "num_hidden_layers is True: it must be a whole number"),
-        ({"tie_word_embeddings": True}, "lm_head.weight is not the embedding"),
-        ({"num_hidden_layers": 1}, "holds model.layers.1.*would be dropped"),
-        ({"num_hidden_layers": 3}, "holds no model.layers.2"),
-        ({"intermediate_size": 81}, "comes out as"),
-        ({"vocab_size": 305}, "has 304 rows, config.json says 305"),
-        ({"mlp_bias": True}, "holds no model.layers.0.mlp.gate_proj.bias"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "rotates whole heads"),
+        ({"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "needs custom code, which is not run"),
+        ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True: must be an integer"),
+        ({"tie_word_embeddings": True}, "lm_head.weight differs from the embedding"),
+        ({"num_hidden_layers": 1}, "contains model.layers.1.*would be dropped"),
+        ({"num_hidden_layers": 3}, "contains no model.layers.2"),
+        ({"intermediate_size": 81}, "has shape"),
+        ({"vocab_size": 305}, "has 304 rows, but config.json specifies 305"),
+        ({"mlp_bias": True}, "contains no model.layers.0.mlp.gate_proj.bias"),
         ({"num_hidden_layers": 10**7}, "num_layers is 10000000; it must be at most"),
     ],
     "opt": [
-        ({"do_layer_norm_before": False}, "do_layer_norm_before is False: norms stand before"),
-        ({"word_embed_proj_dim": 16}, "word_embed_proj_dim is 16: embeddings have the width"),
+        ({"do_layer_norm_before": False}, "do_layer_norm_before is False: norms must precede"),
+        ({"word_embed_proj_dim": 16}, "word_embed_proj_dim is 16: embeddings must have the width"),
         ({"_remove_final_layer_norm": True}, "_remove_final_layer_norm is True"),
-        ({"max_position_embeddings": 50}, r"holds?.*|comes out as \[48, 32\]"),
+        ({"max_position_embeddings": 50}, r"contains.*|has shape \[48, 32\]"),
     ],
     "gpt2": [
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ({"scale_attn_weights": False}, "scale_attn_weights is False"),
         ({"n_head": 5}, "hidden_size 32 is not divisible by num_attention_heads 5"),
     ],
-    "gemma": [({"hidden_activation": "silu"}, "hidden_activation is 'silu': gates are gelu_pytorch_tanh"),
-              ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True: tokens attend to earlier")],
-    "gemma2": [({"layer_types": ["sliding_attention", "chunked_attention"]}, "it has one of sliding_attention, full"),
-               ({"layer_types": ["full_attention"]}, "layer_types is .*: it has one of sliding_attention")],
-    "smollm3, windows, biases": [({"no_rope_layers": [1]}, "no_rope_layers is .*: it has 1 for each layer"),
-                                 ({"sliding_window": 0}, "sliding_window is 0: it must be a whole number")],
-    "qwen3": [({"layer_types": ["sliding_attention"] * 2}, "layer_types is .*: every layer attends"),
-              ({"head_dim": None}, "comes out as")],
-    "qwen2": [({"use_sliding_window": True}, "use_sliding_window is True: every layer attends")],
+    "gemma": [({"hidden_activation": "silu"}, "hidden_activation is 'silu': expected gelu_pytorch_tanh"),
+              ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True: only causal attention")],
+    "gemma2": [({"layer_types": ["sliding_attention", "chunked_attention"]}, "expected one of sliding_attention, full"),
+               ({"layer_types": ["full_attention"]}, "layer_types is .*: expected one of sliding_attention")],
+    "smollm3, windows, biases": [({"no_rope_layers": [1]}, "no_rope_layers is .*: expected 1 for each layer"),
+                                 ({"sliding_window": 0}, "sliding_window is 0: must be an integer")],
+    "qwen3": [({"layer_types": ["sliding_attention"] * 2}, "layer_types is .*: only full_attention is supported"),
+              ({"head_dim": None}, "has shape")],
+    "qwen2": [({"use_sliding_window": True}, "use_sliding_window is True: sliding windows are not supported")],
 }  # fmt: skip
 
 
@@ -219,11 +220,11 @@ def test_keys_that_mean_nothing_are_told(sources: Path, tmp_path: Path) -> None:
     (source / "config.json").write_text(json.dumps({**values, "wonder": 3, "nothing": None}))
     _, notes = import_model(source, tmp_path / "run")
     assert len(notes) == 1
-    assert "wonder: no opt model has such keys" in notes[0]
+    assert "wonder: ignored; unknown keys for model_type opt" in notes[0]
 
 
 class Boom:
-    """What runs when it is unpickled."""
+    """Class that runs code when unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (exec, ("raise SystemExit('executed')",))
@@ -231,14 +232,14 @@ class Boom:
 
 DAMAGED = {
     "cut short": "cannot be read",
-    "code": r"holds more than tensors, numbers and text: builtins\.exec|exec",
-    "no weights": "holds no weights; looked for model.safetensors",
-    "a shard is missing": "is missing; model.safetensors.index.json names it",
-    "an index that leads away": "not the index of shards",
+    "code": r"contains more than tensors, numbers and text: builtins\.exec|exec",
+    "no weights": "contains no weights; looked for model.safetensors",
+    "a shard is missing": "not found, but listed in model.safetensors.index.json",
+    "an index that leads away": "not an index of shards",
     "not finite": "is not finite",
-    "integers": "is of type int8; quantized weights are not read",
+    "integers": "has type int8; quantized weights are not supported",
     "no JSON": "cannot be read as JSON",
-    "no tokenizer": "holds no tokenizer",
+    "no tokenizer": "contains no tokenizer",
     "a larger tokenizer": "the tokenizer has 290 tokens, but the embedding has",
 }
 
@@ -284,7 +285,7 @@ def test_a_wrong_file_is_one_line_and_leaves_nothing(what: str, sources: Path, t
 def test_another_tokenizer_by_name(sources: Path, tmp_path: Path) -> None:
     made, _ = import_model(sources / "gpt2", tmp_path / "run", tokenizer="bytes")
     assert made.tokenizer == "bytes"
-    with pytest.raises(UserError, match="say which tokenizer it belongs to"):
+    with pytest.raises(UserError, match="specify its tokenizer type"):
         import_model(sources / "gpt2", tmp_path / "other", vocab_file=sources / "gpt2/tokenizer.json")
 
 
@@ -296,15 +297,13 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_more_layers_than_the_files_can_hold_are_refused_before_they_are_built(sources: Path, tmp_path: Path) -> None:
-    """A configuration of a million layers took minutes to be found wrong."""
+    """A configuration with a million layers is rejected before building, which would take minutes."""
     source = tmp_path / "source"
     source.mkdir()
     for path in (sources / "opt").iterdir():
         (source / path.name).write_bytes(path.read_bytes())
     values = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**values, "num_hidden_layers": 1_000_000}))
-    with pytest.raises(
-        UserError, match=r"its configuration describes [\d,]+ parameters, but its files of weights have"
-    ):
+    with pytest.raises(UserError, match=r"the configuration describes [\d,]+ parameters, but the weight files contain"):
         import_model(source, tmp_path / "run")
     assert not (tmp_path / "run").exists()

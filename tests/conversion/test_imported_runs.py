@@ -1,4 +1,4 @@
-"""What is done with a run can be done with an imported one: evaluate, finetune; what cannot is said."""
+"""Imported runs support evaluation and finetuning; unsupported operations raise clear errors."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An imported Llama whose tokens are the corpus's."""
+    """Imported Llama with the corpus's tokens."""
     folder = tmp_path_factory.mktemp("imported")
     written("llama", folder / "source")
     options = {"tokenizer": "HFTokenizer", "vocab_file": corpus / "tokenizer.json"}
@@ -35,7 +35,7 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(run: Path, corpus: Path, save: Path, **keys: object) -> Config:
-    """Its own keys, and those that a training says."""
+    """Return its own keys together with those of a training run."""
     own = load_config([run / "config.yml"]).config
     sections = {**own.model.model_dump(exclude_unset=True), **own.position.model_dump(exclude_unset=True)}
     chosen = {"train_iters": 2, "load": str(run), "finetune": True, "eval_interval": 1, **keys}
@@ -60,7 +60,7 @@ def test_it_is_evaluated(run: Path, corpus: Path) -> None:
 
 @pytest.mark.parametrize("processor", ["none", "cdape"])
 def test_it_is_finetuned_and_begins_as_what_it_was(processor: str, run: Path, corpus: Path, tmp_path: Path) -> None:
-    """With CDAPE at zero effect, and at another length, too."""
+    """Finetuning starts with the imported model's loss, also with CDAPE at zero effect and at another length."""
     keys = {"score_processor": processor, "score_processor_options": {"zero_init": True}} if processor != "none" else {}
     config = config_of(run, corpus, tmp_path / "tuned", seq_length=24, **keys)
     train(config)
@@ -75,12 +75,12 @@ def test_it_is_finetuned_and_begins_as_what_it_was(processor: str, run: Path, co
 
 
 def test_there_is_no_training_to_go_on_with(run: Path, corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds weights alone \(it was imported\).*finetune=true"):
+    with pytest.raises(UserError, match=r"contains only weights \(an imported model\).*finetune=true"):
         train(config_of(run, corpus, tmp_path / "tuned", finetune=False))
 
 
 def test_the_first_loss_is_the_source_s(corpus: Path, tmp_path: Path) -> None:
-    """Cross entropy of transformers' logits on the sequences that the validation reads."""
+    """The first validation loss equals the cross entropy of transformers' logits on the same sequences."""
     from megatron.data.datasets import load_token_stream
 
     assert "pythia" in MODELS

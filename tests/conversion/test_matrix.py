@@ -1,4 +1,4 @@
-"""Exports compute what this project computes, in a process that cannot import it."""
+"""Exports give this project's results in a process that cannot import it."""
 
 import math
 from itertools import islice
@@ -26,11 +26,11 @@ def _is_chosen(case: ExportCase) -> bool:
 
 
 CHOSEN = [case for case in EVERY_METHOD if _is_chosen(case)]
-"""Every second pair of an encoding and a processor (or none); `tools/export/compare.py` takes all."""
+"""Every second pair of an encoding and a processor (or none); `tools/export/compare.py` covers all."""
 
 
 def test_exports_equal_the_project(tmp_path: Path) -> None:
-    """All in one test: the process that reads them imports transformers, which takes seconds."""
+    """A single test, because the reading process takes seconds to import transformers."""
     cases = [
         *CHOSEN,
         *islice(list_position_cases(), 0, None, 5),

@@ -1,4 +1,4 @@
-"""Checkpoints of GPT-NeoX, KERPLE and DAPE compute here what their ranks compute together."""
+"""Checkpoints of GPT-NeoX, KERPLE and DAPE give the results of their tensor-parallel ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ TERMS, SUMS = count_gpt_sums(WIDTH, LAYERS)
 SHAPE = {
     "num_layers": LAYERS, "hidden_size": WIDTH, "num_attention_heads": HEADS, "seq_length": LENGTH,
     "max_position_embeddings": LENGTH, "intermediate_size": INNER,
-    # Of a training, and without a meaning here, or refused for one.
+    # Training keys that have no meaning here or are not supported.
     "train_iters": 100, "vocab_file": "gone.json", "model_parallel_size": 2, "optimizer": {"type": "sm3"},
     "extra_save_iters": [3], "use_bias_in_norms": True, "hidden_dropout": 0.1, "make_vocab_size_divisible_by": 128,
     "zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 4,
@@ -76,7 +76,7 @@ def imported(source: Path, **options: Any) -> Path:
 
 
 def tokenizer_of(folder: Path) -> Path:
-    """A tokenizer of fewer tokens than the embedding has rows."""
+    """Return a tokenizer with fewer tokens than rows of the embedding."""
     import tokenizers as hf
 
     words = {"</s>": 0, **{chr(97 + i): i + 1 for i in range(26)}}
@@ -88,7 +88,7 @@ def tokenizer_of(folder: Path) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_logits(name: str, tmp_path: Path) -> None:
     theirs = CASES[name].fill()
-    if name == "alibi":  # slopes are a buffer, and its bias adds nothing to what is checked here
+    if name == "alibi":  # slopes are a buffer, and the bias is irrelevant to this check
         theirs.states[0]["2.attention.alibi_embed.slopes"] = torch.ones(HEADS)
     loaded = load_model(imported(theirs.write(tmp_path / "source")))
     tokens = torch.randint(ROWS, (2, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -100,15 +100,15 @@ def test_the_same_logits(name: str, tmp_path: Path) -> None:
         theirs._positioned = lambda scores, rank, layer: scores - slopes * n  # type: ignore[method-assign]
     reference = theirs.logits(tokens)
     assert reference.abs().max() > 1
-    # Its code sees the right edge of its matrix, which is where a sequence happens to end.
+    # Its code sees the right edge of its matrix, which is where a sequence ends.
     if name in ("cdape", "fire, cdape"):
         ours, reference = ours[:, :-1], reference[:, :-1]
-    # The reference's angles are float32's; a kernel's powers and logarithms are a few units off.
+    # The reference uses float32 angles; a kernel's powers and logarithms have errors of a few units.
     assert_close_in_rounding(ours, reference, TERMS, SUMS + 2 * LAYERS * 8)
 
 
 def test_what_is_compared_can_differ(tmp_path: Path) -> None:
-    """Names of the other kernel, a gate before its values, biases that are not summed: all are far off."""
+    """Names of the other kernel, a gate before its values, and unsummed biases all exceed the tolerance by far."""
     tokens = torch.randint(ROWS, (2, LENGTH))
     theirs = layout({"pos_emb": "rotary", "activation": "geglu", **PARALLEL}, ranks=2).fill()
     run = imported(theirs.write(tmp_path / "source"))
@@ -129,7 +129,7 @@ def test_a_checkpoint_and_its_run_mean_the_same_and_a_configuration_can_be_named
     source = CASES["kerple_log"].fill().write(tmp_path / "source")
     checkpoint = source / "global_step10"
     (checkpoint / "configs/model.yml").rename(tmp_path / "model.yml")
-    with pytest.raises(UserError, match=r"holds no configs/\*.yml; name the model's configuration with --config"):
+    with pytest.raises(UserError, match=r"contains no configs/\*.yml; specify the model's configuration with --config"):
         imported(checkpoint)
     made, _ = import_model(
         checkpoint, tmp_path / "named", configs=[tmp_path / "model.yml"], tokenizer="HFTokenizer",
@@ -142,23 +142,23 @@ def test_a_checkpoint_and_its_run_mean_the_same_and_a_configuration_can_be_named
 
 
 class Boom:
-    """What runs when it is unpickled."""
+    """Class that runs code when unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (exec, ("raise SystemExit('executed')",))
 
 
 BAD = {
-    "a rank is missing": "holds parts of the ranks|a file is missing",
-    "a layer is missing": "a file is missing|holds no 3",
+    "a rank is missing": "contains shards of the ranks|a file is missing",
+    "a layer is missing": "a file is missing|contains no 3",
     "cut short": "is damaged|cannot be read",
-    "code": r"holds more than tensors, numbers and text: builtins\.exec",
-    "a tensor too many": "holds 2.attention.wonder.weight.*would be dropped",
-    "another width": "do not fit|comes out as",
-    "layers differ": "is another than layer 2's, although its configuration says pos_emb_per_layer: false",
+    "code": r"contains more than tensors, numbers and text: builtins\.exec",
+    "a tensor too many": "contains 2.attention.wonder.weight.*would be dropped",
+    "another width": "do not match|has shape",
+    "layers differ": "differs from that of layer 2, but its configuration has pos_emb_per_layer: false",
     "sparse": "sparse_attention",
     "normed queries": "use_qk_layernorm",
-    "no module": "holds no `module` of GPT-NeoX's",
+    "no module": "contains no GPT-NeoX `module`",
 }
 
 

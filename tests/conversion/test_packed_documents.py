@@ -1,4 +1,4 @@
-"""Several documents in one row: an export reads each as it reads it alone, divided by end tokens or by packing."""
+"""With several documents in a row, separated by end tokens or by packing, an export reads each as if alone."""
 
 import json
 from pathlib import Path
@@ -88,7 +88,11 @@ def test_rows_may_be_packed_otherwise_and_padded(models: dict[str, tuple[GPT, An
 @pytest.mark.parametrize("name", ["document", "selective"])
 @torch.inference_mode()
 def test_an_end_token_ends_what_later_tokens_see(models: dict[str, tuple[GPT, Any]], name: str) -> None:
-    """In one pass, by a cache, and after tokens were removed from that again; a causal export sees across."""
+    """An end token limits the visibility of later tokens, in one pass, with a cache, and after removing tokens from the
+    cache.
+
+    A causal export attends across it.
+    """
     _, model = models[name]
     document, before = torch.tensor([[7, 2, 9, 4, 4]]), torch.tensor([[1, 6, END]])
     row = torch.cat([before, document], dim=1)
@@ -133,17 +137,17 @@ def test_what_cannot_be_kept_apart_is_refused(models: dict[str, tuple[GPT, Any]]
     again = torch.tensor([[0, 1, 0, 1]])
     borders = torch.tensor([0, 2, 4])
     refused: list[tuple[str, dict[str, Any]]] = [
-        ("take no cache", {"position_ids": again, "past_key_values": DynamicCache()}),
-        ("take no cache", {"cu_seq_lens_q": borders, "use_cache": True}),
-        ("position_ids must be those", {"position_ids": torch.tensor([[0, 1, 5, 6]])}),
-        ("position_ids must be those", {"position_ids": torch.tensor([[2, 3, 2, 3]])}),
-        ("position_ids must be those", {"position_ids": torch.arange(4)[None], "cu_seq_lens_q": borders}),
+        ("do not support a cache", {"position_ids": again, "past_key_values": DynamicCache()}),
+        ("do not support a cache", {"cu_seq_lens_q": borders, "use_cache": True}),
+        ("position_ids must match", {"position_ids": torch.tensor([[0, 1, 5, 6]])}),
+        ("position_ids must match", {"position_ids": torch.tensor([[2, 3, 2, 3]])}),
+        ("position_ids must match", {"position_ids": torch.arange(4)[None], "cu_seq_lens_q": borders}),
         (r"position_ids must be \[1, 4\]", {"position_ids": torch.zeros(3, 1, 4)}),
-        ("cu_seq_lens_q must rise from 0 to the 4", {"cu_seq_lens_q": torch.tensor([0, 2, 5])}),
-        ("cu_seq_lens_q must rise", {"cu_seq_lens_q": borders, "cu_seq_lens_k": torch.tensor([0, 3, 4])}),
-        ("cu_seq_lens_q must rise", {"cu_seq_lens_k": borders}),
+        ("cu_seq_lens_q must increase from 0 to the 4", {"cu_seq_lens_q": torch.tensor([0, 2, 5])}),
+        ("cu_seq_lens_q must increase", {"cu_seq_lens_q": borders, "cu_seq_lens_k": torch.tensor([0, 3, 4])}),
+        ("cu_seq_lens_q must increase", {"cu_seq_lens_k": borders}),
         ("must describe the same", {"cu_seq_lens_q": borders, "seq_idx": torch.tensor([[0, 0, 0, 1]])}),
-        ("must hold 0 for padding and 1 for tokens", {"attention_mask": torch.tensor([[1, 1, 2, 2]])}),
+        ("must be 0 for padding and 1 for tokens", {"attention_mask": torch.tensor([[1, 1, 2, 2]])}),
     ]
     for name in CASES:
         model = models[name][1]
@@ -159,7 +163,7 @@ def test_what_cannot_be_kept_apart_is_refused(models: dict[str, tuple[GPT, Any]]
 def test_a_cache_of_something_else_is_refused(models: dict[str, tuple[GPT, Any]]) -> None:
     model, cache = models["document"][1], DynamicCache()
     models["causal"][1](torch.tensor([[5, 1]]), past_key_values=cache)
-    with pytest.raises(ValueError, match="does not return what it was given"):
+    with pytest.raises(ValueError, match="does not return exactly what was stored"):
         model(torch.tensor([[9, 2]]), past_key_values=cache)
 
 
@@ -167,7 +171,7 @@ def test_an_export_says_that_documents_are_kept_apart(models: dict[str, tuple[GP
     for name, end in (("causal", None), ("document", END)):
         folder = Path(models[name][1].config._name_or_path)
         assert json.loads((folder / "config.json").read_text())["document_end_token_id"] == end
-        assert ("documents kept apart" in (folder / "README.md").read_text()) == (end is not None)
+        assert ("document masking" in (folder / "README.md").read_text()) == (end is not None)
 
 
 def test_a_native_export_says_that_it_reads_a_row_as_one_document(tmp_path: Path) -> None:
@@ -176,7 +180,7 @@ def test_a_native_export_says_that_it_reads_a_row_as_one_document(tmp_path: Path
     case, lines = ExportCase("llama", keys), []
     run = write_run(tmp_path / "run", case.config(), build_gpt(case, VOCABULARY))
     folder = export_model(run, tmp_path / "native", native=True, log=lines.append)
-    words = "LlamaForCausalLM reads a row as one document"
+    words = "LlamaForCausalLM treats a row as one document"
     assert any(words in line for line in lines)
     assert words in (folder / "README.md").read_text()
     assert "document_end_token_id" not in (folder / "config.json").read_text()

@@ -1,4 +1,4 @@
-"""`export --refresh`: an export from an earlier version gets this version's code, and computes what it computed."""
+"""`export --refresh`: an export of an earlier version gets the current code and gives the same results."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def write_export(folder: Path, keys: dict[str, Any], tokenizer: Any = None) -> P
 
 
 def change_config(folder: Path, **keys: Any) -> dict[str, Any]:
-    """Set keys of config.json, or remove those that are ..."""
+    """Set keys of config.json, or remove those set to `...`."""
     values = json.loads((folder / "config.json").read_text())
     values = {name: value for name, value in {**values, **keys}.items() if value is not ...}
     (folder / "config.json").write_text(json.dumps(values))
@@ -42,7 +42,7 @@ def change_config(folder: Path, **keys: Any) -> dict[str, Any]:
 
 
 def make_older(folder: Path) -> list[str]:
-    """Change the code as if an earlier version had written it, and return the names of its files."""
+    """Change the code as if an earlier version had written it, and return the file names."""
     old = sorted(folder.glob("modeling_farfield_*.py"))[0].stem[-9:]
     files = {path.name: path.read_text() for path in folder.glob(f"*{old}.py")}
     plain = remove_content_digest(files, old)
@@ -77,7 +77,7 @@ def test_a_digest_is_removed_again() -> None:
 
 
 def test_an_older_export_gets_the_code_of_today(tmp_path: Path) -> None:
-    """Among its keys one whose absence means another value than it means today (`scaled` of cope)."""
+    """An older export gets the current code; one of its keys has another default than today (`scaled` of cope)."""
     folder = write_export(tmp_path, COPE)
     today = read_files(folder)
     expected = compute_logits(folder)
@@ -100,14 +100,14 @@ def test_an_older_export_gets_the_code_of_today(tmp_path: Path) -> None:
     assert torch.equal(compute_logits(folder), expected)
     text = "\n".join(map(str, lines))
     assert "config.json: set pos_emb_options, softmax_type" in text
-    assert f"instead of {len(old_files)} files of code ({old_files[0][-12:-3]})" in text
+    assert f"instead of {len(old_files)} code files ({old_files[0][-12:-3]})" in text
     assert "if it was, add document_end_token_id: 256" in text
     lines.clear()
     change_config(folder, document_end_token_id=None)
     before = read_files(folder)
     refresh_export.refresh_export(folder, log=lines.append)
     assert read_files(folder) == before
-    assert lines == [f"{folder}: its code is that of this version"]
+    assert lines == [f"{folder}: already has the code of this version"]
 
 
 def test_code_that_was_edited_is_not_replaced_unasked(tmp_path: Path) -> None:
@@ -117,13 +117,15 @@ def test_code_that_was_edited_is_not_replaced_unasked(tmp_path: Path) -> None:
     modeling = next(folder.glob("modeling_farfield_*.py"))
     modeling.write_text(modeling.read_text() + "# mine\n")
     before = read_files(folder)
-    with pytest.raises(UserError, match=r"export: \w+\.py and \d+ more may have been edited .*; --overwrite runs the"):
+    with pytest.raises(
+        UserError, match=r"export: \w+\.py and \d+ more may have been edited .*; use --overwrite to run the"
+    ):
         refresh_export.refresh_export(folder)
     assert read_files(folder) == before
     lines: list[Any] = []
     refresh_export.refresh_export(folder, overwrite=True, log=lines.append)
     assert modeling.read_text().endswith("# mine\n")
-    assert any("and are run no longer" in line for line in lines)
+    assert any("but no longer run" in line for line in lines)
     assert torch.equal(compute_logits(folder), expected)
 
 
@@ -180,29 +182,29 @@ def test_the_code_of_a_tokenizer(tmp_path: Path) -> None:
 
 def test_what_cannot_be_renewed_is_refused(tmp_path: Path) -> None:
     folder = write_export(tmp_path, {"pos_emb": "kerple_log"})
-    with pytest.raises(UserError, match="nowhere: no such folder; name an export"):
+    with pytest.raises(UserError, match="nowhere: no such folder; expected an export"):
         refresh_export.refresh_export(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"run: not an export: it has no config\.json"):
+    with pytest.raises(UserError, match=r"run: not an export: config\.json is missing"):
         refresh_export.refresh_export(tmp_path / "run")
     values = change_config(folder, num_hidden_layers=3)
-    with pytest.raises(RunError, match=r"holds no model\.layers\.2\..*, which config.json asks for"):
+    with pytest.raises(RunError, match=r"contains no model\.layers\.2\..*, which config.json requires"):
         refresh_export.refresh_export(folder)
     change_config(folder, num_hidden_layers=2, pos_emb="mine")
     with pytest.raises(UserError, match="mine"):
         refresh_export.refresh_export(folder)
     change_config(folder, pos_emb="kerple_log", model_type="llama")
-    with pytest.raises(UserError, match=r"model_type is 'llama'; --refresh renews the code of an export of this"):
+    with pytest.raises(UserError, match=r"model_type is 'llama'; --refresh updates the code of exports of this"):
         refresh_export.refresh_export(folder)
     change_config(folder, model_type="farfield", auto_map={**values["auto_map"], "AutoModel": "mine.Model"})
     with pytest.raises(UserError, match="auto_map"):
         refresh_export.refresh_export(folder)
     for arguments, message in (
-        ({"folder": tmp_path / "new"}, "--refresh renews one export in its place; leave .*new out"),
+        ({"folder": tmp_path / "new"}, "--refresh updates one export in place; omit .*new"),
         ({"dtype": "bfloat16"}, "dtype is bfloat16, which --refresh does not change"),
         ({"native": True}, "native is True, which --refresh does not change"),
     ):
         options = {"folder": None, "native": False, "dtype": "float32", "shard": "2GB", "license": None}
         with pytest.raises(UserError, match=message):
             export(str(folder), **{**options, "overwrite": False, "refresh": True, **arguments})
-    with pytest.raises(UserError, match="name the folder to make"):
+    with pytest.raises(UserError, match="missing folder"):
         export(str(folder), **options, overwrite=False, refresh=False)

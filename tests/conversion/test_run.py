@@ -1,4 +1,4 @@
-"""`export`: whole or not at all, and what is refused in one line."""
+"""`export` is complete or has no effect; errors are one line."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def test_the_card(run: Path, tmp_path: Path) -> None:
     page = (export_model(run, tmp_path / "plain", log=lambda line: None) / "README.md").read_text()
     assert yaml.safe_load(page.split("---")[1])["tags"] == ["farfield", "length-extrapolation", "fire"]
     assert "license: other" in page
-    assert "licence was not stated" in page
+    assert "license was not specified" in page
     assert "`fire` positions" in page
     assert "Measured" not in page
     page = (export_model(run, tmp_path / "free", license="apache-2.0", log=lambda line: None) / "README.md").read_text()
@@ -82,8 +82,8 @@ def test_the_card(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("choices", "words"),
     [
-        ({"dtype": "float61"}, "--dtype is 'float61'; did you mean float16?"),
-        ({"max_shard_size": "big"}, "--shard is 'big'; write a size such as 500MB or 2GB"),
+        ({"dtype": "float61"}, "--dtype: unknown value 'float61'; did you mean float16?"),
+        ({"max_shard_size": "big"}, "--shard is 'big'; expected a size such as 500MB or 2GB"),
         ({"max_shard_size": "0GB"}, "--shard is '0GB'"),
     ],
 )
@@ -96,12 +96,12 @@ def test_choices_that_are_wrong(run: Path, tmp_path: Path, choices: dict[str, st
 def test_targets_that_are_something_else(run: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("years")
-    with pytest.raises(UserError, match="is not empty; name another folder"):
+    with pytest.raises(UserError, match="is not empty; choose another folder"):
         export_model(run, tmp_path / "thesis")
-    with pytest.raises(UserError, match="no export: --overwrite replaces nothing else"):
+    with pytest.raises(UserError, match="not an export; --overwrite replaces only exports"):
         export_model(run, tmp_path / "thesis", overwrite=True)
     (tmp_path / "thesis" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="no export: --overwrite replaces nothing else"):
+    with pytest.raises(UserError, match="not an export; --overwrite replaces only exports"):
         export_model(run, tmp_path / "thesis", overwrite=True)
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="is a file"):
@@ -111,7 +111,7 @@ def test_targets_that_are_something_else(run: Path, tmp_path: Path) -> None:
     target = export_model(run, tmp_path / "out", log=lambda line: None)
     (target / "stale.py").write_text("")
     (target / "thesis.tex").write_text("years")
-    with pytest.raises(UserError, match=r"holds thesis.tex beside an export"):
+    with pytest.raises(UserError, match=r"contains thesis.tex in addition to an export"):
         export_model(run, target, overwrite=True)
     (target / "thesis.tex").unlink()
     export_model(run, target, overwrite=True, log=lambda line: None)
@@ -130,7 +130,7 @@ def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
     content = bytearray(weights.read_bytes())
     content[-5] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(RunError, match=r"is damaged: .*model\.safetensors"):
+    with pytest.raises(RunError, match=r"damaged: .*model\.safetensors"):
         export_model(run, tmp_path / "out")
     weights.write_bytes(content[:100])
     (checkpoint / manifest.MANIFEST).unlink()
@@ -141,7 +141,7 @@ def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("there", [False, True])
 def test_a_full_disk_leaves_things_as_they_were(there: bool, run: Path, tmp_path: Path) -> None:
-    """In the middle of the weights, which safetensors writes and reports in its own way."""
+    """A full disk leaves the existing files unchanged; safetensors reports it in its own way while writing weights."""
     target = tmp_path / "fire"
     if there:
         export_model(run, target, log=lambda line: None)

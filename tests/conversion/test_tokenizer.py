@@ -1,4 +1,4 @@
-"""transformers' tokenizer of an export gives the tokens of ours, for any text."""
+"""The transformers tokenizer of an export gives our tokens for any text."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer, Any]]:
-    """Ours and transformers', by type."""
+    """Our tokenizer and transformers', by type."""
     import transformers
 
     folder, found = tmp_path_factory.mktemp("tokenizers"), {}
@@ -53,7 +53,7 @@ def test_the_same_tokens(kind: str, pairs: dict[str, tuple[Tokenizer, Any]], tex
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_full_disk_is_an_error_of_the_system(kind: str, tmp_path: Path) -> None:
-    """So that `export` can name the folder: tokenizers has an Exception for it."""
+    """A full disk raises OSError, so that `export` can name the folder; tokenizers raises a generic Exception."""
     ours = open_tokenizers(write_tokenizers(tmp_path))[kind]
     (tmp_path / "export").mkdir()
     with full_disk(500), pytest.raises(OSError, match="File too large"):
@@ -64,7 +64,7 @@ def test_a_full_disk_is_an_error_of_the_system(kind: str, tmp_path: Path) -> Non
 def test_ends_and_padding(kind: str, pairs: dict[str, tuple[Tokenizer, Any]]) -> None:
     ours, theirs = pairs[kind]
     assert theirs.eos_token_id == ours.eod
-    assert theirs.pad_token_id != ours.eod  # or a finetuned model, whose padding is not scored, never learns to stop
+    assert theirs.pad_token_id != ours.eod  # else finetuning, which skips padding, never teaches to stop
     assert theirs.model_max_length == 64
     if theirs.pad_token_id is None:
         theirs.pad_token = theirs.eos_token

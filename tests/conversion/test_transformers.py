@@ -1,4 +1,4 @@
-"""An export in transformers: generation, training, loading, and what it refuses."""
+"""Exports in transformers: generation, training, loading, and rejected uses."""
 
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ def lengths() -> torch.Tensor:
 
 @torch.inference_mode()
 def greedy(gpt: GPT, prompt: list[int], count: int) -> list[int]:
-    """Each token the likeliest, by whole forward passes."""
+    """Decode greedily by whole forward passes."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(gpt(torch.tensor([tokens]))[0, -1, :VOCABULARY].argmax()))
@@ -95,7 +95,7 @@ def test_a_cache_changes_nothing(model: Any, choices: dict[str, Any]) -> None:
     given = {key: tensor[:1] for key, tensor in batch().items()} if "prompt_lookup_num_tokens" in choices else batch()
     found = []
     for cached in (True, False):
-        if not cached and "prompt_lookup_num_tokens" in choices:  # which needs a cache: compare with plain greedy
+        if not cached and "prompt_lookup_num_tokens" in choices:  # requires a cache; compare with plain greedy decoding
             choices = {"do_sample": False}
         torch.manual_seed(7)
         found.append(model.generate(**given, max_new_tokens=9, use_cache=cached, **choices))
@@ -125,8 +125,8 @@ def test_gradients_with_and_without_recomputation(transformers: Any, exported: t
         model(tokens, labels=tokens).loss.backward()
         found.append({name: parameter.grad for name, parameter in model.named_parameters()})
     assert all(grad is not None for grad in found[0].values())
-    # Not the same bits: where its factors lie at another place in memory, a product may add in another order.
-    # What moves nothing (a constant on all logits of a row) is held to a hundredth of the model's largest gradient.
+    # Not bitwise: products may sum in another order if their inputs are aligned differently. A gradient without effect
+    # (a constant added to all logits of a row) is compared with a hundredth of the model's largest gradient.
     largest = max(grad.abs().max().item() for grad in found[0].values())
     for name, grad in found[0].items():
         assert_close_in_rounding(found[1][name], grad, TERMS, 2 * SUMS, size=largest / 100)
@@ -173,7 +173,7 @@ def test_saved_and_loaded_again(transformers: Any, model: Any, tmp_path: Path) -
 def test_a_missing_weight_has_its_start_value(
     name: str, low: float, high: float, transformers: Any, exported: tuple[GPT, Path], tmp_path: Path
 ) -> None:
-    """And is not what happened to be in memory."""
+    """A missing weight gets its start value, not the contents of uninitialized memory."""
     for path in exported[1].iterdir():
         if path.suffix != ".safetensors" and "index" not in path.name:
             (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -191,11 +191,11 @@ def test_what_would_be_silently_wrong_is_refused(transformers: Any, model: Any) 
     tokens = torch.tensor([PROMPTS[0]])
     places = torch.arange(8)[None]
     refused: list[tuple[str, dict[str, Any]]] = [
-        ("takes no output_attentions", {"output_attentions": True}),
-        ("takes no block_table", {"block_table": torch.zeros(1)}),
-        ("masks of rows and columns", {"attention_mask": torch.ones(1, 1, 8, 8)}),
-        ("padding at the ends only", {"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]])}),
-        ("position_ids must be those", {"position_ids": places + 3}),
+        ("does not support output_attentions", {"output_attentions": True}),
+        ("does not support block_table", {"block_table": torch.zeros(1)}),
+        ("2D masks", {"attention_mask": torch.ones(1, 1, 8, 8)}),
+        ("padding only at the ends", {"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]])}),
+        ("position_ids must match", {"position_ids": places + 3}),
         ("must continue the tokens", {"cache_position": torch.arange(8) + 1}),
         ("either input_ids or inputs_embeds", {"inputs_embeds": torch.zeros(1, 8, WIDTH)}),
     ]
@@ -213,7 +213,7 @@ def test_sdpa_is_not_put_in_the_place_of_our_attention(transformers: Any, export
 
 
 def test_exports_in_folders_of_one_name_keep_their_own_code(transformers: Any, tmp_path: Path) -> None:
-    """transformers keeps code by the name of the model's folder, and every training calls its own `model` at times."""
+    """transformers caches code by folder name, and every training may name its folder `model`."""
     tokens, models = torch.tensor([PROMPTS[0]]), {}
     for place, keys in {"a": {"pos_emb": "kerple_log"}, "b": {"pos_emb": "rotary"}, "c": {"pos_emb": "alibi"}}.items():
         case = ExportCase(place, keys)

@@ -54,7 +54,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 
 def run_command(folder: Path, command: str, *, devices: int = 1, program: str = "deepy.py", codes=(0,)) -> str:
-    """What a command printed; it ended with one of these codes, and neither that nor a log holds a warning."""
+    """Return the output of a command. Fails on other exit codes, and on warnings in the output or a log."""
     base = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "LD_LIBRARY_PATH")}
     environment = build_environment(get_card("h100"), devices=devices, base=base)
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What is launched again is what Triton itself would have taken, whatever the arguments mean to its compiler."""
+"""A repeated launch uses the program that Triton itself would choose for its arguments."""
 
 from itertools import product
 from typing import Any, NamedTuple

@@ -72,7 +72,7 @@ Trained = Callable[[int], dict[str, Outcome]]
 
 @pytest.fixture(scope="module")
 def lone(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Outcome]]:
-    """What the first and the last of eight ranks did, each the only one of them."""
+    """Return the records of the first and last of eight ranks, each run without the others."""
     folder, found = tmp_path_factory.mktemp("lone"), {}
     workers = {}
     for rank in (0, RANKS - 1):
@@ -94,7 +94,7 @@ def test_a_rank_of_eight_trains(case: Case, rank: int, lone: dict[int, dict[str,
 
 @pytest.fixture(scope="module")
 def pair(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
-    """What two processes did together: gloo is real between them, and NCCL exchanges nothing."""
+    """Return the records of two processes. gloo is real between them; NCCL exchanges nothing."""
     folder, port = tmp_path_factory.mktemp("pair"), free_port()
     workers = [start_worker(PAIR, corpus, folder, rank, 2, port) for rank in range(2)]
     for worker in workers:

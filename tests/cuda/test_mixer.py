@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import triton
 
+from kernels.cdape_attention.logit_gradient import KERNEL as LOGIT_GRADIENT
 from kernels.cdape_attention.mixer import TO_SCORES, TO_WEIGHTS, VARIABLE
 from kernels.cdape_attention.mixer_forward import KERNELS
 from kernels.cuda.compile import compile_kernel
@@ -56,7 +57,9 @@ os._exit(0)  # autograd's threads may be in the way of an orderly end
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("kernel", [TO_SCORES, TO_WEIGHTS, *KERNELS.values()], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    "kernel", [TO_SCORES, TO_WEIGHTS, LOGIT_GRADIENT, *KERNELS.values()], ids=lambda kernel: kernel.name
+)
 def test_kernels_compile_with_few_spills(kernel: CudaKernel, arch: int, tmp_path: Path) -> None:
     code, name = compile_kernel(kernel, arch)
     assert "launch_kernel" in name
@@ -69,7 +72,7 @@ def test_kernels_compile_with_few_spills(kernel: CudaKernel, arch: int, tmp_path
     assert int(found[2]) <= MAX_STACK_BYTES
 
 
-FORWARD, BACKWARD = "Forward", "Forward,Backward,Backward"
+FORWARD, BACKWARD = "Forward", "LogitGradient,Backward,Backward"
 
 
 @pytest.mark.parametrize(

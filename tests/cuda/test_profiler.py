@@ -63,7 +63,7 @@ def test_the_memory_after_a_step(corpus: Path, tmp_path: Path, dumped: list[int]
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_memory_that_does_not_suffice(corpus: Path, tmp_path: Path, dumped: list[int], recorded: bool) -> None:
-    """What holds it is still there when it is written down; the lines of Python that asked for it, if recorded.
+    """A snapshot contains the tensors that hold the memory, and the Python lines that allocated it if recorded.
 
     Tests before may have left free parts of some 20 MiB in the allocator's segments: the batch needs larger tensors.
     """

@@ -1,4 +1,4 @@
-"""Small corpora, and datasets written byte by byte from the format's definition, not by the code under test."""
+"""Small corpora, and datasets written from the format's definition, independently of the code under test."""
 
 import struct
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 
 
 def write_dataset(prefix: Path, documents: Sequence[Sequence[int]], dtype: str = "int32") -> Path:
-    """Write .bin and .idx of documents, one sequence each, little endian."""
+    """Write .bin and .idx files of documents, one sequence each, little endian."""
     itemsize = np.dtype(dtype).itemsize
     lengths = [len(document) for document in documents]
     starts = [sum(lengths[:i]) * itemsize for i in range(len(lengths))]
@@ -33,7 +33,7 @@ def dtype_char(dtype: str) -> str:
 
 
 def read_dataset(prefix: Path) -> list[list[int]]:
-    """Documents of a dataset, read from the format's definition as GPT-NeoX's MMapIndexedDataset reads it."""
+    """Read the documents of a dataset from the format's definition, as GPT-NeoX's MMapIndexedDataset does."""
     idx, content = Path(f"{prefix}.idx").read_bytes(), Path(f"{prefix}.bin").read_bytes()
     assert idx[:9] == b"MMIDIDX\x00\x00"
     version, code, sequences, boundaries = struct.unpack_from("<QBQQ", idx, 9)
@@ -55,7 +55,7 @@ def read_dataset(prefix: Path) -> list[list[int]]:
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Callable[..., str]:
-    """Write a dataset into the test's folder and give its prefix."""
+    """Function that writes a dataset into the test's folder and returns its prefix."""
 
     def write(name: str, documents: Sequence[Sequence[int]], dtype: str = "int32") -> str:
         return str(write_dataset(tmp_path / name, documents, dtype))
@@ -79,7 +79,7 @@ TEXTS = {
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    """A folder of five text files, one empty one, and files that are not text."""
+    """Folder with five text files, an empty one, and files that are not text."""
     folder = tmp_path / "texts"
     for name, text in TEXTS.items():
         path = folder / name

@@ -1,4 +1,4 @@
-"""What stands before a text is decided once, and all that reads text follows: held against transformers."""
+"""The token before a text is determined once, and all readers of text follow it; compared with transformers."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ TEXTS = ["the then there", "Grüße, 東京!", "def encode(text):"]
 
 
 def byte_level(folder: Path, special: list[str], before: str | None) -> None:
-    """A random byte-level BPE, as Llama 3's and GPT-NeoX's are."""
+    """Write a random byte-level BPE like those of Llama 3 and GPT-NeoX."""
     made = hf.Tokenizer(hf.models.BPE())
     made.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = hf.decoders.ByteLevel()
@@ -43,7 +43,7 @@ def byte_level(folder: Path, special: list[str], before: str | None) -> None:
 
 
 def pieces(folder: Path) -> None:
-    """A SentencePiece model, as Llama 2's is."""
+    """Write a SentencePiece model like Llama 2's."""
     (folder / "text").write_text("\n".join(SAMPLE * 20))
     sentencepiece.SentencePieceTrainer.train(
         input=str(folder / "text"), model_prefix=str(folder / "tokenizer"), vocab_size=80, model_type="bpe",
@@ -52,7 +52,7 @@ def pieces(folder: Path) -> None:
 
 
 def write_style(style: str, folder: Path) -> None:
-    """The tokenizer of a model somebody published, as transformers finds it."""
+    """Write the tokenizer of a published model in the layout that transformers expects."""
     config: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
     if style == "Llama 3":
         names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
@@ -73,7 +73,7 @@ def write_style(style: str, folder: Path) -> None:
 
 
 STYLES = {"Llama 3": 0, "Llama 2": 1, "GPT-NeoX": None, "OPT": 1, "Llama 2 without": None}
-"""By the style, what stands before a text."""
+"""Token before a text, by style."""
 
 
 @pytest.fixture(scope="module", params=STYLES)
@@ -98,7 +98,7 @@ def test_an_import_reads_as_the_source_and_so_does_its_export(published: tuple[s
     tokenizer = resolve_tokenizer(source(folder), None, None, None)
     assert tokenizer.bos == STYLES[style]
     theirs = of_transformers(folder)
-    if tokenizer.type != "SPMTokenizer":  # no class of theirs reads a SentencePiece file as it is
+    if tokenizer.type != "SPMTokenizer":  # no class of transformers reads a raw SentencePiece file
         for text in TEXTS:
             assert tokenizer.encode_with_bos(text) == theirs(text).input_ids
     copy = load_run_tokenizer(save_tokenizer(tokenizer, tmp_path / "run").parent, DataOptions(), None)
@@ -115,7 +115,7 @@ def test_an_import_reads_as_the_source_and_so_does_its_export(published: tuple[s
     other = resolve_tokenizer(source(folder), None, None, None, add_bos=tokenizer.bos is None)
     assert (other.bos is None) == (tokenizer.bos is not None)
     (tmp_path / "other").mkdir()
-    write_hf_tokenizer(other, tmp_path / "other", 64)  # whatever the file says, the run's decision goes with it
+    write_hf_tokenizer(other, tmp_path / "other", 64)  # the run's decision overrides the file
     assert of_transformers(tmp_path / "other")("the").input_ids == other.encode_with_bos("the")
 
 
@@ -154,7 +154,7 @@ def test_documents_of_a_corpus_begin_with_it(tmp_path: Path, add_bos: bool | Non
     expected = [number for text in TEXTS for number in [*tokenizer.encode_with_bos(text), tokenizer.eod]]
     assert sorted(found) == sorted(expected)
     assert read_vocabulary(DataOptions(train_data_paths=[str(prefix)])).bos == tokenizer.bos
-    with pytest.raises(UserError, match="made differently"):
+    with pytest.raises(UserError, match="made with other settings"):
         prepared(tmp_path, corpus, add_bos=add_bos is not None)
 
 
@@ -162,14 +162,16 @@ def test_corpora_that_begin_differently_do_not_mix(tmp_path: Path) -> None:
     write_style("Llama 3", tmp_path)
     one, other = (prepared(tmp_path, tmp_path / str(add), add_bos=add) for add in (True, False))
     paths = [str(next(corpus.glob("*.bin")).with_suffix("")) for corpus in (one, other)]
-    with pytest.raises(UserError, match=r"its documents begin with no token.*and those of .* with token 0; prepare bo"):
+    with pytest.raises(
+        UserError, match=r"its documents begin without a special token, but those of .* with token 0; prepare bo"
+    ):
         read_vocabulary(DataOptions(train_data_paths=paths))
 
 
 def test_what_cannot_stand_before_a_text_is_named(tmp_path: Path) -> None:
     byte_level(tmp_path, ["<|endoftext|>"], None)
     path = tmp_path / "tokenizer.json"
-    with pytest.raises(UserError, match=r"add_bos: tokenizer HFTokenizer-\w+ has no token that begins a text"):
+    with pytest.raises(UserError, match=r"add_bos: tokenizer HFTokenizer-\w+ has no beginning-of-text token"):
         tokenizer_from_files("HFTokenizer", path, bos=True)
     content = json.loads(path.read_text())
     first = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
@@ -179,7 +181,7 @@ def test_what_cannot_stand_before_a_text_is_named(tmp_path: Path) -> None:
         "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
     }  # fmt: skip
     path.write_text(json.dumps(content))
-    with pytest.raises(UserError, match="puts 2 tokens before a text, and at most one is offered; false puts none"):
+    with pytest.raises(UserError, match="adds 2 tokens before a text, but at most one is supported; use false"):
         tokenizer_from_files("HFTokenizer", path)
     assert tokenizer_from_files("HFTokenizer", path, bos=False).bos is None
 
@@ -187,7 +189,7 @@ def test_what_cannot_stand_before_a_text_is_named(tmp_path: Path) -> None:
 def test_an_end_of_an_unusual_name_is_named(tmp_path: Path) -> None:
     byte_level(tmp_path, ["<|fin|>"], None)
     path = tmp_path / "tokenizer.json"
-    with pytest.raises(UserError, match=r"no token ends a document; looked for .*; name it with end_token"):
+    with pytest.raises(UserError, match=r"no end-of-document token found; looked for .*; set it with end_token"):
         tokenizer_from_files("HFTokenizer", path)
     with pytest.raises(UserError, match=r"end_token: .* has no token '<\|fim\|>'; did you mean <\|fin\|>"):
         tokenizer_from_files("HFTokenizer", path, end_token="<|fim|>")

@@ -1,4 +1,4 @@
-"""Corpora by name, and their weights: GPT-NeoX's formula in exact arithmetic, and what a run then reads."""
+"""Weights of named corpora: GPT-NeoX's formula in exact arithmetic, and the resulting training data."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ ALPHAS = st.floats(0, 4)
 
 
 def published_weights(counts: list[int], alpha: int) -> list[Fraction]:
-    """p^α normalised, times 1 − p, normalised: the steps of `weights_by_num_docs`, in rational numbers."""
+    """Compute p^α normalized, times 1 − p, normalized: the steps of `weights_by_num_docs` in rational numbers."""
     shares = [Fraction(count, sum(counts)) for count in counts]
     tempered = [share**alpha / sum(other**alpha for other in shares) for share in shares]
     products = [one * (1 - share) for one, share in zip(tempered, shares, strict=True)]
@@ -68,11 +68,12 @@ def test_a_larger_alpha_favours_larger_corpora(counts: list[int], alpha: float, 
 
 @given(st.integers(1, 10**12), st.integers(1, 10**12))
 def test_of_two_corpora_with_alpha_one_each_is_half(one: int, other: int) -> None:
-    """As docs/data.md warns: the factor 1 − p of one is the share of the other."""
+    """With two corpora and alpha 1, each gets half, because the factor 1 − p of one is the fraction of the other
+    (docs/data.md)."""
     assert compute_document_weights([one, other], 1.0) == pytest.approx([0.5, 0.5])
     assert compute_document_weights([one], 0.3) == [1.0]
-    assert compute_document_weights([], 0.3) == []  # of a split that has no data
-    assert compute_document_weights([one, 10**15], 1e6) == [0.0, 1.0]  # and nothing overflows
+    assert compute_document_weights([], 0.3) == []  # for a split without data
+    assert compute_document_weights([one, 10**15], 1e6) == [0.0, 1.0]  # no overflow
 
 
 def test_a_name_that_is_none_is_told_in_a_line() -> None:
@@ -90,7 +91,7 @@ def documents(count: int, length: int, first: int = 0) -> list[list[int]]:
 
 
 def blended(data: DataOptions, samples: int, **order: object) -> np.ndarray:
-    """The first token of each training sample of eight."""
+    """Return the first token of each training sample of length 8."""
     built = build_datasets(
         data, SampleOrder(seed=3, train_samples=samples, **order), seq_length=8, cache=None, groups=ProcessGroups()
     )
@@ -98,7 +99,10 @@ def blended(data: DataOptions, samples: int, **order: object) -> np.ndarray:
 
 
 def test_a_run_reads_by_documents_and_folders_by_tokens(dataset: Dataset, tmp_path: Path) -> None:
-    """Of corpora with 10, 20 and 70 documents; the last is a folder of three datasets, read in one piece."""
+    """A run reads corpora by document counts, and folders by token counts.
+
+    The corpora have 10, 20 and 70 documents; the last is a folder of three datasets, read together.
+    """
     paths = [dataset("a", documents(10, 100), "uint16"), dataset("b", documents(20, 20, 2000), "uint16")]
     for number, count in enumerate((50, 5, 15)):
         dataset(f"shards/{number // 2}/s{number}", documents(count, 40, 4000 + 4000 * number), "uint16")
@@ -120,7 +124,7 @@ def test_a_run_reads_by_documents_and_folders_by_tokens(dataset: Dataset, tmp_pa
     )
     assert read.tolist() == blended(data, 4000).tolist()
     given_weights = data.replace(weight_by_num_documents=False, train_data_weights=found)
-    assert read.tolist() == blended(given_weights, 4000).tolist()  # the same run as with the weights written out
+    assert read.tolist() == blended(given_weights, 4000).tolist()  # equals the run with explicit weights
     (line,) = describe_document_weights(data, slices)
     assert line.startswith("train_data_paths by documents, weighted_sampler_alpha 0.3: 0.371 of ")
     assert f"{paths[0]} (10), 0.407 of {paths[1]} (20), 0.159 of " in line
@@ -137,7 +141,7 @@ def vocabulary(folder: Path, size: int) -> Path:
 @given(st.sampled_from([[4, 30], [7, 2, 30]]), st.floats(0, 1.5), st.floats(0, 1.5))
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_stages_of_other_alphas_read_on(dataset: Dataset, counts: list[int], one: float, other: float) -> None:
-    """A stage with another temperature begins a blend; one with the same does not, nor does an alpha that is unread."""
+    """A stage with another temperature starts a new blend; one with the same or with an unused alpha does not."""
     paths = [dataset(f"d{i}", documents(n, 16), "uint16") for i, n in enumerate(counts)]
     data = DataOptions(train_data_paths=paths, weight_by_num_documents=True, weighted_sampler_alpha=one)
     order = begin_order(data, 8, 100)
@@ -193,16 +197,19 @@ def test_what_names_no_corpus_is_refused(dataset: Dataset, texts: Path, tmp_path
         (tmp_path / "saved" / name).write_text(json.dumps({"_data_files": []}))
     folder, weighed = str(tmp_path / "shards"), {"weight_by_num_documents": True}
     for keys, message in [
-        ({"train_data_paths": [path, folder]}, "train_0 is named more than once, maybe by its folder"),
+        ({"train_data_paths": [path, folder]}, "train_0 is listed more than once, possibly through its folder"),
         ({"train_data_paths": [[path], path]}, "names .*train_0 more than once; give it a greater weight"),
         ({"train_data_paths": [[]]}, r"train_data_paths has an empty entry, \[\]; name a dataset, a folder, or a list"),
         ({"data_path": []}, "data_path has an empty entry"),
-        ({"train_data_paths": [str(tmp_path / "bare")]}, "the folder .*bare holds no dataset"),
-        ({"train_data_paths": [str(tmp_path / "saved")]}, "reads tokens, which `./deepy.py prepare .*saved --output"),
+        ({"train_data_paths": [str(tmp_path / "bare")]}, "the folder .*bare contains no dataset"),
+        (
+            {"train_data_paths": [str(tmp_path / "saved")]},
+            "reads tokens; convert it once with `./deepy.py prepare .*saved --output",
+        ),
         ({"data_path": str(corpus.folder)}, "divided into splits; it has data for train_data_paths, valid_data_paths,"),
         (
             {"train_data_paths": [str(tmp_path / "mixed")]},
-            "mixed holds .*pile_val, by its name for another split; list",
+            "mixed contains .*pile_val, named for another split; list",
         ),
         (
             {"train_data_paths": ["s3://bucket/a"]},
@@ -213,7 +220,7 @@ def test_what_names_no_corpus_is_refused(dataset: Dataset, texts: Path, tmp_path
         ({"train_data_paths": [path], "train_data_weights": [1.0], **weighed}, "exclude each other"),
         (
             {"train_data_paths": [path, dataset("many", documents(30, 2))], "weighted_sampler_alpha": 5e3, **weighed},
-            "weighted_sampler_alpha: 5000 leaves nothing of .*train_0",
+            "weighted_sampler_alpha: 5000 gives .*train_0 a weight of 0",
         ),
     ]:
         with pytest.raises(UserError, match=message) as error:

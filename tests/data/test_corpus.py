@@ -32,7 +32,7 @@ def contents(folder):
 
 
 def everything(corpus, reader):
-    """Decoded documents per split, without their end."""
+    """Return the decoded documents of each split without end tokens."""
     tokenizer = load_tokenizer(corpus.folder)
     result = {}
     for split in corpus.splits:
@@ -60,12 +60,12 @@ def many(tmp_path):
 def test_a_folder_of_texts_becomes_three_datasets(texts, tmp_path, reader, expected_texts):
     corpus = prepare([str(texts)], tmp_path / "out", split=(0.5, 0.25, 0.25))
     found = everything(corpus, reader)
-    assert sorted(chain(*found.values())) == sorted(expected_texts)  # each once, the empty one left out
+    assert sorted(chain(*found.values())) == sorted(expected_texts)  # each once, without the empty one
     assert set(found) == {"train", "valid", "test"}
     check_counts(corpus, found, reader)
     assert (corpus.vocab_size, corpus.eod, corpus.tokenizer, corpus.reused) == (257, 256, "bytes", False)
     assert read_corpus(tmp_path / "out") == corpus
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "texts"]  # no temporary folder stays
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "texts"]  # no temporary folder is left
     assert os.path.getsize(f"{corpus.prefix('train')}.bin") == 2 * corpus.splits["train"].tokens
 
 
@@ -117,7 +117,7 @@ def test_a_trained_tokenizer_sees_training_documents_only(tmp_path):
     assert unseen != vocabulary
     small = prepare([str(path)], tmp_path / "c", tokenizer="bpe", vocab_size=5000, split=None)
     assert small.vocab_size < 5000
-    assert small.notes == [f"the text gave {small.vocab_size} tokens of the 5000 asked for"]
+    assert small.notes == [f"the text yielded {small.vocab_size} tokens; 5000 were requested"]
 
 
 def test_large_vocabularies_are_stored_as_int32(texts, tmp_path, reader):
@@ -127,7 +127,7 @@ def test_large_vocabularies_are_stored_as_int32(texts, tmp_path, reader):
     corpus = prepare([str(texts / "deep")], tmp_path / "out", tokenizer="HFTokenizer", vocab_file=path, split=None)
     assert sorted(reader(corpus.prefix("all"))) == [[70_000, 70_001], [70_002, 70_001]]
     assert load_tokenizer(corpus.folder).vocab_size == corpus.vocab_size == 70_003
-    path.unlink()  # the folder is complete by itself
+    path.unlink()  # the folder does not depend on its sources
     assert load_tokenizer(corpus.folder).encode("w17") == [17]
 
 
@@ -135,7 +135,7 @@ def test_long_documents_become_several_sequences(texts, tmp_path, monkeypatch, r
     whole = prepare([str(texts)], tmp_path / "a", split=None)
     monkeypatch.setattr("megatron.data.corpus.writer.MAX_SEQUENCE_TOKENS", 7)
     pieces = prepare([str(texts)], tmp_path / "b", split=None)
-    assert reader(whole.prefix("all")) == reader(pieces.prefix("all"))  # as documents the same
+    assert reader(whole.prefix("all")) == reader(pieces.prefix("all"))  # same documents
     assert (tmp_path / "a/text_document.bin").read_bytes() == (tmp_path / "b/text_document.bin").read_bytes()
     assert os.path.getsize(tmp_path / "b/text_document.idx") > os.path.getsize(tmp_path / "a/text_document.idx")
 
@@ -160,7 +160,7 @@ def test_bad_bytes_of_a_cut_file_are_placed_in_the_file(tmp_path):
         prepare([str(path)], tmp_path / "out")
     offset = len(good) + 4
     problem = f"{path}:1001: not UTF-8: byte 0xff at offset {offset} (invalid start byte)"
-    assert str(error.value) == f"{problem}; --skip-bad N leaves up to N such documents out"
+    assert str(error.value) == f"{problem}; --skip-bad N skips up to N such documents"
 
 
 def test_the_same_corpus_is_found_again(texts, tmp_path):
@@ -171,19 +171,19 @@ def test_the_same_corpus_is_found_again(texts, tmp_path):
     again = prepare(**arguments, overwrite=True, progress=lambda stage, *_: stages.append(stage))
     assert again.reused
     assert not first.reused
-    assert set(stages) == {"checking"}  # every file, against its checksum
+    assert set(stages) == {"checking"}  # every file is verified against its checksum
     assert again.splits == first.splits
     for change, message in [
         ({"split": (0.5, 0.25, 0.25)}, r"split \[0.9, .*\], not \[0.5"),
         ({"seed": 5}, r"seed 1234, not 5"),
         ({"split": None}, r"split \[0.9, .*\], not None"),
         ({"tokenizer": "bpe", "vocab_size": 300}, r"tokenizer bytes, not bpe, 300 tokens"),
-        ({"suffixes": [".png"]}, "of the same sources with other files .*--suffixes"),
+        ({"suffixes": [".png"]}, "made from the same sources with other files .*--suffixes"),
     ]:
-        with pytest.raises(UserError, match=rf"out: holds a corpus .*{message}.*--overwrite replaces it"):
+        with pytest.raises(UserError, match=rf"out: contains a corpus .*{message}.*replace it with --overwrite"):
             prepare(**arguments, **change)
     (texts / "a.txt").write_text("changed")
-    with pytest.raises(UserError, match=r"of the same sources .*changed since.*--overwrite replaces it"):
+    with pytest.raises(UserError, match=r"from the same sources .*files changed.*replace it with --overwrite"):
         prepare(**arguments)
     assert contents(tmp_path / "out") == before
     assert not prepare(**arguments, overwrite=True).reused
@@ -195,15 +195,18 @@ def test_a_corpus_of_other_sources_is_named(texts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     corpus = prepare(["texts"], "out")
     before = contents(corpus.folder)
-    advice = "another --output keeps it, --overwrite replaces it"
+    advice = "choose another --output, or replace it with --overwrite"
     with pytest.raises(UserError) as error:
         prepare(["texts/a.txt"], "out")
-    assert str(error.value) == f"out: holds a corpus of other sources (sources `texts`, not `texts/a.txt`); {advice}"
-    with pytest.raises(UserError, match=r"other sources, made differently \(sources `texts`, .*; seed 1234, not 5\)"):
+    assert (
+        str(error.value)
+        == f"out: contains a corpus made from other sources (sources `texts`, not `texts/a.txt`); {advice}"
+    )
+    with pytest.raises(UserError, match=r"other sources with other settings \(sources `texts`, .*; seed 1234, not 5\)"):
         prepare(["texts/a.txt"], "out", seed=5)
-    assert prepare([f"{texts}/"], "out").reused  # the same place, written differently
+    assert prepare([f"{texts}/"], "out").reused  # same path in another notation
     (texts / "a.txt").write_text("changed")
-    with pytest.raises(UserError, match="of the same sources with other files"):
+    with pytest.raises(UserError, match="made from the same sources with other files"):
         prepare([f"{texts}/"], "out")
     assert contents(corpus.folder) == before
 
@@ -213,7 +216,7 @@ def test_a_damaged_corpus_is_noticed_and_replaced_on_demand(texts, tmp_path):
     prepare(**arguments)
     before = contents(tmp_path / "out")
     os.truncate(tmp_path / "out/train_text_document.bin", 11)
-    with pytest.raises(UserError, match=r"damaged corpus .*train_text_document\.bin: has 11 bytes.*--overwrite"):
+    with pytest.raises(UserError, match=r"damaged corpus .*train_text_document\.bin: size is 11 bytes.*--overwrite"):
         prepare(**arguments)
     prepare(**arguments, overwrite=True)
     assert contents(tmp_path / "out") == before
@@ -225,14 +228,14 @@ def test_a_damaged_corpus_is_noticed_and_replaced_on_demand(texts, tmp_path):
 
 
 def test_a_folder_that_is_no_corpus_is_never_replaced(texts, tmp_path):
-    with pytest.raises(UserError, match="texts: exists and is not a corpus folder"):
+    with pytest.raises(UserError, match="texts: exists but is not a corpus folder"):
         prepare([str(texts / "a.txt")], texts, overwrite=True)
     assert (texts / "b.txt").exists()
     (tmp_path / "empty").mkdir()
     assert prepare([str(texts)], tmp_path / "empty").splits
     prepare([str(texts)], tmp_path / "out")
     (tmp_path / "out" / "notes.md").write_text("mine")
-    with pytest.raises(UserError, match=r"out: has files that are not a corpus's \(notes\.md\)"):
+    with pytest.raises(UserError, match=r"out: contains files that do not belong to a corpus \(notes\.md\)"):
         prepare([str(texts)], tmp_path / "out", seed=2, overwrite=True)
     assert (tmp_path / "out" / "notes.md").read_text() == "mine"
 
@@ -249,11 +252,14 @@ def test_a_link_to_another_place_stays_a_link(texts, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tokenizer": "byte"}, r"'byte' is unknown; did you mean bytes\?.*bpe"),
-        ({"tokenizer": "bpe"}, "vocab_size: tokenizer bpe needs it"),
+        ({"tokenizer": "byte"}, r"unknown value 'byte'; did you mean bytes\?.*bpe"),
+        ({"tokenizer": "bpe"}, "vocab_size: tokenizer bpe needs a number of tokens"),
         ({"tokenizer": "bpe", "vocab_size": 20}, "vocab_size is 20; it must be at least 257"),
-        ({"tokenizer": "bpe", "vocab_size": 300, "vocab_file": "x"}, "vocab_file: x: tokenizer bpe is trained here"),
-        ({"vocab_size": 300}, "vocab_size: only tokenizer bpe takes one"),
+        (
+            {"tokenizer": "bpe", "vocab_size": 300, "vocab_file": "x"},
+            "vocab_file: x: tokenizer bpe is trained on the corpus",
+        ),
+        ({"vocab_size": 300}, "vocab_size: only tokenizer bpe accepts it"),
         ({"tokenizer": "HFTokenizer"}, r"needs its tokenizer\.json"),
         ({"workers": 0}, "workers is 0; it must be at least 1"),
         ({"split": (1, 2)}, "split is .*; it must be a list of at least 3"),
@@ -271,8 +277,8 @@ def test_bad_choices_leave_nothing_behind(texts, tmp_path, options, message):
 @pytest.mark.parametrize(
     ("sources", "options", "message"),
     [
-        (["a.txt"], {"column": "foo"}, r"^column: foo: no source has lines of JSON or rows of a table$"),
-        (["python"], {"column": "foo"}, r"^column: foo: no source has lines of JSON"),
+        (["a.txt"], {"column": "foo"}, r"^column: foo: no source has JSON lines or table rows$"),
+        (["python"], {"column": "foo"}, r"^column: foo: no source has JSON lines"),
         (["python"], {"suffixes": [".md"]}, r"^suffixes: \.md: no source is a folder or a file$"),
     ],
 )
@@ -291,7 +297,7 @@ def test_a_seed_that_decides_nothing_is_told(texts):
     assert list_notes(texts, seed=5, split=None) == ["seed 5 has no effect: there is one split"]
     (texts / "lone.txt").write_text("one\ntwo\nthree\nfour\n")
     lone = list_notes(texts / "lone.txt", seed=5, split=[0.5, 0.25, 0.25])
-    assert lone == ["seed 5 has no effect: a lone text is cut into splits where its lines end"]
+    assert lone == ["seed 5 has no effect: a single text file is cut into splits at line ends"]
     assert list_notes(texts, split=None) == []
 
 
@@ -309,12 +315,10 @@ def test_corpora_without_text_are_refused(tmp_path):
     folder.mkdir()
     for i in range(6):
         (folder / f"{i}.txt").write_text("")
-    with pytest.raises(UserError, match="no text in it"):
+    with pytest.raises(UserError, match="no text found"):
         prepare([str(folder)], tmp_path / "out")
     (folder / "0.txt").write_text("something")
-    with pytest.raises(
-        UserError, match=r"split: no text is left for .*: only 1 document is not empty; with --split none"
-    ):
+    with pytest.raises(UserError, match=r"split: no text left for .*: only 1 document is not empty; --split none"):
         prepare([str(folder)], tmp_path / "out")
     (tmp_path / "two.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     with pytest.raises(UserError, match="2 documents cannot be divided into 3 splits"):
@@ -340,7 +344,7 @@ def test_a_killed_preparation_leaves_nothing_for_good(texts, tmp_path, overwrite
         prepare([str(texts)], tmp_path / "out", seed=5)
     before = contents(tmp_path / "out") if overwrite else None
     arguments = {"sources": [str(texts)], "output": tmp_path / "out", "overwrite": overwrite}
-    importlib.import_module("megatron.data.megatron_core")  # before the fork: it takes seconds
+    importlib.import_module("megatron.data.megatron_core")  # before the fork, because it takes seconds
     child = os.fork()
     if child == 0:
         prepare(**arguments, progress=lambda stage, *_: stage == "tokenizing" and os.kill(os.getpid(), signal.SIGKILL))
@@ -360,7 +364,7 @@ def ended(process):
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return True
-    return state == "Z"  # a machine whose first process collects no orphans
+    return state == "Z"  # on some machines the init process does not reap orphans
 
 
 def test_the_workers_of_a_killed_preparation_end(many, tmp_path, monkeypatch):
@@ -410,7 +414,7 @@ def test_progress_counts_the_bytes_of_the_sources(many, tmp_path):
 def test_a_source_that_changes_meanwhile_is_noticed(many, tmp_path, monkeypatch):
     names = sources_module.list_document_names
     monkeypatch.setattr(documents_module, "list_document_names", lambda *how: list(names(*how))[:-1])
-    with pytest.raises(RunError, match="a source changed while it was read"):
+    with pytest.raises(RunError, match="a source changed while it was being read"):
         prepare([str(many)], tmp_path / "out")
 
 
@@ -442,7 +446,7 @@ def test_preparing_needs_no_torch_until_it_writes():
 
 
 def test_a_file_that_pythons_library_names_twice_is_read_once(tmp_path, monkeypatch):
-    """Debian's has a link from one name of a file to another."""
+    """A file with two names is read once; Debian links one file of the standard library to another."""
     library = tmp_path / "library"
     library.mkdir()
     packages = tmp_path / "packages"
@@ -473,7 +477,7 @@ def test_python_is_prepared_reproducibly(tmp_path, reader):
 
 
 def prepare_during(monkeypatch, output, *arguments, **options):
-    """Prepare `output` by other arguments while the next corpus is being written."""
+    """Prepare `output` with other arguments while the next corpus is being written."""
     write = prepare_module._write_corpus
 
     def write_slowly(*own):

@@ -1,4 +1,4 @@
-"""corpus.json is believed only as far as it makes sense, and the files beside it only as far as it says."""
+"""corpus.json is validated, and the files beside it are validated against corpus.json."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def original(tmp_path_factory):
 
 @pytest.fixture(params=["bytes", "bpe"])
 def corpus(request, original, tmp_path):
-    """A copy to damage."""
+    """Copy of a corpus that the test may damage."""
     return shutil.copytree(original / request.param, tmp_path / "corpus")
 
 
@@ -38,7 +38,7 @@ def bpe(original, tmp_path):
 
 
 def edit(folder, place, value):
-    """Set a place such as `tokenizer.eod` of corpus.json; DELETE removes it."""
+    """Set an entry such as `tokenizer.eod` of corpus.json, or remove it with DELETE."""
     described = json.loads((folder / CORPUS_FILE).read_text())
     inner, (*path, last) = described, place.split("/")
     for name in path:
@@ -77,19 +77,19 @@ def train_on(folder, cache=None):
         ("tokenizer/vocab_size", 0, r"tokenizer\.vocab_size is 0; it must be greater than or equal to 1"),
         ("tokenizer/vocab_size", -5, r"tokenizer\.vocab_size is -5; "),
         ("tokenizer/vocab_size", DELETE, r"tokenizer\.vocab_size is missing"),
-        ("tokenizer/vocab_size", 1000, r"tokenizer\.vocab_size is 1000, but the tokenizer beside it has 2"),
+        ("tokenizer/vocab_size", 1000, r"tokenizer\.vocab_size is 1000, but the tokenizer's files give 2"),
         ("tokenizer/type", "HFTokeniser", r"tokenizer\.type is 'HFTokeniser'; it must be 'bytes', 'HFTokenizer', "),
         ("tokenizer/type", 3, r"tokenizer\.type is 3; it must be 'bytes'"),
         ("tokenizer/eod", -1, r"tokenizer\.eod is -1; "),
         ("tokenizer/eod", 300, r"tokenizer: eod is 300; it must be less than vocab_size 2"),
         ("tokenizer/eod", "x", r"tokenizer\.eod is 'x'; "),
-        ("tokenizer/eod", 3, r"tokenizer\.eod is 3, but the tokenizer beside it has "),
+        ("tokenizer/eod", 3, r"tokenizer\.eod is 3, but the tokenizer's files give "),
         ("tokenizer/eod", DELETE, r"tokenizer\.eod is missing"),
-        ("tokenizer/files", ["../../etc/passwd"], r"tokenizer: files are \['\.\./\.\./etc/passwd'\]; those of "),
+        ("tokenizer/files", ["../../etc/passwd"], r"tokenizer: files are \['\.\./\.\./etc/passwd'\]; expected for "),
         ("tokenizer/files", {}, r"tokenizer\.files is \{\}; it must be a valid list"),
         ("tokenizer/checksum", "abc", r"tokenizer\.checksum is 'abc'; it must match pattern"),
         ("tokenizer/name", 5, r"tokenizer\.name is 5; it must be a valid string"),
-        ("tokenizer/name", "other", r"tokenizer\.name is other, but the tokenizer beside it has "),
+        ("tokenizer/name", "other", r"tokenizer\.name is other, but the tokenizer's files give "),
         ("tokenizer", "bytes", r"tokenizer is 'bytes'; "),
         ("tokenizer", DELETE, r"tokenizer is missing"),
         ("splits", {}, r"splits is \{\}; "),
@@ -102,9 +102,9 @@ def train_on(folder, cache=None):
         ("splits/train", {"documents": 1}, r"splits\.train\.tokens is missing"),
         ("splits/train/tokens", -1, r"splits\.train\.tokens is -1; "),
         ("made_from", None, r"made_from is None; "),
-        ("sources", [1], r"sources: it must be a list of texts"),
+        ("sources", [1], r"sources: it must be a list of strings"),
         ("files", [], r"files is \[\]; "),
-        ("files/train_text_document.idx", DELETE, r"files lacks train_text_document\.idx"),
+        ("files/train_text_document.idx", DELETE, r"train_text_document\.idx is not listed in files"),
         ("files/train_text_document.idx/size", "1", r"files\.train_text_document\.idx\.size is '1'; "),
         ("files/train_text_document.idx/sha256", "0", r"files\.train_text_document\.idx\.sha256 is '0'; "),
     ],
@@ -131,23 +131,24 @@ def test_what_is_no_description_is_refused_in_one_line(bpe, content):
 
 def test_a_description_of_gigabytes_is_not_read(bpe, monkeypatch):
     monkeypatch.setattr(metadata_module, "MAX_JSON_BYTES", 100)
-    with pytest.raises(RunError, match="it is larger than 100 bytes"):
+    with pytest.raises(RunError, match="file is larger than 100 bytes"):
         read_corpus_metadata(bpe)
 
 
 def test_every_flipped_length_is_noticed(bpe):
-    """Also where the index is consistent in itself, as it is when two documents change their lengths together."""
+    """Damaged lengths are detected even if the index is consistent, as when two documents change their lengths
+    together."""
     path = bpe / "train_text_document.idx"
     whole = path.read_bytes()
     for place in range(len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        with pytest.raises(RunError, match=r"^[^;,]*train_text_document\.idx: is not what it was") as error:
+        with pytest.raises(RunError, match=r"^[^;,]*train_text_document\.idx: changed since") as error:
             load_token_stream(DataOptions(test_data_paths=[str(path)]), "test")
         assert "\n" not in str(error.value)
 
 
 def test_an_index_of_other_documents_of_the_same_size_is_noticed(original, tmp_path):
-    """Consistent in itself and with the tokens; only the checksum tells."""
+    """An index of other documents with the same size is consistent; only the checksum detects it."""
     folder = shutil.copytree(original / "bytes", tmp_path / "corpus")
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"text": "abcd"}\n{"text": "abcdefgh"}\n')
@@ -155,10 +156,10 @@ def test_an_index_of_other_documents_of_the_same_size_is_noticed(original, tmp_p
     lines.write_text('{"text": "abcdefgh"}\n{"text": "abcd"}\n')
     other = prepare([str(lines)], tmp_path / "three", split=None)
     shutil.copyfile(f"{other.prefix('all')}.idx", f"{corpus.prefix('all')}.idx")
-    with pytest.raises(RunError, match=r"two/text_document\.idx: is not what it was when the corpus was made"):
+    with pytest.raises(RunError, match=r"two/text_document\.idx: changed since the corpus was made"):
         load_token_stream(DataOptions(data_path=str(corpus.prefix("all")), split="0,0,1"), "test")
     shutil.copyfile(folder / "test_text_document.bin", folder / "train_text_document.bin")
-    with pytest.raises(RunError, match=r"train_text_document\.bin: has \d+ bytes, and had"):
+    with pytest.raises(RunError, match=r"train_text_document\.bin: size is \d+ bytes, but was"):
         train_on(folder)
 
 
@@ -173,10 +174,10 @@ def test_flipped_tokens_are_noticed_before_they_are_used(corpus, tmp_path, cache
     cache = tmp_path / "cache" if cached else None
     rows = [sample["tokens"].tolist() for sample in train_on(corpus, cache)]
     flip(corpus / "train_text_document.bin")
-    with pytest.raises(RunError, match=r"train_text_document\.bin: is not what it was .* checksum"):
+    with pytest.raises(RunError, match=r"train_text_document\.bin: changed since .* checksum"):
         train_on(corpus, cache)
     flip(corpus / "test_text_document.bin")
-    with pytest.raises(RunError, match=r"test_text_document\.bin: is not what it was"):
+    with pytest.raises(RunError, match=r"test_text_document\.bin: changed since"):
         load_token_stream(data(corpus), "test")
     flip(corpus / "train_text_document.bin")
     assert [sample["tokens"].tolist() for sample in train_on(corpus, cache)] == rows
@@ -209,7 +210,7 @@ def test_prepare_looks_at_every_file_before_it_finds_a_corpus_again(original, tm
     folder = shutil.copytree(original / "bpe", tmp_path / "corpus")
     assert prepare(sources, folder, **arguments).reused
     flip(folder / name, place=-1 if name.endswith("idx") else 40)
-    with pytest.raises(UserError, match=rf"corpus: holds a damaged corpus \(.*{name}.*\); --overwrite makes it anew"):
+    with pytest.raises(UserError, match=rf"corpus: damaged corpus \(.*{name}.*\); rebuild it with --overwrite"):
         prepare(sources, folder, **arguments)
     assert not prepare(sources, folder, **arguments, overwrite=True).reused
     assert (folder / name).read_bytes() == (original / "bpe" / name).read_bytes()

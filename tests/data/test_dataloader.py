@@ -11,7 +11,7 @@ from megatron.utils.errors import RunError
 
 
 class Numbers(torch.utils.data.Dataset):
-    """Sample i is full of i; sample `broken` cannot be read."""
+    """Dataset whose sample i is filled with i; sample `broken` cannot be read."""
 
     def __init__(self, samples, broken=None):
         self.samples, self.broken = samples, broken
@@ -61,7 +61,7 @@ def test_batches_are_stacked_samples(num_workers):
     assert [batch["tokens"][:, 0].tolist() for batch in found] == [[5, 6], [9, 10], [13, 14], [17, 18], [21, 22]]
     assert found[0]["tokens"].dtype == torch.int64
     assert found[0]["loss_mask"].shape == (2, 3)
-    assert torch.equal(torch.get_rng_state(), before)  # dropout does not depend on how batches are read
+    assert torch.equal(torch.get_rng_state(), before)  # loading batches does not affect dropout
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -1,4 +1,4 @@
-"""Datasets are written by the tests' own writer, with token ids that tell where a token came from."""
+"""Datasets written by the tests' own writer, with token ids that identify their positions."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ ALONE = ProcessGroups()
 
 
 def numbered(lengths, first=0):
-    """Documents whose tokens are all different: first, first + 1, …"""
+    """Return documents whose tokens are all different: first, first + 1, …"""
     edges = np.cumsum([first, *lengths])
     return [list(range(a, b)) for a, b in pairwise(edges)]
 
@@ -42,7 +42,7 @@ LENGTHS = [17, 1, 40, 3, 29, 64, 5, 12, 33, 8] * 3  # 636 tokens
 
 @pytest.fixture
 def words(tmp_path):
-    """A tokenizer.json with 2,000 words, 1,999 of them ending documents."""
+    """Write a tokenizer.json with 2,000 words; word 1,999 ends documents."""
     import tokenizers as hf
 
     path = tmp_path / "words.json"
@@ -75,12 +75,12 @@ def test_samples_are_windows_of_shuffled_documents_and_an_epoch_repeats_nothing(
         assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])
         assert sample["loss_mask"].tolist() == [1.0] * 8
         follows |= dict(zip(sample["tokens"].tolist(), sample["labels"].tolist(), strict=True))
-    assert len(follows) == 79 * 8  # no token was an input twice
+    assert len(follows) == 79 * 8  # no token is an input twice
     inside = [(a, b) for document in numbered(LENGTHS) for a, b in pairwise(document)]
     assert all(follows.get(a, b) == b for a, b in inside)  # documents are read from left to right
     begins = {document[0] for document in numbered(LENGTHS)}
     ends = {document[-1] for document in numbered(LENGTHS)}
-    assert all(b in begins for a, b in follows.items() if a in ends)  # and follow each other whole
+    assert all(b in begins for a, b in follows.items() if a in ends)  # and follow each other as a whole
     with pytest.raises(IndexError):
         samples[79]
 
@@ -104,15 +104,15 @@ def test_extending_keeps_the_order_of_old_and_new_samples(dataset, words, blend,
         samples = build(data, train=began_with, extend=total).train
         assert len(samples) == max(began_with, total or 0)
         assert rows(samples) == long[: len(samples)]
-    assert rows(build(data, train=700).train)[:200] != long[:200]  # which asking for more by itself does not give
+    assert rows(build(data, train=700).train)[:200] != long[:200]  # requesting more alone does not change the order
 
 
 def test_an_extended_run_sees_everything_equally_often(dataset, words):
     data = DataOptions(train_data_paths=[dataset("d", numbered(LENGTHS))], **words)
     samples = rows(build(data, train=10, extend=79 * 4).train)
-    assert len({tuple(row) for row in samples[:79]}) == 79  # the epoch that was begun is finished first
+    assert len({tuple(row) for row in samples[:79]}) == 79  # the current epoch is finished first
     seen = np.bincount(np.ravel(samples), minlength=636)
-    assert seen.min() >= 3  # each of the four epochs leaves out at most a rest of less than one sample
+    assert seen.min() >= 3  # each of the four epochs omits less than one sample
     assert seen.max() == 4
 
 
@@ -122,7 +122,7 @@ def test_blends_follow_their_weights(dataset, words):
         data = DataOptions(train_data_paths=paths, train_data_weights=weights, **words)
         origin = np.array([row[0] < 1000 for row in rows(build(data, train=400).train)])
         assert origin.mean() == pytest.approx(share, abs=0.01)
-        assert origin[:40].mean() == pytest.approx(share, abs=0.06)  # and are well mixed
+        assert origin[:40].mean() == pytest.approx(share, abs=0.06)  # and well mixed
 
 
 def test_splits_share_no_document_and_agree_with_the_stream(dataset, words):
@@ -138,7 +138,7 @@ def test_splits_share_no_document_and_agree_with_the_stream(dataset, words):
         if split != "train":
             scored = [s["labels"][s["loss_mask"] > 0].tolist() for s in (samples[i] for i in range(len(samples)))]
             seen[split] = set(chain(*scored))
-            assert len(seen[split]) == sum(map(len, scored)) >= 7 * 8 - 5  # of the last window of 59 targets only 3
+            assert len(seen[split]) == sum(map(len, scored)) >= 7 * 8 - 5  # only 3 of the last window's 59 targets
         assert seen[split] <= set(stream.tolist())
         assert len(seen[split]) >= min(51, 0.7 * len(stream))
     assert [len(load_token_stream(data, split)) for split in seen] == [480, 60, 60]
@@ -208,12 +208,15 @@ def test_vocabulary_comes_from_the_corpus_or_from_the_keys(texts, dataset, words
     for options, message in [
         ({"train_data_paths": [prefix, learned]}, r"bpe/text_document: made by tokenizer HFTok.*, but .* by bytes"),
         ({"train_data_paths": [prefix], "valid_data_paths": [learned]}, "made by tokenizer"),
-        ({"data_path": foreign}, r"tokenizer_type: the data have no corpus\.json beside them"),
-        ({"data_path": prefix, **words}, "tokenizer_type: HFTokenizer-.* does not fit the data: .* was made by bytes"),
-        ({"data_path": learned, "tokenizer_type": "bytes"}, "tokenizer_type: bytes does not fit the data"),
-        ({"data_path": learned, **words}, "does not fit the data"),
+        ({"data_path": foreign}, r"tokenizer_type: the data have no corpus\.json"),
+        (
+            {"data_path": prefix, **words},
+            "tokenizer_type: HFTokenizer-.* does not match the data: .* was made by bytes",
+        ),
+        ({"data_path": learned, "tokenizer_type": "bytes"}, "tokenizer_type: bytes does not match the data"),
+        ({"data_path": learned, **words}, "does not match the data"),
         ({"data_path": prefix, "vocab_file": "x"}, "vocab_file is given without tokenizer_type"),
-        ({}, "data_path: no data are named"),
+        ({}, "data_path: no data configured"),
         ({"data_path": prefix, "test_data_paths": [prefix]}, "test_data_paths and data_path exclude each other"),
         ({"data_path": prefix[:-3]}, r"no dataset .*text_docum: .* are missing; datasets there: .*bytes/text_document"),
     ]:
@@ -232,7 +235,7 @@ def test_data_that_cannot_be_used_are_refused(dataset, words, tmp_path):
         ({"train_data_paths": [short]}, "short has 8 tokens; one sample of seq_length 8 needs 9"),
         (
             {"train_data_paths": [large]},
-            r"large has token 2000, but tokenizer HFTok.* has only 2000 tokens: a tokenizer",
+            r"large has token 2000, but tokenizer HFTok.* has only 2000 tokens: the tokenizer",
         ),
         ({"train_data_paths": [empty]}, "train_data_paths: .*empty has no tokens"),
         ({"train_data_paths": [str(tmp_path / "half")]}, r"train_data_paths: .*half\.idx is missing"),
@@ -259,7 +262,7 @@ def test_data_that_cannot_be_used_are_refused(dataset, words, tmp_path):
 def test_a_token_outside_the_vocabulary_is_caught_when_it_is_read(dataset, words, monkeypatch, token):
     monkeypatch.setattr(
         "megatron.data.indexed_dataset.IndexedTokens.find_token_range", lambda self, max_tokens=0: (0, 0)
-    )  # as if it were not looked at
+    )  # as if it were not checked
     samples = build(DataOptions(train_data_paths=[dataset("d", [[5] * 9 + [token] * 21])], **words), train=3).train
     with pytest.raises(RunError, match=f"d: sample [012] has token {token}; the vocabulary has 2000"):
         rows(samples)
@@ -281,7 +284,7 @@ def test_tokens_outside_the_vocabulary_are_refused_before_training(
 
 
 def _skip_sampling(self, max_tokens=0):
-    """As of a file so large that the blocks that are looked at miss the token."""
+    """Simulate a file so large that the sampled blocks miss the token."""
     return find_token_range(self.tokens) if max_tokens is None else (0, 0)
 
 
@@ -299,7 +302,7 @@ def test_samples_share_no_mask(dataset, words):
     samples[0]["loss_mask"].zero_()
     assert samples[1]["loss_mask"].all()
     assert samples[0]["loss_mask"].all()
-    samples.chains[0].datasets[0][0]["loss_mask"].zero_()  # as megatron-core writes into it
+    samples.chains[0].datasets[0][0]["loss_mask"].zero_()  # as if megatron-core modified it
     assert samples[1]["loss_mask"].all()
 
 
@@ -324,7 +327,7 @@ def test_the_index_is_cached_and_made_anew_for_other_data(dataset, words, tmp_pa
 def test_a_cache_that_cannot_be_written_is_named(dataset, words, tmp_path):
     data = DataOptions(train_data_paths=[dataset("d", numbered(LENGTHS))], **words)
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"file/train-\w+: the sample index cannot be written: "):
+    with pytest.raises(RunError, match=r"file/train-\w+: cannot write the sample index: "):
         build(data, train=60, cache=tmp_path / "file")
 
 
@@ -333,7 +336,9 @@ def test_an_index_beyond_memory_is_refused(dataset, words, monkeypatch):
         train_data_paths=[dataset("d", numbered(LENGTHS))], valid_data_paths=[dataset("e", numbered(LENGTHS))], **words
     )
     monkeypatch.setattr("megatron.data.datasets.get_machine_memory", lambda: 16 << 30)
-    with pytest.raises(UserError, match=r"^train_iters: 4,000,000,000 train samples need an index of 45 GiB") as error:
+    with pytest.raises(
+        UserError, match=r"^train_iters: 4,000,000,000 training samples need an index of 45 GiB"
+    ) as error:
         build(data, train=4_000_000_000, valid=10)
     assert error.value.key == "train_iters"
 
@@ -344,7 +349,7 @@ def test_a_full_disk_is_named_when_an_index_is_written(dataset, words, tmp_path,
     cache = tmp_path / "cache" if cached else None
     with full_disk(30_000):
         place = rf"{cache}/train-\w+" if cached else re.escape(tempfile.gettempdir())
-        with pytest.raises(RunError, match=rf"^{place}: the sample index .* written: (the disk is full|File too)"):
+        with pytest.raises(RunError, match=rf"^{place}: cannot write the sample index: (the disk is full|File too)"):
             build(data, train=20_000, cache=cache)
 
 
@@ -355,7 +360,7 @@ def edited(path, change):
 
 
 def recorded(folder, change, name):
-    """A change that the manifest knows of, as somebody makes it who wants it to be believed."""
+    """Apply a change and update the manifest, like a deliberate manipulation."""
     edited(folder / f"{name}.npy", change)
     manifest = json.loads((folder / "index.json").read_text())
     content = (folder / f"{name}.npy").read_bytes()
@@ -364,7 +369,7 @@ def recorded(folder, change, name):
 
 
 class Trap:
-    """Unpickling one makes a file."""
+    """Class that creates a file when unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -374,13 +379,13 @@ class Trap:
 
 
 def set_trap(folder, sprung):
-    """Put pickles that run code in the place of every array. numpy takes a file without its own magic for a pickle."""
+    """Replace every array by a pickle that runs code. numpy treats a file without its own magic as a pickle."""
     for path in folder.glob("*.npy"):
         path.write_bytes(pickle.dumps(Trap(sprung)))
 
 
 def set_trap_inside(folder, sprung):
-    """The same inside numpy's own format, as an array of objects."""
+    """Store such pickles in numpy's own format, as an array of objects."""
     for path in folder.glob("*.npy"):
         np.save(path, np.array([Trap(sprung)] * 4, dtype=object), allow_pickle=True)
 
@@ -419,7 +424,7 @@ def test_a_damaged_index_is_built_anew_and_nothing_in_it_is_run(dataset, words, 
     cache = tmp_path / "cache"
     first = build(data, train=60, cache=cache)
     assert first.notes == ()
-    expected = rows(first.train)  # now: what is mapped follows the file
+    expected = rows(first.train)  # mapped files reflect the change
     (folder,) = cache.iterdir()
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     DAMAGES[damage](folder)
@@ -459,7 +464,7 @@ def test_two_processes_read_the_same_and_fail_together(dataset, words, tmp_path)
     expected = json.dumps([rows(alone.train), rows(alone.valid)])
     for folder in (tmp_path / "trapped").iterdir():
         set_trap(folder, tmp_path / "sprung")
-    # Forked from a process that has imported what takes seconds and, other than this one may, has no process group.
+    # Forked from a process that has imported slow modules and, unlike this one, has no process group.
     multiprocessing.set_forkserver_preload(["megatron.data.gpt_dataset"])
     torch.multiprocessing.start_processes(_two_processes, (str(tmp_path), options), nprocs=2, start_method="forkserver")
     for cache in ("cache", "trapped"):
@@ -471,4 +476,4 @@ def test_two_processes_read_the_same_and_fail_together(dataset, words, tmp_path)
     assert json.loads((tmp_path / "notes1").read_text()) == []
     problems = (tmp_path / "problems0").read_text()
     assert problems == (tmp_path / "problems1").read_text()
-    assert ": the sample index cannot be written" in problems
+    assert ": cannot write the sample index" in problems

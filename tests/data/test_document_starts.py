@@ -1,4 +1,4 @@
-"""Where documents begin in samples: found anew from the tokens that the tests' own writer wrote."""
+"""Document starts in samples, compared with the tokens written by the tests' own writer."""
 
 from itertools import pairwise
 
@@ -24,7 +24,7 @@ LENGTHS = [17, 1, 40, 3, 29, 64, 5, 12, 33, 8] * 3
 
 @pytest.fixture
 def words(tmp_path):
-    """A tokenizer.json with 2,000 words, the last of them ending documents."""
+    """Write a tokenizer.json with 2,000 words, the last of which ends documents."""
     import tokenizers as hf
 
     path = tmp_path / "words.json"
@@ -64,7 +64,7 @@ def test_samples_say_where_their_documents_begin(dataset, words):
         assert any(sample["document_starts"].any() for sample in found)
     assert all(torch.equal(value, apart.train[i][name]) for i in range(70) for name, value in together.train[i].items())
     assert "document_starts" not in together.train[0]
-    # Ranks that share a row hold its tokens in parts, and each knows the documents of all of it.
+    # Ranks that share a row store parts of its tokens, and each knows the documents of the whole row.
     ranks = [build_dataloader(apart.train, micro_batch_size=2, mesh=Mesh(r, ParallelSizes(context=2))) for r in (0, 1)]
     for batches in zip(*ranks, strict=True):
         assert all(batch["tokens"].shape == (2, 4) for batch in batches)
@@ -83,10 +83,10 @@ def test_the_share_of_rows_that_hold_several_documents_is_counted(lengths, seq_l
 
 def test_the_share_is_that_of_the_samples_that_are_read(dataset, words):
     data = DataOptions(train_data_paths=[dataset("d", documents())], **words)
-    built = build(data, train=79)  # an epoch: a row of the shuffled documents each
+    built = build(data, train=79)  # one epoch, each row from shuffled documents
     crossing = [bool(built.train[i]["document_starts"].any()) for i in range(79)]
     assert built.crossing_share == np.mean(crossing)
-    # Weighted as the datasets are; rows of documents that are as long as rows hold one each.
+    # Weighted like the datasets; documents as long as rows give one document per row.
     even = dataset("even", documents([8] * 20))
     blend = DataOptions(train_data_paths=[data.train_data_paths[0], even], train_data_weights=[1, 3], **words)
     assert build(blend, apart=False).crossing_share == pytest.approx(built.crossing_share / 4)
@@ -100,7 +100,8 @@ def test_documents_that_cannot_be_told_apart_are_refused(dataset, words):
 
 
 def test_rows_are_drawn_by_the_lengths_of_documents(dataset, words):
-    """As many documents begin in them as in the text itself; which a check of attention needs, a border is in one."""
+    """Rows are drawn with realistic document lengths: as many documents start in them as in the text, and at least one
+    boundary occurs."""
     data = DataOptions(train_data_paths=[dataset("d", documents())], **words)
     starts = draw_document_starts(data, 2000, 16)
     assert starts.dtype == np.int64

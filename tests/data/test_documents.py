@@ -16,7 +16,7 @@ def test_counts_add_up_and_are_within_one_of_exact_or_the_guaranteed_one(documen
     assert sum(result) == documents
     for count, share in zip(result, normal, strict=True):
         assert (count == 0) == (share == 0)
-        # each of the other two may have been lifted from zero to one at this split's cost
+        # each of the other two splits may have taken one document from this one
         assert share * documents - 3 < count <= max(1, share * documents + 1)
 
 
@@ -32,7 +32,7 @@ def test_a_growing_corpus_keeps_nearly_all_documents_where_they_were():
     before = assign_documents(names, (0.9, 0.05, 0.05), 1)
     after = assign_documents([*names, *(f"new {i}" for i in range(20))], (0.9, 0.05, 0.05), 1)[:2000]
     assert (before != after).mean() < 0.02
-    assert (assign_documents(names, (0.9, 0.05, 0.05), 2) != before).mean() > 0.1  # another seed: another split
+    assert (assign_documents(names, (0.9, 0.05, 0.05), 2) != before).mean() > 0.1  # another seed gives another split
     assert np.bincount(before).tolist() == [1800, 100, 100]
 
 

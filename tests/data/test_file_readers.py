@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files as documents, and limits, against the texts that were written."""
+"""Documents from rows of Parquet and Arrow files, and limits, compared with the texts written."""
 
 import json
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def test_a_table_makes_the_corpus_of_its_texts(
 ) -> None:
     write(tmp_path / name, table())
     (tmp_path / "lines").mkdir()
-    # Splits follow from names: the same name, the same place.
+    # Splits depend on names: equal names give equal splits.
     (tmp_path / "lines" / "x.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
     lines = prepare([str(tmp_path / "lines" / "x.jsonl")], tmp_path / "of_lines", split=None)
     rows = prepare([str(tmp_path / name)], tmp_path / "of_rows", split=None, workers=2)
@@ -82,7 +82,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         write(path, table())
         for column, message in (
             ("texts", rf"{name}: no column 'texts'; did you mean text\? choose from text, id \(--column\)"),
-            ("id", rf"{name}: column 'id' holds int64, not text"),
+            ("id", rf"{name}: column 'id' has type int64, not text"),
         ):
             with pytest.raises(UserError, match=message):
                 decoded(path, column)
@@ -109,7 +109,7 @@ def test_limits_take_the_first_documents(tmp_path: Path, reader: Callable[[Path]
     whole = reader(prepare(source, tmp_path / "whole", split=None).prefix("all"))
     few = prepare(source, out, split=None, documents=20)
     assert reader(few.prefix("all")) == whole[: sum(bool(text) for text in TEXTS[:20])]
-    with pytest.raises(UserError, match=r"holds a corpus made differently \(documents 20, not None"):
+    with pytest.raises(UserError, match=r"contains a corpus made with other settings \(documents 20, not None"):
         prepare(source, out, split=None)
     assert prepare(source, out, split=None, documents=20).reused
     for tokens, workers in ((1, 1), (300, 1), (300, 2), (10**9, 1)):
@@ -117,7 +117,7 @@ def test_limits_take_the_first_documents(tmp_path: Path, reader: Callable[[Path]
         sizes = [len(document) for document in whole]
         needed = next((n for n in range(len(sizes) + 1) if sum(sizes[:n]) >= tokens), len(sizes))
         assert reader(corpus.prefix("all")) == whole[:needed]
-    # The shares are those of the documents that are taken.
+    # The fractions are those of the selected documents.
     divided = prepare(source, out, split=(0.5, 0.25, 0.25), documents=12, overwrite=True)
     assert [len(reader(divided.prefix(split))) for split in ("train", "valid", "test")] != [25, 13, 12]
     assert sum(size.documents for size in divided.splits.values()) == sum(bool(text) for text in TEXTS[:12])
@@ -126,7 +126,7 @@ def test_limits_take_the_first_documents(tmp_path: Path, reader: Callable[[Path]
     for sources, options, message in (
         (source, {"documents": 0}, "documents is 0; it must be at least 1"),
         (source, {"tokens": 9, "tokenizer": "bpe", "vocab_size": 300}, "tokens: tokenizer bpe is trained on the docum"),
-        ([str(tmp_path / "lone.txt")], {"documents": 2}, "is one document, which is cut into splits"),
+        ([str(tmp_path / "lone.txt")], {"documents": 2}, "a single document cannot be limited; it is cut into splits"),
     ):
         with pytest.raises(UserError, match=message):
             prepare(sources, tmp_path / "none", **options)

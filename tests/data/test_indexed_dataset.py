@@ -85,7 +85,7 @@ def test_missing_and_foreign_files_are_named(dataset, tmp_path):
     with pytest.raises(UserError, match=r"d\.idx: no such file"):
         open_indexed(prefix)
     (tmp_path / "d.idx").write_bytes(b"TNTIDX\x00\x00" + bytes(100))
-    with pytest.raises(UserError, match="not an index of Megatron's mmap format"):
+    with pytest.raises(UserError, match="not an index in Megatron's mmap format"):
         open_indexed(prefix)
     dataset("d", DOCUMENTS)
     idx = bytearray((tmp_path / "d.idx").read_bytes())

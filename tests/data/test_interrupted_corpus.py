@@ -1,4 +1,4 @@
-"""Preparing goes on where it was interrupted, and makes the corpus that uninterrupted work makes, byte for byte."""
+"""An interrupted preparation resumes and gives the same corpus, byte for byte."""
 
 import fcntl
 import json
@@ -21,7 +21,7 @@ DOCUMENTS = [f"document {i} " + "ab\n" * (i % 17) if i % 11 else "" for i in ran
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Progress is saved after every chunk, and chunks are small."""
+    """Save progress after every chunk, with small chunks."""
     monkeypatch.setattr(writer, "SAVE_INTERVAL", 0.0)
     monkeypatch.setattr("megatron.data.corpus.tokenize_worker.CHUNK_DOCUMENTS", 25)
     monkeypatch.setattr(hub_dataset, "SHARD_BYTES", 500)
@@ -43,7 +43,7 @@ def names(folder: Path) -> list[str]:
 
 
 class Interrupting:
-    """A progress that ends the work at the n-th report of a stage, and remembers what was reported."""
+    """Progress that interrupts the work at the n-th report of a stage, and records all reports."""
 
     def __init__(self, stage: str = "", number: int = 0, how: Callable[[], object] | None = None) -> None:
         self.stage, self.number, self.how = stage, number, how
@@ -105,19 +105,19 @@ def test_a_bad_line_ends_the_work_and_the_same_command_goes_on_without_it(tmp_pa
     whole = contents(prepare([str(path)], tmp_path / "whole").folder)
     path.write_text("\n".join("{" if i in (201, 350) else line for i, line in enumerate(lines)))
     first = r"bad\.jsonl:202: not JSON: "
-    with pytest.raises(UserError, match=first + r".*; --skip-bad N leaves up to N .*; the work before it is kept"):
+    with pytest.raises(UserError, match=first + r".*; --skip-bad N skips up to N .*; work so far is kept"):
         prepare([str(path)], tmp_path / "out", workers=workers)
     seen = Interrupting()
     with pytest.raises(
-        UserError, match=rf"at least 2 documents .*{first}.*; .*bad\.jsonl:351: .*; raise --skip-bad; the"
+        UserError, match=rf"at least 2 documents .*{first}.*; .*bad\.jsonl:351: .*; raise --skip-bad; work"
     ):
         prepare([str(path)], tmp_path / "out", workers=workers, skip_bad=1, progress=seen)
-    assert sum(stage == "tokenizing" for stage, _ in seen.seen) == 6  # of 16, the first 8 were kept
+    assert sum(stage == "tokenizing" for stage, _ in seen.seen) == 6  # the first 8 of 16 were kept
     corpus = prepare([str(path)], tmp_path / "out", workers=workers, skip_bad=2)
     found = contents(tmp_path / "out")
     assert all(found[name] == whole[name] for name in whole if name != "corpus.json")
     assert json.loads(found["corpus.json"])["bad_documents"] == 2
-    assert corpus.notes[0].startswith(f"2 documents left out, as they cannot be decoded: {path}:202: not JSON")
+    assert corpus.notes[0].startswith(f"2 documents skipped because they cannot be decoded: {path}:202: not JSON")
     assert not list(tmp_path.glob(".out.*"))
 
 
@@ -151,7 +151,7 @@ def test_other_work_and_damaged_remains_begin_anew(tmp_path: Path, source: str) 
     interrupted()
     prepare([source], tmp_path / "out", seed=5)
     assert not list(tmp_path.glob(".out.*"))
-    # What somebody works on is left to him.
+    # A folder in use by another process is left untouched.
     (tmp_path / "out").rename(tmp_path / "other")
     left = interrupted()
     descriptor = os.open(left, os.O_RDONLY)
@@ -169,7 +169,7 @@ def test_nothing_stays_of_work_that_had_not_begun(tmp_path: Path, source: str) -
 
 
 class Stream:
-    """A dataset that counts what is fetched of it, and cannot be reached any more after so many rows."""
+    """Dataset that counts fetched rows, and becomes unreachable after a number of rows."""
 
     def __init__(self, rows: list[Any], column: str = "text", reach: int = 10**9) -> None:
         self.rows, self.column, self.reach = rows, column, reach
@@ -204,17 +204,19 @@ def test_a_dataset_is_fetched_once_and_goes_on_where_the_network_ended(
     pytest.importorskip("datasets", reason="requirements-eval.txt is not installed")
     whole = reader(prepare([source], tmp_path / "whole", split=None).prefix("all"))
     stream.reach = 120
-    with pytest.raises(UnfinishedError, match=r"hf:some/name:en: ended after 120 documents: ConnectionError: the netw"):
+    with pytest.raises(
+        UnfinishedError, match=r"hf:some/name:en: stopped after 120 documents: ConnectionError: the netw"
+    ):
         prepare(["hf:some/name:en"], tmp_path / "out")
     stream.reach = 10**9
     corpus = prepare(["hf:some/name:en"], tmp_path / "out")
     assert stream.fetched == list(range(400))
     kept = [tuple(document) for split in ("train", "valid", "test") for document in reader(corpus.prefix(split))]
     assert sorted(kept) == sorted(tuple(document) for document in whole)
-    assert len(reader(corpus.prefix("valid"))) == pytest.approx(20, abs=4)  # of 400, the empty ones left out
+    assert len(reader(corpus.prefix("valid"))) == pytest.approx(20, abs=4)  # of 400, without the empty ones
     assert names(tmp_path) == ["many.jsonl", "out", "whole"]
     assert prepare(["hf:some/name:en"], tmp_path / "out").reused
-    with pytest.raises(UserError, match=r"holds a corpus of .*sources"):
+    with pytest.raises(UserError, match=r"contains a corpus made from .*sources"):
         prepare(["hf:some/name:en"], tmp_path / "out", hf_split="validation")
 
 
@@ -232,7 +234,7 @@ def test_a_limit_fetches_no_more(
 def test_rows_that_are_no_text_are_named(tmp_path: Path, stream: Stream) -> None:
     pytest.importorskip("datasets", reason="requirements-eval.txt is not installed")
     stream.rows[30] = 5
-    with pytest.raises(UserError, match=r"hf:a, row 31: column 'text' holds int, not text \(--column\)"):
+    with pytest.raises(UserError, match=r"hf:a, row 31: column 'text' has type int, not text \(--column\)"):
         prepare(["hf:a"], tmp_path / "out")
     with pytest.raises(UserError, match=r"hf:a, row 1: no column 'body'; choose from text \(--column\)"):
         prepare(["hf:a"], tmp_path / "out", column="body")
@@ -252,7 +254,7 @@ def test_a_local_folder_through_the_library(
     out = tmp_path / "out"
     test = prepare([f"hf:{folder}"], out, column="body", hf_split="test", split=None)
     assert reader(test.prefix("all")) == [[*text.encode(), 256] for text in ("held\u2028out", "é")]
-    # Killed while it reads: what was read is not read again.
+    # After a kill during reading, texts read before are not read again.
     train = {"column": "body", "split": None, "overwrite": True, "workers": 1}
     killed(lambda: prepare([f"hf:{folder}"], out, **train, progress=Interrupting("tokenizing", 4, die)))
     found = prepare([f"hf:{folder}"], out, **train)
@@ -274,9 +276,9 @@ def test_an_error_says_that_all_text_was_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"x": 1}\n' * 3)
     with pytest.raises(
-        UserError, match=r"no text in it; 3 documents left out, as they cannot be decoded: .*:1: no key"
+        UserError, match=r"no text found; 3 documents skipped because they cannot be decoded: .*:1: no key"
     ):
         prepare([str(path)], tmp_path / "out", skip_bad=3, split=None)
     path.write_text('{"text": "a"}\n{"x": 1}\n{"text": ""}\n')
-    with pytest.raises(UserError, match=r"only 1 document is not empty; .*; 1 document left out, as it cannot"):
+    with pytest.raises(UserError, match=r"only 1 document is not empty; .*; 1 document skipped because it cannot"):
         prepare([str(path)], tmp_path / "out", skip_bad=3)

@@ -1,4 +1,4 @@
-"""A run's copy of its tokenizer: written whole, compared when it is read, and what is taken where there is none."""
+"""A run's copy of its tokenizer: complete, verified when read, with a fallback if missing."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def test_a_copy_is_the_tokenizer_wherever_the_run_goes(
     copy = load_run_tokenizer(moved, DataOptions(), original.name)
     assert (copy.metadata, copy.encode(SAMPLE[0])) == (original.metadata, original.encode(SAMPLE[0]))
     assert all(path.is_relative_to(moved) for path in copy.files.values())
-    # Kept again it stays as it is, and can itself be what is kept.
+    # Saving it again changes nothing, and the copy itself can be saved.
     before = (moved / "tokenizer" / "description.json").stat().st_mtime_ns
     save_tokenizer(copy, moved)
     assert (moved / "tokenizer" / "description.json").stat().st_mtime_ns == before
@@ -52,7 +52,7 @@ def test_a_changed_file_is_named_when_it_is_read_and_put_right_by_the_run(
         with pytest.raises(RunError, match=r"description\.json: ") as error:
             load_tokenizer(folder)
         assert "\n" not in str(error.value)
-    save_tokenizer(all_tokenizers["bytes"], tmp_path)  # the run began anew with another
+    save_tokenizer(all_tokenizers["bytes"], tmp_path)  # the run restarted with another tokenizer
     assert {path.name for path in folder.iterdir()} == {"description.json"}
     assert load_tokenizer(folder).name == "bytes"
 
@@ -64,7 +64,7 @@ def test_a_folder_that_is_something_else_stays(
     (tmp_path / "tokenizer").mkdir()
     for name in files:
         (tmp_path / "tokenizer" / name).write_text("mine")
-    with pytest.raises(UserError, match=r"tokenizer: is not a run's copy of its tokenizer, .*; move it away"):
+    with pytest.raises(UserError, match=r"tokenizer: not a copy of the run's tokenizer; move it away"):
         save_tokenizer(all_tokenizers["bytes"], tmp_path)
     assert [path.read_text() for path in (tmp_path / "tokenizer").iterdir()] == ["mine"] * len(files)
 
@@ -74,16 +74,18 @@ def test_runs_without_a_copy_take_their_datas_tokenizer(tmp_path: Path, all_toke
     prepare([str(tmp_path / "text.txt")], tmp_path / "corpus", split=None)
     data = DataOptions(train_data_paths=[str(tmp_path / "corpus" / "text_document")])
     assert load_run_tokenizer(tmp_path, data, "bytes").name == "bytes"
-    with pytest.raises(UserError, match="was trained with tokenizer HFTokenizer-1, and its data have bytes now"):
+    with pytest.raises(UserError, match="was trained with tokenizer HFTokenizer-1, but its data now have bytes"):
         load_run_tokenizer(tmp_path, data, "HFTokenizer-1")
-    # A copy of another tokenizer is that of a later run in this folder.
+    # A copy of another tokenizer belongs to a later run in this folder.
     save_tokenizer(all_tokenizers["HFTokenizer"], tmp_path)
     assert load_run_tokenizer(tmp_path, data, "bytes").name == "bytes"
     assert load_run_tokenizer(tmp_path, data, None).type == "HFTokenizer"
     shutil.rmtree(tmp_path / "tokenizer")
     shutil.rmtree(tmp_path / "corpus")
     assert load_run_tokenizer(tmp_path, data, "bytes").name == "bytes"  # which needs no file
-    with pytest.raises(UserError, match=r"has no copy of its tokenizer, and its data do not help: train_data"):
+    with pytest.raises(
+        UserError, match=r"has no copy of its tokenizer, and none could be loaded from its data: train_data"
+    ):
         load_run_tokenizer(tmp_path, data, "HFTokenizer-1")
     named = tokenizer_from_files("GPT2BPETokenizer", *all_tokenizers["GPT2BPETokenizer"].files.values())
     files = dict(zip(("vocab_file", "merge_file"), map(str, named.files.values()), strict=True))

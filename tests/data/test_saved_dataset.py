@@ -1,4 +1,4 @@
-"""Datasets that Hugging Face's library saved, written by it and read without it."""
+"""Datasets saved by Hugging Face's library, read without it."""
 
 import json
 import sys
@@ -22,7 +22,8 @@ def read(*sources: Path | str, hf_split: str | None = None) -> list[str | None]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset alone, in two files; one in splits; and the library's cache of one: each with results beside it."""
+    """Dataset alone in two files, a dataset in splits, and the library's cache of a dataset, each with expected
+    contents."""
     folder = tmp_path_factory.mktemp("saved")
     datasets.disable_progress_bars()
     all_texts = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(len(TEXTS)))})
@@ -38,7 +39,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_rows_are_those_of_the_library(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = datasets.load_from_disk(str(saved / "splits"))
-    monkeypatch.setitem(sys.modules, "datasets", None)  # it is not needed any more
+    monkeypatch.setitem(sys.modules, "datasets", None)  # the library is not needed any more
     assert len(list((saved / "alone").glob("*.arrow"))) == 3
     assert read(saved / "alone") == read(f"hf:{saved / 'alone'}") == TEXTS
     assert read(saved / "splits") == list(expected["train"]["text"])
@@ -47,7 +48,7 @@ def test_rows_are_those_of_the_library(saved: Path, monkeypatch: pytest.MonkeyPa
     (cached,) = (path.parent for path in (saved / "cache").rglob("dataset_info.json"))
     assert len(list(cached.glob("*.arrow"))) == 2
     assert read(cached) == TEXTS
-    assert read(saved) == [*TEXTS, *TEXTS, *TEXTS, *expected["train"]["text"]]  # texts.jsonl, and all below it
+    assert read(saved) == [*TEXTS, *TEXTS, *TEXTS, *expected["train"]["text"]]  # texts.jsonl, and everything below it
 
 
 def test_they_become_a_corpus(saved: Path, tmp_path: Path) -> None:
@@ -55,7 +56,7 @@ def test_they_become_a_corpus(saved: Path, tmp_path: Path) -> None:
     assert corpus.splits["all"].documents == len(TEXTS)
     assert corpus.splits["all"].bytes == sum(map(len, TEXTS))
     assert prepare([str(saved / "splits")], tmp_path / "corpus", split=None).reused
-    with pytest.raises(UserError, match="holds a corpus of the same sources with other files"):
+    with pytest.raises(UserError, match="contains a corpus made from the same sources with other files"):
         prepare([str(saved / "splits")], tmp_path / "corpus", split=None, hf_split="test")
 
 
@@ -66,22 +67,22 @@ def test_what_is_not_there_is_named(saved: Path, tmp_path: Path, monkeypatch: py
         (saved / "splits", "valid", r"splits: no split 'valid'; .*train, test.* \(--hf-split\)"),
         (cached, "test", "no split 'test'"),
         (tmp_path / "test", "train", "is the split test of a dataset, not train"),
-        (saved / "texts.jsonl", "train", "hf_split: train: no source is a dataset of Hugging Face's"),
+        (saved / "texts.jsonl", "train", "hf_split: train: no source is a Hugging Face dataset"),
     ]:
         with pytest.raises(UserError, match=message):
             read(source, hf_split=split)
     state = tmp_path / "test/state.json"
     written = json.loads(state.read_text())
     for change, message in [
-        ({"_indices_data_files": [{"filename": "i.arrow"}]}, "chosen by an index, as versions of datasets before 2.0"),
-        ({"_data_files": [{"filename": "gone.arrow"}]}, "gone.arrow: is missing, though state.json names it"),
-        ({"_data_files": ["gone.arrow"]}, "state.json: _data_files does not name files"),
+        ({"_indices_data_files": [{"filename": "i.arrow"}]}, "selected by an index \(datasets before 2.0"),
+        ({"_data_files": [{"filename": "gone.arrow"}]}, "gone.arrow: not found but listed in state.json"),
+        ({"_data_files": ["gone.arrow"]}, "state.json: _data_files does not list files"),
     ]:
         state.write_text(json.dumps(written | change))
         with pytest.raises(UserError, match=message):
             read(tmp_path / "test")
     state.write_text("[]")
-    with pytest.raises(UserError, match=r"state\.json: not what Hugging Face's library writes: it has no _data_files"):
+    with pytest.raises(UserError, match=r"state\.json: not written by Hugging Face datasets: _data_files is missing"):
         read(tmp_path / "test")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs the package pyarrow, which is not installed: pip install -r"):
@@ -91,12 +92,12 @@ def test_what_is_not_there_is_named(saved: Path, tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("source", "instead"),
     [
-        ("s3://bucket/a.jsonl", "copy it to a disk first and prepare that"),
-        ("hf://datasets/allenai/c4", "or, for a dataset on the hub, give hf:allenai/c4, and prepare that"),
+        ("s3://bucket/a.jsonl", "copy it to a local disk first and prepare the copy"),
+        ("hf://datasets/allenai/c4", "for a dataset on the hub, use hf:allenai/c4) and prepare the copy"),
     ],
 )
 def test_object_stores_are_refused_with_the_reason(source: str, instead: str) -> None:
-    with pytest.raises(UserError, match="not streamed from object stores: sources are read several times") as error:
+    with pytest.raises(UserError, match="remote sources are not supported: a source is read several times") as error:
         scan_sources([source])
     assert str(error.value).startswith(source)
     assert str(error.value).endswith(instead)

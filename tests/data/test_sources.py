@@ -24,7 +24,7 @@ from megatron.utils.errors import RunError, UserError
 
 
 def read(*given, key="text", **options):
-    """(name, text) of everything in the sources."""
+    """Return (name, text) of everything in the sources."""
     files = scan_sources([str(source) for source in given], **options)
     documents = [document for file in files for document in iter_raw_documents(file)]
     assert [document.name for document in documents] == [name for file in files for name in list_document_names(file)]
@@ -51,7 +51,7 @@ def test_a_folder_gives_its_text_files_in_a_fixed_order(texts, expected_texts):
         "texts/deep/c.txt",
         "texts/deep/er/d.txt",
     ]
-    assert sorted(text for _, text in found if text) == sorted(expected_texts)  # line ends kept as they are
+    assert sorted(text for _, text in found if text) == sorted(expected_texts)  # line ends are preserved
 
 
 def test_shakespeare_is_the_same_text_on_every_machine():
@@ -92,7 +92,7 @@ def test_json_lines(tmp_path, suffix):
 def test_lines_do_not_depend_on_the_block_size(tmp_path_factory, lines, block, zst):
     path = tmp_path_factory.mktemp("lines") / ("x.jsonl.zst" if zst else "x.jsonl")
     content = b"\n".join(lines)
-    half = len(content) // 2  # several zstandard frames in one file are allowed
+    half = len(content) // 2  # a file may contain several zstandard frames
     path.write_bytes(zstandard.compress(content[:half]) + zstandard.compress(content[half:]) if zst else content)
     before, file_readers.BLOCK_BYTES = file_readers.BLOCK_BYTES, block * 8
     try:
@@ -107,9 +107,9 @@ def test_lines_do_not_depend_on_the_block_size(tmp_path_factory, lines, block, z
     ("line", "message"),
     [
         ('{"text": "x"', r"data\.jsonl:2: not JSON"),
-        ('{"test": "x", "id": 3}', r"data\.jsonl:2: no key 'text'; it has 'test', 'id'"),
-        ("{}", r"data\.jsonl:2: no key 'text'; it has no keys"),
-        ('["x"]', r"data\.jsonl:2: a list in JSON, not an object"),
+        ('{"test": "x", "id": 3}', r"data\.jsonl:2: no key 'text'; available: 'test', 'id'"),
+        ("{}", r"data\.jsonl:2: no key 'text'; available: none"),
+        ('["x"]', r"data\.jsonl:2: JSON value is a list, not an object"),
         ('{"text": 3}', r"data\.jsonl:2: 'text' is a number, not text"),
         ('{"text": null}', r"data\.jsonl:2: 'text' is null, not text"),
         ('{"text": "\\ud800"}', r"data\.jsonl:2: .*lone surrogate at character 0"),
@@ -209,23 +209,23 @@ def test_a_lone_file_is_cut_at_line_ends(tmp_path_factory, lines, shares):
 
 @pytest.mark.parametrize("name", ["one.jsonl", "one.jsonl.gz"])
 def test_a_line_beyond_bounds_names_its_file(tmp_path, monkeypatch, name):
-    """As a small file may hold that was compressed to fill a memory."""
+    """A line beyond the limit names its file; a small file may decompress to a huge one."""
     monkeypatch.setattr(file_readers, "MAX_LINE_BYTES", 1 << 20)
     content = b'{"text": "short"}\n{"text": "' + b"a" * (3 << 20) + b'"}\n'
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     documents = sources.iter_raw_documents(sources.describe_source_file(tmp_path / name))
     next(documents)
-    with pytest.raises(UserError, match=rf"{name}:2: a line of more than 1,048,576 bytes"):
+    with pytest.raises(UserError, match=rf"{name}:2: line is longer than 1,048,576 bytes"):
         next(documents)
 
 
 @pytest.mark.parametrize("token", [-1, 70_000, 257])
 def test_a_tokenizer_that_gives_other_tokens_than_its_own_is_refused(tmp_path, monkeypatch, token):
-    """A type of 16 bits would store 70,000 as 4,464."""
+    """A tokenizer that returns ids outside its vocabulary is rejected. A 16-bit type would store 70,000 as 4,464."""
     (tmp_path / "a.txt").write_text("text")
     documents = list(sources.iter_raw_documents(sources.describe_source_file(tmp_path / "a.txt")))
     monkeypatch.setattr(ByteTokenizer, "encode_batch", lambda self, texts: [[1, token]])
-    with pytest.raises(UserError, match=f"gives token {token}, but its vocabulary has 257 tokens"):
+    with pytest.raises(UserError, match=f"produces token {token}, but its vocabulary has 257 tokens"):
         ChunkEncoder(ByteTokenizer(), np.uint16, "text")(Chunk(documents, [0], 4))
 
 
@@ -238,5 +238,5 @@ def test_a_document_beyond_memory_is_named(tmp_path, monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr(ByteTokenizer, "encode_batch", lambda self, texts: fill(texts))
-    with pytest.raises(RunError, match=r"large.txt: a document of 4 bytes does not fit into memory; divide it"):
+    with pytest.raises(RunError, match=r"large.txt: a document of 4 bytes does not fit in memory; split it"):
         encoder(Chunk(documents, [0], 4))

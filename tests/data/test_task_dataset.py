@@ -1,4 +1,4 @@
-"""Samples of a task: what a training reads follows from the seed and the global index alone."""
+"""Samples of a task depend only on the seed and the global index."""
 
 from itertools import islice
 
@@ -50,7 +50,7 @@ def test_any_layout_and_any_resumption_reads_the_same(shape: tuple[int, int, int
 
 
 def test_lengths_come_as_often_as_the_task_weighs_them() -> None:
-    """SCAN's commands by how many actions they mean: 6, 88 and 398 of them mean 1, 2 and 3."""
+    """Lengths follow the task's weights. In SCAN, 6, 88 and 398 commands have 1, 2 and 3 actions."""
     found = samples(12 * 3000, data=DataOptions(task="scan", task_length=3))
     lengths = [len(found[first]["tokens"]) - 11 for first in range(0, len(found), 12)]
     for length, commands in ((1, 6), (2, 88), (3, 398)):
@@ -87,16 +87,16 @@ def test_nothing_is_read_twice() -> None:
     train = samples(600, data=data)
     others = [samples(600, data=data, seed=4), TaskDataset(train.task_config, "valid", 600, seed=3, batch_size=12)]
     inputs = [tuple(each[index]["tokens"].tolist()) for each in (train, *others) for index in range(600)]
-    assert len(set(inputs)) == 1800  # 2^64 inputs: two that are equal would be no chance
+    assert len(set(inputs)) == 1800  # 2^64 inputs, so two equal ones would not be chance
 
 
 def test_another_batch_size_goes_on_where_the_first_one_stopped() -> None:
-    """What was read is not read again, and every step of either has one length."""
+    """With another batch size, reading continues without repetition, and all samples of a step have one length."""
     first, second = samples(1000), samples(1000, batch=8, start=36)
     assert rows([first[35]]) != rows([second[36]])
     for step in range(36, 76, 8):
         assert len({len(second[index]["tokens"]) for index in range(step, step + 8)}) == 1
-    assert len(second[30]["tokens"]) > 0  # before its start, for whoever looks
+    assert len(second[30]["tokens"]) > 0  # indices before the start can be read
 
 
 def test_samples_are_what_the_task_draws() -> None:

@@ -51,7 +51,7 @@ def test_bytes_are_the_utf8_bytes():
     tokenizer = tokenizer_from_files("bytes")
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.name) == (257, 256, "bytes")
     assert tokenizer.encode("aß") == [97, 0xC3, 0x9F]
-    assert tokenizer.decode([97, 256, 0xC3]) == "a\ufffd"  # end of document is nothing, half a letter is marked
+    assert tokenizer.decode([97, 256, 0xC3]) == "a\ufffd"  # no end token; bad bytes are marked
 
 
 def test_sentencepiece_agrees_with_its_library(all_tokenizers, files):
@@ -104,7 +104,7 @@ def test_errors_name_what_is_wrong(tmp_path, files):
     broken.write_text("{")
     hf.Tokenizer(hf.models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "no-end.json"))
     for arguments, message in [
-        (("HFTokeniser", broken), r"'HFTokeniser' is unknown; did you mean HFTokenizer\? choose from bytes, HF"),
+        (("HFTokeniser", broken), r"unknown value 'HFTokeniser'; did you mean HFTokenizer\? choose from bytes, HF"),
         (("HFTokenizer",), "vocab_file: tokenizer HFTokenizer needs its tokenizer.json"),
         (("HFTokenizer", tmp_path / "none"), "vocab_file: .*none: no such file"),
         (("HFTokenizer", tmp_path), "is a folder"),
@@ -112,10 +112,10 @@ def test_errors_name_what_is_wrong(tmp_path, files):
             ("HFTokenizer", broken, files / "merges.txt"),
             r"merge_file: .*merges\.txt: tokenizer HFTokenizer has no such",
         ),
-        (("HFTokenizer", broken), r"tokenizer\.json: not a tokenizer\.json"),
+        (("HFTokenizer", broken), r"tokenizer\.json: not a Hugging Face tokenizer\.json"),
         (
             ("HFTokenizer", tmp_path / "no-end.json"),
-            r"no-end\.json: no token ends a document; looked for <\|endoftext\|>, ",
+            r"no-end\.json: no end-of-document token found; looked for <\|endoftext\|>, ",
         ),
         (("GPT2BPETokenizer", files / "vocab.json"), r"merge_file: tokenizer GPT2BPETokenizer needs its merges\.txt"),
         (("GPT2BPETokenizer", broken, files / "merges.txt"), "not GPT-2 vocab and merges"),
@@ -140,7 +140,7 @@ def test_damaged_files_work_or_are_refused_in_one_line(tmp_path, all_tokenizers,
         for name, content in whole.items():
             damaged = bytearray(content)
             for place in rng.integers(0, len(content), size=int(rng.integers(1, 4))):
-                damaged[place] = rng.integers(32, 127)  # printable: what is no text is refused at once
+                damaged[place] = rng.integers(32, 127)  # printable, because data that are not text are rejected at once
             (tmp_path / name).write_bytes(damaged[: rng.integers(1, len(damaged))] if turn % 3 == 0 else damaged)
         try:
             tokenizer = tokenizer_from_files(kind, *(tmp_path / name for name in whole))
@@ -151,19 +151,19 @@ def test_damaged_files_work_or_are_refused_in_one_line(tmp_path, all_tokenizers,
         else:
             assert max(tokenizer.encode(SAMPLE[0]), default=0) < tokenizer.vocab_size
             assert 0 <= tokenizer.eod < tokenizer.vocab_size
-    assert refused >= 20  # those cut short at least
+    assert refused >= 20  # at least the truncated ones
 
 
 def test_ids_beyond_all_memory_are_refused(tmp_path):
     path = tmp_path / "tokenizer.json"
     hf.Tokenizer(hf.models.WordLevel({"a": 0, "</s>": 4_321}, unk_token="a")).save(str(path))
-    path.write_text(path.read_text().replace("4321", "4000000000"))  # saving it so would count up to there
+    path.write_text(path.read_text().replace("4321", "4000000000"))  # a serialized form would count up to this id
     with pytest.raises(UserError, match=r"tokenizer\.json: a token has id 4000000000; at most 16,777,216 tokens"):
         tokenizer_from_files("HFTokenizer", path)
 
 
 def test_a_regex_that_explodes_is_told_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The library panics: sixty lines on standard error, and an exception that is no Exception."""
+    """A panic of the regex library becomes a one-line error, instead of sixty lines and a BaseException."""
     made = hf.Tokenizer(hf.models.BPE())
     made.pre_tokenizer = hf.pre_tokenizers.Split(hf.Regex("(a+)+$"), "isolated")
     alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
@@ -172,8 +172,6 @@ def test_a_regex_that_explodes_is_told_in_a_line(tmp_path: Path, capfd: pytest.C
     tokenizer = tokenizer_from_files("HFTokenizer", tmp_path / "tokenizer.json")
     assert tokenizer.encode("aab")
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
-        with pytest.raises(
-            UserError, match=r"tokenizer.json: its regular expressions cannot be applied to a text: Onig"
-        ):
+        with pytest.raises(UserError, match=r"tokenizer.json: cannot apply its regular expressions to a text: Onig"):
             encode("a" * 40 + "!")
     assert capfd.readouterr().err == ""

@@ -1,4 +1,4 @@
-"""Validation scores every token once, at any length, whatever divides the work."""
+"""Validation scores every token once, at any length and with any layout."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Counting GPUs without torch."""
+"""Counting of GPUs without torch."""
 
 import importlib.machinery
 import os
@@ -19,7 +19,7 @@ def test_agrees_with_torch():
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A torch with CUDA, no GPU in /dev and no tool, until a test says otherwise."""
+    """Machine with a CUDA build of torch, no GPU in /dev and no tool, unless a test changes it."""
     (tmp_path / "dev").mkdir()
     (tmp_path / "bin").mkdir()
     monkeypatch.setattr(hardware, "DEVICE_FOLDER", tmp_path / "dev")

@@ -1,4 +1,4 @@
-"""What a launcher says of a process, and what is missing. The variables are those that each launcher really sets."""
+"""Rank and missing variables from launcher environments, with the variables that each launcher really sets."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_nobody_said_anything() -> None:
     assert read_launcher_environment({}) is None
     assert (
         read_launcher_environment({"RANK": "0", "WORLD_SIZE": "1"}) is None
-    )  # left by something else: one process needs no place
+    )  # left over from another program; a single process needs no rank
     assert read_launcher_environment(BATCH) is None
     assert RankInfo() == RankInfo(rank=0, world_size=1, local_rank=0)
 
@@ -88,7 +88,8 @@ def test_one_process_may_start_others() -> None:
 
 
 def test_the_innermost_launcher_counts() -> None:
-    """mpirun reaches machines through srun, and srun starts one torchrun on each of two machines."""
+    """The innermost launcher wins: mpirun reaches machines through srun, and srun starts one torchrun on each of two
+    machines."""
     inside = {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     inside["SLURM_LOCALID"] = "0"
     for inner, place in ((TORCHRUN, RankInfo(3, 8, 1)), (MPIRUN, RankInfo(3, 4, 3))):
@@ -96,7 +97,7 @@ def test_the_innermost_launcher_counts() -> None:
         assert started is not None
         assert started.rank_info == place
     numbered_anew = {**SRUN, **RankInfo(3, 9, 0).to_environment("a", 1), "TORCHELASTIC_RUN_ID": "none"}
-    started = read_launcher_environment(numbered_anew)  # one torchrun per task: it numbers machines as they come
+    started = read_launcher_environment(numbered_anew)  # one torchrun per task numbers machines in order of arrival
     assert started is not None
     assert started.rank_info.rank == 3
 
@@ -119,7 +120,7 @@ def test_the_innermost_launcher_counts() -> None:
         (SRUN, {"WORLD_SIZE": "8"}, r"WORLD_SIZE is 8, but srun started 9 processes \(SLURM_STEP_NUM_TASKS\); unset"),
         (
             SRUN,
-            RankInfo(0, 9, 0).to_environment("a", 1),  # what a batch script exports, from its own SLURM_PROCID
+            RankInfo(0, 9, 0).to_environment("a", 1),  # exported by a batch script from its own SLURM_PROCID
             r"RANK is 0, but SLURM_PROCID is 5; unset RANK, because srun sets the rank of this process",
         ),
     ],

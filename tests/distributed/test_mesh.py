@@ -1,4 +1,4 @@
-"""Coordinates and groups against counting by hand and against megatron-core's own, without any process."""
+"""Coordinates and groups, compared with direct counting and with megatron-core, in a single process."""
 
 from itertools import chain, product
 
@@ -25,7 +25,7 @@ chosen = st.sets(st.sampled_from(DIMENSION_ORDER), min_size=1).map(lambda names:
 
 
 def points(sizes: ParallelSizes) -> list[dict[str, int]]:
-    """The coordinates of every rank, counted out: pipeline stages outermost, tensor ranks innermost."""
+    """Return the coordinates of every rank by counting: pipeline stages outermost, tensor ranks innermost."""
     ranges = [range(n) for n in (sizes.pipeline, sizes.data, sizes.context, sizes.tensor)]
     return [dict(zip(("pipeline", "data", "context", "tensor"), point, strict=True)) for point in product(*ranges)]
 
@@ -67,7 +67,7 @@ def test_groups_are_megatron_cores(sizes: ParallelSizes, dimensions: tuple) -> N
 
 @given(meshes)
 def test_each_token_is_counted_once(sizes: ParallelSizes) -> None:
-    """Every rank of data × context has tokens of its own; the others have copies."""
+    """Each rank of data × context has its own tokens; the other ranks have copies."""
     counted = points(sizes)
     tokens = {(d, c): 10 * d + c + 1 for d in range(sizes.data) for c in range(sizes.context)}
     held = [tokens[point["data"], point["context"]] for point in counted]
@@ -98,7 +98,7 @@ def test_what_is_no_mesh_is_refused() -> None:
             wrong()
 
 
-# Which layers a pipeline stage holds.
+# Layers of a pipeline stage.
 
 
 @given(st.integers(1, 40), st.data())
@@ -116,7 +116,7 @@ def test_an_uneven_division(stage: int, expected: list[int]) -> None:
     assert list(pipeline_layer_range(7, Axis(stage, 3))) == expected
 
 
-# Which chunks of a sequence a context-parallel rank holds: each place once, and as many scores for every rank.
+# Chunks of a context-parallel rank: each position once, and the same number of scores for every rank.
 
 
 @given(st.integers(1, 8), st.integers(1, 20))
@@ -128,7 +128,7 @@ def test_ranks_together_hold_every_place_once_and_share_the_work(ranks: int, siz
     ]
     assert sorted(chain(*places)) == list(range(length))
     scores = {sum(place + 1 for place in mine) for mine in places}
-    assert len(scores) == 1  # a causal row sees its own place and all before it
+    assert len(scores) == 1  # a causal row sees its own position and all earlier ones
     assert [places[rank][number * size] for rank, number in list_chunk_owners(ranks)] == (
         list(range(0, length, size)) if ranks > 1 else [0]
     )

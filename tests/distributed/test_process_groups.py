@@ -1,4 +1,4 @@
-"""What processes tell each other, alone and as four on meshes of several shapes."""
+"""Communication of a single process, and of four processes on meshes of several shapes."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "mesh_rank.py"
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    """What each of four ranks found on each mesh."""
+    """Results of each of four ranks on each mesh."""
     folder = tmp_path_factory.mktemp("mesh")
     ranks = [Forked(SCRIPT, str(folder), str(rank), output=folder / f"{rank}.txt") for rank in range(4)]
     assert [rank.wait(120) for rank in ranks] == [0] * 4, "\n".join(rank.printed() for rank in ranks)
@@ -40,7 +40,7 @@ def test_all_hear_the_same(four: list[list[dict[str, Any]]], number: int) -> Non
     for found in (each[number] for each in four):
         assert found["whole"] == [4 * (2**53 + 1), 6]  # in float64 the first would end in 0
         assert found["parts"] == [1.0, 6.0]
-        assert found["once"] == [int("1" * shares)]  # each share of the batch exactly once
+        assert found["once"] == [int("1" * shares)]  # each shard of the batch exactly once
         assert found["max"] == 0.0
         assert found["gather"] == [[rank, Mesh(rank, sizes).data.index] for rank in range(4)]
         assert found["agree"] == [None, "error of 2"]

@@ -1,4 +1,4 @@
-"""Seeds follow from the purpose and the data index, never from the rank."""
+"""Seeds depend on the purpose and the data index, never on the rank."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Which parameters are divided over tensor-parallel ranks, and how many elements there are in all."""
+"""Sharding of parameters over tensor-parallel ranks, and their total size."""
 
 import torch
 from hypothesis import given
@@ -40,7 +40,7 @@ def test_elements_over_all_ranks() -> None:
     part, copy = nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(5))
     part.tensor_model_parallel, part.partition_dim, part.partition_stride = True, 0, 1
     assert (full_numel(part, mesh), full_numel(copy, mesh)) == (24, 5)
-    copy.ds_numel = 11  # ZeRO-3 holds a part only
+    copy.ds_numel = 11  # ZeRO-3 stores only a shard
     assert full_numel(copy, mesh) == 11
 
 

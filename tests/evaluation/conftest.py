@@ -1,4 +1,4 @@
-"""A tiny causal model whose losses a plain loop can compute, and real tiny GPTs."""
+"""Tiny causal model with losses computable by a plain loop, and tiny real GPTs."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ BYTES = Vocabulary(VOCABULARY, "bytes", eod=3)
 
 
 class RunningMean(nn.Module):
-    """Logits from the mean embedding of all tokens so far: causal, and different for every length of context."""
+    """Causal model with logits from the mean embedding of all tokens so far, which depend on the context length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class RunningMean(nn.Module):
 def loaded(
     model: nn.Module, *, eod_mask_loss: bool = False, window: int | None = None, **position: object
 ) -> SimpleNamespace:
-    """What `evaluate` needs of a loaded model; `window` as `load_model` takes it."""
+    """Return the attributes of a loaded model that `evaluate` needs; `window` as for `load_model`."""
     config = SimpleNamespace(
         model=ModelOptions(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=TRAIN_LENGTH),
         position=PositionOptions(**{"pos_emb": "rotary", **position}),
@@ -62,7 +62,7 @@ def loaded(
 
 
 def tiny_gpt(**position: object) -> nn.Module:
-    """A real GPT with random weights."""
+    """Build a real GPT with random weights."""
     options = ModelOptions(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=TRAIN_LENGTH)
     return build_model(options, PositionOptions(**position), VOCABULARY, seed=3).eval()
 
@@ -79,7 +79,7 @@ def scored(
     vocabulary: Vocabulary = BYTES,
     **scoring: Any,
 ) -> list[Record]:
-    """Records of a model by the plan that options ask for."""
+    """Return a model's records for the plan of the given options."""
     plan = plan_from_options(options, [TRAIN_LENGTH], len(stream))
     text = EvalText(stream, "a text", vocabulary)
     measures, smoothing = options.measures or ("perplexity",), options.smoothing

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness, offline, against direct computations: no batches, no padding, no cache."""
+"""Tasks of lm-evaluation-harness, offline, compared with direct computations without batches, padding or cache."""
 
 import io
 import json
@@ -37,7 +37,7 @@ QUESTIONS = [
     {"q": "trailing  ", "choices": ["x", "yy"], "gold": 0},
     {"q": "mid", "choices": ["dle", "night", "day"], "gold": 1},
 ]
-ROUNDING = compute_tolerance(*count_gpt_sums(16, layers=1))  # of a token's logarithm of probability
+ROUNDING = compute_tolerance(*count_gpt_sums(16, layers=1))  # rounding of a token's log probability
 TASK = """\
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {folder}/{data}.jsonl}}, cache_dir: {folder}/cache}}
@@ -77,7 +77,7 @@ metric_list: [{metric: exact_match}]
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_pictures() -> Iterator[None]:
-    """Drawing costs more than the tasks."""
+    """Skip drawing, which costs more than the tasks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots, "render_plots_png", lambda found, **_: b"\x89PNG")
         yield
@@ -85,7 +85,7 @@ def _no_pictures() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tasks of each kind, and a group of two of them."""
+    """Folder with tasks of each kind, and a group of two of them."""
     folder = tmp_path_factory.mktemp("tasks")
     (folder / "documents.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in DOCUMENTS))
     (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
@@ -100,7 +100,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(place: Path) -> Path:
-    """A run with random weights, of bytes."""
+    """Run with random weights and a byte tokenizer."""
     return make_run(place / "run")
 
 
@@ -128,7 +128,7 @@ def given(place: Path, run: Path, tasks: str, **options: Any) -> list[Record]:
 
 @torch.no_grad()
 def logs(model: GPT, tokens: list[int]) -> torch.Tensor:
-    """Logarithms of the probabilities after each token, float64 [T, V]: one sequence, whole."""
+    """Return the log probabilities after each token, float64 [T, V], of one whole sequence."""
     return model(torch.tensor([tokens]))[0].double().log_softmax(-1)
 
 
@@ -136,7 +136,7 @@ def of_continuation(model: GPT, context: str, continuation: str, length: int) ->
     before = list(context.encode()) or [256]
     after = list(continuation.encode())
     stripped = context.rstrip()
-    if context and stripped != context:  # blanks go to the continuation, as words begin with them
+    if context and stripped != context:  # trailing spaces move to the continuation, because words start with them
         before, after = list(stripped.encode()), [*context[len(stripped) :].encode(), *after]
     tokens = [*before, *after][-length - 1 :]
     found = logs(model, tokens[:-1])[-len(after) :]
@@ -144,7 +144,8 @@ def of_continuation(model: GPT, context: str, continuation: str, length: int) ->
 
 
 def of_document(model: GPT, text: str, length: int) -> float:
-    """Windows of the length, each token scored once, the last one with as much context as there is."""
+    """Sum the log probabilities of a document in windows; each token is scored once, the last window with the longest
+    context."""
     stream = [256, *text.encode()]
     total, scored = 0.0, 0
     while scored < len(stream) - 1:
@@ -159,7 +160,7 @@ def of_document(model: GPT, text: str, length: int) -> float:
 
 @pytest.fixture(scope="module")
 def found(place: Path, run: Path) -> dict[tuple[str, str, int], Record]:
-    """All tasks at two lengths, with batches of several rows."""
+    """Records of all tasks at two lengths, with batches of several rows."""
     records = given(place, run, "texts,choices,asked,written", lengths=LENGTHS, batch_tokens=60)
     return {(record.protocol.split(",")[0], record.metric, record.length): record for record in records}
 
@@ -271,7 +272,7 @@ def mean(values):
 
 
 def test_texts_that_a_task_makes(place: Path, run: Path, tmp_path: Path) -> None:
-    """As RULER does: a program makes texts of the lengths that it is told, and calls its metrics by them."""
+    """As in RULER, a program generates texts of the given lengths and names its metrics by them."""
     (tmp_path / "made.py").write_text(MADE)
     metrics = "".join(
         f"  - {{metric: '{n}', aggregation: !function made.mean, higher_is_better: true}}\n" for n in (8, 12, 16)
@@ -294,7 +295,7 @@ def test_texts_that_a_task_makes(place: Path, run: Path, tmp_path: Path) -> None
 def test_what_cannot_be_done_is_one_line(place: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lm_eval import tasks as of_harness
 
-    # Without the thousands of tasks that come with it, which take ten seconds to list.
+    # Skips the thousands of built-in tasks, which take ten seconds to list.
     usual = of_harness.TaskManager
     monkeypatch.setattr(
         of_harness, "TaskManager", lambda include_path, **_: usual(include_path=include_path, include_defaults=False)
@@ -391,7 +392,7 @@ def test_a_batch_that_is_too_large_is_divided(place: Path, run: Path, monkeypatc
 
 @pytest.mark.slow
 def test_an_export_gives_the_same_answers(place: Path, run: Path) -> None:
-    """`lm_eval --model hf` over the exported folder: the same loglikelihoods, and the same text, letter by letter."""
+    """`lm_eval --model hf` on the exported folder gives the same loglikelihoods and the same text."""
     pytest.importorskip("transformers", reason="requirements-eval.txt is not installed")
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM

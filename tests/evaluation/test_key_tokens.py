@@ -1,4 +1,4 @@
-"""LongPPL and the loss by position against plain loops in float64, and key tokens that fit no other evaluation."""
+"""LongPPL and loss by position, compared with plain float64 loops; errors for unsuitable key tokens."""
 
 import json
 import math
@@ -53,7 +53,8 @@ def long_perplexity(
 
 
 def test_long_perplexity_is_that_of_a_loop(tmp_path: Path) -> None:
-    """The reference fixes the key tokens by two losses of each target; another model is asked for those alone."""
+    """The reference determines key tokens from two losses of each target; another model is scored on these tokens
+    only."""
     reference, other = RunningMean().eval(), RunningMean().eval()
     alpha, beta = 0.02, -3.2
     path = tmp_path / "keys.json"
@@ -95,8 +96,11 @@ def test_long_perplexity_is_that_of_a_loop(tmp_path: Path) -> None:
 def find_published_key_tokens(
     model: RunningMean, text: np.ndarray, trunc_len: int, sliding_window: int, alpha: float, beta: float
 ) -> list[int]:
-    """Choose key tokens of one text as the function of longppl 0.3.0 does: short windows begin at 0, S, 2S …, hold
-    trunc_len + S tokens and score the last S; the long context is all of the text before a token."""
+    """Choose key tokens of one text like the function of longppl 0.3.0.
+
+    Short windows start at 0, S, 2S …, contain trunc_len + S tokens and score the last S. The long context is the whole
+    text before a token.
+    """
     keys = []
     for start in range(0, len(text) - trunc_len, sliding_window):
         for token in range(start + trunc_len, min(start + trunc_len + sliding_window, len(text))):
@@ -108,7 +112,7 @@ def find_published_key_tokens(
 
 
 def test_overlapping_windows_choose_the_key_tokens_of_the_published_function(tmp_path: Path) -> None:
-    """Score texts of 19 tokens one behind the other, each with the end of the one before as its first context."""
+    """Score consecutive texts of 19 tokens, each with the end of the previous one as its first context."""
     reference, trunc_len, sliding_window, num_short = RunningMean().eval(), 4, 3, 5
     short_length, num_scored = trunc_len + sliding_window - 1, sliding_window * num_short
     long_length = trunc_len + num_scored - 1
@@ -193,7 +197,7 @@ def test_smoothing_by_a_loop(length: int, width: int, train_length: int) -> None
 
 
 def test_draws_of_curves_are_the_bootstrap() -> None:
-    """Against the draws of means of single points, which take other samples: equal up to their own scatter."""
+    """Resampled curves match the bootstrap of single points up to sampling noise, because they use other samples."""
     generator = np.random.default_rng(5)
     counts = generator.integers(1, 5, size=(40, 3)).astype(float)
     sums = generator.normal(2, 1, size=(40, 3)) * counts
@@ -208,7 +212,7 @@ def test_draws_of_curves_are_the_bootstrap() -> None:
 
 
 def test_the_loss_at_every_position(running_mean: RunningMean) -> None:
-    """Forgetting Transformer's figure: losses by position, each value the mean of its neighbours."""
+    """Losses by position as in the Forgetting Transformer's figure: each value is the mean of its neighbors."""
     length, width = 20, 5
     measures = {"measures": ["perplexity", "token_loss"], "smoothing": width}
     options = Options(lengths=[10, length], windows=4, protocol="nonoverlapping", **measures)

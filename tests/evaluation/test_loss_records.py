@@ -1,4 +1,4 @@
-"""Every measure against a plain loop: one window, one target at a time, in ordinary Python arithmetic."""
+"""Every metric, compared with a plain loop over windows and targets in ordinary Python arithmetic."""
 
 import math
 import statistics
@@ -27,7 +27,7 @@ def of(records: list[Record], metric: str, axis: str = "length") -> list[Record]
 def test_several_targets_in_one_pass(running_mean: RunningMean) -> None:
     found = scored(loaded(running_mean), STREAM, Options(lengths=[5, 9, 27], targets=[5, 9], windows=3))
     passes = len(running_mean.batches)
-    # Windows are where those of the most targets are.
+    # The windows are those with the most targets.
     ends = [27, 27 + 175 // 2, 202]
     assert [(record.targets, record.length) for record in found] == [(5, 5), (5, 9), (5, 27), (9, 9), (9, 27)]
     for record in found:
@@ -39,7 +39,7 @@ def test_several_targets_in_one_pass(running_mean: RunningMean) -> None:
 
 
 def test_delta_perplexity(running_mean: RunningMean) -> None:
-    """2410.04798, appendix A: the same tokens alone and with the whole window before them."""
+    """Delta perplexity (2410.04798, appendix A): the same tokens alone and with the whole window before them."""
     options = Options(lengths=[5, 9, 27], targets=5, windows=3, measures=["delta_perplexity"])
     found = scored(loaded(running_mean), STREAM, options)
     ends = [27, 27 + 175 // 2, 202]
@@ -56,14 +56,14 @@ def test_delta_perplexity(running_mean: RunningMean) -> None:
             value = math.exp(local) - math.exp(full)
             extremes = [math.exp(a) - math.exp(b) for a, b in zip(alone, rows, strict=True)]
         assert record.value == pytest.approx(value, abs=2 * VOCABULARY_ROUNDING)
-        # Of three blocks the same block thrice comes once in 27; what lies beyond all of them is never drawn.
+        # With three blocks, drawing one block three times has probability 1/27; values beyond all of them never occur.
         low, high = record.bootstrap_interval
         assert min(extremes) - 2 * VOCABULARY_ROUNDING <= low <= record.value <= high
         assert high <= max(extremes) + 2 * VOCABULARY_ROUNDING
 
 
 VOCABULARY_ROUNDING = ROUNDING * 60
-"""A perplexity below 60 moves by so much when a mean loss moves by its rounding."""
+"""Rounding of a perplexity below 60 that follows from the rounding of a mean loss."""
 
 
 def test_position(running_mean: RunningMean) -> None:
@@ -91,7 +91,7 @@ def test_position(running_mean: RunningMean) -> None:
 
 def test_a_bin_is_as_sure_as_all_blocks_with_tokens_in_it(running_mean: RunningMean) -> None:
     stream = STREAM.copy()
-    stream[24] = BYTES.eod  # the second of eight windows has no first target, and yet it has a last one
+    stream[24] = BYTES.eod  # the second of eight windows lacks a first target, but has a last one
     options = Options(lengths=[24], protocol="nonoverlapping", measures=["position"])
     first, *_, last = scored(loaded(running_mean, eod_mask_loss=True), stream, options)
     sums, counts = np.zeros((1, 8)), np.zeros(8, dtype=int)
@@ -119,14 +119,14 @@ def test_bins_of_positions(train_length: int, length: int) -> None:
 
 
 def test_strided_with_stride_one_is_the_sliding_window(running_mean: RunningMean) -> None:
-    """2307.10156, figure 1: each token is predicted from a fresh encoding of the tokens before it."""
+    """Each token is predicted from a new encoding of the tokens before it (2307.10156, figure 1)."""
     found = scored(loaded(running_mean), STREAM, Options(lengths=[6, 11], protocol="strided", stride=1))
     for record in found:
         last = 11 + record.tokens
         losses = [one_loss(running_mean, STREAM[at - record.length : at], int(STREAM[at])) for at in range(11, last)]
         assert record.nll == pytest.approx(statistics.fmean(losses), abs=ROUNDING)
         assert (record.windows, record.blocks) == (record.tokens, record.tokens // 11)
-    # A window of L for every token: L times the work of pieces that do not overlap.
+    # One window of L per token costs L times as much as non-overlapping windows.
     assert found[1].flops == pytest.approx(running_mean.flops_per_token(11) / 3 * 11 * found[1].tokens)
 
 

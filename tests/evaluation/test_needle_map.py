@@ -1,4 +1,4 @@
-"""Needle maps: effective lengths by a plain loop, cells of models that are known, and what an interruption leaves."""
+"""Needle maps: effective lengths by a plain loop, cells of known models, and results kept after an interruption."""
 
 import math
 from collections.abc import Sequence
@@ -39,9 +39,9 @@ NEEDLE = list(b"The pass key is ")
 
 
 class KeyReader(nn.Module):
-    """Reads the key if it stands within `reach` tokens of the end, else answers with the digit that is asked plus 1.
+    """Model that reads the key within `reach` tokens of the end, and otherwise answers with the requested digit plus 1.
 
-    The first `careless` sequences of a batch are always answered wrongly at their last token.
+    The last token of the first `careless` sequences of a batch is always answered wrongly.
     """
 
     max_length: int | None = None
@@ -84,7 +84,7 @@ def find(records: Sequence[Record], metric: str, axis: str = "length") -> dict[t
 
 
 def test_the_map_of_a_model_that_sees_so_far() -> None:
-    """A key of 58 characters before a question of 45: those within 260 of the end are found, whatever the length."""
+    """A key of 58 characters before a question of 45 is found within 260 tokens of the end, at any length."""
     depths, lengths, careless, count = (0.0, 0.5, 1.0), (200, 400, 800), 2, 8
     probe = Passkey(lengths, count, BYTES, depths)
 
@@ -152,7 +152,7 @@ def test_losses_are_those_of_the_model() -> None:
     ids=lambda position: "+".join(map(str, position.values())),
 )
 def test_what_sequences_begin_with_is_read_once(position: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses are those of whole sequences, and the tokens that all share go through the model once."""
+    """The common beginning of all sequences is computed once, and losses equal those of whole sequences."""
     model = build_model(
         ModelOptions(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=TRAIN_LENGTH),
         PositionOptions(**position), 257, seed=3,
@@ -210,7 +210,7 @@ def test_an_interrupted_map_goes_on_where_it_was(tmp_path: object) -> None:
         probe.score(loaded(again), ScoringContext({**fields, **other}, finished_records=left))  # type: ignore[arg-type]
         assert again.num_passes == 6, "what another model, or other code, measured is not taken"
     of_another = [record.replace(run="runs/c") for record in left]
-    partial.keep(of_another)  # an evaluation of another run, at the same time in the same folder
+    partial.keep(of_another)  # a concurrent evaluation of another run in the same folder
     partial.remove(found)
     assert [record.run for record in PartialRecords.open(tmp_path).found] == ["runs/c"] * 6  # type: ignore[arg-type]
     partial.remove(of_another)
@@ -218,7 +218,8 @@ def test_an_interrupted_map_goes_on_where_it_was(tmp_path: object) -> None:
 
 
 class Recall(Task):
-    """Zeros, a 1 followed by a letter from 2 to 9 at a depth, and at the end a 1 that asks for the letter."""
+    """Task with zeros, a 1 followed by a letter from 2 to 9 at a given depth, and a final 1 that asks for the
+    letter."""
 
     title, paper, has_depth = "the letter after the mark", "none", True
 
@@ -247,7 +248,7 @@ class Recall(Task):
 
 
 class Near(nn.Module):
-    """Finds the letter after the first mark within `reach` tokens."""
+    """Model that finds the letter after the first mark within `reach` tokens."""
 
     max_length: int | None = None
 

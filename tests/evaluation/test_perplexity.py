@@ -1,4 +1,4 @@
-"""Perplexities against a plain loop: one window, one target at a time, in ordinary Python arithmetic."""
+"""Perplexities, compared with a plain loop over windows and targets in ordinary Python arithmetic."""
 
 import math
 from typing import Any
@@ -24,7 +24,7 @@ STREAM = np.random.default_rng(0).integers(0, VOCABULARY, 203).astype(np.uint16)
 
 
 def one_loss(model: nn.Module, tokens: np.ndarray, label: int) -> float:
-    """−log p(label | tokens), from a forward pass over exactly these tokens."""
+    """Return −log p(label | tokens) from a forward pass over exactly these tokens."""
     inputs = torch.tensor(tokens.astype(np.int64))[None]
     with torch.no_grad():
         if isinstance(model, RunningMean):
@@ -36,7 +36,8 @@ def one_loss(model: nn.Module, tokens: np.ndarray, label: int) -> float:
 
 
 def by_hand(model: nn.Module, ends: list[int], length: int, targets: int) -> list[list[float]]:
-    """Windows whose inputs end before position `end`; the prediction of each target sees the window up to it."""
+    """Return losses of windows whose inputs end before position `end`; each target is predicted from the window up to
+    it."""
     rows = []
     for end in ends:
         start = end - length
@@ -52,7 +53,7 @@ def by_hand(model: nn.Module, ends: list[int], length: int, targets: int) -> lis
 )  # fmt: skip
 def test_last_equals_a_plain_loop(model: nn.Module) -> None:
     records = scored(loaded(model), STREAM, Options(lengths=[27, 5, 9], targets=5, windows=3))
-    # Ends are spread from the first that the longest window allows, 27, to the last token, 202.
+    # Ends are spread from 27, the first possible for the longest window, to 202, the last token.
     ends = [27, 27 + 175 // 2, 202]
     assert [record.length for record in records] == [5, 9, 27]
     for record in records:
@@ -62,7 +63,7 @@ def test_last_equals_a_plain_loop(model: nn.Module) -> None:
         assert record.nll == pytest.approx(nll, abs=ROUNDING)
         assert record.value == pytest.approx(math.exp(nll), rel=ROUNDING)
         assert record.stderr == pytest.approx(np.std(means, ddof=1) / math.sqrt(3), abs=ROUNDING)
-        # Of three blocks the most extreme resample, the same block thrice, comes once in 27: beyond 2.5%.
+        # With three blocks, the most extreme resample (one block three times) has probability 1/27, which exceeds 2.5%.
         assert record.bootstrap_interval == pytest.approx((math.exp(min(means)), math.exp(max(means))), rel=ROUNDING)
         assert record.change_from == (None if record.length == 5 else 5)
         if record.length > 5:
@@ -80,7 +81,7 @@ def test_last_equals_a_plain_loop(model: nn.Module) -> None:
 def test_nonoverlapping_equals_a_plain_loop(running_mean: RunningMean) -> None:
     records = scored(loaded(running_mean), STREAM, Options(lengths=[4, 8, 24], protocol="nonoverlapping"))
     for record in records:
-        # 203 tokens hold 8 spans of 24 with a successor for the last token.
+        # 203 tokens contain 8 spans of 24 whose last token has a successor.
         losses = [
             one_loss(running_mean, STREAM[begin:at], int(STREAM[at]))
             for begin in range(0, 192, record.length)
@@ -238,7 +239,7 @@ def test_the_standard_error_tells_how_far_repetitions_scatter() -> None:
     generator = np.random.default_rng(2)
     means, errors = [], []
     for _ in range(400):
-        blocks = generator.normal(0, 1, (32, 1)) + generator.normal(0, 0.5, (32, 8))  # tokens of a block are alike
+        blocks = generator.normal(0, 1, (32, 1)) + generator.normal(0, 0.5, (32, 8))  # correlated within a block
         counted = generator.random((32, 8)) < 0.8
         summary = summarize_losses(np.where(counted, blocks, 0.0).sum(axis=1), counted.sum(axis=1))
         means.append(summary.nll)

@@ -1,4 +1,4 @@
-"""Probes: what stands where, by plain loops; losses against a model that is known; refusals in a line."""
+"""Probes: positions checked by plain loops, losses of a known model, and one-line errors."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +30,8 @@ BYTES = ByteTokenizer()
 
 
 class Copier(nn.Module):
-    """Predicts what followed the last occurrence of the same token within `reach` tokens; else all tokens alike."""
+    """Model that predicts the successor of the last equal token within `reach` tokens, and otherwise a uniform
+    distribution."""
 
     def __init__(self, vocabulary: int, reach: int) -> None:
         super().__init__()
@@ -121,7 +122,8 @@ def test_the_key_is_hidden_at_its_depth_and_asked_for_at_the_end() -> None:
 
 
 class Joining(ByteTokenizer):
-    """Reads the question's last letter with what follows it, unless the key has only digits that stand `apart`."""
+    """Model that reads the question's last letter together with its successor, unless the key has only digits
+    `apart`."""
 
     def __init__(self, apart: str = "") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every length is scored on the same targets, none twice, with exactly the context that the protocol says."""
+"""Every length scores the same targets, none twice, with exactly the context defined by the protocol."""
 
 import math
 
@@ -24,7 +24,7 @@ def test_last(lengths: list[int], stream: int, targets: int, windows: int | None
         plan = build_scoring_plan(stream, lengths, "last", targets=[targets], windows=windows)
     except UserError:
         assert windows is not None
-        assert max(lengths) + (windows - 1) * targets > stream - 1  # refused only where they do not fit
+        assert max(lengths) + (windows - 1) * targets > stream - 1  # rejected only if they do not fit
         return
     assert plan.lengths == tuple(sorted(set(lengths)))
     (cut,) = plan.target_sets
@@ -35,7 +35,7 @@ def test_last(lengths: list[int], stream: int, targets: int, windows: int | None
         starts = plan.starts[length]
         assert starts.min() >= 0
         assert (starts + length).max() <= stream - 1  # the last label is a token of the stream
-        # By hand: the window's labels are positions start + 1 … start + length; the last ones are scored.
+        # The window's labels are positions start + 1 … start + length; the last ones are scored.
         by_hand = [[s + length - targets + 1 + i for i in range(targets)] for s in starts.tolist()]
         assert plan.target_positions(cut, length).tolist() == by_hand == reference.tolist()
     if windows is not None:
@@ -49,13 +49,13 @@ def test_strided(lengths: list[int], more: int, stride: int) -> None:
     plan = build_scoring_plan(stream, lengths, "strided", stride=stride)
     (cut,) = plan.target_sets
     scored = cut.blocks * cut.targets
-    # From the first token that has the largest window before it on, each once and in order, at every length.
+    # From the first token with a full largest window, each once and in order, at every length.
     first = max(lengths) - stride + 1
     for length in plan.lengths:
         assert plan.target_positions(cut, length).ravel().tolist() == list(range(first, first + scored))
         assert (plan.starts[length] >= 0).all()
         assert plan.num_windows(length) * stride == scored
-    assert stream - 1 - (first + scored - 1) < max(cut.targets, stride)  # what is left out fills no block
+    assert stream - 1 - (first + scored - 1) < max(cut.targets, stride)  # the remainder is shorter than a block
 
 
 def test_several_targets_share_their_windows() -> None:
@@ -83,7 +83,7 @@ def test_nonoverlapping(lengths: list[int], stream: int) -> None:
     for length in plan.lengths:
         assert plan.num_windows(length) == scored // length
         assert plan.num_scored(length) == length
-        # The targets are positions 1, 2, 3, … of the stream, each once and in order, whatever the length.
+        # The targets are positions 1, 2, 3, … of the stream, each once and in order, at any length.
         assert plan.target_positions(plan.target_sets[0], length).ravel().tolist() == list(range(1, scored + 1))
 
 
@@ -98,7 +98,7 @@ def test_overlapping(lengths: list[int], more: int, min_context: int) -> None:
     scored = (stream - min_context) // block * block
     assert cut.blocks * cut.targets == scored
     for length in plan.lengths:
-        # Position p has p − start tokens of its window before it: at least min_context, and no target is left out.
+        # Position p has p − start earlier tokens in its window: at least min_context, and no target is missing.
         assert plan.target_positions(cut, length).ravel().tolist() == list(range(min_context, min_context + scored))
         assert plan.starts[length].tolist() == list(range(0, scored, steps[length]))
         assert (plan.starts[length] + length).max() <= stream - 1

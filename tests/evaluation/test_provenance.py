@@ -1,4 +1,4 @@
-"""Method names show what differs from the defaults, and never hide a difference between runs."""
+"""Method names show differences from the defaults, and never hide a difference between runs."""
 
 import pytest
 
@@ -55,7 +55,7 @@ def test_a_window_of_the_evaluation_alone_is_not_one_of_the_training() -> None:
     assert format_method_name(windowed, everything) == "rotary(window=none at evaluation)"
     trained = [config("pos_emb=rotary"), config("pos_emb=rotary", "attention_window=64", "seed=2")]
     assert len(set(assign_distinct_names(trained, ["a", "b"], window=64))) == 2
-    # Trained with different windows, scored with one: never one row.
+    # Trained with different windows and scored with one, runs never share a row.
     trained = [config("pos_emb=rotary"), config("pos_emb=rotary", "attention_window=32", "seed=2")]
     names = assign_distinct_names(trained, ["a", "b"], window=4)
     assert names == [f"rotary(window=4 at evaluation) [{run}]" for run in "ab"]

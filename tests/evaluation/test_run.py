@@ -1,4 +1,4 @@
-"""Evaluating runs from their folders: what is compared, on what, what is written, what is refused before any work."""
+"""Evaluation of runs from their folders: compared runs and texts, output files, and errors before any work."""
 
 import csv
 import io
@@ -43,7 +43,7 @@ DATA = [f"{split}_data_paths=[corpus/{split}_text_document]" for split in ("trai
 
 @pytest.fixture(autouse=True)
 def picture(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Drawing costs more than the evaluation of such models: the numbers of records that were to be drawn instead."""
+    """Numbers of records to draw; drawing itself is skipped because it costs more than evaluating these models."""
     asked: list[int] = []
     monkeypatch.setattr(plots, "render_plots_png", lambda found, **_: (asked.append(len(found)), b"\x89PNG")[1])
     return asked
@@ -57,14 +57,14 @@ def evaluated(
     console: Console | None = None,
     **options: object,
 ) -> list[Record]:
-    """`evaluate_runs` with lengths in tokens or as the command line has them, and the other options by name."""
+    """Call `evaluate_runs` with lengths in tokens or in command-line form, and other options by name."""
     of_text = {} if lengths is None else parse_lengths(lengths) if isinstance(lengths, str) else {"lengths": lengths}
     return evaluate_runs(runs, parse_section(Options, {**options, **of_text}), output=output, console=console)
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with a corpus."""
+    """Working folder with a corpus."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("".join(f"{i * i} is the square of {i}\n" for i in range(100)))
     prepare(["text.txt"], "corpus", split=(0.4, 0.3, 0.3))
@@ -80,7 +80,7 @@ def make_run(
     step: int = 5,
     directory: str | None = None,
 ) -> Path:
-    """A run folder with random weights, made without training."""
+    """Create a run folder with random weights, without training."""
     config = load_config([], [*SHAPE, *data, f"save={name}", "pos_emb=rotary", *overrides]).config
     model = build_model(config.model, config.position, size, seed=config.training.seed)
     checkpoint = Path(name) / "checkpoints" / f"step_{step:07d}"
@@ -110,7 +110,7 @@ def test_runs_side_by_side(place: Path, picture: list[int]) -> None:
             describe_machine(),
             list_software_versions(),
         )
-    # The same as scoring the loaded model directly.
+    # Equals scoring the loaded model directly.
     loaded = load_model("runs/b")
     direct = scored(loaded, load_token_stream(loaded.config.data, "test"), Options(lengths=[8, 32], windows=6))
     assert [r.value for r in found[2:]] == [r.value for r in direct]
@@ -123,7 +123,7 @@ def test_runs_side_by_side(place: Path, picture: list[int]) -> None:
     assert not Path("runs/a/results.json").exists()
     said = out.getvalue()
     assert "rotary seed 1234: loading" in said
-    # These checkpoints were made by hand; those that training writes have checksums.
+    # These checkpoints were written by hand; training writes checksums.
     assert "runs/a: step_0000005, not verified: it has no checksums" in said
     assert f"{found[1].value:,.1f}" in said
     assert "written: results/results.json" in said
@@ -160,10 +160,11 @@ def test_results_of_other_protocols_and_texts_stay_and_the_same_again_is_replace
     )
     assert records.read_records(run / "results.json") == [*spans, *train, *window, *again]
     assert len(list(csv.DictReader((run / "results.csv").read_text().splitlines()))) == 5
-    # Three tables, as numbers of other protocols and texts cannot be compared; the shown one is of this evaluation.
+    # Three tables, because results of other protocols and texts cannot be compared; the printed one shows this
+    # evaluation.
     assert (run / "results.md").read_text().count("| method |") == len({r.target_digest for r in [*again, *train]}) + 2
     assert "nonoverlapping" not in out.getvalue()
-    # From elsewhere the run and its text are called otherwise, and are the same.
+    # From another folder, paths of the run and the text differ but mean the same.
     monkeypatch.chdir(place.parent)
     moved = evaluated([place / run], [8, 32])
     assert [r.value for r in moved] == [r.value for r in again]
@@ -179,7 +180,7 @@ def test_a_folder_gathers_runs(place: Path) -> None:
     (again,) = evaluated(["./runs/a"], [8], output="out")
     assert records.read_records("out/results.json") == [b, again]
     Path("out/results.json").write_text("[")
-    with pytest.raises(UserError, match=r"out/results.json: not JSON"):  # what is not understood is not replaced
+    with pytest.raises(UserError, match=r"out/results.json: not JSON"):  # a file that cannot be parsed is not replaced
         evaluated(["runs/a"], [8], output="out")
 
 
@@ -196,7 +197,7 @@ def test_a_file_of_text_is_tokenized_as_the_run_was_trained(place: Path, monkeyp
     (lines,) = evaluated([run], [8], data="fox.jsonl")
     stream = np.array([*text[::2].encode(), 256, *text[1::2].encode(), 256])
     assert lines.value == scored(load_model(run), stream, Options(lengths=[8]))[0].value
-    # Bytes need no file, so the corpus of the training may be gone.
+    # Byte tokenizers need no file, so the training corpus may be missing.
     Path("corpus").rename("gone")
     assert evaluated([run], [8], data="fox.txt")[0].value == found.value
     foreign = make_run("runs/foreign", tokenizer="HFTokenizer-0123456789ab")
@@ -233,7 +234,7 @@ def test_a_run_reads_text_by_its_own_copy_when_its_corpus_is_gone(place: Path) -
     run = make_run("runs/bpe", data=data, tokenizer=bpe.tokenizer, size=bpe.vocab_size)
     (found,) = evaluated([run], [8], data="text.txt")
     save_tokenizer(load_tokenizer(bpe.folder), run)
-    for suffix in ("bin", "idx"):  # a bare dataset, as GPT-NeoX's tools make them
+    for suffix in ("bin", "idx"):  # a bare dataset, as written by GPT-NeoX's tools
         Path(f"bare.{suffix}").write_bytes(Path(f"bpe/test_text_document.{suffix}").read_bytes())
     (bare,) = evaluated([run], [8], data="bpe")
     shutil.rmtree("bpe")
@@ -257,7 +258,7 @@ def test_data_are_found_from_any_directory_and_after_the_tree_was_moved(
     monkeypatch.chdir(elsewhere)
     (other,) = evaluated([work / "runs" / "a"], [8])
     assert (other.dataset, other.value) == (str(work / "corpus" / "test_text_document"), found.value)
-    # Another corpus of that name in the working directory is not the run's.
+    # Another text with this name in the working directory is not the run's.
     Path("text.txt").write_text("something else\n" * 200)
     prepare(["text.txt"], "corpus", split=(0.4, 0.3, 0.3))
     (other,) = evaluated([work / "runs" / "a"], [8])
@@ -285,7 +286,7 @@ def test_seeds_are_one_method_and_other_differences_are_not(place: Path) -> None
     found = evaluated(["runs/1", "runs/wide"], [8], output="out")
     assert [r.method for r in found] == ["rotary [runs/1]", "rotary [runs/wide]"]
     assert "rotary [runs/wide]" in Path("out/results.csv").read_text()
-    # A command for each run says the same as one for all.
+    # Separate commands for the runs give the same results as one command.
     make_run("runs/rate", "pos_emb=rotary", "seed=3", "optimizer.params.lr=1e-2")
     for run in ("2", "rate"):
         evaluated([f"runs/{run}"], [8], output="out")
@@ -321,12 +322,12 @@ def test_a_window_at_evaluation_alone(place: Path) -> None:
     (asked,) = evaluated(["runs/whole"], [32], window=4)
     (own,) = evaluated(["runs/windowed"], [32])
     (same,) = evaluated(["runs/windowed"], [32], window=4)
-    # The same seed, the same weights: only what is seen differs.
+    # Equal seeds give equal weights: only the visible context differs.
     assert asked.value == own.value == same.value
     assert asked.value != whole.value
     assert asked.method == asked.position == "kerple_log(window=4 at evaluation)"
     assert own.method == same.method == "kerple_log(window=4)"
-    # Through one layer a window of 4 sees the last 4 tokens, whatever comes before.
+    # In one layer, a window of 4 sees the last 4 tokens only.
     (longer,) = evaluated(["runs/windowed"], [32, 64], targets=8, windows=5)[1:]
     assert longer.change == pytest.approx(1, rel=2 * ROUNDING * longer.nll)
 
@@ -341,14 +342,14 @@ def test_a_temperature_at_evaluation_alone(place: Path) -> None:
     (asked,) = evaluated(["runs/plain"], [32], attention_temperature="llama4:floor_scale=3, attn_scale=0.6")
     (own,) = evaluated(["runs/llama4"], [32])
     (without,) = evaluated(["runs/llama4"], [32], attention_temperature="none")
-    # The same seed, the same weights: only the scores' scale differs.
+    # Equal seeds give equal weights: only the scale of the scores differs.
     assert asked.value == own.value != plain.value
     assert without.value == plain.value
     named = "temperature=llama4(attn_scale=0.6, floor_scale=3)"
     assert asked.method == asked.position == f"kerple_log({named} at evaluation)"
     assert own.method == f"kerple_log({named})"
     assert without.method == "kerple_log(temperature=none at evaluation)"
-    # Up to the training length log-n scaling leaves everything as it is.
+    # Up to the training length, log-n scaling has no effect.
     (longer,) = evaluated(["runs/plain"], [32], attention_temperature="logn")
     (short,) = evaluated(["runs/plain"], [8], attention_temperature="logn")
     assert short.value == evaluated(["runs/plain"], [8])[0].value
@@ -433,7 +434,7 @@ def test_what_cannot_be_compared_is_refused_before_any_work(place: Path, monkeyp
     for runs, options, message in (
         ([], {}, "no run given"),
         (["runs/none"], {}, "runs/none: no such folder"),
-        (["corpus"], {}, "corpus: no checkpoint in it"),
+        (["corpus"], {}, "corpus: contains no checkpoint"),
         (["runs/a", "./runs/a"], {}, "the same checkpoint is given twice: runs/a, ./runs/a"),
         (["runs/a", "runs/learned"], {"lengths": [16]}, "runs/learned: pos_emb learned supports 8 positions (max_posi"),
         (["runs/drawn"], {"lengths": [32]}, "runs/drawn: pos_emb rotary supports 16 positions (randomized_positions)"),
@@ -480,7 +481,7 @@ def test_bfloat16_weights_are_asked_for_by_name(place: Path) -> None:
     (rounded,) = evaluated([run], [16], precision="bf16")
     assert (exact.dtype, rounded.dtype) == ("float32", "bfloat16")
     assert rounded.value != exact.value
-    # Logits below one, after some two dozen operations whose results are rounded by up to 2⁻⁹: √24 · 2⁻⁹ = 1%, twice.
+    # Logits below one after about 24 operations with relative errors of up to 2⁻⁹: √24 · 2⁻⁹ = 1%, twice.
     assert rounded.value == pytest.approx(exact.value, rel=0.02)
 
 
@@ -531,7 +532,7 @@ def test_devices() -> None:
 
 def test_a_directory_that_is_no_text_is_damage(place: Path) -> None:
     run = make_run("runs/a", directory=5)  # type: ignore[arg-type]
-    with pytest.raises(RunError, match=r"progress.json: not the progress of a checkpoint \(its directory is not text"):
+    with pytest.raises(RunError, match=r"progress.json: not a checkpoint's progress \(its directory is not a string"):
         evaluated([run], [8])
 
 
@@ -539,14 +540,17 @@ def test_progress_without_a_vocabulary_is_damage(place: Path) -> None:
     run = make_run("runs/a")
     checkpoint = run / "checkpoints" / "step_0000005"
     replace(TrainerState.read(checkpoint), vocabulary=None).write(checkpoint)
-    with pytest.raises(Exception, match="says nothing of the vocabulary"):
+    with pytest.raises(Exception, match="has no vocabulary"):
         evaluated([run], [8])
 
 
 def test_evaluations_at_once_into_one_folder_keep_each_other_s_results(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second begins and ends while the first is at work; a third measures the same run with other positions."""
+    """Concurrent evaluations keep each other's results in a shared folder.
+
+    The second runs entirely during the first; a third evaluates the same run with other positions.
+    """
     make_run("runs/a")
     make_run("runs/b", "pos_emb=alibi")
     others = [(["runs/b"], {}), (["runs/a"], {"rope": "yarn:4"})]

@@ -1,4 +1,4 @@
-"""Scores of runs that learned a task: against a loop that reads one sequence at a time, and a model that knows all."""
+"""Task scores of runs, compared with a loop over single sequences and with an oracle model."""
 
 import io
 import math
@@ -45,7 +45,7 @@ def gpt(of: Config, **position: object) -> nn.Module:
 
 
 class Oracle(nn.Module):
-    """Knows the sequences that it will be asked, and answers rightly but for the first `wrong` of them."""
+    """Model that knows the sequences in advance and answers all but the first `wrong` of them correctly."""
 
     max_length = None
 
@@ -62,7 +62,7 @@ class Oracle(nn.Module):
     def forward(self, tokens: Tensor, num_logits: int) -> Tensor:
         rows = [self.known[tuple(sequence_tokens.tolist())] for sequence_tokens in tokens]
         logits = torch.zeros(*tokens.shape, self.size + 3)
-        logits[:, :, self.size :] = 99.0  # padding of the vocabulary, which is no answer
+        logits[:, :, self.size :] = 99.0  # padding of the vocabulary is never an answer
         for sequence, (row, labels) in enumerate(rows):
             label = torch.from_numpy(labels)
             logits[sequence].scatter_(1, label[:, None], -5.0 if row < self.wrong else 5.0)
@@ -102,7 +102,7 @@ def test_answers_equal_a_loop_over_single_tokens(task: str, options: dict[str, o
             for place, label in enumerate(drawn.labels[row]):
                 values = logits[place, choices.start : choices.stop]
                 loss = math.log(np.exp(values).sum()) - logits[place, label] if drawn.loss_mask[row, place] else 0.0
-                # float32 logits in another batch, of size below 10, and as many roundings as there are choices
+                # float32 logits below 10 in another batch, with one rounding per choice
                 assert losses[row, place] == pytest.approx(loss, abs=1e-5)
                 best = choices.start + int(values.argmax())
                 assert correct[row, place] == (drawn.accuracy_mask[row, place] and best == label)
@@ -133,7 +133,8 @@ def test_records_of_a_model_that_knows_the_answers() -> None:
 
 
 def test_changes_and_means_are_as_unsure_as_independent_draws() -> None:
-    """The model is wrong in the same rows at every length: were these drawn together, changes would look certain."""
+    """Intervals treat lengths as independent. The model errs in the same rows at every length, so paired draws would
+    look certain."""
     of = config(length=20)
     task_eval = build_task_eval(EvaluationOptions(multiples=[1, 2, 3], windows=40), [of])
     found = task_eval.score(loaded(Oracle(task_eval, wrong=10), of), ScoringContext())
@@ -150,8 +151,9 @@ def test_changes_and_means_are_as_unsure_as_independent_draws() -> None:
         ((mean.low, mean.high), (draws[40] + draws[60]) / 2),
     ):
         low, high = np.quantile(truth, (0.025, 0.975))
-        # The 2.5% quantile of n normal draws scatters by √(0.025·0.975 / n) / 0.058 standard deviations, of which the
-        # interval is 3.9 wide: 1.1% of its width for these 4,000 and 0.7% for our 10,000, so this is 8 times both.
+        # The 2.5% quantile of n normal draws has a standard error of √(0.025·0.975 / n) / 0.058 standard deviations.
+        # The interval is 3.9 wide: 1.1% of its width for these 4,000 and 0.7% for our 10,000. The tolerance is 8 times
+        # both.
         assert ends == pytest.approx((low, high), abs=0.1 * (high - low))
 
 
@@ -171,7 +173,7 @@ def test_floors_stand_beside_the_models() -> None:
     found = task_eval.build_baseline_records()
     values = {(record.method, record.metric, record.length): record.value for record in found}
     assert values[f"floor: {POSITION}", "accuracy", 40] > 0.7
-    assert values[f"floor: {CONSTANT}", "accuracy", 40] == pytest.approx(0.2, abs=0.04)  # 5 deviations of 8,000
+    assert values[f"floor: {CONSTANT}", "accuracy", 40] == pytest.approx(0.2, abs=0.04)  # 5 standard errors of 8,000
     assert values[f"floor: {POSITION}", "mean_accuracy", 40] == values[f"floor: {POSITION}", "accuracy", 40]
     recall = build_task_eval(EvaluationOptions(lengths=[16]), [config("mqar", 16, pairs=4)])
     assert {record.value for record in recall.build_baseline_records() if "values" in record.method} == {0.25}
@@ -291,13 +293,13 @@ def test_a_trained_run_from_the_command_line_on(tmp_path: Path, monkeypatch: pyt
     other = evaluate_runs(["runs/a"], EvaluationOptions(windows=8))
     assert records.read_records("runs/a/results.json") == other  # other sequences of the same task
     again = evaluate_runs(["runs/a"], EvaluationOptions(windows=16, multiples=[1.0, 8.0]))
-    assert records.read_records("runs/a/results.json") == again  # the same is replaced
+    assert records.read_records("runs/a/results.json") == again  # the same evaluation replaces its results
     same = {(r.method, r.metric, r.length): r.value for r in found}
     assert all(r.value == same[r.method, r.metric, r.length] for r in again if r.metric == "accuracy")
 
 
 def test_positions_of_a_task_are_learned_and_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model is told of the ids that were drawn, in training and beyond its length: 43 tokens, 16 positions."""
+    """Position ids drawn in training reach the model also beyond the training length: 43 tokens, 16 positions."""
     from megatron.data.task_dataset import TaskDataset
     from megatron.evaluation.run import evaluate_runs
     from megatron.model.gpt import GPT

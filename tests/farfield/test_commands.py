@@ -1,4 +1,4 @@
-"""Commands in a script: what they return, and what they say when they fail."""
+"""Commands in a script: return values and exceptions."""
 
 import subprocess
 import sys
@@ -38,7 +38,7 @@ class {name}(Encoding):
 
 @pytest.fixture
 def own_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with one encoding, which `FARFIELD_METHODS` names."""
+    """Folder with one encoding, named by `FARFIELD_METHODS`."""
     (tmp_path / "methods" / "encodings").mkdir(parents=True)
     (tmp_path / "methods" / "encodings" / "eighths.py").write_text(OWN.format(name="Eighths"))
     monkeypatch.setenv(catalog.METHODS_VARIABLE, str(tmp_path / "methods"))
@@ -47,7 +47,7 @@ def own_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def commands_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this process. The notebooks' corpus is prepared by a process as users start it."""
+    """Run commands as forks of this process. The notebooks' corpus is prepared by a separate process."""
     monkeypatch.setattr(subprocess, "Popen", ForkingPopen)
 
 
@@ -110,7 +110,7 @@ def test_a_digest_is_of_code_alone(own_methods: Path) -> None:
 
 @pytest.mark.usefixtures("commands_are_forks")
 def test_a_training_with_a_method_of_ones_own(tmp_path: Path, own_methods: Path, capsys) -> None:  # type: ignore[no-untyped-def]
-    """It is trained by a process of its own, loaded here, and refused by a process that does not know its file."""
+    """A method in a user's folder is trained by a separate process, loaded here, and rejected without its file."""
     corpus = write_corpora(tmp_path / "text")
     config = tiny_config(corpus, tmp_path / "run", train_iters=2, pos_emb="eighths", device="cpu")
     config.save(tmp_path / "run.yml")
@@ -148,7 +148,7 @@ def test_a_changed_method_is_told_and_not_resumed(tmp_path: Path, own_methods: P
     assert model.bias_table(3)[0, 0].tolist() == [0, -0.25, -0.5], "the file as it is now"
     stored = read_config(run / "config.yml")
     member = SimpleNamespace(folder=run, config=stored, resolved_config=stored)
-    with pytest.raises(farfield.UserError, match=r"was trained with other code of encodings/eighths\.py"):
+    with pytest.raises(farfield.UserError, match=r"was trained with different code of encodings/eighths\.py"):
         find_finished_step(member)
     (own_methods / "half.py").write_text("class Half(")
     assert farfield.load(run, device="cpu").position == "eighths", "another file that is broken is in nobody's way"

@@ -1,4 +1,4 @@
-"""A run in a script, against plain PyTorch, the commands, and formulas."""
+"""A run in a script, compared with plain PyTorch, the commands, and formulas."""
 
 import math
 from pathlib import Path
@@ -221,7 +221,7 @@ def test_wrong_arguments_are_errors_of_the_user(model: farfield.Model, value: ob
         "output": [lambda: model.analyze(value)] if value is not None else [],
     }
     if isinstance(value, np.ndarray):
-        del calls["length"], calls["stride"], calls["top_k"]  # whole numbers
+        del calls["length"], calls["stride"], calls["top_k"]  # integers
     for name, functions in calls.items():
         for function in functions:
             with pytest.raises(farfield.UserError, match=name):

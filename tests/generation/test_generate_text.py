@@ -1,4 +1,4 @@
-"""What is gone on with and how it is shown: prompts, their order, JSON, interrupts, and the interactive loop."""
+"""Input and output of generation: prompts, their order, JSON, interrupts, and the interactive loop."""
 
 import io
 import json

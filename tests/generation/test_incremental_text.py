@@ -1,4 +1,4 @@
-"""Text in pieces: joined, it is what decoding everything at once gives, however it was divided."""
+"""Incremental decoding: concatenated pieces equal the text decoded at once, for any split."""
 
 from itertools import pairwise
 
@@ -45,7 +45,7 @@ def test_pieces_of_a_text_join_to_it(all_tokenizers: dict[str, Tokenizer], kind:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_of_any_tokens_join_to_their_text(all_tokenizers: dict[str, Tokenizer], kind: str) -> None:
-    """Also of bytes that are no UTF-8, as a model may write."""
+    """Pieces of arbitrary tokens join to their text, including invalid UTF-8."""
     tokenizer = all_tokenizers[kind]
     ids = st.integers(0, tokenizer.vocab_size - 1).filter(lambda token: token != tokenizer.eod)
 
@@ -72,7 +72,7 @@ def open_tokenizers_of_bytes() -> Tokenizer:
 
 
 def ended(text: str, stops: list[str]) -> str:
-    """The text before the first stop that is complete, character by character."""
+    """Return the text before the first complete stop string, character by character."""
     for end in range(len(text) + 1):
         complete = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if complete:

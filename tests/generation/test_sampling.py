@@ -1,4 +1,4 @@
-"""Choosing tokens, against the definitions computed one token at a time in Python's float64."""
+"""Sampling, compared with the definitions computed token by token in Python's float64."""
 
 import math
 
@@ -14,7 +14,7 @@ ROUNDING = 1e-13  # sums of at most 24 float64 terms, each from one exp and one 
 
 
 def defined(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
-    """The probabilities that are drawn from, by the definitions of temperature, top-k and nucleus sampling."""
+    """Return the sampling probabilities by the definitions of temperature, top-k and nucleus sampling."""
     order = sorted(range(len(logits)), key=lambda token: -logits[token])
     if top_k:
         order = order[:top_k]
@@ -31,7 +31,7 @@ def defined(logits: list[float], temperature: float, top_k: int, top_p: float) -
 
 
 @given(
-    logits=st.lists(st.integers(-60, 60), min_size=2, max_size=24, unique=True),  # no ties at the edge of a set
+    logits=st.lists(st.integers(-60, 60), min_size=2, max_size=24, unique=True),  # no ties at the boundary of a set
     temperature=st.sampled_from([0.25, 0.7, 1.0, 3.0]),
     top_k=st.integers(0, 30),
     top_p=st.sampled_from([0.03, 0.31, 0.77, 0.983, 1.0]),
@@ -52,7 +52,7 @@ def test_each_token_is_drawn_as_often_as_its_probability_says() -> None:
     expected = defined(logits[0, :10].tolist(), 1.3, 7, 0.9)
     evenly = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
     counts = torch.bincount(sampling.sample(logits.expand(draws, -1), evenly), minlength=10)
-    assert counts.tolist() == pytest.approx([draws * share for share in expected], abs=1)  # an interval's two ends
+    assert counts.tolist() == pytest.approx([draws * share for share in expected], abs=1)  # both ends of an interval
     assert 0 < sum(count == 0 for count in counts) < 9
 
 

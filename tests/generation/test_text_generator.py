@@ -1,4 +1,4 @@
-"""A model that writes, against whole forward passes over everything so far."""
+"""Text generation, compared with whole forward passes over the text so far."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ SHAPE = ModelOptions(
     num_attention_heads=3,
     seq_length=16,
     max_position_embeddings=40,
-    init_method_std=0.3,  # texts that are not one token repeated
+    init_method_std=0.3,  # gives texts that do not repeat one token
     make_vocab_size_divisible_by=128,
 )
 PROMPTS = ["The quick", "brown", " fox j", "jumps", "é"]
@@ -43,7 +43,7 @@ def written(model: GPT, prompts: list[str], **options: object) -> list[Completio
 
 @torch.no_grad()
 def by_whole_passes(model: GPT, prompt: str, tokens: int) -> list[int]:
-    """Greedy decoding without a cache: every token from a forward pass over all before it."""
+    """Decode greedily without a cache: one forward pass over all earlier tokens for each token."""
     found = list(prompt.encode()) or [256]
     start = len(found)
     while len(found) < start + tokens:
@@ -75,7 +75,7 @@ def test_greedy_is_the_argmax_of_whole_forward_passes(
 def test_randomized_positions_are_drawn_for_the_whole_text() -> None:
     model = gpt("kerple_log", randomized_positions=60)
     (text,) = written(model, ["The quick"], temperature=0.0, maximum_tokens=12)
-    # The positions of a sequence of 9 + 12 − 1 tokens, of which the first so many are read at each step.
+    # Positions of a sequence of 9 + 12 − 1 tokens, of which each step reads a prefix.
     with torch.no_grad():
         for step in range(12):
             read = torch.tensor([[*b"The quick", *text.tokens[:-1]]])
@@ -96,7 +96,8 @@ def test_the_same_seed_gives_the_same_text_and_each_prompt_draws_its_own() -> No
 
 
 def test_draws_follow_the_probabilities_of_the_model() -> None:
-    """The first token of many draws, against the softmax of the whole forward pass: a chi-square test at p = 1e-6."""
+    """First tokens of many samples, compared with the softmax of a whole forward pass by a chi-square test at p =
+    1e-6."""
     model, draws = gpt(), 400
     texts = written(model, ["x"] * draws, maximum_tokens=1, temperature=0.8, top_k=4, batch_size=100)
     with torch.no_grad():
@@ -106,7 +107,7 @@ def test_draws_follow_the_probabilities_of_the_model() -> None:
     tokens = [text.tokens[0] if text.tokens else 256 for text in texts]
     assert set(tokens) <= set(expected)
     statistic = sum((tokens.count(token) - count) ** 2 / count for token, count in expected.items())
-    assert statistic < 30.7  # of 3 degrees of freedom
+    assert statistic < 30.7  # with 3 degrees of freedom
 
 
 def test_stops_and_the_end_of_a_document_end_a_text(monkeypatch: pytest.MonkeyPatch) -> None:

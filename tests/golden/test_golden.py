@@ -1,9 +1,10 @@
-"""Losses and perplexities that a change of structure must not change: equal to the last digit on the machine that
-recorded them, to rounding elsewhere.
+"""Golden losses and perplexities: exact on the recording machine, and within rounding elsewhere.
 
-    RECORD_GOLDEN=1 .venv/bin/python -m pytest tests/golden     before a reshaping; then without, after every step of it
+A refactoring must not change them.
 
-A change that means to alter numbers records them anew and says why in its commit.
+    RECORD_GOLDEN=1 .venv/bin/python -m pytest tests/golden     before a refactoring; then without, after every step
+
+A change that alters numbers on purpose records them again and explains this in its commit.
 """
 
 import hashlib
@@ -24,24 +25,23 @@ from megatron.training.trainer import train
 from tools.rounding import compute_tolerance, count_gpt_sums
 
 GOLDEN = Path(__file__).with_name("golden.json")
-# Forward passes differ by float32 rounding. Adam's first steps divide gradients by their own size, so an entry whose
-# true gradient is rounding noise moves by a whole learning rate in either direction: later losses are held less
-# tightly.
+# Forward passes differ by float32 rounding. Adam's first steps normalize gradients, so an element whose true gradient
+# is rounding noise moves by a whole learning rate. Later losses therefore have a larger tolerance.
 FIRST, LATER = compute_tolerance(*count_gpt_sums(32, layers=2)), 5e-3
 
 PATHS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
-"""Variables by which the libraries choose another path through the same processor."""
+"""Variables that select other code paths of the libraries on the same processor."""
 
 SCORING = EvaluationOptions(lengths=[16, 64], windows=4, targets=8, device="cpu")
 
 Numbers = dict[str, list[float]]
 
 CDAPE = {"score_processor": "cdape", "attention_backend": "chunked"}
-"""By PyTorch alone: the last digits of our C code depend on the compiler too."""
+"""PyTorch only, because the last digits of our C code depend on the compiler too."""
 
 
 def machine() -> str:
-    """What exact digits depend on."""
+    """Return the properties of the machine that exact digits depend on."""
     model = next((line for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.processor())
     capability = torch.backends.cpu.get_cpu_capability()
     flags = next((line for line in _lines("/proc/cpuinfo") if line.startswith("flags")), "")  # names are not unique

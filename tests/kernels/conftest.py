@@ -1,15 +1,13 @@
-"""Kernels run in Triton's interpreter where there is no GPU.
+"""Kernel tests run in Triton's interpreter if there is no GPU.
 
-Triton chooses twice: when it is imported (tests/conftest.py does that) and when a kernel is decorated. So
-TRITON_INTERPRET is in the environment while this folder is collected, which imports the kernels, and while its tests
-run, which may import more and ask `kernels.runtime.is_interpreted`. Other folders and their processes never see it.
-`triton.knobs.runtime.interpret` is left alone: it reads the environment each time, and a value set there would last
-and show in the other folders' tests whenever this folder is collected with them.
+Triton decides twice: on import (in tests/conftest.py) and when a kernel is decorated. So TRITON_INTERPRET is set while
+this folder is collected, which imports the kernels, and while its tests run, because they may import more and call
+`kernels.runtime.is_interpreted`. Other folders and their processes never see it. `triton.knobs.runtime.interpret` stays
+unset: it reads the environment each time, and a value set there would persist and affect the other folders' tests.
 
-Every test takes the device from one fixture. With FARFIELD_REHEARSE_DEVICE=1 that is rehearsed where there is no GPU:
-the fixture names PyTorch's device without numbers, each test runs up to the first number that it asks for, and an
-operator that is given a tensor on the CPU is an error. `test_rehearsal.py` does this with one case of every test that
-gives a tensor to a kernel.
+A fixture provides the device of every test. FARFIELD_REHEARSE_DEVICE=1 rehearses a device without a GPU. The fixture
+then returns PyTorch's meta device, each test runs until it first reads a value, and passing a CPU tensor to an operator
+is an error. `test_rehearsal.py` does this with one case of every test that passes tensors to a kernel.
 """
 
 import os
@@ -25,7 +23,7 @@ from hypothesis import Phase, settings
 
 INTERPRETED = not torch.cuda.is_available()
 REHEARSED = INTERPRETED and os.environ.get("FARFIELD_REHEARSE_DEVICE") == "1"
-if REHEARSED:  # the first example ends at its first number: it needs no simpler one
+if REHEARSED:  # the first example ends at its first value, so there is nothing to shrink
     settings.register_profile("rehearsed", deadline=None, phases=[Phase.generate], report_multiple_bugs=False)
     settings.load_profile("rehearsed")
 
@@ -64,7 +62,7 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where kernels run, and where every test makes the tensors that it gives them: a GPU if there is one."""
+    """Device of the kernels and of all tensors passed to them: a GPU if available."""
     if REHEARSED:
         return rehearsal.DEVICE
     return "cpu" if INTERPRETED else "cuda"
@@ -82,22 +80,24 @@ def device() -> str:
     ]
 )
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """The types that kernels compute in."""
+    """Data types of the kernels."""
     return request.param
 
 
 @pytest.fixture
 def tall_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CDAPE's tiles of 16 rows and 16 distances, and two splits.
+    """Use CDAPE tiles of 16 rows and 16 distances, and two splits.
 
-    The interpreter takes as long for a tile of any size, so these are few, and short sequences still have several.
+    The interpreter takes equally long for tiles of any size. Few large tiles are fast, and short sequences still have
+    several.
     """
     from kernels.cdape_attention import driver
     from kernels.cdape_attention.configs import attend_tile, heads_tile, processor_tile, product_tile
     from kernels.runtime import Tile
 
     def tall_processor_tile(kernel: str, *args: Any) -> Tile:
-        """On a GPU fewer rows for the weights' gradients: 256 pixels in float32 are more than its shared memory."""
+        """Return a tile; on a GPU with fewer rows for the weights' gradients, because 256 pixels in float32 exceed
+        shared memory."""
         rows = 4 if kernel == "mix_bwd_dw" and not INTERPRETED else 16
         return replace(processor_tile(kernel, *args), block_m=rows, block_n=16)
 
@@ -110,7 +110,7 @@ def tall_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def uninitialised_is_nan() -> Iterator[None]:
-    """torch.empty gives NaN, so an element that a kernel forgets to write shows."""
+    """Fill torch.empty with NaN, to detect elements that a kernel does not write."""
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
     yield

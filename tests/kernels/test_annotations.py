@@ -1,4 +1,4 @@
-"""What mypy does not see of kernels/ is Triton's language alone: every other function there is annotated."""
+"""All functions in kernels/ are annotated except Triton kernels, so mypy checks everything else."""
 
 import ast
 from pathlib import Path
@@ -9,7 +9,7 @@ KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
 
 def unannotated(tree: ast.AST) -> list[str]:
-    """Names of functions that lack annotations and are not under @triton.jit."""
+    """List the functions without annotations that are not decorated with @triton.jit."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     return [f.name for f in functions if not _of_triton(f) and not _annotated(f)]
 

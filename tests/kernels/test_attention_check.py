@@ -1,4 +1,4 @@
-"""The self-check of `auto` finds our kernels right, and wrong where one of them is."""
+"""The self-check of `auto` accepts our kernels, and rejects a faulty one."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def try_candidates(
 )
 @pytest.mark.parametrize("apart", [False, True])
 def test_every_backend_is_right(method, dtype, names, apart: bool) -> None:
-    """Of rows of one document and of three."""
+    """Every backend is correct for rows of one document and of three."""
     starts = torch.tensor([[0] * 4 + [4] * 2 + [6] * 7])
     documents = CheckedDocuments(starts, masked=method[0] != "fire") if apart else None
     trials = {trial.backend: trial for trial in try_candidates(method, dtype=dtype, documents=documents)}
@@ -52,7 +52,7 @@ def test_every_backend_is_right(method, dtype, names, apart: bool) -> None:
 
 
 def test_a_kernel_whose_table_gradient_is_off_by_one_is_left(monkeypatch) -> None:
-    """A planted mistake: the gradient of the bias at distance n goes to n + 1; output, dq, dk and dv are right."""
+    """A planted error moves the bias gradient from distance n to n + 1; output, dq, dk and dv stay correct."""
     from megatron.attention.backends import triton
 
     real = triton.compute_table

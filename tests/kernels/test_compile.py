@@ -1,6 +1,6 @@
-"""The kernels of every op compile for GPUs that are not here, within what those have.
+"""Kernels of every operator compile for GPUs that are not present, within their resource limits.
 
-A sample; all of them: `python -m kernels.compile`.
+This is a sample; `python -m kernels.compile` compiles all kernels.
 """
 
 import os
@@ -55,7 +55,11 @@ def test_a_sample_compiles_within_its_limits() -> None:
 
 
 def test_the_scores_of_the_shipped_models_may_not_spill() -> None:
-    """At any tensor parallelism: a processor reads the scores of all heads. One of them is compiled."""
+    """Score kernels of shipped models must not spill registers at any tensor parallelism, because a processor reads all
+    heads.
+
+    One of them is compiled here.
+    """
     configurations = {config.name: config for config in cdape_configurations()}
     for path in sorted((ROOT / "configs/model").glob("*.yml")):
         model = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Head dimensions that are no powers of two."""
+"""Head dimensions that are not powers of two."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Instructions are counted in a loop's body, or in the whole program."""
+"""Instruction counts of a loop's body, or of the whole program."""
 
 import os
 import subprocess
@@ -77,7 +77,7 @@ def test_a_kernel_without_a_loop_is_not_taken_for_one_that_has_it() -> None:
 
 
 def test_the_kernels_of_a_step_are_counted() -> None:
-    """All launches are told; one is compiled and disassembled."""
+    """All launches of a step are listed; one is compiled and disassembled."""
     script = (
         "from kernels.instructions import count_kernel\n"
         "from kernels.cdape_attention.aot_configs import list_passes\n"

@@ -1,4 +1,4 @@
-"""The interpreter as our operators use it: it computes what Triton's own does, and is as Triton made it afterwards."""
+"""Our interpreter gives the same results as Triton's own, and restores Triton's state afterwards."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -23,9 +23,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of the interp
 SIZE, PROGRAMS = 4, 2
 TYPES = (torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
 NUMBERS = (0, 1, 1.0, True, -3, 2.5, 300)
-"""Alike to Python, not to Triton: 1, 1.0 and True."""
+"""Values that are equal in Python but not in Triton: 1, 1.0 and True."""
 
-# Of two blocks; `p` are pointers to the first.
+# Functions of two blocks; `p` are pointers to the first.
 OF_BLOCKS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "x + x": lambda x, y, p: x + x,
     "x + y": lambda x, y, p: x + y,
@@ -85,7 +85,7 @@ found: list[Any] = []
 
 
 def _note_results(x: Any, y: Any, p: Any) -> None:
-    """Every bit, or that there is none: not all types go together."""
+    """Record every bit of the results, or that there is none, because not all types can be combined."""
     for name, compute in OF_BLOCKS.items():
         try:
             result = compute(x, y, p)
@@ -118,7 +118,7 @@ def _compute(x: Tensor, y: Tensor) -> list[Any]:
 
 @contextmanager
 def _plain_interpreter() -> Iterator[None]:
-    """Which leaves the language as the calls of its functions found it; Triton's own leaves what it replaced there."""
+    """Use Triton's interpreter, and restore the language functions that it leaves replaced."""
     scopes: list[Any] = []
     replace_language = interpreter._patch_lang
     with pytest.MonkeyPatch.context() as patch:
@@ -129,7 +129,7 @@ def _plain_interpreter() -> Iterator[None]:
 
 
 def test_it_computes_every_bit_as_the_plain_interpreter_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second program, of other numbers, carries out what the first was told to do."""
+    """The second program, with other values, replays the operations recorded from the first."""
     monkeypatch.setattr(ours, "_PLANS", type(ours._PLANS)(ours._PLANS.default_factory))
     generator = torch.Generator().manual_seed(0)
     mixed = product(TYPES, (torch.float16, torch.uint8, torch.int32))

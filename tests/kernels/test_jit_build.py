@@ -1,4 +1,4 @@
-"""Compiling C where the program runs: once, kept, made again when damaged, and done without where it cannot be."""
+"""C code compiled at run time: once, cached, rebuilt if damaged, and skipped if there is no compiler."""
 
 import pwd
 from pathlib import Path
@@ -11,7 +11,7 @@ from kernels.jit_build import CompileError, build_library
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sources of a small library, in a world with an empty cache."""
+    """Sources of a small library, with an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     build_library.cache_clear()
     sources = tmp_path / "op" / "native"

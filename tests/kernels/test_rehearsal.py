@@ -1,4 +1,4 @@
-"""Kernel tests run on the device that their fixture names: rehearsed where there is no GPU."""
+"""Kernel tests use the device of their fixture; rehearsed without a GPU."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The kernels as an attention backend: equal to eager for every method and processor of the registry, or refused."""
+"""Kernels as an attention backend: equal to eager or rejected, for every method and processor of the registry."""
 
 import gc
 from dataclasses import replace
@@ -43,12 +43,12 @@ from tools.rounding import assert_within_rounding
 SHAPE = AttentionDims(num_heads=3, head_dim=16, hidden_size=48, train_length=16, max_length=16)
 ABLE = [pair for pair in MAPPED if TritonBackend(EagerBackend()).unsupported_reason(*build(*pair, SHAPE)) is None]
 SINKS = torch.tensor([0.5, 1.0, 2.0])
-# float32 sums of a few hundred terms of order one, exponentials included
+# float32 sums of a few hundred terms of order one, including exponentials
 TOLERANCE = 3e-5
 
 
 class Unused:
-    """Fails if the kernels hand their work to somebody else, a processor on FIRE's bias excepted."""
+    """Fallback that fails if called, except for a processor on FIRE's bias."""
 
     def __call__(self, rows: AttentionInputs) -> torch.Tensor:
         assert rows.processor is not None
@@ -65,7 +65,8 @@ def on(device: str, encoding: str, processor: str) -> Built:
 
 
 def options_of(encoding: str) -> dict[str, int]:
-    """FIRE's network is narrow: its kernels go through it in steps, and a step takes the interpreter long."""
+    """Return options of a narrow FIRE network, because its kernels loop over the network, which is slow in the
+    interpreter."""
     return {"width": 5} if encoding == "fire" else {}
 
 
@@ -83,7 +84,7 @@ def results(
     first_keys: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Output and all gradients."""
+    """Return the output and all gradients."""
     encoding, processor = built
     inputs = [x.detach().clone().requires_grad_() for x in qkv]
     own = None if sinks is None else sinks.clone().requires_grad_()
@@ -112,8 +113,8 @@ def test_what_the_kernels_can_do_is_every_toeplitz_bias_and_fire() -> None:
     assert len(ABLE) > 40
 
 
-# Every encoding alone and under one processor: what a processor's kernels are given of an encoding is its table. Those
-# two that are given to the kernels in another way meet every processor, at other places and in windows.
+# Every encoding alone and with one processor, whose kernels read only the encoding's table. The two encodings passed
+# differently meet every processor, also at other positions and in windows.
 TURNS = dict(zip(list_encodings(), cycle(list_processors()), strict=False))
 CASES = [(e, p, 4, None) for e, p in ABLE if p in ("none", TURNS[e]) or e in ("none", "fire")] + [
     (encoding, processor, start, window)
@@ -155,7 +156,7 @@ def test_it_equals_eager_in_outputs_and_all_gradients(
 def test_documents_of_a_row_are_kept_apart(
     encoding: str, processor: str, start: int, window: int | None, device: str
 ) -> None:
-    """As eager does, which gives what each document gives alone (tests/attention/test_documents.py)."""
+    """Documents of a row are separated as in eager, which tests/attention/test_documents.py checks."""
     assert takes_first_keys(TritonBackend(Unused()))
     built, q, k, v = on(device, encoding, processor), *random_on(device, 40, batch=2)
     query, key, q = TokenRange(start, 40 - start), TokenRange(0, 40), q[:, :, start:]
@@ -173,7 +174,8 @@ def test_documents_of_a_row_are_kept_apart(
     [("none", "none", None), ("kerple_log", "none", 5), ("kerple_log", "cdape", None), ("none", "dape", 4)],
 )
 def test_sinks_are_in_the_kernels(encoding: str, processor: str, window: int | None, device: str) -> None:
-    """With their gradient, and that of a processor's last constant, which a softmax alone would hide."""
+    """Kernels compute sinks, their gradient, and the gradient of a processor's last bias, which a plain softmax
+    cancels."""
     built, qkv = on(device, encoding, processor), random_on(device, 13, batch=1)
     span = TokenRange(0, 13)
     found = results(TritonBackend(Unused()), built, qkv, span, span, window, sinks=SINKS.to(device))
@@ -248,7 +250,7 @@ def test_what_shows_at_run_time_is_computed_elsewhere_and_said_once(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter alone")
 @pytest.mark.parametrize("processor", ["none", "cdape"])
 def test_bfloat16_in_the_interpreter_is_left_to_pytorch(processor: str, device: str) -> None:
-    """The interpreter computes it wrongly."""
+    """bfloat16 falls back to PyTorch in the interpreter, which computes it incorrectly."""
     e, p = on(device, "kerple_log", processor)
     q, k, v = random_on(device, 9, dtype=torch.bfloat16)
     rows = AttentionInputs(q, k, v, TokenRange(0, 9), TokenRange(0, 9), e, p)
@@ -296,7 +298,10 @@ def test_a_bias_for_which_there_is_no_kernel_is_refused() -> None:
 
 @pytest.mark.parametrize("encoding", ["kerple_log", "fire"])
 def test_dropout_drops_the_same_weights_forward_and_backward(encoding: str, device: str) -> None:
-    """The output is linear in v: gradient and output agree on what was dropped only if v·(dv of g·out) = g·out."""
+    """Dropout drops the same weights in both passes.
+
+    The output is linear in v: gradient and output use the same mask only if v·(dv of g·out) = g·out.
+    """
     e, p = on(device, encoding, "none")
     q, k, v = random_on(device, 11)
     span = TokenRange(0, 11)
@@ -313,12 +318,12 @@ def test_dropout_leaves_the_mean_as_it_is(device: str) -> None:
     rows = AttentionInputs(*random_on(device, 11, batch=1), TokenRange(0, 11), TokenRange(0, 11), e, p)
     q, k, v = (x.expand(100, -1, -1, -1) for x in (rows.q, rows.k, rows.v))
     draws = TritonBackend(Unused())(replace(rows, q=q, k=k, v=v, dropout=0.5)).detach()
-    # To six times the standard error of the mean of 100 draws.
+    # Within six standard errors of the mean of 100 draws.
     assert ((draws.mean(0) - TritonBackend(Unused())(rows)[0]).abs() <= 6 * draws.std(0) / 10 + 1e-5).all()
 
 
 def test_dropout_leaves_documents_apart(device: str) -> None:
-    """By the weights, which are the outputs where values are unit vectors."""
+    """Dropout keeps documents separate. With unit vectors as values, outputs are the weights."""
     e, p = on(device, "kerple_log", "none")
     q, k, _ = random_on(device, 11, batch=1)
     begins = torch.tensor([[0] * 4 + [4] * 7], dtype=torch.int32, device=device)
@@ -348,7 +353,7 @@ def test_without_a_gpu_or_the_interpreter_it_is_refused(monkeypatch: pytest.Monk
     ],
 )
 def test_a_model_trains_and_decodes_through_it(encoding: str, processor: str, recompute: bool, device: str) -> None:
-    # Two layers read one table, or each its own of those that are computed together.
+    # Two layers share one table, or each has its own of those computed together.
     layers, per_layer = (2, processor == "cdape") if encoding == "kerple_log" else (1, False)
     options = ModelOptions(
         num_layers=layers, hidden_size=48, num_attention_heads=3, seq_length=12, checkpoint_activations=recompute,
@@ -379,7 +384,7 @@ def test_a_model_trains_and_decodes_through_it(encoding: str, processor: str, re
 def test_a_layer_that_is_recomputed_lets_go_of_what_its_blocks_of_rows_read(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of attention whose blocks are recomputed themselves nothing stays but the output, neither q nor k and v."""
+    """Recomputed attention saves only its output, neither q nor k and v."""
     encoding = on(device, "fire", "none")[0]
     parameters = encoding.kernel_parameters()
     assert isinstance(parameters, FireParameters)
@@ -392,7 +397,7 @@ def test_a_layer_that_is_recomputed_lets_go_of_what_its_blocks_of_rows_read(
 
     with Peak() as tracked:
         output = checkpoint(attend, x, use_reentrant=False)
-    gc.collect()  # PyTorch's frames of checkpoints within checkpoints are cycles
+    gc.collect()  # PyTorch's frames of nested checkpoints are reference cycles
     assert tracked.now < 1.5 * output.nbytes
     output.sum().backward()
     attend(y := x.detach().requires_grad_()).sum().backward()

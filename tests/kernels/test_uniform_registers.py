@@ -1,4 +1,4 @@
-"""What ptxas left unwritten is found in a disassembly, and nothing else is."""
+"""Registers that ptxas left unwritten are found in a disassembly, without false positives."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from kernels.uniform_registers import find_uninitialized_reads
 
 
 def disassemble(*instructions: str) -> str:
-    """As nvdisasm writes them."""
+    """Format instructions like nvdisasm."""
     return "".join(f"        /*{16 * i:04x}*/                   {text} ;\n" for i, text in enumerate(instructions))
 
 
@@ -46,5 +46,5 @@ def test_a_product_reads_the_descriptors_of_its_factors_in_shared_memory() -> No
 
 
 def test_a_register_that_held_something_else_before_is_not_seen() -> None:
-    """What the check cannot find: a card has the last word."""
+    """The check cannot find a register that held another value before; a run on a GPU is needed."""
     assert find_uninitialized_reads(disassemble("UMOV UR42, 0x1", "UIADD3 UR42, UP0, UR42, 0x40, URZ")) == []

@@ -1,4 +1,4 @@
-"""The user's console stays clean; the log has everything."""
+"""The user's console stays clean; the log contains everything."""
 
 import os
 import subprocess
@@ -113,7 +113,7 @@ def test_unexpected_errors_name_the_log(tmp_path: Path, capfd):
 
 
 def test_nobody_reading_ends_no_evaluation(tmp_path: Path):
-    """`./deepy.py evaluate … | head -1`: rich would end the process with exit code 1 and nothing said."""
+    """`./deepy.py evaluate … | head -1` completes; rich would silently exit with code 1."""
     output, (reader, writer) = os.dup(1), os.pipe()
     os.dup2(writer, 1)
     os.close(writer)

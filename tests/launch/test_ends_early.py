@@ -1,4 +1,4 @@
-"""Runs that end for a reason that is nobody's number: exits of a user's file, a folder that is gone, too few files."""
+"""Runs that end for external reasons: exits in a user's file, a removed folder, too few files."""
 
 import os
 import resource
@@ -84,7 +84,7 @@ def test_a_folder_that_is_gone_ends_the_run_and_is_not_made_anew(
             run.mkdir()
 
     resolved = resolve(corpus, run, **{"log_interval": 1, "use_tensorboard": True, **keys})
-    with pytest.raises(RunError, match=f"^save: {run}: the folder was moved or removed while the run trained"):
+    with pytest.raises(RunError, match=f"^save: {run}: the folder was moved or removed during training"):
         train_on_this_machine(resolved, hooks=TrainingHooks(on_phase=take_folder_away))
     assert run.exists() == (change == "replaced")
     assert not run.exists() or not any(run.iterdir())

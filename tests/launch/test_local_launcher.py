@@ -1,4 +1,4 @@
-"""Starting a run on this machine: what is left behind, and where its log goes."""
+"""Runs on this machine: remaining files, and the path of the log."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def _data_are_there(monkeypatch):
 
 @pytest.fixture
 def fake_run(monkeypatch):
-    """Replace the training by a function of the log."""
+    """Function that replaces training by a function of the log."""
 
     def _fake(body):
         monkeypatch.setattr(worker, "run_rank", lambda config, log, rank_info, hooks: body(log))
@@ -71,7 +71,7 @@ def test_refusal_keeps_a_folder_that_was_there(fake_run, tmp_path):
     ("beat", "is_waited_for"),
     [
         ({"host": socket.gethostname(), "process": os.getpid()}, False),
-        ({"host": socket.gethostname(), "process": 2**22 + 1}, True),  # no process has such a number
+        ({"host": socket.gethostname(), "process": 2**22 + 1}, True),  # no process has this ID
         ({"host": "another", "process": os.getpid()}, True),
         ([], True),
         (None, True),
@@ -85,7 +85,7 @@ def test_a_folder_in_use_is_refused_before_a_rank_begins(fake_run, tmp_path, mon
         (tmp_path / "heartbeat.json").write_text(json.dumps(beat))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        with pytest.raises(UserError, match=rf"^save: {tmp_path}: another run is writing there"):
+        with pytest.raises(UserError, match=rf"^save: {tmp_path}: another run is using this folder"):
             local_launcher.train_on_this_machine(settled(f"save={tmp_path}"))
     held.release()
     assert bool(told) == is_waited_for
@@ -97,7 +97,9 @@ def test_a_folder_that_is_free_again_is_taken(fake_run, tmp_path, monkeypatch):
     fake_run(lambda log: 0)
     held = run_folder.RunLock(tmp_path)
     threading.Timer(0.3, held.release).start()
-    with pytest.warns(FarfieldWarning, match=rf"save: {tmp_path}: a run is starting or ending there; waiting 60 s"):
+    with pytest.warns(
+        FarfieldWarning, match=rf"save: {tmp_path}: another run is starting or ending there; waiting 60 s"
+    ):
         assert local_launcher.train_on_this_machine(settled(f"save={tmp_path}")) == 0
 
 
@@ -126,7 +128,7 @@ def test_a_place_that_cannot_be_written(fake_run, tmp_path):
         local_launcher.train_on_this_machine(settled(f"save={tmp_path / 'file'}"))
     with pytest.raises(UserError, match=r"save is .*/file/inside, but .*/file is a file; name a folder"):
         local_launcher.train_on_this_machine(settled(f"save={tmp_path / 'file' / 'inside'}"))
-    for place in ("/proc/x", "/proc", f"{tmp_path}/new/{'long' * 100}"):  # no permission denies them, even to root
+    for place in ("/proc/x", "/proc", f"{tmp_path}/new/{'long' * 100}"):  # fail for root too
         with pytest.raises(
             UserError, match=rf"^save is {place}, which cannot be written to \(.+\); name another folder$"
         ):

@@ -1,4 +1,4 @@
-"""Several processes: their environment, which error is told, and that nobody is left behind."""
+"""Several processes: their environment, the reported error, and no leftover processes."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def fail(kind, message, code=1):
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Run a piece of Python as every rank; returns the folder that it may write to."""
+    """Function that runs Python code as every rank and returns the ranks' folder."""
     monkeypatch.setattr(rank_group, "STOP_TIMEOUT", 1.0)
     monkeypatch.setenv("OUT", str(tmp_path))
 
@@ -117,7 +117,8 @@ def test_error_of_a_rank_is_raised_as_it_was_and_the_others_end(run, tmp_path, k
 
 
 def test_the_cause_is_told_not_its_consequences(run, monkeypatch):
-    """Rank 1 has the reason; rank 0 fails first, in a collective, because rank 1 is leaving."""
+    """Rank 1 causes the failure; rank 0 fails first, in a collective, because rank 1 leaves. Rank 1's error is
+    reported."""
     monkeypatch.setattr(rank_group, "STOP_TIMEOUT", 60.0)
     with pytest.raises(RunError, match=r"^loss is NaN$"):
         run(
@@ -132,7 +133,7 @@ def test_the_cause_is_told_not_its_consequences(run, monkeypatch):
 
 def test_a_killed_rank_is_named(run, monkeypatch):
     monkeypatch.setattr(rank_group, "STOP_TIMEOUT", 60.0)
-    with pytest.raises(RunError, match=r"rank 1 was ended by SIGKILL \(out of memory\?\); see .*log\.txt"):
+    with pytest.raises(RunError, match=r"rank 1 was killed by SIGKILL \(out of memory\?\); see .*log\.txt"):
         run(
             """
             if rank == 1:
@@ -144,7 +145,7 @@ def test_a_killed_rank_is_named(run, monkeypatch):
 
 
 def test_an_exit_code_without_a_word(run):
-    with pytest.raises(RunError, match="rank 0 ended with exit code 3"):
+    with pytest.raises(RunError, match="rank 0 died with exit code 3"):
         run("sys.exit(3) if rank == 0 else None")
 
 
@@ -166,7 +167,7 @@ def test_a_rank_that_ignores_sigterm_is_killed(run, tmp_path):
 
 
 def launch(tmp_path: Path, rank_code: str) -> tuple[subprocess.Popen[bytes], list[int]]:
-    """Start a launcher of two ranks as a process of its own; returns it and the ranks, once they are ready."""
+    """Start a launcher of two ranks as a separate process; return it and the ranks once they are ready."""
     rank_code = PRELUDE + textwrap.dedent(rank_code)
     launcher = textwrap.dedent(
         f"""
@@ -216,7 +217,7 @@ def test_a_signal_lets_the_ranks_end_in_good_order(tmp_path: Path, number: signa
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_signal_while_ranks_are_started_is_not_lost(when: str):
-    """Neither by the one that is being started, nor does another begin."""
+    """A signal during startup reaches the rank being started, and no further rank starts."""
     started = []
 
     def start() -> subprocess.Popen[bytes]:
@@ -241,12 +242,12 @@ def test_a_second_signal_ends_ranks_that_do_not_listen(tmp_path: Path):
     time.sleep(0.3)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60)[1].endswith(b"\nKeyboardInterrupt\n")  # the command line has a word for it
+    assert process.communicate(timeout=60)[1].endswith(b"\nKeyboardInterrupt\n")  # the command line reports it
     assert wait_until_gone(pids)
 
 
 def test_a_second_hang_up_leaves_ranks_that_are_saving_alone(tmp_path: Path):
-    """A terminal that closes sends two; the ranks need their time."""
+    """A closing terminal sends SIGHUP twice; ranks that are saving must not be killed."""
     saved = tmp_path / "saved"
     save = f"signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), open({str(saved)!r}, 'w'), os._exit(143)))\n"
     process, pids = launch(tmp_path, f"import os\n{save}{READY}time.sleep(60)")
@@ -276,7 +277,7 @@ def test_ranks_end_when_the_launcher_is_killed_outright(tmp_path: Path):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG")
 def test_a_parent_of_many_threads_asks_once(tmp_path: Path):
-    """The system sends the signal anew for each of its dying threads; the run still ends in good order."""
+    """The kernel sends the signal for each exiting thread of the parent; the run still ends in good order."""
     done = tmp_path / "done"
     child = f"""
 import signal, sys, time
@@ -318,7 +319,8 @@ subprocess.run([sys.executable, "-c", {child!r}], env={{**os.environ, **get_pare
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG")
 def test_a_training_whose_parent_is_gone_already_does_not_begin(monkeypatch: pytest.MonkeyPatch):
-    """In a process of its own: what is asked of the system holds for all its life."""
+    """Training whose parent has already exited does not start. A separate process, because the setting lasts for its
+    lifetime."""
     monkeypatch.setenv("FARFIELD_PARENT", "1")
     child = os.fork()
     if child == 0:

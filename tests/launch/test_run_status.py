@@ -1,4 +1,4 @@
-"""How far a run is, from the files that it leaves."""
+"""Progress of a run, read from its files."""
 
 import io
 import json
@@ -91,7 +91,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_run_hides_no_other(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each run has its line, and what cannot be read of it is told with the file's name."""
+    """Each run has a line; unreadable files are reported by name and do not hide other runs."""
     whole = make(tmp_path / "runs" / "a")
     wrong = [make(tmp_path / "runs" / f"wrong{number}") for number, _ in enumerate(BROKEN[name])]
     for run, content in zip(wrong, BROKEN[name], strict=True):
@@ -100,7 +100,7 @@ def test_a_broken_run_hides_no_other(tmp_path: Path, name: str, capsys: pytest.C
     found = json.loads(capsys.readouterr().out)
     assert [each["run"] for each in found] == list(map(str, [whole, *wrong]))
     assert (found[0]["loss"], found[0]["problems"]) == (2.5, [])
-    # A heartbeat with numbers that cannot be is one all the same; only what cannot be read at all is a problem.
+    # A heartbeat with impossible numbers still counts; only an unreadable file is reported.
     told_of = [each for each, content in zip(found[1:], BROKEN[name], strict=True) if "time" not in str(content)]
     problems = [each["problems"] for each in told_of]
     assert all(len(each) == 1 and name in each[0] for each in problems), problems
@@ -132,7 +132,7 @@ def test_what_may_not_be_read_is_told_for_its_run_alone(tmp_path: Path, name: st
 
 
 def test_a_run_that_has_only_begun_is_one(tmp_path: Path) -> None:
-    """While it loads it has a log and the lock alone."""
+    """A run that is still loading has only a log and the lock."""
     run = tmp_path / "runs" / "a"
     run.mkdir(parents=True)
     lock = RunLock(run)
@@ -178,7 +178,7 @@ def test_following_prints_what_changed_until_nothing_trains(tmp_path: Path, monk
     lock = RunLock(runs[0])
 
     def train(seconds: float) -> None:
-        """What happens between two looks: a step, then nothing, then the end."""
+        """Simulate the time between two looks: a step, then nothing, then the end."""
         looks.append(seconds)
         if len(looks) == 1:
             with open(runs[0] / "metrics.jsonl", "a") as file:
@@ -193,7 +193,7 @@ def test_following_prints_what_changed_until_nothing_trains(tmp_path: Path, monk
     assert len(looks) == 3
     lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
     assert [line.count("a starting") + line.count("a stopped") for line in lines] == [0, 1, 0, 1, 1]
-    assert lines[0].startswith("run state step loss")  # and not again
+    assert lines[0].startswith("run state step loss")  # not repeated
     assert sum(str(runs[1]) in line for line in lines) == 1, "what has not changed is not printed again"
     with open(runs[1] / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"kind": "diverged", "step": 80, "reason": "its loss is nan"}) + "\n")
@@ -213,7 +213,7 @@ def test_nothing_is_cut_where_there_is_no_terminal(tmp_path: Path) -> None:
 
 
 def test_a_sweep_below_is_followed(tmp_path: Path) -> None:
-    """Between two trainings none of its runs is alive."""
+    """A sweep in a subfolder counts as alive; between two trainings none of its runs is active."""
     make(tmp_path / "runs" / "sweep" / "a" / "seed_1")
     assert not module.is_alive_below([tmp_path / "runs"])
     lock = RunLock(tmp_path / "runs" / "sweep", name=SWEEP_LOCK, key="sweep.output")
@@ -224,5 +224,5 @@ def test_a_sweep_below_is_followed(tmp_path: Path) -> None:
 
 
 def test_no_run(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no run in it"):
+    with pytest.raises(UserError, match="contains no run"):
         find_runs([tmp_path])

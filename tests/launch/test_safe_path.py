@@ -1,4 +1,4 @@
-"""No Python that the program starts imports from the user's folder, whatever files lie there."""
+"""Python processes started by the program never import from the user's folder."""
 
 import os
 import re
@@ -27,8 +27,7 @@ TRAP = "import os\nopen(os.environ['SPRUNG'], 'a').write(__name__ + ' ')\nraise 
 
 @pytest.fixture
 def traps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Current folder with a trap for every module of the standard library and for packages; returns the file that a
-    trap writes."""
+    """Current folder with a trap for every standard module and package; returns the file that a trap writes."""
     folder = tmp_path / "traps"
     (folder / "megatron").mkdir(parents=True)
     names = [name for name in sys.stdlib_module_names if name not in sys.builtin_module_names]
@@ -42,7 +41,7 @@ def traps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 MODULE = (sys.executable, "-m", "colorsys")
-"""Ends with 0, or with a trap's exit code."""
+"""Command that exits with 0, or with a trap's exit code."""
 
 
 def test_the_traps_are_set(traps: Path) -> None:
@@ -58,7 +57,7 @@ def test_the_command_line_needs_no_python_that_adds_its_folder(traps: Path) -> N
 
 
 def test_processes_that_tokenize(traps: Path) -> None:
-    """The first of them, and the tracker of resources that multiprocessing starts beside it."""
+    """Traps are avoided by the first tokenizing process and by multiprocessing's resource tracker."""
     tokenizer = tokenizer_from_files("bytes")
     chunk = Chunk([RawDocument("here", "here", "text", b"text", 4)], [0], 4)
     (encoded,) = encode_chunks(ChunkEncoder(tokenizer, np.uint16, "text"), [chunk], 2)
@@ -107,7 +106,7 @@ def test_spawned_processes_leave_the_environment_as_it_was(monkeypatch: pytest.M
 
 
 def test_every_start_of_a_python_is_protected() -> None:
-    """A start that is new is found here, and gets a test above."""
+    """Every place that starts Python is listed here, so that a new one gets a test."""
     protections = {
         r"sys\.executable(?s:.{0,80})\"-[mc]\"": ("SAFE_PATH_VARIABLE", '"-P"', '"-I"'),
         r"get_context\(|ProcessPoolExecutor\(": ("protect_child_imports()",),

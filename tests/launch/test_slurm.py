@@ -1,6 +1,6 @@
-"""The batch script: what it asks for, and, run with stand-ins for SLURM's commands, what it does.
+"""Batch script: its resource requests, and its behavior with replacements of SLURM's commands.
 
-tests/cluster hands one to a real SLURM.
+tests/cluster submits a script to a real SLURM.
 """
 
 import os
@@ -35,7 +35,7 @@ def options(script: str) -> set[str]:
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Stand-ins for SLURM's commands: each writes its arguments to NAME.txt and ends with a code."""
+    """Replacements of SLURM's commands; each writes its arguments to NAME.txt and exits with a given code."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
@@ -75,7 +75,7 @@ def test_every_key_reaches_sbatch() -> None:
         *("--gpus-per-node=a100:4", "--cpus-per-task=8", "--exclusive", "--signal=TERM@60", "--mail-type=END"),
     }
     assert "\nmodule load cuda\n" in text
-    assert " --cpus-per-task=8 " in text[text.index("\nsrun ") :]  # srun does not take it from sbatch
+    assert " --cpus-per-task=8 " in text[text.index("\nsrun ") :]  # srun does not inherit it from sbatch
 
 
 def test_processes_on_cpus_ask_for_no_gpu() -> None:
@@ -129,18 +129,18 @@ def test_a_run_that_goes_on_by_itself_needs_nothing_when_it_is_requeued() -> Non
 def test_what_the_job_would_refuse_is_refused_before_the_queue(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     check_run_folder(job_config("save=a"))
-    check_run_folder(job_config("save=a", "load=./a"))  # begins at step 0
+    check_run_folder(job_config("save=a", "load=./a"))  # starts at step 0
     with pytest.raises(UserError, match="b: no such folder"):
         check_run_folder(job_config("save=a", "load=b"))
     (tmp_path / "a/checkpoints/step_0000004").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"a holds checkpoints already \(the last is step_0000004\); add load=a"):
+    with pytest.raises(UserError, match=r"a already contains checkpoints \(newest: step_0000004\); add load=a"):
         check_run_folder(job_config("save=a"))
     check_run_folder(job_config("save=a", "load=a"))
 
 
 @pytest.mark.parametrize("keys", [["load=b", "finetune=true"], ["load=a/checkpoints/step_4", "rollback=true"]])
 def test_a_requeued_run_never_begins_anew_where_its_first_start_began(commands, tmp_path, keys) -> None:
-    """Its own checkpoints count, once there is one; before that it must begin as it was told to."""
+    """A requeued run resumes from its own checkpoints if there are any; otherwise it starts as configured."""
     commands("srun")
     text = slurm.render_batch_script(job("save=a", *keys))
     for restarts, saved, again in (("0", True, False), ("1", False, False), ("1", True, True)):
@@ -180,7 +180,7 @@ def test_a_script_of_somebody_is_not_written_over(commands, tmp_path, name: str)
     own = tmp_path / "runs/a" / name
     own.parent.mkdir(parents=True)
     own.write_text("# my own")
-    with pytest.raises(UserError, match=f"save: runs/a/{name} is there, and no earlier submission wrote it"):
+    with pytest.raises(UserError, match=f"save: runs/a/{name} exists and was not written by an earlier submission"):
         slurm.submit_job(job("save=runs/a"))
     assert (own.read_text(), [path.name for path in own.parent.iterdir()]) == ("# my own", [name])
     own.unlink()
@@ -190,9 +190,9 @@ def test_a_script_of_somebody_is_not_written_over(commands, tmp_path, name: str)
 def test_without_sbatch_or_a_folder_there_is_no_job(monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="launcher slurm: there is no sbatch here; submit on a login node"):
+    with pytest.raises(UserError, match="launcher slurm: sbatch not found; submit on a login node"):
         slurm.submit_job(job("save=a"))
-    with pytest.raises(UserError, match="launcher slurm needs save, the run's folder"):
+    with pytest.raises(UserError, match="launcher slurm requires save, the run's folder"):
         job()
     assert list(tmp_path.iterdir()) == []
 
@@ -218,6 +218,6 @@ def test_what_cannot_be_is_refused_with_its_line(keys: list[str], message: str) 
     [("30", 1800), ("30:10", 1810), ("24:00:00", 86400), ("2-12", 216000), ("1-00:30", 88200), ("1-1:1:1", 90061)],
 )
 def test_slurms_forms_of_a_time(text: str, seconds: int) -> None:
-    """As sbatch's manual lists them: minutes, minutes:seconds, hours:minutes:seconds, days-hours, …"""
+    """Time formats of sbatch's manual: minutes, minutes:seconds, hours:minutes:seconds, days-hours, …"""
     time = f"slurm.time='{text}'"
     assert load_config([], [*SMALL, time]).config.launch.slurm.time_limit_seconds() == seconds

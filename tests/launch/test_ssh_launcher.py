@@ -1,4 +1,4 @@
-"""A hostfile: its format, and runs over machines that a stand-in for ssh reaches, which are this one."""
+"""Hostfile: its format, and runs over machines reached by a replacement of ssh on this machine."""
 
 import os
 import re
@@ -48,12 +48,12 @@ os.environ.pop({METHODS_VARIABLE!r}, None)  # a machine has a user's variables i
 os.environ.update([variable.split("=", 1)])
 sys.exit(subprocess.call(command, cwd="/"))
 """
-"""A script of this Python, for a launcher that is a fork to start forks (`fork_server.py`)."""
+"""Script of this Python, so that a forked launcher starts it as a fork (`fork_server.py`)."""
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with the stand-in on PATH."""
+    """Working folder with the ssh replacement on PATH."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "ssh").write_text(SSH)
@@ -78,12 +78,12 @@ def test_a_hostfile_is_deepspeeds(place: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "keys", "message"),
     [
-        ("node1 slots=8\nnode2\n", [], r"^hosts:2: 'node2' is no machine; write NAME slots=8$"),
-        ("node1 slots=0\n", [], r"^hosts:1: 'node1 slots=0' is no machine"),
-        ("-oProxyCommand=x slots=2\n", [], r"^hosts:1: .* is no machine"),  # would be an option of ssh
-        ("node1 slots=2\nnode1 slots=2\n", [], r"^hosts:2: node1 is there twice"),
-        ("# nobody\n", [], r"^nodes is 1, but hosts has 0 machines$"),
-        ("node1 slots=2\n", ["nodes=2"], r"^nodes is 2, but hosts has 1 machines$"),
+        ("node1 slots=8\nnode2\n", [], r"^hosts:2: 'node2' is invalid; expected NAME slots=8$"),
+        ("node1 slots=0\n", [], r"^hosts:1: 'node1 slots=0' is invalid"),
+        ("-oProxyCommand=x slots=2\n", [], r"^hosts:1: .* is invalid"),  # would be an option of ssh
+        ("node1 slots=2\nnode1 slots=2\n", [], r"^hosts:2: node1 is listed twice"),
+        ("# nobody\n", [], r"^nodes is 1, but hosts has 0 hosts$"),
+        ("node1 slots=2\n", ["nodes=2"], r"^nodes is 2, but hosts has 1 hosts$"),
         ("node1 slots=2\n", ["num_gpus=4"], r"^num_gpus is 4, but node1 has slots=2 in hosts$"),
     ],
 )
@@ -96,7 +96,7 @@ def test_when_ssh_is_used(place: Path) -> None:
     def launch(*overrides: str):
         return load_config([], [*SMALL, *overrides]).config.launch
 
-    assert not dispatch.uses_ssh(launch())  # as in DeepSpeed, no file means this machine
+    assert not dispatch.uses_ssh(launch())  # no file means this machine, as in DeepSpeed
     assert dispatch.list_hostfile_notes(launch()) == ("hostfile hosts has no effect: no such file",)
     assert dispatch.uses_ssh(launch("launcher=ssh"))
     Path("hosts").write_text("node1 slots=1\n")
@@ -119,12 +119,13 @@ def test_a_machine_that_cannot_be_reached_is_named(place: Path) -> None:
     config = load_config([], [*SMALL, "save=run"]).config
     with pytest.raises(RunError, match=r"^nowhere cannot be reached, .*Could not resolve .*; try: ssh nowhere true$"):
         ssh_launcher.train_over_ssh(config, hosts("nowhere slots=1\n"))
-    with pytest.raises(UserError, match="a run over several machines needs save"):
+    with pytest.raises(UserError, match="a run on several hosts requires save"):
         ssh_launcher.train_over_ssh(config.replace(save=None), hosts("nowhere slots=1\n"))
 
 
 def test_what_a_machine_refuses_is_told_as_if_it_were_here(place: Path) -> None:
-    """The machine's process is started as ssh does, and not a fork."""
+    """Errors of a remote machine are reported like local ones. The remote process is started as by ssh, not as a
+    fork."""
     config = load_config([], [*SMALL, "save=run", "train_batch_size=6"]).config
     with pytest.raises(UserError, match=r"^train_batch_size 6 is not"):
         ssh_launcher.train_over_ssh(config, hosts("localhost slots=2\n"))
@@ -133,7 +134,8 @@ def test_what_a_machine_refuses_is_told_as_if_it_were_here(place: Path) -> None:
 def test_a_run_over_two_machines_outlives_its_launcher_and_goes_on(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher is killed outright: its connections end, and the ranks on both machines save and end."""
+    """After SIGKILL of the launcher its connections close, and the ranks on both machines save and end. The run can be
+    resumed."""
     corpus, method = write_corpora(place / "data"), write_pausing_method(place / "methods")
     monkeypatch.setenv(METHODS_VARIABLE, str(place / "methods"))
     keys = {"pos_emb": method, "train_iters": 24, "train_batch_size": 4, "checkpoint_factor": None, "num_workers": 0}
@@ -176,7 +178,7 @@ def log_of(place: Path) -> str:
 
 
 def _is(link: Path, folder: Path) -> bool:
-    """Does a process other than this one work in a folder?"""
+    """Return True if a process other than this one works in the folder."""
     try:
         return int(link.parent.name) != os.getpid() and link.readlink() == folder
     except OSError:
@@ -184,7 +186,7 @@ def _is(link: Path, folder: Path) -> bool:
 
 
 def test_signals_of_the_launcher_reach_the_ranks_of_a_machine(place: Path) -> None:
-    """Without ranks: TERM on the lifeline, or its end, is SIGTERM; KILL is a second signal."""
+    """Without ranks: TERM on the lifeline, or its end, sends SIGTERM; KILL sends a second signal."""
     code = (
         "import io, signal, sys, threading, time\n"
         "from megatron.launch.ssh_launcher import _read_control_channel\n"

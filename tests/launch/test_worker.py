@@ -1,4 +1,4 @@
-"""One rank of several, as the launcher sees it: an exit code, and an error in a file of its own."""
+"""One rank of several, from the launcher's view: an exit code, and an error in a separate file."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_an_error_is_left_for_the_launcher_in_one_line(tmp_path: Path, capfd, mo
     assert left["kind"] == "user"
     assert left["message"].startswith(f"load: {tmp_path}/no run: no such folder")
     assert "\n" not in left["message"]
-    assert capfd.readouterr() == ("", "")  # the launcher tells it, once
+    assert capfd.readouterr() == ("", "")  # the launcher reports it once
 
 
 @pytest.mark.parametrize(
@@ -48,4 +48,4 @@ def test_a_rank_that_failed_does_not_wait_for_the_others_of_nccl(tmp_path: Path,
     done = forked.run(SCRIPT, str(tmp_path), way, "nccl", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     _, _, there, aborted = json.loads((tmp_path / "found.json").read_text())
-    assert (there, aborted) == ((False, 0) if waits else (True, 1))  # the stand-in ends nothing
+    assert (there, aborted) == ((False, 0) if waits else (True, 1))  # the replacement ends nothing

@@ -1,6 +1,7 @@
-"""What `auto` takes on a GPU: by its own check, by an earlier one, by what the run took before, and by all ranks' word.
+"""Choice of `auto` on a GPU: by its own self-check, an earlier check, the run's previous choice, and agreement of
+ranks.
 
-Checks run on the CPU here, which is declared a device that is checked; the candidates are planted.
+The checks run on the CPU, which is declared a checked device; the candidates are replaced.
 """
 
 from collections.abc import Callable
@@ -39,7 +40,7 @@ TARGET = AttentionTarget(torch.device("cpu"), torch.float32, batch=2, length=16)
 
 
 class Groups(ProcessGroups):
-    """Ranks that are not there: they answer each question with a change of this one's answer."""
+    """Simulated ranks, which answer each query with a modification of this rank's answer."""
 
     changes: tuple[Callable[[Any], Any], ...] = ()
 
@@ -66,7 +67,7 @@ class Raising(RowBlockBackend):
 
 @pytest.fixture
 def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Candidates of every kind by name, the seconds that a pass takes, and the names of those that are tried."""
+    """Replaced candidates of every kind by name, their time per pass, and the names of tried candidates."""
     candidates = {
         "row blocks": RowBlockBackend(8),
         "wrong": Wrong(8),
@@ -137,7 +138,8 @@ def test_an_earlier_check_of_the_same_is_taken_for_its_word(planted) -> None:
 
 
 def test_rows_of_documents_are_checked_where_the_run_keeps_them_apart(planted) -> None:
-    """A candidate that ignores them is right of rows of one document, and left here."""
+    """If the run masks documents, a candidate that ignores them is rejected, although it is correct for single
+    documents."""
 
     class Ignoring(RowBlockBackend):
         def __call__(self, inputs):
@@ -212,7 +214,7 @@ def test_a_device_that_is_lost_is_said_by_all_and_remembered(planted, monkeypatc
         RunError, match="attention by raising raised RuntimeError: no such instruction, and nothing runs"
     ):
         choose()
-    with pytest.raises(RunError, match="nothing runs on this device"):  # a rank that is well hears of it
+    with pytest.raises(RunError, match="nothing runs on this device"):  # the healthy rank learns of it
         choose(
             make_groups(lambda value: (value[0], "attention by x, and nothing runs on this device") if value else value)
         )
@@ -224,7 +226,7 @@ def test_a_device_that_is_lost_is_said_by_all_and_remembered(planted, monkeypatc
     assert "left: raising raised RuntimeError" in choice.lines[0]
 
 
-# A run that goes on.
+# Resumed runs.
 
 
 def record(run: Path, backend: str, evidence: Evidence) -> AttentionTarget:
@@ -242,7 +244,7 @@ def test_a_resumed_run_keeps_what_it_took(planted, tmp_path: Path) -> None:
     assert planted["calls"] == []
     assert "; as before; result of an earlier check" in kept.lines[0]
     assert kept.lines[0].startswith("attention: slow, 0.22 times as fast as row blocks")
-    # In another layout it is checked again, and kept as long as it is right.
+    # In another layout the backend is checked again, and kept if correct.
     other = choose(target=replace(target, batch=1))
     assert other.backends[0] is planted["candidates"]["slow"]
     assert len(planted["calls"]) == 5
@@ -256,7 +258,7 @@ def test_a_resumed_run_on_another_card_chooses_anew(planted, tmp_path: Path) -> 
 
 
 def test_what_nobody_compared_is_no_evidence(planted, tmp_path: Path) -> None:
-    """Of a rehearsal on a device that computes nothing."""
+    """A rehearsal on a device that computes nothing gives no evidence."""
     (found,) = choose().records
     void = replace(found.evidence, trials=tuple(replace(t, excess={}) for t in found.evidence.trials))
     target = record(tmp_path / "run", "triton", void)
@@ -291,7 +293,7 @@ def test_what_a_run_took_is_recalled_on_the_same_card_alone(planted, tmp_path: P
 
 
 def evidence(card: str = "H100", **milliseconds: float | str) -> Evidence:
-    """A number is the time of a backend that is right, a text why it is left."""
+    """Build evidence; a number is the time of a correct backend, a string the reason for rejection."""
     trials = [
         Trial(name, found) if isinstance(found, str) else Trial(name, excess={"dq": 1.0}, milliseconds=found)
         for name, found in milliseconds.items()
@@ -329,7 +331,8 @@ def test_what_is_wrong_on_one_rank_is_taken_by_none() -> None:
 
 
 def test_all_ranks_settle_alike_and_each_kind_of_card_is_kept_once(planted) -> None:
-    """Rank 1's own check finds another backend the fastest; it takes rank 0's."""
+    """All ranks use rank 0's choice, although rank 1's check prefers another backend; each kind of GPU is stored
+    once."""
 
     def of_rank_0(value: Any) -> Any:
         if not isinstance(value, tuple):
@@ -341,7 +344,7 @@ def test_all_ranks_settle_alike_and_each_kind_of_card_is_kept_once(planted) -> N
     choice = choose(make_groups(of_rank_0, rank=1))
     assert choice.backends[0] is planted["candidates"]["slow"]
     assert choice.records[0].evidence.get_trial("slow").milliseconds == 0.1
-    # Rank 0 of the same key keeps the result for all.
+    # Rank 0 with the same key stores the result for all.
     planted["calls"].clear()
     choose()
     assert len(planted["calls"]) == 5

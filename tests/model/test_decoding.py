@@ -16,7 +16,7 @@ LENGTH = 26
 DIFFERENT = 100 * compute_tolerance(TERMS, SUMS)
 TAKES_POSITIONS = [pair for pair in COVERING if registry.load_encoding_class(pair[0]).takes_positions]
 
-# Whether a step of a token or of several, after one or the other, at the beginning or at the end.
+# Steps of one or several tokens, in both orders, at the start and at the end.
 MIXED = [1, 6, 1, 1, 9, 2, 1, 5]
 
 
@@ -26,7 +26,7 @@ def tokens(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
 
 @torch.inference_mode()
 def decoded(gpt: GPT, x: torch.Tensor, steps: list[int]) -> torch.Tensor:
-    """Logits of all tokens, read in steps of the given sizes and then one by one."""
+    """Return the logits of all tokens, read in steps of the given sizes and then one by one."""
     cache, outputs = gpt.new_kv_cache(x.shape[1]), []
     while cache.length < x.shape[1]:
         size = steps[len(outputs)] if len(outputs) < len(steps) else 1
@@ -44,7 +44,7 @@ def test_decoding_equals_the_full_forward(encoding: str, processor: str) -> None
 
 @pytest.mark.parametrize(("encoding", "processor"), IN_TURN)
 def test_decoding_token_by_token(encoding: str, processor: str) -> None:
-    """The cache keeps keys and values, and a row is attention as always, so that each encoding is enough."""
+    """Each encoding once suffices, because the cache stores keys and values, and rows use ordinary attention."""
     gpt, x = small_gpt(LENGTH, encoding, processor), tokens()
     with torch.no_grad():
         assert_close_in_rounding(decoded(gpt, x, []), gpt(x), TERMS, SUMS)

@@ -1,4 +1,4 @@
-"""The GPT against a plain PyTorch one, and the choices of GPT-NeoX that its layers offer."""
+"""GPT, compared with a plain PyTorch model, and GPT-NeoX's layer options."""
 
 import math
 from typing import Any
@@ -33,7 +33,7 @@ def tokens(batch: int = 2, length: int = 20) -> torch.Tensor:
 
 
 def _copy_into_plain(gpt, plain: PlainGPT) -> None:
-    """megatron-core interleaves q, k, v per head; the plain model keeps them one after the other."""
+    """Copy weights; megatron-core interleaves q, k, v per head, and the plain model concatenates them."""
     heads = gpt.config.num_attention_heads
     with torch.no_grad():
         plain.embedding.weight.copy_(gpt.embedding.word_embeddings.weight)
@@ -58,7 +58,7 @@ def _copy_into_plain(gpt, plain: PlainGPT) -> None:
 def test_equals_a_plain_pytorch_gpt(method: str) -> None:
     gpt = build_model(options(), position(method), VOCABULARY, seed=3)
     with torch.no_grad():
-        for parameter in gpt.parameters():  # biases too, so that a swapped one would show
+        for parameter in gpt.parameters():  # biases too, to detect swapped ones
             parameter.add_(torch.randn_like(parameter) * 0.05)
     plain = PlainGPT(2, 24, 3, 20, padded_vocab_size(options(), VOCABULARY), method)
     _copy_into_plain(gpt, plain)
@@ -81,7 +81,7 @@ def test_equals_a_plain_pytorch_gpt(method: str) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_parallel_residual(tied: bool) -> None:
-    """GPT-J's layer: x + attention(norm1(x)) + mlp(norm2(x)), one norm for both when tied."""
+    """GPT-J's layer: x + attention(norm1(x)) + mlp(norm2(x)), with one norm for both if tied."""
     gpt = build_model(options(gpt_j_residual=True, gpt_j_tied=tied, num_layers=1), position(), VOCABULARY, seed=3)
     layer = gpt.decoder.layers[0]
     x = torch.randn(20, 2, 24)
@@ -150,7 +150,8 @@ def test_a_prompt_that_is_scored_at_its_end_fills_the_cache_whole() -> None:
 def test_recomputed_activations_change_nothing(
     encoding: str, processor: str, backend: str, keys: dict[str, Any], layers: int
 ) -> None:
-    """Whole layers, some at a time, or (0) attention alone: the same losses, gradients and random numbers after it."""
+    """Recomputation of all layers, some layers, or (0) attention alone gives the same losses, gradients and random
+    state."""
     x, labels = tokens(), tokens()
     recomputed = {"checkpoint_activations": True, "checkpoint_num_layers": layers}
     results = []

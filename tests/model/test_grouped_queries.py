@@ -1,4 +1,4 @@
-"""Grouped queries: a model with fewer heads of keys and values is one that has a copy of them for each query head."""
+"""Grouped queries: a model with fewer key-value heads equals one with a copy of them for each query head."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def built(groups: int, pos_emb: str, processor: str, **keys: object) -> GPT:
 
 
 def apart(grouped: Tensor, groups: int) -> Tensor:
-    """[groups·(H/groups + 2)·d, …] of a grouped model → [H·3·d, …], with keys and values for every head."""
+    """Convert [groups·(H/groups + 2)·d, …] of a grouped model to [H·3·d, …] with keys and values for every head."""
     each = HEADS // groups
     of_group = grouped.view(groups, each + 2, WIDTH // HEADS, *grouped.shape[1:])
     heads = [[of_group[g, h], of_group[g, each], of_group[g, each + 1]] for g in range(groups) for h in range(each)]
@@ -40,14 +40,14 @@ def apart(grouped: Tensor, groups: int) -> Tensor:
 
 
 def together(gradient: Tensor, groups: int) -> Tensor:
-    """The gradient of the grouped parameter from that of the copies: they are summed."""
+    """Return the gradient of the grouped parameter: the sum of the gradients of its copies."""
     each, d = HEADS // groups, WIDTH // HEADS
     q, k, v = gradient.view(groups, each, 3, d, *gradient.shape[1:]).unbind(2)
     return torch.cat([q, k.sum(1, keepdim=True), v.sum(1, keepdim=True)], 1).reshape(-1, *gradient.shape[1:])
 
 
 def twins(groups: int, method: tuple[str, str], **keys: object) -> tuple[GPT, GPT]:
-    """A grouped model, and one that has everything for each head."""
+    """Build a grouped model and an equivalent one with separate keys and values for each head."""
     grouped, full = built(groups, *method, **keys), built(HEADS, *method, **keys)
     state = {name: value for name, value in grouped.state_dict().items() if value is not None}
     full.load_state_dict(

@@ -1,5 +1,4 @@
-"""Layers that differ in their encoding, window or score processor: against a plain model in float64 and against models
-all of whose layers are alike."""
+"""Layers with different encodings, windows or processors, compared with a float64 model and with uniform models."""
 
 from typing import Any
 
@@ -51,7 +50,7 @@ def tokens(batch: int = 2) -> Tensor:
 
 
 def plain_gpt(state: dict[str, Tensor], x: Tensor, encodings: list[str], windows: list[int | None]) -> Tensor:
-    """Logits [B, T, V] in float64, written out: RoPE, ALiBi or nothing, and a window or none, layer by layer."""
+    """Compute logits [B, T, V] in float64, layer by layer: RoPE, ALiBi or none, with or without a window."""
     places = torch.arange(x.shape[1], dtype=torch.float64)
     distance = places[:, None] - places
 

@@ -1,4 +1,4 @@
-"""The loss of some tokens at a time is the loss of all: values, gradients, and what is kept."""
+"""Chunked loss equals the loss of all tokens: values, gradients and saved memory."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_losses_and_gradients_are_those_of_all_tokens_at_once(together: int, unt
     for most in (2 * VOCABULARY * LENGTH, 2 * VOCABULARY * together + 1):
         model.max_logits = most
         losses = model(TOKENS, LABELS)
-        # Tokens weigh differently, as under a mask.
+        # Different weights per token, as with a mask.
         grads = torch.autograd.grad((losses * torch.linspace(0, 2, LENGTH)).sum(), list(model.parameters()))
         found.append([losses.detach(), *grads])
     for whole, pieces in zip(*found, strict=True):

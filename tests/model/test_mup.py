@@ -1,5 +1,8 @@
-"""muP and CompleteP: the base model's own shapes change nothing, the rules are the papers' tables, and coordinates move
-equally far at every width and depth, which they do not under the standard parametrisation."""
+"""muP and CompleteP: no effect at the base shape, rules of the papers' tables, and equal coordinate changes at all
+sizes.
+
+Coordinate changes are not equal under the standard parametrization.
+"""
 
 import math
 from typing import Any
@@ -37,7 +40,8 @@ def test_at_the_base_models_shapes_nothing_changes() -> None:
 
 
 def test_rules_are_those_of_the_papers() -> None:
-    """Four times as wide, three times as deep, α = 3/4; heads grow with the width, or, in the second model, by two."""
+    """Four times as wide, three times as deep, α = 3/4; the number of heads grows with the width, or by two in the
+    second model."""
     keys = {**WIDE, "mup_depth_alpha": 0.75, "no_weight_tying": True, "init_method_std": 0.5, "mup_init_scale": 2.0}
     model = options(**keys, num_layers=6, hidden_size=64, num_attention_heads=8, output_layer_init_method="normal")
     gpt = build_model(model, CDAPE, VOCABULARY, seed=1)
@@ -53,7 +57,7 @@ def test_rules_are_those_of_the_papers() -> None:
         layer.mlp.linear_fc1.bias: (depth, 0, 1 / (4 * 3**0.75), None),
         layer.input_layernorm.weight: (depth, 0, 1 / (4 * 3**0.75), None),
         gpt.position.r1.value: (depth, 0, 1 / (4 * 3**0.75), None),
-        # torch's start values are U(−1/√fan_in, 1/√fan_in), of deviation 1/√(3·fan_in)
+        # torch initializes from U(−1/√fan_in, 1/√fan_in), with standard deviation 1/√(3·fan_in)
         processor.hidden.weight: (depth / 4, 0.4, 1 / (4 * 3**0.75), 1 / math.sqrt(3 * 2 * 8 * 3) / 2),
         processor.output.weight: (depth, 0.1, 1 / (4 * 3**0.75), 1 / math.sqrt(3 * 32 * 3)),
     }
@@ -77,12 +81,12 @@ def test_rules_are_those_of_the_papers() -> None:
     assert fixed is not None
     assert fixed.multipliers.query == pytest.approx(
         math.sqrt(8) / math.sqrt(32)
-    )  # √8/32 on q·k, of which 1/√32 is there
+    )  # √8/32 on q·k, of which 1/√32 is the usual scale
     assert fixed.get_step_scales("heads").lr == pytest.approx(depth)
 
 
 def test_multipliers_are_where_they_belong() -> None:
-    """Each against the same model whose weights have it in them."""
+    """Each multiplier equals scaling the corresponding weights of a model without it."""
     position, tokens = PositionOptions(pos_emb="learned"), TOKENS[:, :12]
     base = {"use_mup": True, "mup_base_hidden_size": 16}
     plain = build_model(options(no_weight_tying=True), position, VOCABULARY, seed=1)
@@ -144,7 +148,7 @@ COHERENT = ("queries·keys", "attention", "feed-forward", "hidden")
 
 
 def exponents(over: str, parametrization: str, **choices: Any) -> dict[str, float]:
-    """Of the smallest and the largest size: one half-way between them would have no weight in the slope."""
+    """Return the exponents from the smallest and the largest size; the middle one would not affect the slope."""
     sizes = {"width": (64, 256), "layers": (2, 8)}[over]
     keys = {"steps": 3, "lr": 1e-2, "seeds": 2, **choices}
     changes = measure_over_sizes(keys.pop("method", "cdape"), over, sizes, parametrization, **keys)
@@ -156,7 +160,7 @@ def test_coordinates_move_equally_far_at_every_width(choices: dict[str, str]) ->
     found = exponents("width", "muP", **choices)
     for name in (*COHERENT, "gate" if "method" in choices else "processor channels"):
         assert abs(found[name]) < 0.25, found
-    assert max(found.values()) < 0.35, found  # what falls is the part of the start values
+    assert max(found.values()) < 0.35, found  # the contribution of the initial values decreases
 
 
 def test_under_the_standard_parametrisation_they_do_not() -> None:

@@ -1,4 +1,4 @@
-"""Positions that a batch says of each token: indices where they are these, and what must hold elsewhere."""
+"""Position ids of a batch: equal to indices in the plain case, with the required invariances otherwise."""
 
 import pytest
 import torch
@@ -14,14 +14,14 @@ SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "max_posi
 TOKENS = torch.randint(0, 9, (3, LENGTH), generator=torch.Generator().manual_seed(0))
 IDS = torch.randint(0, 30, (3, LENGTH), generator=torch.Generator().manual_seed(1))
 ROUNDING = {"atol": 2e-5, "rtol": 0.0}
-"""Logits of size 1 and below, a few hundred float32 roundings each."""
+"""Tolerance for logits of size 1 and below, after a few hundred float32 operations."""
 
 
 def build(name: str, **position: object) -> GPT:
     model = build_model(
         ModelOptions(seq_length=LENGTH, **SHAPE), PositionOptions(pos_emb=name, **position), 9, seed=3
     ).eval()
-    for parameter in model.parameters():  # large enough that positions matter
+    for parameter in model.parameters():  # large enough for positions to matter
         parameter.data.mul_(4.0)
     return model
 
@@ -41,7 +41,7 @@ def test_indices_and_rows(name: str) -> None:
 
 @torch.no_grad()
 def test_a_learned_table_is_read_at_the_ids() -> None:
-    """Reading p at any places is reading the rows p[ids] in order, for one sequence."""
+    """Reading p at arbitrary ids equals reading the rows p[ids] in order, for one sequence."""
     model, other = build("learned"), build("learned")
     other.position.vectors.weight[:LENGTH] = model.position.vectors.weight[IDS[0]]
     torch.testing.assert_close(model(TOKENS[:1], position_ids=IDS[:1]), other(TOKENS[:1]), **ROUNDING)

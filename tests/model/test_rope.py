@@ -1,4 +1,4 @@
-"""Rotary's scalings in the model, as `--rope` puts them on: against transformers, and wherever tokens stand."""
+"""Rotary scalings in the model, as set by `--rope`, compared with transformers and at all positions."""
 
 import json
 import math
@@ -71,7 +71,7 @@ def test_frequencies_are_those_of_transformers(rope: str | dict[str, Any], param
     ours = Rotary(AttentionDims(4, 64, 256, trained, trained), **{"base": base, **options})
     for length in (100, trained, 2048, 5000):
         frequencies, amplitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](theirs, "cpu", seq_len=length)
-        # Exponent, power, inverse and stretch, each rounded in float32; an exponent is of the size of ln base.
+        # Exponent, power, inverse and scaling, each rounded in float32; an exponent has the size of ln base.
         rtol = 2**-24 * (4 + 2 * math.log(base * 8))
         torch.testing.assert_close(ours.frequencies(length=length).float(), frequencies, rtol=rtol, atol=0)
         assert ours.scaling.amplitude == pytest.approx(amplitude, rel=1e-12)
@@ -79,7 +79,8 @@ def test_frequencies_are_those_of_transformers(rope: str | dict[str, Any], param
 
 @pytest.mark.parametrize("kind", ["attention_factor", "config.json"])
 def test_longrope_reads_the_factors_of_transformers(kind: str, tmp_path: Path) -> None:
-    """Of a file of factors alone, and of a model's config.json, whose two lengths say the factor."""
+    """Factors come from a file of factors, or from a model's config.json, whose two lengths determine the attention
+    factor."""
     lists = {f"{name}_factor": [1 + step * m for m in range(16)] for name, step in (("short", 0.02), ("long", 1.5))}
     trained, longest, base = 512, 4096, 20000.0
     keys = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": longest}
@@ -105,7 +106,10 @@ def test_longrope_reads_the_factors_of_transformers(kind: str, tmp_path: Path) -
 
 
 def assert_documents_are_refused(gpt: GPT) -> None:
-    """A document's numbers would depend on the row that it stands in; rows of one document are read."""
+    """Assert that rows with several documents are rejected, and rows with one document work.
+
+    The results of a document would depend on the row that contains it.
+    """
     x, starts = tokens(1, 6), torch.tensor([[0, 0, 2, 2, 2, 2]])
     with pytest.raises(UserError, match=r"documents cannot be kept apart: .* depends on the length of the whole row"):
         gpt(x, document_starts=starts)
@@ -147,7 +151,7 @@ def test_longrope_decodes_as_it_reads(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_far_keys_are_for_backends_that_can() -> None:
-    """auto takes one; row blocks equal the whole, and each refusal is one line."""
+    """`auto` chooses a backend that supports far keys; row blocks equal the whole, and each error is one line."""
     whole = rotary_gpt("selfextend:3,5")(tokens())
     for backend in ("eager", "chunked"):
         position = override_position(SHAPE, PositionOptions(pos_emb="rotary"), rope="selfextend:3,5")
@@ -178,8 +182,10 @@ def test_decoding_padding_and_the_last_tokens_are_the_whole(rope: str) -> None:
 
 @torch.no_grad()
 def test_dynamic_reads_a_text_that_grows_by_the_length_that_it_may_reach() -> None:
-    """Shorter than the training nothing is stretched; beyond it a prompt has the frequencies of the longest text, in a
-    batch those of its own."""
+    """Dynamic scaling uses the maximum length of a growing text; within the training length nothing is scaled.
+
+    A prompt uses the frequencies of the longest text; prompts in a batch use their own.
+    """
     gpt, plain, x = rotary_gpt("dynamic"), rotary_gpt(None), tokens()
     assert torch.equal(gpt(x[:, :TRAINED]), plain(x[:, :TRAINED]))
     cache = gpt.new_kv_cache(20)

@@ -1,5 +1,4 @@
-"""Sinks, stick-breaking and gates in the model: against the formulas in float64 and published code, and wherever tokens
-stand."""
+"""Sinks, stick-breaking and gates in the model, compared with float64 formulas and published code, at all positions."""
 
 import math
 from itertools import pairwise
@@ -28,7 +27,7 @@ OTHERS = [name for name in SOFTMAX_TYPES if name != "vanilla"]
 def build_gpt(
     softmax: str | list[str], encoding: str, processor: str, backend: str = "auto", keys: Any = None, **place: Any
 ) -> GPT:
-    """With other sinks in every layer and head."""
+    """Build a model with different sinks in every layer and head."""
     model = ModelOptions(
         num_layers=2, hidden_size=24, num_attention_heads=3, seq_length=LENGTH, init_method_std=0.2,
         attention_chunk_rows=8, make_vocab_size_divisible_by=8, attention_backend=backend, **(keys or {}),
@@ -47,11 +46,11 @@ def tokens(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
 
 
 def expected_weights(softmax: str, logits: list[float], sink: float) -> list[float]:
-    """Of a row's keys, the last one its own, by the papers' formulas."""
+    """Return the weights of a row's keys, the last of which is its own, from the papers' formulas."""
     if not softmax.startswith("stick-breaking"):
         total = sum(map(math.exp, logits)) + {"vanilla": 0.0, "off-by-one": 1.0, "learnable": math.exp(sink)}[softmax]
         return [math.exp(x) / total for x in logits]
-    shares = [1 / (1 + math.exp(-x)) for x in logits[:-1]]  # of what the keys between have left
+    shares = [1 / (1 + math.exp(-x)) for x in logits[:-1]]  # fraction left by the keys between
     own = math.prod(1 - share for share in shares) if softmax == "stick-breaking-remainder" else 0.0
     return [share * math.prod(1 - later for later in shares[j + 1 :]) for j, share in enumerate(shares)] + [own]
 
@@ -59,7 +58,7 @@ def expected_weights(softmax: str, logits: list[float], sink: float) -> list[flo
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("softmax", SOFTMAX_TYPES)
 def test_attention_is_the_formula(softmax: str, window: int | None) -> None:
-    """Key by key in float64, with ALiBi's slopes as its paper has them."""
+    """Attention, compared key by key in float64, with ALiBi's published slopes."""
     gpt = build_gpt(softmax, "alibi", "none", "eager", attention_window=window).double()
     attention = gpt.local_layers[1].self_attention.core_attention
     q, k, v = torch.randn(3, LENGTH, 2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -78,7 +77,7 @@ def test_attention_is_the_formula(softmax: str, window: int | None) -> None:
 
 
 def test_sinks_are_those_of_gpt_oss() -> None:
-    """transformers' attention in plain PyTorch, which appends a column to the scores: outputs and gradients."""
+    """Outputs and gradients equal transformers' PyTorch attention, which appends a column to the scores."""
     from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
     gpt = build_gpt("learnable", "none", "none", "chunked", {"num_kv_heads": 1}, attention_window=7).double()
@@ -105,7 +104,7 @@ def test_sinks_are_those_of_gpt_oss() -> None:
 
 
 def test_stick_breaking_is_safe_where_the_product_of_its_factors_is_not() -> None:
-    """Keys that take all, and hundreds that take half each: finite, and so is every gradient."""
+    """Outputs and gradients are finite for keys that take everything, and for hundreds of keys that take half each."""
     generator = torch.Generator().manual_seed(3)
     logits = 30 * torch.randn(1, 2, 4, 600, generator=generator)
     logits[..., -1] = float("-inf")
@@ -176,7 +175,8 @@ def test_backends_agree_in_losses_and_gradients(softmax: str) -> None:
 
 
 def test_a_gate_is_megatron_cores() -> None:
-    """Of every number its `attention_output_gate`, in float64; of every head the same for all of its numbers."""
+    """An element gate equals megatron-core's `attention_output_gate` in float64; a head gate is shared by its
+    elements."""
     from megatron.core.transformer.attention import Attention
 
     attended, gate = torch.randn(2, 5, 2, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -189,7 +189,8 @@ def test_a_gate_is_megatron_cores() -> None:
 
 @pytest.mark.parametrize(("kind", "gates"), [(True, 24), ("headwise", 3)])
 def test_a_layer_multiplies_what_it_attends_to(kind: Any, gates: int) -> None:
-    """Before its output projection, by a weight of its own that other weights are drawn before."""
+    """The gate multiplies the attention output before its projection; its weight does not change other initial
+    weights."""
     gpt = build_gpt("vanilla", "rotary", "none", keys={"attention_output_gate": kind})
     module = gpt.local_layers[0].self_attention
     assert module.linear_gate.weight.shape == (gates, 24)

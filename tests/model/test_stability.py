@@ -1,4 +1,4 @@
-"""Norms of queries and keys, where norms stand, soft caps, z-loss: against the formulas, written out in float64."""
+"""Query-key norms, norm placement, soft caps and z-loss, compared with float64 formulas."""
 
 from typing import Any
 
@@ -45,12 +45,13 @@ def built(seed: int = 5, pos_emb: str = "alibi", processor: str = "none", **keys
     gpt = build_model(model, PositionOptions(pos_emb=pos_emb, score_processor=processor), VOCABULARY, seed=seed)
     with torch.no_grad():
         for parameter in gpt.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))  # biases, and the weights of norms, too
+            parameter.add_(0.05 * torch.randn_like(parameter))  # biases and norm weights too
     return gpt
 
 
 def plain_gpt(state: dict[str, Tensor], x: Tensor, keys: dict[str, Any]) -> Tensor:
-    """Logits [B, T, V] of a GPT with ALiBi and tied embeddings, as the papers write it, from float64 weights."""
+    """Compute the logits [B, T, V] of a GPT with ALiBi and tied embeddings by the papers' formulas, from float64
+    weights."""
     heads, groups = HEADS, keys.get("num_kv_heads", HEADS)
     head, norm = keys.get("head_dim", WIDTH // HEADS), keys.get("norm", "layernorm")
     place, cap = keys.get("norm_placement", "pre"), keys.get("attn_logit_softcapping")

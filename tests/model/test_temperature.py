@@ -1,4 +1,4 @@
-"""A temperature in the model: against the formula in float64, and wherever its tokens stand."""
+"""Temperatures in the model, compared with float64 formulas at all positions."""
 
 import math
 from itertools import pairwise
@@ -26,7 +26,7 @@ NAMES = registry.list_temperatures()
 
 
 def scaled_gpt(name: str, encoding: str, processor: str, backend: str = "auto", **place: Any) -> GPT:
-    """Of other factors in every layer and head, where they are learned; with the name none, the same without any."""
+    """Build a model with different learned factors in every layer and head, or without a temperature."""
     model = ModelOptions(
         num_layers=2, hidden_size=24, num_attention_heads=3, seq_length=LENGTH, init_method_std=0.2,
         attention_chunk_rows=8, make_vocab_size_divisible_by=8, attention_backend=backend,
@@ -59,8 +59,7 @@ def factor(name: str, s: float, row: int, window: int | None) -> float:
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("name", NAMES)
 def test_attention_is_the_formula(name: str, window: int | None) -> None:
-    """softmax over visible keys of factor·q·k/√d − m·n, value by value in float64, with ALiBi's slopes as its paper has
-    them."""
+    """Attention equals softmax over visible keys of factor·q·k/√d − m·n in float64, with ALiBi's published slopes."""
     gpt = scaled_gpt(name, "alibi", "none", "eager", attention_window=window).double()
     attention = gpt.local_layers[1].self_attention.core_attention
     q, k, v = torch.randn(3, LENGTH, 2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

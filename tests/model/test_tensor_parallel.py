@@ -1,4 +1,4 @@
-"""Two ranks that share each layer compute one rank's losses and gradients, for every method and processor."""
+"""Two tensor-parallel ranks compute one rank's losses and gradients, for every method and processor."""
 
 from pathlib import Path
 from typing import Any
@@ -113,14 +113,14 @@ REFUSED = {
     "groups": ({"num_kv_heads": 1}, "num_kv_heads 1 is not divisible by model_parallel_size 2"),
     "width": ({"intermediate_size": 65}, "intermediate_size 65 is not divisible by model_parallel_size 2"),
 }
-# Gradients come after as many sums again. They are compared with the largest of their tensor or, where they cancel to
-# nothing (a constant added to all logits of a row), with a hundredth of the model's largest.
+# Gradients involve as many sums again. They are compared relative to the largest of their tensor. If they cancel to
+# zero (a constant added to all logits of a row), they are compared with a hundredth of the model's largest.
 TERMS, SUMS = count_gpt_sums(32, layers=2)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of the two ranks computed: one pair of processes for all cases."""
+    """Results of each of the two ranks; one pair of processes computes all cases."""
     folder = tmp_path_factory.mktemp("ranks")
     refused = {name: {"model": model, "position": {"pos_emb": "none"}} for name, (model, _) in REFUSED.items()}
     torch.save(CASES | refused, folder / "cases.pt")
@@ -131,7 +131,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def joined(parts: list[torch.Tensor], dim: int | None, stride: int) -> torch.Tensor:
-    """One rank's parameter from the parts of all: strips of `stride` blocks each, or the same whole everywhere."""
+    """Join one rank's parameter from the shards of all: strips of `stride` blocks each, or equal copies."""
     if dim is None:
         assert torch.equal(parts[0], parts[1]), "a parameter that both ranks hold got different gradients"
         return parts[0]

@@ -1,4 +1,4 @@
-"""The live page over a real socket: what it shows as runs go on, and what it refuses."""
+"""Live page over a real socket: updates while runs progress, and rejected requests."""
 
 import http.client
 import os
@@ -77,7 +77,7 @@ def test_a_run_is_shown_while_it_trains_and_its_results_behind_it(tmp_path: Path
 
 
 def test_runs_stand_in_the_order_of_their_results(tmp_path: Path) -> None:
-    """`find_runs` sorts by name; a run that is not measured yet comes last."""
+    """Runs are sorted by result; `find_runs` sorts by name, and runs without a result come last."""
     folders = [make_run(tmp_path / name / "seed_1", 3) for name in ("a", "b", "c")]
     records = [
         Record(
@@ -111,7 +111,7 @@ def test_nothing_is_made_anew_that_has_not_changed(tmp_path: Path, monkeypatch: 
 
 
 def test_a_page_that_takes_long_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It took 3 s, so the next is made 30 s later at the earliest."""
+    """A page that took 3 s to build is rebuilt after 30 s at the earliest."""
     now = [100.0]
     run = make_run(tmp_path / "run", 4)
     page, made = make_page(run), []
@@ -132,7 +132,8 @@ def test_a_page_that_takes_long_waits_for_its_turn(tmp_path: Path, monkeypatch: 
 
 
 def test_results_without_runs_are_shown(tmp_path: Path) -> None:
-    """As `evaluate -o` leaves them; of a running sweep a method to compare with may still be missing."""
+    """Results without runs are shown, as written by `evaluate -o`. In a running sweep the reference method may be
+    missing."""
     write_results(tmp_path)
     with serving(make_page(tmp_path)) as port:
         assert "16.25" in ask(port)[1]
@@ -173,7 +174,7 @@ def test_what_fails_is_shown_and_served_again(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_folder_without_runs_is_refused_before_a_port_is_taken(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no run in it"):
+    with pytest.raises(UserError, match="contains no run"):
         serve_report([tmp_path], 0, print, ReportOptions())
 
 

@@ -1,4 +1,4 @@
-"""Curves of runs that grow: lines as they are written, runs that begin again, and what a page shows of them."""
+"""Curves of growing runs: lines read as they are written, restarted runs, and their display."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def test_only_what_was_written_since_is_read(tmp_path: Path) -> None:
         file.write('{"kind": "train", "st')
     assert reader.read()
     assert reader.losses == [(10, 3.0)]
-    # What is before the last look is not read again, whatever it says now.
+    # Earlier content is not read again, even if it changed.
     content = (tmp_path / "metrics.jsonl").read_bytes()
     with open(tmp_path / "metrics.jsonl", "r+b") as file:
         file.write(content.replace(b"3.0", b"9.0"))
@@ -47,7 +47,7 @@ def test_a_resumed_run_takes_its_steps_back(tmp_path: Path) -> None:
     reader.read()
     assert reader.losses == [(10, 3.0), (20, 1.5)]
     assert reader.speeds == [(10, 110.0), (20, 120.0)]
-    # A shorter file is another course.
+    # A shorter file means a restarted run.
     write_line(tmp_path, 5, 7.0, mode="w")
     reader.read()
     assert reader.losses == [(5, 7.0)]
@@ -82,7 +82,7 @@ def test_a_page_has_a_row_and_a_line_for_each_run(tmp_path: Path) -> None:
     assert len(loss.series[1].points) == MAX_POINTS
     assert loss.places[loss.series[1].points[-1].place].text == "step: 700"
     assert speed.series[0].points[-1].value == 103.0
-    # The first tenth of the steps may lie above the chart: its upper edge is the loss of step 70.
+    # The first tenth of the steps may exceed the chart, whose upper limit is the loss of step 70.
     assert loss.scale.high < 5 / 70 * 1.1
     assert loss.series[0].points[0].value == 5.0, "what is above is told as it is"
     assert "up to 5.00" in loss.clip_note
@@ -129,7 +129,8 @@ def test_of_many_runs_the_table_alone_is_shown(tmp_path: Path) -> None:
 
 
 def test_files_that_no_run_writes_end_neither_page_nor_status(tmp_path: Path) -> None:
-    """Steps beyond every number, terminal escapes, half a character, and pipes that nobody writes to."""
+    """Unusual files break neither the page nor `status`: huge steps, terminal escapes, partial characters and idle
+    pipes."""
     run = make_run(tmp_path / "odd", 2)
     with open(run / "metrics.jsonl", "a") as file:
         for step in ("1e999", "-1e999", "10" * 40, "true", "-1"):

@@ -1,4 +1,4 @@
-"""What is estimated to be kept of a layer is what autograd keeps of the real one."""
+"""Estimated activations of a layer, compared with the memory saved by autograd for a real one."""
 
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,12 @@ WITH_MAPS = {
         "pos_emb": "rotary", "score_processor": "ssmax_prior", "score_processor_options": {"learned": False}
     },
 }  # fmt: skip
-"""Processors that make other maps than hidden values of convolutions."""
+"""Processors whose maps are not hidden values of convolutions."""
 
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the C code for CPUs is not; but PyTorch's softmax is a CPU's, which makes no product."""
+    """Disable the C code for CPUs, as on a GPU; PyTorch's softmax is still the CPU's, without a product."""
     monkeypatch.setattr(cpu, "unavailable_reason", lambda: "a GPU")
     monkeypatch.setattr(attention_memory, "SOFTMAX_BACKWARD_BYTES", 8)
 
@@ -65,7 +65,8 @@ def measured(
     arguments: bool = False,
     attention_context: AttentionContext | None = None,
 ) -> int:
-    """Bytes that a layer of the model keeps, its input included; where ranks share a sequence, what `context` keeps."""
+    """Return the bytes that a layer of the model saves, including its input; if ranks share a sequence, the bytes of
+    `context`."""
     kind = TYPES[config.training.compute_dtype]
     gpt = build_model(config.model, config.position, 61, dtype=kind).train()
     length = config.model.seq_length
@@ -78,7 +79,7 @@ def measured(
 
 @pytest.fixture
 def copied_places(monkeypatch: pytest.MonkeyPatch):
-    """Keys and values of all places, of two ranks that are alike."""
+    """Use keys and values of all positions, for two ranks with equal data."""
     monkeypatch.setattr(attention, "gather_sequence", lambda k, v, groups: (torch.cat([k, k], 2), torch.cat([v, v], 2)))
 
 
@@ -108,12 +109,12 @@ def test_maps_of_processors(method: str, precision: str) -> None:
     ("method", "backend"), [(m, b) for m in METHODS for b in ("eager", "chunked")] + [("rotary", "sdpa")]
 )
 def test_documents_that_are_kept_apart(method: str, backend: str) -> None:
-    """All at once, each token seeing its own: who sees what may be kept for each sequence."""
+    """With document masks for all sequences at once, masks may be saved for each sequence."""
     length, cpu_device = 512, torch.device("cpu")
     wanted = config(length, **METHODS[method], attention_backend=backend, attention_mask="document")
     starts = torch.stack([torch.arange(length) // size * size for size in (100, length)])
     segments = mask_documents(starts, 0, cpu_device)
-    if backend == "sdpa":  # before the layers, which share it
+    if backend == "sdpa":  # built before the layers, which share it
         method_of, like = build_model(wanted.model, wanted.position, 61).local_layers[0], torch.zeros(1)
         encoding = method_of.self_attention.core_attention.encoding
         segments = compute_document_masks(segments, starts, SdpaBackend(), encoding, None, like, dropout=False)
@@ -141,7 +142,7 @@ def test_ranks_that_share_a_sequence(method: str, backend: str, precision: str, 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("backend", ["auto", "chunked"])
 def test_recomputed_layers_keep_their_input_alone(method: str, backend: str) -> None:
-    """Although blocks of rows are recomputed inside them: nothing of these stays either."""
+    """Recomputed layers save only their input, although row blocks are recomputed inside them."""
     wanted = config(256, **METHODS[method], checkpoint_activations=True, attention_backend=backend)
     kept = measured(wanted, arguments=(method, backend) == ("cdape", "chunked"))
     assert activations.estimate_layer_activations(wanted, ParallelSizes()).input_bytes == pytest.approx(kept, rel=0.05)
@@ -162,7 +163,7 @@ def test_of_recomputed_attention_its_linear_layers_are_kept(
         for recompute in ({}, {"checkpoint_activations": "selective"})
     ]
     whole, selective = (activations.estimate_layer_activations(wanted, ParallelSizes()) for wanted in found)
-    # The random state that is put back, of 5 KB, is no activation.
+    # The saved random state of 5 KB is not an activation.
     state = torch.get_rng_state().nbytes if keys.get("attention_dropout") else 0
     assert selective.saved_bytes + state == pytest.approx(measured(found[1]), rel=0.02)
     assert selective.saved_bytes < whole.saved_bytes
@@ -284,8 +285,10 @@ def test_a_window_leaves_out_columns() -> None:
 @pytest.mark.parametrize("precision", TYPES)
 @pytest.mark.parametrize("method", [*METHODS, *WITH_MAPS])
 def test_the_worst_moment_of_the_backward_pass(method: str, precision: str, batch: int) -> None:
-    """Of a layer whose row blocks are recomputed. How many copies a product of maps of heads makes depends on the
-    batch."""
+    """Peak memory in the backward pass of a layer with recomputed row blocks.
+
+    The number of copies made by a product of maps of heads depends on the batch.
+    """
     keys = {"precision": precision, "train_micro_batch_size_per_gpu": batch, "attention_backend": "chunked"}
     method_keys, tolerance = {**METHODS, **WITH_MAPS}[method], 0.2 if method in WITH_MAPS else 0.1
     wanted, kind = config(512, **method_keys, attention_chunk_rows=64, **keys), TYPES[precision]
@@ -312,9 +315,11 @@ def test_the_worst_moment_of_the_backward_pass(method: str, precision: str, batc
 )
 @pytest.mark.parametrize("method", ["rotary", "kerple_log", "cdape"])
 def test_the_peak_of_a_whole_model(method: str, keys: dict[str, Any]) -> None:
-    """Forward and backward pass with the loss: activations of all layers, and the larger of logits and a layer."""
-    wanted = config(256, **METHODS[method], **({"num_layers": 3, "precision": "fp32"} | keys))
-    for vocabulary in (64, 4096):  # a layer's backward pass, and the logits, decide
+    """Peak memory of forward and backward pass with the loss: activations of all layers, and the larger of logits and a
+    layer."""
+    eager = {"num_layers": 3, "precision": "fp32", "compile_regions": False}  # a CPU compiles nothing
+    wanted = config(256, **METHODS[method], **(eager | keys))
+    for vocabulary in (64, 4096):  # a layer's backward pass, or the logits, is the peak
         gpt = build_model(wanted.model, wanted.position, vocabulary, dtype=TYPES[wanted.training.compute_dtype]).train()
         for parameter in gpt.parameters():
             parameter.grad = torch.zeros_like(parameter)

@@ -1,6 +1,7 @@
-"""What is declared of the backends without torch is what they say of themselves."""
+"""Declarations about backends that need no torch agree with the backends themselves."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import get_args
@@ -13,7 +14,8 @@ from kept import Peak
 from tiny_runs import tiny_config
 
 from kernels.biased_attention import configs as biased_configs
-from kernels.cdape_attention import configs, op
+from kernels.cdape_attention import configs, mixer, op
+from kernels.cdape_attention.weights import get_weight_shape
 from kernels.head_dim import MAX_HEAD_DIM
 from kernels.runtime import DeviceProperties
 from megatron.attention.backends import flex, triton
@@ -84,7 +86,7 @@ def test_blocks_of_rows_are_those_that_are_counted_one_by_one(
 
 @pytest.mark.parametrize("processor_name", ["none", *list_processors()])
 def test_methods_that_backends_take(processor_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they say when a model is built, of every encoding."""
+    """Supported methods match the backends' answers when a model is built, for every encoding."""
     monkeypatch.setattr(triton, "triton_is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     fallback = ChunkedBackend(64)
@@ -97,7 +99,7 @@ def test_methods_that_backends_take(processor_name: str, monkeypatch: pytest.Mon
         encoding, processor = registry.build_encoding(name, dims), None
         if processor_name != "none":
             processor = registry.build_processor(processor_name, dims, {}, has_bias=encoding.adds_bias)
-        # What is refused before torch is imported, of those and of our C code.
+        # Rejections before torch is imported, by these backends and our C code.
         facts = read_encoding_facts(name)
         processor_facts = None if processor is None else read_processor_facts(processor_name)
         for softcap in (None, 50.0):
@@ -126,10 +128,27 @@ def test_chunks_of_the_processor_kernel(heads: int, gib: int) -> None:
             batch, ((0, length),), heads, 64, dtype.itemsize, encoding, processor, True, None, 64, False, gib << 30
         )
         device = DeviceProperties(gib << 30, 108)
-        # A card whose multiprocessors are not kept busy takes chunks of twice as many rows.
+        # If the batch does not occupy all multiprocessors, chunks have twice as many rows.
         wanted = configs.choose_chunk_rows(max(batch, 8), heads, length, length, dtype, device)
         if batch == 8:
             assert min(choose_chunk_rows(shape), length) == wanted
+
+
+@pytest.mark.parametrize(("heads", "dim", "length"), product((8, 9, 16, 17), (32, 64), (512, 513)))
+def test_the_output_is_kept_for_cuda_kernels(heads: int, dim: int, length: int) -> None:
+    position = PositionOptions(pos_emb="kerple_log", score_processor="cdape")
+    encoding, processor = plan_encoding(position), plan_processor(position)
+    assert processor is not None
+    for dtype in (torch.bfloat16, torch.float32):
+        shape = AttentionShape(
+            2, ((0, length),), heads, dim, dtype.itemsize, encoding, processor, True, None, 64, False, 80 << 30
+        )
+        weights = get_weight_shape(heads, processor.width, processor.kernel_size, True)
+        has_kernels = mixer.is_supported(weights, dtype, dim, length)
+        assert attention_memory.has_cuda_kernels(shape) == has_kernels
+        windowed = replace(shape, window=length)
+        kept = [ATTENTION_MEMORY["triton"](x).saved_bytes for x in (shape, windowed)]
+        assert kept[0] - kept[1] == (2 * shape.query_bytes if has_kernels else 0)
 
 
 def test_maps_of_the_processor_kernel_do_not_grow_with_the_length() -> None:
@@ -146,7 +165,8 @@ def test_maps_of_the_processor_kernel_do_not_grow_with_the_length() -> None:
 
 
 def test_blocks_of_rows_find_the_gradients_of_keys_and_values() -> None:
-    """Each but the last, which is differentiated first and has most columns."""
+    """Each block except the last finds key and value gradients; the last has most columns and is differentiated
+    first."""
     batch, heads, dim, length, rows = 2, 4, 16, 256, 64
     position = PositionOptions(pos_emb="kerple_log")
     shape = AttentionShape(
@@ -161,8 +181,9 @@ def test_blocks_of_rows_find_the_gradients_of_keys_and_values() -> None:
 
 
 def test_a_softmax_has_three_maps_beside_its_probabilities() -> None:
-    """On CUDA devices: their gradient, its product with them and the gradient of the logits, all in float32."""
-    for b, kept in ((4, 4), (2, 4 + 2)):  # in a half type a copy of them is kept, and gone by then
+    """On CUDA devices the softmax stores three more float32 maps: its gradient, their product, and the logits'
+    gradient."""
+    for b, kept in ((4, 4), (2, 4 + 2)):  # half-precision types store a copy of them, freed by then
         shape = AttentionShape(
             2,
             ((0, 256),),
@@ -183,7 +204,7 @@ def test_a_softmax_has_three_maps_beside_its_probabilities() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_a_processor_has_when_it_is_computed(dtype: torch.dtype) -> None:
-    """Beside what it is given: padded scores, hidden values, what is added to the scores, and their float32 sum."""
+    """A processor stores padded scores, hidden values, its output and their float32 sum, besides its inputs."""
     batch, heads, width, rows, columns, b = 4, 8, 16, 32, 128, dtype.itemsize
     dims = AttentionDims(heads, 16, 16 * heads, columns, columns)
     processor = registry.build_processor("cdape", dims, {"width": width}, has_bias=True).to(dtype)

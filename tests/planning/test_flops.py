@@ -1,4 +1,4 @@
-"""FLOPs are those that a model counts of itself."""
+"""Estimated FLOPs equal those that a model counts for itself."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Layouts that are proposed are layouts that `train` accepts."""
+"""`train` accepts every proposed layout."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -92,7 +92,7 @@ def test_nothing_fits() -> None:
     made = make_plan(load_config(["6-7B", "rotary", "a100_2k"]).config, VOCABULARY, Cluster(get_gpu_spec("t4"), 2))
     assert (made.fitting_layouts, made.configured_layout is not None) == ([], True)
     assert not made.fits_gpu(made.configured_layout)  # type: ignore[arg-type]
-    impossible = make_plan(load_config(["125M", "rotary"]).config, VOCABULARY, Cluster(A100, 7))  # a batch of 256
+    impossible = make_plan(load_config(["125M", "rotary"]).config, VOCABULARY, Cluster(A100, 7))  # batch of 256
     assert (impossible.detailed_layout, impossible.estimate_backends()) == (None, {})
 
 
@@ -100,7 +100,7 @@ def test_maps_are_told_apart() -> None:
     config = load_config(["125M", "cdape_kerple_log", "a100_512"], ["checkpoint_activations=false"]).config
     estimates = make_plan(config, VOCABULARY, Cluster(A100, 8)).estimate_backends()
     found = {name: estimate.memory for name, estimate in estimates.items()}
-    assert list(found) == ["auto", "triton", "chunked", "eager"]  # fused attention cannot do it
+    assert list(found) == ["auto", "triton", "chunked", "eager"]  # fused attention does not support it
     assert found["triton"].kept_maps == 0
     assert found["chunked"].kept_maps == 0 < found["chunked"].working_maps
     assert found["auto"].kept_maps > 0.5 * found["auto"].get_largest("activations")

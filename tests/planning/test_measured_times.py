@@ -1,4 +1,4 @@
-"""The band that a plan prints for score processors holds every step that was measured."""
+"""The range that a plan prints for score processors contains every measured step."""
 
 import re
 
@@ -67,9 +67,21 @@ def test_a_plan_prints_the_band_and_its_source(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("model", ["125M", "350M", "1-3B", "2-7B", "6-7B"])
 def test_the_overlay_of_512_tokens_is_near_what_a_plan_proposes(model: str) -> None:
-    """Within 3% of the same layout without recomputation, and within 13% of the best layout."""
+    """The overlay of 512 tokens is within 3% of the same layout without recomputation, and within 13% of the best
+    layout."""
     cluster = Cluster(get_gpu_spec("a100-40gb"), 8)
     plan = make_plan(load_config([model, "cdape_kerple_log", "a100_512"]).config, 50257, cluster)
     assert plan.configured_layout is not None
     assert plan.fits_gpu(plan.configured_layout)
     assert plan.configured_layout.step_time.total < 1.13 * plan.fitting_layouts[0].step_time.total
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_shown"), [({}, True), ({"cuda_graph": "off"}, False), ({"attention_mask": "document"}, False)]
+)
+def test_a_plan_says_what_cuda_graphs_need(
+    keys: dict[str, str], is_shown: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = configure("350M", "none", 32).replace(**keys)
+    print_plan(make_plan(config, 50257, ONE_GPU), Console(width=240, highlight=False), 3)
+    assert ("if CUDA graphs are taken, at most" in capsys.readouterr().out) == is_shown

@@ -1,4 +1,4 @@
-"""Parameters are counted exactly: those of every shipped model, in every layout, with every method."""
+"""Exact parameter counts of every shipped model, in every layout, with every method."""
 
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,18 @@ VOCABULARY = 50257
 MODELS = sorted(path.stem for path in (SHIPPED_CONFIGS / "model").glob("*.yml"))
 
 PATTERN = "pos_emb=[kerple_log,t5,rotary] score_processor=[none,none,cdape]"
-"""Of layers, over stages that have other encodings."""
+"""Layer pattern over stages with different encodings."""
 
 
 def on_ranks(config: Config, tensor: int, stages: int, stage: int) -> int:
-    """What a rank holds, from the parameters of the stage that is built, without memory."""
+    """Count the parameters of a rank, from the parameters of the stage, built without memory."""
     processes = ProcessGroups(mesh=Mesh(stage, ParallelSizes(pipeline=stages)))
     gpt = build.build_model(config.model, config.position, VOCABULARY, device="meta", groups=processes)
     return sum(p.numel() // (1 if get_shard_spec(p) is None else tensor) for p in gpt.parameters())
 
 
 def load_method(text: str) -> Config:
-    """A model with an overlay, or with keys."""
+    """Load a model with an overlay, or with keys."""
     parts = text.split()
     return load_config(["125M"] if "=" in text else ["125M", *parts], parts if "=" in text else []).config
 
@@ -83,7 +83,7 @@ def test_every_stage(method: str, tied: bool, tensor: int, stages: int) -> None:
 
 
 def counted(**keys: Any) -> tuple[int, int]:
-    """Parameters as we count them, and as the model does."""
+    """Return the counted parameters, and the model's own."""
     config = tiny_config(Path(), **keys)
     gpt = build_model(config.model, config.position, 61, device="meta")
     return count_parameters(config, 61), gpt.num_parameters()

@@ -1,4 +1,4 @@
-"""What a step takes: identities of the model, and times that others published."""
+"""Step time: identities of the estimate, and published measurements."""
 
 from functools import cache
 from pathlib import Path
@@ -46,7 +46,7 @@ def timed(sizes: ParallelSizes, method: str = "rotary", **keys: Any) -> StepTime
 def test_one_gpu_computes_at_its_mfu() -> None:
     found = timed(ParallelSizes(), "none")
     assert (found.waiting, found.communicating) == (0, 0)
-    # Fused attention computes q·k once more: half of a forward pass of the scores.
+    # Fused attention recomputes q·k: half of the forward FLOPs of the scores.
     one = estimate_forward_flops(load_config(["2-7B", "none"]).config, VOCABULARY)
     again = 0.5 * one.attention * one.num_layers / one.training_flops_per_token
     assert found.mfu == pytest.approx(0.45 / (1 + again))
@@ -66,7 +66,7 @@ def test_recomputed_attention_costs_its_scores_and_exchanges_once_more() -> None
     assert again.total - plain.total == pytest.approx(
         one.num_layers * one.attention * 8 * 2048 / (0.45 * 312e12), rel=1e-6
     )
-    # Of tensor ranks sums of activations are not taken again; of context ranks keys and values are gathered again.
+    # Tensor ranks do not repeat sums of activations; context ranks gather keys and values again.
     tensor, context = (
         [timed(sizes, "none", checkpoint_activations=value).communicating for value in (False, "selective", True)]
         for sizes in (ParallelSizes(tensor=2), ParallelSizes(context=2))
@@ -90,12 +90,12 @@ def test_a_pipeline_waits_for_its_bubble(steps: int) -> None:
     found = timed(ParallelSizes(pipeline=4), gradient_accumulation_steps=steps, train_batch_size=steps)
     assert found.waiting / found.total == pytest.approx(
         compute_bubble(4, steps), abs=0.01
-    )  # beside the hand-over of states
+    )  # besides the transfer of states
 
 
 def test_context_ranks_divide_the_work() -> None:
     one, four = timed(ParallelSizes(), "cdape_kerple_log"), timed(ParallelSizes(context=4), "cdape_kerple_log")
-    assert four.computing == pytest.approx(one.computing / 4, rel=0.01)  # its blocks lie otherwise
+    assert four.computing == pytest.approx(one.computing / 4, rel=0.01)  # its blocks differ
     assert four.communicating > 0
 
 
@@ -104,14 +104,14 @@ def test_tensor_ranks_divide_the_work_and_exchange_heads_for_rows() -> None:
         return timed(ParallelSizes(tensor=4), method).computing / timed(ParallelSizes(), method).computing
 
     assert divided("rotary") == pytest.approx(0.25)
-    assert divided("cdape_kerple_log") == pytest.approx(0.25, rel=0.01)  # its blocks lie otherwise
+    assert divided("cdape_kerple_log") == pytest.approx(0.25, rel=0.01)  # its blocks differ
     plain, processed = (timed(ParallelSizes(tensor=4), m).communicating for m in ("kerple_log", "cdape_kerple_log"))
-    # Of queries and output a quarter, keys and values whole, three times for each of six sums of activations.
+    # A quarter of queries and output, whole keys and values, three times for each of six sums of activations.
     assert processed / plain == pytest.approx(1 + 3 * (2 / 4 + 2) / (6 * 2), rel=1e-3)
 
 
 def test_bytes_of_gradients() -> None:
-    """Over 16 GPUs on two nodes: 2.78e9 parameters in bf16 at 25 GB/s."""
+    """2.78e9 parameters in bf16 over 16 GPUs on two nodes, at 25 GB/s."""
     zero = [
         timed(
             ParallelSizes(data=16),
@@ -133,13 +133,13 @@ GATED = tiny_config(
 
 @cache
 def build_gated_model() -> nn.Module:
-    """It, without memory."""
+    """Build the gated model without memory."""
     with torch.device("meta"):
         return build_model(GATED.model, GATED.position, 61, seed=1)
 
 
 def list_local_matrices(tensor: int) -> list[HiddenMatrix]:
-    """What a tensor-parallel rank holds of its matrices."""
+    """List the local shards of the matrices of a tensor-parallel rank."""
     model = build_gated_model()
     found = []
     for matrix in list_hidden_matrices(model):
@@ -156,7 +156,7 @@ def list_local_matrices(tensor: int) -> list[HiddenMatrix]:
 
 
 class Ranks:
-    """Of `ProcessGroups` what Muon asks for."""
+    """Replacement of `ProcessGroups` with the attributes that Muon needs."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.device = mesh, torch.device("meta")
@@ -178,7 +178,7 @@ class Ranks:
 def test_newton_schulz_is_what_the_rank_with_most_of_it_really_computes(
     sizes: ParallelSizes, zero: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By torch's count of the products of every rank's own code, the exchange of matrices left out."""
+    """The estimate equals torch's count of products on the rank with most work, without the exchange of matrices."""
     for module in (muon, step_time):
         monkeypatch.setattr(module, "MUON_MATRICES_AT_ONCE", at_once)
     exchanged: list[int] = []
@@ -224,7 +224,7 @@ def test_muon_takes_its_products_and_exchanges_once_a_step() -> None:
     )
     assert adam == lion
     width, layers = 2560, 32
-    square, wide = 4 * 6 * width**3, 2 * (4 * 4 + 2) * width**3  # of queries, keys, values, output; of the feed-forward
+    square, wide = 4 * 6 * width**3, 2 * (4 * 4 + 2) * width**3  # queries, keys, values, output; feed-forward
     expected = 5 * layers * (square + wide) / (0.45 * 312e12)
     assert one.computing - adam.computing == pytest.approx(expected)
     assert one.communicating == 0
@@ -245,7 +245,7 @@ def test_groups_that_leave_a_node_share_its_network() -> None:
     cluster = Cluster(GpuSpec(1, 1, 1, nvlink_gb_per_s=300), num_gpus=64, gpus_per_node=8, network_gb_per_s=40)
     inside, over, four = cluster.ring_bandwidth(1, 8), cluster.ring_bandwidth(1, 64), cluster.ring_bandwidth(4, 16)
     assert [rate / LINK_EFFICIENCY / 1e9 for rate in (inside, over, four)] == [300, 40, 10]
-    assert cluster.ring_bandwidth(32, 2) / LINK_EFFICIENCY / 1e9 == 5  # every GPU of the node has its own partner
+    assert cluster.ring_bandwidth(32, 2) / LINK_EFFICIENCY / 1e9 == 5  # every GPU of the node has its own peer
 
 
 PYTHIA = {
@@ -255,8 +255,8 @@ PYTHIA = {
     "2.8B": (32, 2560, 32, 64, 16, 1, 1, 14240),
     "6.9B": (32, 4096, 32, 128, 8, 2, 2, 33500),
 }
-"""Layers, hidden size, heads, GPUs, micro-batch, tensor ranks, micro-batches of a step, GPU hours: A100s of 40 GB,
-Biderman et al. 2023 (arXiv 2304.01373, appendix), layouts from the configuration files of its repository."""
+"""Layers, hidden size, heads, GPUs, micro-batch, tensor ranks, micro-batches per step, GPU hours on 40 GB A100s.
+Source: Biderman et al. 2023 (arXiv 2304.01373, appendix); layouts from the configuration files of its repository."""
 
 
 def pythia(layers: int, width: int, heads: int, micro: int, tensor: int, steps: int) -> Config:
@@ -271,7 +271,7 @@ def pythia(layers: int, width: int, heads: int, micro: int, tensor: int, steps: 
 
 @pytest.mark.parametrize("name", PYTHIA)
 def test_published_gpu_hours(name: str) -> None:
-    """Within 15% from 1.0B on; the smaller one took a third longer than its FLOPs say."""
+    """Estimates are within 15% from 1.0B on; the smaller model took a third longer than its FLOPs suggest."""
     layers, width, heads, gpus, micro, tensor, steps, hours = PYTHIA[name]
     config = pythia(layers, width, heads, micro, tensor, steps)
     found = build_configured_layout(config, 50277, Cluster(A100, gpus, network_gb_per_s=50))

@@ -1,4 +1,4 @@
-"""Bounds hold, and gradients are untouched."""
+"""Bounds are enforced, and gradients are unchanged."""
 
 import math
 
@@ -19,7 +19,7 @@ finite = st.floats(-5, 5, allow_nan=False, width=32)
 def test_a_value_is_used_within_its_bounds_and_its_gradient_passes(value, grad, low, high) -> None:
     parameter = BoundedParameter((1,), lambda t: t.fill_(value), low, high)
     with torch.no_grad():
-        parameter.value.fill_(value)  # outside the bounds, as a careless optimizer would leave it
+        parameter.value.fill_(value)  # outside the bounds, as after a plain optimizer step
     used = parameter()
     assert low - 1e-9 <= used.item() <= high
     used.backward(torch.tensor([grad], dtype=torch.float32))
@@ -53,7 +53,7 @@ STARTS = [
 
 @pytest.mark.parametrize(("name", "option"), STARTS)
 def test_start_values_are_options(name: str, option: str) -> None:
-    """`r1_below` is the upper end of r1's start values, `c_start` the start value of c."""
+    """`r1_below` is the upper limit of r1's initial values, `c_start` the initial value of c."""
     parameter, kind = option.rsplit("_", 1)
     encoding = registry.build_encoding(name, AttentionDims(200, 4, 800, 16, 16), {option: 0.3})
     values = getattr(encoding, parameter)()
@@ -62,7 +62,7 @@ def test_start_values_are_options(name: str, option: str) -> None:
     else:
         assert values.min() >= 0.01
         assert values.max() <= 0.3
-        assert abs(values.mean() - 0.15) < 0.03  # the mean of 200 from U(0, 0.3) has deviation 0.006
+        assert abs(values.mean() - 0.15) < 0.03  # the mean of 200 values from U(0, 0.3) has standard deviation 0.006
     with pytest.raises(ValueError, match=f"option {option}.* is -1"):
         registry.build_encoding(name, AttentionDims(3, 4, 12, 16, 16), {option: -1.0})
 

@@ -1,4 +1,4 @@
-"""CDAPE against the published module, rebuilt here from DAPE V2's appendix N."""
+"""CDAPE, compared with the published module, reimplemented from DAPE V2's appendix N."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from megatron.position.token_range import TokenRange, causal_mask, sample_positi
 
 
 class Appendix(nn.Module):
-    """The module of appendix N: two Conv2d over [scores, bias], both lower-triangular, hidden map cut at column T."""
+    """Module of appendix N: two Conv2d over [scores, bias], both lower-triangular, hidden map cut at column T."""
 
     def __init__(self, channels: int, heads: int, width: int, kernel_size: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def test_equals_the_appendix_on_every_row_but_the_last(k: int, heads: int, width
 
 
 def test_the_last_rows_differ_because_the_published_hidden_map_ends_at_column_T() -> None:
-    """The published module's row i changes when the sequence grows; with a longer sequence it becomes ours."""
+    """Row i of the published module changes when the sequence grows; with a longer sequence it equals ours."""
     ours, theirs = _pair(3, 8, 5, True)
     length, longer = 12, 14  # k//2 = 2 more columns
     scores = torch.randn(1, 3, longer, longer, dtype=torch.float64)
@@ -125,7 +125,7 @@ def some_inputs(encoding: Encoding, processor: Processor, tokens: TokenRange) ->
 @pytest.mark.parametrize("k", [1, 3, 5, 7])
 @pytest.mark.parametrize("length", [1, 2, 5, 23])
 def test_the_bias_share_from_a_table_equals_the_convolution_of_the_bias(k: int, length: int) -> None:
-    """Left edge included, and rows in blocks."""
+    """The bias contribution from a table equals the convolution of the bias, including the left edge and row blocks."""
     shape = AttentionDims(3, 8, 24, 16, 16)
     encoding = registry.build_encoding("kerple_log3", shape).double()
     processor = registry.build_processor("cdape", shape, {"width": 5, "kernel_size": k}, has_bias=True).double()
@@ -135,7 +135,7 @@ def test_the_bias_share_from_a_table_equals_the_convolution_of_the_bias(k: int, 
     lower = causal_mask(whole, whole)
     dense = toeplitz(table.bias, whole, whole).masked_fill(~lower, 0)
     exact = processor.hidden(torch.nn.functional.pad(dense, (0, p))[None].double(), processor.bias_channels)[0]
-    used = causal_mask(TokenRange(p, length), TokenRange(0, length + p))  # what any output that is seen reads
+    used = causal_mask(TokenRange(p, length), TokenRange(0, length + p))  # inputs of all visible outputs
     for start in range(length):
         rows = TokenRange(start, length - start)
         ours = share.for_rows(rows, length)
@@ -161,7 +161,10 @@ def test_no_share_where_keys_are_hidden() -> None:
 
 @pytest.mark.parametrize("columns", [2, 4])
 def test_the_gradient_of_a_long_strip_takes_memory_linear_in_its_rows(columns: int) -> None:
-    """The left edge's strip has a row per token and a few columns: sheared along its rows it would be a square."""
+    """The gradient of a long strip takes memory linear in its rows.
+
+    The left edge's strip has one row per token and few columns; sheared along its rows it would be square.
+    """
     rows = 512
     table = torch.randn(3, rows, dtype=torch.float64, requires_grad=True)
     strip = toeplitz(table, TokenRange(0, rows), TokenRange(0, columns))

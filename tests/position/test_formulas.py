@@ -1,4 +1,4 @@
-"""Each formula against numbers computed here, in float64, from the paper's equation."""
+"""Each formula, compared with float64 values of the paper's equation."""
 
 import math
 
@@ -22,7 +22,7 @@ def _build(name: str, heads: int = 5, **options):
 
 
 def _close(ours: torch.Tensor, exact: np.ndarray, ulps: float = 8) -> None:
-    """Equal but for float32's rounding: 4 units for a function such as log, 1 for each operation around it."""
+    """Assert equality up to float32 rounding: 4 units for a function such as log, 1 for each operation around it."""
     np.testing.assert_allclose(ours.detach().numpy(), exact, rtol=ulps * 2**-24, atol=ulps * 2**-24)
 
 
@@ -54,14 +54,14 @@ def test_alibi_power_of_two() -> None:
 
 
 def test_alibi_other_head_counts_follow_the_released_rule() -> None:
-    # 12 heads: those of 8, then every other of 16's, from the first
+    # 12 heads: the slopes of 8 heads, then every other slope of 16 heads, starting with the first
     assert slopes(12) == [2.0**-h for h in range(1, 9)] + [2.0 ** (-h / 2) for h in (1, 3, 5, 7)]
     for heads in range(1, 70):
         assert len(slopes(heads)) == heads
 
 
 def _t5_bucket(distance: int, buckets: int, longest: int) -> int:
-    """T5's causal bucket in exact integer logic: the largest b with distance ≥ e·(longest/e)^((b−e)/e)."""
+    """Return T5's causal bucket in exact integer logic: the largest b with distance ≥ e·(longest/e)^((b−e)/e)."""
     exact = buckets // 2
     if distance < exact:
         return distance
@@ -150,7 +150,7 @@ def test_every_method_describes_itself() -> None:
 
 
 def _values(encoding, *names: str) -> list[np.ndarray]:
-    """Learned parameters as float64 columns [H, 1]."""
+    """Return learned parameters as float64 columns [H, 1]."""
     return [getattr(encoding, name).value.detach().double().numpy()[:, None] for name in names]
 
 
@@ -174,12 +174,13 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("exponent", [-1.5, 0.0, 0.7, 2.0])
 def test_bam_has_exponents_of_either_sign(exponent: float) -> None:
-    """And starts as ALiBi, but for its offset."""
+    """BAM accepts exponents of either sign, and starts as ALiBi except for its offset."""
     encoding = _build("bam", heads=8, exponent_init=exponent)
     ours = encoding.table(arange_distances(N)).bias
     slope = np.array([2.0**-h for h in range(1, 9)])[:, None]
     offset = n + np.float64(np.float32(1e-5))
-    # The sum n + 1e-5 rounds once, which the power multiplies by its exponent; ln n < 12 does the same to the exponent.
+    # Rounding n + 1e-5 gives an error that the power multiplies by its exponent; with ln n < 12 the exponent's rounding
+    # acts alike.
     _close(ours, -slope * offset**exponent, ulps=32)
     assert np.isfinite(ours.detach().numpy()).all()
     ours.sum().backward()
@@ -190,7 +191,7 @@ def test_bam_has_exponents_of_either_sign(exponent: float) -> None:
 def test_biases(name: str) -> None:
     encoding = _build(name)
     names, formula = BIASES[name]
-    # At most a function of a function, 4 units each and 2 for a product between them; type2 squares, which doubles it.
+    # At most a function of a function: 4 units each, and 2 for a product between them. type2 squares, which doubles it.
     _close(encoding.table(arange_distances(N)).bias, formula(*_values(encoding, *names)), ulps=32)
 
 
@@ -204,7 +205,10 @@ RELEASED = {
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_series_as_their_authors_train_them(name: str) -> None:
-    """OpenNLPLab/fairseq-evo, transformer_rpe.py: rpe types 4, 11, 7 and 13 of ALiBi's slopes times the distance."""
+    """Series as their authors train them.
+
+    OpenNLPLab/fairseq-evo, transformer_rpe.py: rpe types 4, 11, 7 and 13 of ALiBi's slopes times the distance.
+    """
     slopes = np.array([2.0**-h for h in range(1, 9)])[:, None]
     encoding = _build(name, heads=8, released=True)
     _close(encoding.table(arange_distances(N)).bias, RELEASED[name](slopes * n), ulps=32)
@@ -214,7 +218,7 @@ def test_series_as_their_authors_train_them(name: str) -> None:
 def test_weights(name: str) -> None:
     encoding = _build(name)
     names, formula = WEIGHTS[name]
-    # exp(−x) carries x's rounding: a relative error of x·2⁻²⁴ where exp(−x) itself is at most 1/x.
+    # exp(−x) inherits x's rounding: a relative error of x·2⁻²⁴, while exp(−x) itself is at most 1/x.
     _close(encoding.table(arange_distances(N)).weight, formula(*_values(encoding, *names)), ulps=32)
 
 
@@ -237,11 +241,11 @@ def test_start_values_fill_their_interval(name: str, parameter: str, low: float,
 
 @pytest.mark.parametrize("from_zero", [False, True])
 def test_sandwich(from_zero: bool) -> None:
-    """k_h (Σ_j cos(n/10000^(2j/128)) − 64), k_h = H/(8h): j from 1, or from 0 as in the products of sinusoids."""
+    """k_h (Σ_j cos(n/10000^(2j/128)) − 64), k_h = H/(8h), with j from 1, or from 0 as in products of sinusoids."""
     bias = _build("sandwich", from_zero=from_zero).table(arange_distances(N)).bias
     total = sum(np.cos(n / 10000.0 ** (2 * j / 128)) for j in range(1 - from_zero, 65 - from_zero)) - 64
     _close(bias, np.stack([5 / (8 * h) * total for h in range(1, 6)]))
-    if from_zero:  # its paper's appendix: products of sinusoidal vectors over 8h/H, less their value at distance 0
+    if from_zero:  # its paper's appendix: products of sinusoidal vectors over 8h/H, minus the value at distance 0
         angles = np.arange(12)[:, None] / 10000.0 ** (2 * np.arange(64) / 128)
         vectors = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
         products = vectors[11] @ vectors[::-1].T
@@ -269,7 +273,7 @@ def test_fire_against_a_loop(activation: str, slope: float) -> None:
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_cope_against_a_loop(scaled: bool) -> None:
-    """q·e beside q·k/√d as published; before checkpoints of format 6 it was divided by √d = 2, too."""
+    """q·e is added to q·k/√d as published; before checkpoint format 6 it was divided by √d = 2, too."""
     shape = AttentionDims(2, 4, 8, 16, 16)
     encoding = registry.build_encoding("cope", shape, {"positions": 5, "scaled": scaled})
     with torch.no_grad():
@@ -292,7 +296,8 @@ def test_cope_against_a_loop(scaled: bool) -> None:
 
 
 def test_t5_as_gpt_neox_computes_and_starts_it() -> None:
-    """Its table times √d, which starts from Xavier's normal distribution over [buckets, heads]."""
+    """T5's table is multiplied by √d and initialized from Xavier's normal distribution over [buckets, heads], as in
+    GPT-NeoX."""
     dims = AttentionDims(12, 64, 768, 128, 128)
     encoding = registry.build_encoding("t5", dims, {"root_scale": True, "xavier_init": True})
     table, distances = encoding.bias.value.detach().double(), torch.arange(16.0)
@@ -313,7 +318,7 @@ def test_bam_with_a_location_against_its_formula() -> None:
     mu, beta, s = (
         p.value.detach().double()[:, None] for p in (encoding.location, encoding.exponent, encoding.log_scale)
     )
-    # The released code: b = j − i − (e^μ − e^−μ), −(|b| + 1e-5)^β·e^α.
+    # Released code: b = j − i − (e^μ − e^−μ), −(|b| + 1e-5)^β·e^α.
     b = -n.double() - (mu.exp() - (-mu).exp())
     exact = -((b.abs() + 1e-5) ** beta) * s.exp()
     torch.testing.assert_close(encoding.table(n).bias.double(), exact, rtol=1e-5, atol=1e-6)
@@ -331,7 +336,8 @@ def test_cope_starts_without_effect() -> None:
 
 
 def test_transformer_xl_starts_as_the_published_modules() -> None:
-    """W_R from N(0, 0.02²) as in its own code, or from torch.nn.Linear's interval ±1/√D as in DAPE's module."""
+    """W_R is initialized from N(0, 0.02²) as in the original code, or from torch.nn.Linear's ±1/√D as in DAPE's
+    module."""
     dims = AttentionDims(4, 64, 256, 16, 16)
     own, linear = (
         registry.build_encoding("transformer_xl", dims, options).project.weight
@@ -366,7 +372,8 @@ def test_transformer_xl_against_a_loop() -> None:
 
 
 def _scaled_frequency(scaling: str, m: int, half: int, base: float, options: dict[str, float], reached: int) -> float:
-    """One frequency as the publications word it: by wavelengths, by bases, and by the pair that turns so often."""
+    """Return one frequency as defined in the papers: by wavelengths, by bases, or by the pair with a given number of
+    turns."""
     plain, factor, length = base ** (-m / half), options.get("factor", 1.0), options.get("original_length", 16)
     if scaling == "linear":
         return plain / factor

@@ -1,4 +1,4 @@
-"""Encodings whose decay the text decides: their bias against its definition, and where its sums begin."""
+"""Encodings with input-dependent decay: their bias compared with its definition, and start of their sums."""
 
 import math
 
@@ -53,10 +53,11 @@ def test_gradients_are_those_of_plain_autograd() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_half_precision_model_has_float32_gates(dtype: torch.dtype) -> None:
-    """Rounded to bfloat16 a gate near 1 is off by several percent of its logarithm."""
+    """Gates stay float32 in a half-precision model: bfloat16 would change log(gate) near gate = 1 by several
+    percent."""
     encoding, x = registry.build_encoding("fox", DIMS, {"bias_init": 5.0}).to(dtype), torch.randn(1, 50, 24).to(dtype)
     exact = registry.build_encoding("fox", DIMS)
-    exact.load_state_dict(encoding.state_dict())  # the rounded parameters, computed with in float32
+    exact.load_state_dict(encoding.state_dict())  # the rounded parameters, used in float32
     found = encoding.gate(x, ALL_HEADS)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, exact.gate(x.float(), ALL_HEADS), rtol=1e-6, atol=1e-7)
@@ -73,12 +74,15 @@ def test_decay_times_are_where_heads_start() -> None:
 
 @pytest.mark.parametrize("dropped", [1, 777, 60_000])
 def test_a_difference_of_sums_does_not_depend_on_where_they_begin(dropped: int) -> None:
-    """To the bit, at 65,536 tokens whose sums reach −45,000; and float32 holds what is near, where sums do not."""
+    """Differences of sums do not depend on the start of the sums, bit for bit.
+
+    At 65,536 tokens the sums reach −45,000, and float32 keeps nearby differences exact that plain sums lose.
+    """
     gates = torch.nn.functional.logsigmoid(torch.randn(1, 1, 65_536))
     rows = 3
     whole = bias_of(gates, rows)
     assert torch.equal(whole[..., dropped:], bias_of(gates[..., dropped:], rows))
-    exact = gates.double().flip(-1).cumsum(-1).flip(-1)[0, 0, 1:]  # Σ_{l > j}, of the last row
+    exact = gates.double().flip(-1).cumsum(-1).flip(-1)[0, 0, 1:]  # Σ_{l > j} for the last row
     near = (whole[0, 0, -1, :-1].double() - exact)[-64:].abs().max()
     sums = gates.cumsum(-1)[0, 0]
     plain = ((sums[-1] - sums[:-1]).double() - exact)[-64:].abs().max()
@@ -87,7 +91,8 @@ def test_a_difference_of_sums_does_not_depend_on_where_they_begin(dropped: int) 
 
 
 def test_positions_are_decayed_on_request_except_biases() -> None:
-    """GPT-NeoX decays all that is not called `bias`: KERPLE's r1 and r2, T5's table, FIRE's c, not FIRE's biases."""
+    """GPT-NeoX applies weight decay to all parameters except those named `bias`: KERPLE's r1 and r2, T5's table, and
+    FIRE's c."""
     model = ModelOptions(num_layers=1, hidden_size=16, num_attention_heads=4, seq_length=8)
     decayed = {}
     for name in ("kerple_log", "t5", "fire", "fox", "learned"):
@@ -130,11 +135,11 @@ def test_a_cache_has_one_float32_for_each_token_and_head() -> None:
             caches.append(gpt.new_kv_cache(26))
             gpt(torch.zeros(2, 20, dtype=torch.int64), kv_cache=caches[-1])
     without, with_gates = (cache.count_bytes() for cache in caches)
-    assert with_gates - without == 2 * 2 * 3 * 26 * 4  # layers, sequences, heads, room, bytes
+    assert with_gates - without == 2 * 2 * 3 * 26 * 4  # layers, sequences, heads, capacity, bytes
 
 
 def test_a_processor_sees_the_whole_bias_of_each_sequence() -> None:
-    """With Conv1's weights of the scores zero and W = H, what dape adds is a function of the bias alone."""
+    """With Conv1's score weights zero and W = H, dape's output depends only on the bias."""
     from megatron.attention.inputs import AttentionInputs
     from megatron.attention.reference import compute_scores_and_bias
 

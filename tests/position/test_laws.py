@@ -1,4 +1,4 @@
-"""Laws that every encoding and processor of the registry obeys, alone and together."""
+"""Laws of every encoding and processor in the registry, alone and combined."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -28,7 +28,7 @@ from megatron.position.processors.cdape import Cdape
 from megatron.position.token_range import ALL_HEADS, SampledPositions, TokenRange, sample_positions
 from tools.rounding import SAFETY_FACTOR, assert_close_in_rounding, assert_within_rounding, compute_excess
 
-# The longest sum of these shapes is CDAPE's second convolution, and at most five follow on one another: turned keys,
+# CDAPE's second convolution has the longest sum for these shapes. At most five sums follow each other: rotated keys,
 # scores, two convolutions, values. Values and scores are of order one.
 TERMS, SUMS = 32 * 3, 5
 
@@ -37,7 +37,7 @@ LEARNED_TABLES = [name for name in TABLES if list(build(name, "none")[0].paramet
 
 
 def mark_slow(pairs: list[tuple[str, str]]) -> list[Any]:
-    """`make test-fast` tries every encoding alone, and every processor on one encoding."""
+    """Mark pairs that `make test-fast` skips; it tests every encoding alone, and every processor with one encoding."""
     return [
         pytest.param(*pair, marks=[pytest.mark.slow] if pair[1] != "none" and pair[0] != "kerple_log" else [])
         for pair in pairs
@@ -46,7 +46,7 @@ def mark_slow(pairs: list[tuple[str, str]]) -> list[Any]:
 
 lengths = st.integers(2, 40)
 few_shapes = settings(max_examples=6)
-"""For laws that are tried with every pair: what depends on a shape is code that many pairs share."""
+"""For laws tested with every pair: code that depends on a shape is shared by many pairs."""
 
 
 @pytest.mark.parametrize(("encoding", "processor"), mark_slow(MAPPED))
@@ -70,7 +70,7 @@ def test_no_output_and_no_gradient_reaches_a_future_token(encoding: str, process
 
 
 class LeakyCdape(Cdape):
-    """CDAPE without tril: the published appendix D shows that it cheats."""
+    """CDAPE without tril, which leaks future tokens according to the published appendix D."""
 
     def forward(self, scores, bias, visible, heads=ALL_HEADS, bias_contribution=None):
         return super().forward(scores, bias, torch.ones_like(visible), heads)
@@ -89,7 +89,7 @@ def test_the_causality_law_catches_a_processor_without_tril() -> None:
 @few_shapes
 @given(length=lengths, data=st.data())
 def test_a_row_depends_neither_on_T_nor_on_the_rows_beside_it(encoding, processor, length: int, data) -> None:
-    """The same law makes cached decoding and sharding by rows exact."""
+    """A row depends neither on T nor on other rows. This law makes cached decoding and row sharding exact."""
     e, p = build(encoding, processor)
     q, k, v = random_qkv(length)
     whole = output(q, k, v, TokenRange(0, length), TokenRange(0, length), e, p)
@@ -125,9 +125,9 @@ def test_moving_all_positions_changes_nothing(encoding: str, processor: str, len
 @few_shapes
 @given(length=st.integers(2, 30), window=st.integers(1, 12), data=st.data())
 def test_a_window_hides_what_is_before_it(encoding, processor, length: int, window: int, data) -> None:
-    """No output and no gradient reaches a key before the window, and none of the window is missing."""
+    """No output and no gradient depends on keys before the window, and every key in the window counts."""
     e, p = build(encoding, processor)
-    e, p = e.double(), p.double() if p is not None else None  # whose smallest softmax weight here is no zero
+    e, p = e.double(), p.double() if p is not None else None  # the smallest softmax weight is not zero here
     row = data.draw(st.integers(0, length - 1))
     q, k, v = random_qkv(length, dtype=torch.float64)
     k.requires_grad_(), v.requires_grad_()
@@ -146,7 +146,8 @@ def test_a_window_hides_what_is_before_it(encoding, processor, length: int, wind
 @few_shapes
 @given(length=st.integers(1, 30), window=st.integers(1, 12), block=st.integers(1, 9))
 def test_blocks_that_leave_out_what_the_window_hides_change_nothing(encoding, processor, length, window, block) -> None:
-    """CDAPE's hidden map is alive on masked columns: leaving one too many out would show."""
+    """Skipping blocks outside the window changes nothing. CDAPE's hidden map uses masked columns, so skipping too many
+    would show."""
     e, p = build(encoding, processor)
     e, p = e.double(), p.double() if p is not None else None
     q, k, v = random_qkv(length, dtype=torch.float64)
@@ -161,8 +162,10 @@ def test_blocks_that_leave_out_what_the_window_hides_change_nothing(encoding, pr
 @few_shapes
 @given(length=st.integers(1, 20), spread=st.integers(1, 9), data=st.data())
 def test_drawn_positions_are_what_the_method_sees(encoding, processor, length: int, spread: int, data) -> None:
-    """Consecutive draws equal the places they begin at; a spread-out draw is a longer sequence with tokens left out,
-    where no processor mixes neighbouring keys."""
+    """Consecutive positions equal an offset; other positions equal a longer sequence without the omitted tokens.
+
+    The second property needs a processor that does not mix adjacent keys.
+    """
     e, p = build(encoding, processor)
     q, k, v = random_qkv(length)
     start = data.draw(st.integers(0, 30))
@@ -195,8 +198,11 @@ def test_drawn_positions_are_what_the_method_sees(encoding, processor, length: i
 
 @pytest.mark.parametrize(("encoding", "processor"), mark_slow(MAPPED))
 def test_drawn_positions_have_the_gradients_of_autograd(encoding: str, processor: str) -> None:
-    """The table's gradient, which has no diagonals to sum along here, against a gather; blocks against the whole; and
-    continuous positions that happen to be whole against whole ones."""
+    """Gradients with randomized positions equal autograd's.
+
+    The table's gradient has no diagonals here and is compared with a gather. Blocks equal the whole, and continuous
+    positions with integer values equal integer positions.
+    """
     length, limit = 13, 40
     e, p = build(encoding, processor)
     e, p = e.double(), p.double() if p is not None else None
@@ -219,7 +225,7 @@ def test_drawn_positions_have_the_gradients_of_autograd(encoding: str, processor
 
 @pytest.mark.parametrize(("encoding", "processor"), [pair for pair in ALL if pair[1] != "none"])
 def test_a_rank_with_some_of_the_heads_gets_what_all_would_give_it(encoding: str, processor: str) -> None:
-    """What tensor parallelism rests on: a range of heads equals that range of the whole."""
+    """A range of heads equals the same range of all heads, which tensor parallelism requires."""
     e, p = build(encoding, processor)
     q, k, _ = random_qkv(11)
     span = TokenRange(0, 11)
@@ -242,7 +248,7 @@ def test_32_times_the_training_length_is_finite(encoding: str, processor: str) -
 
 @pytest.mark.parametrize(("encoding", "processor"), mark_slow(MAPPED))
 def test_chunked_equals_eager_in_outputs_and_all_gradients(encoding: str, processor: str) -> None:
-    """In float64, where equal means equal: the two only sum in another order."""
+    """Chunked equals eager in float64; they differ only in the order of sums."""
     length = 37
     e, p = build(encoding, processor)
     e, p = e.double(), p.double() if p is not None else None
@@ -257,11 +263,11 @@ def test_chunked_equals_eager_in_outputs_and_all_gradients(encoding: str, proces
         grads = torch.autograd.grad((out * seed).sum(), [*inputs, *parameters], allow_unused=True)
         results.append([out, *(g for g in grads if g is not None)])
     for eager, chunked in zip(*results, strict=True):
-        assert_close_in_rounding(eager, chunked, 2 * length * length, 2 * SUMS)  # the most that any gradient sums
+        assert_close_in_rounding(eager, chunked, 2 * length * length, 2 * SUMS)  # longest sum of any gradient
 
 
 def _bfloat16(encoding: str, processor: str, length: int = 37) -> tuple[AttentionInputs, Callable[[], Tensor]]:
-    """Attention in bfloat16, and the same in float64 from the same numbers."""
+    """Return attention in bfloat16, and a float64 computation from the same numbers."""
     span, qkv = TokenRange(0, length), random_qkv(length, dtype=torch.bfloat16)
     e, p = (None if module is None else module.bfloat16() for module in build(encoding, processor))
     exact = [None if module is None else deepcopy(module).double() for module in (e, p)]
@@ -272,7 +278,8 @@ def _bfloat16(encoding: str, processor: str, length: int = 37) -> tuple[Attentio
 @pytest.mark.parametrize(("encoding", "processor"), mark_slow(MAPPED))
 @torch.no_grad()
 def test_bfloat16_errs_by_rounding_alone_in_both_backends(encoding: str, processor: str) -> None:
-    """Its products' factors and results are rounded to it; bias, softmax and all sums are in float32 and more."""
+    """bfloat16 errors are rounding errors: products round inputs and results; bias, softmax and all sums are at least
+    float32."""
     rows, exact = _bfloat16(encoding, processor)
     found = {"eager": EagerBackend()(rows), "chunked": ChunkedBackend(11)(rows)}
     assert_within_rounding(found, lambda: dict.fromkeys(found, exact()), torch.bfloat16, stored=True)
@@ -310,7 +317,7 @@ def test_a_half_precision_model_has_the_float32_bias_at_any_distance(name: str) 
         half.load_state_dict(e.state_dict())
         half = half.to(dtype)
         full, _ = build(name, "none")
-        full.load_state_dict(half.state_dict())  # the rounded parameters, computed with in float32
+        full.load_state_dict(half.state_dict())  # the rounded parameters, used in float32
         for ours, reference in zip(half.table(far), full.table(far), strict=True):
             assert (ours is None) == (reference is None)
             if ours is not None:
@@ -342,7 +349,7 @@ def test_a_half_precision_model_has_the_float32_bias_where_it_is_no_table(name: 
 def test_float16_stays_finite_at_distance_65536(encoding: str, processor: str) -> None:
     shape = AttentionDims(2, 4, 8, 16, 16)
     e, p = build(encoding, processor, shape)
-    for parameter in e.parameters():  # the steepest bias that the bounds allow
+    for parameter in e.parameters():  # steepest bias within the bounds
         parameter.data.clamp_(min=2.0)
     e, p = e.half(), p.half() if p is not None else None
     q, k, v = random_qkv(65_537, shape, batch=1, dtype=torch.float16)
@@ -364,7 +371,7 @@ def test_tables_of_all_layers_at_once_are_those_of_each(name: str) -> None:
     encodings = [build(name, "none")[0] for _ in range(3)]
     with torch.no_grad():
         for layer, encoding in enumerate(encodings):
-            for parameter in encoding.parameters():  # of all layers others, some outside of their bounds
+            for parameter in encoding.parameters():  # different in all layers, some outside their bounds
                 parameter.copy_(torch.rand_like(parameter) * 3 - 0.5 + layer)
     ranges = [(TokenRange(0, 20), TokenRange(0, 20)), (TokenRange(20, 13), TokenRange(0, 33))]
     together = compute_tables_of_layers(encodings, ranges, None)
@@ -387,6 +394,7 @@ def test_tables_of_all_layers_at_once_are_those_of_each(name: str) -> None:
 
 @pytest.mark.parametrize("encoding", registry.list_encodings())
 def test_no_encoding_has_a_linear_layer_that_is_used_otherwise(encoding: str) -> None:
-    """What replaces every nn.Linear by another layer (peft's `all-linear`, quantization) must find none here."""
+    """No encoding contains an nn.Linear, which tools that replace every nn.Linear (peft's `all-linear`, quantization)
+    would break."""
     built = registry.build_encoding(encoding, AttentionDims(4, 8, 32, 16, 16))
     assert not [module for module in built.modules() if isinstance(module, torch.nn.Linear)]

@@ -1,4 +1,4 @@
-"""A new encoding is one file: what its file declares is known without importing it, and its mistakes are one line."""
+"""A new encoding is one file: its declarations are read without import, and its mistakes give one-line errors."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ class Mine(Encoding):
 
 @pytest.fixture
 def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Add a file of an encoding `mine`, in a folder of one's own beside the project's."""
+    """Function that adds a file with an encoding `mine` in a user's folder."""
     (tmp_path / "encodings").mkdir()
     monkeypatch.setenv(METHODS_VARIABLE, str(tmp_path))
 
@@ -97,7 +97,7 @@ def test_a_mistake_in_a_hook_is_one_line(add, body: str, message: str) -> None:
 
 
 def test_hooks_are_asked_on_every_device(add) -> None:
-    """The meta device, on which options are checked, sees no index that is out of range."""
+    """Hooks work on every device; the meta device, which checks options, detects no index out of range."""
     add("    adds_bias = True\n    def table(self, n):\n        return ScoreTerms(n.expand(2, -1)[:, n.long() + 4])")
     with torch.device("meta"):
         registry.build_encoding("mine", DIMS)
@@ -121,7 +121,7 @@ def test_hooks_are_asked_on_every_device(add) -> None:
     ],
 )
 def test_a_mistake_is_found_without_importing_the_file(add, body: str, message: str) -> None:
-    """So that planning refuses it too, and does not plan for an encoding that does nothing."""
+    """Mistakes are found without importing the file, so that planning rejects it too."""
     add(body)
     with pytest.raises(MethodFileError, match=message) as raised:
         catalog.read_encoding_facts("mine")

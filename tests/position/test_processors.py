@@ -1,4 +1,5 @@
-"""Processors that read rows above, sum over them or work on weights, against their papers' equations in float64."""
+"""Processors that read earlier rows, sum over them or modify weights, compared with the papers' equations in
+float64."""
 
 import math
 
@@ -27,7 +28,7 @@ def build(name: str, **options: object) -> Processor:
 
 
 def attend(processor: Processor) -> tuple[Tensor, Tensor, Tensor]:
-    """Our output, and what the equations begin with: S + B, and values."""
+    """Return our output and the inputs of the equations: S + B, and values."""
     encoding = registry.build_encoding("kerple_log", SHAPE).double()
     q, k, v = random_qkv(LENGTH, dtype=torch.float64)
     ours = compute_attention(AttentionInputs(q, k, v, SPAN, SPAN, encoding, processor))
@@ -41,7 +42,7 @@ def softmax(logits: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("absolute", [False, True])
 def test_talking_heads(absolute: bool) -> None:
-    """2003.02436, section 3: J = einsum(logits, P_l), U = einsum(softmax(J), P_w)."""
+    """Talking heads (2003.02436, section 3): J = einsum(logits, P_l), U = einsum(softmax(J), P_w)."""
     processor = build("talking_heads", absolute=absolute)
     ours, logits, v = attend(processor)
     identity = 0 if absolute else torch.eye(SHAPE.num_heads)
@@ -52,7 +53,8 @@ def test_talking_heads(absolute: bool) -> None:
 
 @pytest.mark.parametrize(("has_second", "absolute"), [(False, False), (True, False), (True, True)])
 def test_multi_token_attention(has_second: bool, absolute: bool) -> None:
-    """2504.00927, equations 3 and 4 entry by entry: what is not visible is zero before each convolution."""
+    """Multi-token attention (2504.00927, equations 3 and 4) element by element; masked elements are zero before each
+    convolution."""
     sizes = {"weights_query_kernel_size": 2, "weights_key_kernel_size": 3} if has_second else {}
     options = {"query_kernel_size": 3, "key_kernel_size": 5, "head_kernel_size": 1 if has_second else 3}
     processor = build("mta", **options, **sizes, mixes_scores=has_second, gate=has_second, absolute=absolute)
@@ -89,7 +91,8 @@ def test_multi_token_attention(has_second: bool, absolute: bool) -> None:
 
 
 def test_selective_attention() -> None:
-    """2410.02703, section 3, entry by entry: no token masks itself, and none the first."""
+    """Selective attention (2410.02703, section 3) element by element: no token masks itself, and none masks the
+    first."""
     ours, logits, v = attend(build("selective"))
     masking = torch.zeros(2, LENGTH, LENGTH, dtype=torch.float64)
     for i in range(LENGTH):
@@ -100,7 +103,7 @@ def test_selective_attention() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"s": 0.43, "learned": False}])
 def test_scalable_softmax_of_scores_and_prior(options: dict[str, object]) -> None:
-    """BAM's released code with `ssmax_prior`: logits are (q·k/√d + prior)·s·log n, n the keys that a row sees."""
+    """BAM's released code with `ssmax_prior`: logits are (q·k/√d + prior)·s·log n, with n visible keys."""
     processor = registry.build_processor("ssmax_prior", SHAPE, options, has_bias=True).double()
     s = torch.full((3,), 0.43, dtype=torch.float64)
     if processor.s is not None:
@@ -112,7 +115,8 @@ def test_scalable_softmax_of_scores_and_prior(options: dict[str, object]) -> Non
 
 
 def test_scalable_softmax_counts_the_keys_that_a_row_sees() -> None:
-    """Those of its window, of its document and of no padding; without a bias it is the temperature."""
+    """Scalable softmax counts visible keys: within window and document, without padding. Without a bias it is the
+    temperature."""
     model = ModelOptions(num_attention_heads=3, hidden_size=24, seq_length=16, num_layers=2)
     tokens = torch.randint(1, 50, (2, 12), generator=torch.Generator().manual_seed(3))
     mask = torch.arange(12) >= torch.tensor([[3], [0]])

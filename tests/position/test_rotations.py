@@ -1,4 +1,5 @@
-"""Rotations that treat queries and keys differently, against float64 formulas of the scores, pair by pair of tokens."""
+"""Rotations that treat queries and keys differently, compared with float64 formulas of the scores for each token
+pair."""
 
 import math
 from dataclasses import replace
@@ -19,7 +20,7 @@ DIMS = AttentionDims(HEADS, D, HEADS * D, 16, 16)
 
 
 def _scores(encoding: Encoding, q: torch.Tensor, k: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """Of all rows and columns, [B, H, T, T]."""
+    """Return the scores of all rows and columns, [B, H, T, T]."""
     span = TokenRange(start, q.shape[2])
     rotated = encoding.rotate(q, span), encoding.rotate_keys(k, span)
     assert all(x.shape[-1] == encoding.qk_head_dim for x in rotated)
@@ -27,14 +28,14 @@ def _scores(encoding: Encoding, q: torch.Tensor, k: torch.Tensor, start: int = 0
 
 
 def _turned_product(q: np.ndarray, k: np.ndarray, distance: float, base: float = 10000.0) -> np.ndarray:
-    """Of each pair of dimensions, turned by so many positions: the real part of q·conj(k)·e^(iθn)."""
+    """Return the real part of q·conj(k)·e^(iθn) for each pair of dimensions at a distance n."""
     half = len(q) // 2
     z = (q[:half] + 1j * q[half:]) * np.conj(k[:half] + 1j * k[half:])
     return (z * np.exp(1j * distance * base ** (-np.arange(half) / half))).real
 
 
 def _exact_scores(score, q: torch.Tensor, k: torch.Tensor) -> np.ndarray:
-    """score(q_i, k_j, i, j, head)/√d for j ≤ i of the first sequence, 0 elsewhere."""
+    """Return score(q_i, k_j, i, j, head)/√d for j ≤ i of the first sequence, 0 elsewhere."""
     q, k = q[0].double().numpy(), k[0].double().numpy()
     result = np.zeros((HEADS, q.shape[1], q.shape[1]))
     for h in range(HEADS):
@@ -69,7 +70,8 @@ def _far_place(kind: str, i: int, j: int, w: int, group: int) -> float:
     ],
 )
 def test_far_keys_are_at_their_own_distance(options: dict[str, object], distance) -> None:
-    """Of one group per position, and of neighbours that are all tokens, plain rotary is left."""
+    """Far keys have their own distance. With one position per group, or if all tokens are neighbors, plain rotary
+    remains."""
     q, k = torch.randn(2, 1, HEADS, T, D, dtype=torch.float64)
     encoding = registry.build_encoding("rotary", DIMS, options)
     exact = _exact_scores(lambda a, b, i, j, h: _turned_product(a, b, distance(i, j)).sum(), q, k)
@@ -88,7 +90,10 @@ def test_xpos_decays_pair_by_pair(start: int) -> None:
 
 
 def test_xpos_is_finite_at_65536_tokens_and_refuses_more() -> None:
-    """Thirty-two times 2,048 tokens in float32 and bfloat16; the score of a token with itself is that without xpos."""
+    """xPos is finite at 65,536 tokens (32 × 2,048) in float32 and bfloat16, and rejects more.
+
+    The score of a token with itself equals the one without xPos.
+    """
     encoding, plain = (registry.build_encoding("rotary", DIMS, {"xpos": xpos}) for xpos in (True, False))
     q, k = torch.randn(2, 1, HEADS, 1, D)
     for place in (0, 32_768, 65_535):
@@ -112,7 +117,8 @@ def test_xpos_is_finite_at_65536_tokens_and_refuses_more() -> None:
 
 @pytest.mark.parametrize("length", [T, 65_536])
 def test_pope_is_a_sum_of_cosines(length: int) -> None:
-    """With frequencies and phases of each of the d numbers, and the scale 1/√d; far from 0 too."""
+    """PoPE is a sum of cosines with frequencies and phases of each of the d elements and the scale 1/√d, also far from
+    0."""
     q, k = torch.randn(2, 1, HEADS, T, D)
     encoding = registry.build_encoding("pope", DIMS, {"delta_init": "uniform"})
     delta = encoding.delta().detach().double().numpy()
@@ -139,14 +145,15 @@ def test_gradients_of_pope_are_those_of_autograd() -> None:
         (encoding.rotate(q, span), by_autograd(q, parameter[:, None]), (q, parameter)),
         (encoding.rotate_keys(k, span), by_autograd(k, 0.0), (k,)),
     ):
-        torch.testing.assert_close(ours, exact, rtol=1e-6, atol=1e-6)  # angles are float32 where δ is
+        torch.testing.assert_close(ours, exact, rtol=1e-6, atol=1e-6)  # angles are float32 if δ is
         upstream = torch.randn_like(ours)
         for found, wanted in zip(*(torch.autograd.grad(y, inputs, upstream) for y in (ours, exact)), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_fope_is_a_fourier_series_of_the_frequencies_that_turn() -> None:
-    """With no noise the pairs that turn within the training length are rotary's, and the others stay."""
+    """FoPE without noise: pairs that complete a turn within the training length equal rotary's, and the others stay
+    fixed."""
     q, k = torch.randn(2, 1, HEADS, T, D, dtype=torch.float64)
     dims, half = AttentionDims(HEADS, D, HEADS * D, 300, 300), D // 2
     theta = 10000.0 ** (-np.arange(half) / half)
@@ -188,7 +195,7 @@ def test_fope_is_a_fourier_series_of_the_frequencies_that_turn() -> None:
     exact = _exact_scores(lambda a, b, i, j, h: turn_released(a, i, h) @ turn_released(b, j, h), q, k)
     _assert_close(_scores(released[1], q, k), exact, atol=1e-12)
     silent = registry.build_encoding("fope", dims, {**options, "gain": 0.0}).coefficients()[0][0]
-    step = -(-kept // turned)  # a pair's own frequency is the step-th after the last one's
+    step = -(-kept // turned)  # a pair's own frequency is at step positions after the last
     own = [(pair * step, pair) for pair in range(turned) if pair * step < kept]
     assert silent.nonzero().tolist() == [list(each) for each in own]
     with pytest.raises(ValueError, match="original_length of fope is 6; no pair would rotate"):

@@ -1,4 +1,4 @@
-"""What encodings say of the end of their series, against sums in many digits and the papers' verdicts."""
+"""Declared series tails of encodings, compared with high-precision sums and the papers' conclusions."""
 
 import math
 
@@ -16,7 +16,7 @@ CONVERGING = {"alibi", "bam", "kerple_power", "kerple_bias_weight", "type1", "ty
 BY_PARAMETERS = {"kerple_log", "kerple_log3"}
 TYPES = ("type1", "type2")
 BY_INPUT = {name for name in registry.list_encodings() if registry.load_encoding_class(name).overrides_hook("gate")}
-"""The others diverge."""
+"""Encodings whose decay depends on the input; the others diverge."""
 
 
 @pytest.mark.parametrize("name", registry.list_encodings())
@@ -36,7 +36,7 @@ FORMS = [*((name, {}) for name in sorted(CONVERGING | BY_PARAMETERS)), *((t, {"r
 
 @pytest.mark.parametrize(("name", "options"), FORMS)
 def test_a_declared_form_is_that_of_the_table(name: str, options: dict[str, bool]) -> None:
-    """The bias itself is minus the derivative of the integral that the form declares."""
+    """The bias equals minus the derivative of the integral declared by the form."""
     shape = AttentionDims(num_heads=8, head_dim=8, hidden_size=64, train_length=16, max_length=16)
     encoding = registry.build_encoding(name, shape, options).double()
     with torch.no_grad():
@@ -48,7 +48,7 @@ def test_a_declared_form_is_that_of_the_table(name: str, options: dict[str, bool
         assert tail.log_integral is not None
         assert tail.start < x
         near, far = tail.log_integral(x - step), tail.log_integral(x + step)
-        # By the midpoint rule with a step of h, wrong by h²/24·|b''/b|, which is below (largest exponent/x)².
+        # Midpoint rule with step h: relative error h²/24·|b''/b|, which is below (largest exponent/x)².
         rate = max(abs(expected) / x * 2, 4 / x)
         assert near + math.log(-math.expm1(far - near)) == pytest.approx(expected, abs=(step * rate) ** 2 + 1e-6)
 
@@ -63,7 +63,7 @@ def test_bounds_of_powers_hold_the_sum(parameters: tuple[float, float, float], f
     exponent, rate, inner = parameters
     tail = series_tails.power_tail(exponent, rate, inner)
     first = max(first, math.ceil(tail.start) + 1)
-    if inner == 1:  # Hurwitz' zeta function
+    if inner == 1:  # Hurwitz zeta function
         exact = mpmath.mpf(rate) ** -exponent * mpmath.zeta(exponent, first + 1 / mpmath.mpf(rate))
     else:
         exact = _sum(lambda t: (1 + rate * t**inner) ** -mpmath.mpf(exponent), first)
@@ -89,7 +89,7 @@ def test_bounds_of_the_squared_logarithm_hold_the_sum(first: int) -> None:
 
 
 def _sum(term, first: int) -> mpmath.mpf:
-    """Σ_{t ≥ first}: terms one by one, then Euler and Maclaurin's formula, whose error is far below float64."""
+    """Compute Σ_{t ≥ first} by explicit terms and the Euler-Maclaurin formula, with an error far below float64."""
     with mpmath.workdps(30):
         stop = first + 400
         head = mpmath.fsum(term(t) for t in range(first, stop))
@@ -114,7 +114,7 @@ def test_what_diverges_has_an_infinite_rest() -> None:
 
 
 class Undeclared(Encoding):
-    """An encoding of somebody who does not know."""
+    """User-defined encoding without a declared tail."""
 
     adds_bias = True
 
@@ -140,7 +140,7 @@ def test_bam_without_a_positive_exponent_diverges(exponent: float, limit: str) -
 
 
 def test_fire_never_falls_below_its_least_value() -> None:
-    """At any row and any distance, found by a fine search of the bias itself."""
+    """FIRE's bias never falls below its declared minimum at any row and distance, by a fine search."""
     from megatron.position.token_range import ALL_HEADS, TokenRange
 
     encoding, _ = build("fire", "none")
@@ -153,7 +153,8 @@ def test_fire_never_falls_below_its_least_value() -> None:
 
 
 def test_sandwich_comes_back() -> None:
-    """Its mean over many distances is not below exp(−k·m/2), where a convergent series would have a mean of zero."""
+    """Sandwich does not decay: its mean over many distances is at least exp(−k·m/2), but a convergent series has mean
+    zero."""
     encoding = registry.build_encoding("sandwich", SHAPE, {"dimension": 16})
     b = encoding.table(torch.arange(1e6, dtype=torch.float64)).bias.exp()
     for head in range(HEADS):

@@ -1,4 +1,4 @@
-"""Attention temperatures: their formulas in float64, their laws, and what a bad option is told."""
+"""Attention temperatures: formulas in float64, laws, and errors for invalid options."""
 
 import math
 
@@ -12,7 +12,7 @@ from megatron.position.temperature import Temperature
 
 DIMS = AttentionDims(num_heads=3, head_dim=8, hidden_size=24, train_length=16, max_length=16)
 NAMES = registry.list_temperatures()
-# Positions and keys of their own: of a window, of documents, of randomized positions.
+# Separate positions and key counts: of a window, of documents, of randomized positions.
 ROWS = [(0, 1), (1, 2), (14, 15), (15, 16), (16, 17), (63, 64), (8190, 8191), (8191, 8192), (70_000, 512), (10**6, 7)]
 
 
@@ -25,7 +25,7 @@ def build(name: str, **options: object) -> Temperature:
 
 
 def rows(kind: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions and numbers of keys."""
+    """Return positions and key counts."""
     return torch.tensor(ROWS, dtype=kind).T.unbind()
 
 

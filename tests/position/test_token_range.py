@@ -1,4 +1,4 @@
-"""Positions that are drawn for the tokens of a sequence."""
+"""Randomized positions of the tokens of a sequence."""
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ def test_continuous_positions_are_uniform_and_in_order() -> None:
     assert drawn.values.dtype == torch.float64
     assert bool((drawn.values.diff() >= 0).all())
     assert 0 <= float(drawn.values[0]) <= float(drawn.values[-1]) <= 20_000
-    # Ranks of a uniform draw differ from its values by 0.5·√T at most but once in a million draws of so many.
+    # Order statistics of a uniform sample deviate from its values by more than 0.5·√T at most once in a million samples
+    # of this size.
     assert float((drawn.values - torch.arange(20_000)).abs().max()) < 2.7 * 20_000**0.5
     assert float((drawn.values % 1 - 0.5).mean().abs()) < 0.02
     again, other = (sample_positions(20_000, 20_001, seed=seed, continuous=True) for seed in (5, 6))
@@ -27,8 +28,8 @@ def test_continuous_positions_are_uniform_and_in_order() -> None:
 
 @pytest.mark.parametrize("name", ["alibi", "kerple_log", "t5", "fire"])
 def test_a_bias_is_that_of_real_distances(name: str) -> None:
-    """Against its formula at each pair's own distance; T5's buckets are those of the distance without its fraction
-    where they are one position wide."""
+    """The bias follows the formula at each pair's own distance. T5's buckets ignore the fraction of the distance if
+    they are one position wide."""
     encoding = build_encoding(name, AttentionDims(2, 4, 8, 16, 16))
     span = TokenRange(0, 12, sample_positions(12, 16, seed=3, continuous=True))
     q = torch.zeros(1, 2, 12, 4)

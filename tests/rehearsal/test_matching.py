@@ -1,4 +1,4 @@
-"""Faults that are put into a rank's calls are found, with the rank, the group, the operation and the line."""
+"""Faults planted in a rank's calls are found, with rank, group, operation and line."""
 
 import random
 from dataclasses import replace
@@ -12,11 +12,11 @@ from tests.support.collective_programs import LINE, write_ledgers
 
 SIZES = ParallelSizes(tensor=2, context=4, data=2, pipeline=2)
 FAULTY = 5
-"""The rank whose calls are changed."""
+"""Rank whose calls are modified."""
 
 
 def find_call(ledger, operation, ranks=None):
-    """The index of the second call of an operation (of a group)."""
+    """Return the index of the second call of an operation (in a group)."""
     indices = [
         index
         for index, call in enumerate(ledger.calls)
@@ -26,7 +26,7 @@ def find_call(ledger, operation, ranks=None):
 
 
 def with_fault(ledgers, change):
-    """The ledgers, one rank's calls changed: a list that may be changed in place."""
+    """Return the ledgers with the calls of one rank modified in place by `change`."""
     calls = list(ledgers[FAULTY].calls)
     change(calls)
     return {**ledgers, FAULTY: Ledger(FAULTY, tuple(calls))}
@@ -85,7 +85,7 @@ def test_a_rank_with_another_order():
 
     (found,) = find_mismatches(with_fault(ledgers, swap), SIZES)
     assert (found.kind, found.ranks) == ("order", (FAULTY,))
-    assert "the other way round" in found.message
+    assert "in reverse order" in found.message
 
 
 def test_a_rank_with_a_call_too_many_at_the_end():
@@ -118,7 +118,7 @@ def test_a_message_of_another_size():
     (found,) = find_mismatches(with_fault(ledgers, shrink), SIZES)
     assert found.kind == "differs"
     assert "send of 3 bfloat16" in found.message
-    assert "by recv of 128 bfloat16" in found.message
+    assert "posts recv of 128 bfloat16" in found.message
 
 
 def test_collectives_of_two_groups_in_another_order_deadlock():
@@ -157,6 +157,6 @@ def test_the_same_fault_of_many_groups_is_told_once():
             ledgers[rank] = Ledger(rank, tuple(calls))
     (found,) = find_mismatches(ledgers, SIZES)
     assert found.kind == "skipped"
-    assert "and 7 more like it" in found.message
-    assert found.describe(SIZES).startswith("rank 4, context group of ranks 0,2,4,6, call 4: no call more, where ")
+    assert "and 7 similar mismatches" in found.message
+    assert found.describe(SIZES).startswith("rank 4, context group of ranks 0,2,4,6, call 4: no more calls, but ")
     assert "(3 calls against 4)" in found.message

@@ -1,4 +1,4 @@
-"""The files of ranks that did not run: every element once, sizes and checksums as of real ones."""
+"""Files of ranks that did not run: every element once, with the sizes and checksums of real files."""
 
 import zlib
 
@@ -36,13 +36,13 @@ REPLICA = StageParameter("position.r1", (3,), None, 1, True)
 
 
 def parameters_of(stage):
-    """A matrix, a vector, and one that stages share, of which the first has the original."""
+    """Return a matrix, a vector, and a parameter shared by stages, whose original is in the first."""
     named = [StageParameter(f"{stage}.{p.name}", p.shape, p.dim, p.strips, p.is_replica) for p in (DIVIDED, WHOLE)]
     return [*named, StageParameter("position.r1", (3,), None, 1, stage > 0)]
 
 
 def write_rank(checkpoint, rank, pieces):
-    """What a rank that ran writes, its values its rank: (parameter, first, size) of each piece."""
+    """Write the file of a rank that ran, with its rank as values; each piece is (parameter, first, size)."""
     mesh = Mesh(rank, SIZES)
     described = {p.name: p.describe_piece(start, size, mesh.tensor.index, 2, 3) for p, start, size in pieces}
     for kind, names, extra in ((PARTS, ("master",), {}), (STATES, ("exp_avg", "exp_avg_sq"), {"random": "{}"})):

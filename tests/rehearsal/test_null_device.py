@@ -1,4 +1,4 @@
-"""What the null device refuses before it is there, and its files; what it does is tested on it (tests/cuda)."""
+"""Errors of the null device before it is active, and its files; tests/cuda tests its behavior."""
 
 import json
 import os
@@ -40,16 +40,14 @@ def test_cards_are_found_as_people_write_them_and_as_plan_finds_them() -> None:
             get_card(text)
             refused.remove(text)
     assert planned - refused == {*(card.name for card in CARDS), "a100", "a100-40", "A100_80GB", "H100"}
-    with pytest.raises(
-        UserError, match=r"^--gpu t4 can be planned for but not rehearsed on, .* or 9\.0: a100-40gb, .*"
-    ):
+    with pytest.raises(UserError, match=r"^--gpu t4: supported by plan but not by rehearse, .* or 9\.0: a100-40gb, .*"):
         get_card("t4")
 
 
 def test_an_unknown_card_is_one_line_with_the_nearest() -> None:
     for find in (get_card, get_gpu_spec):
         with pytest.raises(
-            UserError, match=r"^--gpu a100-81 is not known; did you mean a100-80gb\? choose from .*h200.*$"
+            UserError, match=r"^--gpu a100-81: unknown GPU; did you mean a100-80gb\? choose from .*h200.*$"
         ):
             find("a100-81")
 
@@ -71,7 +69,7 @@ def test_the_remedy_for_the_build_for_cpus(monkeypatch: pytest.MonkeyPatch, tmp_
     assert build.INSTALL_CUDA_TORCH in str(refused.value)
     (tmp_path / ".venv-cuda/bin").mkdir(parents=True)
     (tmp_path / ".venv-cuda/bin/python").touch()
-    with pytest.raises(UserError, match=r"run it with .*\.venv-cuda/bin/python, which has it"):
+    with pytest.raises(UserError, match=r"run with .*\.venv-cuda/bin/python, which has it"):
         build.build_null_device()
 
 
@@ -86,16 +84,16 @@ def test_without_a_compiler_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_it_cannot_be_switched_on_without_its_library() -> None:
-    """A process that is told of the device, but runs on another one, ends instead of mixing the two."""
+    """A process with the null device's environment but another CUDA library ends instead of mixing the two."""
     site = ROOT / "megatron/rehearsal/null_device/site"
     environment = {**os.environ, "FARFIELD_NULL_DEVICE": "card;devices=1", "PYTHONPATH": f"{site}:{ROOT}"}
     done = subprocess.run([sys.executable, "-c", "print('ran')"], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: the null device cannot be switched on: its library was not loaded")
+    assert done.stderr.startswith("error: the null device cannot be activated: its library was not loaded first")
 
 
 def test_a_function_that_deepspeed_no_longer_has_is_named() -> None:
-    with pytest.raises(RuntimeError, match="has no has_overflow: the installed DeepSpeed is not known"):
+    with pytest.raises(RuntimeError, match="has no has_overflow: unsupported version of DeepSpeed"):
         host_reads._run_and_answer(host_reads, "has_overflow", lambda: False)
 
 
@@ -118,7 +116,7 @@ def test_numbers_that_lie_there_by_chance_are_not_believed() -> None:
 
 
 class _FakeC10d:
-    """torch.distributed with a group over the host and one over NCCL."""
+    """Replacement of torch.distributed with one gloo and one NCCL group."""
 
     class Group:
         group_name = "5"
@@ -131,7 +129,7 @@ class _FakeC10d:
 def test_the_ledger_names_group_members_peers_and_what_is_issued_together(tmp_path: Path) -> None:
     ledger = recorder.CollectiveRecorder(str(tmp_path), _FakeC10d)
 
-    def _new_process_group_helper() -> None:  # torch's function, which makes a communicator of NCCL's
+    def _new_process_group_helper() -> None:  # torch's function that creates an NCCL communicator
         global_ranks_in_group, group_name, group_size = [1, 3], "7", 2
         assert (len(global_ranks_in_group), group_name) == (group_size, "7")
         ledger.record_device_call("init", "abc", 2, 0, 0, -1, -1, -1, 0, 0)

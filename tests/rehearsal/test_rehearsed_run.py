@@ -1,4 +1,4 @@
-"""What is rehearsed of a run: everything that decides what a rank does, and nothing of the user's."""
+"""Configuration of a rehearsal: everything that determines a rank's work, and none of the user's files."""
 
 import pytest
 
@@ -88,8 +88,8 @@ def test_nodes_are_those_of_the_configuration():
     ("gpus", "per_node", "message"),
     [
         (6, None, "does not divide the 6 processes"),
-        (12, None, "--gpus 12: these are not whole nodes of 8 GPUs"),
-        (64, 5, "--gpus 64: these are not whole nodes of 5 GPUs"),
+        (12, None, "--gpus 12: not a multiple of 8 GPUs per node"),
+        (64, 5, "--gpus 64: not a multiple of 5 GPUs per node"),
         (3, None, "does not divide the 3 processes"),
     ],
 )
@@ -102,7 +102,7 @@ def test_gpus_that_the_layout_does_not_divide_are_refused_in_one_line(gpus, per_
 def test_what_is_offloaded_must_fit_the_machine(monkeypatch):
     offload = {"zero_optimization": "{stage: 2, offload_optimizer: {device: cpu}}"}
     monkeypatch.setattr(rehearsed_run, "detect_memory", lambda: 16 * 2**30)
-    with pytest.raises(UserError, match=r"steps 31 GiB of states in the host's memory, and this machine has 16 GiB"):
+    with pytest.raises(UserError, match=r"updates 31 GiB of states in host memory, but this machine has 16 GiB"):
         plan("2-7B", "none", "a100_2k", gpus=1, **offload)
     assert plan("2-7B", "none", "a100_2k", gpus=8, **offload).world_size == 8
 
@@ -119,6 +119,6 @@ def test_what_cannot_fit_the_card_is_not_rehearsed_unless_that_is_asked_for():
 def test_of_a_run_in_stages_the_largest_is_rehearsed():
     stages = "[{until: 10}, {until: 20, seq_length: 4096}, {seq_length: 2048, train_batch_size: 4}]"
     run = plan("125M", "kerple_log", gpus=2, save="runs/a", train_iters=30, train_batch_size=64, stages=stages)
-    assert "stage 2 of 3 is rehearsed, which needs most memory" in run.notes
+    assert "rehearsing stage 2 of 3, which needs the most memory" in run.notes
     assert (run.config.model.seq_length, run.config.training.train_batch_size) == (4096, 8)
     assert run.config.training.stages == []

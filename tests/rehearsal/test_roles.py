@@ -1,4 +1,4 @@
-"""Which ranks are run, and what becomes of their calls for the others."""
+"""Ranks to run, and translation of their calls to the ranks they represent."""
 
 import itertools
 import json
@@ -46,7 +46,7 @@ def test_ranks_are_chosen_by_hand():
     assert [(role.rank, role.stands_for) for role in roles] == [(1, (0, 1, 3, 5, 7)), (6, (2, 4, 6))]
     assert choose_roles(sizes, [9])[0].stands_for == tuple(range(8, 16)), "stage 0 is stood for by nobody"
     assert choose_roles(sizes)[1].describe_coordinates(sizes) == "stage 0, data 3, tensor 1"
-    with pytest.raises(UserError, match="--ranks 16: it must be from 0 to 15"):
+    with pytest.raises(UserError, match="--ranks 16: expected 0 to 15"):
         choose_roles(sizes, [3, 16])
 
 

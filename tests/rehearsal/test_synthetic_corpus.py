@@ -1,4 +1,4 @@
-"""A made-up corpus is read by the path by which any corpus is."""
+"""A synthetic corpus is read like any other corpus."""
 
 import numpy as np
 

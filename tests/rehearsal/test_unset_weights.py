@@ -1,4 +1,4 @@
-"""Models without values have the shapes, types and marks of any others."""
+"""Models without values have the same shapes, types and attributes as others."""
 
 import torch
 from models import build_model

@@ -1,4 +1,4 @@
-"""Records made up by hand."""
+"""Handmade records."""
 
 import math
 
@@ -8,7 +8,7 @@ from megatron.reports.records import Record
 
 
 def record(method: str, length: int, perplexity: float, seed: int = 1, **more: object) -> Record:
-    """A record of a model trained at 64 tokens."""
+    """Build a record of a model trained at 64 tokens."""
     known = {"train_length": 64, "protocol": "last", "tokens": 4096, "run": f"runs/{method}/{seed}"}
     known |= {"metric": "perplexity", "nll": math.log(perplexity)}
     return Record(**{**known, "method": method, "length": length, "seed": seed, **more}, value=perplexity)
@@ -16,7 +16,7 @@ def record(method: str, length: int, perplexity: float, seed: int = 1, **more: o
 
 @pytest.fixture
 def story() -> list[Record]:
-    """Three methods at three lengths: one explodes, one is flat, one is flat and lower."""
+    """Records of three methods at three lengths: one diverges, one is flat, one is flat and lower."""
     curves = {"rotary": (5.25, 12.5, 29.75), "kerple_log": (5.5, 5.45, 5.43), "cdape": (4.96, 4.9, 4.87)}
     return [
         record(method, length, perplexity, stderr=0.03)

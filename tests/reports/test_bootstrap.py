@@ -1,4 +1,4 @@
-"""Intervals against a plain loop, every possible resample, and how often they cover a truth that is known."""
+"""Intervals, compared with a plain loop, with all possible resamples, and by their coverage of a known truth."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ class Intervals(NamedTuple):
 
 
 def intervals(sums: np.ndarray, counts: np.ndarray, **choices: int) -> Intervals | None:
-    """The intervals of each row's mean, and of its difference from the first."""
+    """Return the intervals of each row's mean, and of its difference from the first row."""
     draws = draw_bootstrap_means(sums, counts, **choices)
     if draws is None:
         return None
@@ -31,7 +31,7 @@ def intervals(sums: np.ndarray, counts: np.ndarray, **choices: int) -> Intervals
 
 
 def quantiles(values: list[float], weights: list[float]) -> tuple[float, float]:
-    """The smallest values with at least 2.5% and 97.5% of the weight up to them."""
+    """Return the smallest values with at least 2.5% and 97.5% of the cumulative weight."""
     ordered = sorted(zip(values, weights, strict=True))
     reached = list(itertools.accumulate(weight for _, weight in ordered))
     low, high = (
@@ -50,7 +50,7 @@ def test_against_every_possible_resample() -> None:
     differences = [after - before for before, after in zip(*means, strict=True)]
     found = intervals(np.array(sums), np.array(counts), num_resamples=200_000)
     alike = [1.0] * 4**4
-    # 256 resamples have atoms of probability 1/256 and more, so a quantile is exact once it is not at a jump.
+    # 256 resamples have probabilities of at least 1/256, so a quantile is exact except at a jump.
     assert found.nll[0] == pytest.approx(quantiles(means[0], alike))
     assert found.nll[1] == pytest.approx(quantiles(means[1], alike))
     assert found.change[1] == pytest.approx(quantiles(differences, alike))
@@ -72,7 +72,8 @@ def test_against_a_plain_loop() -> None:
         if length:
             pairs.append((found.change[length], [a - b for a, b in zip(drawn[length], drawn[0], strict=True)]))
         for ends, values in pairs:
-            # A quantile q of n draws scatters by √(q(1 − q)/n)/density; at 2.5% of a normal the density is 0.058/σ.
+            # A quantile q of n draws has standard error √(q(1 − q)/n)/density; the density at 2.5% of a normal is
+            # 0.058/σ.
             scatter = math.sqrt(0.025 * 0.975 * (1 / NUM_RESAMPLES + 1 / 20_000)) / 0.058 * statistics.stdev(values)
             ordered = sorted(values)
             assert ends == pytest.approx([ordered[500], ordered[-500]], abs=5 * scatter)
@@ -88,7 +89,8 @@ def test_the_truth_is_covered_as_often_as_promised() -> None:
         before, after = hard, hard + generator.normal(0.03, 0.1, blocks)
         found = intervals(np.array([before * counts, after * counts]), counts, num_resamples=1000)
         covered += [found.nll[0, 0] < 2 < found.nll[0, 1], found.change[1, 0] < 0.03 < found.change[1, 1]]
-    # A share of 400 scatters by √(0.95 · 0.05/400) = 1.1%; the percentile method lies a percent below with 64 blocks.
+    # A fraction of 400 has standard error √(0.95 · 0.05/400) = 1.1%; with 64 blocks the percentile method is 1% too
+    # low.
     assert np.all(np.abs(covered / repetitions - CONFIDENCE_LEVEL) < 0.01 + 3 * 0.011)
 
 
@@ -102,7 +104,7 @@ def test_difficulty_that_both_lengths_share_cancels() -> None:
     )
     assert np.ptp(wide.nll[0]) > 50 * np.ptp(narrow.nll[0])
     assert wide.change[1] == pytest.approx(narrow.change[1], abs=1e-12)
-    assert wide.change[1, 1] < 0  # and so the gain is seen, a fiftieth of what blocks differ by
+    assert wide.change[1, 1] < 0  # so the improvement is detected, at 1/50 of the spread of blocks
 
 
 @given(

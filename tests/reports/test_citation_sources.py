@@ -1,4 +1,4 @@
-"""Every work that the project asks to cite names its authors and where it was published."""
+"""Every work that the project asks to cite names its authors and venue."""
 
 from megatron.reports.citation import read_citation, render_bibtex
 

@@ -1,4 +1,4 @@
-"""A name stands for one thing in a report of several files."""
+"""In a report of several files, a name refers to a single training."""
 
 from pathlib import Path
 
@@ -59,17 +59,17 @@ def test_only_equal_trainings_are_seeds_of_one_another() -> None:
     same = [trained("x", 1, "runs/a"), trained("x", 2, "runs/b")]
     assert names(same) == ["a", "a"]
     assert names([*same, trained("y", 3, "runs/c")]) == ["a [runs/a, runs/b]"] * 2 + ["a [runs/c]"]
-    # One folder above both, or one path on two machines, is no name for two trainings.
+    # A shared parent folder, or equal paths on two machines, do not identify a training.
     assert names([trained("x", 1, "s/seed_1"), trained("y", 7, "s/seed_7")]) == ["a [s/seed_1]", "a [s/seed_7]"]
     assert names([trained("x", 1, "runs/a"), trained("y", 7, "runs/a")]) == [
         "a [runs/a, training x]", "a [runs/a, training y]"
     ]  # fmt: skip
-    # Scored at other lengths they would still share a row.
+    # Scored at other lengths, they would still share a row.
     assert names([trained("x", 1, "runs/a"), trained("y", 7, "runs/b", 128)]) == ["a [runs/a]", "a [runs/b]"]
-    # Training lengths have tables of their own.
+    # Training lengths have separate tables.
     apart = [trained("x", 1, "runs/a"), trained("y", 7, "runs/b", train_length=32)]
     assert disambiguate_methods(apart) == apart
-    # Repeated seeds split one training, and leave the others whole.
+    # Repeated seeds split one training and leave the others unchanged.
     twice = [trained("y", 1, "runs/c"), trained("y", 1, "runs/d")]
     assert names([*same, *twice]) == ["a [runs/a, runs/b]"] * 2 + ["a [runs/c]", "a [runs/d]"]
     labelled = disambiguate_methods([*same, *twice])
@@ -77,7 +77,7 @@ def test_only_equal_trainings_are_seeds_of_one_another() -> None:
 
 
 def test_no_output_averages_two_trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each evaluated by a command of its own, then put together, or gathered in one folder."""
+    """No output averages two trainings, whether separate evaluations are combined or gathered in one folder."""
     monkeypatch.setattr(plots, "render_plots_png", lambda found, **_: b"")
     both = [trained("x", 1234, "runs/a"), trained("y", 7, "runs/b")]
     paths = [records.write_records(tmp_path / f"{each.seed}.json", [each]) for each in both]
@@ -102,7 +102,7 @@ def test_results_that_do_not_record_their_training_count_as_seeds_and_say_so() -
     for digest, folders, is_said in (
         (None, ("runs/a", "runs/b"), True),
         ("x", ("runs/a", "runs/b"), True),  # one of the two is known
-        (None, ("runs/a/seed_1", "runs/a/seed_2"), False),  # a sweep's
+        (None, ("runs/a/seed_1", "runs/a/seed_2"), False),  # in a sweep
     ):
         found = [trained(None, 1, folders[0]), trained(digest, 2, folders[1])]
         assert names(found) == ["a", "a"]
@@ -125,7 +125,7 @@ def test_a_file_that_contradicts_another_is_told(tmp_path: Path) -> None:
     console = Console(record=True, width=400)
     combine_results([one, two], console)
     assert console.export_text().count("note: ") == 1
-    paper_experiment.write_experiment(two, Experiment("Its own section"))  # where nothing takes the place of anything
+    paper_experiment.write_experiment(two, Experiment("Its own section"))  # where nothing replaces anything
     combine_results([one, two], console)
     assert "note: " not in console.export_text()
 

@@ -1,4 +1,4 @@
-"""The numbers of a table against arithmetic by hand, in every form it is shown in."""
+"""Numbers of a table, compared with manual arithmetic, in every output format."""
 
 import io
 import math
@@ -95,7 +95,7 @@ def test_numbers_that_cannot_be_compared_are_not_in_one_table(story: list[Record
 
 @pytest.fixture
 def judged() -> list[Record]:
-    """Two methods with a change, one whose positions end at 100, one measured without a bootstrap."""
+    """Records of two methods with a change, one with positions that end at 100, and one without bootstrap."""
     found = []
     for method, end, low, high in (("rotary", 30.0, 5.5, 6.5), ("type1", 5.02, 0.985, 1.023)):
         found.append(record(method, 64, 5.0, low=4.5, high=5.75))
@@ -167,7 +167,7 @@ def test_the_console_gets_a_frame_on_a_terminal_only(story: list[Record]) -> Non
     assert "29.75" in wide
     assert shown(story, width=20) == table_formats.render_comparison_text(
         build_comparison_tables(story)[0]
-    )  # a pipe: nothing cut, nothing coloured
+    )  # a pipe: no truncation, no colors
     narrow = shown(story, force_terminal=True, width=30)
     assert "29.75" in narrow
     assert "…" not in narrow
@@ -222,7 +222,8 @@ def test_where_the_best_seed_is_published_it_is_told_beside_the_mean() -> None:
 
 
 def test_each_method_has_its_sentence() -> None:
-    """Of perplexities 6.67 → 16.38, 6.93 → 6.97 and 6.36 → 6.16, with intervals above, around and below no change."""
+    """Each method has a sentence: perplexities 6.67 → 16.38, 6.93 → 6.97 and 6.36 → 6.16 with intervals above, around
+    and below 1."""
     courses = {"rotary": (6.67, 16.38, 0.1), "kerple_log": (6.93, 6.97, 0.02), "cdape": (6.36, 6.16, 0.01)}
     found = [
         record(

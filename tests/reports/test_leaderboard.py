@@ -1,4 +1,4 @@
-"""The leaderboard: ranks, differences and costs against plain arithmetic, and words that follow the numbers."""
+"""Leaderboard: ranks, differences and costs compared with plain arithmetic, and text that follows the numbers."""
 
 import json
 import math
@@ -28,7 +28,8 @@ BOARD = Leaderboard("rotary", (Ablation("cdape", "cdape+alibi", "alibi"), Ablati
 
 
 def text(method: str, means: tuple[float, float], seed: int = 1, step: float = 0.1, **more: object) -> list[Record]:
-    """Records of one run at 64 and 2,048 tokens: nll of blocks around a mean, hard blocks alike for all."""
+    """Build a run's records at 64 and 2,048 tokens: losses of blocks around a mean, with the same hard blocks for
+    all."""
     hardness = np.random.default_rng(0).normal(0, 0.4, BLOCKS)
     noise = np.random.default_rng([seed, len(method), ord(method[0])])
     records = []
@@ -68,7 +69,7 @@ def task(method: str, value: float, seed: int = 1, metric: str = "mean_accuracy"
 
 
 def records() -> list[Record]:
-    """Rotary explodes; cdape helps alibi with two seeds, and does nothing on fox."""
+    """Records in which rotary diverges, cdape improves alibi with two seeds, and has no effect on fox."""
     return [
         *text("rotary", (1.50, 3.2)),
         *text("alibi", (1.60, 1.61), 1), *text("alibi", (1.61, 1.62), 2),
@@ -109,7 +110,7 @@ def test_an_effective_length_stands_for_its_task() -> None:
 
 
 def test_the_leaderboard_has_the_comparisons_of_a_report() -> None:
-    """The same tests, corrected alike, so that no sentence contradicts `report --against`."""
+    """The leaderboard uses the tests and corrections of `report --against`, so that their conclusions agree."""
     found = records()
     board = board_of(found)
     table = next(table for table in build_comparison_tables(found) if table.metric.name == "perplexity")
@@ -121,7 +122,7 @@ def test_the_leaderboard_has_the_comparisons_of_a_report() -> None:
 
 
 def test_blocks_of_text_make_no_difference_significant() -> None:
-    """Each seed's blocks differ far beyond their noise, in the same direction; over seeds that shows nothing yet."""
+    """Blocks of text are not samples of seeds: each seed's blocks differ significantly, but not over seeds."""
     found = [
         each
         for seed, shift in enumerate((0.01, 0.02, 0.09))
@@ -156,7 +157,7 @@ def test_words_follow_the_numbers() -> None:
     assert "Relative to rotary, cdape+alibi, the best at 32×, takes 1.50 times the training step, 1.50 times " in costs
     assert "With cdape a training step takes 1.75 times (1.50 to 2.00) as long as without it, and " in costs
     assert "Every method whose mean perplexity at 32× is within 5% of the lowest is more than 10% slower than" in costs
-    # The same methods with their numbers exchanged: every sentence turns round.
+    # With the numbers of methods exchanged, every sentence is reversed.
     swap = {"cdape+alibi": "alibi", "alibi": "cdape+alibi", "rotary": "fox", "fox": "rotary"}
     turned = board_of([r.replace(method=swap.get(r.method, r.method)) for r in records()])
     holds, adds, _ = (" ".join(answer.sentences) for answer in build_answers(turned))
@@ -167,7 +168,10 @@ def test_words_follow_the_numbers() -> None:
 
 
 def test_a_method_may_stand_in_two_ablations() -> None:
-    """cdape+alibi has cdape on alibi, and alibi (as if it were a temperature) on cdape: each row is its own."""
+    """A method may appear in two ablations.
+
+    cdape+alibi adds cdape to alibi, and alibi (treated as a temperature) to cdape; each has its own row.
+    """
     found = [*text("alibi", (1.6, 1.6)), *text("cdape", (1.4, 1.4)), *text("cdape+alibi", (1.5, 1.5))]
     ablations = (Ablation("cdape", "cdape+alibi", "alibi"), Ablation("alibi", "cdape+alibi", "cdape"))
     table = LeaderboardReport(Leaderboard("alibi", ablations), build_comparison_tables(found)).build_tables()[1]
@@ -183,7 +187,8 @@ def test_a_task_has_its_options_in_its_name_where_they_tell_it_from_another() ->
 
 
 def test_models_on_cpus_are_charged_the_seconds_of_processors() -> None:
-    """Runs beside it made cdape+alibi look ten times as long; on a GPU nothing but seconds is its time."""
+    """CPU runs are charged processor seconds: concurrent runs made cdape+alibi appear ten times as long. GPUs use wall
+    time."""
     for device, expected in (("cpu", 1.5), ("NVIDIA A100-SXM4-80GB", 15.0)):
         busy = [*text("rotary", (1.5, 3.2)), *text("cdape+alibi", (1.5, 1.5), step=1.5)]
         found = [
@@ -194,11 +199,11 @@ def test_models_on_cpus_are_charged_the_seconds_of_processors() -> None:
         cost = board_of(found).costs["cdape+alibi"]
         assert (cost.step, cost.scoring) == (pytest.approx(expected), pytest.approx(expected))
     some = [found[0].replace(device="cpu"), *(r.replace(device="cpu", cpu_seconds=None) for r in found[1:])]
-    assert board_of(some).costs["cdape+alibi"].step == pytest.approx(15.0)  # unlike measures are not compared
+    assert board_of(some).costs["cdape+alibi"].step == pytest.approx(15.0)  # different measures are not compared
 
 
 def test_what_is_not_known_is_not_claimed() -> None:
-    """Records without sums of blocks, or without times, as those of other programs."""
+    """Records of other programs without block sums or times lead to no conclusions about them."""
     known = {"block_sums", "step_seconds", "seconds", "step_cpu_seconds", "cpu_seconds"}
     bare = [Record(**{k: v for k, v in r.model_dump().items() if k not in known}) for r in records()]
     holds, adds, costs = (" ".join(answer.sentences) for answer in build_answers(board_of(bare)))
@@ -210,7 +215,7 @@ def test_what_is_not_known_is_not_claimed() -> None:
 
 
 def test_one_method_alone_is_told_of() -> None:
-    """As the page of a sweep is after its first run."""
+    """A single method is described, as after the first run of a sweep."""
     board = board_of(text("rotary", (1.5, 3.2)))
     assert (board.ranking, board.contests) == (["rotary"], [])
     assert "Of 1 methods 0 hold" in build_answers(board)[0].sentences[0]
@@ -269,7 +274,7 @@ def test_pages_say_the_same(tmp_path: Path) -> None:
     write_records(tmp_path / "results.json", records())
     write_experiment(tmp_path / "results.json", experiment)
     combine_results([tmp_path], Console(quiet=True), output=tmp_path / "board.md")
-    combine_results([tmp_path], Console(quiet=True), output=tmp_path / "board.md")  # its own page may be rewritten
+    combine_results([tmp_path], Console(quiet=True), output=tmp_path / "board.md")  # its own page may be overwritten
     page, markdown = (
         render_report([ReportSection("All methods", records(), leaderboard=BOARD)]),
         (tmp_path / "board.md").read_text(),

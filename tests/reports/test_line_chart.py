@@ -1,4 +1,4 @@
-"""Charts of functions: what stands where, what is told of it, and which lines are in colour."""
+"""Charts of functions: point positions, hover text, and colored lines."""
 
 import math
 from itertools import pairwise
@@ -19,7 +19,7 @@ def test_lines_stand_where_their_numbers_are() -> None:
     assert [place.share for place in chart.places] == pytest.approx([0.0, 0.5, 1.0])
     assert [place.text for place in chart.places] == ["distance: 0", "distance: 9", "distance: 99"]
     first, second = chart.series
-    # What is beyond the edge is kept and told as it is; what is no number has no point.
+    # Values beyond the axis are kept as they are; NaN has no point.
     assert [(point.place, point.value) for point in first.points] == [(0, -1.0), (1, -1e300)]
     assert "∞" in first.points[1].text or "inf" in first.points[1].text
     assert second.points[0].interval == (-3.0, -1.0)
@@ -31,7 +31,7 @@ def test_lines_stand_where_their_numbers_are() -> None:
 
 
 def test_a_line_to_a_value_beyond_the_axis_is_cut_off_on_its_way_there() -> None:
-    """A line along the edge would say that its values are those of the edge."""
+    """A line to a value beyond the axis is clipped; a line along the edge would suggest values at the edge."""
     lines = [Line("a", [(0.0, 4.0), (10.0, 3.0), (20.0, 2.0), (30.0, 1.0)])]
     chart = build_line_chart("id", "", "", HorizontalAxis("step", 0.0, 30.0), "loss", lines, y_limits=(1.0, 2.0))
     points = [point.split(",") for point in chart.list_shapes(chart.series[0])["line"].split()]
@@ -48,7 +48,7 @@ def test_a_line_to_a_value_beyond_the_axis_is_cut_off_on_its_way_there() -> None
 
 
 def test_lines_without_a_number_leave_the_chart_empty() -> None:
-    """Of a run that diverged."""
+    """Lines without numbers, as in a diverged run, leave the chart empty."""
     lines = [Line("a", [(0.0, math.nan), (1.0, math.nan)])]
     chart = build_line_chart("id", "", "", HorizontalAxis("x", 0.0, 1.0), "bias", lines, y_limits=(0.0, 1.0))
     assert chart.clip_note == ""

@@ -1,4 +1,4 @@
-"""Metrics judge and show their values, and anything that is an entry of the registry goes from file to page."""
+"""Metrics interpret and format their values; every metric of the registry works from file to page."""
 
 import csv
 import re
@@ -20,7 +20,7 @@ COMMON = {"train_length": 40, "protocol": "task", "tokens": 512, "seed": 1}
 
 
 def accuracies() -> list[Record]:
-    """Two methods at 40 and 160: one keeps its accuracy, one loses half of it."""
+    """Records of two methods at 40 and 160: one keeps its accuracy, one loses half of it."""
     found = []
     for method, start, end, low, high in (("rotary", 1.0, 0.5, -0.56, -0.44), ("cdape", 0.96, 0.97, -0.01, 0.03)):
         found.append(
@@ -96,7 +96,7 @@ def test_metrics_never_share_a_table_and_both_are_shown(tmp_path: Path) -> None:
     head, *rows = records.write_records_csv(tmp_path / "r.csv", both).read_text().splitlines()
     assert head.startswith("method,train_length,length,protocol,accuracy,perplexity,tokens,seed,")
     assert rows[-1].startswith("cdape,40,40,task,,5.5,512,1,")
-    # What was measured again by one metric replaces nothing of the other.
+    # A new measurement of one metric does not replace another metric's records.
     again = both[-1].replace(value=6.0)
     assert records.merge_records(both, [again], same_run=True) == [*accuracies(), again]
 
@@ -144,7 +144,8 @@ def test_find() -> None:
 
 
 def test_files_of_earlier_versions_are_read_and_written_as_they_were(tmp_path: Path) -> None:
-    """Perplexities written before there were other metrics: the same bytes; in CSV, what is newer is empty."""
+    """Files of earlier versions with only perplexities are written back byte for byte; in CSV, newer columns are
+    empty."""
     old = Path(__file__).with_name("results_of_2026.json")
     found = records.read_records(old)
     assert [(r.method, r.length, r.metric) for r in found] == [
@@ -178,7 +179,8 @@ def test_numbers_are_short(value: float, text: str) -> None:
      (16443.4, 0.3, "16,443.4"), (0.0012, 0.3, "0.00"), (-0.0012, 0.3, "0.00"), (4.8661, 0.0, "4.87")],
 )  # fmt: skip
 def test_numbers_have_digits_enough_for_their_interval(value: float, spread: float, text: str) -> None:
-    """The last digit counts at most half of the half-width, so that the ends differ from each other and the value."""
+    """The last digit is at most half of the interval's half-width, so that the limits differ from each other and the
+    value."""
     assert format_number(value, spread) == text
 
 

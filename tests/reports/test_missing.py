@@ -1,4 +1,4 @@
-"""Seeds and lengths that are not there: each number says what it rests on, and a list says what is missing."""
+"""Missing seeds and lengths: each number states its basis, and a list names what is missing."""
 
 import math
 from pathlib import Path
@@ -35,7 +35,7 @@ DIVERGED = RunFailure("gone", 1, "the loss is not finite", step=1200)
 
 
 def run(method: str, seed: int, start: float, end: float | None) -> list[Record]:
-    """A run that was scored at 64 tokens, and at 128 unless there is no end."""
+    """Build a run scored at 64 tokens, and at 128 unless `end` is None."""
     change = {} if end is None else {"change": end / start, "change_from": 64}
     found = [record(method, 64, start, seed), *([] if end is None else [record(method, 128, end, seed, **change)])]
     return [each.replace(target_digest="d") for each in found]
@@ -43,7 +43,7 @@ def run(method: str, seed: int, start: float, end: float | None) -> list[Record]
 
 @pytest.fixture
 def holes() -> list[Record]:
-    """log has three seeds, and of the third no number at 128 tokens; t5 has the first two; alibi the last alone."""
+    """Records: log has three seeds, the third without 128 tokens; t5 has the first two; alibi only the last."""
     return [
         *run("log", 1, 5.0, 6.0), *run("log", 2, 5.2, 5.2), *run("log", 3, 9.0, None),
         *run("t5", 1, 6.0, 9.0), *run("t5", 2, 6.4, 7.2),
@@ -74,7 +74,8 @@ def test_a_cell_says_on_how_many_seeds_it_rests_where_others_have_more(holes: li
 
 
 def test_a_change_is_over_the_seeds_that_have_both_lengths(holes: list[Record]) -> None:
-    """The third seed of log, whose start is far above the others', must not make its change a fall."""
+    """A change uses the seeds with both lengths; log's third seed, with a high start, must not turn its change into a
+    fall."""
     layout = layout_of(holes)
     assert layout.changes["log"].mean == pytest.approx(math.sqrt(6.0 / 5.0 * 1.0))
     assert str(layout.changes["log"]) == f"1.095 ×/÷ {math.exp(math.log(1.2) / math.sqrt(2)):.3f} (n 2)"
@@ -93,7 +94,7 @@ def test_a_change_is_over_the_seeds_that_have_both_lengths(holes: list[Record]) 
 
 
 def test_one_definition_of_change_gives_one_number(holes: list[Record]) -> None:
-    """From length to length and from method to method: the geometric mean of ratios, whichever is averaged first."""
+    """Changes between lengths and between methods use the geometric mean of ratios, in any order of averaging."""
     layout = layout_of([each for each in holes if each.seed < 3 and each.method != "alibi"])
     by_length = {method: layout.compute_change(method, 64, 128) for method in layout.methods}
     by_method = {each.x_value: each.change for each in compare_methods(layout, "log")}
@@ -125,7 +126,8 @@ def test_comparisons_take_paired_seeds_only_and_say_how_many(holes: list[Record]
 
 
 def test_an_order_is_compared_over_shared_seeds(holes: list[Record]) -> None:
-    """By the cells log would be behind t5 at 64 tokens, because of a seed that t5 does not have."""
+    """Rankings compare shared seeds: by cells, log would rank behind t5 at 64 tokens because of a seed that t5
+    lacks."""
     layout = layout_of(holes)
     assert layout.cells["log", 64].mean > layout.cells["t5", 64].mean
     theirs = PublishedTable("A paper", 512, "perplexity", (512,), {"log": (3.0,), "t5": (4.0,)})
@@ -163,7 +165,7 @@ def test_nothing_is_missing_where_positions_end_and_floors_have_no_seeds(holes: 
 
 
 def test_methods_with_one_seed_each_need_not_share_it(holes: list[Record]) -> None:
-    """Two runs of somebody that were put side by side are no experiment with holes."""
+    """Two single-seed runs compared side by side need not share their seed."""
     two = [*run("log", 1, 5.0, 6.0), *run("t5", 2, 6.0, 9.0)]
     assert results_output.build_missing_table(build_comparison_tables(two)) is None
     grid = results_output.build_missing_table(build_comparison_tables(two[:-1]))
@@ -172,7 +174,7 @@ def test_methods_with_one_seed_each_need_not_share_it(holes: list[Record]) -> No
 
 
 def test_lengths_are_paired_within_a_run() -> None:
-    """Two runs of one seed by one name, each scored at both lengths, are two rows."""
+    """Lengths are paired within a run: two runs with the same seed and name are two rows."""
     twice = [each.replace(run=place) for place, end in (("a", 6.0), ("b", 9.0)) for each in run("log", 1, 5.0, end)]
     layout = layout_of(twice)
     for name, expected in (("log [a]", 6.0 / 5.0), ("log [b]", 9.0 / 5.0)):
@@ -256,7 +258,8 @@ def test_what_learned_nothing_never_has_the_mark_of_the_best() -> None:
 
 
 def test_a_page_is_made_of_whatever_records_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run under two methods that lack each other's lengths, tables without a shown method, and floors alone."""
+    """A page is built from any records: methods without common lengths, tables without a visible method, and only
+    floors."""
     monkeypatch.setattr(plots, "render_plots_png", lambda found, **_: b"")
     change = {"change": 1.2, "change_low": 1.1, "change_high": 1.3, "change_from": 64}
     same = {"run": "runs/a", "target_digest": "d"}

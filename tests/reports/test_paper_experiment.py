@@ -1,4 +1,4 @@
-"""Somebody else's table beside ours: τ against counting pairs, its interval, cells at the same multiple."""
+"""Published table beside ours: τ compared with counted pairs, its interval, and cells at equal multiples."""
 
 import itertools
 import math
@@ -34,7 +34,7 @@ THEIRS = PublishedTable(
 
 @given(st.integers(2, 7).flatmap(lambda n: st.tuples(*[st.lists(st.integers(0, 4), min_size=n, max_size=n)] * 2)))
 def test_tau_counts_pairs(drawn: tuple[list[int], list[int]]) -> None:
-    """Kendall's τ-b: concordant minus discordant pairs over the geometric mean of the pairs untied in each."""
+    """Kendall's τ-b: concordant minus discordant pairs over the geometric mean of untied pairs."""
     a, b = drawn
     pairs = list(itertools.combinations(range(len(a)), 2))
     alike = sum((a[i] - a[j]) * (b[i] - b[j]) > 0 for i, j in pairs)
@@ -44,7 +44,7 @@ def test_tau_counts_pairs(drawn: tuple[list[int], list[int]]) -> None:
 
 
 def test_ours_stand_beside_theirs_at_the_same_multiple(story: list[Record]) -> None:
-    """Ours are trained at 64, and scored at 64, 512 and 2,048: 1, 8 and 32 training lengths."""
+    """Our results at 64, 512 and 2,048 tokens, trained at 64, are 1, 8 and 32 training lengths."""
     (layout,) = build_comparison_tables(story)
     (grid,) = build_published_tables(THEIRS, [layout])
     assert grid.column_headers == ("1× (512 | 64)", "8× (4,096 | 512)", "32× (16,384 | 2,048)")
@@ -61,13 +61,14 @@ def test_ours_stand_beside_theirs_at_the_same_multiple(story: list[Record]) -> N
 
 
 def test_the_interval_is_over_seeds() -> None:
-    """Two methods, two seeds, each better once: of four resamples one has both alike, two are ties of a kind."""
+    """Interval over seeds: with two methods and two seeds, each better once, one of four resamples has both equal and
+    two are ties."""
     values = {"rotary": (5.0, 5.4), "cdape": (5.1, 5.2)}
     records = [record(name, 64, value, seed=seed) for name, pair in values.items() for seed, value in enumerate(pair)]
     both = PublishedTable(**{**vars(THEIRS), "lengths": (512,), "rows": {"rotary": (5.0,), "cdape": (4.0,)}})
     (found,) = compute_rank_agreement(both, build_comparison_tables(records)[0])
-    assert found.tau == 1.0  # 5.2 and 5.15 on average, as theirs
-    assert found.interval == (-1.0, 1.0)  # seed 0 twice: the other order, in a quarter of all resamples
+    assert found.tau == 1.0  # 5.2 and 5.15 on average, like theirs
+    assert found.interval == (-1.0, 1.0)  # a quarter of all resamples draws seed 0 twice and reverses the order
 
 
 def test_the_interval_over_blocks() -> None:

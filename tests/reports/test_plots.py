@@ -1,4 +1,4 @@
-"""What the curves show, asked of matplotlib's own objects, and that the PNG is one."""
+"""Contents of the curves, read from matplotlib's objects, and validity of the PNG."""
 
 import struct
 import zlib
@@ -23,7 +23,7 @@ def axes_of(records: list[Record]):
 
 
 def curves(axes) -> list:
-    """The curves, without the ends of their bars and the mark of the training length."""
+    """Return the curves, without error bars and the mark of the training length."""
     return [line for line in axes.lines if line.get_marker() not in ("_", "None")]
 
 
@@ -34,19 +34,19 @@ def test_png_is_whole_and_large_enough_to_read(story: list[Record]) -> None:
     assert width >= 1000
     assert height >= 600
     at, pixels = 8, b""
-    while at < len(content):  # every chunk's checksum
+    while at < len(content):  # checksum of every chunk
         size, kind = struct.unpack(">I4s", content[at : at + 8])
         body = content[at + 8 : at + 8 + size]
         assert zlib.crc32(kind + body) == struct.unpack(">I", content[at + 8 + size : at + 12 + size])[0]
         pixels += body if kind == b"IDAT" else b""
         at += 12 + size
-    assert len(set(zlib.decompress(pixels))) > 20  # not one colour
+    assert len(set(zlib.decompress(pixels))) > 20  # more than one color
 
 
 def test_curves_are_the_records(story: list[Record]) -> None:
     axes = axes_of(story)
     rotary, kerple, cdape = curves(axes)
-    # Curves are side by side, the middle one where its lengths are, and each point stands at its bar.
+    # Curves are shifted sideways, the middle one is at its lengths, and each point is on its bar.
     assert list(kerple.get_xdata()) == [64, 512, 2048]
     for curve, bars in zip((rotary, kerple, cdape), axes.collections, strict=True):
         assert [segment[0][0] for segment in bars.get_segments()] == pytest.approx(list(curve.get_xdata()))
@@ -65,7 +65,7 @@ def test_curves_are_the_records(story: list[Record]) -> None:
 def test_axes(story: list[Record]) -> None:
     axes = axes_of(story)
     assert axes.get_xscale() == "log"
-    assert axes.get_yscale() == "log"  # 29.75 / 4.87 is more than 4
+    assert axes.get_yscale() == "log"  # 29.75 / 4.87 exceeds 4
     assert list(axes.xaxis.get_major_locator()()) == [64, 512, 2048]
     assert axes.xaxis.get_major_formatter()(2048, 0) == "2,048\n32×"
     assert any(list(line.get_xdata()) == [64, 64] for line in axes.lines)  # the training length
@@ -85,7 +85,7 @@ def test_bars_are_intervals_or_seeds(story: list[Record]) -> None:
 
 
 def test_five_overlapping_intervals_stand_side_by_side() -> None:
-    """Nothing is drawn over another method's bar: each has a place of its own, far from the next length."""
+    """Five overlapping intervals are drawn side by side, without overlap and far from the next length."""
     lengths = (64, 128, 256)
     records = [record(f"m{i}", length, 5 + i / 100, stderr=0.05) for i in range(5) for length in lengths]
     axes = axes_of(records)
@@ -117,14 +117,14 @@ def test_a_narrow_plot_has_its_legend_below(story: list[Record]) -> None:
 @pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("narrow", [False, True])
 def test_the_name_of_a_pattern_of_layers_leaves_room_for_the_curves(narrow: bool) -> None:
-    """matplotlib warns where a legend leaves the axes none."""
+    """A long name of a layer pattern leaves room for the curves; matplotlib warns if a legend does not."""
     name = " | ".join(
         ["rotary(window=128, temperature=logn at evaluation)", "cdape(width=8)+kerple_log(per_layer)"] * 3
     )
     records = [record(name, length, 5.0) for length in (64, 128)]
     assert plots.render_plots_png(records, narrow=narrow)
     (text,) = axes_of(records).get_legend().get_texts()
-    assert max(map(len, text.get_text().split("\n"))) <= plots.LEGEND_CHARACTERS + 8  # no name is broken
+    assert max(map(len, text.get_text().split("\n"))) <= plots.LEGEND_CHARACTERS + 8  # no name is split
     assert text.get_text().replace("\n", " ") == name
 
 
@@ -135,7 +135,7 @@ def test_many_methods_with_odd_names_stay_distinct() -> None:
     styles = {(line.get_color(), line.get_linestyle()) for line in curves(axes)}
     assert len(styles) == 11
     assert len(axes.get_legend().get_texts()) == 11
-    assert plots.render_plots_png(records)  # a dollar sign in a name is no formula
+    assert plots.render_plots_png(records)  # a dollar sign in a name does not start a formula
 
 
 def test_many_methods_have_no_bars_and_a_legend_beside_the_panel() -> None:

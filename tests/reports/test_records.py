@@ -1,4 +1,4 @@
-"""Records survive their files, and files that hold no records are refused in one line."""
+"""Records survive a round trip through files; files without records give a one-line error."""
 
 import csv
 import json
@@ -22,7 +22,7 @@ MINIMAL = {
     "tokens": 4096,
     "seed": 1234,
 }
-"""A record as it stands in a file."""
+"""Record as stored in a file."""
 
 
 def made(**more: object) -> Record:
@@ -105,7 +105,7 @@ def test_the_bootstrap_interval_comes_first() -> None:
         (0.9, (0.8, 0.99), "falls"),
         (1.0, (0.9, 1.1), "holds"),
         (1.1, (1.0, 1.2), "holds"),
-        (1.004, (1.003, 1.005), "holds"),  # sure, and too small to matter
+        (1.004, (1.003, 1.005), "holds"),  # significant, but negligible
         (0.996, (0.995, 0.997), "holds"),
         (1.5, (None, 2.0), None),
     ],

@@ -1,4 +1,4 @@
-"""The report stands alone: well formed, everything embedded, everything escaped, every number from the records."""
+"""The report is self-contained: well formed, everything embedded and escaped, every number from the records."""
 
 import base64
 import gzip
@@ -29,7 +29,7 @@ RESULTS = Path(__file__).parents[2] / "docs/results"
 
 
 class Page(HTMLParser):
-    """Checks that tags nest, and gathers text, tags with their attributes, and the JSON of charts."""
+    """Parser that checks nesting of tags, and collects text, tags with attributes, and the JSON of charts."""
 
     def __init__(self, content: str) -> None:
         super().__init__()
@@ -62,12 +62,12 @@ class Page(HTMLParser):
             self.text += data
 
     def list_values(self, name: str) -> list[str]:
-        """Of an attribute, of all elements that have it."""
+        """List the values of an attribute over all elements."""
         return [attributes[name] for attributes in self.attributes if name in attributes]
 
 
 def unpack(href: str) -> str:
-    """The file that a link holds."""
+    """Return the file embedded in a link."""
     return gzip.decompress(base64.b64decode(href.split(",")[1], validate=True)).decode()
 
 
@@ -97,7 +97,7 @@ def test_it_stands_alone_and_holds_its_files(story: list[Record], tmp_path: Path
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.html")), ids=lambda path: path.name)
 def test_kept_pages_have_the_present_design(path: Path) -> None:
-    """`./deepy.py report` makes an old page anew from its records."""
+    """Stored pages have the current design; `./deepy.py report` regenerates an old page from its records."""
     content = path.read_text(encoding="utf-8")
     head, _, _ = (html_page.TEMPLATES_FOLDER / "page.html").read_text(encoding="utf-8").partition("<title>")
     assert content.startswith(head)
@@ -124,7 +124,7 @@ def test_its_parts_have_names_and_an_order(story: list[Record]) -> None:
 
 
 def test_its_navigation_names_its_headings_in_their_order(story: list[Record]) -> None:
-    """All of them, of a page with a single section."""
+    """The navigation lists all headings in order, on a page with a single section."""
     said, training = TextTable("Said", "method", ("a",), (("x", ("1",)),)), TextTable("Runs", "run", (), ())
     section = ReportSection(None, [*story, record("alibi", 64, 5.0)], [said])
     for is_live in (False, True):
@@ -155,14 +155,14 @@ def test_charts_hold_the_records_and_draw_them(story: list[Record]) -> None:
         assert text == f"{each.value:.2f}"
     assert [series["drawn"] for series in chart["series"]] == [True] * 3
     assert [scale["name"] for scale in chart["scales"]] == ["log", "linear"], "values differ by more than a factor of 4"
-    # The drawing says the same: a marker for each point, at a height that falls with the value.
+    # The drawing agrees: a marker for each point, at a height that falls with the value.
     scale = chart["scales"][0]
     heights = [100 * math.log(scale["high"] / value) / math.log(scale["high"] / scale["low"])
                for series in reversed(chart["series"]) for _, value, *_ in series["points"]]  # fmt: skip
     drawn = [
         float(attributes["y"].removesuffix("%"))
         for tag, attributes in zip(page.tags, page.attributes, strict=True)
-        if tag == "use" and attributes["y"] != "50%"  # which is in the legend
+        if tag == "use" and attributes["y"] != "50%"  # in the legend
     ]
     assert drawn == pytest.approx(heights, abs=0.02)
 
@@ -198,7 +198,7 @@ def test_no_bar_leaves_the_plot() -> None:
     places = [float(bar["x1"].removesuffix("%")) for bar in bars]
     assert len(places) == 24
     assert 0 < min(places) < max(places) < 100
-    # A bar stands at its marker, and the line runs through both.
+    # A bar is at its marker, and the line passes through both.
     markers = [float(each["x"].removesuffix("%")) for tag, each in zip(page.tags, page.attributes, strict=True)
                if tag == "use" and each["x"] != "50%"]  # fmt: skip
     corners = [float(point.split(",")[0]) / 10 for points in page.list_values("points") for point in points.split()]
@@ -218,7 +218,7 @@ def test_of_many_methods_the_best_are_drawn_and_the_others_wait() -> None:
     board = ReportSection("All", many, leaderboard=Leaderboard("m30", (), 3))
     (chart,) = Page(report.render_report([board])).charts
     assert [series["name"] for series in chart["series"] if series["drawn"]] == ["m00", "m01", "m02", "m30"]
-    # Markup and script are small beside pictures.
+    # Markup and script are small compared with pictures.
     assert len(content) < 200_000
 
 
@@ -315,7 +315,7 @@ def test_nothing_from_outside_becomes_markup() -> None:
     assert page.text.count("alert(1)") >= 7
     assert page.charts[0]["series"][0]["name"] == evil
     assert evil not in page_of([hostile])
-    # Template's own placeholder sign is harmless too.
+    # The placeholder sign of Template is harmless too.
     assert "$plot" in Page(page_of([record("$plot", 64, 5.0)])).text
 
 
@@ -356,7 +356,7 @@ def test_latex_shows_any_name_and_the_best_in_bold(tmp_path: Path) -> None:
     assert rf"{special} & 6.00 & max 64 \\" in lines
     assert [line for line in lines if line.endswith("rule")] == [r"\toprule", r"\midrule", r"\bottomrule"]
     write_records(tmp_path / "results.json", rows)
-    for _ in range(2):  # its own file may be written again
+    for _ in range(2):  # its own file may be overwritten
         combine_results([tmp_path], Console(quiet=True), output=tmp_path / "x.tex")
     assert (tmp_path / "x.tex").read_text().count(r"\begin{tabular}") >= 1
     assert "\n".join(lines) in (tmp_path / "x.tex").read_text()

@@ -1,4 +1,4 @@
-"""Tests of significance against formulas written out, tables of the t distribution, and plain loops."""
+"""Significance tests, compared with explicit formulas, tables of the t distribution, and plain loops."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ def one(records: list[Record], against: str = "log") -> MethodComparison:
 
 
 def test_a_paired_t_test_by_the_formula() -> None:
-    """t = mean d / (s / √n); two-sided p of 4 degrees of freedom in closed form."""
+    """Paired t test: t = mean d / (s / √n); two-sided p with 4 degrees of freedom in closed form."""
     found = one(runs("log", LOG) + runs("t5", T5))
     for test, scale in ((found.value_test, float), (found.log_test, math.log)):
         differences = [scale(a) - scale(b) for a, b in zip(T5, LOG, strict=True)]
@@ -52,12 +52,12 @@ def test_a_paired_t_test_by_the_formula() -> None:
 
 @pytest.mark.parametrize(("seeds", "critical"), [(5, 2.776), (3, 4.303)])
 def test_the_critical_values_of_the_papers(seeds: int, critical: float) -> None:
-    """KERPLE's five seeds: |t| > 2.776; three: 4.303."""
+    """Critical values for KERPLE's five seeds: |t| > 2.776; for three seeds: 4.303."""
     for factor, verdict in ((0.99, "not significant"), (1.01, "worse")):
         deviations = np.linspace(-1, 1, seeds)
         spread = deviations / deviations.std(ddof=1)
         shift = factor * critical / math.sqrt(seeds)
-        differences = 1e-4 * (spread + shift)  # so small that logarithms and values are alike
+        differences = 1e-4 * (spread + shift)  # so small that logarithms equal values
         found = one(runs("log", [5.0] * seeds) + runs("t5", [5.0 + each for each in differences]))
         assert found.value_test.t == pytest.approx(factor * critical, rel=1e-6)
         assert found.verdict == verdict
@@ -77,7 +77,7 @@ def test_a_perplexity_that_explodes_is_judged_by_both_scales() -> None:
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
 def test_holm_rejects_as_its_procedure_does(values: list[float]) -> None:
-    """Step down: the smallest against α/n, the next against α/(n − 1), until one is not rejected."""
+    """Holm's procedure: the smallest p against α/n, the next against α/(n − 1), until one is not rejected."""
     corrected = apply_holm_correction(values)
     for alpha in (0.01, 0.05, 0.3):
         order = sorted(range(len(values)), key=lambda index: values[index])
@@ -99,7 +99,7 @@ def test_holm_is_over_the_whole_table() -> None:
 
 
 def test_verdicts_and_daggers_follow_the_corrected_test() -> None:
-    """A p of 0.03 is significant alone, and not among eight methods."""
+    """Verdicts use the corrected test: p = 0.03 is significant alone, but not among eight methods."""
     worse = [5.0, 5.3, 5.2, 5.0, 5.3]
     alone = one(runs("log", LOG) + runs("t5", worse))
     assert alone.holm_p == alone.p < 0.05
@@ -128,10 +128,10 @@ def test_one_seed_is_compared_by_blocks() -> None:
         drawn.append(sum(sums["t5"][b] - sums["log"][b] for b in chosen) / sum(tokens[b] for b in chosen))
     drawn.sort()
     low, high = found.text_interval
-    # 256 equally likely resamples: the ends lie between neighbours of their 2.5% and 97.5%.
+    # 256 equally likely resamples: the limits are between neighbors of the 2.5% and 97.5% quantiles.
     assert math.exp(drawn[3]) - 1e-9 <= low <= math.exp(drawn[10]) + 1e-9
     assert math.exp(drawn[-11]) - 1e-9 <= high <= math.exp(drawn[-4]) + 1e-9
-    # The interval leaves no change out, and is of two models: another seed may say otherwise.
+    # The interval excludes 1, but compares two models; another seed may differ.
     assert low > 1
     assert (found.verdict, math.isnan(found.holm_p)) == ("not tested", True)
     assert "†" not in str(found)

@@ -1,4 +1,4 @@
-"""The criterion of extrapolation, tables of words, and `./deepy.py report` from files to a page."""
+"""Extrapolation criterion, text tables, and `./deepy.py report` from files to a page."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,8 @@ def silent() -> Console:
 
 
 def test_the_criterion_by_hand(story: list[Record]) -> None:
-    """rotary 5.25, 12.5, 29.75; kerple_log 5.5, 5.45, 5.43; cdape 4.96, 4.9, 4.87 at 64, 512 and 2,048."""
+    """Criterion with rotary 5.25, 12.5, 29.75; kerple_log 5.5, 5.45, 5.43; cdape 4.96, 4.9, 4.87 at 64, 512 and
+    2,048."""
     (layout,) = build_comparison_tables(story)
     rotary, kerple, _ = verdict_tables.measure_extrapolation(layout)
     assert rotary.relative_changes == pytest.approx({512: 12.5 / 5.25 - 1, 2048: 29.75 / 5.25 - 1})
@@ -42,7 +43,7 @@ def test_the_criterion_by_hand(story: list[Record]) -> None:
 
 
 def test_one_change_has_the_same_digits_in_sentences_tables_and_on_pages() -> None:
-    """cdape's 0.9722 in an interval of ± 1.8%."""
+    """A change has the same digits in sentences, tables and pages: cdape's 0.9722 with an interval of ± 1.8%."""
     change = {"change": 6.0373 / 6.21, "change_low": 0.954, "change_high": 0.990, "change_from": 64}
     rows = [record("cdape", 64, 6.21), record("cdape", 2048, 6.0373, **change)]
     (table,) = build_comparison_tables(rows)
@@ -186,7 +187,7 @@ def test_experiments_are_sections_with_their_papers_tables(story: list[Record], 
     assert len(re.findall(r"<caption><span>[^<]*compared with cdape", page)) == 1
     assert "They had &lt;more&gt; text." in page
     assert page.count('<figure class="chart') == 3
-    # What belongs to no experiment comes first; links lead to the headings.
+    # Records without an experiment come first; links lead to the headings.
     assert re.findall(r'href="#section-(\d)"', page) == re.findall(r'id="section-(\d)"', page) == ["1", "2", "3"]
     assert page.index('id="section-1"') < page.index("Its first table</h2>") < page.index('id="section-3"')
     assert printed.index("Its first table") < printed.index("order agreement τ")

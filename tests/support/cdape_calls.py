@@ -1,4 +1,4 @@
-"""Calls of the CDAPE operator with all their gradients, and the truth about them.
+"""Calls of the CDAPE operator with all gradients, and their exact results.
 
 B batch, H heads, R query rows, C key columns, d head dimension, D processor width, k kernel size.
 """
@@ -17,12 +17,12 @@ from kernels.cdape_attention.reference import reference as _reference
 from kernels.cdape_attention.weights import PackedWeights, WeightShape
 
 NAMES = ("output", "q", "k", "v", "bias", "w1", "b1", "w2", "b2")
-"""The output, then the operator's tensors, to which sinks may be added."""
+"""Output, then the operator's tensors, to which sinks may be added."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of the operator."""
+    """Arguments of one operator call."""
 
     batch: int
     heads: int
@@ -37,18 +37,18 @@ class Case:
     has_bias: bool = True
     chunk: int | None = None
     documents: tuple[tuple[int, ...], ...] = ()
-    """Lengths of the documents of each sequence, offset + rows in all; one each if there are none."""
+    """Document lengths of each sequence, offset + rows in total; empty for one document each."""
     has_sinks: bool = False
     seed: int = 0
-    """Of the numbers: rounding may carry a hidden value over the kink of LeakyReLU, which changes gradients by more
-    than rounding does; a case in which it does has other numbers."""
+    """Random seed. Rounding may move a hidden value across the kink of LeakyReLU, which changes gradients by more than
+    rounding; affected cases use another seed."""
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in vars(self).items() if value not in (None, ()))
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments of the operator and of the reference."""
+        """Return the keyword arguments of the operator and of the reference."""
         options = {"offset": self.offset, "window": self.window, "residual_bias": self.residual_bias}
         if self.documents:
             lengths = [torch.tensor(each) for each in self.documents]
@@ -57,10 +57,10 @@ class Case:
         return options
 
     def inputs(self, dtype: torch.dtype, device: str = "cpu", seed: int | None = None) -> list[Tensor | None]:
-        """q, k, v, bias, w1, b1, w2, b2, and sinks if there are any: the same numbers for the same seed (the case's own
-        if it is None), rounded to a type once.
+        """Return q, k, v, bias, w1, b1, w2, b2, and sinks if any, rounded to a type once.
 
-        The bias falls with the distance as a learned one does, and the weights let the hidden values change sign.
+        Equal seeds give equal numbers; None selects the case's seed. The bias falls with the distance like a learned
+        one, and the weights let hidden values change sign.
         """
         generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
 
@@ -105,17 +105,17 @@ SMALL = [
     Case(2, 3, 20, 58, 8, 6, 5, offset=38, chunk=13, documents=((40, 18), (57, 1)), has_sinks=True),
     Case(1, 3, 17, 28, 80, 8, 3, offset=11, window=13, chunk=10, has_sinks=True),
 ]
-"""For tiles of 16 rows and distances, 16 − 2p of which are kept: odd sizes, T < k, offsets, windows (narrower than p
-too), chunks, decoding, H beyond 16; a window that ends with a tile, so that the hidden values beyond it lie in the
-next, and a length that does; a head dimension in two parts, and the largest; tiles that all rows see whole, which have
-code of their own; documents, shorter than k too, that begin within tiles and chunks and with them; sinks."""
+"""For tiles of 16 rows and distances, 16 − 2p of which are kept: odd sizes, T < k, offsets, windows (some narrower than
+p), chunks, decoding, H above 16; a window that ends with a tile, so that hidden values beyond it are in the next tile,
+and a length with this property; a head dimension in two parts, and the largest; tiles visible to all rows, which use
+separate code; documents, some shorter than k, that start within and at tiles and chunks; sinks."""
 
 SATURATED = Case(1, 3, 18, 18, 8, 6, 3)
-"""Run with a bias beyond float16's range."""
+"""Case for a bias beyond float16's range."""
 
 
 def takes_fields(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function of CdapeArgs as one of their fields, for calls that leave out or change some; others are its own."""
+    """Convert a function of CdapeArgs to one of its fields, with the others as defaults."""
 
     def call(*tensors: Tensor | None, **options: Any) -> Tensor:
         if (first_keys := options.get("first_keys")) is not None:
@@ -132,13 +132,13 @@ reference = takes_fields(_reference)
 
 
 def into_output(case: Case, dtype: torch.dtype, device: str = "cpu") -> Tensor:
-    """A gradient of the output."""
+    """Return a gradient of the output."""
     shape = case.batch, case.heads, case.rows, case.dim
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
 
 
 def differentiated(attend: Callable[..., Tensor], inputs: Sequence[Tensor | None], into: Tensor) -> dict[str, Tensor]:
-    """Output and all gradients."""
+    """Return the output and all gradients."""
     leaves = [None if x is None else x.detach().clone().requires_grad_() for x in inputs]
     output = attend(*leaves)
     output.backward(into)
@@ -147,12 +147,12 @@ def differentiated(attend: Callable[..., Tensor], inputs: Sequence[Tensor | None
 
 
 def doubled(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """On the CPU in float64."""
+    """Return the tensors on the CPU in float64."""
     return [None if x is None else x.cpu().double() for x in tensors]
 
 
 def truth(case: Case, inputs: Sequence[Tensor | None], into: Tensor) -> Callable[[], dict[str, Tensor]]:
-    """The reference from the same inputs in float64, which saturates where their type does."""
+    """Return the float64 reference of these inputs, which saturates where their type does."""
     like = inputs[0].dtype
     inputs = doubled(inputs)
     attend = partial(reference, **case.options, saturate_like=like)
@@ -160,7 +160,7 @@ def truth(case: Case, inputs: Sequence[Tensor | None], into: Tensor) -> Callable
 
 
 def build_problem(rows: int, offset: int, window: int) -> CdapeProblem:
-    """Without weights and tables, for what asks where rows stand alone."""
+    """Build a problem without weights and tables, for tests of row positions."""
     empty = torch.empty(0)
     weights = PackedWeights(*[empty] * len(PackedWeights._fields))
     return CdapeProblem(empty, empty, weights, WeightShape(3, 4, 3, True), rows, offset, window, torch.float32)

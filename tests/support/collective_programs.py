@@ -1,7 +1,7 @@
-"""What ranks of a mesh ask of NCCL in a training of all four parallel dimensions, written down rank by rank.
+"""NCCL calls of a mesh's ranks in training with all four parallel dimensions, defined rank by rank.
 
-Not read off any run: each rank's calls are written by its own coordinates, so that what a rehearsal makes of another
-rank's calls can be compared with them.
+They do not come from a run: each rank's calls are derived from its own coordinates, so that a rehearsal's translation
+of another rank's calls can be compared with them.
 """
 
 from megatron.distributed.mesh import Mesh, ParallelSizes
@@ -11,8 +11,11 @@ LINE = "megatron/training/engine.py:1"
 
 
 def write_ledger(rank: int, sizes: ParallelSizes, *, layers: int = 2, micro_batches: int = 2) -> Ledger:
-    """A step of a rank: sums within layers, keys and values around the sequence, messages between stages, ZeRO's
-    reductions to every owner, and a broadcast of all ranks' first."""
+    """Return a rank's calls in one step.
+
+    They are sums within layers, exchange of keys and values, messages between stages, ZeRO's reductions to every owner,
+    and a broadcast from the first rank.
+    """
     mesh = Mesh(rank, sizes)
     world, shards = tuple(range(sizes.world_size)), mesh.list_members("context", "data")
     calls: list[CollectiveCall] = []
@@ -50,5 +53,5 @@ def write_ledger(rank: int, sizes: ParallelSizes, *, layers: int = 2, micro_batc
 
 
 def write_ledgers(sizes: ParallelSizes, **options: int) -> dict[int, Ledger]:
-    """All ranks' calls."""
+    """Return the calls of all ranks."""
     return {rank: write_ledger(rank, sizes, **options) for rank in range(sizes.world_size)}

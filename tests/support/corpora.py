@@ -1,4 +1,4 @@
-"""Preparing corpora from what a test names: options by their names, paths and tuples as they come."""
+"""Preparation of corpora from a test's arguments: options by name, paths and tuples."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,8 @@ def prepare(
     progress: CorpusProgress | None = None,
     **options: Any,
 ) -> CorpusInfo:
-    """`prepare_corpus`; `options` are CorpusOptions'. Raises as it, and UserError for wrong ones."""
+    """Call `prepare_corpus` with `options` for CorpusOptions. Raises the same errors, and UserError for invalid
+    options."""
     plain = {name: _plain(value) for name, value in {"sources": sources, **options}.items()}
     return prepare_corpus(parse_section(CorpusOptions, plain), output, overwrite=overwrite, progress=progress)
 

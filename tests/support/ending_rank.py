@@ -1,7 +1,7 @@
-"""Run by tests: train as the one rank of a run that ends in a given way, and tell how its process groups end.
+"""Train as the single rank of a run that ends in a given way, and report the end of its process groups.
 
-Arguments: the job's folder; the way; the backend that torch says it has. found.json in the folder gets the exit code,
-whether the groups were there before and after, and how often they were aborted.
+Arguments: the job's folder, the way it ends, and the backend that torch should report. found.json in the folder gets
+the exit code, whether the groups existed before and after, and how often they were aborted.
 """
 
 import atexit
@@ -23,7 +23,8 @@ WAYS = {"user": UserError, "run": RunError, "unexpected": ZeroDivisionError, "in
 
 
 def main(job: Path, way: str, backend: str) -> None:
-    """Train to the end, or until a step does what the way says; then do what the interpreter does when it ends."""
+    """Train to the end, or until a step ends the run in the given way, and then do what the interpreter does at
+    exit."""
     take_step = trainer.Trainer.train_step
 
     def step(self: trainer.Trainer, stop: object) -> bool:
@@ -39,7 +40,7 @@ def main(job: Path, way: str, backend: str) -> None:
     with suppress(KeyboardInterrupt):
         code = worker.main([str(job), str(job / "log.txt"), "0"])
     met, aborted = dist.is_initialized(), []
-    if backend == "nccl":  # of which there is none here: what would be called
+    if backend == "nccl":  # not available here; record the call
         dist.get_backend = lambda: "nccl"
         dist.distributed_c10d._abort_process_group = lambda: aborted.append(True)
     atexit._run_exitfuncs()

@@ -1,8 +1,8 @@
-"""A GPU that is a CPU: what runs on a device, and no more than that, is rehearsed without one.
+"""Fake GPU backed by the CPU, to test device code without a GPU.
 
-Inside `fake_gpu` a tensor that is asked for on "cuda" is made on the CPU, and the calls of torch.cuda that the tools
-use answer as a GPU would. Tensors say that they are on a CPU, so kernels are not launched: `triton` hands them to
-PyTorch. A call that is not faked raises, as torch does without CUDA.
+Inside `fake_gpu`, a tensor requested on "cuda" is created on the CPU, and the torch.cuda functions used by the tools
+return a GPU's answers. Tensors report a CPU device, so kernels are not launched and `triton` falls back to PyTorch. A
+function that is not replaced raises an error, as torch does without CUDA.
 """
 
 import time
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 NAME = "NVIDIA H200"
 PEAK = 5_000_000
-"""Bytes that every pass seems to add."""
+"""Peak memory that every pass reports, in bytes."""
 
 
 class Event:
@@ -35,10 +35,10 @@ class Event:
 
 
 class OnCpu(TorchFunctionMode):
-    """Every function gets "cpu" where it would get "cuda"."""
+    """Mode in which every function gets "cpu" instead of "cuda"."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.device:  # its name is asked for as that of a GPU
+        if function is torch.device:  # the name should be that of a GPU
             return function(*args, **(kwargs or {}))
         return function(*map(_here, args), **{key: _here(value) for key, value in (kwargs or {}).items()})
 
@@ -61,7 +61,7 @@ def fake_gpu() -> Iterator[None]:
         "max_memory_allocated": lambda device=None: 1_000_000 + PEAK,
         "reset_peak_memory_stats": lambda device=None: None,
         "Event": Event,
-        # Which a build of torch with CUDA would start CUDA for, and fail without a driver.
+        # A CUDA build of torch would initialize CUDA for it, and fail without a driver.
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: None,
         "manual_seed": lambda seed: None,
@@ -70,8 +70,8 @@ def fake_gpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, OnCpu():
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)
-        patch.setattr(torch.accelerator, "is_available", lambda: False)  # else its stream is asked for
+        patch.setattr(torch.accelerator, "is_available", lambda: False)  # otherwise its stream is requested
         if torch.backends.cuda.is_built():
-            # Dynamo would ask the driver for the device's properties; a build without CUDA has none to ask.
+            # Dynamo would request the device's properties from the driver, which a CPU build lacks.
             patch.setattr(torch, "compile", lambda function=None, **options: function or (lambda given: given))
         yield

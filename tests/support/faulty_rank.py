@@ -1,6 +1,6 @@
-"""A rehearsed rank with a fault: the second tensor-parallel rank skips the second of its sums of gradients.
+"""Rehearsed rank with a fault: the second tensor-parallel rank skips the second of its gradient sums.
 
-`python tests/support/faulty_rank.py JOB`, as `megatron.rehearsal.rank_process`.
+`python tests/support/faulty_rank.py JOB`, like `megatron.rehearsal.rank_process`.
 """
 
 import json

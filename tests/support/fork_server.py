@@ -1,18 +1,18 @@
-"""Starts Python scripts without their imports: a process that has imported what training needs, and forks.
+"""Server that runs Python scripts without their imports: a process that has imported the training code, and forks.
 
-Importing torch, DeepSpeed and megatron-core takes seconds of processor time, and a test of two ranks pays for it twice.
+Importing torch, DeepSpeed and megatron-core takes seconds of CPU time, and a test of two ranks would pay this twice.
 `forked.py` starts such a server and connects to it once for each script:
 
-    {"argv": ["script.py", "argument"], "env": {…}, "cwd": "/tmp/x"}    with the three standard streams beside it
+    {"argv": ["script.py", "argument"], "env": {…}, "cwd": "/tmp/x"}    with the three standard streams attached
 
-It is answered by the process number of the fork that runs the script, and later by its exit code.
-What a fork starts by `python SCRIPT.py`, by `python -m MODULE` or as a script whose first line names this Python is a
-fork of it in turn: a launcher's ranks, a sweep's trainings. Any other command is started as always.
-A fork ends when its connection does, and the server, with all forks that it started, when its standard input does.
+The answer is the process ID of the fork that runs the script, and later its exit code.
+A process that a fork starts with `python SCRIPT.py`, with `python -m MODULE`, or as a script whose first line names
+this Python becomes a fork in turn: a launcher's ranks, a sweep's trainings. Other commands start normally.
+A fork ends when its connection closes. The server and all its forks end when its standard input closes.
 
-A fork is not quite a process of Python's: it finds all modules that the server finds, it ends without exit handlers and
-without waiting for threads, and an uncaught error is printed with the server's frames. What depends on these is tested
-with processes as users start them.
+A fork differs from a normal Python process: it has all modules of the server, it exits without exit handlers and
+without waiting for threads, and uncaught errors show the server's frames. Code that depends on this is tested with
+normal processes.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ PRELOADED = (
     "megatron.utils.progress",
     "megatron.launch.worker",
     "megatron.training.trainer",
-    "torch._inductor.config",  # torch.use_deterministic_algorithms imports it, and with it all of PyTorch's compiler
+    "torch._inductor.config",  # torch.use_deterministic_algorithms imports it with all of PyTorch's compiler
     "typer.main",
 )
 
@@ -57,25 +57,25 @@ def become_script(
     streams: Sequence[int],
     pass_fds: Sequence[int] = (),
 ) -> NoReturn:
-    """The life of a fork: becomes the script, or with `-m` the module, and never returns. Signals may be blocked.
+    """Run the script, or with `-m` the module, in a fork; never return. Signals may be blocked.
 
     Args:
-        argv: the script and its arguments.
-        environment: all of it.
-        folder: where it runs; where its parent does if None.
-        streams: the descriptors of its standard input, output and errors.
-        pass_fds: other descriptors that it may use.
+        argv: script and its arguments.
+        environment: complete environment.
+        folder: working folder; None keeps the parent's.
+        streams: file descriptors of standard input, output and error.
+        pass_fds: other file descriptors to keep open.
     """
     code = 1
     try:
-        # What the parent still holds must not close a number that this process opens anew.
+        # Objects of the parent must not close a descriptor that this process reuses.
         gc.freeze()
         reset_process_groups()
-        asyncio.set_event_loop_policy(None)  # the parent's loop is its own
+        asyncio.set_event_loop_policy(None)  # the parent's event loop must not be used
         reset_seeds()
         for number, stream in enumerate([os.dup(stream) for stream in streams]):
             os.dup2(stream, number)
-        reset_signals()  # what they end is told there
+        reset_signals()  # signals end the script here
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             if descriptor > 2 and descriptor not in pass_fds:
                 with suppress(OSError):
@@ -85,7 +85,7 @@ def become_script(
         os.environ.clear()
         os.environ.update(environment)
         sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-        _inputs_of_parents.append(sys.stdin)  # its end would wait for a thread of the parent that reads it
+        _inputs_of_parents.append(sys.stdin)  # its destructor would wait for a parent's thread that reads it
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
@@ -107,7 +107,7 @@ def become_script(
         try:
             stream.flush()
         except (OSError, ValueError):
-            code = code or 120  # as Python ends
+            code = code or 120  # as Python exits
     os._exit(code)
 
 
@@ -115,14 +115,14 @@ _inputs_of_parents: list[object] = []
 
 
 def reset_signals() -> None:
-    """What the parent had prepared for signals is not for its fork: handlers, and what they remove and print."""
+    """Reset signal handlers of the parent, including cleanup and messages at exit."""
     from megatron.utils import signals
 
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which the server ignores
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by the server
     signals._cleanups.clear()
     signals._active_stops.clear()
     signals._exception_raised.clear()
@@ -131,14 +131,15 @@ def reset_signals() -> None:
 
 
 def reset_process_groups() -> None:
-    """The parent may have met itself, to build a model; the threads of that group are not in its fork."""
+    """Drop process groups of the parent, which may have joined itself to build a model; its threads are not in the
+    fork."""
     if "torch.distributed" not in sys.modules:
         return
     from torch.distributed import distributed_c10d
 
     from megatron.distributed.megatron_core import parallel_state
 
-    _groups_of_parents.append(distributed_c10d._world)  # their end would wait for those threads
+    _groups_of_parents.append(distributed_c10d._world)  # their destructors would wait for those threads
     distributed_c10d._world = distributed_c10d._World()
     parallel_state.destroy_model_parallel()
 
@@ -147,7 +148,7 @@ _groups_of_parents: list[object] = []
 
 
 def reset_seeds() -> None:
-    """Two processes of Python's do not draw the same numbers."""
+    """Reseed random generators, as in separate Python processes."""
     if "torch" not in sys.modules:
         return
     import numpy
@@ -161,11 +162,11 @@ DEFAULT_PARAMETERS = {
     **{"preexec_fn": None, "executable": None, "shell": False, "gid": None, "gids": None, "uid": None},
     **{"umask": -1, "process_group": -1},
 }
-"""Parameters of a child that no fork can have otherwise."""
+"""Process parameters that a fork cannot change."""
 
 
 class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
-    """subprocess.Popen, but what would start this Python with a script or a module is a fork, which has its imports."""
+    """Replacement of subprocess.Popen that forks if the command starts this Python with a script or a module."""
 
     def _execute_child(self, *arguments: Any) -> None:  # of subprocess.Popen
         parameters = inspect.signature(super()._execute_child).bind(*arguments).arguments  # type: ignore[misc]
@@ -178,7 +179,7 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
             with suppress(OSError, ValueError):
                 stream.flush()
         reader, writer = os.pipe()
-        # No handler of the parent's may answer what is sent to its fork.
+        # No signal handler of the parent may run in the fork.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             self.pid = os.fork()
@@ -200,7 +201,8 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 def _list_script_words(command: Any) -> list[str] | None:
-    """SCRIPT.py, `-m MODULE` or an executable script with its arguments, if a command starts that with this Python."""
+    """Return SCRIPT.py, `-m MODULE` or an executable script with arguments if the command starts it with this
+    Python."""
     if isinstance(command, str | bytes | os.PathLike):
         return None
     program, *words = map(os.fsdecode, command)
@@ -213,14 +215,14 @@ def _list_script_words(command: Any) -> list[str] | None:
 
 
 def _is_script(path: str) -> bool:
-    """Does a file begin with the line that makes it a script of this Python?"""
+    """Return True if a file starts with this Python's shebang line."""
     line = f"#!{sys.executable}\n".encode()
     with open(path, "rb") as file:
         return file.read(len(line)) == line
 
 
 def become_requested_script(request: Mapping[str, Any], streams: Sequence[int]) -> NoReturn:
-    """Become what is asked for, in a session of its own: a terminal that is opened then is the session's."""
+    """Run the requested script in its own session, which gets any terminal opened later."""
     os.setsid()
     os.chdir(request["cwd"])
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
@@ -230,14 +232,14 @@ def become_requested_script(request: Mapping[str, Any], streams: Sequence[int]) 
 def serve(
     listener: socket.socket, become: Callable[[Mapping[str, Any], Sequence[int]], object], *, grace: float
 ) -> None:
-    """Fork for each connection, until standard input ends. Forks neither search nor copy what is there by now.
+    """Fork for each connection until standard input closes. Forks neither collect nor copy existing objects.
 
-    Ctrl-C is for the forks: it does not end the server.
+    Ctrl-C reaches the forks and does not end the server.
 
     Args:
-        listener: the socket, in a folder of its own, which goes with the server.
-        become: what a fork does with a request and three streams. It ends in that, or returns from here afterwards.
-        grace: seconds that a fork has to end by itself when its connection ends, or the server does.
+        listener: socket in its own folder, which is removed with the server.
+        become: function that handles a request and three streams in the fork. It may return at the end.
+        grace: seconds for a fork to end after its connection or the server closes.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.collect()
@@ -258,7 +260,7 @@ def serve(
             selector.unregister(listener)
             deadlines = dict.fromkeys(running, now + grace) | deadlines
         for child, connection in list(running.items()):
-            if connection in ready:  # who asked for it is gone
+            if connection in ready:  # the client has disconnected
                 selector.unregister(connection)
                 deadlines.setdefault(child, now + grace)
             if now >= deadlines.get(child, math.inf):
@@ -276,7 +278,7 @@ def serve(
             if request is None:
                 connection.close()
                 continue
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until the fork has its handlers
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the fork unblocks them
             child = os.fork()
             if child == 0:
                 for other in (listener, connection, *running.values()):
@@ -293,7 +295,7 @@ def serve(
 
 
 def _receive_request(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """A request and its streams; None if who asks ends before it has said what."""
+    """Return a request and its streams; None if the client disconnects first."""
     data, streams, *_ = socket.recv_fds(connection, 1 << 16, 3)
     while not data.endswith(b"\n"):
         if not (more := connection.recv(1 << 16)):
@@ -305,29 +307,31 @@ def _receive_request(connection: socket.socket) -> tuple[dict[str, Any] | None, 
 
 
 def remove_socket(listener: socket.socket) -> None:
-    """With its folder, which `ForkServer` made; who started the server may be gone."""
+    """Remove the socket and its folder, made by `ForkServer`, whose process may have ended."""
     shutil.rmtree(os.path.dirname(listener.getsockname()), ignore_errors=True)
 
 
 def _answer(connection: socket.socket, **what: int) -> None:
-    with suppress(OSError):  # who asked is gone
+    with suppress(OSError):  # the client has disconnected
         connection.sendall(json.dumps(what).encode() + b"\n")
 
 
 def _kill(child: int) -> None:
-    for kill in (os.killpg, os.kill):  # a fork leads a group of its own once it runs
+    for kill in (os.killpg, os.kill):  # a running fork leads its own group
         with suppress(ProcessLookupError):
             kill(child, signal.SIGKILL)
 
 
 def main() -> None:
-    """Serve on the socket whose descriptor is the argument, with all imported when somebody first connects. The project
-    is in the current folder."""
+    """Serve on the socket with the descriptor given as argument, with all imports done when a client first connects.
+
+    The project is in the current folder.
+    """
     sys.path.insert(0, os.getcwd())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     listener = socket.socket(fileno=int(sys.argv[1]))
     if 0 not in select.select([0, listener], [], [])[0]:
-        gc.disable()  # to search again and again what is imported takes a sixth of the time
+        gc.disable()  # repeated collections of imported modules take a sixth of the time
         for name in PRELOADED:
             importlib.import_module(name)
         serve(listener, become_requested_script, grace=0)

@@ -1,7 +1,7 @@
-"""Scripts in processes of their own that need not import anything first (`fork_server.py`).
+"""Scripts in separate processes without repeated imports (`fork_server.py`).
 
-For tests of what processes do, together or when they are killed, where how they start is not what is tested. Each of
-the programs that users start is started once as they do.
+They are for tests of what processes do, together or when killed, if their startup is not tested. Each program for users
+is also tested once with a normal start.
 """
 
 import atexit
@@ -27,12 +27,12 @@ ROOT = Path(__file__).resolve().parents[2]
 def run(
     script: Path, *arguments: str, cwd: Path, env: Mapping[str, str] | None = None, root: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script in a folder to its end, as `subprocess.run` does; two minutes at most.
+    """Run a script in a folder to its end, like `subprocess.run`, for at most two minutes.
 
     Args:
-        cwd: the folder.
-        env: is added to our environment.
-        root: the copy of the project that the script imports.
+        cwd: working folder.
+        env: additional environment variables.
+        root: copy of the project that the script imports.
     """
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
@@ -45,19 +45,19 @@ def run(
 
 
 class Forked:
-    """A running script; as `subprocess.Popen`, as far as tests need it. It ends with this object."""
+    """Running script with the methods of `subprocess.Popen` that tests need. It ends with this object."""
 
     def __init__(
         self, script: Path, *arguments: str, output: Path, errors: Path | None = None, cwd: Path | None = None,
         env: Mapping[str, str] | None = None, root: Path = ROOT,
     ) -> None:  # fmt: skip
-        """Start it in a session of its own, in the current folder if no other is named.
+        """Start a script in a new session, by default in the current folder.
 
         Args:
-            output: gets what it prints; a terminal becomes that of its session.
-            errors: gets what it prints as errors; `output` if not given.
-            env: is added to our environment.
-            root: the copy of the project that it imports.
+            output: receives standard output; a terminal becomes the session's terminal.
+            errors: receives standard error; by default `output`.
+            env: additional environment variables.
+            root: copy of the project that the script imports.
         """
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
         request = {"argv": [str(script), *arguments], "env": environment, "cwd": str(cwd or Path.cwd())}
@@ -72,7 +72,7 @@ class Forked:
     returncode: int | None
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal; None if it is running."""
         if self.returncode is None and select.select([self.connection], [], [], 0)[0]:
             self.returncode = read_answer(self.answers, "code")
             self.connection.close()
@@ -80,7 +80,7 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Its exit code. Raises subprocess.TimeoutExpired."""
+        """Wait for the exit code. Raises subprocess.TimeoutExpired."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -89,30 +89,29 @@ class Forked:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal if it runs still."""
+        """Send a signal if the script is running."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it at once."""
         self.send_signal(signal.SIGKILL)
 
     def printed(self) -> str:
-        """What it has printed so far."""
+        """Return the output so far."""
         return self.output.read_text(encoding="utf-8", errors="replace") if self.output.exists() else ""
 
 
 class ForkServer:
-    """A process that forks for this one and for those that know its socket, until it is closed or this one ends.
+    """Process that forks for this process and for others that know its socket, until it is closed or this process ends.
 
     Args:
-        command: Python's options, a script and its arguments; the last will be the listening socket's descriptor.
-        folder: where it runs.
-        env: is added to our environment.
+        command: Python options, a script and its arguments; the descriptor of the listening socket is appended.
+        folder: working folder.
+        env: additional environment variables.
     """
 
     def __init__(self, *command: str, folder: Path, env: Mapping[str, str] | None = None) -> None:
-        self.sockets = tempfile.mkdtemp(prefix="forks-", dir="/tmp")  # for us alone; a socket's path must be short
+        self.sockets = tempfile.mkdtemp(prefix="forks-", dir="/tmp")  # private; the path of a socket must be short
         self.path = os.path.join(self.sockets, "socket")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.path)
@@ -126,7 +125,7 @@ class ForkServer:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End it, and what it has forked."""
+        """End the server and its forks."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         self.process.wait()
@@ -134,7 +133,7 @@ class ForkServer:
 
 
 def connect(path: str, request: Mapping[str, object], streams: Sequence[int]) -> socket.socket:
-    """Ask the server of a socket for a fork with these standard streams."""
+    """Request a fork with these standard streams from the server of a socket."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(path)
     data = json.dumps(request).encode() + b"\n"
@@ -144,7 +143,7 @@ def connect(path: str, request: Mapping[str, object], streams: Sequence[int]) ->
 
 
 def read_answer(answers: TextIO, name: str) -> int:
-    """What a server says of a fork: `started`, its number, and `code`, how it ended."""
+    """Read a server's answer about a fork: `started` with its process ID, or `code` with its exit code."""
     line = answers.readline()
     if not line:
         raise RuntimeError("the fork server has ended")
@@ -152,18 +151,18 @@ def read_answer(answers: TextIO, name: str) -> int:
 
 
 SHARED_SERVER = "FARFIELD_TESTS_FORK_SERVER"
-"""The environment variable with the socket of a server for all workers of xdist."""
+"""Environment variable with the socket of a server shared by all workers of xdist."""
 
 
 @cache
 def _start_server(root: Path) -> str:
-    """The socket of a server that imports the project from a folder."""
+    """Return the socket of a server that imports the project from a folder."""
     if root == ROOT and SHARED_SERVER in os.environ:
         return os.environ[SHARED_SERVER]
     return start_fork_server(root).path
 
 
 def start_fork_server(root: Path = ROOT) -> ForkServer:
-    """Start `fork_server.py`, with the copy of the project that its scripts import."""
+    """Start `fork_server.py` with the copy of the project that its scripts import."""
     script = str(Path(__file__).with_name("fork_server.py"))
     return ForkServer("-W", "ignore", script, folder=root, env={"OMP_NUM_THREADS": "1"})

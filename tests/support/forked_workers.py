@@ -1,11 +1,11 @@
-"""Workers of xdist that need not import the tests: forks of one process that has collected them.
+"""Workers of xdist without repeated imports: forks of one process that has collected the tests.
 
-xdist starts each worker as a Python of its own, which imports torch, DeepSpeed, megatron-core and all files of tests:
-ten seconds of a processor, twice as much in a fresh clone. Here it starts this file as a script, which asks a server
-for a fork with its own standard streams, and ends when that does. The server is this file too:
+xdist starts each worker as a new Python process that imports torch, DeepSpeed, megatron-core and all test files: ten
+seconds of CPU time, twice as much in a fresh clone. Instead, it starts this file as a script, which requests a fork
+with its own standard streams from a server and ends with it. This file is also the server:
 
-    forked_workers.py --start SOCKET -u -c CODE                 what xdist starts, with the options it gives to Python
-    forked_workers.py --serve TESTS ARGUMENTS… DESCRIPTOR       what collects by pytest's arguments, and listens
+    forked_workers.py --start SOCKET -u -c CODE                 started by xdist, with its Python options
+    forked_workers.py --serve TESTS ARGUMENTS… DESCRIPTOR       collects with pytest's arguments, and listens
 """
 
 import os
@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 ONE_PROCESS = ("-n", "0", "--dist", "no", "--collect-only", "-q")
-"""Options that are added to those of the run, so that its tests are imported and nothing else is done."""
+"""Options added to those of the run, so that its tests are imported but not run."""
 
 
 def start_servers(tests: Path, arguments: Sequence[str]) -> str:
     """Start the servers of a run, which end with this process.
 
     Args:
-        tests: the folder of all tests.
-        arguments: pytest's own.
+        tests: folder of all tests.
+        arguments: pytest's own arguments.
 
     Returns:
-        The command that xdist starts each worker by, as words of a shell.
+        Command with which xdist starts each worker, in shell syntax.
     """
     from forked import SHARED_SERVER, ForkServer, start_fork_server
 
@@ -40,7 +40,7 @@ def start_servers(tests: Path, arguments: Sequence[str]) -> str:
 
 
 def become_worker(request: Mapping[str, Any], streams: Sequence[int]) -> None:
-    """Run the code that xdist has for a worker, in a fork of the process that has collected."""
+    """Run xdist's code of a worker in a fork of the process that has collected the tests."""
     from fork_server import reset_process_groups, reset_seeds, reset_signals
 
     reset_signals()
@@ -54,38 +54,40 @@ def become_worker(request: Mapping[str, Any], streams: Sequence[int]) -> None:
 
 
 def serve_workers(tests: str, arguments: Sequence[str], descriptor: int) -> None:
-    """Collect, then fork for whoever connects, until standard input ends."""
+    """Collect the tests, then fork for each connection until standard input closes."""
     import pytest
     from fork_server import serve
 
     code = pytest.main([*arguments], plugins=[_Interrupt()])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         _forget_modules(tests)
-    # A worker learns of the end of xdist from its own standard input, and tidies up, in at most 15 s.
+    # A worker notices the end of xdist on its own standard input, and cleans up within 15 s.
     serve(socket.socket(fileno=descriptor), become_worker, grace=20)
 
 
 class _Interrupt:
-    """Ctrl-C while the tests are imported: there is no need for workers any more."""
+    """Plugin for Ctrl-C during the import of tests, after which no workers are needed."""
 
     def pytest_keyboard_interrupt(self, excinfo: Any) -> None:
-        if excinfo.type is KeyboardInterrupt:  # files that cannot be imported are an interruption too
+        if excinfo.type is KeyboardInterrupt:  # files that cannot be imported also raise an interruption
             os._exit(130)
 
 
 def _forget_modules(folder: str) -> None:
-    """pytest leaves a file that could not be imported among the modules, where a worker would find what there is of it,
-    and miss its other tests without a word. So workers import all files, and tell what is wrong."""
+    """Remove modules that failed to import, so that workers import them again and report the error.
+
+    Otherwise a worker would find the partial module and silently miss its other tests.
+    """
     for name, module in list(sys.modules.items()):
         if name != "__main__" and (getattr(module, "__file__", None) or "").startswith(folder + os.sep):
             del sys.modules[name]
 
 
 def start_worker(path: str, code: str) -> int:
-    """Ask for a worker and wait for its end. Returns its exit code."""
+    """Request a worker, wait for its end and return its exit code."""
     from forked import connect, read_answer
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker handles Ctrl-C
     try:
         answers = connect(path, {"code": code}, (0, 1, 2)).makefile()
         read_answer(answers, "started")

@@ -1,4 +1,4 @@
-"""A disk that is full, as far as a process can make one."""
+"""Simulation of a full disk within a process."""
 
 import resource
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def full_disk(bytes: int) -> Iterator[None]:
-    """A file takes so many bytes, and writing more fails as on a full disk: a limit on the size of files."""
+    """Make files fail beyond a size as on a full disk, by a file size limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (bytes, hard))
     try:

@@ -1,9 +1,11 @@
-"""One rank of a run in which one hangs: `hanging_rank.py CONFIG RANK WORLD LATE HOW`; rank LATE does at step 2 what HOW
-says, while it reads its data: sleep, stop (SIGSTOP), hold (Python's lock, in C), die (SIGKILL). Or nothing
-hangs, but all take longer: slow (rank LATE computes, the others wait for their data, `SLOW` seconds more in a step).
+"""One rank of a run in which a rank hangs: `hanging_rank.py CONFIG RANK WORLD LATE HOW`.
 
-Where a rank sleeps or is stopped, hang_timeout may be long, so that no slow machine is taken for a hang: the watchdog's
-clock runs `HURRY` times as fast as soon as that rank hangs and the other waits for it.
+In step 2, rank LATE hangs in the way HOW while it reads its data: sleep, stop (SIGSTOP), hold (the interpreter's lock,
+in C), or die (SIGKILL). With `slow` nothing hangs, but each step takes `SLOW` seconds longer: rank LATE computes and
+the others wait for data.
+
+If a rank sleeps or is stopped, hang_timeout may be long, so that a slow machine is not mistaken for a hang. The
+watchdog's clock then runs `HURRY` times as fast once that rank hangs and the other waits for it.
 """
 
 import ctypes
@@ -24,7 +26,7 @@ HURRIED = ("sleep", "stop")
 
 
 class HurriedClock:
-    """Python's `time`, whose monotonic clock hurries once there are some files."""
+    """Replacement of Python's `time` whose monotonic clock speeds up once certain files exist."""
 
     def __init__(self, files: list[Path]) -> None:
         self._files, self._since = files, 0.0
@@ -62,7 +64,7 @@ def stopped() -> None:
 
 
 def hurry_when_late(config: Path, is_late: bool) -> None:
-    """From when the late rank is about to hang and the other about to wait for it, a minute is half a second."""
+    """Make a minute take half a second from the moment the late rank is about to hang and the other about to wait."""
     from megatron.training import watchdog
 
     files = [config.with_name(name) for name in ("late", "waits")]
@@ -82,8 +84,8 @@ def hurry_when_late(config: Path, is_late: bool) -> None:
 
 
 def holding() -> None:
-    """Waits for a lock that nobody opens, with Python's lock held, and takes no processor for it."""
-    lock, c = ctypes.create_string_buffer(64), ctypes.PyDLL(None)  # zeros are an open mutex
+    """Wait in C for a mutex that is never released, with the interpreter's lock held and without CPU use."""
+    lock, c = ctypes.create_string_buffer(64), ctypes.PyDLL(None)  # zeros are an unlocked mutex
     for _ in range(2):
         c.pthread_mutex_lock(lock)
 

@@ -1,4 +1,4 @@
-"""Bytes that exist: what autograd keeps of a forward pass, all tensors of this process, and the most at one time."""
+"""Measured memory: bytes saved by autograd, bytes of all tensors of this process, and peaks."""
 
 import gc
 import weakref
@@ -11,14 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 STATE_HOLDERS = ("deepspeed.runtime", "megatron.training.zero_optimizer")
-"""Modules whose objects hold states of an engine."""
+"""Modules whose objects store states of an engine."""
 
 
 def kept_by_autograd(module: nn.Module, run: Callable[[], Any], *, arguments: bool = False) -> int:
-    """Bytes of the storages that `run` leaves for its backward pass, the module's own weights left out.
+    """Return the bytes of storages that `run` saves for its backward pass, without the module's own weights.
 
-    arguments: also of tensors that are held without autograd's knowledge, as arguments of what is to be recomputed;
-        takes a second, for all objects of the process are looked at.
+    Args:
+        arguments: also count tensors that autograd does not know, as arguments of recomputation. This takes a second,
+            because all objects of the process are visited.
     """
     owned = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
     before = storages() if arguments else {}
@@ -27,8 +28,8 @@ def kept_by_autograd(module: nn.Module, run: Callable[[], Any], *, arguments: bo
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in owned:
-            found[storage.data_ptr()] = storage  # held, so that no other takes its address
-        return tensor.detach()  # an operation that keeps its own result would keep itself for ever
+            found[storage.data_ptr()] = storage  # keeps the address from being reused
+        return tensor.detach()  # an operation that saves its own output would create a cycle
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = run()
@@ -41,9 +42,9 @@ def kept_by_autograd(module: nn.Module, run: Callable[[], Any], *, arguments: bo
 
 
 def storages() -> dict[int, int]:
-    """Address and bytes of every storage on the CPU that a tensor of this process shows."""
+    """Return address and size of every CPU storage used by a tensor of this process."""
     gc.collect()
-    # Only tensors proper: what other tests traced or compiled leaves some without memory.
+    # Only actual tensors, because tracing or compilation in other tests leaves tensors without memory.
     tensors: Iterable[Tensor] = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
     found = {}
     for tensor in tensors:
@@ -54,8 +55,10 @@ def storages() -> dict[int, int]:
 
 
 def reached(*roots: Any) -> int:
-    """Bytes of the storages that are found from some objects: through containers, tensors' gradients and attributes,
-    and the attributes of optimizers. What a thread of a collective still holds for a moment is not among them.
+    """Return the bytes of storages reachable from objects.
+
+    The search follows containers, gradients and attributes of tensors, and attributes of optimizers. It ignores what a
+    collective's thread still references temporarily.
     """
     found: dict[int, int] = {}
     todo, seen = list(roots), set()
@@ -78,7 +81,7 @@ def reached(*roots: Any) -> int:
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that tensors made inside had at one time, and what they have now."""
+    """Peak and current bytes of tensors created inside."""
 
     def __init__(self) -> None:
         super().__init__()

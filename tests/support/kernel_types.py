@@ -1,4 +1,4 @@
-"""Which cases of a kernel are tried in which types."""
+"""Combinations of kernel test cases and data types."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -10,10 +10,10 @@ Case = TypeVar("Case")
 
 
 def pair_with_types(cases: Sequence[Case]) -> list[tuple[Case, torch.dtype]]:
-    """On a GPU each case in each type that kernels compute in.
+    """Pair each case with data types: on a GPU with every type of the kernels.
 
-    The interpreter takes seconds for them and computes bfloat16 wrongly: there each case in float32, and every other
-    one in float16 too, of which the kernels only cast differently.
+    The interpreter takes seconds per case and computes bfloat16 incorrectly. It gets each case in float32, and every
+    other one also in float16, for which the kernels differ only in casts.
     """
     if torch.cuda.is_available():
         return list(product(cases, (torch.float32, torch.float16, torch.bfloat16)))

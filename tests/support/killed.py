@@ -1,4 +1,4 @@
-"""Work that ends by SIGKILL, so that nothing of it is tidied up."""
+"""Work that ends with SIGKILL, so that nothing is cleaned up."""
 
 import importlib
 import os
@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 
 def die(*_: object) -> None:
-    """End this process here."""
+    """Kill this process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def killed(work: Callable[[], object]) -> None:
-    """Do some work in a process that kills itself on the way, by `die`."""
-    importlib.import_module("megatron.data.megatron_core")  # before the fork: it takes seconds
+    """Run some work in a process that kills itself with `die`."""
+    importlib.import_module("megatron.data.megatron_core")  # before the fork, because it takes seconds
     child = os.fork()
     if child == 0:
         try:

@@ -1,12 +1,12 @@
-"""Runs that are killed again and again: `killed_runs.py JOB WORLD KILLS SEED`, for `test_kills.py` and by hand.
+"""Runs that are killed repeatedly: `killed_runs.py JOB WORLD KILLS SEED`, for `test_kills.py` and manual use.
 
-The imports cost seconds, so they are made once, and every life of a run is a fork of this process: it joins the others
-as rank r of WORLD, trains the configuration JOB/config.yml, and dies. Half of the deaths come at a random moment of a
-life's usual length: by SIGKILL, or by one or two SIGTERMs, of which the first lets a run save. The other half are
-SIGKILLs just before a random one of its file operations (the n-th file opened for writing, folder made, name changed or
-removed), which puts them into saves. The same command goes on in the same folder until the run ends; then the next
-begins. JOB/whole is the undisturbed run, JOB/run_0, run_1 and so on are
-the others, and JOB/deaths.json says where each of KILLS deaths came.
+The imports take seconds, so they are done once. Every start of a run is a fork of this process: it joins the others as
+rank r of WORLD, trains the configuration JOB/config.yml, and dies. Half of the deaths occur at a random time within the
+usual duration: by SIGKILL, or by one or two SIGTERMs, the first of which lets a run save. The other half are SIGKILLs
+immediately before a random file operation (the n-th file opened for writing, folder created, rename or removal), many
+of which occur in saves. The same command resumes in the same folder until the run ends; then the next run starts.
+JOB/whole is the undisturbed run, JOB/run_0, run_1 and so on are the others, and JOB/deaths.json records the KILLS
+deaths.
 """
 
 import ctypes
@@ -33,9 +33,9 @@ def free_port() -> int:
 
 
 def count_operations(run: Path, last: int | None, report: Path) -> None:
-    """From now on count what this process does to files of the run; die just before number `last`.
+    """Count the file operations of this process on a run, and die immediately before number `last`.
 
-    With `last` −1 none is the last, and the report says how many there were.
+    With `last` = −1 it never dies, and the report contains the number of operations.
     """
     seen = [0]
 
@@ -57,7 +57,7 @@ def count_operations(run: Path, last: int | None, report: Path) -> None:
 
 
 def live(job: Path, rank: int, world_size: int, port: int, last: int | None) -> None:
-    """One life of one rank, in a process of its own."""
+    """Run one rank from start to death, in a separate process."""
     from megatron.config.load import read_config
     from megatron.training.trainer import train
 
@@ -86,7 +86,7 @@ def one_life(
     signals: list[int] | None = None,
     operation: int | None = None,
 ) -> list[int]:
-    """Start all ranks, send all these signals after some seconds, and kill all once one has died.
+    """Start all ranks, send the signals after some seconds, and kill all ranks once one has died.
 
     Returns the exit codes, negative for signals.
     """

@@ -1,4 +1,4 @@
-"""The float32 masters of an engine of one process."""
+"""float32 master weights of a single-process engine."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from megatron.checkpoint.engine_state import list_optimizer_shards
 
 
 def masters(engine: Any) -> dict[str, Tensor]:
-    """Copies of all of them, by name. engine: DeepSpeed's."""
+    """Return copies of all master weights of DeepSpeed's `engine`, by name."""
     found = {}
     for each in list_optimizer_shards(engine):
         shape = getattr(each.parameter, "ds_shape", each.parameter.shape)

@@ -1,4 +1,4 @@
-"""One of four ranks that meet as one mesh after the other: `mesh_rank.py FOLDER RANK` writes what it found of each."""
+"""One of four ranks that form one mesh after another: `mesh_rank.py FOLDER RANK` writes its results for each."""
 
 import json
 import sys

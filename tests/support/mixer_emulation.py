@@ -11,14 +11,21 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels.cdape_attention.bias_product import get_bias_product
+from kernels.cdape_attention.mixer_forward import LogitInputs
 from kernels.cdape_attention.weights import PackedWeights, WeightShape, get_weight_shape, pack_weights
 from kernels.cuda.emulate import Emulator
 from kernels.cuda.kernel import CudaKernel
 
 TAPS, PADDING = 3, 1
 NO_ERRORS = (0, 0, 0, 0, 0)
+EXCHANGE_ROUNDING = 2.0**-11
+"""Relative to a number, half a unit in the last place of float16."""
+SLOPE = float(torch.tensor(0.01, dtype=torch.float16))
+TINY = 2.0**-20
+"""Errors of sums in float32."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,49 @@ def draw_call(shape: Shape, generator: torch.Generator) -> Call:
         PackedWeights(*(x[0] for x in packed)),
         weight_shape,
     )
+
+
+def build_logit_inputs(shape: Shape, seed: int = 0, *, residual_bias: bool = True) -> LogitInputs:
+    call = draw_call(shape, torch.Generator().manual_seed(seed))
+    table = call.bias if residual_bias else call.bias[:, :0]
+    bias = (call.contributions, call.edge, table)
+    return LogitInputs(call.queries, call.keys, *bias, call.weights, call.weight_shape, shape.position)
+
+
+def compute_true_logits(inputs: LogitInputs, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Logits in float64, and by how much rounding may change them."""
+    heads, width, columns = shape.heads, shape.width, shape.columns
+    hidden_columns = columns + PADDING
+    scores = torch.einsum("bhid,bhjd->bhij", inputs.queries.double(), inputs.keys[:, :, :columns].double())
+    scores = torch.where(find_seen(shape), scores, 0.0)
+    w1, w2 = inputs.weights.w1[:, :heads, :width].double(), inputs.weights.w2[:, :width, :heads].double()
+    distance = torch.arange(shape.rows)[:, None] + shape.position - torch.arange(hidden_columns)
+    hidden = inputs.contributions.double()[(distance + PADDING).clamp(min=0)]
+    hidden[:, :PADDING] = inputs.edge.double()
+    hidden = hidden.expand(shape.batch, -1, -1, -1).clone()
+    size = hidden.abs()
+    wide_scores = pad(scores, (PADDING, 2 * PADDING))
+    for tap in range(TAPS):
+        taken = wide_scores[..., tap : tap + hidden_columns]
+        hidden += torch.einsum("bhij,hd->bijd", taken, w1[tap])
+        size += torch.einsum("bhij,hd->bijd", taken.abs(), w1[tap].abs())
+    active = torch.where(hidden > 0, hidden, SLOPE * hidden)
+    # Both factors, U and the scores, were rounded, then the hidden value, and what the slope made of it.
+    doubt = (2 * size + 2 * hidden.abs()) * EXCHANGE_ROUNDING + TINY
+    logits, bound = scores.clone(), scores.abs() * EXCHANGE_ROUNDING
+    wide, wide_doubt = pad(active, (0, 0, PADDING, 0)), pad(doubt, (0, 0, PADDING, 0))
+    corrections = torch.zeros_like(scores)
+    for tap in range(TAPS):
+        corrections += torch.einsum("bijd,dh->bhij", wide[:, :, tap : tap + columns], w2[tap])
+        bound += torch.einsum("bijd,dh->bhij", wide_doubt[:, :, tap : tap + columns], w2[tap].abs())
+        part = torch.einsum("bijd,dh->bhij", wide[:, :, tap : tap + columns].abs(), w2[tap].abs())
+        bound += part * EXCHANGE_ROUNDING  # what a run passes on is rounded apart
+    logits += corrections
+    bound += logits.abs() * EXCHANGE_ROUNDING + TINY
+    logits += inputs.weights.b2[:heads, None, None].double()
+    if inputs.bias_table.shape[1]:
+        logits += inputs.bias_table.double()[:, distance[:, :columns].clamp(min=0)]
+    return logits, bound + logits.abs() * TINY
 
 
 class Launcher:

@@ -1,4 +1,4 @@
-"""Models that this process holds whole."""
+"""Models for tests in a single process."""
 
 from typing import Any
 
@@ -15,16 +15,16 @@ from tools.rounding import assert_close_in_rounding, count_gpt_sums
 
 VOCABULARY = 40
 TERMS, SUMS = count_gpt_sums(24, layers=2)
-"""Of the rounding of `small_gpt`, for `tools.rounding`."""
+"""Rounding parameters of `small_gpt`, for `tools.rounding`."""
 
 
 def build_model(*args: Any, **choices: Any) -> GPT:
-    """`megatron.model.build.build_model` for one process."""
+    """Call `megatron.model.build.build_model` for a single process."""
     return build.build_model(*args, groups=single_process(), **choices)
 
 
 def small_gpt(length: int, encoding: str, processor: str, **place: object) -> GPT:
-    """A model for sequences of that length, in evaluation mode, whose rows of attention come in several chunks."""
+    """Build a model in evaluation mode for sequences of this length, with attention in several chunks of rows."""
     model = ModelOptions(
         num_layers=2,
         hidden_size=24,
@@ -44,7 +44,7 @@ def small_gpt(length: int, encoding: str, processor: str, **place: object) -> GP
 
 
 def disturb(processor: Processor) -> Processor:
-    """Its parameters, those drawn at random that start as one number or as zeros and ones: identities hide mistakes."""
+    """Return the processor with random values instead of constant initial ones, because identities hide errors."""
     for parameter in processor.parameters():
         is_constant, is_binary = (parameter == parameter.flatten()[0]).all(), (parameter * (1 - parameter) == 0).all()
         if parameter.numel() > 1 and bool(is_constant | is_binary):
@@ -53,13 +53,15 @@ def disturb(processor: Processor) -> Processor:
 
 
 def check_reading_in_parts(gpt: GPT, x: Tensor, *, has_sampled_positions: bool) -> None:
-    """A cache filled step by step, the last tokens alone, and a padded sequence beside a whole one give what the whole
-    does; a token that follows changes nothing, to the bit.
+    """Check a model's outputs on partial inputs against the whole.
+
+    It checks a cache filled step by step, the last tokens alone, and a padded sequence in a batch. A following token
+    must not change anything, bit for bit.
 
     Args:
-        gpt: with the sizes of `small_gpt`.
+        gpt: model with the sizes of `small_gpt`.
         x: tokens [2, 26], below VOCABULARY − 1.
-        has_sampled_positions: a shorter sequence then has other positions.
+        has_sampled_positions: True if positions are randomized, so that shorter sequences have others.
     """
     whole, length = gpt(x), x.shape[1]
     cache, parts = gpt.new_kv_cache(length), []

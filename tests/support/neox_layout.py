@@ -1,7 +1,7 @@
-"""Checkpoints in GPT-NeoX's layout, made at random, and what a model that is run from these very files computes.
+"""Random checkpoints in GPT-NeoX's layout, and the results of a model run directly from these files.
 
-The forward pass does what each tensor-parallel rank does with its own part, written from the layout's description: no
-whole weight is ever put together, so nothing is assumed of how.
+The forward pass follows the layout's description for each tensor-parallel rank and its own shard. It never assembles a
+whole weight, so it assumes nothing about how to do so.
 """
 
 import math
@@ -24,18 +24,18 @@ PROCESSED = (*CONVOLVED, "kerple_c", "fire_c", "nope_c")
 
 @dataclass
 class Layout:
-    """What a checkpoint is like."""
+    """Properties of a checkpoint."""
 
     keys: dict[str, Any]
-    """Of its configuration, GPT-NeoX's names."""
+    """Configuration with GPT-NeoX's names."""
     ranks: int = 1
     mlp: tuple[str, str] = ("dense_h_to_4h", "dense_4h_to_h")
     whole_files: bool = False
-    """mp_rank files instead of layer files."""
+    """True for mp_rank files instead of layer files."""
     module: str = "rpe"
-    """What the module of positions is called."""
+    """Name of the position module."""
     per_layer: bool = False
-    """Each layer's own, as DAPE's are."""
+    """True if each layer has its own, as in DAPE."""
     states: list[dict[str, Tensor]] = field(default_factory=list)
 
     def of(self, name: str, default: Any = None) -> Any:
@@ -50,7 +50,7 @@ class Layout:
         return self.of("activation", "gelu") in ("geglu", "swiglu")
 
     def fill(self) -> "Layout":
-        """Random weights of every rank."""
+        """Add random weights of every rank."""
         generator = torch.Generator().manual_seed(7)
 
         def draw(*size: int, spread: float = 0.2, centre: float = 0.0) -> Tensor:
@@ -92,7 +92,7 @@ class Layout:
             put(f"{layer}.attention.dense.weight", *(draw(WIDTH, h * D) for _ in range(ranks)))
             put(f"{layer}.mlp.{self.mlp[0]}.weight", *(draw(first, WIDTH) for _ in range(ranks)))
             put(f"{layer}.mlp.{self.mlp[1]}.weight", *(draw(WIDTH, INNER // ranks) for _ in range(ranks)))
-            # With the parallel residual each rank has a bias of its own there, else all have the same.
+            # With parallel residuals each rank has its own bias there; otherwise all are equal.
             own = ranks if self.of("gpt_j_residual") else 1
             if bias:
                 put(f"{layer}.attention.query_key_value.bias", *(draw(rows) for _ in range(ranks)))
@@ -141,7 +141,7 @@ class Layout:
         return self
 
     def write(self, folder: Path) -> Path:
-        """The files, under RUN/global_step10."""
+        """Write the files under RUN/global_step10."""
         import numpy as np
 
         checkpoint = folder / "global_step10"
@@ -159,10 +159,10 @@ class Layout:
                 torch.save(part, checkpoint / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
         return folder
 
-    # What is computed
+    # Computation
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """[B, T] → [B, T, V], from what each rank holds."""
+        """Compute logits [B, T, V] of tokens [B, T] from the shards of each rank."""
         embedding = torch.cat([state["0.word_embeddings.weight"] for state in self.states])
         x = embedding[tokens]
         if self.of("pos_emb") == "learned":
@@ -176,7 +176,7 @@ class Layout:
             if parallel:
                 which = "input_layernorm" if tied else "post_attention_layernorm"
                 mlp = [self._mlp(r, layer, self._norm(x, f"{layer}.{which}")) for r in range(self.ranks)]
-                # Each rank adds its biases before the one sum over ranks.
+                # Each rank adds its biases before the single sum over ranks.
                 for r, state in enumerate(self.states):
                     x = x + attention[r] + mlp[r] + sum(state.get(name, torch.zeros(())) for name in bias)
             else:
@@ -226,13 +226,13 @@ class Layout:
             scores = scores + self._counted(q, scores, layer)
         scores = self._positioned(scores, rank, layer)
         future = torch.ones(length, length, dtype=torch.bool).triu(1)
-        if (width := self.of("sliding_window_width")) is not None:  # that many keys before a token, and its own
+        if (width := self.of("sliding_window_width")) is not None:  # width keys before a token, and its own
             future |= torch.ones(length, length, dtype=torch.bool).tril(-width - 1)
         mixed = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
         return mixed.transpose(1, 2).reshape(batch, length, h * D) @ state[f"{name}.dense.weight"].t()
 
     def _relative(self, q: Tensor, k: Tensor, layer: int) -> Tensor:
-        """Transformer-XL's scores, a pair of tokens at a time."""
+        """Compute Transformer-XL's scores one token pair at a time."""
         name = f"{layer}.attention.{self.module}"
         u, v, project = (self.states[0][f"{name}.{end}"] for end in ("r_w_bias", "r_r_bias", "r_net.weight"))
         length = q.shape[2]
@@ -245,7 +245,7 @@ class Layout:
         return scores / math.sqrt(D)
 
     def _counted(self, q: Tensor, scores: Tensor, layer: int) -> Tensor:
-        """CoPE's terms: how many gates are open from a key to the query says which vector the query meets."""
+        """Compute CoPE's terms: the number of open gates between key and query selects the query's vector."""
         table = self.states[0][f"{layer}.attention.{self.module}.pos_emb"][0]  # [d, positions]
         length, last = scores.shape[-1], table.shape[1] - 1
         gates = scores.sigmoid()
@@ -290,7 +290,7 @@ class Layout:
                 threshold = (own["L_multiplier"] * own["init_L"]).abs()
                 i = torch.arange(length)[:, None].float()
                 x = torch.log(own["c"].abs() * n + 1) / (torch.log(own["c"].abs() * i.maximum(threshold) + 1) + 1e-6)
-                # Inside a processor DAPE's FIRE has another activation than alone.
+                # DAPE's FIRE uses another activation inside a processor than alone.
                 bend = torch.relu if kind == "fire" else F.leaky_relu
                 hidden = bend(x[..., None] * own["mlp.0.weight"][:, 0] + own["mlp.0.bias"])
                 bias = (hidden @ own["mlp.2.weight"].t() + own["mlp.2.bias"]).permute(2, 0, 1)

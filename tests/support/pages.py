@@ -1,4 +1,4 @@
-"""Reports of records that belong to no experiment, and tables as pages show them."""
+"""Reports of records without an experiment, and tables as shown on pages."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,9 @@ from megatron.reports.report import ReportSection
 
 
 def page_of(records: Sequence[Record], **more: object) -> str:
-    """The page of one section."""
+    """Return a page with one section."""
     return report.render_report([ReportSection(None, records)], **more)
 
 
 def table_html(table: HtmlTable) -> str:
-    """A table's markup."""
     return build_environment(TEMPLATES_FOLDER).get_template("macros.html").module.table(table)

@@ -1,4 +1,4 @@
-"""Files that may not be read, also where the tests run as root, to whom the system denies nothing."""
+"""Unreadable files, also for tests that run as root, which ignores permissions."""
 
 import ctypes
 import os
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_VERSION = 0x20080522  # of the structures of capget(2)
+_VERSION = 0x20080522  # version of the structures of capget(2)
 _IGNORE_PERMISSIONS = (1 << 1) | (1 << 2)  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
 
 
 @contextmanager
 def unprivileged() -> Iterator[None]:
-    """Inside it, permissions hold for this thread as for anybody."""
+    """Enforce file permissions for this thread, even as root."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = ctypes.create_string_buffer(struct.pack("Ii", _VERSION, 0))
     held = ctypes.create_string_buffer(24)  # twice: effective, permitted, inheritable, 32 bits each
@@ -33,7 +33,7 @@ def unprivileged() -> Iterator[None]:
 
 @contextmanager
 def unreadable(path: Path) -> Iterator[None]:
-    """Inside it, nobody may read a file, or look into a folder."""
+    """Make a file or folder unreadable for everybody."""
     mode = path.stat().st_mode
     os.chmod(path, 0)
     try:

@@ -1,7 +1,7 @@
-"""One of two data-parallel ranks: `planning_rank.py FOLDER RANK` writes what engines hold, in bytes per parameter.
+"""One of two data-parallel ranks: `planning_rank.py FOLDER RANK` writes the memory of engines in bytes per parameter.
 
-FOLDER/0.json gets, for each precision, ZeRO stage and number of micro-batches: between two steps, before the last
-micro-batch, and before the step.
+For each precision, ZeRO stage and number of micro-batches, FOLDER/0.json gets the memory between two steps, before the
+last micro-batch, and before the step.
 """
 
 import gc
@@ -37,8 +37,8 @@ def main() -> None:
     batch = {name: torch.zeros(1, 16, dtype=torch.int64) for name in ("tokens", "labels")}
     batch["loss_mask"] = torch.ones(1, 16)
 
-    # An engine that is collected while another imports something ended in a KeyError of Python's import lock, where the
-    # collector happened to run. So they are collected between cases.
+    # Collecting an engine during an import raised a KeyError in Python's import lock, so engines are collected between
+    # cases.
     gc.disable()
 
     def measured(precision: str, stage: int, steps: int, algorithm: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Every method and processor of the registry, built small. A new one is covered by the laws without editing a test."""
+"""Small instances of every method and processor in the registry, so that the laws also cover new ones."""
 
 from dataclasses import replace
 from itertools import cycle, product
@@ -16,15 +16,15 @@ from megatron.position.token_range import ALL_HEADS, TokenRange
 
 SHAPE = AttentionDims(num_heads=3, head_dim=8, hidden_size=24, train_length=16, max_length=16)
 PROCESSED = ("none", "rotary", "kerple_log", "fire", "cope", "fox")
-"""Encodings that every processor is put on, one of each kind: no bias, turned queries and keys, a table, a matrix,
-contextual terms, and a gate. The others are put under CDAPE alone, which reads scores and bias as all processors do."""
+"""Encodings combined with every processor, one of each kind: no bias, rotation, table, matrix, contextual terms, and
+gate. The others are combined only with CDAPE, which reads scores and bias like all processors."""
 ALL = [
     (encoding, processor)
     for encoding, processor in product(registry.list_encodings(), ["none", *registry.list_processors()])
     if processor in ("none", "cdape") or encoding in PROCESSED
 ]
 IN_TURN = list(zip(registry.list_encodings(), cycle(["none", *registry.list_processors()]), strict=False))
-"""Every encoding once, the processors taking turns."""
+"""Every encoding once, with processors in rotation."""
 COVERING = sorted(
     {
         *IN_TURN,
@@ -32,14 +32,14 @@ COVERING = sorted(
         *(("fox", "mta"), ("fox", "selective"), ("rotary", "mta")),
     }
 )
-"""And every processor with a bias and without one, and gates and rotations with those that read rows above: for whole
-models, where what a pair computes is known from laws."""
+"""Pairs for tests of whole models: also every processor with and without a bias, and gates and rotations with
+processors that read earlier rows. The laws cover the results of each pair."""
 RELATIVE = [pair for pair in ALL if registry.load_encoding_class(pair[0]).relative]
 MAPPED = [pair for pair in ALL if not registry.load_encoding_class(pair[0]).overrides_hook("embed")]
 
 
 def build(encoding: str, processor: str, shape: AttentionDims = SHAPE) -> tuple[Encoding, Processor | None]:
-    """A fresh encoding and processor."""
+    """Build a new encoding and processor."""
     e = registry.build_encoding(encoding, shape)
     if processor == "none":
         return e, None
@@ -57,9 +57,10 @@ def output(
     processor: Processor | None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Attention of some rows, straight from the contract.
+    """Compute attention of some rows directly from the contract.
 
-    q: of these rows, or of more before them, of which a processor is given those that it reads.
+    Args:
+        q: queries of these rows, possibly with earlier rows, of which a processor gets those it reads.
     """
     gates = gate_of_keys(encoding, k, query)
     above = q.shape[2] - query.length
@@ -71,15 +72,18 @@ def output(
 
 
 def reads_first_token(processor: str) -> bool:
-    """Does a processor treat the first token of a sequence unlike others, so that indices are more than differences?"""
+    """Return True if a processor treats the first token of a sequence specially, so that absolute indices matter."""
     return processor != "none" and registry.load_processor_class(processor).overrides("row_terms")
 
 
 def gate_of_keys(
     encoding: Encoding, k: torch.Tensor, query: TokenRange, heads: slice = ALL_HEADS
 ) -> dict[str, torch.Tensor]:
-    """The bias of a gate that reads the keys [B, H, C, d] in the place of the layer's input, which they resemble in
-    size; none for an encoding without one. Key columns end with the rows."""
+    """Return the bias of a gate computed from the keys [B, H, C, d] instead of the layer input, which has a similar
+    size.
+
+    It is empty for an encoding without a gate. Key columns end with the rows.
+    """
     if not type(encoding).overrides_hook("gate"):
         return {}
     x = k.detach().transpose(1, 2).flatten(2)
@@ -89,7 +93,8 @@ def gate_of_keys(
 
 
 def inputs_of(q, k, v, query, key, encoding, processor=None, heads=ALL_HEADS, all_k=None, **options) -> AttentionInputs:
-    """`AttentionInputs` with the bias of `gate_of_keys`; `all_k` are the keys of all heads where k has a rank's own."""
+    """Return `AttentionInputs` with the bias of `gate_of_keys`; `all_k` are the keys of all heads if k is a rank's
+    shard."""
     gates = gate_of_keys(encoding, k if all_k is None else all_k, query, ALL_HEADS if all_k is None else heads)
     return AttentionInputs(q, k, v, query, key, encoding, processor, heads=heads, **gates, **options)
 
@@ -97,6 +102,6 @@ def inputs_of(q, k, v, query, key, encoding, processor=None, heads=ALL_HEADS, al
 def random_qkv(
     length: int, shape: AttentionDims = SHAPE, batch: int = 2, dtype=torch.float32
 ) -> tuple[torch.Tensor, ...]:
-    """Queries, keys, values [B, H, T, d], scores of order one."""
+    """Return random queries, keys and values [B, H, T, d], with scores of order one."""
     size = (3, batch, shape.num_heads, length, shape.head_dim)
     return tuple(torch.randn(size).to(dtype))

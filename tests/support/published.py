@@ -1,4 +1,4 @@
-"""Small random models of other families, written by transformers, with biases and norms that matter."""
+"""Small random models of other families, written by transformers, with biases and norms that affect the results."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from megatron.data.tokenizers import train_bpe
 
 LENGTH, WIDTH, LAYERS, ROWS, TOKENS = 48, 32, 2, 304, 290
-"""Of all of them; the tokens are those of the tokenizer beside them."""
+"""Sizes of all models; the number of tokens is that of the tokenizer beside them."""
 
 SHAPE = {"hidden_size": WIDTH, "num_attention_heads": 4, "num_hidden_layers": LAYERS, "vocab_size": ROWS}
 OF_NEOX = {**SHAPE, "intermediate_size": 80, "max_position_embeddings": LENGTH}
@@ -90,7 +90,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def model_of(name: str) -> PreTrainedModel:
-    """A model, its weights as large as trained ones and no two of its numbers alike."""
+    """Return a model with weights of realistic size and no two equal values."""
     family, keys = MODELS[name]
     configuration = getattr(transformers, f"{family}Config")(**keys)
     head = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
@@ -112,12 +112,12 @@ def written(name: str, folder: Path, **options: Any) -> PreTrainedModel:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A tokenizer trained on a few words."""
+    """Write a tokenizer trained on a few words."""
     train_bpe(["the cat sat on the mat", "a dog ate the cat's food " * 9, "def f(x): return x"], 300, folder / "x.json")
     (folder / "x.json").rename(folder / "tokenizer.json")
 
 
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """What transformers computes."""
+    """Return transformers' logits."""
     return model(input_ids=tokens).logits

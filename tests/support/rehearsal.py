@@ -1,4 +1,4 @@
-"""Runs code as if its tensors were on another device, as far as that goes without numbers: PyTorch's "meta" device."""
+"""Run code with tensors on PyTorch's "meta" device, as far as possible without values."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,18 +12,18 @@ from triton.runtime.interpreter import InterpretedFunction
 
 DEVICE = "meta"
 ENDS = ("meta tensor", "data-independent", "torch dispatch mode present")
-"""What the errors say that end a rehearsal: a number was asked for, or the compiler, which takes no such modes."""
+"""Error messages that end a rehearsal: a value was read, or the compiler does not support such modes."""
 
 
 def check(what: object, arguments: object) -> None:
-    """Raises if one of the tensors in the arguments is on the CPU."""
+    """Raise an error if an argument is a CPU tensor."""
     astray = [list(x.shape) for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.device.type == "cpu"]
     if astray:
         raise AssertionError(f"{what} was given tensors on the CPU, {astray}, not on the device of the test")
 
 
 class OperatorsTakeItsTensors(TorchDispatchMode):
-    """Our operators get no tensor that is on the CPU."""
+    """Mode that rejects CPU tensors as arguments of our operators."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func.namespace == "farfield":
@@ -37,7 +37,7 @@ def _launch(kernel: InterpretedFunction, *args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def on_another_device() -> Iterator[None]:
-    """Tensors on DEVICE have a shape and a type but no number; asking for one ends the block."""
+    """Create tensors on DEVICE with shape and type but no values; reading a value ends the block."""
     with pytest.MonkeyPatch.context() as patch, OperatorsTakeItsTensors():
         patch.setattr(InterpretedFunction, "run", _launch)
         try:

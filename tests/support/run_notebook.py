@@ -1,4 +1,4 @@
-"""Run a notebook: `run_notebook.py NOTEBOOK FOLDER REPLACEMENTS OUT`, the texts to replace as JSON."""
+"""Run a notebook: `run_notebook.py NOTEBOOK FOLDER REPLACEMENTS OUT`, with replacements as JSON."""
 
 import json
 import sys

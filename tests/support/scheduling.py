@@ -1,4 +1,4 @@
-"""How `make test` deals out tests to the workers of xdist."""
+"""Distribution of tests to xdist's workers in `make test`."""
 
 import worlds
 from xdist.scheduler import WorkStealingScheduling
@@ -9,10 +9,10 @@ from megatron.distributed.hardware import count_cores
 
 
 class WaitingTestsScheduling(WorkStealingScheduling):
-    """xdist's `--dist worksteal`, where one worker begins with all tests that wait (`worlds.py`).
+    """xdist's `--dist worksteal`, except that one worker starts with all waiting tests (`worlds.py`).
 
-    That worker ends after them if there are more workers than processors: a third that computes on two makes all
-    slower. As of any worker, others that have nothing left to do take some of its tests.
+    That worker ends after them if there are more workers than processors, because a third computing worker on two
+    processors slows all down. Idle workers take some of its tests, as with any worker.
     """
 
     _waiting_worker: WorkerController | None = None

@@ -1,4 +1,4 @@
-"""A pseudo-terminal of a given width that this process's descriptor 1 points to, and what a person would see on it."""
+"""Pseudo-terminal of a given width on this process's descriptor 1, and its visible contents."""
 
 import fcntl
 import os
@@ -15,7 +15,7 @@ CONTROL = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])")
 
 
 class Screen:
-    """Lines as a terminal of `width` columns shows them; knows what rich's live displays send."""
+    """Contents of a terminal with `width` columns; understands the control sequences of rich's live displays."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -40,7 +40,7 @@ class Screen:
         elif character == "\n":
             self._down()
         else:
-            if self.column == self.width:  # a full line wraps when more comes
+            if self.column == self.width:  # a full line wraps at the next character
                 self._down()
                 self.column = 0
             line = self.lines[self.row].ljust(self.column)
@@ -63,13 +63,13 @@ class Screen:
 
     @property
     def shown(self) -> list[str]:
-        """What stands on the screen, without blank lines at the end."""
+        """Return the visible lines, without blank lines at the end."""
         return "\n".join(line.rstrip() for line in self.lines).rstrip().split("\n")
 
 
 @contextmanager
 def terminal(width: int) -> Iterator[Screen]:
-    """Descriptor 1 is a terminal of `width` columns inside; the screen is complete after it."""
+    """Make descriptor 1 a terminal of `width` columns; the screen is complete afterwards."""
     main, side = pty.openpty()
     fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
     screen = Screen(width)
@@ -82,7 +82,7 @@ def terminal(width: int) -> Iterator[Screen]:
             except OSError:  # the other end is closed
                 chunk = b""
             pending += chunk
-            # Never half a character or half a control sequence.
+            # Never process a partial character or control sequence.
             complete = pending.rfind(b"\n") + 1 if chunk else len(pending)
             screen.write(pending[:complete].decode())
             pending = pending[complete:]

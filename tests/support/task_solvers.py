@@ -1,6 +1,6 @@
-"""What each task asks, answered in plain Python from the input as a person reads it: no code is shared with megatron.
+"""Reference solutions of each task in plain Python, independent of megatron.
 
-A solver takes the symbols of the input and gives those of all outputs, each in its own alphabet.
+A solver takes the symbols of the input and returns those of all outputs, each in its own alphabet.
 """
 
 from itertools import pairwise
@@ -13,7 +13,7 @@ def _expression(symbols: Symbols, alphabet: str) -> str:
 
 
 def _read(bits: Symbols) -> int:
-    """The number of bits whose least significant one is first."""
+    """Return the number whose bits are given, least significant first."""
     return int("".join(map(str, reversed(bits))), 2)
 
 
@@ -101,7 +101,7 @@ def binary_multiplication(given: Symbols) -> Symbols:
 
 def compute_sqrt(given: Symbols) -> Symbols:
     number, root = _read(given[::-1]), 0
-    for place in reversed(range((len(given) + 1) // 2)):  # the largest root whose square is not above the number
+    for place in reversed(range((len(given) + 1) // 2)):  # largest root whose square does not exceed the number
         if (root + 2**place) ** 2 <= number:
             root += 2**place
     return [int(digit) for digit in f"{root:0{(len(given) + 1) // 2}b}"]

@@ -1,4 +1,4 @@
-"""What one and two ranks compute in the test of tensor parallelism."""
+"""Computation of one and two ranks in the tensor-parallel test."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def gradients(
     length: int = LENGTH,
     z_loss: float = 0.0,
 ) -> dict[str, Any]:
-    """Losses, logits and gradients of a fresh model on fixed tokens."""
+    """Return losses, logits and gradients of a new model on fixed tokens."""
     options = ModelOptions(
         **{
             "num_layers": 2,

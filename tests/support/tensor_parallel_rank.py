@@ -1,7 +1,7 @@
-"""One of two ranks that share each layer: `tensor_parallel_rank.py FOLDER RANK` writes losses and gradients.
+"""One of two tensor-parallel ranks: `tensor_parallel_rank.py FOLDER RANK` writes losses and gradients.
 
-FOLDER/cases.pt says which models; FOLDER/RANK.pt gets, for each, the losses and every parameter's gradient with how it
-is divided (dimension and stride; None where every rank holds the whole).
+FOLDER/cases.pt lists the models. For each, FOLDER/RANK.pt gets the losses and every parameter's gradient with its
+sharding (dimension and stride; None if replicated).
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""A tiny corpus and a tiny configuration, so that a whole run takes a fraction of a second."""
+"""Tiny corpus and configuration, with which a whole run takes a fraction of a second."""
 
 import json
 import signal
@@ -21,7 +21,7 @@ VOCABULARY = 61
 
 
 def counting(tokens: int, seed: int) -> Iterator[np.ndarray]:
-    """Documents that a model can learn something of, at least `tokens` in all: noisy counting in 0 … 59."""
+    """Yield learnable documents, at least `tokens` tokens in total: noisy counting in 0 … 59."""
     rng = np.random.default_rng(seed)
     written = 0
     while written < tokens:
@@ -32,7 +32,7 @@ def counting(tokens: int, seed: int) -> Iterator[np.ndarray]:
 
 
 def write_corpus(prefix: Path, *, tokens: int = 4000, seed: int = 0) -> Path:
-    """A single indexed dataset of such documents, each ended by token 60, without a corpus.json."""
+    """Write such documents, each ended by token 60, as a single indexed dataset without a corpus.json."""
     from megatron.data.megatron_core import IndexedDatasetBuilder
 
     prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def write_corpus(prefix: Path, *, tokens: int = 4000, seed: int = 0) -> Path:
 
 
 def write_corpora(folder: Path) -> Path:
-    """A corpus of such documents, prepared: train, valid and test, with a tokenizer whose words are the numbers."""
+    """Prepare a corpus of such documents: train, valid and test, with a tokenizer whose words are numbers."""
     from corpora import prepare
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,8 @@ def write_corpora(folder: Path) -> Path:
 
 
 def tiny_config(corpus: Path, run: Path | None = None, **keys: Any) -> Config:
-    """Two layers, width 32, T = 16, a batch of four, four steps; any flat key may be given."""
+    """Build a configuration with two layers, width 32, T = 16, a batch of four and four steps; any flat key may be
+    given."""
     flat: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": 32,
@@ -95,11 +96,12 @@ def tiny_config(corpus: Path, run: Path | None = None, **keys: Any) -> Config:
 
 
 def write_pausing_method(folder: Path) -> str:
-    """A method of a user's own, and its name: kerple_log, but several ranks pause at every layer.
+    """Write a user's method and return its name: kerple_log in which several ranks pause at every layer.
 
-    So a run takes long enough to be interrupted, on a machine however fast or busy, and computes little.
+    A run then takes long enough to be interrupted on any machine, with little computation.
 
-    folder: what `FARFIELD_METHODS` has to name.
+    Args:
+        folder: folder that `FARFIELD_METHODS` must name.
     """
     (folder / "encodings").mkdir(parents=True)
     (folder / "encodings" / "pausing.py").write_text(PAUSING, encoding="utf-8")
@@ -123,7 +125,7 @@ class Pausing(KerpleLog):
 
 
 def records(run: Path, kind: str = "train") -> dict[int, dict[str, Any]]:
-    """The records of one kind in a run's metrics.jsonl, by step; a step that occurs twice is an error."""
+    """Return the records of one kind in a run's metrics.jsonl by step; raise an error for a repeated step."""
     found: dict[int, dict[str, Any]] = {}
     for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
@@ -134,18 +136,18 @@ def records(run: Path, kind: str = "train") -> dict[int, dict[str, Any]]:
 
 
 def losses(run: Path) -> list[float]:
-    """The training losses of a run, in the order of steps."""
+    """Return the training losses of a run in order of steps."""
     return [record["loss"] for _, record in sorted(records(run).items())]
 
 
 def same_weights(one: Path, other: Path) -> bool:
-    """Have the newest checkpoints of two runs the same weights, bit for bit?"""
+    """Return True if the newest checkpoints of two runs have bitwise equal weights."""
     first, second = (load_file(layout.resolve_checkpoint_path(run) / layout.WEIGHTS) for run in (one, other))
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def free_port() -> int:
-    """A TCP port on which nothing listens now."""
+    """Return a free TCP port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -154,9 +156,10 @@ def free_port() -> int:
 def train_with_processes(
     job: Path, configs: list[Config], *, world_size: int = 2, timeout: float = 600, terminate: int | None = None
 ) -> list[str | None]:
-    """Train configurations one after the other with several processes; the error of each run, or None.
+    """Train configurations one after another with several processes; return the error of each run, or None.
 
-    terminate: a rank that gets SIGTERM as soon as the last run has reported a training step.
+    Args:
+        terminate: rank that gets SIGTERM as soon as the last run has reported a training step.
     """
     job.mkdir(parents=True)
     for i, config in enumerate(configs):
@@ -190,7 +193,7 @@ def train_with_processes(
 
 
 def make_run(name: str, corpus: Path, **keys: Any) -> str:
-    """A run folder with random weights, made without training."""
+    """Create a run folder with random weights, without training."""
     from models import build_model
 
     from megatron.checkpoint.trainer_state import TrainerState

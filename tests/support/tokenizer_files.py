@@ -1,4 +1,4 @@
-"""A small tokenizer of each kind, trained on a few sentences."""
+"""Small tokenizers of each kind, trained on a few sentences."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ SAMPLE = ["def encode(text):\n    return list(text.encode('utf-8'))\n", "Grüße
 
 
 def write_tokenizers(folder: Path) -> Path:
-    """Write tokenizer.json, vocab.json and merges.txt, and spm.model into a folder; returns it."""
+    """Write tokenizer.json, vocab.json and merges.txt, and spm.model into a folder; return the folder."""
     train_bpe(SAMPLE, 300, folder / "tokenizer.json")
     hf.Tokenizer.from_file(str(folder / "tokenizer.json")).model.save(str(folder))  # vocab.json, merges.txt
     (folder / "text").write_text("\n".join(SAMPLE * 20))
@@ -26,7 +26,7 @@ def write_tokenizers(folder: Path) -> Path:
 
 
 def open_tokenizers(files: Path) -> dict[str, Tokenizer]:
-    """The tokenizers whose files `write_tokenizers` wrote, and `bytes`, by their types."""
+    """Open the tokenizers written by `write_tokenizers`, and `bytes`, by type."""
     return {
         "bytes": tokenizer_from_files("bytes"),
         "HFTokenizer": tokenizer_from_files("HFTokenizer", files / "tokenizer.json"),

@@ -1,6 +1,6 @@
-"""One rank of a run of several: `train_rank.py JOB RANK WORLD` trains JOB/*.yml one after the other.
+"""One rank of a run of several: `train_rank.py JOB RANK WORLD` trains JOB/*.yml one after another.
 
-A run that ends with an error leaves it in JOB/NAME.RANK.error and the next begins; the others leave their exit code in
+A run that fails writes its error to JOB/NAME.RANK.error, and the next starts; the others write their exit code to
 JOB/NAME.RANK.code.
 """
 
@@ -23,7 +23,7 @@ def main() -> None:
     from megatron.utils.errors import FarfieldError
 
     for file in sorted(job.glob("*.yml")):
-        # The next run may be another mesh. What was met is taken down, since every group of processes keeps threads.
+        # The next run may use another mesh. Process groups are destroyed because each keeps threads.
         if dist.is_initialized():
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()

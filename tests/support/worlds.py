@@ -1,11 +1,11 @@
-"""Tests that start several ranks, each on its own: two such worlds on the same processors wait for each other.
+"""Turns for tests that start several ranks: two such groups on the same processors wait for each other.
 
-Ranks of a world meet at every collective, so each waits until the operating system runs the others. With two worlds of
-two ranks on two processors a step takes several times as long as twice one world's. So such tests come first, and take
-one of as many turns as there are pairs of processors; other tests run beside them.
+Ranks meet at every collective, so each waits until the operating system schedules the others. With two groups of two
+ranks on two processors, a step takes several times as long as one after the other. Such tests therefore run first, and
+take one of as many turns as there are pairs of processors; other tests run beside them.
 
-Tests that wait for SLURM, for connections or for a rank that hangs take minutes and little of a processor. One worker
-begins with them (`scheduling.py`), with `-n auto` one more than there are processors.
+Tests that wait for SLURM, for connections or for a hanging rank take minutes and little CPU time. One worker starts
+with them (`scheduling.py`); `-n auto` adds a worker to the number of processors.
 """
 
 import fcntl
@@ -32,27 +32,27 @@ STARTED_BY = (
     "training/test_processes.py",
     "training/test_tasks.py",
 )
-"""Files whose tests start ranks that compute."""
+"""Files with tests that start ranks that compute."""
 WAITING = ("cluster", "launch/test_ssh_launcher.py", "training/test_watchdog.py")
-"""Folders and files whose tests start processes, and wait more than they compute."""
+"""Folders and files with tests that start processes and mostly wait."""
 
 
 TURNS = max(1, count_cores() // 2)
 
 
 def ordered(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Tests of ranks first: so they begin at once, on the first worker as far as its share goes."""
+    """Move tests of ranks to the front, so that they start at once, on the first worker as far as its share goes."""
     return sorted(items, key=lambda item: item.get_closest_marker("ranks") is None)
 
 
 def is_in(path: str, places: tuple[str, ...]) -> bool:
-    """Is a file of tests among files and folders?"""
+    """Return True if a test file is among files and folders."""
     return any(path == place or path.startswith(f"{place}/") for place in places)
 
 
 @contextmanager
 def turn(folder: Path) -> Iterator[None]:
-    """Wait for a turn among the processes that share a folder. It ends with the process, however that ends."""
+    """Wait for a turn among the processes that share a folder. The turn ends with the process in any case."""
     files = [open(folder / f"ranks.{number}", "a") for number in range(TURNS)]  # noqa: SIM115
     try:
         while not any(_taken(file.fileno()) for file in files):

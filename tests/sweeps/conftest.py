@@ -1,4 +1,4 @@
-"""A small sweep file, text to learn, and a stand-in for training that takes no process and no time."""
+"""Small sweep file, text to learn, and a replacement of training without processes."""
 
 import io
 import json
@@ -63,7 +63,7 @@ def write(text: str, name: str = "sweep.yml") -> str:
 
 
 def run(*overrides: str) -> tuple[list[Record], str]:
-    """The records of sweep.yml, and what was said."""
+    """Run sweep.yml; return its records and output."""
     out = io.StringIO()
     found = sweeps.run_sweep(["sweep.yml"], overrides, Console(file=out, width=200))
     return found, out.getvalue()
@@ -71,7 +71,7 @@ def run(*overrides: str) -> tuple[list[Record], str]:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working folder with a little text to learn."""
+    """Empty working folder with a little text."""
     monkeypatch.chdir(tmp_path)
     texts = tmp_path / "text"
     texts.mkdir()
@@ -83,17 +83,17 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Trainer:
-    """Stands where a process of `./deepy.py train FILE` would: leaves the checkpoint that it would leave.
+    """Replacement of the process of `./deepy.py train FILE` that writes the same checkpoints.
 
-    Its training of `fails_at` ends at step 3 with an error, that of `diverges` with a bad loss. `asked` is what it was
-    asked for.
+    The training of `fails_at` ends at step 3 with an error, that of `diverges` with a bad loss. `asked` contains the
+    requests.
     """
 
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.fails_at: str | None = None
         self.diverges: str | None = None
-        self.steps: tuple[int, ...] = ()  # that the training is seen at
+        self.steps: tuple[int, ...] = ()  # steps reported by the training
 
     def train(self, configuration: Path, printed: Path, metrics: Path, watch: Watch) -> None:
         config = resolve_run(read_config(configuration), LocalHardware.detect()).config
@@ -124,13 +124,13 @@ class Trainer:
         return checkpoint
 
     def calls(self) -> list[str]:
-        """What was asked for since the last call."""
+        """Return the requests since the last call."""
         asked, self.asked = self.asked, []
         return asked
 
 
 class Initialiser(Trainer):
-    """The same with the weights of a model that was initialised and never trained: it can be evaluated."""
+    """Replacement that writes the initial weights of a model, so that it can be evaluated."""
 
     def save(self, config: Config, run: Path, step: int) -> Path:
         checkpoint = super().save(config, run, step)
@@ -144,7 +144,7 @@ class Initialiser(Trainer):
 
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No picture is drawn: that costs more than everything else here."""
+    """Skip drawing pictures, which costs more than everything else."""
     monkeypatch.setattr(plots, "render_plots_png", lambda *_, **__: b"\x89PNG")
 
 
@@ -157,7 +157,7 @@ def initialiser(place: Path, unseen: None, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.fixture
 def trainer(place: Path, unseen: None, monkeypatch: pytest.MonkeyPatch) -> Trainer:
-    """The stand-in, and evaluation replaced by a record of what it was asked for."""
+    """Replacement of training; evaluation only records its requests."""
     stand_in = Trainer()
     monkeypatch.setattr(member_run, "train_in_subprocess", stand_in.train)
 

@@ -1,4 +1,4 @@
-"""Benchmarks, further evaluations, seeds of variants, and members that run at once."""
+"""Benchmarks, additional evaluations, seeds of variants, and concurrent members."""
 
 import html
 import json
@@ -69,7 +69,7 @@ def test_every_variant_meets_every_benchmark_with_its_own_seeds(place: Path) -> 
     ]
     assert [list(m.evaluations) for m in members] == [[None, "scaled"], [None], [None], [None], [None], [None]]
     assert members[0].get_method("scaled") == "rotary (scaled)"
-    # A benchmark's keys stand where the shared ones do, and the variant's on top of them.
+    # A benchmark's keys replace the shared ones, and the variant's keys override them.
     assert members[5].config.position.score_processor == "cdape"
     assert (members[5].config.training.train_iters, members[5].config.data.train_data_paths) == (4, [])
     less = read_sweep(["sweep.yml"], ["sweep.benchmarks.copy.seeds=[7]", "sweep.benchmarks.copy.variants=[mine]"])
@@ -77,8 +77,8 @@ def test_every_variant_meets_every_benchmark_with_its_own_seeds(place: Path) -> 
     longer = read_sweep(["sweep.yml"], ["sweep.benchmarks.copy.keys.train_iters=9", "train_iters=2"]).members
     assert [m.config.training.train_iters for m in longer] == [2, 2, 2, 9, 9, 9]
     benchmarks = yaml.safe_load(ZOO)["sweep"]["benchmarks"]
-    benchmarks["copy"]["keys"]["optimizer"]["params"]["lr"] = 1e-2  # text to YAML's library
-    write(ZOO[: ZOO.index("      benchmarks:")])  # no file has any
+    benchmarks["copy"]["keys"]["optimizer"]["params"]["lr"] = 1e-2  # a string for YAML's library
+    write(ZOO[: ZOO.index("      benchmarks:")])  # no file defines any
     given = [f"sweep.benchmarks={json.dumps(benchmarks)}", "sweep.benchmarks.copy.keys.train_iters=9", "train_iters=2"]
     added = read_sweep(["sweep.yml"], given).members
     assert [(m.name, m.config) for m in added] == [(m.name, m.config) for m in longer]
@@ -87,18 +87,18 @@ def test_every_variant_meets_every_benchmark_with_its_own_seeds(place: Path) -> 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("copy:", "seed_3:"), "benchmark 'seed_3' names a folder too"),
+        (("copy:", "seed_3:"), "benchmark 'seed_3' is also a folder name"),
         (("task: copy_string", "task: copy_strig"), "copy_strig"),
         (("task: copy_string", "seed: 3"), "seed is set by the sweep: use sweep.seeds"),
         (("lengths: [4, 8]", "lenghts: [4, 8]"), "unknown key 'sweep.benchmarks.copy.evaluate.lenghts'"),
         (("keys: &copy", "kes: &copy"), "unknown key 'sweep.benchmarks.copy.kes'; did you mean keys?"),
-        (("variants: [rotary]", "variants: [rotry]"), "'rotry' is no variant; did you mean rotary?"),
+        (("variants: [rotary]", "variants: [rotry]"), "'rotry' is not a variant; did you mean rotary?"),
         (("windows: 3}\n      benchmarks", "widows: 3}\n      benchmarks"), "sweep.evaluations.scaled.widows"),
-        (("seeds: [1, 2]", "seeds: [1, 1]"), "seeds is [1, 1]; it must be a list of different whole numbers"),
-        (("seeds: [1, 2]", "seeds: 3"), "seeds is 3; it must be a list"),
+        (("seeds: [1, 2]", "seeds: [1, 1]"), "seeds is [1, 1]; expected a list of distinct integers"),
+        (("seeds: [1, 2]", "seeds: 3"), "seeds is 3; expected a list"),
         (("output: out", "output: out\n      jobs: 0"), "sweep.jobs is 0; it must be at least 1 or auto"),
         (("output: out", "output: out\n      jobs: autoo"), "sweep.jobs is autoo; it must be a whole number or auto"),
-        (("ablations: [cdape]", "ablations: [cdap]"), "'cdap' is no score processor"),
+        (("ablations: [cdape]", "ablations: [cdap]"), "'cdap' is not a score processor"),
         (("ablations: [cdape]", "ablation: [cdape]"), "unknown key 'sweep.leaderboard.abl"),
         (("hidden_size: 16\n            num", "hiden_size: 16\n            num"), "unknown key 'hiden_size'"),
     ],
@@ -125,7 +125,7 @@ def test_all_of_it_is_measured_once_and_found_again(initialiser: Initialiser) ->
     assert accuracies == [(m, s, n) for m, s in (("rotary", 1), ("mine", 1), ("mine", 2)) for n in (4, 8)]
     page = html.unescape(Path("out/report.html").read_text(encoding="utf-8"))
     assert "Missing results" not in page  # rotary has no seed 2, and is to have none
-    # The page, the console and `report` say the same, made of these records.
+    # The page, the console and `report` agree, based on these records.
     board = LeaderboardReport(
         Leaderboard("rotary", (Ablation("cdape", "mine", "rotary"),)), build_comparison_tables(found)
     )
@@ -138,7 +138,7 @@ def test_all_of_it_is_measured_once_and_found_again(initialiser: Initialiser) ->
     Path("out/mine/copy/seed_2/evaluated.json").unlink()
     again, said = run()
     assert initialiser.calls() == []
-    assert said.count("evaluated already") == 6
+    assert said.count("already evaluated") == 6
     assert [(r.method, r.seed, r.length, r.value) for r in again] == [
         (r.method, r.seed, r.length, r.value) for r in found
     ]
@@ -162,7 +162,7 @@ def test_a_branch_waits_for_its_trunk_and_a_shared_folder_for_its_turn(place: Pa
 
 @pytest.mark.usefixtures("unseen")
 def test_members_run_at_once_stop_at_once_and_go_on(place: Path) -> None:
-    """With the real programs: stopped while they train, all save; the same sweep ends what they began."""
+    """With the real programs, interrupted members all save, and the same sweep finishes them."""
     steps = 150
     write(ZOO.replace("train_iters: 6", f"train_iters: {steps}").replace("log_interval: 2", "log_interval: 1"))
     variants = "sweep.variants={rotary: {pos_emb: rotary}, mine: {pos_emb: alibi}}"
@@ -178,15 +178,15 @@ def test_members_run_at_once_stop_at_once_and_go_on(place: Path) -> None:
     finally:
         sweep.kill()
     assert "2 of 2 runs to do, 2 at once" in sweep.printed()
-    assert "the same command carries on from here" in sweep.printed()
+    assert "run the same command to resume" in sweep.printed()
     saved = [find_latest_checkpoint(folder) for folder in runs]
     stopped = [step for path in saved if path is not None and 0 < (step := parse_step(path) or 0) < steps]
     assert stopped
     done = forked.run(ROOT / "deepy.py", *command, cwd=place, env={"COLUMNS": "200"})
     assert done.returncode == 0, done.stderr
-    assert all(f"resumes after step {step} of {steps}" in done.stdout for step in stopped)
+    assert all(f"resuming after step {step} of {steps}" in done.stdout for step in stopped)
     records, said = run(*command[2:])
-    assert said.count("evaluated already") == 2
+    assert said.count("already evaluated") == 2
     assert read_records("out/results.json") == records
     assert [(r.method, r.length, r.step) for r in records] == [
         (name, length, steps) for name in ("rotary", "mine") for length in (16, 64)
@@ -196,6 +196,6 @@ def test_members_run_at_once_stop_at_once_and_go_on(place: Path) -> None:
 
 def test_a_worker_that_dies_is_an_error_of_its_member_alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(BASE)
-    monkeypatch.setattr(worker_pool, "ROOT", place)  # in which no worker can be started
-    with pytest.raises(RunError, match=r"2 of 2 runs failed: .*its process ended with exit code 1"):
+    monkeypatch.setattr(worker_pool, "ROOT", place)  # no worker can start there
+    with pytest.raises(RunError, match=r"2 of 2 runs failed: .*its process died with exit code 1"):
         run("sweep.jobs=auto", "sweep.jobs=2")

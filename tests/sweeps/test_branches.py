@@ -1,4 +1,4 @@
-"""A sweep whose variants branch from another variant's checkpoint: one trunk, several decays."""
+"""Sweep with variants that branch from another variant's checkpoint: one trunk, several decays."""
 
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def test_branches_follow_their_trunk_and_copy_nothing(place: Path, monkeypatch: 
     asked.clear()
     again, said = run()
     assert again == found
-    assert "nothing to do: 3 of 3 runs are done" in said
+    assert "nothing to do: 3 of 3 runs are complete" in said
     assert not asked
 
 
@@ -76,13 +76,13 @@ def test_what_a_branch_cannot_be(place: Path) -> None:
             read_sweep(["sweep.yml"])
         return str(caught.value)
 
-    assert "branch.variant is 'trunc', which is no variant; did you mean trunk?" in problem(
+    assert "branch.variant is 'trunc', which is not a variant; did you mean trunk?" in problem(
         "variant: trunk", "variant: trunc"
     )
-    assert "it must be {variant: NAME, step: STEP}" in problem("step: 3", "step: 0")
-    assert "early, late: each branches from another" in problem("variant: trunk", "variant: late")
-    assert "branch.step 7 of trunk, which ends at train_iters 6" in problem("step: 3", "step: 7")
-    # Runs that sweeps share are known by what they branch from too.
+    assert "expected {variant: NAME, step: STEP}" in problem("step: 3", "step: 0")
+    assert "early, late: these variants branch from each other" in problem("variant: trunk", "variant: late")
+    assert "branch.step 7 of trunk is beyond its train_iters 6" in problem("step: 3", "step: 7")
+    # Shared runs of sweeps are also identified by the run they branch from.
     write(TRUNK.replace("output: out", "output: out\n      runs: shared"))
     trunk, early, late = read_sweep(["sweep.yml"]).members
     assert early.config.checkpoint.load == str(trunk.folder / "checkpoints" / "step_0000003")

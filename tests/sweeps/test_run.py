@@ -1,4 +1,4 @@
-"""A sweep from beginning to end, once with the real programs; and, with stand-ins, everything that can go wrong."""
+"""Sweep from start to end, once with the real programs, and with replacements for every possible failure."""
 
 import io
 import json
@@ -24,16 +24,16 @@ from megatron.utils.signals import StoppedBySignal, raising_on_signals
 from .conftest import BASE, Initialiser, Trainer, run, write
 
 ONE = BASE.replace("        rotary: {pos_emb: rotary}\n", "")
-"""The same with a single variant."""
+"""Sweep with a single variant."""
 
 
 def test_a_sweep_from_text_to_report(place: Path) -> None:
-    """One run with the real programs: prepared, trained in a process of its own, scored, drawn."""
+    """One run with the real programs: prepared, trained in a separate process, evaluated, drawn."""
     write(ONE.replace("train_iters: 6", "train_iters: 60"))
     found, said = run()
     assert [(r.method, r.length, r.seed) for r in found] == [("mine", 16, 1234), ("mine", 64, 1234)]
     assert found[0].position == "cdape(width=4)+alibi"
-    # A model that has learned nothing has 257, the vocabulary; this text uses 25 different bytes.
+    # An untrained model has perplexity 257, the vocabulary size; this text uses 25 different bytes.
     assert all(1 < r.value < 60 for r in found)
     assert all((r.tokens, r.windows, r.step, r.train_tokens) == (48, 3, 60, 60 * 4 * 16) for r in found)
     stored = json.loads(Path("out/results.json").read_text())
@@ -48,14 +48,14 @@ def test_a_sweep_from_text_to_report(place: Path) -> None:
     assert "left)" in said
 
     assert said.startswith("preparing the text of the corpus corpus: listing (")
-    last = r"open out/report\.html in a browser; results\.json, \.csv, \.md and \.png lie beside it \(\d+ s\)"
+    last = r"open out/report\.html in a browser; results\.json, \.csv, \.md and \.png are next to it \(\d+ s\)"
     assert re.fullmatch(last, said.splitlines()[-1]), "a method alone is compared with none"
 
     again, said = run()
     assert again == found
-    assert "nothing to do: 1 of 1 runs are done" in said
-    assert "trained already" in said
-    assert "evaluated already" in said
+    assert "nothing to do: 1 of 1 runs are complete" in said
+    assert "already trained" in said
+    assert "already evaluated" in said
 
 
 def test_all_variants_are_scored_on_the_same_targets_up_to_where_their_positions_end(initialiser: Initialiser) -> None:
@@ -86,12 +86,12 @@ def test_every_variant_meets_every_seed(trainer: Trainer) -> None:
 def test_checkpoints_of_all_runs_must_fit_the_disk(
     trainer: Trainer, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two runs, two checkpoints of each; what is trained already needs nothing more."""
+    """Two runs, two checkpoints of each; what is already trained needs nothing more."""
     keys = ("checkpoint_factor=3", "sweep.variants={rotary: {pos_emb: rotary}, none: {pos_emb: none}}")
-    weights = 4 * count_parameters(read_sweep(["sweep.yml"], keys).members[0].config, 1)  # no corpus, no tokenizer yet
+    weights = 4 * count_parameters(read_sweep(["sweep.yml"], keys).members[0].config, 1)  # no corpus or tokenizer
     free = 2 * 2 * 3 * weights + weights
     monkeypatch.setattr(check_resources, "measure_free_bytes", lambda folder: free - 1)
-    with pytest.raises(UserError, match=r"^sweep.output: out: the checkpoints of the 2 runs that are left need at l"):
+    with pytest.raises(UserError, match=r"^sweep.output: out: the checkpoints of the 2 remaining runs need at l"):
         run(*keys)
     assert not (place / "out").exists()
     with pytest.raises(UserError, match=r"this machine's memory .*; check_resources=false starts"):
@@ -102,7 +102,7 @@ def test_checkpoints_of_all_runs_must_fit_the_disk(
     monkeypatch.setattr(check_resources, "measure_free_bytes", lambda folder: 0)
     run(*keys)
     more = [key.replace("none}}", "none}, alibi: {pos_emb: alibi}}") for key in keys]
-    with pytest.raises(UserError, match="the run that is left need at least"):
+    with pytest.raises(UserError, match="the remaining run needs at least"):
         run(*more)
     run(*more, "check_resources=false")
 
@@ -112,7 +112,7 @@ def test_a_failure_keeps_no_other_from_running_and_is_tried_again(trainer: Train
     with pytest.raises(RunError) as caught:
         run()
     assert str(caught.value) == (
-        "1 of 2 runs failed: rotary, seed 1234: failed: the disk is full; the same command tries again what failed"
+        "1 of 2 runs failed: rotary, seed 1234: failed: the disk is full; run the same command to retry failed runs"
     )
     kept = json.loads(Path("out/results.json").read_text())
     assert [item["method"] for item in kept] == ["mine", "mine"]
@@ -121,17 +121,20 @@ def test_a_failure_keeps_no_other_from_running_and_is_tried_again(trainer: Train
     trainer.fails_at = None
     trainer.calls()
     found, said = run()
-    assert "rotary, seed 1234: resumes after step 3 of 6" in said
+    assert "rotary, seed 1234: resuming after step 3 of 6" in said
     assert trainer.calls() == ["rotary 1234 out/rotary/seed_1234", "evaluate out/rotary/seed_1234"]
     assert len(found) == 4
     assert not Path("out/results.failures.json").exists()
 
 
 def test_a_run_that_diverged_is_a_result_until_it_is_asked_for_again(trainer: Trainer) -> None:
-    """lr 1e18 for one variant: the others run, the page says why one lacks, and it is not met at every start."""
+    """A diverged run counts as a result until requested again.
+
+    One variant has lr 1e18. The others run, the page explains the missing one, and later starts do not repeat it.
+    """
     trainer.diverges = "rotary"
     with pytest.raises(
-        RunError, match=r"1 of 2 runs failed: rotary, seed 1234: failed at step 3: its loss is nan; --re"
+        RunError, match=r"1 of 2 runs failed: rotary, seed 1234: failed at step 3: its loss is nan; use --re"
     ):
         run("sweep.seeds=[1234]")
     assert trainer.calls() == ["rotary 1234 None", "alibi 1234 None", "evaluate out/mine/seed_1234"]
@@ -140,7 +143,7 @@ def test_a_run_that_diverged_is_a_result_until_it_is_asked_for_again(trainer: Tr
     with pytest.raises(RunError, match="failed at step 3"):
         run()
     assert trainer.calls() == []
-    with pytest.raises(RunError, match="rotary, seed 1234: failed at step 3: its loss is nan; --retry-failed"):
+    with pytest.raises(RunError, match="rotary, seed 1234: failed at step 3: its loss is nan; use --retry-failed"):
         sweeps.run_sweep(["sweep.yml"], console=quiet(), member=0)
     assert trainer.calls() == []
     trainer.diverges = None
@@ -158,19 +161,21 @@ def test_a_run_that_was_configured_otherwise_is_no_failure_of_this_one(trainer: 
     run("optimizer.params.lr=1e-3", "sweep.variants.mine={pos_emb: alibi}", "sweep.output=other")
     assert "rotary 1234 None" in trainer.calls()
     shutil.rmtree("out/mine")
-    run("optimizer.params.lr=1e-3")  # in the folder where it diverged at another rate
+    run("optimizer.params.lr=1e-3")  # in the folder where another rate diverged
     assert "rotary 1234 None" in trainer.calls()
 
 
 def test_a_second_sweep_in_the_same_folder_says_that_one_is_running(trainer: Trainer) -> None:
     Path("out").mkdir()
     lock = RunLock("out", name=SWEEP_LOCK)
-    with pytest.raises(UserError, match=r"sweep.output: out: a sweep is running there; wait for its end, or choose an"):
+    with pytest.raises(
+        UserError, match=r"sweep.output: out: a sweep is running in this folder; wait until it ends, or choose an"
+    ):
         run()
     lock.release()
     run()
     run()
-    assert not Path("out/.lock").exists()  # by which `status` knows runs
+    assert not Path("out/.lock").exists()  # `status` identifies runs by it
 
 
 def quiet() -> Console:
@@ -179,7 +184,7 @@ def quiet() -> Console:
 
 def test_a_training_that_ends_early_without_an_error_is_told(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member_run, "train_in_subprocess", lambda *_: None)
-    with pytest.raises(RunError, match=r"ended early without an error; its output is in out/rotary/seed_1234.txt"):
+    with pytest.raises(RunError, match=r"stopped early without an error; output: out/rotary/seed_1234.txt"):
         run()
 
 
@@ -191,8 +196,8 @@ def test_a_sweep_that_is_stopped_says_how_to_go_on(trainer: Trainer, monkeypatch
         with raising_on_signals(), pytest.raises(ending):
             run()
         assert said[-2:] == [
-            "stopping; a training under way saves after its step first (again to end at once)",
-            "stopped; the same command carries on from here",
+            "stopping after running trainings save a checkpoint (repeat to stop immediately)",
+            "stopped; run the same command to resume",
         ]
         said.clear()
 
@@ -205,12 +210,12 @@ def test_only_what_is_asked_for_anew_is_done_anew(trainer: Trainer) -> None:
     assert trainer.calls() == ["evaluate out/mine/seed_1234"]
     results = Path("out/mine/seed_1234/results.json")
     there = json.loads(results.read_text())
-    # Somebody evaluated that run by another protocol: what the sweep measured is still there, and found.
+    # If the run was also evaluated with another protocol, the sweep's own results are still found.
     results.write_text(json.dumps([{**there[0], "protocol": "nonoverlapping"}, *there]))
     found, _ = run("sweep.evaluate.multiples=[1, 2]")
     assert trainer.calls() == []
     assert {r.protocol for r in found} == {"last"}
-    results.write_text(json.dumps(there[1:]))  # in the sweep's own way, but at other lengths
+    results.write_text(json.dumps(there[1:]))  # the sweep's protocol, but other lengths
     run("sweep.evaluate.multiples=[1, 2]")
     assert trainer.calls() == ["evaluate out/mine/seed_1234"]
 
@@ -219,14 +224,16 @@ def test_another_configuration_is_not_taken_for_the_same_run(trainer: Trainer) -
     write(ONE)
     run()
     before = json.loads(Path("out/results.json").read_text())
-    with pytest.raises(UserError, match=r"out/mine/seed_1234: holds a run .*weight_decay 0.1 there, 0.2 here"):
+    with pytest.raises(
+        UserError, match=r"out/mine/seed_1234: contains a run .*weight_decay 0.1 in the run, 0.2 in the sweep"
+    ):
         run("weight_decay=0.2")
     assert json.loads(Path("out/results.json").read_text()) == before
-    run("log_interval=1", "attention_backend=chunked")  # how loud and how fast is no difference
+    run("log_interval=1", "attention_backend=chunked")  # verbosity and speed make no difference
 
 
 def test_a_finished_training_without_its_test_is_started_again(trainer: Trainer) -> None:
-    """It was killed between its last checkpoint and the end of its test."""
+    """A training killed between its last checkpoint and the end of its test is started again."""
     tests = "eval_interval=3"
     run(tests)
     assert [line.split()[0] for line in trainer.calls()] == ["rotary", "evaluate", "alibi", "evaluate"]
@@ -234,7 +241,7 @@ def test_a_finished_training_without_its_test_is_started_again(trainer: Trainer)
     Path("out/mine/seed_1234/metrics.jsonl").write_text('{"kind": "test", "step": 6\n')
     _, said = run(tests)
     assert trainer.calls()[0] == "alibi 1234 out/mine/seed_1234"
-    assert "mine, seed 1234: is trained; its test is made up for" in said
+    assert "mine, seed 1234: trained; running the missing test" in said
 
 
 def test_a_damaged_checkpoint_is_no_finished_training(trainer: Trainer) -> None:
@@ -246,7 +253,7 @@ def test_a_damaged_checkpoint_is_no_finished_training(trainer: Trainer) -> None:
     (checkpoints / "step_0000003" / "progress.json").write_text('{"step": 3}')
     (checkpoints / "step_0000006" / "model.safetensors").unlink()
     _, said = run()
-    assert "mine, seed 1234: resumes after step 3 of 6" in said
+    assert "mine, seed 1234: resuming after step 3 of 6" in said
     assert trainer.calls() == ["alibi 1234 out/mine/seed_1234", "evaluate out/mine/seed_1234"]
 
 
@@ -263,12 +270,12 @@ def test_how_long_it_takes_is_told_from_what_was_measured(trainer: Trainer, monk
     write(ONE)
     _, said = run("sweep.seeds=[3, 4, 5]")
     lines = said.splitlines()
-    # Known before the first training: 6 steps of 4 × 16 tokens, 3 windows of 16 and of 64, three times.
+    # Known before training: 6 steps of 4 × 16 tokens, 3 windows of 16 and of 64, three times.
     (todo,) = [line for line in lines if " to do: " in line]
     assert todo.startswith("3 of 3 runs to do: ")
     assert "FLOP of training and " in todo
     (forecast,) = [line for line in lines if line.endswith("at the speed of the first steps")]
-    assert re.fullmatch(r"about \S+ s left in all, at the speed of the first steps", forecast)
+    assert re.fullmatch(r"about \S+ s left in total, at the speed of the first steps", forecast)
     first_done = next(number for number, line in enumerate(lines) if line.startswith("1 of 3 runs done"))
     assert lines.index(todo) < lines.index(forecast) < first_done
     done = [line.split(" runs done, about")[0] for line in lines if " runs done, about" in line]
@@ -284,12 +291,12 @@ def test_its_last_line_is_a_command_to_go_on_with(trainer: Trainer) -> None:
     page, hint = said.splitlines()[-2:]
     assert page.startswith("open my out/report.html in a browser;")
     command, _, rest = hint.removeprefix("next: ").partition(" compares ")
-    assert rest == "with rotary"  # with more seeds, which differences are significant
+    assert rest == "with rotary"  # more seeds allow significance
     assert command == "./deepy.py report 'my out' --against rotary"
     console = Console(record=True, width=200)
     combine_results([Path("my out")], console, against="rotary")
     assert "compared with rotary" in console.export_text()
-    # Where the page has the comparison there is no need for another.
+    # A page that contains the comparison needs no other.
     write(BASE.replace("output: out", "output: out\n      against: rotary"))
     assert "next: " not in run()[1]
 
@@ -306,9 +313,9 @@ def test_sweeps_share_the_runs_that_they_both_need(trainer: Trainer) -> None:
     )
     second, said = run()
     assert [line.split()[0] for line in trainer.calls()] == ["evaluate", "evaluate"], "both runs are there"
-    assert "again, seed 1234: trained already" in said
+    assert "again, seed 1234: already trained" in said
     assert {record.method for record in second} == {"again", "mine"}
-    # What the first measured is its own, and nothing of it is done again.
+    # Results of the first sweep are kept, and nothing is repeated.
     write(BASE.replace("output: out", "output: out\n      runs: pool\n      name: first"))
     assert run()[0] == first
     assert trainer.calls() == []
@@ -334,12 +341,12 @@ def test_a_report_has_the_table_of_a_paper(trainer: Trainer) -> None:
 
 
 def test_what_is_done_otherwise_is_told_where_no_numbers_are_quoted(trainer: Trainer) -> None:
-    """Of figures there are none to quote."""
+    """Deviations from the paper are listed even if no numbers are quoted, as for figures."""
     write(BASE.replace("output: out", "output: out\n      differences: [They had more text., And a GPU.]"))
     _, said = run()
     page = Path("out/report.html").read_text()
     for text in ("They had more text.", "And a GPU."):
-        assert page.count(text) == 2  # in the configuration that it shows, too
+        assert page.count(text) == 2  # also in the configuration shown
         assert text in said
 
 
@@ -348,10 +355,10 @@ def test_what_is_done_otherwise_is_told_where_no_numbers_are_quoted(trainer: Tra
     [
         (
             "{source: x, train_length: 8, lengths: [8], rows: {rotery: [1.0]}}",
-            "'rotery' is no variant of this sweep",
+            "'rotery' is not a variant of this sweep",
         ),
         ("{source: x, train_length: 8, lengths: [8], rows: {rotary: [1.0, 2.0]}}", "2 values for 1 lengths"),
-        ("{source: x, train_length: 8, lengths: [8], metric: ppl, rows: {rotary: [1.0]}}", "'ppl' is no metric"),
+        ("{source: x, train_length: 8, lengths: [8], metric: ppl, rows: {rotary: [1.0]}}", "'ppl' is not a metric"),
     ],
 )
 def test_a_table_that_fits_no_sweep(trainer: Trainer, table: str, message: str) -> None:
@@ -363,7 +370,7 @@ def test_a_table_that_fits_no_sweep(trainer: Trainer, table: str, message: str) 
 def test_training_lengths_side_by_side(trainer: Trainer) -> None:
     several = BASE.replace("rotary: {pos_emb: rotary}", "short: {pos_emb: rotary, seq_length: 8}")
     write(several.replace("multiples: [1, 4]", "lengths: [16, 32]"))
-    with pytest.raises(UserError, match=r"sweep.evaluate.targets has to say"):
+    with pytest.raises(UserError, match=r"sweep.evaluate.targets must set"):
         run()
     write(several.replace("multiples: [1, 4]", "lengths: [16, 32], targets: 8"))
     found, _ = run()

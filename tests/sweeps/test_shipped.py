@@ -1,4 +1,4 @@
-"""The experiments that are shipped: every one can be read in both sizes, and its tables fit its variants."""
+"""Shipped experiments: each can be read in both sizes, and its tables match its variants."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ FOLDER = ROOT / "configs" / "experiment"
 SIZES = ("small", "paper")
 EXPERIMENTS = sorted(path.stem for path in FOLDER.glob("*.yml") if path.stem not in SIZES)
 SHAPES = {"kerple": "162M", "dape": "125M", "exploring": "125M", "muon": "125M", "drope": "125M"}
-PAPERS = [name for name in EXPERIMENTS if name not in ("muon", "drope")]  # which stand beside no published table
+PAPERS = [name for name in EXPERIMENTS if name not in ("muon", "drope")]  # not compared with a published table
 
 
 def small(name: str) -> Sweep:
@@ -41,7 +41,7 @@ def test_a_run_that_several_need_is_one_run() -> None:
     assert folders["dape_t10"]["cdape", 1235] == folders["dape_t4"]["k3", 1235] == folders["dape_t9"]["cdape", 1235]
     everything = [folder for found in folders.values() for folder in found.values()]
     assert len(set(everything)) < 0.8 * len(everything)
-    # A folder's name is that of what is trained: nothing else has it.
+    # A folder's name identifies what is trained; no other training has it.
     trained: dict[Path, dict[str, object]] = {}
     for sweep in sweeps.values():
         for member in sweep.members:
@@ -52,7 +52,8 @@ def test_a_run_that_several_need_is_one_run() -> None:
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_quoted_lengths_are_multiples_that_are_scored(name: str) -> None:
-    """So that a quoted number has one of ours beside it, but for the longest of some."""
+    """Quoted lengths are evaluated multiples, so that a quoted number has one of ours beside it, except the longest of
+    some."""
     options = small(name).options
     for table in options.published:
         multiples = {length / table.train_length for length in table.lengths}
@@ -64,7 +65,10 @@ def test_quoted_lengths_are_multiples_that_are_scored(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_what_the_papers_state_of_their_training_is_told_and_ours_is_what_is_told(name: str) -> None:
-    """Batch, vocabulary, least learning rate and seeds stand under every table, and small is what they say it is."""
+    """Batch, vocabulary, minimum learning rate and seeds are stated under every table and match ours.
+
+    The small size matches its description.
+    """
     sweep = small(name)
     told = " ".join(sweep.options.differences)
     for word in ("seeds", "vocabulary", "min_lr", "least learning rate"):
@@ -92,7 +96,10 @@ SWEEPS = [
 
 @pytest.mark.parametrize("files", SWEEPS, ids=" ".join)
 def test_a_processor_stands_beside_its_encoding_with_as_many_parameters(files: list[str]) -> None:
-    """A gain of DAPE or CDAPE is the processor's alone: beside it is the same encoding, shared over layers as there."""
+    """A processor is compared with its encoding alone, with the same parameters shared over layers.
+
+    The gain of DAPE or CDAPE is then the processor's alone.
+    """
     positions = {
         member.variant: member.config.position for member in read_sweep(files).members if member.benchmark is None
     }
@@ -109,7 +116,7 @@ def test_a_processor_stands_beside_its_encoding_with_as_many_parameters(files: l
 def test_papers_parameters_are_decayed_as_their_code_decays_them() -> None:
     for name in PAPERS:
         sweep = small(name)
-        if name.startswith("kerple"):  # its released settings decay nothing
+        if name.startswith("kerple"):  # its published settings use no weight decay
             assert all(member.config.optimizer.weight_decay == 0 for member in sweep.members), name
             continue
         assert all(member.config.optimizer.decay_positions for member in sweep.members), name

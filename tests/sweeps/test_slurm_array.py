@@ -1,4 +1,4 @@
-"""A sweep as a job array: what is submitted, what each task does, and that the same command ends with a report."""
+"""Sweep as a job array: submitted jobs, work of each task, and a final report from the same command."""
 
 import io
 import os
@@ -21,7 +21,7 @@ KEYS = ("launcher=slurm", "num_gpus=1", "slurm.cpus_per_task=2", "sweep.seeds=[3
 
 @pytest.fixture
 def sbatch(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in that takes every job."""
+    """Replacement of sbatch that accepts every job."""
     (place / "bin").mkdir()
     (place / "bin" / "sbatch").write_text("#!/bin/sh\necho 17\n")
     (place / "bin" / "sbatch").chmod(0o755)
@@ -46,7 +46,7 @@ def test_each_run_is_a_task_and_the_same_command_reports(
     )
 
     with monkeypatch.context() as task:
-        task.setenv("SLURM_JOB_ID", "17")  # in a job nothing is submitted again
+        task.setenv("SLURM_JOB_ID", "17")  # nothing is submitted from within a job
         for member in (0, 2, 3):
             sweeps.run_sweep(["sweep.yml"], KEYS, Console(file=io.StringIO()), member=member)
     assert trainer.calls() == [
@@ -64,7 +64,7 @@ def test_each_run_is_a_task_and_the_same_command_reports(
         sweeps.run_sweep(["sweep.yml"], KEYS, Console(file=io.StringIO()), member=1)
     found, said = run(*KEYS)
     assert len(found) == 8
-    assert "nothing to do: 4 of 4 runs are done" in said
+    assert "nothing to do: 4 of 4 runs are complete" in said
     assert Path("out/report.html").exists()
 
 
@@ -73,10 +73,10 @@ def test_branches_are_submitted_once_there_is_what_they_branch_from(sbatch: None
 
     write(TRUNK)
     _, said = run("launcher=slurm", "num_gpus=1", "slurm.cpus_per_task=2")
-    assert "2 runs branch from checkpoints that are not there yet; the same command submits them once they are" in said
+    assert "2 runs branch from checkpoints that do not exist yet; run the same command again once they do" in said
     assert "1 of 3 runs submitted" in said
     trunk, *_ = read_sweep(["sweep.yml"]).members
-    (trainer.save(trunk.resolved_config, trunk.folder, 3) / DEEPSPEED_FOLDER).mkdir()  # states, for what looks
+    (trainer.save(trunk.resolved_config, trunk.folder, 3) / DEEPSPEED_FOLDER).mkdir()  # optimizer states
     _, said = run("launcher=slurm", "num_gpus=1", "slurm.cpus_per_task=2")
     assert "1 runs branch" in said
     assert "#SBATCH --array=0-1\n" in Path("out/job.sbatch").read_text()
@@ -87,7 +87,7 @@ def test_a_dry_run_prints_the_script_and_makes_nothing(place: Path, capsys: pyte
     sweeps.run_sweep(["sweep.yml"], KEYS, dry=True)
     assert capsys.readouterr().out.startswith("#!/bin/bash\n")
     assert sorted(place.rglob("*")) == before
-    with pytest.raises(UserError, match="--dry-run shows the batch script of a sweep: it needs launcher=slurm"):
+    with pytest.raises(UserError, match="--dry-run prints the batch script of a sweep and requires launcher=slurm"):
         sweeps.run_sweep(["sweep.yml"], dry=True)
 
 
@@ -104,12 +104,12 @@ def test_what_a_task_would_refuse_is_refused_before_the_queue(sbatch: None, trai
 
 
 def test_what_cannot_be_an_array_is_refused(place: Path) -> None:
-    with pytest.raises(UserError, match="nodes is 2, but each run of a sweep has one node"):
+    with pytest.raises(UserError, match="nodes is 2, but each run of a sweep uses one node"):
         run(*KEYS, "nodes=2")
-    with pytest.raises(UserError, match="--member is 4, but the sweep has 4 members; the first is 0"):
+    with pytest.raises(UserError, match="--member is 4, but the sweep has 4 members, starting at 0"):
         sweeps.run_sweep(["sweep.yml"], KEYS, member=4)
     write(BASE.replace("{pos_emb: rotary}", "{pos_emb: rotary, slurm: {partition: big}}"))
-    with pytest.raises(UserError, match="all variants of a sweep need the same processes, devices and slurm keys"):
+    with pytest.raises(UserError, match="all variants of a sweep must have the same processes, devices and slurm keys"):
         run(*KEYS)
     assert not Path("out").exists()
 

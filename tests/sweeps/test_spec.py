@@ -1,4 +1,4 @@
-"""Reading a sweep file: what its variants become, and what is wrong in it, with the line."""
+"""Reading of a sweep file: configurations of its variants, and errors with line numbers."""
 
 import subprocess
 import sys
@@ -26,9 +26,9 @@ from .conftest import BASE, ROOT, Trainer, run, write
         (("multiples: [1, 4]", "multiples: [4096]"), "too few for the largest length"),
         (("rotary: {pos_emb: rotary}", "rotary: {pos_emb: rotery}"), "sweep.yml:19: "),
         (("rotary: {pos_emb: rotary}", "rotary: {pos_em: rotary}"), "sweep.yml:19: unknown key 'pos_em'"),
-        (("rotary: {pos_emb: rotary}", "a/b: {pos_emb: rotary}"), "sweep.yml:19: variant 'a/b' names a folder"),
+        (("rotary: {pos_emb: rotary}", "a/b: {pos_emb: rotary}"), "sweep.yml:19: variant 'a/b' is also a folder"),
         (("rotary: {pos_emb: rotary}", "rotary: {seed: 1}"), "sweep.yml:19: seed is set by the sweep: use sweep.seeds"),
-        (("rotary: {pos_emb: rotary}", "rotary: {seq_length: 32}"), "so sweep.evaluate.lengths has to say"),
+        (("rotary: {pos_emb: rotary}", "rotary: {seq_length: 32}"), "so sweep.evaluate.lengths must set"),
         (("train_iters: 6", "train_iters: 6\n    save: runs/x"), "sweep.yml:9: save is set by the sweep: use"),
         (("output: out", "output: out\n      seeds: [1, 1]"), "sweep.yml:17: sweep.seeds repeats a seed"),
         (("output: out", "output: text/1.txt/x"), "sweep.output is text/1.txt/x, but text/1.txt is a file; name"),
@@ -70,10 +70,10 @@ def test_mistakes_on_the_command_line(trainer: Trainer) -> None:
 
 
 def test_files_without_a_sweep(place: Path) -> None:
-    with pytest.raises(UserError, match="there is no sweep: mapping"):
+    with pytest.raises(UserError, match="no sweep: mapping found"):
         read_sweep(["125M"])
     write("sweep: [1]")
-    with pytest.raises(UserError, match=r"sweep.yml:1: sweep is \[1\]; it must be a mapping of keys"):
+    with pytest.raises(UserError, match=r"sweep.yml:1: sweep is \[1\]; expected a mapping of keys"):
         read_sweep(["quickstart", "sweep.yml"])
 
 
@@ -123,7 +123,7 @@ def test_the_zoo_has_every_method_at_one_budget_and_asks_all_that_its_questions_
     for name in list_encodings():
         assert positions[name] == default.replace(pos_emb=name)
     assert {position.score_processor for position in positions.values()} == {"none", *list_processors()} - {
-        "ssmax_prior"  # the leaderboard's runs were trained before there was this
+        "ssmax_prior"  # the leaderboard's runs predate this method
     }
     assert {position.temperature for position in positions.values() if position.period == 1} == {
         "none", *list_temperatures(),
@@ -145,7 +145,7 @@ def test_the_zoo_has_every_method_at_one_budget_and_asks_all_that_its_questions_
             for member in members
         ]
         assert all(budget == budgets[0] for budget in budgets), name
-    # What the questions are about: CDAPE on each, on the new ones in the tasks, too, and some with several seeds.
+    # Questions: CDAPE on each encoding, also on the new ones in the tasks, and some with several seeds.
     pairs = {base: variant for name, variant, base in find_ablations(zoo) if name == "cdape"}
     assert pairs.keys() >= {
         "none",

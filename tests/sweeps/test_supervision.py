@@ -1,4 +1,4 @@
-"""A training as a process: what it ends with, and how it is ended. Small scripts stand where `deepy.py` does."""
+"""Training as a process: its result, and how it is ended. Small scripts replace `deepy.py`."""
 
 import os
 import textwrap
@@ -25,7 +25,7 @@ def train(script: str, watch=lambda step: None) -> None:
 
 
 def test_a_training_is_watched_to_its_end(place: Path) -> None:
-    Path("metrics.jsonl").write_text('{"step": 99}\n')  # of an earlier attempt
+    Path("metrics.jsonl").write_text('{"step": 99}\n')  # from an earlier attempt
     os.utime("metrics.jsonl", (1, 1))
     seen: list[int | None] = []
 
@@ -58,7 +58,7 @@ def test_its_last_words_are_told(place: Path) -> None:
     assert "noise" in Path("run.txt").read_text()
     with pytest.raises(UserError, match=r"^no such key$"):
         train("import sys; print('error: no such key', file=sys.stderr); sys.exit(2)")
-    with pytest.raises(RunError, match=r"training ended with exit code 9; its output is in run.txt"):
+    with pytest.raises(RunError, match=r"training failed with exit code 9; output: run.txt"):
         train("import sys; sys.exit(9)")
 
 
@@ -84,7 +84,7 @@ def interrupted(step: int | None) -> None:
 
 
 def test_an_interrupt_gives_it_time_to_save(place: Path) -> None:
-    """It gets one signal, in a session of its own."""
+    """An interrupt gives training time to save: it gets one signal, in its own session."""
     with pytest.raises(KeyboardInterrupt):
         train(PATIENT, interrupted)
     pid, session, parent = map(int, Path("started").read_text().split())

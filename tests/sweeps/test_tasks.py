@@ -1,4 +1,4 @@
-"""A sweep over a task: read, estimated, and known to be tested, without a corpus."""
+"""Sweep over a task: read, estimated and tested without a corpus."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_work_counts_the_lengths_that_are_drawn(members) -> None:
     config = members.members[0].config
     assert read_task_config(config.data).lengths == (8, 10, 12)
-    # Estimates leave the output layer out, all but a token of it.
+    # Estimates count the output layer for a single token only.
     model = build_model(config.model, config.position, 1, groups=single_process(), device="meta")
     said: list[str] = []
     found = estimate_work(members, dict.fromkeys(members.members, 0), said.append)
@@ -55,7 +55,7 @@ def test_work_counts_the_lengths_that_are_drawn(members) -> None:
 
 
 def test_a_task_has_a_test(members) -> None:
-    """So a run that was killed between its last checkpoint and the end of its test is taken up again."""
+    """A task always has a test, so a run killed between its last checkpoint and the end of its test is resumed."""
     assert all(map(remaining_work.lacks_test_record, members.members))
 
 

@@ -1,4 +1,4 @@
-"""Addition against Python's own integers, in every form in which it is written."""
+"""Addition, compared with Python's integers, in every notation."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def test_hints_say_the_power_of_ten(order: str) -> None:
     firsts = set()
     for tokens, labels, mask, counted in zip(*batch[:4], strict=True):
         row = tokens.tolist()
-        plus, bar = row.index(10), row.index(20)  # letters: 11 and 8 hints
+        plus, bar = row.index(10), row.index(20)  # letters: 11 hints and 8 hints
         numbers = [row[1:plus], row[plus + 1 : bar], row[bar + 1 :]]
         units = numbers[0][-2]  # the hint of the last digit
         digits = [{hint - units: digit for hint, digit in zip(n[::2], n[1::2], strict=True)} for n in numbers]
@@ -56,12 +56,13 @@ def test_hints_say_the_power_of_ten(order: str) -> None:
         assert labels[mask].tolist() == [*numbers[2], 21]
         assert labels[counted].tolist() == numbers[2][1::2]
         firsts.add(units)
-    assert firsts == {11, 12, 13}  # 11 … 18 are the hints, six of them in a row are needed
+    assert firsts == {11, 12, 13}  # 11 … 18 are the hints, of which six consecutive ones are needed
 
 
 @pytest.mark.parametrize("order", ["plain", "reversed"])
 def test_coupled_positions_say_the_power_of_ten(order: str) -> None:
-    """As Cho et al. (2024) have it: $ at 0, the digits of 10^k at u − k, + and | at u + 1, u from n + 1 on."""
+    """Coupled positions by Cho et al. (2024): $ at 0, the digits of 10^k at u − k, + and | at u + 1, u from n + 1
+    on."""
     batch = drawn(3, 300, order=order, positions="coupled", max_digits=5)
     plain = drawn(3, 300, order=order)
     assert batch.position_ids is not None

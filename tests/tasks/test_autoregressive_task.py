@@ -1,4 +1,4 @@
-"""Copying, reversing and n-gram lookup, read as the strings that they are."""
+"""Copying, reversing and n-gram lookup, read as strings."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ SYMBOLS = "abcdefghijklmnopqrstuvwxyz$|."
 
 
 def written(name: str, count: int, length: int, **options: object) -> list[tuple[str, str]]:
-    """What each sequence reads, and what it is asked for where."""
+    """Return the input of each sequence, and its expected answers by position."""
     task = task_config.build_task(name, options)
     assert isinstance(task, StringTask)
     drawn = task.sample_batch(np.random.default_rng(length), count, length)
@@ -20,7 +20,7 @@ def written(name: str, count: int, length: int, **options: object) -> list[tuple
     lines = []
     for tokens, labels, asked in zip(drawn.tokens, drawn.labels, drawn.loss_mask, strict=True):
         read, wanted = ("".join(SYMBOLS[token] for token in row) for row in (tokens, labels[asked]))
-        # Every answer but the last stands one place later, as a text that goes on with itself.
+        # Every answer except the last occurs one position later as input, as in language modeling.
         assert read[np.flatnonzero(asked)[0] + 1 :] + "." == wanted
         lines.append((read, wanted))
     return lines
@@ -73,12 +73,15 @@ def test_strings_that_repeat_themselves(length: int) -> None:
             assert copy == string[::order]
             pieces = {string[start : start + 3] for start in range(0, length - 2, 3)}
             assert len(pieces) <= 4
-            if length == 61:  # of four pieces one is left out of twenty with probability 0.013
+            if length == 61:  # with probability 0.013 one of twenty misses one of four pieces
                 assert len(pieces) >= 3
 
 
 def test_a_lookup_does_not_copy_what_repeats_itself() -> None:
-    """What first follows the last letters is found by Python's own search, and hardly ever writes a whole copy."""
+    """A lookup is not a copy of repetitive text.
+
+    Python's search finds the first successor of the last letters, and the answers hardly ever form a whole copy.
+    """
     for name in ("copy_repeats", "reverse_repeats"):
         task = task_config.build_task(name)
         drawn = task.sample_batch(np.random.default_rng(3), 200, 40)

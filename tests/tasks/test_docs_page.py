@@ -1,4 +1,4 @@
-"""docs/tasks.md says of each task what its class says."""
+"""docs/tasks.md agrees with the class of each task."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ ROWS = {
     for row in [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]]
 }
 COUNTS = {"1": 1, "n": 7, "n + 1": 8, "2n": 14, "⌈n/2⌉": 4}
-"""Answers of an input of 7 symbols."""
+"""Number of answers for an input of 7 symbols."""
 
 
 @pytest.mark.parametrize("name", task_config.list_tasks())

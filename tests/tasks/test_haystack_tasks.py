@@ -1,4 +1,4 @@
-"""Needles, variables and word counts in generated text: read from left to right by programs that see tokens alone."""
+"""Needles, variables and word counts in generated text, solved by programs that read tokens from left to right."""
 
 import re
 from collections import Counter
@@ -31,14 +31,14 @@ def drawn(name: str, length: int, count: int = 200, seed: int = 0, **options: ob
 
 
 def check_reading(batch: TaskBatch) -> None:
-    """Each answer but the last is read right after it was asked for, wherever another answer follows."""
+    """Check that each answer except the last is the next input if another answer follows."""
     asked = batch.loss_mask[:, :-1]
     follows = asked & batch.loss_mask[:, 1:]
     assert (batch.labels[:, :-1][follows] == batch.tokens[:, 1:][follows]).all()
 
 
 def solve_needles(tokens: list[int], first_key: int, first_value: int, mark: int) -> list[int]:
-    """The answers, from a dictionary that is filled from left to right."""
+    """Return the answers from a dictionary filled from left to right."""
     haystack, questions = tokens[: tokens.index(mark)], tokens[tokens.index(mark) :]
     known: dict[int, list[int]] = {}
     for key, value in pairwise(haystack):
@@ -89,7 +89,7 @@ def test_a_needle_stands_anywhere_equally_often() -> None:
 @pytest.mark.parametrize("name", NEEDLES)
 @pytest.mark.parametrize("options", [{}, {"haystack": "needles", "keys": 300}])
 def test_needles_at_a_depth(name: str, options: dict[str, object]) -> None:
-    """The first key that is asked for stands where it should, and all answers are those that a reader finds."""
+    """The first requested key is at the given depth, and all answers are correct."""
     num_values, length = NEEDLES[name][1], 60
     task = task_config.build_task(name, options)
     assert task.has_depth
@@ -118,7 +118,7 @@ def test_the_key_that_is_asked_for_is_any_of_them() -> None:
 
 
 def test_variables() -> None:
-    """As text, and read with a regular expression: `NAME=SOURCE`."""
+    """Variables as text, read with a regular expression: `NAME=SOURCE`."""
     for length, options in ((18, {}), (64, {}), (200, {"num_chains": 4, "num_hops": 3}), (30, {"num_hops": 0})):
         chains, hops = options.get("num_chains", 2), options.get("num_hops", 2)
         batch = drawn("variable_tracking", length, **options)
@@ -131,7 +131,7 @@ def test_variables() -> None:
             assert len(assignments) == len({name for name, _ in assignments}) == chains * (hops + 1)
             assert haystack.count("n") == length - 3 * len(assignments)
             reached, wanted = [question.split()[0]], []
-            for name, source in assignments:  # a chain's assignments stand in its order
+            for name, source in assignments:  # assignments of a chain are in order
                 if source == reached[-1]:
                     reached.append(name)
                     wanted.append(int(name[1:]))
@@ -149,7 +149,7 @@ def test_common_words(length: int, options: dict[str, int]) -> None:
     batch = drawn("common_words", length, **options)
     check_reading(batch)
     for tokens, labels, mask in zip(batch.tokens, batch.labels, batch.loss_mask, strict=True):
-        counts = Counter(tokens[:length].tolist())  # in the order in which words first come
+        counts = Counter(tokens[:length].tolist())  # in order of first occurrence
         assert sorted(set(counts.values())) == sorted({often} | ({seldom} if length > number * often else set()))
         assert labels[mask].tolist() == [word for word, times in counts.items() if times == often]
         assert mask.sum() == number
@@ -200,7 +200,7 @@ def test_impossible_options_are_refused(name: str, options: dict[str, object], w
 def test_lengths(name: str, options: dict[str, object], lengths: range, supported: list[int]) -> None:
     task = task_config.build_task(name, options)
     found = [length for length in lengths if task.unsupported_length_reason(length) is None]
-    if name == "frequent_words":  # counts of the ranks 2 … 5, from the formula itself
+    if name == "frequent_words":  # counts of the ranks 2 … 5, from the formula
         weights = [rank**-2.0 for rank in range(1, 66)]
         counts = [[int(n * weight / sum(weights)) for weight in weights[1:5]] for n in lengths]
         supported = [n for n, each in zip(lengths, counts, strict=True) if each == sorted(set(each), reverse=True)]
@@ -209,7 +209,7 @@ def test_lengths(name: str, options: dict[str, object], lengths: range, supporte
 
 
 def test_chances() -> None:
-    """Of predictors in words, by drawing them."""
+    """Chance levels, stated in words, are estimated by sampling."""
     assert task_config.build_task("niah_multivalue").baseline_accuracies(64) == {"one of the needles' values": 0.25}
     assert task_config.build_task("niah_single").baseline_accuracies(64) == {}
     generator = np.random.default_rng(0)

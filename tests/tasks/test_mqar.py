@@ -28,7 +28,7 @@ def test_values_follow_from_the_pairs(length: int, options: dict[str, int]) -> N
 
 
 def test_gaps_follow_a_power_law_and_the_rest_is_noise() -> None:
-    """Of one pair the gap is g with probability g^(a−1) over their sum; a = 1 is uniform."""
+    """Gaps follow a power law: for one pair, gap g has probability g^(a−1) over their sum; a = 1 is uniform."""
     for power in (0.01, 1.0):
         found = drawn(40_000, 22, pairs=1, power=power, vocabulary=64)
         gaps = (found.loss_mask.argmax(axis=1) - 2) // 2 + 1
@@ -42,7 +42,10 @@ def test_gaps_follow_a_power_law_and_the_rest_is_noise() -> None:
 
 
 def test_several_gaps_are_drawn_one_after_the_other_without_repetition() -> None:
-    """Of three gaps two are taken: the one that is left over is g with the probability of the three orders' sum."""
+    """Several gaps are drawn in turn without replacement.
+
+    With three gaps, two are drawn; the remaining one is g with the probability summed over the orders of the other two.
+    """
     found = drawn(40_000, 10, pairs=2, power=0.01, vocabulary=64)
     chances = np.arange(1.0, 4.0) ** (0.01 - 1)
     chances /= chances.sum()

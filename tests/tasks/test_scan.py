@@ -1,4 +1,4 @@
-"""SCAN's commands, read by a parser of its grammar, and the sizes of its published length split."""
+"""SCAN's commands, interpreted by a parser of its grammar, and sizes of its published length split."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ TEST_LENGTHS = [24, 25, 26, 27, 28, 30, 32, 33, 36, 40, 48]
 
 
 def interpret(command: str) -> list[str]:
-    """The meaning, from the outermost word inwards, as the paper's figure of interpretation functions has it."""
+    """Interpret a command from the outermost word inwards, like the paper's interpretation functions."""
     for word in ("and", "after"):
         if f" {word} " in command:
             one, other = command.split(f" {word} ")
@@ -30,7 +30,7 @@ def interpret(command: str) -> list[str]:
 
 
 def test_published_sizes() -> None:
-    """20,910 commands; 16,990 of them mean at most 22 actions, and 3,920 mean 24 to 48 (Lake and Baroni 2018)."""
+    """SCAN has 20,910 commands; 16,990 have at most 22 actions, and 3,920 have 24 to 48 (Lake and Baroni 2018)."""
     commands = derive_commands()
     assert len(commands) == len({words for words, _ in commands}) == 20_910
     sizes = {length: len(rows) for length, (rows, _) in list_commands().items()}

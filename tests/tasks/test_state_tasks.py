@@ -1,4 +1,4 @@
-"""Flip-flop and word problems: read one token after the other by a machine with the state that they are about."""
+"""Flip-flop and word problems, read token by token by a state machine."""
 
 import math
 
@@ -30,7 +30,7 @@ def test_a_memory_of_one_bit_answers_flip_flop(ignore: float) -> None:
 
 
 def test_flip_flop_has_the_distribution_of_the_paper() -> None:
-    """Between the first and the last instruction: i with probability p, w and r with half of the rest; fair bits."""
+    """Instructions between the first and the last: i with probability p, w and r with half of the rest; fair bits."""
     tokens = task_config.build_task("flip_flop").sample_batch(np.random.default_rng(1), 2000, 42).tokens
     between = tokens[:, 2:-2:2]
     shares = np.bincount(between.ravel(), minlength=3) / between.size
@@ -40,7 +40,7 @@ def test_flip_flop_has_the_distribution_of_the_paper() -> None:
 
 
 def parity(permutation: tuple[int, ...]) -> int:
-    """Of the number of its cycles of even length."""
+    """Return the parity of the number of cycles with even length."""
     seen: set[int] = set()
     odd = 0
     for start in permutation:
@@ -53,7 +53,7 @@ def parity(permutation: tuple[int, ...]) -> int:
 
 
 def list_elements(name: str) -> list[tuple[int, ...]]:
-    """By counting up in base 5."""
+    """List the elements by counting in base 5."""
     every = [tuple(code // 5**k % 5 for k in range(4, -1, -1)) for code in range(5**5)]
     every = [element for element in every if len(set(element)) == 5]
     return [element for element in every if name.startswith("s5") or parity(element) == 0]

@@ -1,4 +1,4 @@
-"""The tasks of the Chomsky hierarchy against solvers of their own, and their distributions as published."""
+"""Tasks of the Chomsky hierarchy, compared with independent solvers and published distributions."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def _symbols(text: str, alphabet: str) -> list[int]:
 
 PLAIN = "01234"
 SIMPLE, BRACKETS, EQUATION = "01234+-×", "01234+-×()", "01234+-()x="
-EXAMPLES = [  # as the papers' code has them; in four tasks its descriptions say otherwise
+EXAMPLES = [  # from the papers' code; in four tasks its descriptions differ
     *(("even_pairs", *pair, PLAIN) for pair in (("001110", "0"), ("0101001", "1"), ("1", "0"))),
     *(("modular_arithmetic", *pair, SIMPLE) for pair in (("1+2×3", "2"), ("1-1-1", "4"), ("0×1+4×3-2", "0"))),
     *(("parity_check", *pair, PLAIN) for pair in (("1010100", "1"), ("01111", "0"), ("0", "0"))),
@@ -80,7 +80,7 @@ EXAMPLES = [  # as the papers' code has them; in four tasks its descriptions say
 
 @pytest.mark.parametrize(("name", "asked", "answer", "alphabet"), EXAMPLES)
 def test_published_examples(name: str, asked: str, answer: str, alphabet: str) -> None:
-    """The solvers read the alphabets as published; the generators agree with the solvers."""
+    """The solvers use the published alphabets, and the generators agree with the solvers."""
     assert solvers.SOLVERS[name](_symbols(asked, alphabet)) == _symbols(answer, PLAIN)
 
 
@@ -99,7 +99,7 @@ def test_layout(name: str, compute: int) -> None:
         assert (drawn.labels[:, -asked:] - kind.answer_ids.start == outputs).all()
         assert drawn.loss_mask[:, -asked:].all()
         assert not drawn.loss_mask[:, :-asked].any()
-    # No id is both read and answered, and none is left over.
+    # No id is both input and answer, and all ids are used.
     assert kind.answer_ids.start == kind.num_input_symbols + 1 + (compute > 0)
     assert kind.vocab_size == kind.answer_ids.stop == kind.answer_ids.start + kind.num_output_symbols
 
@@ -124,7 +124,7 @@ def test_daggers_are_the_tasks_whose_answer_ignores_order() -> None:
         try:
             shuffled = [solvers.SOLVERS[name](generator.permutation(row).tolist()) for row in inputs]
         except (SyntaxError, ValueError):
-            continue  # no input any more
+            continue  # end of the input
         if shuffled == outputs.tolist():
             found.add(name)
     assert found == {"parity_check", "cycle_navigation", "bucket_sort"}
@@ -137,12 +137,13 @@ def test_levels_of_the_hierarchy() -> None:
 
 
 def _share(count: int, probability: float) -> float:
-    """Five standard deviations of the share of `count` draws: exceeded once in about two million."""
+    """Return five standard errors of the frequency in `count` draws, exceeded once in about two million."""
     return 5 * (probability * (1 - probability) / count) ** 0.5
 
 
 def test_which_digit_an_equation_hides() -> None:
-    """Of (a+b), going right from a place and round the end, (, a and ) lead to a, and the other two places to b."""
+    """Hidden digits of equations: in (a+b), a cyclic search to the right maps (, a and ) to a, and the other two
+    positions to b."""
     inputs, _ = sampled("solve_equation", 8000, 7)
     first = (inputs[:, 1] == 9).mean()
     assert abs(first - 3 / 5) < _share(8000, 3 / 5)
@@ -150,14 +151,14 @@ def test_which_digit_an_equation_hides() -> None:
 
 
 def test_lengths_in_the_grammar() -> None:
-    """The left part of an expression of nine symbols has one to five of them, equally often."""
+    """The left part of an expression of nine symbols has one to five of them with equal probability."""
     inputs, _ = sampled("modular_arithmetic_brackets", 10_000, 9)
     depth = np.cumsum((inputs == 8).astype(int) - (inputs == 9), axis=1)
     operators = (inputs >= 5) & (inputs <= 7) & (depth == 1)
     operators[:, 1] = False  # a sign
     lengths = operators.argmax(axis=1) - 1
     counts = np.bincount(lengths, minlength=6)[1:6] / len(inputs)
-    # Where the left part is a sign and a digit, or in brackets, the first operator outside of them is still the one.
+    # If the left part is a sign and a digit or is in brackets, the first operator outside is still the main one.
     assert counts.sum() == 1
     assert np.abs(counts - 1 / 5).max() < _share(10_000, 1 / 5)
 

@@ -1,4 +1,4 @@
-"""What trivial predictors reach: the published accuracies, and hand-made sequences."""
+"""Scores of trivial predictors: published accuracies, and handmade sequences."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from megatron.tasks.trivial_baselines import CONSTANT, POSITION, measure_baselin
 
 
 def mean_accuracies(name: str, lengths: list[int], count: int = 2000) -> dict[str, float]:
-    """Accuracy of each predictor in percent, the mean over lengths."""
+    """Return each predictor's accuracy in percent, averaged over lengths."""
     task = task_config.build_task(name)
     scores: dict[str, list[float]] = {CONSTANT: [], POSITION: []}
     for length in lengths:
@@ -23,7 +23,8 @@ FROM_41_TO_500 = [41, 80, 140, 200, 270, 340, 420, 500]
 
 
 def test_brackets_have_more_zeros_than_chance() -> None:
-    """× makes zeros: 31.0% over 41 … 500, 29.2% at 41 and 31.6% at 500, within five deviations of so many draws."""
+    """Multiplication makes zeros frequent: 31.0% over lengths 41 … 500, 29.2% at 41 and 31.6% at 500, within five
+    standard errors."""
     for lengths, expected in (([41], 29.2), ([500], 31.6), (FROM_41_TO_500, 31.0)):
         spread = 500 * (0.31 * 0.69 / (2000 * len(lengths))) ** 0.5
         accuracy = mean_accuracies("modular_arithmetic_brackets", lengths)[CONSTANT]
@@ -31,7 +32,7 @@ def test_brackets_have_more_zeros_than_chance() -> None:
 
 
 def test_sorted_symbols_are_known_by_their_place() -> None:
-    """78% at 41, 94% at 500 and 90% over all lengths between."""
+    """Sorted symbols depend on their position: 78% at 41, 94% at 500 and 90% over all lengths between."""
     assert mean_accuracies("bucket_sort", [41], 500)[POSITION] == pytest.approx(78, abs=1)
     assert mean_accuracies("bucket_sort", [500], 500)[POSITION] == pytest.approx(94, abs=1)
     assert mean_accuracies("bucket_sort", FROM_41_TO_500, 300)[POSITION] == pytest.approx(90, abs=1.5)
@@ -61,7 +62,7 @@ def test_other_baselines_are_chance(name: str, chance: float) -> None:
 
 
 def test_predictors_of_a_hand_made_batch() -> None:
-    """Fitted on 0 1 / 0 0 / 1 1: the constant is either; at the places 0 and 1."""
+    """Predictors fitted on 0 1 / 0 0 / 1 1: the constant is either; the positions give 0 and 1."""
     task = task_config.build_task("reverse_string")
     first = task.answer_ids.start
     everywhere = np.ones((3, 2), dtype=bool)

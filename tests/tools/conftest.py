@@ -1,4 +1,4 @@
-"""Tools run as a user runs them: in a process of their own where that matters, else in this one, which is faster."""
+"""Tools run in a separate process if necessary, and otherwise in this process, which is faster."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ Finished = subprocess.CompletedProcess[str]
 
 @pytest.fixture
 def run_tool() -> Callable[..., Finished]:
-    """Run Python on words, a minute at most."""
+    """Function that runs Python with arguments for at most a minute."""
 
     def run(*words: str) -> Finished:
         return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -25,7 +25,7 @@ def run_tool() -> Callable[..., Finished]:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int | str | None]:
-    """Run a tool's main() on words in this process; its exit code, None where it just returns."""
+    """Function that runs a tool's main() with arguments in this process and returns the exit code, or None."""
 
     def run(tool: ModuleType, *words: str) -> int | str | None:
         monkeypatch.setattr(sys, "argv", [str(tool.__file__), *words])
@@ -40,7 +40,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int | str | None]:
 
 @pytest.fixture
 def refuses(command: Callable[..., int | str | None], capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
-    """Check that a tool takes no such words: exit code 2 and one line that says a text."""
+    """Function that checks that a tool rejects arguments: exit code 2 and one line with the given text."""
 
     def check(tool: ModuleType, *words: str, says: str) -> None:
         assert command(tool, *words) == 2
@@ -55,6 +55,6 @@ def refuses(command: Callable[..., int | str | None], capsys: pytest.CaptureFixt
 
 @pytest.fixture
 def gpu() -> Iterator[None]:
-    """A GPU that is a CPU."""
+    """Fake GPU backed by the CPU."""
     with fake_gpu.fake_gpu():
         yield

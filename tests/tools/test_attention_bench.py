@@ -1,4 +1,4 @@
-"""The kernel benchmark as a user runs it, tiny and on a CPU; and its law: no gate, no speed."""
+"""Kernel benchmark at small sizes on a CPU; peers that fail the gate are not timed."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from tools.rounding import compute_tolerance
 
 Run = Callable[..., int | str | None]
 TINY = ("--device", "cpu", "--batch", "1", "--heads", "2", "--dim", "8", "--width", "4", "--rounds", "2")
-# A gradient sums over the scores of 12 rows; four sums (scores, two convolutions, values) and four on the way back.
+# A gradient sums over the scores of 12 rows; four sums (scores, two convolutions, values) in each direction.
 ROUNDING = compute_tolerance(12 * 12, 2 * 4)
 PROBLEM = AttentionProblem("cdape", 1, 2, 8, 12, width=4)
 
@@ -62,7 +62,7 @@ def out_of_memory(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.fixture
 def extra(monkeypatch: pytest.MonkeyPatch) -> dict[str, Attention]:
-    """Peers beside those of the problem; memory costs a process each and is left out."""
+    """Peers in addition to the problem's; memory, which needs a process each, is not measured."""
     added: dict[str, Attention] = {}
     monkeypatch.setattr(attention_bench, "build_peers", lambda problem: {**build_peers(problem), **added})
     monkeypatch.setattr(attention_bench, "measure_memory_growth", lambda problem, name: 1.0)
@@ -108,7 +108,7 @@ def test_quartiles_lie_between_the_values_however_few() -> None:
 
 
 def test_memory_on_a_cpu_is_at_least_that_of_the_maps() -> None:
-    """Eager's backward pass has the logits' probabilities and their gradient at once, float32 [H, T, T] each."""
+    """Eager's backward pass stores probabilities and gradient of the logits together, float32 [H, T, T] each."""
     problem = AttentionProblem("biased_attention", 1, 2, 8, 1024)
     assert measure_memory_growth(problem, "eager") >= 2 * 4 * 2 * 1024 * 1024 / 1e6
 
@@ -131,7 +131,7 @@ def test_no_gate_no_speed(wrong: Attention, extra: dict[str, Attention]) -> None
 
 
 def test_coarse_gradients_of_parameters_do_not_hide_a_wrong_output() -> None:
-    """In bfloat16 eager's own gradients of parameters err by a percent: an output that errs more is refused."""
+    """In bfloat16 eager's parameter gradients have errors of a percent; an output with larger errors is rejected."""
     problem, (output, parameters) = replace(PROBLEM, dtype=torch.bfloat16), RESULT_PARTS
     eager = build_peers(problem)["eager"]
 
@@ -166,7 +166,7 @@ def test_a_long_problem_is_judged_at_a_shorter_one(
     assert {record["T"] for record in records.values()} == {12}
     assert "errs in" in records.pop("wrong")["refusal"]
     assert all("refusal" not in record for record in records.values())
-    assert all(record["ms"] and record["ratio"] is None for record in records.values())  # nothing of ours ran
+    assert all(record["ms"] and record["ratio"] is None for record in records.values())  # none of our peers ran
     assert lengths == [6]
 
 
@@ -221,7 +221,8 @@ def test_ours_wrong_is_no_measure_for_others(extra: dict[str, Attention]) -> Non
 
 
 def test_every_length_is_compiled_afresh(extra: dict[str, Attention], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo gives up after eight versions of a function; FlexAttention, learned and frozen, has two per length."""
+    """Every length is compiled separately: Dynamo allows eight versions, and FlexAttention (learned, frozen) needs two
+    per length."""
     resets: list[int] = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
     attention_bench.benchmark_problem(PROBLEM, 2, ["appendix"], lambda _: None)
@@ -247,7 +248,7 @@ def test_a_refused_peer_is_an_error_line_and_exit_code_1(
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, length: int, after: int) -> None:
-    """Ctrl-C at a length, after so many clocked passes there."""
+    """Raise KeyboardInterrupt at a length after a number of timed passes."""
     time_passes, taken = attention_bench.time_passes, iter(range(99))
 
     def interrupted(problem: AttentionProblem, *rest: Any) -> Timing:
@@ -262,8 +263,8 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, length: int, after: int) -> None:
 def test_an_interrupted_run_keeps_what_it_has_measured(
     command: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Also the rounds of the problem it was at: a part of `make gpu-check` that is cut has something to tell."""
-    interrupt(monkeypatch, 16, 5)  # two passes warm up, two make a round, one more counts
+    """An interrupted run keeps its measurements, also those of the current problem, for `make gpu-check`."""
+    interrupt(monkeypatch, 16, 5)  # two passes warm up, two form a round, one more is timed
     words = ("--lengths", "12", "16", "20", "--peers", "eager", "chunked", "--json", str(tmp_path / "a.json"))
     with pytest.raises(KeyboardInterrupt):
         command(attention_bench, *TINY, *words)
@@ -299,7 +300,8 @@ def test_the_gate_alone_takes_no_times(command: Run, tmp_path: Path) -> None:
 
 
 def test_judges_and_peers_compute_float32_in_full() -> None:
-    """PyTorch's default on GPUs is TF32 in convolutions: a judge of 10 bits passes everybody."""
+    """References and peers compute float32 in full precision; PyTorch's default on GPUs is TF32 with 10 bits in
+    convolutions."""
     switches = (torch.backends.cudnn, torch.backends.cuda.matmul)
     before = [switch.allow_tf32 for switch in switches]
     try:
@@ -317,7 +319,8 @@ def test_judges_and_peers_compute_float32_in_full() -> None:
 def test_a_gpu_is_rehearsed(
     op: str, peer: str, command: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Events, memory and the stamp; cuDNN's attention, which no CPU has, is told and leaves the others."""
+    """A GPU run is rehearsed with events, memory and provenance; cuDNN's attention is reported as unavailable on a
+    CPU."""
     words = ("--device", "cuda", *TINY[2:], "--op", op, "--lengths", "12", "--json", str(tmp_path / "a.json"))
     assert command(attention_bench, *words, "--peers", "triton", peer, "flash", "flash cudnn") == 1
     result = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
@@ -348,12 +351,12 @@ def test_floors_are_there_in_the_types_that_their_kernels_take() -> None:
     ("words", "says"),
     [
         (("--op", "none"), "--op"),
-        (("--device", "tpu"), "must be cpu or cuda, not 'tpu'"),
-        (("--lengths", "0"), "--lengths: must be a whole number, at least 2, not '0'"),
+        (("--device", "tpu"), "expected cpu or cuda, not 'tpu'"),
+        (("--lengths", "0"), "--lengths: expected an integer of at least 2, not '0'"),
         (("--lengths", "many"), "not 'many'"),
-        (("--rounds", "1"), "--rounds: must be a whole number, at least 2"),
+        (("--rounds", "1"), "--rounds: expected an integer of at least 2"),
         (("--kernel-size", "2"), "--kernel-size: must be odd, not 2"),
-        (("--peers", "nobody"), "nobody is not here; choose from eager, chunked"),
+        (("--peers", "nobody"), "nobody not available; choose from eager, chunked"),
         (("--kernel-size", "11", "--lengths", "5"), "11 leaves no row to compare at length 5"),
         (("--plot", "a.docx"), "a.docx must end in .png, .svg, .pdf"),
         (("--dtype", "int8"), "--dtype"),
@@ -369,11 +372,11 @@ def test_a_bad_argument_is_one_line(words: tuple[str, ...], says: str, refuses: 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_no_gpu_is_one_line(refuses: Callable[..., None]) -> None:
-    refuses(attention_bench, "--device", "cuda", says="no CUDA device is here")
+    refuses(attention_bench, "--device", "cuda", says="no CUDA device found")
 
 
 def test_it_starts_on_a_bare_gpu_machine_and_refuses_as_a_user_sees_it(run_tool: Callable[..., Any]) -> None:
-    """torch, triton and numpy are enough."""
+    """The tool starts on a machine with only torch, triton and numpy, and reports errors in one line."""
     code = (
         "import runpy, sys\n"
         "class Bare:\n"
@@ -386,5 +389,5 @@ def test_it_starts_on_a_bare_gpu_machine_and_refuses_as_a_user_sees_it(run_tool:
     )
     done = run_tool("-c", code)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: argument --peers: nobody is not here; choose from eager, chunked")
+    assert done.stderr.startswith("error: argument --peers: nobody not available; choose from eager, chunked")
     assert done.stderr.count("\n") == 1

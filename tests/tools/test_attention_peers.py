@@ -1,7 +1,7 @@
-"""Every peer of the kernel benchmark computes the problem, in output and gradients: on a GPU they meet the same gate.
+"""Every peer of the kernel benchmark computes the output and gradients of the problem within the same tolerance.
 
-FlexAttention and the compiled peers are rehearsed with the part of torch.compile that needs no GPU: Dynamo traces them
-whole and AOT autograd makes their backward pass, in PyTorch's own kernels.
+FlexAttention and compiled peers use the part of torch.compile that needs no GPU: Dynamo traces them whole, AOT autograd
+derives the backward pass, and PyTorch's own kernels run.
 """
 
 from collections.abc import Iterator
@@ -29,13 +29,13 @@ PROBLEMS = {
     "biased_attention": AttentionProblem("biased_attention", 2, 3, 16, 24),
     "cdape": AttentionProblem("cdape", 2, 3, 16, 24, width=5, kernel_size=3),
 }
-# Float64 rounds at 2^-53; gradients of parameters are sums of B·T·T = 1152 terms, which partly cancel.
+# float64 rounds at 2^-53; parameter gradients sum B·T·T = 1152 terms that partly cancel.
 EXACT = 2.0**-53 * 2**14
 
 
 @pytest.fixture(autouse=True)
 def _compiled_afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # FlexAttention computes gradients on CPUs as soon as it does not refuse to.
+    # FlexAttention computes gradients on CPUs once its device check is disabled.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     torch.compiler.reset()
     yield
@@ -69,7 +69,7 @@ def test_peers_pass_the_gate_in_the_type_of_gpus(name: str) -> None:
 
 
 def functions(node: Any) -> set[str]:
-    """Names of what autograd will run from here on."""
+    """Return the names of the autograd functions reachable from a node."""
     found, waiting = set(), [node]
     while waiting:
         if (node := waiting.pop()) is not None and node not in found:
@@ -80,7 +80,10 @@ def functions(node: Any) -> set[str]:
 
 @pytest.mark.parametrize(("op", "name"), [("biased_attention", "sdpa mask"), ("cdape", "appendix")])
 def test_no_peer_is_slow_by_the_bias_it_is_given(op: str, name: str) -> None:
-    """An indexed table's gradient adds T²/2 elements to one address, which on a GPU takes longer than the attention."""
+    """No peer is slowed down by its bias: the gradient of an indexed table adds T²/2 elements at one address.
+
+    On a GPU this would take longer than the attention.
+    """
     problem = PROBLEMS[op]
     run = functions(build_peers(problem)[name](*problem.inputs()).grad_fn)
     assert any("Log1P" in function for function in run)
@@ -109,7 +112,8 @@ def test_inputs_are_the_same_numbers_as_new_leaves() -> None:
 
 
 def test_a_cpu_has_the_triton_peer_in_the_interpreter_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU machine too: the backend would quietly compute CPU tensors in row blocks."""
+    """A CPU has the Triton peer only in the interpreter; otherwise the backend would silently use row blocks for CPU
+    tensors."""
     monkeypatch.setattr("tools.bench.attention_peers.TritonBackend.unsupported_reason", lambda *_: None)
     for interpreted in (False, True):
         monkeypatch.setattr("tools.bench.attention_peers.is_interpreted", lambda here=interpreted: here)

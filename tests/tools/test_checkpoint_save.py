@@ -1,4 +1,4 @@
-"""The benchmark of saving runs, and its page says what was measured."""
+"""The benchmark of saves runs, and its page reports the measurements."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The distances of rows of documents, against every pair of a query and a key, one by one."""
+"""Distances in rows of documents, compared with an enumeration of all query-key pairs."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Documents that a text is cut into: whole definitions, and nothing is lost."""
+"""Documents cut from a text: whole definitions, without loss."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""The checks of exports under several versions of transformers: what is installed, and what is said of it."""
+"""Checks of exports with several versions of transformers: installation and report."""
 
 from importlib.metadata import version
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The one command for a GPU: its parts' command lines are valid, and whatever happens to a part is in the file."""
+"""GPU check: valid command lines of all parts, and a record of every outcome."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_the_tool_takes_a_parts_words(
         assert (ROOT / command[command.index("pytest") + 1]).is_dir()
         return
     if "cpu" in part.command:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")  # else a CPU has no peer of that name
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # a CPU has no such peer otherwise
     else:
         request.getfixturevalue("gpu")
     words = [word.replace("{output}", str(tmp_path / "a.json")) for word in part.command]
@@ -90,12 +90,12 @@ def test_what_we_most_need_to_know_comes_first_and_has_the_time_it_may_take() ->
         "memory", "long", "long_layer",
     ]  # fmt: skip
     assert sum(part.seconds for part in first[:5]) < gpu_check.MAX_TOTAL_SECONDS - 5 * gpu_check.GRACE_SECONDS
-    assert gpu_check.MAX_TOTAL_SECONDS < 8 * 60  # what the help and the Makefile promise
+    assert gpu_check.MAX_TOTAL_SECONDS < 8 * 60  # stated in the help and the Makefile
 
 
 @pytest.fixture
 def at_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A file; a part's time is up as soon as the part has made it, however slow this machine is."""
+    """File; a part's time is up as soon as the part has created it, however slow the machine is."""
     busy = tmp_path / "at work"
 
     class Timed(subprocess.Popen):
@@ -144,7 +144,7 @@ def test_a_part_that_does_not_end_is_killed_with_all_it_started(
     hanging = CheckPart("hangs", 2, ("-c", f"import os; os.execlp('sh', 'sh', '-c', {shell!r})"))
     assert gpu_check.run_part(hanging, tmp_path, {})["exit"] == "cut after 2 s, killed"
     child = Path("/proc") / at_work.read_text().strip() / "cmdline"
-    for _ in range(500):  # gone, or dead and not yet buried
+    for _ in range(500):  # ended, or a zombie
         if not child.exists() or not child.read_bytes():
             return
         time.sleep(0.01)
@@ -174,7 +174,7 @@ def test_a_part_gets_no_more_than_is_left(monkeypatch: pytest.MonkeyPatch, tmp_p
     for left in (float("inf"), 1000.0, grace + 5.0):
         gpu_check.run_part(sleeper, tmp_path, {}, left=left)
     assert given == [60, 60, 5]
-    assert gpu_check.run_part(sleeper, tmp_path, {}, left=grace)["exit"] == "not run: no time was left"
+    assert gpu_check.run_part(sleeper, tmp_path, {}, left=grace)["exit"] == "not run: no time left"
     assert len(given) == 3
 
 
@@ -185,11 +185,11 @@ def test_the_total_holds_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert gpu_check.get_exit_code(done) == 1
     result = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
     assert result["machine"] == "cuda"
-    assert result["parts"]["good"]["exit"] == "not run: no time was left"
+    assert result["parts"]["good"]["exit"] == "not run: no time left"
 
 
 def test_what_pythonpath_names_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Packages that a bare machine lacks are carried in a folder that PYTHONPATH names."""
+    """PYTHONPATH is kept, because packages missing on a machine are provided in a folder that it names."""
     (tmp_path / "carried_package.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     finding = CheckPart(
@@ -226,7 +226,7 @@ def test_every_kernel_test_that_takes_the_device_is_part_of_the_check() -> None:
     left = {ROOT / "tests/kernels" / name for name in gpu_parts.HOST_TESTS}
     tests = set((ROOT / "tests/kernels").rglob("test_*.py"))
     taking = {path for path in tests if re.search(r"\b(device|DEVICE)\b", path.read_text(encoding="utf-8"))}
-    assert left == tests - taking | {ROOT / "tests/kernels/test_rehearsal.py"}  # which names a device of its own
+    assert left == tests - taking | {ROOT / "tests/kernels/test_rehearsal.py"}  # which uses its own device
 
 
 def test_junit_counts_are_there_when_pytest_is_cut(tmp_path: Path) -> None:
@@ -288,9 +288,9 @@ def test_ctrl_c_while_a_part_starts_does_not_leave_it_running(monkeypatch: pytes
     [
         (("--rehearse", "--parts", "all"), "--parts: invalid choice: 'all'"),
         (("--rehearse", "--json", "no/such/folder/a.json"), "its folder does not exist"),
-        (("--rehearse", "--json", "a.md"), "a.md is where the page goes"),
+        (("--rehearse", "--json", "a.md"), "a.md is the name of the page"),
         pytest.param(
-            (), "no CUDA device is here; --rehearse", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="GPU")
+            (), "no CUDA device found; --rehearse", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="GPU")
         ),
     ],
 )
@@ -321,5 +321,5 @@ def test_the_self_check_takes_files_of_methods_and_each_kind_of_their_layers(tmp
     assert [found.get("triton", "not there") for found in trials] == [
         *(None, None), "leaves randomized positions to row blocks", "not there",
     ]  # fmt: skip
-    assert trials[3] == {"row blocks": "is the only one that can do it, and not checked"}
+    assert trials[3] == {"row blocks": "is the only supported backend, and not checked"}
     assert (tmp_path / "found.md").read_text(encoding="utf-8").count("irope: none") == 3

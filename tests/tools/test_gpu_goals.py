@@ -1,4 +1,4 @@
-"""The page of goals: every number against its limit, and a reason where there is none."""
+"""Page of goals: every number compared with its limit, and a reason for each missing number."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def part(*records: dict[str, Any], end: int | str = 0, **fields: Any) -> dict[st
 
 
 def measured() -> dict[str, Any]:
-    """A whole check, in which the moonshot, the memory of one kernel, a test and a peer fail."""
+    """Complete check in which one ambitious goal, the memory of one kernel, a test and a peer fail."""
     gated = [kernel("triton", None, None, dtype=dtype, error=2e-3) for dtype in ("bfloat16", "float32")]
     judge = kernel("eager", None, None)
     trials = [
@@ -124,7 +124,7 @@ def test_the_page_is_whole_and_readable() -> None:
 def test_nothing_is_met_by_what_did_not_run() -> None:
     for parts in (
         {},
-        {goal.part: part(end="not run: no time was left") for goal in GOALS},
+        {goal.part: part(end="not run: no time left") for goal in GOALS},
         {goal.part: part(end=-11, output="Fatal Python error") for goal in GOALS},
         {goal.part: {"exit": "cut after 5 s, killed", "seconds": 5.0} for goal in GOALS},
     ):
@@ -142,7 +142,7 @@ def test_nothing_is_met_by_what_did_not_run() -> None:
     ],
 )
 def test_the_smaller_size_does_not_stand_for_the_larger_one(name: str, cut: dict[str, Any]) -> None:
-    """B = 1 is not micro-batch 32, 2,048 not 8,192: where a part was cut in between, the second has no number."""
+    """Results at a smaller size (B = 1, length 2,048) do not replace missing ones (micro-batch 32, 8,192)."""
     rows = [row for row in judge_goals({**HEAD, "parts": {name: cut}}) if row[3] != "not measured: not run"]
     states = [row[3].split(":")[0] for row in rows]
     assert states[-1] == "not measured"

@@ -1,4 +1,4 @@
-"""A visit to a card: its page compares times with the last record of the same machine."""
+"""GPU visit: its page compares times with the last record of the same machine."""
 
 import json
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def test_the_page_has_ratios_to_the_last_record_of_the_same_machine() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPU")
 def test_without_a_card_it_says_how_to_rehearse(refuses: Callable[..., None]) -> None:
-    refuses(visit, says="no CUDA device is here; --rehearse")
+    refuses(visit, says="no CUDA device found; --rehearse")
 
 
 def test_a_rehearsal_does_not_write_over_a_record(

@@ -1,4 +1,4 @@
-"""Ctrl-C in a tool is one line and the end by that signal, from its first import on."""
+"""Ctrl-C in a tool prints one line and ends it with that signal, from its first import on."""
 
 import signal
 from collections.abc import Callable
@@ -12,7 +12,7 @@ SLOW = {
     "bench/train_loop": "torch",
     "docs/make_docs": "matplotlib",
 }
-"""What a tool imports that takes seconds."""
+"""Slow import of each tool."""
 
 
 @pytest.mark.parametrize("tool", SLOW)

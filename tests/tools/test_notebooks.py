@@ -1,4 +1,4 @@
-"""The notebooks of docs/notebooks/ run from their first cell to their last, in an empty folder."""
+"""Notebooks of docs/notebooks/ run completely in an empty folder."""
 
 import json
 import shutil
@@ -17,23 +17,23 @@ REPLACEMENTS = {
     '"checkpoint_factor": 300,': '"checkpoint_factor": 20,',
     "text[:6144]": "text[:2048]",
     "score(text, 512)": "score(text[:2048], 512)",
-    # Drawing all pictures takes most of a notebook's time, and tests/analysis/test_run.py draws them.
+    # Drawing all pictures takes most of a notebook's time; tests/analysis/test_run.py draws them.
     "lengths=[64, 128], windows=1": 'lengths=[64, 128], windows=1, only=["attention_entropy", "kernels"]',
 }
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What all of them prepare, and find prepared here."""
+    """Corpus that all notebooks prepare, prepared here for all."""
     return farfield.prepare("python", output=tmp_path_factory.mktemp("corpus") / "data", quiet=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, tmp_path: Path, corpus: Path) -> None:
-    """What each cell shows is of the kind that the stored notebook shows, here after a few steps of training."""
+    """Outputs of each cell have the same kinds as in the stored notebook, after a few training steps."""
     shutil.copytree(corpus, tmp_path / "data")
-    # In a fork, so that its kernel and the trainings that this starts are forks too.
+    # In a fork, so that its kernel and trainings are forks too.
     out, script = tmp_path / "run.ipynb", Path(forked.__file__).with_name("run_notebook.py")
     done = forked.run(script, str(path), str(tmp_path), json.dumps(REPLACEMENTS), str(out), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

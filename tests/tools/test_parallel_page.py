@@ -1,4 +1,4 @@
-"""The picture of docs/parallel.md says what the mesh says."""
+"""The picture of docs/parallel.md agrees with the mesh."""
 
 from megatron.distributed.mesh import Mesh
 from tools.docs import parallel_page

@@ -1,4 +1,4 @@
-"""docs/positions.md is current, complete, and its pictures show what the formulas say."""
+"""docs/positions.md is current and complete, and its pictures agree with the formulas."""
 
 import ast
 import base64
@@ -39,7 +39,7 @@ def test_page_is_current(page: str) -> None:
 
 
 def described(kind: str) -> dict[str, dict[str, str]]:
-    """What every file of `megatron/position/` says of its method, read off the syntax trees: no registry, no import."""
+    """Return each method's descriptions in `megatron/position/`, from syntax trees without registry or import."""
     found = {}
     for path in (ROOT / "megatron" / "position" / kind).glob("[a-z]*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
@@ -59,7 +59,7 @@ def described(kind: str) -> dict[str, dict[str, str]]:
 
 
 def section_of(page: str, name: str) -> str:
-    """What the page says of a method, each fact on one line again."""
+    """Return a method's section of the page, with each fact on one line."""
     return page.split(f"\n### {name}\n")[1].split("\n### ")[0].replace("\n  ", " ")
 
 
@@ -118,7 +118,7 @@ def test_every_method_has_its_pictures_and_no_picture_is_left_over(page: str) ->
 
 @pytest.mark.parametrize("name", ["alibi", "rotary"])
 def test_pictures_are_current(name: str) -> None:
-    """Of two methods, for drawing all takes twenty seconds; whatever a user's matplotlib is set to."""
+    """Pictures of two methods are current, with any matplotlibrc; drawing all takes twenty seconds."""
     with matplotlib.rc_context({"font.family": "serif", "lines.linewidth": 9.0, "axes.titlesize": 30}):
         for number, panel in enumerate(panels.build_encoding_panels(panels.build_encoding(name))[0], start=1):
             picture = (ROOT / position_plots.get_picture_path(name, number)).read_bytes()
@@ -127,7 +127,7 @@ def test_pictures_are_current(name: str) -> None:
 
 
 def test_same_pictures_every_time() -> None:
-    """As the page is: every run of test_page_is_current makes it anew."""
+    """Pictures are reproducible; test_page_is_current does the same for the page."""
     state = torch.random.get_rng_state()
     first, second = (
         [position_plots.draw_panel(panel) for panel in panels.build_processor_panels("cdape")[0]] for _ in range(2)
@@ -162,7 +162,7 @@ def test_same_pictures_every_time() -> None:
             f"{2 * 12 * (64 + 64):,} FLOPs forward per query, key and layer for the products with k and v, as with",
         ),
         ("pope", f"{2 * 12 * (2 * 64 + 64):,} FLOPs forward per query, key and layer"),
-        # twice a multiply-add, 12 heads: u·k of 512 keys, and d of W_R R for each
+        # Two FLOPs per multiply-add, 12 heads: u·k of 512 keys, and d of W_R R for each
         ("transformer_xl", f"; {2 * 12 * 64 * 512:,} more per query and layer, where it sees 512 keys"),
         ("llama4", f"{12 * 64} FLOPs forward per query and layer"),
         ("kerple_bias_weight", "r\\*_below"),
@@ -182,14 +182,14 @@ N = np.arange(panels.MAX_DISTANCE, dtype=np.float64)
 
 def test_bias_curves_are_the_bias() -> None:
     found = _lines("alibi")
-    # 12 heads: 2^-1 … 2^-8, then the 1st, 3rd, 5th and 7th of 16 heads.
+    # 12 heads: 2^-1 … 2^-8, then heads 1, 3, 5 and 7 of 16.
     for head, slope in ((1, 2.0**-1), (4, 2.0**-4), (8, 2.0**-8), (12, 2.0**-3.5)):
         np.testing.assert_allclose(found[f"head {head}"], -slope * N, rtol=2 * FLOAT32)
     np.testing.assert_allclose(_lines("type1")["every head"], -2 * np.log(N + 1), rtol=4 * FLOAT32)
 
 
 def test_heads_that_differ_are_drawn_apart() -> None:
-    """Each head of FoPE sums frequencies by its own coefficients; those of rotary turn alike."""
+    """Heads with differences have separate curves: each head of FoPE has its own coefficients; rotary's are equal."""
     curves = _lines("fope")
     assert list(curves) == ["head 1", "head 8"]
     assert abs(curves["head 1"] - curves["head 8"]).max() > 0.01
@@ -239,7 +239,7 @@ def test_a_term_that_starts_at_zero_is_woken_and_said_to_be() -> None:
     shown, note = panels.build_encoding_panels(encoding)
     assert "zero at the start" in note
     line = shown[0].lines["head 1"]
-    # Gates of about 1/2 each reach the 63rd position near n = 126 and stay there.
+    # Gates of about 1/2 each reach the 63rd position near n = 126 and remain there.
     assert line[:100].unique().numel() == 100
     assert line[300:].unique().numel() == 1
     assert panels.build_encoding_panels(panels.build_encoding("transformer_xl"))[1] == ""
@@ -252,7 +252,7 @@ def test_reach_is_that_of_two_kernels(options: dict, reach: int) -> None:
 
 
 class Everything(Encoding):
-    """Answers every hook."""
+    """Encoding that implements every hook."""
 
     adds_bias = multiplies_scores = True
 
@@ -276,7 +276,7 @@ class Everything(Encoding):
 
 
 class Doubled(Processor):
-    """Adds what is there once more."""
+    """Processor that adds its input once more."""
 
     formula = "2·(S + B)"
     parameters_summary = "none"
@@ -302,7 +302,7 @@ def test_a_new_file_has_its_section_and_picture_without_an_edit_here(monkeypatch
         monkeypatch.setattr(registry, f"list_{kind}s", lambda names=(*known, new): list(names))
     page = positions_page.render_page()
     section = page.split("\n### everything\n")[1].split("\n### ")[0]
-    assert "`embed`, adds to the embeddings; `rotate`, turns queries and keys; `dense`" in section
+    assert "`embed`, adds to the embeddings; `rotate`, rotates queries and keys; `dense`" in section
     assert "images/positions/everything_1.svg" in section
     assert "| [`everything`](#everything) | `a \\| b` |" in page
     assert "each key by itself" in page.split("\n### doubled\n")[1]

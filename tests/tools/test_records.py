@@ -1,4 +1,4 @@
-"""Records of docs/results say alike where, when and with what they were measured."""
+"""Records of docs/results state place, date and versions of their measurements in a uniform format."""
 
 import json
 import platform
@@ -40,9 +40,9 @@ def test_packages_that_are_not_installed_are_left_out() -> None:
 def test_without_git_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(records, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert records.describe_commit() is None  # no checkout
+    assert records.describe_commit() is None  # not a checkout
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert records.describe_commit() is None  # no git
+    assert records.describe_commit() is None  # git is not installed
 
 
 def test_a_changed_file_shows_in_the_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
-"""The documentation site: nothing of docs/ is left out of its navigation, its generated pages say everything, and the
-repository's links lead to pages."""
+"""Documentation site: complete navigation, complete generated pages, and valid links."""
 
 import re
 from pathlib import Path
@@ -25,7 +24,7 @@ def generated() -> GeneratedPages:
 
 
 def list_pages(entries: list) -> list[str]:
-    """The pages of a navigation, in order."""
+    """Return the pages of a navigation, in order."""
     pages = []
     for entry in entries:
         values = list(entry.values()) if isinstance(entry, dict) else [entry]
@@ -205,7 +204,7 @@ def test_what_a_page_loads_from_the_network_is_found(html: str, urls: list[str])
 
 
 def test_the_search_has_its_script_from_the_site(generated: GeneratedPages) -> None:
-    """The offline plugin adds an address on the network unless a path of this name is given."""
+    """The search script comes from the site; without a file of this name the offline plugin adds a network URL."""
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     (path,) = YAML().load(settings)["extra"]["polyfills"]
     assert "iframe-worker" in path
@@ -246,7 +245,8 @@ def test_every_method_has_a_page(generated: GeneratedPages) -> None:
 
 
 def test_a_methods_page_has_its_rows_of_the_leaderboard(generated: GeneratedPages) -> None:
-    """Those of the record, with the baseline beside; methods that only sound alike are none of its."""
+    """A method's page has its rows of the leaderboard's record with the baseline, and no rows of methods with similar
+    names."""
     board = (ROOT / "docs/results/zoo.md").read_text(encoding="utf-8")
     row = next(line for line in board.splitlines() if line.startswith("| cdape+kerple_log |"))
     perplexity = row.split(" | ")[5]
@@ -254,7 +254,7 @@ def test_a_methods_page_has_its_rows_of_the_leaderboard(generated: GeneratedPage
         page = generated.contents[f"methods/{name}.md"]
         table = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
         heads = next(row for row in table if "cdape+kerple_log" in row)
-        values = next((row for row in table if row[0] == "perplexity at 1×"), None)  # where methods are columns
+        values = next((row for row in table if row[0] == "perplexity at 1×"), None)  # with methods as columns
         assert perplexity == (heads[5] if values is None else values[heads.index("cdape+kerple_log") + 1])
         assert any("rotary" in row for row in table)
     assert "kerple_log3" not in generated.contents["methods/kerple_log.md"].partition("## In the leaderboard")[2]
@@ -262,7 +262,10 @@ def test_a_methods_page_has_its_rows_of_the_leaderboard(generated: GeneratedPage
 
 
 def test_perplexities_of_a_method_say_their_steps_and_seeds(generated: GeneratedPages) -> None:
-    """kerple_power has one seed and beats kerple_log, of three, which its advice calls better."""
+    """Perplexities state their steps and seeds: kerple_power has one seed and beats kerple_log with three.
+
+    Its advice prefers kerple_log.
+    """
     page = generated.contents["methods/kerple_power.md"]
     assert "is trained for 300 steps" in page
     assert "trains the same models longer and on another text" in page
@@ -276,7 +279,7 @@ def test_perplexities_of_a_method_say_their_steps_and_seeds(generated: Generated
 
 
 def test_commands_of_methods_are_of_configurations_that_load(generated: GeneratedPages) -> None:
-    """A processor is trained on the encoding that it was published with, and its page says on which."""
+    """Commands on methods' pages are valid; a processor uses its published encoding, which the page names."""
     chosen = {}
     for path in (path for path in generated.contents if path.startswith("methods/")):
         (command,) = re.findall(r"^\./deepy\.py train (.*)$", generated.contents[path], flags=re.MULTILINE)
@@ -285,12 +288,12 @@ def test_commands_of_methods_are_of_configurations_that_load(generated: Generate
         assert name in (position.encoding, position.processor, position.temperature)
         chosen[name] = position.encoding
         if name != position.encoding:
-            assert f"It stands on `{position.encoding}`, " in generated.contents[path]
+            assert f"It uses `{position.encoding}`, " in generated.contents[path]
     assert (chosen["cdape"], chosen["dape"], chosen["mta"]) == ("kerple_log", "kerple_log", "rotary")
 
 
 def test_overlays_are_of_the_kind_of_their_method() -> None:
-    """`none` is an encoding, and what other keys say where there is no method."""
+    """Overlays are listed under the kind of their method; `none` is an encoding, and the absence of other kinds."""
     overlays = method_pages.find_overlays(ROOT)
     assert overlays["none"].count("irope") == 1
     assert "cdape_kerple_log" in overlays["cdape"]

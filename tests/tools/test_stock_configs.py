@@ -1,4 +1,4 @@
-"""Which files of a folder load, told with the reasons of the others."""
+"""Files of a folder that load, and the reasons for the others."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def test_files_are_counted_and_reasons_told(
 ) -> None:
     folder = tmp_path / "project" / "configs"
     (folder / "llama").mkdir(parents=True)
-    # As GPT-NeoX's llama/13B.yml, pythia/1B.yml and a model of experts have it.
+    # As in GPT-NeoX's llama/13B.yml, pythia/1B.yml and a mixture-of-experts model.
     (folder / "llama" / "13B.yml").write_text(
         "{norm: rmsnorm, use_bias_in_norms: false, activation: swiglu, intermediate_size: 40960, mlp_multiple_of: 256, "
         "model-parallel-size: 2, make_vocab_size_divisible_by: 1, hidden-size: 5120, num-attention-heads: 40}"

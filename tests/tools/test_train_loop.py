@@ -1,4 +1,4 @@
-"""The benchmark of training: a signal ends it, instead of letting it time steps that are not taken."""
+"""Training benchmark: a signal ends it, and steps that are not taken are not timed."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tools.bench import train_loop
 
 
 class Loop:
-    """As the training loop: a step, or none once the run was asked to stop."""
+    """Replacement of the training loop: one step, or none after a stop request."""
 
     taken = 0
 

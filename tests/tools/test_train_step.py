@@ -1,4 +1,4 @@
-"""The benchmark of training steps, on a CPU and on a GPU that is a CPU, with the tiny model made for that."""
+"""Benchmark of training steps with a tiny model, on a CPU and on a fake GPU."""
 
 import json
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def test_a_rehearsal_has_every_model_and_field(
         assert record["tokens_per_second"] == pytest.approx(1e3 * 2 * 16 / middle, rel=0.01)
         assert {"ratio_to_rotary", "ratio_to_kerple_log", "ratio_to_plain", "tflops"} < set(record)
         assert record[f"ratio_to_{record['peer']}"] == 1 if record["peer"] != "cdape" else True
-        assert (record["mfu"] is None) == (device == "cpu")  # a CPU's peak is not known
+        assert (record["mfu"] is None) == (device == "cpu")  # a CPU's peak FLOP/s is not known
         assert record["peak_memory_mb"] == (None if device == "cpu" else 5)
     assert len(capsys.readouterr().out.splitlines()) == 4
 
@@ -69,7 +69,7 @@ def test_a_layers_step_computes_the_gradients_of_all_its_parameters(monkeypatch:
 
 
 def failing(refused: str) -> Callable[..., train_step.Candidate]:
-    """Candidates of which one runs out of memory in its third step."""
+    """Return candidates, one of which runs out of memory in its third step."""
 
     def make(problem: StepProblem, method: str) -> train_step.Candidate:
         steps = iter(range(9))
@@ -109,7 +109,11 @@ def test_what_cannot_be_built_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_interrupted_run_keeps_what_it_has_measured(
     at: int, rounds: list[int], command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """`at`: after so many steps of the two candidates, the first four of which warm up."""
+    """An interrupted run keeps its measurements.
+
+    Args:
+        at: number of steps of the two candidates before the interrupt; the first four warm up.
+    """
     steps = iter(range(99))
 
     def step() -> None:
@@ -136,7 +140,7 @@ def test_an_interrupted_run_keeps_what_it_has_measured(
         (("--shapes", "tiny:0"), "not 'tiny:0'"),
         (("--shapes", "tiny:8:0"), "not 'tiny:8:0'"),
         (("--shapes", "tiny"), "not 'tiny'"),
-        (("--rounds", "1"), "--rounds: must be a whole number, at least 2, not '1'"),
+        (("--rounds", "1"), "--rounds: expected an integer of at least 2, not '1'"),
         (("--methods", "alibi"), "--methods: invalid choice: 'alibi'"),
         (("--layer", "--methods", "plain"), "plain is a whole model"),
     ],

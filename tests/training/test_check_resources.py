@@ -1,4 +1,5 @@
-"""What fits no memory or no disk is refused with both numbers; what fits, or may, is not; one key overrules."""
+"""Runs that exceed memory or disk are rejected with both numbers; uncertain ones are not; one key overrides the
+check."""
 
 import json
 import re
@@ -83,7 +84,7 @@ def test_what_no_memory_holds_is_refused_before_it_is_built(
 
 @given(layers=st.integers(1, 60), batch=st.sampled_from((1, 8, 64)), gib=st.floats(0.05, 4), stage=st.integers(0, 3))
 def test_only_what_is_certain_is_refused(layers: int, batch: int, gib: float, stage: int) -> None:
-    """Whichever backend is taken, and with a tenth of the plan to spare."""
+    """Only certain failures are rejected: with every backend, and with a tenth of the plan in reserve."""
     keys = [f"num_layers={layers}", f"train_micro_batch_size_per_gpu={batch}"]
     keys += [f"zero_optimization={{stage: {stage}}}", "pos_emb=kerple_log", "score_processor=cdape", "precision=bf16"]
     memory = int(gib * GIB)
@@ -98,13 +99,13 @@ def test_only_what_is_certain_is_refused(layers: int, batch: int, gib: float, st
             resolve_run(small(*keys), machine)
     else:
         notes = resolve_run(small(*keys), machine).notes
-        is_tight = plans[0].total > 0.9 * memory  # of `auto`
+        is_tight = plans[0].total > 0.9 * memory  # for `auto`
         assert any("memory may run out" in note for note in notes) == is_tight
 
 
 def test_a_certain_bound_is_below_every_peak_that_was_measured() -> None:
     rows = json.loads((ROOT / "docs/results/planner_memory.json").read_text(encoding="utf-8"))["rows"]
-    measured = [row for row in rows if row["error"] is None]  # the others are refused before they are built
+    measured = [row for row in rows if row["error"] is None]  # the others are rejected before they are built
     assert len(measured) > 40
     assert all(check_resources.CERTAIN_FRACTION * row["planned"] < row["peak"] for row in measured)
 
@@ -123,11 +124,11 @@ STAGES = "stages=[{until: 4}, {until: 8, seq_length: 4194304}, {seq_length: 256,
 
 
 def test_every_stage_that_is_to_come_is_checked(tmp_path: Path) -> None:
-    """A run that has the long stage behind it may go on where that would not fit."""
+    """Every future stage is checked; a run past its long stage may resume where that stage would not fit."""
     keys = (f"save={tmp_path}", "train_batch_size=32768", "gradient_accumulation_steps=4096", STAGES)
     with pytest.raises(UserError, match=r"^stage 2 of 3: .*seq_length 4194304: .* at least \d+ GiB .* has 8 GiB"):
         resolve_run(small(*keys), CPU)
-    with pytest.raises(UserError, match=r"^stage 2 of 3: "):  # of epochs that nobody has counted yet
+    with pytest.raises(UserError, match=r"^stage 2 of 3: "):  # the number of epochs is not known yet
         resolve_run(small(*keys, "train_iters=0", "train_epochs=2"), CPU)
     (tmp_path / "checkpoints" / "step_0000008").mkdir(parents=True)
     resolve_run(small(*keys, f"load={tmp_path}"), CPU)
@@ -139,7 +140,7 @@ def test_every_stage_that_is_to_come_is_checked(tmp_path: Path) -> None:
 def test_what_is_not_known_is_not_checked() -> None:
     large = small("num_layers=1000000")
     resolve_run(large, LocalHardware(1, 8))
-    resolve_run(large.replace(device="cuda", num_gpus=1), CPU, dry_run=True)  # on GPUs that are elsewhere
+    resolve_run(large.replace(device="cuda", num_gpus=1), CPU, dry_run=True)  # on GPUs of another machine
     resolve_remote_run(large)
     with pytest.raises(UserError, match="and a GPU has 80 GiB"):
         resolve_remote_run(large, gpu_memory=80 * GIB)
@@ -151,7 +152,7 @@ def saving(train_iters: int = 10, **keys: Any) -> Config:
 
 
 def simulate(config: Config, start: int, existing: set[int], stage_ends: set[int]) -> CheckpointCounts:
-    """Step by step as `Saver` does it: a checkpoint is written, then older ones are deleted."""
+    """Simulate `Saver` step by step: write a checkpoint, then delete older ones."""
     options, there, most = config.checkpoint, set(existing), 0
     for step in range(start, config.training.train_iters + 1):
         is_due = step > 0 and options.checkpoint_factor is not None and step % options.checkpoint_factor == 0
@@ -217,19 +218,19 @@ def test_a_real_run_leaves_as_many_checkpoints_of_that_size(algorithm: str, corp
     assert sum(tensor.nbytes for tensor in weights.values()) == size.weights == size.parts
     assert sum(tensor.nbytes for tensor in moments.values()) == size.states
     on_disk = sum(file.stat().st_size for file in checkpoints[-1].rglob("*"))
-    assert size.total <= on_disk < size.total + 100_000  # headers, the configuration, random states
+    assert size.total <= on_disk < size.total + 100_000  # headers, configuration, random states
 
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """A disk with so many free bytes."""
+    """Simulated disk with a given number of free bytes."""
     there = {"free": 0}
     monkeypatch.setattr(check_resources, "measure_free_bytes", lambda folder: there["free"])
     return there
 
 
 def launch(config: Config, *, dry: bool) -> None:
-    """As the command line does, but for the training itself."""
+    """Launch like the command line, without training."""
     loaded = LoadedConfig(config, (), (), load_config([], SMALL).layers)
     launch_training(lambda silent: loaded, lambda notes: None, dry_run=dry, hardware=CPU)
 
@@ -244,7 +245,7 @@ def test_checkpoints_that_fit_no_disk_are_refused_before_anything_is_made(
     keys = {"checkpoint_factor": 1, "keep_last_n_checkpoints": 2, "train_iters": 9}
     config = tiny_config(corpus, run, **keys)
     size = 4 * count_parameters(config, 61)
-    needed = 3 * 3 * size + size  # two and the one that is written, each with two moments; and its parts
+    needed = 3 * 3 * size + size  # two checkpoints and one being written, each with two moments, and its shards
     disk["free"] = needed - 1
     with pytest.raises(UserError) as refused:
         launch(config, dry=dry)
@@ -267,14 +268,14 @@ def test_what_a_resumed_run_has_is_used_already(corpus: Path, tmp_path: Path, di
     for step in (4, 5):
         (tmp_path / "checkpoints" / f"step_000000{step}").mkdir(parents=True)
     resumed = config.replace(load=str(tmp_path))
-    disk["free"] = 3 * size + size  # one more than there are, until the oldest goes
+    disk["free"] = 3 * size + size  # one more than exist, until the oldest is deleted
     check_resources.check_disk(resumed)
     disk["free"] -= 1
     with pytest.raises(UserError, match=r"\(1 × "):
         check_resources.check_disk(resumed)
-    check_resources.check_disk(resumed.replace(train_iters=5))  # has nothing left to save
+    check_resources.check_disk(resumed.replace(train_iters=5))  # nothing left to save
     earlier = resumed.replace(load=str(tmp_path / "checkpoints" / "step_0000004"), rollback=True)
-    with pytest.raises(UserError, match=r"\(2 × "):  # step 5 is moved aside, and stays
+    with pytest.raises(UserError, match=r"\(2 × "):  # step 5 is moved aside and kept
         check_resources.check_disk(earlier)
 
 
@@ -290,4 +291,4 @@ def test_the_disk_is_that_of_the_nearest_folder_there_is(tmp_path: Path, monkeyp
     assert asked == [tmp_path]
     monkeypatch.undo()
     assert (check_resources.measure_free_bytes(tmp_path / "a") or 0) > 0
-    assert check_resources.measure_free_bytes("/proc/x") is None  # of a file system without room, who makes it says so
+    assert check_resources.measure_free_bytes("/proc/x") is None  # reported when the file is created

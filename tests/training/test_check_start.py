@@ -1,4 +1,4 @@
-"""A dry run and a submission to SLURM refuse what the run would refuse before its first step, in the same words."""
+"""A dry run and a SLURM submission report the errors that the run would raise before its first step."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def submitted(monkeypatch: pytest.MonkeyPatch) -> list[slurm.SlurmJob]:
-    """The jobs that are handed to SLURM."""
+    """Jobs submitted to SLURM."""
     jobs: list[slurm.SlurmJob] = []
 
     def take(job: slurm.SlurmJob) -> str:
@@ -44,7 +44,7 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[slurm.SlurmJob]:
 
 
 def launch(config: Config, *, dry: bool = False) -> list[str]:
-    """Launch as the command line does; return the lines beside the results."""
+    """Launch like the command line; return the lines printed beside the results."""
     notes: list[str] = []
     layers = load_config([], ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8"]).layers
     launch_training(lambda silent: LoadedConfig(config, (), (), layers), notes.extend, dry_run=dry, hardware=CPU)
@@ -52,7 +52,7 @@ def launch(config: Config, *, dry: bool = False) -> list[str]:
 
 
 def write_other_tokens(prefix: Path, token: int) -> str:
-    """Write a dataset whose last document holds a token."""
+    """Write a dataset whose last document contains a token."""
     from megatron.data.megatron_core import IndexedDatasetBuilder
 
     prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def _bare(corpus: Path) -> dict[str, object]:
 
 
 REFUSED: dict[str, tuple[Callable[[Path, Path], dict[str, object]], str]] = {
-    "no tokenizer": (lambda corpus, folder: _bare(corpus), "tokenizer_type: the data have no corpus.json beside them"),
+    "no tokenizer": (lambda corpus, folder: _bare(corpus), "tokenizer_type: the data have no corpus.json"),
     "tokenizer files": (
         lambda corpus, folder: (
             _bare(corpus)
@@ -76,14 +76,14 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], dict[str, object]], str]] = {
         ),
         "/nowhere/v.json",
     ),
-    "another tokenizer": (lambda corpus, folder: {"tokenizer_type": "bytes"}, "tokenizer_type: bytes does not fit"),
+    "another tokenizer": (lambda corpus, folder: {"tokenizer_type": "bytes"}, "tokenizer_type: bytes does not match"),
     "negative token": (
         lambda corpus, folder: {
             "train_data_paths": [write_other_tokens(folder / "negative", -1)],
             "tokenizer_type": "bytes",
             "valid_data_paths": [],
         },
-        "has token -1, but ids begin at 0",
+        "has token -1, but ids start at 0",
     ),
     "validation token": (
         lambda corpus, folder: {
@@ -158,12 +158,12 @@ def test_a_checkpoint_that_does_not_fit_is_refused_where_the_run_is_started(
     named = str(tmp_path / "a/checkpoints/step_0000001")
     states = Path(named) / "states/rank_00000.safetensors"
     states.write_bytes(states.read_bytes()[:-1])
-    with pytest.raises(FarfieldError, match=r"step_0000001: is damaged: states/rank_00000.safetensors has"):
+    with pytest.raises(FarfieldError, match=r"step_0000001: damaged: states/rank_00000.safetensors has"):
         launch(queued.replace(load=named))
     assert len(submitted) == 1
     (tmp_path / "b/tokenizer").mkdir(parents=True)
     (tmp_path / "b/tokenizer/mine.txt").write_text("mine")
-    with pytest.raises(UserError, match="is not a run's copy of its tokenizer"):
+    with pytest.raises(UserError, match="not a copy of the run's tokenizer"):
         launch(trained.replace(save=str(tmp_path / "b")), dry=True)
 
 
@@ -171,7 +171,7 @@ def test_a_processor_that_finetuning_adds_is_checked_where_the_run_is_started(co
     train(tiny_config(corpus, tmp_path / "a", device="cpu", train_iters=1))
     keys = {"load": str(tmp_path / "a"), "finetune": True, "score_processor": "dape"}
     added = tiny_config(corpus, tmp_path / "b", device="cpu", **keys)
-    with pytest.raises(UserError, match=r"score_processor: .* was trained without one; dape may be added with"):
+    with pytest.raises(UserError, match=r"score_processor: .* was trained without one; to add dape, set"):
         launch(added, dry=True)
     launch(added.replace(score_processor_options={"zero_init": True, "residual_bias": True}), dry=True)
 
@@ -182,7 +182,7 @@ def test_a_processor_that_finetuning_adds_is_checked_where_the_run_is_started(co
         ({"container": "{}/nowhere.sif"}, r"^slurm.container: no such image: .*/nowhere.sif$"),
         ({"container": "./nowhere.sqsh", "container_runtime": "pyxis"}, r"^slurm.container: no such image"),
         ({"container": "docker://a/b", "container_mounts": ["/nowhere:/data"]}, r"^slurm.container_mounts: no such"),
-        ({"python": "{}/bin/python"}, r"^slurm.python is .*/bin/python, which is not there or cannot be run$"),
+        ({"python": "{}/bin/python"}, r"^slurm.python is .*/bin/python, which does not exist or is not executable$"),
         ({"container": "docker://a/b"}, None),
         ({"container": "{}/there.sif", "container_mounts": ["{}"]}, None),
         ({"container": "nvcr.io#nvidia/pytorch:26.01-py3", "container_runtime": "pyxis"}, None),
@@ -213,10 +213,10 @@ def test_what_only_the_nodes_know_is_said(
         launch(online)
     notes = launch(online.replace(slurm={"setup": ["export WANDB_API_KEY=$(cat key)"]}))
     assert any(note.startswith("not checked: what only the training machines know: GPUs") for note in notes)
-    assert "use_wandb: its package and login are looked for there alone" in notes
+    assert "use_wandb: its package and login are checked only there" in notes
     moved = {"container": "docker://a/b", "container_mounts": [f"{tmp_path}:/data"]}
     elsewhere = online.replace(train_data_paths=["/data/train"], valid_data_paths=[], slurm=moved)
-    assert any("the data are looked for there alone; here: " in note for note in launch(elsewhere))
+    assert any("the data must exist there; not found here: " in note for note in launch(elsewhere))
     assert len(submitted) == 2
 
 
@@ -272,7 +272,7 @@ def test_the_data_of_a_later_stage_are_checked_before_the_first(
     stages = [{"until": 2}, {"train_data_paths": [str(later)]}]
     keys = {"train_data_paths": [first], "valid_data_paths": [], "stages": stages, "device": "cpu"}
     own = {} if token is None else {"tokenizer_type": "bytes"}
-    if token is None:  # each names its own tokenizer in a corpus.json
+    if token is None:  # each names its own tokenizer in corpus.json
         keys["train_data_paths"] = [str(corpus / "train_text_document")]
         stages[1]["train_data_paths"] = [write_bytes_corpus(tmp_path)]
     config = tiny_config(corpus, tmp_path / "run", **keys, **own)
@@ -302,6 +302,6 @@ def test_over_ssh_missing_data_are_said_and_wrong_ones_refused(corpus: Path, tmp
     config = tiny_config(corpus, tmp_path / "a", **there)
     elsewhere = config.replace(train_data_paths=["/elsewhere/text"], valid_data_paths=[])
     notes = launch(elsewhere, dry=True)
-    assert any("the data are looked for there alone; here: train_data_paths: no dataset" in note for note in notes)
-    with pytest.raises(UserError, match="tokenizer_type: bytes does not fit the data"):
+    assert any("the data must exist there; not found here: train_data_paths: no dataset" in note for note in notes)
+    with pytest.raises(UserError, match="tokenizer_type: bytes does not match the data"):
         launch(config.replace(tokenizer_type="bytes"), dry=True)

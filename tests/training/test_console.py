@@ -1,4 +1,4 @@
-"""What a person sees of a run: the bar, the estimates, the first line and the last."""
+"""Visible progress of a run: bar, estimates, first and last lines."""
 
 import io
 import re
@@ -34,7 +34,7 @@ RECORD = TrainRecord(
 
 
 class Clock:
-    """Time that passes when told."""
+    """Clock controlled by the test."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -77,7 +77,7 @@ def test_the_bar_is_as_wide_as_the_terminal_and_stays_below_what_is_printed(
     assert {len(bar.rstrip()) for bar in bars} <= {width, width - 1}
     assert any("about 2 h left" in bar for bar in bars)
     assert any(bar.startswith("valid 3/9") for bar in bars)
-    # The bar has gone, and no piece of it stands between the lines; long ones are broken by the terminal.
+    # The bar has disappeared without traces between the lines; the terminal wraps long ones.
     broken = [line[at : at + width] for line in [*said, "last"] for at in range(0, len(line), width)]
     assert screen.shown == broken
 
@@ -92,7 +92,7 @@ def test_the_first_steps_correct_the_estimate_once() -> None:
 
 
 def test_slow_first_steps_say_how_far_they_are() -> None:
-    """Until an interval's line tells how fast it goes."""
+    """Slow first steps report progress until the first interval's line reports the speed."""
     stream, clock, reporter = plain(20)
     reporter.begin(0)
     for step in range(1, 4):
@@ -138,7 +138,7 @@ def test_a_long_validation_says_how_far_it_is() -> None:
         clock.now += 1.0
     assert stream.getvalue().splitlines() == [f"test: {done} of 100 batches" for done in range(10, 100, 10)]
     stream, clock, reporter = plain(10)
-    for done in range(101):  # a short one says nothing
+    for done in range(101):  # a short one prints nothing
         reporter.show_validation("valid", done, 100)
         clock.now += 0.05
     assert stream.getvalue() == ""
@@ -166,12 +166,12 @@ def test_a_run_begins_with_what_it_is_and_ends_with_where_it_is(
     )  # fmt: skip
     model = build_model(config.model, config.position, 61, device="meta")
     stream = io.StringIO()
-    # At a millionth of what the FLOPs of a step are, the two steps take two million seconds.
+    # At a millionth of a step's FLOPs per second, two steps take two million seconds.
     step = model.flops_per_token(16) * 8 * 16
     monkeypatch.setattr(summary, "measure_matmul_tflops", lambda *place, **shape: step / 1e6)
     result = train(config, Console(file=stream, width=300))
     first, _, epochs, _, last = stream.getvalue().splitlines()
-    assert epochs.startswith("training reads its ")
+    assert epochs.startswith("training text: ")
     threads = format_quantity(torch.get_num_threads(), "thread")
     assert first == (
         f"{format_count(model.num_parameters())} parameters on CPU ({threads}) "
@@ -217,7 +217,7 @@ def test_ends_name_the_next_command(corpus: Path, tmp_path: Path) -> None:
     assert summary.describe_end(without, checkpoint, now=True).endswith(f"./deepy.py evaluate {tmp_path} --data TEXT")
     assert summary.describe_end(tiny_config(corpus), None, now=False) == "no checkpoint saved: save is not set"
     assert summary.build_resume_command(config) == f"./deepy.py train {tmp_path}/config.yml load={tmp_path}"
-    config.save(tmp_path / RESOLVED_CONFIG)  # beside somebody's own, which may lack keys of the command line
+    config.save(tmp_path / RESOLVED_CONFIG)  # beside the user's own, which may lack command-line keys
     assert summary.build_resume_command(config) == f"./deepy.py train {tmp_path}/{RESOLVED_CONFIG} load={tmp_path}"
 
 
@@ -230,7 +230,7 @@ def test_the_speed_of_a_product_is_its_flops_over_its_time(monkeypatch: pytest.M
     from megatron.training import metrics
 
     clock = iter(range(100))
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: float(next(clock)))  # every product takes a second
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: float(next(clock)))  # every matrix product takes a second
     assert measure_matmul_tflops(torch.device("cpu"), "fp32", rows=1024, inner=8, columns=3) == 2 * 512 * 8 * 3
 
 
@@ -246,7 +246,7 @@ def test_extending_a_finished_run_says_that_the_rate_jumps_and_how_to_avoid_it(c
         trainer.build_training_run(config, RankInfo(), reporter).close()
         return [line for line in stream.getvalue().splitlines() if "learning rate" in line]
 
-    # Cosine from 1e-2 to 1e-4: step 3 of 4 trains with 1e-4 + 99e-4 (1 + cos 3π/4)/2, step 4 of 8 with the middle.
+    # Cosine from 1e-2 to 1e-4: step 3 of 4 uses 1e-4 + 99e-4 (1 + cos 3π/4)/2; step 4 of 8 uses the midpoint.
     assert notes() == [
         "the learning rate was 1.55e-03 and jumps to 5.05e-03: its decay now ends at step 8; lr_decay_iters=4 keeps "
         "the old schedule, which is over: it stays at min_lr=0.0001"
@@ -265,5 +265,5 @@ def test_a_rate_that_ends_at_zero_needs_more_than_the_old_schedule() -> None:
     assert middle.endswith("lr_decay_iters=100 keeps the old schedule")
     asked = describe_rate_jump(old, LearningRateSchedule(0.1, 0.0, 0, 100, "linear"), 50)
     assert asked == "the learning rate was 5.10e-01 and drops to 5.00e-02"
-    warm = LearningRateSchedule(1.0, 0.0, 10, 100, "linear")  # in warm-up every step is far from the one before
+    warm = LearningRateSchedule(1.0, 0.0, 10, 100, "linear")  # in warmup every step differs
     assert describe_rate_jump(warm, warm, 2) is None

@@ -1,4 +1,4 @@
-"""Documents kept apart, from the corpus to the perplexity: each gives what it gives by itself."""
+"""Document masking from corpus to perplexity: each document gives the same results as alone."""
 
 import io
 from pathlib import Path
@@ -22,10 +22,10 @@ from megatron.utils.errors import UserError
 from tools.rounding import compute_tolerance, count_gpt_sums
 
 END = 60
-"""The corpus's end of a document."""
-ROUNDING = 4 * compute_tolerance(*count_gpt_sums(32, layers=2))  # relative, of losses of about 4 nats
+"""End-of-document token of the corpus."""
+ROUNDING = 4 * compute_tolerance(*count_gpt_sums(32, layers=2))  # relative, for losses of about 4 nats
 FROZEN = {"optimizer": {"params": {"lr": 1e-30}}, "eval_interval": 2, "attention_mask": "document"}
-"""Steps that change nothing, so that the model of any of them is the one that is stored."""
+"""Settings with which steps change nothing, so that the model of every step equals the saved one."""
 CASES: dict[str, dict[str, Any]] = {
     "cdape on kerple_log in row blocks, in a window, recomputed": {
         "pos_emb": "kerple_log", "score_processor": "cdape", "attention_backend": "chunked", "attention_window": 9,
@@ -42,7 +42,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def score_alone(gpt: GPT, tokens: np.ndarray) -> list[float]:
-    """Losses of the tokens after the first, each from those of its own document that stand before it in the row."""
+    """Return losses of all tokens except the first, each from the earlier tokens of its own document in the row."""
     found: list[float] = []
     start = 0
     for place, token in enumerate(tokens[:-1].tolist()):
@@ -84,7 +84,7 @@ def test_losses_are_those_of_each_document_alone(corpus: Path, tmp_path: Path, m
         ends = [24 + (len(stream) - 1 - 24) * number // 5 for number in range(6)]
         scored = [score_alone(gpt, np.asarray(stream[end - record.length : end + 1]))[-8:] for end in ends]
         assert record.nll == pytest.approx(np.mean(scored), rel=ROUNDING)
-    seen = []  # by the last eight tokens of windows of 24
+    seen = []  # on the last eight tokens of windows of 24
     for end in ends:
         for place in range(end - 8, end):
             row = np.asarray(stream[end - 24 : place + 1]).tolist()
@@ -100,7 +100,10 @@ def test_losses_are_those_of_each_document_alone(corpus: Path, tmp_path: Path, m
     assert "attention crosses documents, unlike in training" in out.getvalue()
     assert len(read_records(tmp_path / "results.json")) == 4, "neither replaces the other"
     share = data.crossing_share
-    assert f"attention_mask document: {share:.0%} of rows hold several documents; each is read alone" in out.getvalue()
+    assert (
+        f"attention_mask document: {share:.0%} of rows contain several documents; each attends only to itself"
+        in out.getvalue()
+    )
 
 
 def test_a_run_with_documents_apart_resumes_and_the_mask_of_an_evaluation_is_free(corpus: Path, tmp_path: Path) -> None:
@@ -125,14 +128,15 @@ def test_a_run_with_documents_apart_resumes_and_the_mask_of_an_evaluation_is_fre
 
 
 def test_zero_3_refuses_what_is_computed_document_by_document(corpus: Path) -> None:
-    """Its ranks would call modules, and so gather parameters, differently often."""
+    """ZeRO 3 rejects methods computed document by document, because ranks would gather parameters different numbers of
+    times."""
     keys = {"attention_mask": "document", "zero_optimization": {"stage": 3}, "pos_emb": "fire"}
     with pytest.raises(UserError, match=r"attention_mask: document: pos_emb fire .*stage 3 cannot do; use stage 2"):
         train(tiny_config(corpus, **keys))
 
 
 def test_steps_and_texts_without_a_scored_token_have_no_loss(tmp_path: Path) -> None:
-    """A text of end tokens alone, whose loss is masked."""
+    """Steps and texts without a scored token have no loss: a text of end tokens only, whose loss is masked."""
     from megatron.data.megatron_core import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{tmp_path / 'ends'}.bin", dtype=np.int32)

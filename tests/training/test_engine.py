@@ -1,4 +1,4 @@
-"""One behaviour from all of DeepSpeed's optimizers: the updates of a plain PyTorch loop, whatever the ZeRO stage."""
+"""All of DeepSpeed's optimizers give the updates of a plain PyTorch loop, at any ZeRO stage."""
 
 import math
 from collections.abc import Callable
@@ -49,7 +49,7 @@ BOTH = {**OPTIMIZER, "offload_param": {"device": "cpu"}}
 
 def config(stage: int, precision: str, eps: float = 1e-4, zero: dict[str, Any] | None = None, **keys: object) -> Config:
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **(zero or {})}
-    # A large epsilon: Adam would blow the rounding of a gradient that is nearly zero up to a whole step.
+    # A large epsilon keeps Adam from amplifying the rounding of a nearly zero gradient to a whole step.
     optimizer = {"params": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": eps}}
     return tiny_config(
         Path(), zero_optimization=zero, precision=precision, score_processor="dape", optimizer=optimizer, **keys
@@ -61,7 +61,7 @@ def gpt(config: Config) -> nn.Module:
 
 
 def start(config: Config, build: Callable[[], nn.Module] | None = None) -> Engine:
-    """An engine around the configuration's GPT, or what `build` makes."""
+    """Start an engine with the configuration's GPT, or the model from `build`."""
     processes = init_distributed(RankInfo(), ParallelSizes(), device="cpu", backend="gloo")
     engine = Engine(config, gpt(config) if build is None else build(), processes)
     engine.model.train()
@@ -73,7 +73,7 @@ def batch(i: int, mask: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def run(engine: Engine, steps: int, lr: float, accumulate: int, sign: int = 1) -> list[float]:
-    """Loss of each step over micro-batches of TOKENS, round and round; sign −1 climbs."""
+    """Train cyclically on micro-batches of TOKENS; return the loss of each step. Sign −1 increases the loss."""
     losses = []
     for step in range(steps):
         chosen = [(step * accumulate + i) % len(TOKENS) for i in range(accumulate)]
@@ -86,7 +86,7 @@ def run(engine: Engine, steps: int, lr: float, accumulate: int, sign: int = 1) -
 def plain(
     config: Config, steps: int, lr: float, accumulate: int
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Losses, gradient norms and weights of the same training without DeepSpeed."""
+    """Return losses, gradient norms and weights of the same training without DeepSpeed."""
     model = gpt(config).train()
     eps = config.optimizer.optimizer.params.eps
     optimizer = torch.optim.AdamW(
@@ -117,7 +117,10 @@ def plain(
     ],
 )
 def test_every_zero_stage_trains_as_plain_pytorch_does(stage: int, zero: dict[str, Any]) -> None:
-    """Weight decay, clipping, masks of different sizes and accumulation included; Adam's steps counted from one."""
+    """Every ZeRO stage trains like plain PyTorch.
+
+    This includes weight decay, clipping, masks of different sizes, accumulation, and Adam's step count from one.
+    """
     chosen = config(
         stage, "fp32", eps=1e-2, gradient_clipping=0.5, weight_decay=0.2, train_micro_batch_size_per_gpu=2,
         gradient_accumulation_steps=3, train_batch_size=6, zero=zero,
@@ -126,11 +129,11 @@ def test_every_zero_stage_trains_as_plain_pytorch_does(stage: int, zero: dict[st
     engine = start(chosen)
     assert run(engine, 5, 1e-2, 3) == pytest.approx(losses, rel=compute_tolerance(TERMS, SUMS))
     assert float(engine.grad_norm) == pytest.approx(norms[-1], rel=compute_tolerance(TERMS, 2 * SUMS))
-    assert norms[-1] > 0.5  # so clipping was needed
+    assert norms[-1] > 0.5  # clipping has an effect
     got = masters(engine.deepspeed)
     engine.close()
     assert set(got) == set(weights)
-    # An error of a gradient moves a weight by lr/eps of itself at most, in each step; clipped, gradients are below 0.5.
+    # An error in a gradient moves a weight by at most lr/eps times itself per step; clipped gradients are below 0.5.
     moved = 5 * 1e-2 / 1e-2 * 0.5 * compute_tolerance(TERMS, 2 * SUMS)
     for name, weight in weights.items():
         torch.testing.assert_close(got[name], weight, rtol=0, atol=moved, msg=name)
@@ -150,8 +153,11 @@ def test_every_zero_stage_trains_as_plain_pytorch_does(stage: int, zero: dict[st
 def test_lists_of_gradients_give_what_deepspeed_gives_one_by_one(
     stage: int, precision: str, accumulate: int, zero: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Losses, norms, masters and moments bit for bit, a step without clipping and one that is skipped included."""
-    monkeypatch.setattr("megatron.training.zero_optimizer.CAST_ELEMENTS", 1000)  # tensors larger and smaller
+    """Gradient lists match DeepSpeed's loop bit for bit: losses, norms, masters and moments.
+
+    This includes a step without clipping and a skipped step.
+    """
+    monkeypatch.setattr("megatron.training.zero_optimizer.CAST_ELEMENTS", 1000)  # tensors above and below this size
     chosen = config(
         stage, precision, gradient_clipping=0.5, weight_decay=0.2, train_micro_batch_size_per_gpu=2,
         gradient_accumulation_steps=accumulate, train_batch_size=2 * accumulate, zero=zero,
@@ -190,8 +196,11 @@ def test_lists_of_gradients_give_what_deepspeed_gives_one_by_one(
 
 @pytest.mark.parametrize(("index", "micro_batches"), [(0, 6), (1, 6), (1, 2), (3, 6)])
 def test_a_pipeline_stage_has_buffers_for_the_micro_batches_in_flight(index: int, micro_batches: int) -> None:
-    """By 1F1B stage i of 4 is sent micro-batch j after the backward pass of j − (4 − i), the gradient of j after that
-    of j − 1: a buffer is written again only then."""
+    """A pipeline stage has one buffer for each micro-batch in flight.
+
+    In 1F1B, stage i of 4 receives micro-batch j after the backward pass of j − (4 − i), and the gradient of j after
+    that of j − 1. A buffer is only then overwritten.
+    """
     init_distributed(RankInfo(), ParallelSizes(), device="cpu", backend="gloo")
     hidden = torch.empty(5, 3, device="meta", requires_grad=True)
     stage = BufferedStage(nn.Linear(3, 3), index, 4, torch.device("cpu"), input_args=hidden, output_args=hidden)
@@ -216,14 +225,14 @@ def test_zero_3_gathers_the_output_layer_for_each_piece_of_the_loss() -> None:
     losses, norms, _ = plain(chosen, 3, 1e-2, 1)
     engine = start(chosen)
     engine.model.max_logits = 500
-    assert engine.model.max_logits < TOKENS[0, :, 1:].numel() * VOCABULARY / 2  # so there are pieces
+    assert engine.model.max_logits < TOKENS[0, :, 1:].numel() * VOCABULARY / 2  # so the loss is chunked
     assert run(engine, 3, 1e-2, 1) == pytest.approx(losses, rel=compute_tolerance(TERMS, SUMS))
     assert float(engine.grad_norm) == pytest.approx(norms[-1], rel=compute_tolerance(TERMS, 2 * SUMS))
     engine.close()
 
 
 def beyond_and_on_bounds(engine: Engine) -> tuple[int, int]:
-    """How many values of the float32 masters lie outside their bounds, and how many exactly on one."""
+    """Count values of float32 masters outside their bounds, and exactly on a bound."""
     weights = masters(engine.deepspeed)
     beyond = on = 0
     for name, module in engine.model.named_modules():
@@ -237,7 +246,8 @@ def beyond_and_on_bounds(engine: Engine) -> tuple[int, int]:
 
 
 class EveryBound(nn.Module):
-    """Every bounded parameter of every encoding, and nothing else: the loss of a token is the sum of their values."""
+    """Model with every bounded parameter of every encoding and nothing else; a token's loss is the sum of their
+    values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +261,8 @@ class EveryBound(nn.Module):
 
 
 def after_hard_pushes(config: Config, build: Callable[[], nn.Module]) -> tuple[int, int]:
-    """Steps of about 1 at bounds of 0.01 and 2, down the loss and up again: one of the two goes outward."""
+    """Take steps of about 1 with bounds of 0.01 and 2, down the loss and up again, so that one direction leaves the
+    bounds."""
     counts = []
     for sign in (1, -1):
         engine = start(config, build)
@@ -275,7 +286,7 @@ def test_float32_masters_stay_within_bounds(
     chosen = config(stage, precision, train_micro_batch_size_per_gpu=2, train_batch_size=2, zero=zero)
     beyond, on = after_hard_pushes(chosen, EveryBound)
     assert beyond == 0
-    assert on > 0  # to the bit: the projection, not the parameter's own clamp
+    assert on > 0  # bit for bit: the projection, not the parameter's own clamp
     monkeypatch.setattr(ProjectedAdamW, "clamp_masters", lambda self: None)
     assert after_hard_pushes(chosen, EveryBound)[0] > 0
 
@@ -306,7 +317,7 @@ def test_the_bounds_of_an_encoding_hold_within_a_gpt(encoding: str, stage: int, 
         (2, "bf16", {}, 2),
         (3, "fp32", {}, 1),
         (1, "fp32", OPTIMIZER, 2),
-        (1, "bf16", OPTIMIZER, 2),  # without `Engine`'s care, every later step would be skipped too
+        (1, "bf16", OPTIMIZER, 2),  # without the care of `Engine`, every later step would be skipped too
         (2, "bf16", OPTIMIZER, 2),
         (3, "bf16", BOTH, 2),
     ],
@@ -335,7 +346,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing(
     ("stage", "zero"), [*((stage, {}) for stage in STAGES), (1, OPTIMIZER), (2, OPTIMIZER), (3, BOTH)]
 )
 def test_bfloat16_stays_near_float32(stage: int, zero: dict[str, Any]) -> None:
-    """Accumulation over three micro-steps included; 0.02 is bfloat16's rounding of a loss of about 4."""
+    """Includes accumulation over three micro-batches; 0.02 is bfloat16's rounding of a loss of about 4."""
     keys = {
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "train_batch_size": 6, "zero": zero
     }  # fmt: skip
@@ -347,7 +358,10 @@ def test_bfloat16_stays_near_float32(stage: int, zero: dict[str, Any]) -> None:
 
 
 def test_deepspeed_is_told_what_the_configuration_says() -> None:
-    """Buckets are allocated whole, so none is larger than the model, and DeepSpeed gathers only an even number."""
+    """DeepSpeed gets the configuration's values.
+
+    Buckets are allocated completely, so none exceeds the model, and DeepSpeed gathers only an even number of elements.
+    """
     own = {
         "stage": 3, "overlap_comm": True, "reduce_scatter": False, "contiguous_gradients": False,
         "allgather_partitions": False, "reduce_bucket_size": 70, "allgather_bucket_size": 80, "sub_group_size": 90,

@@ -1,6 +1,6 @@
-"""However often and wherever a run is killed, the same command ends in the weights of a run that was not.
+"""However often and wherever a run is killed, the same command gives the weights of an undisturbed run.
 
-FARFIELD_KILLS sets the number of kills of each layout; docs/log.md says what larger numbers gave.
+FARFIELD_KILLS sets the number of kills of each layout; docs/log.md lists results of larger numbers.
 """
 
 import json

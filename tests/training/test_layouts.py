@@ -1,7 +1,7 @@
-"""However ranks divide a model, its sequences and its batch, they train what one process trains.
+"""Any division of model, sequences and batch between ranks gives the training of a single process.
 
-A part of the table that `tools/parity/compare.py` makes: every dimension with two ranks, the products of two dimensions
-with four, each with other methods, for two steps: the second shows whether the first was clipped by the right norm.
+This is a part of the table of `tools/parity/compare.py`: every dimension with two ranks, pairs of dimensions with four,
+each with other methods, for two steps. The second step shows whether the first was clipped by the correct norm.
 """
 
 import json
@@ -84,8 +84,11 @@ FOUR = [
 
 
 def shrink(case: ParityCase) -> ParityCase:
-    """No larger than it need be. Stages need layers, and their schedule and the sums over data-parallel ranks several
-    micro-batches; some methods differ from layer to layer, and muP compares depths."""
+    """Return the case at its minimum size.
+
+    Stages need layers, and their schedule and data-parallel sums need several micro-batches; some methods differ
+    between layers, and muP compares depths.
+    """
     layout, is_deep = case.layout, case.method in (LAYERS, MUP)
     return replace(
         case,
@@ -95,7 +98,7 @@ def shrink(case: ParityCase) -> ParityCase:
 
 
 def alone(case: ParityCase) -> ParityCase:
-    """One process, with the whole batch at once."""
+    """Return the case in one process, with the whole batch at once."""
     return replace(case.alone(), micro_batch=BATCH)
 
 
@@ -104,7 +107,7 @@ CASES = TWO + FOUR
 
 
 def trained(cases: list[ParityCase], folder: Path) -> list[CaseResult]:
-    """What the first of as many forked ranks as the cases need found of each."""
+    """Return the results of the first rank of each case, run with as many forked ranks as needed."""
     world = cases[0].layout.sizes.world_size
     folder.mkdir()
     (folder / "job.json").write_text(json.dumps([case.as_json() for case in cases]), encoding="utf-8")
@@ -121,8 +124,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[ParityCase, CaseResu
     worlds = {"one": list(dict.fromkeys(map(alone, CASES))), "two": TWO, "four": FOUR}
     every: dict[ParityCase, CaseResult] = {}
     for name, group in worlds.items():
-        # The ranks meet once for each mesh. Stages come last: after them the ranks have not built the same modules, by
-        # whose numbers ZeRO 3 compares ranks.
+        # The ranks join once per mesh. Stages come last, because afterwards ranks have built different modules, whose
+        # numbers ZeRO 3 compares.
         cases = sorted(group, key=lambda case: astuple(case.layout.sizes)[::-1])
         every |= zip(cases, trained(cases, folder / name), strict=True)
     return every
@@ -135,7 +138,7 @@ def test_every_layout_trains_as_one_process(found: dict[ParityCase, CaseResult],
 
 
 def test_what_is_compared_can_differ(found: dict[ParityCase, CaseResult]) -> None:
-    """A step that is left out, and a norm that counts a tied embedding twice, are far beyond what is allowed."""
+    """Omitting a step, or counting a tied embedding twice in the norm, exceeds the tolerance by far."""
     right = found[alone(shrink(ParityCase(CDAPE, Layout(), steps=STEPS)))]
     losses = [*right["losses"][1:], right["losses"][-1]]
     assert compute_excess({**right, "losses": losses}, right, "fp32")["losses"] > 1

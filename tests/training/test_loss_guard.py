@@ -1,4 +1,4 @@
-"""A run whose loss is bad goes back as a restart would, and on behind the data; or it stops."""
+"""A run with a bad loss rolls back like a restart and skips the data; or it stops."""
 
 import io
 import json
@@ -39,7 +39,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def spike(monkeypatch: pytest.MonkeyPatch, *steps: int, factor: float = 100.0) -> None:
-    """The losses of some steps, counted over all starts from 1, are this many times what they were."""
+    """Multiply the losses of some steps by a factor; steps count from 1 over all starts."""
     usual, calls = Engine.forward_backward, [0]
 
     def accumulate(self: Engine, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -138,7 +138,7 @@ def test_nowhere_to_go_back_to(corpus: Path, tmp_path: Path, monkeypatch: pytest
     assert "exceeds loss_spike" in why
     monkeypatch.undo()
     train(tiny_config(corpus, tmp_path, on_bad_loss="rollback", loss_spike=3.0, **KEYS))
-    assert find_divergence(tmp_path) is None  # it was started again, and ended
+    assert find_divergence(tmp_path) is None  # it was restarted, and finished
 
 
 def test_stop_means_the_first(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,8 @@ def test_the_guard_says_what_is_to_be_done_and_remembers_it(corpus: Path, tmp_pa
 def break_weights(monkeypatch: pytest.MonkeyPatch, step: int, factor: float, *, persistent: bool = False) -> None:
     """Multiply all matrices by a factor after the optimizer's n-th step, counted over all starts.
 
-    persistent: do so after all later steps too.
+    Args:
+        persistent: True to repeat this after all later steps.
     """
     usual, calls = Engine.step, [0]
 
@@ -230,7 +231,7 @@ def list_steps(run: Path) -> list[int | None]:
 def test_broken_weights_never_push_out_good_checkpoints(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken_after: int
 ) -> None:
-    # Step 4 is saved: in the midst of bad steps, or at once after a good loss.
+    # Step 4 is saved during bad steps, or directly after a good loss.
     break_weights(monkeypatch, broken_after, 1e25)
     config = tiny_config(corpus, tmp_path, **KEYS, keep_last_n_checkpoints=1)
     good = r"for 3 steps in a row \(max_bad_steps\); the last good checkpoint is .*step_0000002$"
@@ -245,7 +246,10 @@ def test_broken_weights_never_push_out_good_checkpoints(
 def test_weights_that_break_at_the_last_step_are_no_success(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float, eval_interval: int
 ) -> None:
-    """They stay finite, so that only another loss shows it, or they are refused when they are saved."""
+    """Weights that break in the last step do not count as success.
+
+    They are finite, so that only another loss reveals the damage, or the save rejects them.
+    """
     break_weights(monkeypatch, 8, factor)
     keys = {**KEYS, "keep_last_n_checkpoints": 1, "eval_interval": eval_interval}
     config = tiny_config(corpus, tmp_path, **keys)
@@ -259,10 +263,10 @@ def test_weights_that_break_at_the_last_step_are_no_success(
 def test_a_rollback_that_fails_tries_the_checkpoint_before(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
 ) -> None:
-    break_weights(monkeypatch, 4, factor)  # at once after a good loss, before a save
+    break_weights(monkeypatch, 4, factor)  # directly after a good loss, before a save
     config = tiny_config(corpus, tmp_path, on_bad_loss="rollback", max_bad_steps=1, **KEYS)
     text = printed(config)
-    if factor != math.inf:  # the broken state is saved, returned to once, and moved aside
+    if factor != math.inf:  # the broken state is saved, loaded once, and moved aside
         assert "rolling back to " in text
         assert list((tmp_path / "checkpoints" / "abandoned").rglob("step_0000004"))
     assert f"rolling back to {tmp_path / 'checkpoints' / 'step_0000002'}" in text
@@ -273,7 +277,8 @@ def test_a_rollback_that_fails_tries_the_checkpoint_before(
 def test_rollbacks_end_if_every_step_breaks_the_weights(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each start saves the step that it breaks, which is no sign that going back helped."""
+    """Rollbacks end if every step breaks the weights: each start saves the step that it breaks, which is not
+    progress."""
     break_weights(monkeypatch, 3, 1e25, persistent=True)
     keys = {**KEYS, "checkpoint_factor": 1, "on_bad_loss": "rollback", "max_bad_steps": 1}
     with pytest.raises(RunError, match="rolled back 3 times without a good step after a new checkpoint"):

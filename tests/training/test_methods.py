@@ -1,4 +1,4 @@
-"""Every position method and processor trains, is stored whole, and goes on as if it had not stopped."""
+"""Every position method and processor trains, is saved completely, and resumes without a difference."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
 def test_every_overlay_trains(overlay: Path, corpus: Path, tmp_path: Path) -> None:
-    """Twenty steps lower the loss, and nothing that can learn stays where it was."""
+    """Twenty steps lower the loss and change every trainable parameter."""
     position = load_config(["125M", overlay]).config.position.model_dump()
     keys = {"train_iters": 20, "checkpoint_factor": 10, "keep_last_n_checkpoints": None, "warmup": 0.0, **position}
     if any(isinstance(value, list) for value in position.values()):  # a pattern of four layers
@@ -40,8 +40,8 @@ def test_every_overlay_trains(overlay: Path, corpus: Path, tmp_path: Path) -> No
         for step in (10, 20)
     )
     still = [name for name in before if torch.equal(before[name], after[name])]
-    # A constant for all of a head's logits is none under the softmax: its gradient is zero, or rounding where it is
-    # computed by convolutions.
+    # A constant added to all logits of a head cancels in the softmax: its gradient is zero, or rounding if computed by
+    # convolutions.
     assert [name for name in still if not name.endswith("processor.output.bias")] == []
 
 
@@ -51,7 +51,7 @@ def test_a_checkpoint_goes_on_as_if_it_had_not_stopped(encoding, processor, corp
     keys |= {"zero_optimization": {"stage": 1}, "make_vocab_size_divisible_by": 1}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(tiny_config(corpus, whole, **keys))
-    # As if it had been killed right after its first checkpoint.
+    # As if killed immediately after its first checkpoint.
     shutil.copytree(whole / "checkpoints" / "step_0000002", parts / "checkpoints" / "step_0000002")
     train(tiny_config(corpus, parts, **keys, load=str(parts)))
     one, two = (load_file(layout.resolve_checkpoint_path(run) / "model.safetensors") for run in (whole, parts))

@@ -1,4 +1,4 @@
-"""The meter between two reports, and the device's peak."""
+"""Metrics between two reports, and the device's peak."""
 
 import math
 import time
@@ -58,7 +58,11 @@ def test_the_clock_stands_while_paused() -> None:
 
 
 def test_processors_are_charged_for_what_they_do_not_for_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps: 3 s, of which a processor worked 1 s; validation between them, of 5 s and all of a processor."""
+    """Processor time counts work, not waiting.
+
+    The test has two steps of 3 s with 1 s of processor time, and a validation of 5 s with full processor use between
+    them.
+    """
     clocks = iter([(0.0, 0.0), (1.0, 0.5), (6.0, 5.5), (8.0, 6.0), (8.0, 6.0), (8.0, 6.0)])
     monkeypatch.setattr(metrics, "_read_clocks", lambda: next(clocks))
     interval = IntervalMetrics(single_process())

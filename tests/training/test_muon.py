@@ -1,5 +1,7 @@
-"""Muon and Lion against their papers' formulas, torch's own Muon and plain PyTorch; and, of Muon, that every layout
-orthogonalises whole matrices, and that a run goes on from any layout's checkpoint."""
+"""Muon and Lion, compared with their papers' formulas, torch's own Muon and plain PyTorch.
+
+Every layout orthogonalizes whole matrices, and a run resumes from a checkpoint of any layout.
+"""
 
 import math
 from pathlib import Path
@@ -32,7 +34,7 @@ GROUPED: dict[str, Any] = {
     "num_layers": 2, "num_attention_heads": 4, "num_kv_heads": 2, "activation": "swiglu", "score_processor": "cdape",
 }  # fmt: skip
 STEEPEST = COEFFICIENTS[0] ** 5
-"""How much larger an error of a normalised matrix is after five iterations, at most: their slope at 0."""
+"""Largest amplification of an error in a normalized matrix by five iterations: their slope at 0."""
 TERMS, SUMS = count_gpt_sums(32, layers=2)
 
 
@@ -46,9 +48,9 @@ def test_newton_schulz_is_its_polynomial_of_the_singular_values(shape: tuple[int
     expected = (left * values) @ right
     error = (orthogonalize(matrix, 5, torch.float32) - expected).abs().max()
     assert error < compute_tolerance(40, 15) * STEEPEST / 10
-    halves = (orthogonalize(1e6 * matrix, 5, torch.float16) - expected).norm()  # beyond float16's range before its norm
+    halves = (orthogonalize(1e6 * matrix, 5, torch.float16) - expected).norm()  # beyond float16's range
     assert halves < 0.05 * expected.norm()
-    # torch's iterates in bfloat16, of which each of 15 products rounds the whole.
+    # torch iterates in bfloat16; each of 15 products rounds the whole matrix.
     parameter = nn.Parameter(torch.zeros(shape))
     parameter.grad = matrix
     torch.optim.Muon([parameter], lr=1.0, weight_decay=0.0, momentum=0.0, adjust_lr_fn="match_rms_adamw").step()
@@ -58,7 +60,8 @@ def test_newton_schulz_is_its_polynomial_of_the_singular_values(shape: tuple[int
 
 
 def test_what_lies_in_one_weight_is_what_the_layer_computes_with() -> None:
-    """Of queries, keys, values, and of both halves of a gated layer: the matrices that `split` gives make them."""
+    """Matrices from `split` recombine to the weight with which the layer computes: queries, keys, values, halves of a
+    gated layer."""
     config = tiny_config(Path(), **GROUPED)
     model = build_model(config.model, config.position, VOCABULARY, seed=1)
     matrices = {id(matrix.parameter): matrix for matrix in list_hidden_matrices(model)}
@@ -115,7 +118,7 @@ BATCHES = torch.randint(0, VOCABULARY, (4, 4, 17), generator=torch.Generator().m
 
 
 def step_by_hand(model: nn.Module, config: Config, lr: float) -> dict[str, Tensor]:
-    """The weights after a step for each batch: gradients by autograd, the step by the papers' formulas in float64."""
+    """Return the weights after one step per batch, from autograd's gradients and the papers' formulas in float64."""
     params, algorithm = config.optimizer.optimizer.params, config.optimizer.optimizer.type
     is_muon = algorithm == "Muon"
     hidden = {id(matrix.parameter): matrix for matrix in list_hidden_matrices(model)} if is_muon else {}
@@ -167,7 +170,7 @@ def step_by_hand(model: nn.Module, config: Config, lr: float) -> dict[str, Tenso
     ],
 )
 def test_each_engine_steps_as_the_formulas_do(algorithm: str, stage: int, keys: dict[str, Any]) -> None:
-    # Lion's step is the sign of what rounding may turn where the gradient is nearly zero, as of a key's bias.
+    # Lion uses the sign, which rounding may flip for a nearly zero gradient, as of a key's bias.
     biases, lr = ({"use_bias_in_attn_linear": False}, 1e-5) if algorithm == "Lion" else ({}, 1e-3)
     config = choose(algorithm, **{"zero_optimization": {"stage": stage}, **biases, **keys})
     expected = step_by_hand(build_model(config.model, config.position, VOCABULARY, seed=1).train(), config, lr)
@@ -180,9 +183,9 @@ def test_each_engine_steps_as_the_formulas_do(algorithm: str, stage: int, keys: 
         engine.step(lr)
     found = masters(engine.deepspeed)
     engine.close()
-    # An entry of an orthogonalised matrix is off by at most its slope at zero times what the gradient is off by.
+    # The error of an orthogonalized matrix is at most its slope at zero times the error of the gradient.
     rounding = compute_tolerance(TERMS, 2 * SUMS)
-    # AdamW's by lr/eps of itself, here lr/(eps·eps_scale); Lion's is one of two.
+    # AdamW's step changes by lr/eps times the error, here lr/(eps·eps_scale); Lion's is one of two values.
     allowed = {
         "Muon": 4 * lr * 0.2 * rounding * STEEPEST,
         "AdamW": 4 * lr / (1e-2 / 2.9) * rounding,
@@ -232,7 +235,7 @@ MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2, "ep
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the corpus, the runs of all pairs, and `unbroken`, which one process trained."""
+    """Folder with the corpus, the runs of all pairs, and `unbroken`, trained by one process."""
     where = tmp_path_factory.mktemp("muon")
     corpus = write_corpora(where / "corpus")
 
@@ -253,7 +256,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def apart_by(run: Path, unbroken: Path) -> float:
-    """The largest difference of a weight from the unbroken run's, in units of what rounding allows."""
+    """Return the largest difference of a weight from the unbroken run, relative to rounding."""
     limit = 4 * 1e-2 * 0.2 * STEEPEST * compute_tolerance(TERMS, 2 * SUMS)
     mine, wanted = (load_file(layout.resolve_checkpoint_path(each) / layout.WEIGHTS) for each in (run, unbroken))
     assert mine.keys() == wanted.keys()
@@ -276,8 +279,8 @@ def test_in_the_same_layout_it_goes_on_bit_for_bit(runs: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ["halves", "stacked", "no momentum"])
 def test_what_is_compared_can_differ(runs: Path, tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Orthogonalising what each of two ranks holds, or queries, keys and values as one matrix, or going on without the
-    momentum, is far beyond rounding."""
+    """Wrong orthogonalization (each rank's shard, or joint queries, keys and values) or lost momentum far exceeds
+    rounding."""
     keys = dict(MUON)
     if wrong == "no momentum":
         keys["load"] = str(runs / "begun one rank")
@@ -296,7 +299,7 @@ def test_what_is_compared_can_differ(runs: Path, tmp_path: Path, wrong: str, mon
 
 def test_what_is_not_right_is_refused(runs: Path, tmp_path: Path) -> None:
     corpus = runs / "corpus" / "corpus"
-    with pytest.raises(UserError, match=r"optimizer\.type: this run has Adam, but .* holds the moments of Muon"):
+    with pytest.raises(UserError, match=r"optimizer\.type: this run has Adam, but .* contains the moments of Muon"):
         train(tiny_config(corpus, tmp_path, load=str(runs / "unbroken"), train_iters=8, **GROUPED))
     for zero, reason in (
         ({"stage": 3}, "zero_optimization.stage 3: Muon orthogonalises whole matrices"),

@@ -1,4 +1,4 @@
-"""AdamW with bounds: the same as AdamW inside them, on them where AdamW would leave, and free to come back."""
+"""AdamW with bounds: AdamW inside them, clamped where AdamW would leave, and able to return."""
 
 import math
 
@@ -18,7 +18,7 @@ OPTIONS = OptimizerOptions(optimizer=OptimizerChoice(params=OptimizerParams(lr=0
 
 
 def by_hand(value: torch.Tensor, gradients: list[torch.Tensor], lr: float, decay: float) -> torch.Tensor:
-    """AdamW as its paper writes it, in float64."""
+    """Compute AdamW by its paper in float64."""
     value = value.double()
     m, v = torch.zeros_like(value), torch.zeros_like(value)
     for step, gradient in enumerate(gradients, start=1):
@@ -55,7 +55,7 @@ def test_it_is_adamw_where_there_are_no_bounds_and_projected_where_there_are() -
         free.double(), by_hand(starts[0], [g for g, _ in gradients], 0.05, 0.3), rtol=0, atol=rounding
     )
     unbounded = by_hand(starts[1], [g for _, g in gradients], 0.05, 0.0)
-    inside = unbounded > 0.3  # never near the bound on the way
+    inside = unbounded > 0.3  # never near the bound during training
     torch.testing.assert_close(bounded.double()[inside], unbounded[inside], rtol=0, atol=rounding)
     for _ in range(40):
         bounded.grad = torch.ones(5)
@@ -87,7 +87,7 @@ def test_a_parameter_at_its_bound_can_leave_it(low: float, high: float, outward:
     for _ in range(60):
         push(outward)
     assert torch.equal(module.value.detach(), torch.full((4,), bound))
-    for _ in range(5):  # had the gradients been counted while it sat there, momentum would hold it for long
+    for _ in range(5):  # if gradients had accumulated at the bound, momentum would keep it there
         push(-outward)
     assert bool((module.value != bound).all())
     assert bool(((module.value >= low) & (module.value <= high)).all())
@@ -105,7 +105,8 @@ def test_only_pushes_against_a_bound_are_left_out(gradient: float, value: float,
 
 
 def test_the_parts_of_a_gradient_are_not_judged_one_by_one() -> None:
-    """Two uses of a parameter at its bound, one pushing out and one pulling back harder: the step goes back."""
+    """Contributions to a gradient are not judged separately: with one use pushing out and one pulling back harder, it
+    returns."""
     module = BoundedParameter((1,), init_constant(0.01), low=0.01)
     optimizer = ProjectedAdamW([{"params": [module.value], "low": 0.01, "high": math.inf}], lr=0.1, weight_decay=0.0)
     (0.4 * module() - 0.5 * module()).sum().backward()

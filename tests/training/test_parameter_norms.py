@@ -1,4 +1,4 @@
-"""The norms that a run reports are those of the weights in its checkpoints, however its ranks divide the model."""
+"""Reported norms equal those of the checkpoints' weights, in any layout."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def zero(stage: int) -> dict[str, Any]:
 
 
 def label(name: str) -> str:
-    """Group and part of a weight of this model, by its name in a checkpoint."""
+    """Return group and part of a weight, from its name in a checkpoint."""
     if name.startswith("position."):
         return "in [0.01, inf]/position encoding"
     group = "decayed" if name.endswith("weight") and "norm" not in name else "not decayed"
@@ -34,7 +34,7 @@ def label(name: str) -> str:
 
 
 def compute_norms(run: Path, step: int) -> tuple[dict[str, float], dict[str, float]]:
-    """The norms of a run's weights after a step, and of the step, from its checkpoints: in float64, over all of it."""
+    """Compute norms of a run's weights after a step, and of the step, from its checkpoints in float64."""
     before, after = (
         load_file(run / "checkpoints" / f"step_{number:07d}" / layout.WEIGHTS) for number in (step - 1, step)
     )
@@ -77,7 +77,7 @@ def test_norms_of_every_layout(tmp_path: Path) -> None:
         for step, record in records(tmp_path / name).items():
             norms, updates = compute_norms(tmp_path / name, step)
             assert record["param_norm"] == pytest.approx(norms, rel=1e-6), (name, step)
-            # Of a difference of float32 numbers nothing but the last digits is left, here and there alike.
+            # A difference of float32 numbers keeps only the last digits, on both sides.
             assert record["update_norm"] == pytest.approx(updates, rel=1e-5), (name, step)
             assert record["update_norm"][TOTAL] > 0
             if "bf16" not in name:

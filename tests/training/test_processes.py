@@ -1,4 +1,4 @@
-"""Two processes on one machine train as one does with the same global batch, to float rounding.
+"""Two processes on one machine train like one with the same global batch, within rounding.
 
 Starting processes takes seconds, so all runs of two share one pair.
 """
@@ -13,7 +13,7 @@ from megatron.checkpoint.run_folder import RunLock
 from megatron.training.trainer import train
 from tools.rounding import compute_tolerance, count_gpt_sums
 
-# Adam takes rounding for a gradient only in parameters that the loss does not depend on.
+# Adam amplifies rounding only in parameters that do not affect the loss.
 ROUNDING = compute_tolerance(*count_gpt_sums(32, layers=2))
 HALVES = {"train_micro_batch_size_per_gpu": 2, "num_gpus": 2, "train_batch_size": 4}
 QUARTERS = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "num_gpus": 2, "train_batch_size": 4}
@@ -69,7 +69,7 @@ def test_two_processes_train_as_one(corpus: Path, tmp_path: Path) -> None:
             two("stopped3", **HALVES, **zero(3), **short),
             rest("stopped3", **HALVES, **zero(3)),
             two("offloaded3", **HALVES, **zero(3, "optimizer", "param")),
-            tiny_config(corpus, None, **masked, **HALVES),  # nothing is saved, so the index is in no folder of the run
+            tiny_config(corpus, None, **masked, **HALVES),  # nothing is saved, so the index is not in a run folder
             two("moved2", **HALVES, **zero(2), **short),
             rest("moved2", **HALVES, **zero(2, "optimizer")),
             two("moved3", **HALVES, **zero(3, "optimizer", "param"), **short),
@@ -90,14 +90,14 @@ def test_two_processes_train_as_one(corpus: Path, tmp_path: Path) -> None:
     assert [*others, endless] == [None] * (17 + len(WHOLE))
     assert "nowhere" in (bad or "")
 
-    # A signal to any process ends all after the same step, with a checkpoint of it.
+    # A signal to any process ends all of them after the same step, with its checkpoint.
     assert [(tmp_path / "job" / f"{17 + len(WHOLE)}.{rank}.code").read_text() for rank in (0, 1)] == ["143", "143"]
     stopped = layout.parse_step(layout.resolve_checkpoint_path(tmp_path / "endless"))
     assert stopped is not None
     assert 0 <= stopped - max(records(tmp_path / "endless")) < 3
 
     expected = losses(alone)
-    assert expected[0] - expected[-1] > 0.02  # it learned
+    assert expected[0] - expected[-1] > 0.02  # it has learned
     for name in ("plain", "accumulated", "zero2", "zero3", "offloaded3", "divided1"):
         assert losses(tmp_path / name) == pytest.approx(expected, rel=ROUNDING), name
         for kind in ("train", "valid"):
@@ -117,20 +117,20 @@ def test_two_processes_train_as_one(corpus: Path, tmp_path: Path) -> None:
             assert both["tokens"] == one["tokens"], (name, kind)
             assert both["loss"] == pytest.approx(one["loss"], rel=ROUNDING), (name, kind)
 
-    # Resumed by as many processes: bit for bit, also where the optimizer moves to the CPU in between.
+    # Resumed by the same number of processes: bit for bit, even if the optimizer moves to the CPU.
     assert losses(tmp_path / "stopped2") == losses(tmp_path / "zero2")
     assert losses(tmp_path / "stopped3") == losses(tmp_path / "zero3")
     for stopped_run, whole in (("moved2", "zero2"), ("moved3", "offloaded3")):
         assert losses(tmp_path / stopped_run) == losses(tmp_path / whole)
         assert same_weights(tmp_path / stopped_run, tmp_path / whole)
 
-    # Resumed by fewer.
+    # Resumed by fewer processes.
     train(rest("stopped0", **{**HALVES, "num_gpus": 1, "train_micro_batch_size_per_gpu": 4}))
     assert losses(tmp_path / "stopped0") == pytest.approx(expected, rel=ROUNDING)
 
 
 def test_a_folder_that_another_run_has_ends_all_ranks_at_once(tmp_path: Path) -> None:
-    """The first rank alone asks for it: the others must not wait for one that has left."""
+    """Only the first rank takes the lock of a run's folder; if it fails, the others must not wait for it."""
     corpus = write_corpora(tmp_path)
     held = RunLock(tmp_path / "run")
     config = tiny_config(corpus, tmp_path / "run", num_gpus=2, train_micro_batch_size_per_gpu=2)
@@ -139,4 +139,4 @@ def test_a_folder_that_another_run_has_ends_all_ranks_at_once(tmp_path: Path) ->
     finally:
         held.release()
     assert error is not None
-    assert "another run is writing there" in error
+    assert "another run is using this folder" in error

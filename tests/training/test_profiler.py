@@ -1,4 +1,4 @@
-"""Profiles of single steps: files that others read, what is in them, and a run that is not changed by them."""
+"""Profiles of single steps: file formats, contents, and no effect on the run."""
 
 import gzip
 import json
@@ -29,7 +29,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace, as Perfetto and TensorBoard read it."""
+    """Return the events of a trace, as Perfetto and TensorBoard read it."""
     with gzip.open(path, "rt") as file:
         return json.load(file)["traceEvents"]
 
@@ -57,7 +57,7 @@ def test_the_profile_of_some_steps(corpus: Path, tmp_path: Path) -> None:
         "data": 2, "reduce": 2, "forward and backward": 2, "step": 2
     }  # fmt: skip
 
-    # Of the table, what the trace says of each operator: calls exactly, and times within the table's digits.
+    # The table agrees with the trace for each operator: exact calls, and times within the table's digits.
     head, _, columns, *rows = (taken.parent / "rank_0.kernels.txt").read_text().splitlines()
     assert head.startswith("steps 3 to 4, ")
     assert columns.split()[-1] == "operator"
@@ -72,7 +72,8 @@ def test_the_profile_of_some_steps(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_stopped_within_its_profile_and_one_that_goes_on(corpus: Path, tmp_path: Path) -> None:
-    """Each writes the steps that it took; the first step of all has none before it to warm up in."""
+    """A run stopped during its profile and its continuation each write their steps; the very first step cannot warm
+    up."""
     config = tiny_config(
         corpus, tmp_path / "run", train_iters=6, profile={"from": 1, "to": 5}, load=str(tmp_path / "run")
     )
@@ -118,7 +119,7 @@ def test_what_is_beyond_the_last_step_is_said(tmp_path: Path) -> None:
 
 
 def test_the_table_of_a_gpu_has_its_kernels() -> None:
-    """By name, without the operators that launched them and the phases; where none could be traced, it says so."""
+    """The table of a GPU lists kernels by name, without operators and phases, or states that none were traced."""
 
     def average(key: str, microseconds: float, count: int, **others: Any) -> SimpleNamespace:
         defaults = {"device_type": DeviceType.CUDA, "is_user_annotation": False, "self_cpu_time_total": 0.0}

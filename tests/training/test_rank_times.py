@@ -1,4 +1,4 @@
-"""Which rank the others wait for, and for what, as reports tell it."""
+"""Reports name the rank that others wait for, and its slow phase."""
 
 import time
 from dataclasses import replace
@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parents[1] / "support/hanging_rank.py"
 
 
 def test_ranks_that_are_slow_are_named(tmp_path: Path) -> None:
-    """One in its forward pass, the other in its data: of two processes that wait for each other."""
+    """Slow ranks are named: one in its forward pass, the other in its data loading, with two processes."""
     run = tmp_path / "run"
     config = tiny_config(
         write_corpora(tmp_path / "corpus"), run, train_iters=4, log_interval=2, num_gpus=2,
@@ -46,14 +46,15 @@ def test_ranks_that_are_slow_are_named(tmp_path: Path) -> None:
         assert record["data_wait_rank"] == 0
         assert SLOW / seconds <= record["data_wait"] * 1.001
         assert record["data_wait"] <= 1
-        # The median of two is their mean: half of what the slow one takes longer, and with the backward pass thrice.
+        # The median of two is their mean: half of the slow rank's additional time, tripled by the backward pass.
         assert record["slowest_rank_wait"] > 0
     assert first["checkpoint_wait"] == 0
     assert 0 < second["checkpoint_wait"] < 1
 
 
 def test_a_rank_is_compared_with_those_of_its_stage() -> None:
-    """Stages do unequal work; where a stage is one rank, nothing is comparable."""
+    """A rank is compared with the others of its stage, because stages differ in work; a stage of one rank has no
+    comparison."""
     forward, stages = [0.1, 0.1, 0.13, 0.4, 0.41, 0.4], [0, 0, 0, 1, 1, 1]
     times = [RankTimes(seconds, data_wait=rank) for rank, seconds in enumerate(forward)]
     found = compare_ranks(times, stages, micro_batches=4)
@@ -65,7 +66,7 @@ def test_a_rank_is_compared_with_those_of_its_stage() -> None:
 
 
 def test_the_first_pass_of_a_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the others, and none of a validation."""
+    """Only the first pass of a step is timed, and none of a validation."""
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
 

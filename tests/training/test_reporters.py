@@ -1,4 +1,4 @@
-"""Where records go: files that continue, numbers that JSON knows, packages that may be absent."""
+"""Destinations of records: files that continue, valid JSON numbers, missing packages."""
 
 import io
 import json
@@ -54,12 +54,13 @@ def test_metrics_continue_without_a_future_that_did_not_happen(tmp_path: Path) -
         ("train", 1), ("valid", 1), ("train", 2), ("valid", 2), ("train", 3)
     ]  # fmt: skip
     assert read(path)[-1]["loss"] == 1.0
-    JsonLines(path, 0).close()  # a run from scratch
+    JsonLines(path, 0).close()  # a new run
     assert read(path) == []
 
 
 def test_damaged_lines_are_kept_and_told(tmp_path: Path) -> None:
-    """Between good ones, and the first; half a line at the end is what any crash leaves."""
+    """Damaged lines between good ones or at the start are kept and reported; half a line at the end follows any
+    crash."""
     path = tmp_path / "metrics.jsonl"
     assert set_damage_aside(tmp_path) == []
     reporter = JsonLines(path, 0)
@@ -126,7 +127,7 @@ class FakeRun:
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """A stand-in for the package: the real one starts a service."""
+    """Replacement of the package, because the real one starts a service."""
     fake = types.SimpleNamespace(inits=[], run=FakeRun(), Settings=dict)
     fake.init = lambda **keys: (fake.inits.append(keys), fake.run)[1]
     monkeypatch.setitem(sys.modules, "wandb", fake)
@@ -193,7 +194,7 @@ def test_packages_are_needed_only_when_asked_for(tmp_path: Path, monkeypatch: py
         build_reporters(config(tmp_path / "run", use_wandb=True), 0)
     with pytest.raises(UserError, match="use_tensorboard: tensorboard is not installed"):
         build_reporters(config(tmp_path / "run", use_tensorboard=True), 0)
-    assert build_reporters(config(None, use_tensorboard=True), 0) == []  # no folder to write to
+    assert build_reporters(config(None, use_tensorboard=True), 0) == []  # no folder for output
 
 
 def test_a_line_says_what_is_worth_saying() -> None:

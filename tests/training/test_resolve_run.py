@@ -1,4 +1,4 @@
-"""What is settled and what is refused before a run, for any machine."""
+"""Resolved values and errors before a run, for any machine."""
 
 import subprocess
 import sys
@@ -97,7 +97,7 @@ def test_processes_on_several_machines() -> None:
         assert (settled.world_size, launch.nodes, launch.num_gpus, launch.device) == (8, 2, 4, "cuda")
         assert settled.config.training.gradient_accumulation_steps == 1
         assert resolve_run(settled.config, LocalHardware(4, 8), rank_info=there).config == settled.config
-    bound = resolve_run(config(one_each), LocalHardware(1, 8), rank_info=there)  # each process sees its own GPU alone
+    bound = resolve_run(config(one_each), LocalHardware(1, 8), rank_info=there)  # each process sees only its own GPU
     assert (bound.config.launch.num_gpus, bound.config.launch.device) == (4, "cuda")
     uneven = resolve_run(config(one_each, "train_batch_size=5"), LOGIN_NODE, rank_info=RankInfo(4, 5, 0, 2))
     assert (uneven.world_size, uneven.config.launch.num_gpus, uneven.config.launch.nodes) == (5, None, None)

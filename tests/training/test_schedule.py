@@ -1,4 +1,4 @@
-"""The learning rate of every step, against the papers' formulas in float64."""
+"""Learning rate of every step, compared with the papers' formulas in float64."""
 
 import itertools
 import math
@@ -39,7 +39,7 @@ def test_known_values() -> None:
     constant = build_schedule(options(warmup=0.5, lr_decay_style="constant", min_lr=1e-4), train_iters=10)
     assert [constant(step) for step in (4, 5, 9, 1000)] == pytest.approx([1e-3 * 5 / 6, 1e-3, 1e-3, 1e-3])
 
-    # 1706.03762, equation 3, without the model's width: the rate falls as 1/√s, s counted from 1.
+    # 1706.03762, equation 3, without the model's width: the rate decreases as 1/√s, with s counted from 1.
     inverse = build_schedule(options(warmup=0.03, lr_decay_style="inverse_sqrt", min_lr=1e-4), train_iters=100)
     assert inverse(2) == pytest.approx(1e-3 * 3 / 4)
     assert [inverse(step) for step in (3, 15, 63)] == pytest.approx([1e-3, 1e-3 / 2, 1e-3 / 4])
@@ -81,7 +81,8 @@ def test_it_rises_then_never_rises_again_and_ends_at_min_lr(
 @pytest.mark.parametrize("style", ["linear", "minus_sqrt", "cosine", "exponential"])
 @pytest.mark.parametrize("floor", [0.0, 1e-4])
 def test_wsd_is_the_papers(style: str, floor: float) -> None:
-    """MiniCPM's three pieces (2404.06395, section 4.2), the cooldowns of 2405.18392, section 3.1, and Megatron's."""
+    """WSD: MiniCPM's three phases (2404.06395, section 4.2), the cooldowns of 2405.18392, section 3.1, and
+    Megatron's."""
     peak, warmup, total, decay = 1e-3, 20, 500, 80
     schedule = build_schedule(
         options(
@@ -98,7 +99,7 @@ def test_wsd_is_the_papers(style: str, floor: float) -> None:
         "cosine": 0.5 + 0.5 * np.cos(np.pi * x),
         "exponential": np.exp2(1 - x) - 1,
     }[style]
-    # Warm-up counts its first step as 1 of w + 1, so that no step is trained with a rate of zero (GPT-NeoX #1379).
+    # Warmup counts its first step as 1 of w + 1, so that no step has a rate of zero (GPT-NeoX #1379).
     expected = np.where(
         n < warmup, peak * (n + 1) / (warmup + 1), np.where(x <= 0, peak, floor + (peak - floor) * falls)
     )
@@ -112,7 +113,8 @@ def test_wsd_is_the_papers(style: str, floor: float) -> None:
 
 @pytest.mark.parametrize("cooldown", ["cosine", "inverse_sqrt"])
 def test_infinite_is_the_papers(cooldown: str) -> None:
-    """2403.08763, section 7.4: warm-up, cooldown to a constant rate, that rate, exponential annealing."""
+    """Infinite schedule (2403.08763, section 7.4): warmup, cooldown to a constant rate, that rate, exponential
+    annealing."""
     peak, constant, floor = 1e-3, 4e-4, 1e-5
     warmup, cooled, total, anneal = 10, 110, 400, 50
     keys = {
@@ -131,10 +133,10 @@ def test_infinite_is_the_papers(cooldown: str) -> None:
     whole = trunk * (floor / constant) ** y
     trunk_schedule = build_schedule(options(**keys), total)
     np.testing.assert_allclose([trunk_schedule(int(step)) for step in t], trunk, rtol=1e-12)
-    np.testing.assert_allclose(trunk_schedule(10**7), constant, rtol=1e-15)  # it has no end
+    np.testing.assert_allclose(trunk_schedule(10**7), constant, rtol=1e-15)  # no end
     annealed = build_schedule(options(**keys, lr_anneal_iters=anneal), total)
     np.testing.assert_allclose([annealed(int(step)) for step in t], whole, rtol=1e-12)
-    # Restarted: the same again, from another step on.
+    # Restarted from another step.
     again = build_schedule(options(**keys, lr_anneal_iters=anneal), 1000 + total, first_step=1000)
     assert [again(1000 + int(step)) for step in t] == [annealed(int(step)) for step in t]
 

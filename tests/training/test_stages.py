@@ -1,4 +1,4 @@
-"""Runs in stages and branches of runs: bit for bit what an unbroken run computes, and every token once."""
+"""Runs in stages and branches: bit for bit equal to an unbroken run, and every token once."""
 
 import io
 import itertools
@@ -42,7 +42,7 @@ STAGES = [
 
 
 def weighted(corpus: Path) -> dict[str, Any]:
-    """Two corpora, one of them named by its folder, weighed by their documents; otherwise from step 5 on."""
+    """Two corpora, one of them named by its folder, weighted by their documents; from step 5 on with other weights."""
     return {
         "train_data_paths": [str(corpus), str(corpus / "test_text_document")], "weight_by_num_documents": True,
         "stages": [*STAGES[:2], {**STAGES[2], "weighted_sampler_alpha": 0.3}],
@@ -69,11 +69,11 @@ def printed(config: Config) -> list[str]:
 
 
 class Killed(Exception):
-    """Stands for SIGKILL: nothing is written after it."""
+    """Exception that simulates SIGKILL: nothing is written afterwards."""
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, num_steps: int) -> None:
-    """End a run without a word before its step of this number, counted from where it starts."""
+    """End a run without output before the given step, counted from its start."""
     usual, count = Trainer.train_step, itertools.count()
 
     def train_step(self: Trainer, stop: Any) -> bool:
@@ -86,12 +86,12 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, num_steps: int) -> None:
 
 @pytest.fixture
 def read_text(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[torch.Tensor]]:
-    """The tokens of every step that is trained, flat, in order."""
+    """Tokens of every training step, flat and in order."""
     steps: list[torch.Tensor] = []
     usual = Engine.forward_backward
 
     def forward_backward(self: Engine, micro_batches: list[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        # Every token is the label of the one before it: each is once a label.
+        # Every token is the label of its predecessor, so each is a label once.
         steps.append(torch.cat([batch["labels"].flatten() for batch in micro_batches]))
         return usual(self, micro_batches, *args, **kwargs)
 
@@ -102,12 +102,12 @@ def read_text(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[torch.Tensor
 def test_a_staged_run_is_the_same_wherever_it_is_killed(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a stage begins another blend, of weights by documents."""
+    """A staged run is the same after a kill at any step, also if a stage starts another blend with document weights."""
     config = staged(corpus, tmp_path / "whole", checkpoint_factor=2, **weighted(corpus))
     lines = printed(config)
     paths = [str(corpus / f"{split}_text_document") for split in ("train", "test")]
     assert f"train_data_paths: {corpus} is {paths[0]}" in lines
-    # Of two corpora with alpha 1 each is half, whatever their documents.
+    # With alpha 1, each of two corpora gets half, whatever their documents.
     first, _, last = (line for line in lines if line.startswith("train_data_paths by documents"))
     assert first.startswith(f"train_data_paths by documents, weighted_sampler_alpha 1: 0.5 of {paths[0]} (")
     assert last.startswith("train_data_paths by documents, weighted_sampler_alpha 0.3: 0.")
@@ -122,11 +122,11 @@ def test_a_staged_run_is_the_same_wherever_it_is_killed(
     found = records(tmp_path / "whole")
     assert list(found) == list(range(1, 9))
     assert [found[step]["tokens"] for step in found] == [128 * step for step in found]
-    # Every checkpoint holds the configuration of the stage it was written in, and what is loaded is the last one's.
+    # Every checkpoint contains the configuration of its stage; loading the run gives the last one's.
     for step, length in ((2, 8), (3, 8), (4, 16), (5, 16), (6, 32), (8, 32)):
         path = tmp_path / "whole" / "checkpoints" / layout.format_checkpoint_name(step)
         stored = load_checkpoint_config(path)
-        assert (stored.model.seq_length, stored.data.train_data_paths) == (length, paths)  # no folder any more
+        assert (stored.model.seq_length, stored.data.train_data_paths) == (length, paths)  # folder resolved to paths
         assert TrainerState.read(path).step == step
     assert load_model(tmp_path / "whole").config.model.seq_length == 32
     for killed in (2, 3, 5, 6):  # 3 and 5 are boundaries
@@ -153,13 +153,13 @@ def test_two_processes_go_through_the_same_stages(corpus: Path, tmp_path: Path, 
 
 
 def test_stages_that_change_nothing_are_one_run(corpus: Path, tmp_path: Path) -> None:
-    """Law: a list of stages of one length reads and computes what a run without it does, to the bit."""
+    """Stages of one length are bit for bit equal to a run without stages."""
     plain = staged(corpus, tmp_path / "plain", stages=[], seq_length=16)
     train(plain)
     train(plain.replace(save=str(tmp_path / "staged"), stages=[{"until": 3}, {"until": 6}, {}]))
     assert losses(tmp_path / "plain") == losses(tmp_path / "staged")
     assert same_weights(tmp_path / "plain", tmp_path / "staged")
-    # And one that is stopped, and goes on with a list, goes on with the same text.
+    # A run that is stopped and resumed with a list of stages continues the same text.
     first = plain.replace(save=str(tmp_path / "later"), stages=[], train_iters=4, lr_decay_iters=8)
     train(first)
     train(first.replace(load=str(tmp_path / "later"), stages=[{"until": 5}, {}], train_iters=8))
@@ -169,8 +169,8 @@ def test_stages_that_change_nothing_are_one_run(corpus: Path, tmp_path: Path) ->
 def test_the_text_is_the_same_at_any_length(
     corpus: Path, tmp_path: Path, read_text: Callable[[], list[torch.Tensor]]
 ) -> None:
-    """Step s reads the same tokens whatever the stages' lengths: those of one run at the longest length, whose samples
-    megatron-core's order gives."""
+    """Step s reads the same tokens for any stage lengths: those of a run at the longest length in megatron-core's
+    order."""
     train(staged(corpus, tmp_path / "staged"))
     staged_steps, _ = read_text()[:], read_text().clear()
     plain = {"stages": [], "seq_length": 32, "train_batch_size": 4, "train_micro_batch_size_per_gpu": 4}
@@ -179,10 +179,13 @@ def test_the_text_is_the_same_at_any_length(
 
 
 def test_new_weights_read_on_behind_what_was_read(tmp_path: Path, read_text: Callable[[], list[torch.Tensor]]) -> None:
-    """Whatever the weights, lengths and datasets of stages: no block of a dataset is read twice or left out but those
-    that a line says, and their shares are the weights."""
+    """New weights continue after the data already read.
+
+    For any weights, lengths and datasets of stages, no block is repeated or skipped except those reported in a line,
+    and the fractions follow the weights.
+    """
     paths = []
-    for name, first in (("a", 0), ("b", 20_000), ("c", 40_000)):  # whose tokens say where they are
+    for name, first in (("a", 0), ("b", 20_000), ("c", 40_000)):  # tokens identify their positions
         paths.append(str(write_numbered(tmp_path / name, first, 2400)))
     keys = {
         "train_data_paths": paths[:2], "valid_data_paths": [], "train_iters": 12, "seq_length": 4,
@@ -208,14 +211,14 @@ def test_new_weights_read_on_behind_what_was_read(tmp_path: Path, read_text: Cal
     assert np.sum(shares[4:7], axis=0).tolist() == [9, 3, 0]
     assert np.sum(shares[7:], axis=0).tolist() == [10, 0, 10]
     blocks = [np.unique(read[read // 20_000 == name]) for name in range(3)]
-    for tokens in blocks:  # whole blocks of 16: each begins where a sample of its dataset does
+    for tokens in blocks:  # whole blocks of 16, each at the start of a sample
         assert len(tokens) % 16 == 0
         runs = np.split(tokens, np.flatnonzero(np.diff(tokens) != 1) + 1)
         assert all(len(run) % 16 == 0 for run in runs)
 
 
 def write_numbered(prefix: Path, first: int, tokens: int) -> Path:
-    """A dataset of one document whose tokens count up."""
+    """Write a dataset of one document whose tokens count up."""
     from megatron.data.megatron_core import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
@@ -245,7 +248,7 @@ def test_a_stage_that_ends_within_a_sequence_says_what_is_left_out(corpus: Path,
 
 
 def test_a_branch_is_the_run_whose_schedule_decayed_there(corpus: Path, tmp_path: Path) -> None:
-    """Law: trunk and branch are, to the bit, one run; nothing of the trunk's checkpoint is copied."""
+    """A branch is bit for bit equal to a run with that decay, and copies nothing of the trunk's checkpoint."""
     trunk = tiny_config(
         corpus, tmp_path / "trunk", train_iters=8, lr_decay_style="wsd", lr_warmup_iters=1, lr_decay_iters=10**6,
         extra_save_iters=[4], hidden_dropout=0.1, attention_dropout=0.1,
@@ -261,7 +264,7 @@ def test_a_branch_is_the_run_whose_schedule_decayed_there(corpus: Path, tmp_path
         said = [line for line in lines if line.startswith("branches from")]
         assert len(said) == 1
         assert said[0].startswith(f"branches from {start} at step 4 with train_iters 8 → {keys['train_iters']}")
-        assert not [line for line in lines if "until here" in line]
+        assert not [line for line in lines if ", now " in line]
         train(trunk.replace(save=str(tmp_path / f"one_{name}"), extra_save_iters=[], **keys))
         assert losses(tmp_path / name) == losses(tmp_path / f"one_{name}")[4:]
         assert same_weights(tmp_path / name, tmp_path / f"one_{name}")
@@ -269,9 +272,9 @@ def test_a_branch_is_the_run_whose_schedule_decayed_there(corpus: Path, tmp_path
         assert names == [layout.format_checkpoint_name(keys["train_iters"])]
     with pytest.raises(UserError, match=r"^weight_decay: this run has 0\.3, but .* was trained with 0\.1; a branch"):
         train(trunk.replace(save=str(tmp_path / "c"), load=str(start), weight_decay=0.3))
-    with pytest.raises(UserError, match=r"^seed: .*a branch changes the schedule alone: take the weights"):
+    with pytest.raises(UserError, match=r"^seed: .*a branch can change only the schedule: load only the weights"):
         train(trunk.replace(save=str(tmp_path / "c"), load=str(start), seed=3))
-    # What is no schedule is said as a stage: other data for the decay, or a longer context.
+    # Changes beyond the schedule are stages: other data for the decay, or a longer context.
     stages = [{"until": 4}, {"weight_decay": 0.3}]
     train(trunk.replace(save=str(tmp_path / "d"), load=str(start), stages=stages))
     assert losses(tmp_path / "d")[:1] == losses(tmp_path / "trunk")[4:5]
@@ -295,7 +298,10 @@ def test_a_branch_that_was_killed_before_its_first_checkpoint_is_a_branch_again(
 
 
 def test_a_stage_that_names_a_decay_begins_a_schedule_of_its_own(corpus: Path, tmp_path: Path) -> None:
-    """Restart of the infinite schedule: warm-up, cooldown and annealing again, on the second half of a run."""
+    """A stage that names a decay starts its own schedule.
+
+    The infinite schedule restarts in the second half of a run: warmup, cooldown and annealing again.
+    """
     infinite = {
         "lr_decay_style": "infinite", "constant_lr": 5e-3, "min_lr": 1e-4, "lr_warmup_iters": 2,
         "lr_cooldown_iters": 3, "lr_anneal_iters": 2,
@@ -312,13 +318,13 @@ def test_a_stage_that_names_a_decay_begins_a_schedule_of_its_own(corpus: Path, t
     quiet = staged(corpus, tmp_path, stages=[{"until": 4, "lr_decay_style": "constant"}, {"lr_decay_style": "linear"}])
     *_, last = build_stages(resolve_run(quiet, LocalHardware.detect()).config)
     schedule = build_schedule(last.config.optimizer, last.schedule_end, last.schedule_first)
-    assert [schedule(step) for step in range(4, 8)] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])  # no new warm-up
+    assert [schedule(step) for step in range(4, 8)] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])  # no new warmup
 
 
 def test_memory_that_does_not_suffice_is_told_of_the_stage_that_the_run_is_in(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In its steps, in the building of its model, and of a run that goes on in it."""
+    """An out-of-memory error names the stage, in its steps, while building its model, and after resuming in it."""
     config = staged(corpus, tmp_path, stages=[{"until": 4}, {"until": 6, "seq_length": 32}, {"seq_length": 16}])
     resolved = resolve_run(config, LocalHardware.detect()).config
     second = build_stages(resolved)[1].config
@@ -358,13 +364,13 @@ def test_stages_in_tokens_end_at_steps_and_resolving_again_changes_nothing(corpu
     )  # fmt: skip
     resolved = resolve_run(config, LocalHardware.detect()).config
     stages = build_stages(resolved)
-    # 128 tokens a step until 512, then 64: 900 is reached after 7 more, 1100 after 3.
+    # 128 tokens per step until 512, then 64: 900 is reached after 7 more, 1100 after 3.
     assert [(stage.first_step, stage.end_step, stage.tokens_per_step) for stage in stages] == [
         (0, 4, 128), (4, 11, 64), (11, 14, 64),
     ]  # fmt: skip
     assert resolved.training.train_iters == 14
     assert resolve_run(resolved, LocalHardware.detect()).config == resolved
-    for stage in stages:  # what a checkpoint stores knows the stages after it
+    for stage in stages:  # a checkpoint also stores later stages
         later = build_stages(stage.config)[stage.index :]
         ends = [[(s.first_step, s.end_step) for s in some] for some in (later, stages[stage.index :])]
         assert ends[0] == ends[1]
@@ -388,13 +394,16 @@ def test_a_checkpoint_of_another_stage_than_the_list_says_is_refused(corpus: Pat
 def test_epochs_make_the_steps_and_a_run_keeps_them(
     tmp_path: Path, read_text: Callable[[], list[torch.Tensor]]
 ) -> None:
-    """Steps are counted by hand from the datasets' sizes; one epoch reads no token twice and leaves out less than a
-    step of each dataset; a corpus that has grown since changes nothing."""
+    """Epochs determine the number of steps, which a run keeps.
+
+    The expected steps are computed by hand from the datasets' sizes. One epoch reads no token twice and omits less than
+    a step of each dataset. A corpus that grows later changes nothing.
+    """
     path = str(write_numbered(tmp_path / "a", 0, 1000))
     keys = {"valid_data_paths": [], "pos_emb": "rotary", "train_iters": 0, "tokenizer_type": "bytes"}
     config = tiny_config(tmp_path, tmp_path / "run", train_data_paths=[path], train_epochs=1.0, **keys)
     lines = printed_with_large_vocabulary(config)
-    # 999 / 16 sequences of 16 (a label follows the last token) are 62, and 15 steps of 4.
+    # 999 / 16 gives 62 sequences of 16 (a label follows the last token), and 15 steps of 4.
     assert "train_epochs 1: 1,000 tokens of text give 15 steps" in lines
     read = torch.cat(read_text())
     assert len(read) == 15 * 64 == len(read.unique())
@@ -404,7 +413,7 @@ def test_epochs_make_the_steps_and_a_run_keeps_them(
         stages=[{"until": 4}, {"seq_length": 32}], **keys,
     )  # fmt: skip
     settled, _ = resolve_data(resolve_run(other, LocalHardware.detect()).config)
-    assert settled.training.train_iters == (2499 // 32 * 32) // 64  # whatever the length, 64 tokens a step
+    assert settled.training.train_iters == (2499 // 32 * 32) // 64  # at any length, 64 tokens per step
     twice = config.replace(
         train_data_paths=[path, str(write_numbered(tmp_path / "b", 1000, 3000))], train_data_weights=[1.0, 1.0]
     )
@@ -426,8 +435,11 @@ def test_epochs_make_the_steps_and_a_run_keeps_them(
 
 
 def test_a_run_goes_back_within_its_stage(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loss that stays bad in the second stage sends the run to the boundary's checkpoint, which the stage before it
-    wrote in sequences of another length; it goes on behind the bad text, to the bit as one that never met it."""
+    """A run rolls back within its stage.
+
+    A persistently bad loss in the second stage sends the run to the checkpoint at the boundary, written by the previous
+    stage with another length. It skips the bad data and is then bit for bit equal to a run that never read them.
+    """
     usual, calls = Engine.forward_backward, itertools.count(1)
     labels: list[torch.Tensor] = []
 
@@ -442,7 +454,7 @@ def test_a_run_goes_back_within_its_stage(corpus: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(Engine, "forward_backward", forward_backward)
     lines = printed(config)
     assert any("rolling back to" in line and "step_0000003" in line for line in lines)
-    # Steps 1 to 4, the bad fifth, and then 4 to 8 again behind it.
+    # Steps 1 to 4, the bad fifth, and then 4 to 8 again after it.
     assert len(labels) == 10
     state = TrainerState.read(layout.resolve_checkpoint_path(tmp_path / "run"))
     assert (state.step, state.skipped_samples, state.rollbacks) == (8, 16, 1)

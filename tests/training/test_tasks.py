@@ -1,4 +1,4 @@
-"""Training on a task: through the same loop, checkpoints and resuming as a text."""
+"""Training on a task: same loop, checkpoints and resuming as for a text."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from megatron.utils.errors import UserError
 
 
 def task_config(run: Path | None, **keys: object) -> Config:
-    """The tiny model on strings of up to eight bits, reversed."""
+    """Return the tiny model's configuration for strings of up to eight bits, reversed."""
     base = {
         "train_data_paths": [],
         "valid_data_paths": [],
@@ -50,7 +50,7 @@ def test_two_ranks_train_what_one_does(tmp_path: Path) -> None:
 
 
 def test_speed_counts_what_was_read(tmp_path: Path) -> None:
-    """Tokens and FLOPs are those of each step's own length; the loss is per token that is asked."""
+    """Speed counts tokens and FLOPs at each step's own length; the loss is per scored token."""
     config = task_config(tmp_path / "run", train_iters=8)
     train(config)
     order = SampleOrder(seed=1234, train_samples=32, batch_size=4)
@@ -66,7 +66,7 @@ def test_speed_counts_what_was_read(tmp_path: Path) -> None:
 
 
 def test_learning(tmp_path: Path) -> None:
-    """Whether two bits differ is learned in some dozen steps, so labels stand where they are asked."""
+    """Comparing two bits is learned in a few dozen steps, which shows that labels are at the scored positions."""
     keys = {"task": "even_pairs", "task_length": 2, "task_shortest_length": 2, "seq_length": 3, "train_batch_size": 32}
     train(task_config(tmp_path / "run", **keys, train_micro_batch_size_per_gpu=32, train_iters=100, log_interval=20))
     found = losses(tmp_path / "run")

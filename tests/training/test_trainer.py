@@ -1,4 +1,4 @@
-"""Runs as a whole: what they report, how they end, and what leaves no trace."""
+"""Whole runs: reports, ends, and no leftover files."""
 
 import io
 import math
@@ -62,10 +62,10 @@ def test_a_run_learns_and_reports(corpus: Path, tmp_path: Path) -> None:
     assert (result.step, result.exit_code) == (30, 0)
     assert result.checkpoint == tmp_path / "checkpoints" / "step_0000030"
     begins, rows, epochs, validation, *lines, ends = text.splitlines()
-    assert epochs == "training reads its 4,071 tokens of text 0.472 times"
+    assert epochs == "training text: 4,071 tokens, read 0.472 times"
     assert re.match(r"validation every 20 steps reads valid 128 of \d+ tokens", validation)
     assert " parameters on " in begins
-    assert rows.endswith("% of rows hold several documents; attention crosses them")
+    assert rows.endswith("% of rows contain several documents; attention crosses them")
     assert ends == f"saved {result.checkpoint}; next: ./deepy.py evaluate {tmp_path}"
     assert [line.split()[1] for line in lines] == ["10/30", "20/30", "20/30", "30/30", "30/30", "30/30"]
     assert "\x1b" not in text
@@ -77,7 +77,8 @@ def test_a_run_learns_and_reports(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_validation_reads_its_text_once_whatever_the_batch_and_the_seed(corpus: Path, tmp_path: Path) -> None:
-    """At several lengths and of several sets, before the first step too."""
+    """Validation reads its text once for any batch and seed, at several lengths, on several sets, and before the first
+    step."""
     keys = {"eval_interval": 1, "train_iters": 1, "eval_iters": None, "eval_at_start": True, "eval_lengths": "2x,4x"}
     keys |= {
         "valid_data_sets": {"twin": str(corpus / "valid_text_document"), "other": str(corpus / "test_text_document")}
@@ -107,7 +108,7 @@ def test_validation_reads_its_text_once_whatever_the_batch_and_the_seed(corpus: 
 
 
 def lines_by_kind(run: Path) -> dict[str, list[dict[str, Any]]]:
-    """The records of a run, by their kind."""
+    """Return the records of a run by kind."""
     kinds: dict[str, list[dict[str, Any]]] = {}
     for _, record in read_metrics_log(run / METRICS_FILE):
         kinds.setdefault(record["kind"], []).append(record)
@@ -154,7 +155,7 @@ def test_the_same_run_twice_is_the_same_run(corpus: Path, tmp_path: Path) -> Non
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
-    """Make the loss of some steps (counted from 1) NaN."""
+    """Set the loss of some steps (counted from 1) to NaN."""
     usual, calls = Engine.forward_backward, [0]
 
     def accumulate(self: Engine, micro_batches: list[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -221,7 +222,7 @@ def test_a_signal_saves_after_the_step_and_resuming_goes_on(
     def step(self: Engine, lr: float) -> None:
         calls[0] += 1
         if calls[0] == 2:
-            os.kill(os.getpid(), number)  # in the middle of step 2
+            os.kill(os.getpid(), number)  # during step 2
         usual(self, lr)
 
     before = signal.getsignal(number)
@@ -230,7 +231,7 @@ def test_a_signal_saves_after_the_step_and_resuming_goes_on(
         text, result = printed(tiny_config(corpus, tmp_path / "run"))
     assert signal.getsignal(number) == before
     assert (result.step, result.signal, result.exit_code) == (2, number, 128 + number)
-    said = text.splitlines()[-2:]  # the thread that acknowledges the signal may speak last on a busy machine
+    said = text.splitlines()[-2:]  # on a busy machine, the thread that acknowledges the signal may print last
     assert sum(line.startswith(f"stopped by signal {int(number)} at step 2 of 4; saved ") for line in said) == 1
     assert layout.find_latest_checkpoint(tmp_path / "run") == result.checkpoint
     train(tiny_config(corpus, tmp_path / "run", load=str(tmp_path / "run")))
@@ -261,7 +262,7 @@ def test_what_cannot_be_done_is_refused_and_nothing_is_left(
 
 @pytest.mark.parametrize("zero", [0, 2])
 def test_the_weights_that_training_begins_with_can_be_kept(corpus: Path, tmp_path: Path, zero: int) -> None:
-    """`extra_save_iters: [0]`, as in Pythia's files; a run goes on from there like from any other checkpoint."""
+    """`extra_save_iters: [0]` saves the initial weights, as in Pythia's files; a run can resume from them."""
     keys = {"zero_optimization": {"stage": zero}, "extra_save_iters": [0], "train_iters": 2}
     train(tiny_config(corpus, tmp_path / "run", **keys))
     first = tmp_path / "run/checkpoints/step_0000000"
@@ -274,7 +275,8 @@ def test_the_weights_that_training_begins_with_can_be_kept(corpus: Path, tmp_pat
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_recomputed_attention_trains_the_same_bit_for_bit(corpus: Path, tmp_path: Path, stage: int) -> None:
-    """With dropout, whose random numbers are drawn again, and stage 3, which takes weights away after their use."""
+    """Recomputed attention trains identically, with dropout (same random numbers) and stage 3 (releases weights after
+    use)."""
     keys = {
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, "attention_dropout": 0.2,
         "hidden_dropout": 0.1, "gradient_accumulation_steps": 2, "train_batch_size": None, "score_processor": "cdape",
@@ -290,7 +292,7 @@ def test_recomputed_attention_trains_the_same_bit_for_bit(corpus: Path, tmp_path
 def test_memory_that_does_not_suffice_is_told_with_what_was_planned(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A CPU's allocator fails with a RuntimeError, as anything does."""
+    """An out-of-memory error reports the planned memory. A CPU's allocator raises a generic RuntimeError."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError(

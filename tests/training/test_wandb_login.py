@@ -1,4 +1,4 @@
-"""A run that could not report to Weights & Biases is refused before it starts."""
+"""A run that cannot report to Weights & Biases is rejected before it starts."""
 
 import importlib.util
 from pathlib import Path
@@ -50,4 +50,4 @@ def test_the_package_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
         check_reporters(ONLINE)
     with pytest.raises(UserError, match="use_tensorboard: tensorboard is not installed"):
         check_reporters(reporting("use_tensorboard=true", "save=runs/a"))
-    check_reporters(reporting("use_tensorboard=true"))  # writes none
+    check_reporters(reporting("use_tensorboard=true"))  # no records from this reporter

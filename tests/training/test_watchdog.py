@@ -1,4 +1,4 @@
-"""A rank that hangs is named, and the run ends."""
+"""A hanging rank is named, and the run ends."""
 
 import gc
 import json
@@ -30,8 +30,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def hang(corpus: Path, folder: Path, late: int, how: str) -> tuple[list[int], list[str], dict[int, str]]:
-    """Exit codes of two ranks of which one hangs, what they printed, and their stacks."""
-    timeout = 600.0 if how in HURRIED else TIMEOUT  # which passes in seconds (hanging_rank.py)
+    """Return exit codes, output and stacks of two ranks, one of which hangs."""
+    timeout = 600.0 if how in HURRIED else TIMEOUT  # passes in seconds (hanging_rank.py)
     config = tiny_config(
         corpus, folder / "run", train_iters=6, num_gpus=2, train_micro_batch_size_per_gpu=2, hang_timeout=timeout
     )
@@ -72,13 +72,13 @@ def test_a_rank_that_sleeps(corpus: Path, tmp_path: Path) -> None:
 
 def test_a_rank_that_holds_pythons_lock(corpus: Path, tmp_path: Path) -> None:
     codes, printed, stacks = hang(corpus, tmp_path, 1, "hold")
-    assert codes == [75, 1]  # faulthandler's own exit code
+    assert codes == [75, 1]  # exit code of faulthandler
     assert "rank 1 hangs in data of step 2" in error_of(printed[0])
     assert "in holding" in stacks[1]
 
 
 def test_a_lone_rank_that_holds_pythons_lock(corpus: Path, tmp_path: Path) -> None:
-    """Nobody else is there to tell of it."""
+    """A single rank that holds the interpreter's lock, with no other rank to report it."""
     config = tiny_config(corpus, tmp_path / "run", train_iters=6, hang_timeout=1.0)
     config.save(tmp_path / "config.yml")
     arguments = (str(tmp_path / "config.yml"), "0", "1", "0", "hold")
@@ -87,7 +87,7 @@ def test_a_lone_rank_that_holds_pythons_lock(corpus: Path, tmp_path: Path) -> No
         assert rank.wait(120) == 1
     finally:
         rank.kill()
-    deadline = time.monotonic() + 20  # the process beside it speaks when it is gone
+    deadline = time.monotonic() + 20  # the companion process prints after the rank has ended
     while "error: " not in rank.printed() and time.monotonic() < deadline:
         time.sleep(0.05)
     told = error_of(rank.printed())
@@ -97,7 +97,8 @@ def test_a_lone_rank_that_holds_pythons_lock(corpus: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_is_stopped(late: int, corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The other tells where it is, and what it waits in; then the stopped one writes its stacks, as they were."""
+    """The other rank reports its own position and the operation it waits in; then the stopped rank writes its
+    stacks."""
     folder = tmp_path / "run" / STACKS
     folder.mkdir(parents=True)
     (folder / "rank_0.txt").write_text("of an earlier start")
@@ -123,7 +124,7 @@ def test_a_rank_that_is_stopped(late: int, corpus: Path, tmp_path: Path, caplog:
         with caplog.at_level(logging.INFO, "Flight Recorder"):
             fr_trace.main(["--prefix", "gloo_trace_rank_", str(folder)])
     finally:
-        gc.enable()  # which torch's reader ends for good
+        gc.enable()  # torch's reader disables it
     assert f"missing ranks: {{{late}}}" in caplog.text
     assert "collective: gloo:all_reduce" in caplog.text
 
@@ -135,7 +136,7 @@ def test_a_run_that_ends_leaves_nothing(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_whose_batches_are_loaded_by_other_processes_ends(corpus: Path, tmp_path: Path) -> None:
-    """They are forked from the rank, and hold open what it has open."""
+    """A run with data loader processes ends; they are forked from the rank and inherit its open files."""
     result = train(tiny_config(corpus, tmp_path / "run", num_workers=1, hang_timeout=60))
     assert result.exit_code == 0
     assert not (tmp_path / "run" / STACKS).exists()

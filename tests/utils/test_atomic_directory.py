@@ -1,4 +1,4 @@
-"""Folders are whole or not there, whatever ends their writers."""
+"""Folders are complete or absent, even if their writers are killed."""
 
 import os
 import shutil
@@ -164,7 +164,7 @@ def test_the_work_of_the_living_and_of_strangers_is_left_alone(tmp_path):
     stranger = tmp_path / ".x.abcdefgh.tmp"
     (stranger / "mine").mkdir(parents=True)
     with atomic_directory(tmp_path / "x") as folder:
-        recover_abandoned(tmp_path / "x")  # another descriptor: a lock belongs to the one that took it
+        recover_abandoned(tmp_path / "x")  # another descriptor, because a lock belongs to its descriptor
         write(tmp_path / "y", "by another")
         assert folder.is_dir()
         (folder / "file").write_text("mine")

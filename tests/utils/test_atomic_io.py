@@ -1,4 +1,4 @@
-"""Files that may hold anything, places that hold something already, and the version of the project."""
+"""Files with arbitrary contents, existing targets, and the project's version."""
 
 import os
 import re
@@ -51,7 +51,8 @@ def test_a_file_that_must_be_new_never_replaces_another(
 def test_processes_of_two_hosts_have_temporary_files_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both have the same process ID, and the second writes while the first one does."""
+    """Processes of two hosts with equal process IDs have separate temporary files, even if they write at the same
+    time."""
     sync = os.fsync
 
     def write_meanwhile(descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""Errors as a person reads them."""
+"""Errors as shown to users."""
 
 from pathlib import Path
 
@@ -20,5 +20,5 @@ def test_a_path_is_to_blame_for_some_errors_of_the_system_alone(tmp_path: Path) 
     assert str(told).endswith("x: cannot be used (File name too long)")
     assert len(str(told)) < 250
     assert to_path_error(FileNotFoundError(2, "No such file", "gone")) is None
-    assert to_path_error(PermissionError(13, "Permission denied")) is None  # of no path
+    assert to_path_error(PermissionError(13, "Permission denied")) is None  # without a path
     assert shorten_text("a\nb\x1b[2J") == "a\\nb\\x1b[2J"

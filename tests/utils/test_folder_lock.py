@@ -1,4 +1,4 @@
-"""Two writers of one folder: one waits for the other, or is refused, also on file systems without locks."""
+"""Two writers of one folder: one waits or fails, also on file systems without locks."""
 
 import errno
 import fcntl
@@ -80,7 +80,10 @@ def test_a_folder_that_a_command_works_in_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_lock_file_that_was_removed_locks_nobody_out(tmp_path: Path) -> None:
-    """The first owner removes the file while the second one has it open; the third must not lock a new file beside."""
+    """A removed lock file locks nobody out.
+
+    The first owner removes the file while the second has it open; the third must not lock a new file beside it.
+    """
     first = FolderLock(tmp_path, name=".lock", key="--output", busy="busy", patience=0.0)
     waiting: list[FolderLock] = []
     thread = threading.Thread(
@@ -96,7 +99,8 @@ def test_a_lock_file_that_was_removed_locks_nobody_out(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_made_anew_while_a_writer_waits_is_locked_anew(tmp_path: Path) -> None:
-    """A lock on a folder that was removed keeps nobody out of the folder that has its name now."""
+    """A folder that is recreated while a writer waits is locked again, because a lock on the removed folder is
+    useless."""
     folder, is_locked = tmp_path / "results", threading.Event()
 
     def write() -> None:
@@ -118,7 +122,7 @@ def test_a_folder_that_is_made_anew_while_a_writer_waits_is_locked_anew(tmp_path
     with folder_lock(folder):
         thread = threading.Thread(target=run)
         thread.start()
-        assert not is_locked.wait(0.2)  # it has the folder open
+        assert not is_locked.wait(0.2)  # it has opened the folder
         folder.rmdir()
         folder.mkdir()
     thread.join()

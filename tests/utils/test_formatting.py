@@ -1,4 +1,4 @@
-"""Numbers as people read them, against texts written by hand."""
+"""Formatted numbers, compared with handwritten texts."""
 
 import pytest
 

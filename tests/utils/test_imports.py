@@ -1,4 +1,4 @@
-"""How packages are imported: garbage collection waits, and goes on as before."""
+"""Imports of packages: garbage collection pauses, and resumes as before."""
 
 import gc
 import subprocess
@@ -19,15 +19,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_garbage_collection_goes_on_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left out of garbage collection stays so, and nothing else is: a count that may only fall, for also
-    objects left out end with their last reference, at times in another thread."""
+    """Objects frozen before stay frozen, and no others.
+
+    The count may only decrease, because frozen objects are also freed with their last reference, possibly in another
+    thread.
+    """
     frozen = gc.get_freeze_count()
     assert gc.isenabled()
     with pause_garbage_collection():
         assert not gc.isenabled()
         monkeypatch.setitem(sys.modules, "imported_meanwhile", ModuleType("imported_meanwhile"))
     assert gc.isenabled()
-    assert MAX_FROZEN_BY_PYTHON < gc.get_freeze_count() <= frozen  # by conftest.py
+    assert MAX_FROZEN_BY_PYTHON < gc.get_freeze_count() <= frozen  # from conftest.py
     gc.disable()
     try:
         with pause_garbage_collection():
@@ -52,7 +55,7 @@ def test_what_became_garbage_meanwhile_is_found() -> None:
 
 
 def test_what_a_training_leaves_behind_is_garbage_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process leaves out of garbage collection what it has imported, and not what it has trained."""
+    """A process freezes its imported modules, but not what it has trained."""
     frozen: list[None] = []
     corpus = write_corpora(tmp_path / "data")
     worker._freeze_imports.cache_clear()

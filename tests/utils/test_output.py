@@ -1,4 +1,4 @@
-"""A run that nobody watches any more stops in good order."""
+"""A run whose output is no longer read stops in good order."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def unread_pipe() -> int:
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_every_character_can_be_written_to_every_terminal(encoding: str) -> None:
-    shown = io.TextIOWrapper(io.BytesIO(), encoding=encoding)  # strict, as standard output is
+    shown = io.TextIOWrapper(io.BytesIO(), encoding=encoding)  # strict, like standard output
     set_ascii_fallback(shown)
     shown.write("é² … 2−1 → θ, Σ_{t≤j} 中 \udce9")
     shown.flush()
@@ -81,11 +81,11 @@ def test_a_run_whose_output_is_on_a_full_disk_says_so(ranks: int, tmp_path: Path
         child.kill()
     told = [line for line in errors.read_text().splitlines() if not line.startswith("note: ")]
     assert (code, len(told)) == (1, 1), told
-    assert re.fullmatch(r"error: standard output: No space left on device; ended at step \d+, .* saved", told[0])
+    assert re.fullmatch(r"error: standard output: No space left on device; stopped at step \d+, .*saved", told[0])
 
 
 def test_a_run_whose_output_nobody_reads_saves_and_ends(tmp_path: Path) -> None:
-    """`./deepy.py train … | head`: as after SIGTERM, and the log has every line."""
+    """`./deepy.py train … | head` ends as after SIGTERM, and the log contains every line."""
     config = tiny_config(write_corpora(tmp_path / "corpus"), tmp_path / "run", train_iters=2000)
     output, (reader, writer) = os.dup(1), os.pipe()
 

@@ -1,4 +1,4 @@
-"""Time estimates against a clock that the test turns."""
+"""Time estimates with a clock controlled by the test."""
 
 import io
 import time
@@ -23,7 +23,7 @@ def test_nothing_is_claimed_before_anything_is_measured() -> None:
 
 
 def seen(name: str, kind: str, work: float, *points: tuple[float, float]) -> WorkItem:
-    """A job whose work was seen at these points: done, seconds."""
+    """Return a job with work observed at these points: done, seconds."""
     job = WorkItem(name, kind, work)
     for done, seconds in points:
         job.advance(done, seconds)
@@ -31,19 +31,19 @@ def seen(name: str, kind: str, work: float, *points: tuple[float, float]) -> Wor
 
 
 def test_a_job_is_estimated_by_its_own_pace_then_its_kind_then_any() -> None:
-    done = seen("a", "train", 100, (20, 30), (100, 70))  # 2 per second, after 20 s of starting
-    running = seen("b", "train", 100, (10, 40), (20, 60))  # 0.5 per second, after 20 s of starting
-    waiting = WorkItem("c", "train", 60)  # as a and b together: 120 in 90 s, after 20 s
-    other = WorkItem("d", "evaluate", 30)  # as all: the same
-    # b has been seen to do 10 in 20 s, and 5% of its work counts as if done at a's speed.
+    done = seen("a", "train", 100, (20, 30), (100, 70))  # 2 per second, after 20 s of startup
+    running = seen("b", "train", 100, (10, 40), (20, 60))  # 0.5 per second, after 20 s of startup
+    waiting = WorkItem("c", "train", 60)  # like a and b together: 120 in 90 s, after 20 s
+    other = WorkItem("d", "evaluate", 30)  # like all: the same
+    # b was observed to do 10 in 20 s, and 5% of its work counts as if done at a's speed.
     both = 80 / ((10 + 5) / (20 + 5 / 2)) + 20 + 60 * 90 / 120
     assert estimate_seconds_left([done, running, waiting, other]) == pytest.approx(both + 20 + 30 * 90 / 120)
-    measured = seen("e", "evaluate", 10, (0, 3), (10, 4))  # too short to be seen at work: 10 in 4 s
+    measured = seen("e", "evaluate", 10, (0, 3), (10, 4))  # too short to be observed: 10 in 4 s
     assert estimate_seconds_left([done, running, waiting, other, measured]) == pytest.approx(both + 30 / 2.5)
 
 
 def test_starting_up_is_no_jump() -> None:
-    """While a job starts, what is left shrinks by the time that passes and no faster; its first step changes little."""
+    """Startup causes no jump: the estimate decreases with the time passed, and the first step changes little."""
     done = seen("a", "train", 100, (10, 21), (100, 30))  # 10 per second, after 20 s
     job = WorkItem("b", "train", 100)
     left = []
@@ -51,14 +51,14 @@ def test_starting_up_is_no_jump() -> None:
         job.advance(0, at)
         left.append(estimate_seconds_left([done, job]))
     assert left == pytest.approx([30, 25, 20, 15])
-    job.advance(10, 21)  # seen once: starting up is over, and its own speed not known yet
+    job.advance(10, 21)  # observed once: startup is over, and its own speed is unknown
     assert estimate_seconds_left([done, job]) == pytest.approx(9)
     job.advance(20, 23)  # at half the speed of the other, which counts for another 5 of work
     assert estimate_seconds_left([done, job]) == pytest.approx(80 / ((10 + 5) / (2 + 5 / 10)))
 
 
 def test_many_short_jobs_are_estimated_by_their_whole_time() -> None:
-    """They are over before work is seen twice, and most of their time is starting up."""
+    """Many short jobs are estimated by their whole time: they end before a second observation, and mostly start up."""
     jobs = [seen(str(i), "train", 10, (0, 3), (10, 8)) for i in range(3)] + [
         WorkItem(str(i), "train", 10) for i in range(4)
     ]
@@ -89,7 +89,7 @@ def test_the_meter_measures_and_speaks_now_and_then() -> None:
 
 
 def test_no_line_is_the_one_before() -> None:
-    """While nothing is known of the speed the time that passed tells two looks apart."""
+    """No line repeats the previous one: while the speed is unknown, the elapsed time differs."""
     clock, out = Clock(), io.StringIO()
     with ProgressMeter(Console(file=out, width=200), [job := WorkItem("only", "train", 100)], clock=clock) as meter:
         meter.begin(job, "step 0 of 9")
@@ -117,7 +117,7 @@ def test_work_that_reports_nothing_for_long_is_told_all_the_same() -> None:
         assert out.getvalue() == "first: loading (estimating the time left)\n"
         clock.now += 10
         wait_for_line("first: loading (estimating the time left, 10 s so far)")
-        meter.update(20, "step 1")  # ten seconds of starting
+        meter.update(20, "step 1")  # ten seconds of startup
         clock.now += 10
         meter.update(60, "step 2")
         clock.now += 4
@@ -135,7 +135,7 @@ def test_work_that_reports_nothing_for_long_is_told_all_the_same() -> None:
 
 def test_starting_up_does_not_count_for_the_speed() -> None:
     job = WorkItem("a", "train", 100)
-    for done, seconds in ((0, 5), (10, 20), (30, 24)):  # 15 s or more of starting, then 5 per second
+    for done, seconds in ((0, 5), (10, 20), (30, 24)):  # at least 15 s of startup, then 5 per second
         job.advance(done, seconds)
     assert estimate_seconds_left([job]) == pytest.approx(70 / 5)
 
@@ -145,7 +145,7 @@ def test_the_forecast_comes_once_with_the_first_measured_speed() -> None:
     jobs = [WorkItem("first", "train", 100), WorkItem("second", "train", 300)]
     with ProgressMeter(None, jobs, clock=clock, forecast=told.append) as meter:
         meter.begin(jobs[0])
-        for passed, done in ((7, 0), (8, 20), (2, 40), (2, 60)):  # 10 per second once it runs; 15 s to get there
+        for passed, done in ((7, 0), (8, 20), (2, 40), (2, 60)):  # 10 per second after 15 s of startup
             clock.now += passed
             meter.update(done)
             assert told == ([60 / 10 + 13 + 300 / 10] if done >= 40 else [])

@@ -1,4 +1,4 @@
-"""Signals are heard at once, and stop a run in good order."""
+"""Signals are acknowledged immediately, and stop a run in good order."""
 
 import ctypes
 import os
@@ -15,7 +15,10 @@ from megatron.utils.signals import HANDLED_SIGNALS, GracefulStop, acknowledge_si
 
 @pytest.mark.parametrize("number", HANDLED_SIGNALS)
 def test_the_first_is_acknowledged_while_the_main_thread_is_busy_in_c(number: signal.Signals) -> None:
-    """The main thread waits in C for a lock that only the acknowledgement opens: no handler could run there."""
+    """The first signal is acknowledged while the main thread is busy in C.
+
+    The main thread waits in C for a lock that only the acknowledgement opens, so no Python handler could run there.
+    """
     libc, lock, said = ctypes.CDLL(None), ctypes.create_string_buffer(64), []
 
     def say(line: str) -> None:
@@ -43,7 +46,8 @@ def test_a_second_ends_at_once() -> None:
 
 
 def test_a_second_ends_a_process_that_is_busy_in_c() -> None:
-    """A fork waits in C for a lock that nobody opens, as in a long step."""
+    """A second signal ends a process that is busy in C. A fork waits there for a lock that is never released, as in a
+    long step."""
     child = os.fork()
     if child == 0:
         libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
@@ -66,7 +70,7 @@ def test_what_hangs_up_may_say_so_twice() -> None:
 
 
 def test_what_is_ignored_stays_ignored() -> None:
-    """nohup."""
+    """Ignored signals stay ignored (nohup)."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with GracefulStop() as stop:
@@ -103,7 +107,10 @@ with raising_on_signals(), cleanup_on_signal(lambda: os.unlink(left)):
 
 @pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "stopped by signal 15")])
 def test_what_is_busy_in_c_with_nothing_to_save_ends_all_the_same(number: int, said: str, tmp_path: Path) -> None:
-    """As a tokenizer that is trained, or the import of torch: an exception would come whole seconds later."""
+    """A process that is busy in C and has nothing to save ends too.
+
+    Examples are training a tokenizer and importing torch, where an exception would be delayed by seconds.
+    """
     left = tmp_path / "left"
     code = PATIENT.format(root=str(Path(__file__).parents[2]))
     child = subprocess.Popen(

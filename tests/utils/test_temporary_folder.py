@@ -1,4 +1,4 @@
-"""Temporary folders go with their maker, also if that is killed, and nobody else's go."""
+"""Temporary folders are removed with their owner, even if it is killed, and other folders are kept."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ def test_a_folder_of_a_killed_process_is_removed_and_of_a_living_one_stays(tmp_p
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     strangers = [tmp_path / "farfield-0", tmp_path / "farfield-log"]
-    strangers[0].mkdir()  # of a version without owners, or somebody's own
+    strangers[0].mkdir()  # from a version without owners, or a user's own
     strangers[1].touch()
     link = tmp_path / "farfield-link"
     link.symlink_to(kept)

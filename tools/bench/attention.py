@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Time and memory of attention with a learned bias and with CDAPE, against their peers, in one process.
+"""Benchmark time and memory of attention with a learned bias and with CDAPE against its peers, in one process.
 
     python tools/bench/attention.py --device cpu --op cdape --json docs/results/bench_cdape_cpu.json
 
-Every peer first passes an error gate against float64, in the output and all gradients; one that fails it, or raises,
-gets no speed, its record says why, and the exit code is 1. Then rounds go through all peers in turn, so that a noisy
-machine disturbs them alike; medians and quartiles count. Peak memory is what one forward and backward pass adds,
-measured in a process of its own on a CPU. `--gate-only` stops after the gate.
+Every peer must first pass an error gate against float64, for the output and all gradients. A peer that fails the gate
+or raises an error gets no time; its record states the reason, and the exit code is 1. Each round then runs every peer
+once, so that noise of the machine affects all peers alike. The results are medians and quartiles. Peak memory is the
+memory added by one forward and backward pass; on a CPU it is measured in a separate process. `--gate-only` stops after
+the gate.
 
-Records are written after each problem. Ctrl-C ends it with what the rounds so far have measured.
+Records are written after each problem. Ctrl-C ends the current problem with the rounds measured so far.
 """
 
 import argparse
@@ -52,20 +53,21 @@ from tools.records import collect_provenance, write_record  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 REFERENCE_PEERS = ("triton", "native", "chunked")
-"""The peer that ratios are taken to: the first that is there."""
+"""Peers to which ratios are computed, in order of preference."""
 ROUND_MS = 100.0
-"""A GPU's peer takes up to ten passes per round while they fit into this."""
+"""Time budget of a peer per round on a GPU, in milliseconds, for up to ten passes."""
 MAX_GATE_LENGTH = {"cpu": 256, "cuda": 512}
-"""Longer problems are judged at this length: a dozen passes in float64 would take minutes (of CDAPE at 2,048 tokens
-more than 45 s on an H200), and have nothing new to say. Both have several of every kernel's tiles."""
+"""Maximum length for the gate; longer problems are judged at this length. A dozen passes in float64 would take minutes
+(CDAPE at 2,048 tokens takes over 45 s on an H200) and reveal nothing new. Both lengths cover several tiles of every
+kernel."""
 Times = dict[str, list[Timing]]
 
 
 def benchmark_problem(
     problem: AttentionProblem, rounds: int, wanted: list[str] | None, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """One record per peer; no rounds leave it at the gate. Records of an interrupted problem say `cut`."""
-    torch.compiler.reset()  # every problem is compiled for itself, far from Dynamo's limit of recompilations
+    """Return one record per peer. With 0 rounds only the gate runs. Records of an interrupted problem contain `cut`."""
+    torch.compiler.reset()  # each problem compiles separately, far from Dynamo's recompilation limit
     longest = MAX_GATE_LENGTH[problem.device]
     judged = problem if problem.length <= longest else replace(problem, length=longest)
     verdicts = _judge_problem(judged, wanted)
@@ -77,7 +79,7 @@ def benchmark_problem(
         _time_rounds(problem, rounds, found, verdicts, warm, times)
     except KeyboardInterrupt:
         cut = True
-        for name in times:  # a first pass is slow by what it sets up, and more than nothing
+        for name in times:  # a first pass includes its setup, and is better than no time
             times[name] = times[name] or warm[name]
     ours = next((name for name in REFERENCE_PEERS if times.get(name)), None)
     records = []
@@ -101,8 +103,11 @@ def benchmark_problem(
 
 
 def _judge_problem(problem: AttentionProblem, wanted: list[str] | None) -> dict[str, GateVerdict]:
-    """The verdict on every peer. One who errs a little too much is judged once more by other numbers, as a run's own
-    check does (`attention/check/trials.py`): a gradient of few numbers may owe that to chance."""
+    """Judge every peer. A peer slightly above the limit is judged again with other numbers.
+
+    A run's own self-check does the same (`attention/check/trials.py`), because a gradient with few elements may exceed
+    the limit by chance.
+    """
     verdicts = judge_peers(problem, _select_peers(problem, wanted))
     if doubtful := [name for name, verdict in verdicts.items() if verdict.is_doubtful]:
         other = replace(problem, seed=problem.seed + 1)
@@ -119,13 +124,13 @@ def _time_rounds(
     warm: Times,
     times: Times,
 ) -> None:
-    """Fill in the times; a peer that fails here is refused, and the others go on."""
+    """Fill in the times. If a peer fails here, it is rejected and the others continue."""
     repeats = dict.fromkeys(times, 1)
-    for round_ in range(rounds + 1 if rounds else 0):  # the first warms up
+    for round_ in range(rounds + 1 if rounds else 0):  # the first round warms up
         for name in list(times):
             try:
                 taken = time_passes(problem, found[name], repeats[name])
-            except Exception as failure:  # out of memory, most likely: it was judged at a smaller size
+            except Exception as failure:  # most likely out of memory: the gate used a smaller size
                 verdicts[name] = GateVerdict(verdicts[name].errors, format_exception(failure))
                 del times[name]
                 continue
@@ -151,8 +156,8 @@ NO_SPEED = {"ms": None, "ratio": None}
 
 
 def summarize_times(times: list[Timing], ours: list[Timing] | None) -> dict[str, Any]:
-    """Quartiles of the milliseconds of a peer's rounds, and the median of its rounds' ratios to ours, if that ran."""
-    pairs = zip(times, ours or (), strict=False)  # in a round that was cut, one has less
+    """Return quartiles of a peer's times in milliseconds, and the median ratio to our times if available."""
+    pairs = zip(times, ours or (), strict=False)  # an interrupted round leaves the lists unequal
     ratios = [peer.both / our.both for peer, our in pairs]
     return {
         "ms": {
@@ -164,7 +169,7 @@ def summarize_times(times: list[Timing], ours: list[Timing] | None) -> dict[str,
 
 
 def list_problems(arguments: argparse.Namespace) -> list[AttentionProblem]:
-    """The shapes to measure: those asked for, at a number of tokens that fits the device."""
+    """List the problems to measure: the requested shapes, with a number of tokens that fits the device."""
     result = []
     for op, dtype, heads, length in product(arguments.op, arguments.dtype, arguments.heads, arguments.lengths):
         batch = arguments.batch or max(1, arguments.tokens // length)
@@ -177,21 +182,21 @@ def list_problems(arguments: argparse.Namespace) -> list[AttentionProblem]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line, with what the device suggests where nothing is said."""
+    """Parse the command line; defaults depend on the device."""
     parser = ToolParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", type=parse_device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--op", choices=OPS, nargs="+", default=["cdape"])
     parser.add_argument("--lengths", type=int_at_least(2), nargs="+", help="sequence lengths T")
-    parser.add_argument("--batch", type=int_at_least(1), help="B; tokens/T if absent")
-    parser.add_argument("--tokens", type=int_at_least(1), help="B·T where no batch is given")
+    parser.add_argument("--batch", type=int_at_least(1), help="B; by default tokens/T")
+    parser.add_argument("--tokens", type=int_at_least(1), help="B·T if --batch is not given")
     parser.add_argument("--heads", type=int_at_least(1), nargs="+", default=[12])
     parser.add_argument("--dim", type=int_at_least(1), default=64)
     parser.add_argument("--width", type=int_at_least(1), default=32)
     parser.add_argument("--kernel-size", type=int_at_least(1), default=3, help="odd")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+")
-    parser.add_argument("--peers", nargs="+", help="only these")
+    parser.add_argument("--peers", nargs="+", help="run only these peers")
     parser.add_argument("--rounds", type=int_at_least(2), default=9)
-    parser.add_argument("--gate-only", action="store_true", help="errors, no times")
+    parser.add_argument("--gate-only", action="store_true", help="check errors only, without timing")
     parser.add_argument("--json", type=parse_output_path)
     parser.add_argument("--markdown", type=parse_output_path)
     parser.add_argument("--plot", type=parse_output_path)
@@ -211,14 +216,14 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("argument --plot: there are no times to draw with --gate-only")
     known = dict.fromkeys(name for problem in list_problems(arguments) for name in build_peers(problem))
     if unknown := set(arguments.peers or ()) - set(known):
-        parser.error(f"argument --peers: {', '.join(sorted(unknown))} is not here; choose from {', '.join(known)}")
+        parser.error(f"argument --peers: {', '.join(sorted(unknown))} not available; choose from {', '.join(known)}")
     return arguments
 
 
 def main() -> None:
     arguments = parse_arguments()
     disable_tf32()
-    # Of a kernel that cannot do a problem PyTorch warns why, in ten lines; its record has the error.
+    # PyTorch explains in ten lines why a kernel cannot compute a problem; the record contains the error.
     warnings.filterwarnings("ignore", module=r"tools\.bench\.attention_peers")
     result: dict[str, Any] = {**collect_provenance(__file__, arguments.device), "records": []}
     rounds = 0 if arguments.gate_only else arguments.rounds
@@ -243,6 +248,6 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except SystemExit:  # all is written, and the compiler's processes take their time to end
+    except SystemExit:  # everything is written, and the compiler's processes are slow to end
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise

@@ -1,7 +1,7 @@
-"""What the kernel benchmark compares: one problem, and the ways to compute it.
+"""Problem and peers of the kernel benchmark: one attention problem and all implementations that compute it.
 
 B batch, H heads, T sequence, d head dimension, W processor width, k kernel size. A peer takes q, k, v [B, H, T, d] and
-gives the attention output of the same shape; all peers of a problem share one encoding and one processor.
+returns the attention output in the same shape. All peers of a problem share one encoding and one processor.
 """
 
 from collections.abc import Callable
@@ -37,17 +37,18 @@ OPS = ("biased_attention", "cdape")
 CHUNK_ROWS = 64
 """Query rows per block of the chunked backend: the fastest of 16, 32, 64 and 128 at T = 512 and 2048 on two cores."""
 BIASLESS_PEERS = {"flash": SDPBackend.FLASH_ATTENTION, "flash cudnn": SDPBackend.CUDNN_ATTENTION}
-"""Peers that compute less than the problem, to show what it costs: they have no error. Plain attention by one named
-kernel each, FlashAttention-2 and cuDNN's: left to itself, PyTorch takes the one or the other by version and shape."""
+"""Peers that compute plain attention without bias and processor, as a lower bound; they have no error. Each uses one
+named kernel, FlashAttention-2 or cuDNN, because PyTorch's automatic choice depends on version and shape."""
 FROZEN_PEERS = ("flex frozen",)
-"""Peers that give no gradient to the parameters: their error is that of the output and of dq, dk and dv."""
+"""Peers that compute no gradient for the parameters. Their error covers the output, dq, dk and dv."""
 compile_whole = partial(torch.compile, fullgraph=True, dynamic=False)
-"""Without fullgraph, past Dynamo's limit of recompilations, a peer would quietly run uncompiled."""
+"""torch.compile with fullgraph=True. Without it, a peer would silently run uncompiled after Dynamo's recompilation
+limit."""
 
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """Attention with kerple_log's bias and, for `cdape`, the processor on it."""
+    """Attention with the bias of kerple_log and, for `cdape`, the processor applied to it."""
 
     op: str
     batch: int
@@ -60,11 +61,11 @@ class AttentionProblem:
     device: str = "cpu"
     seed: int = 0
     rounding: torch.dtype | None = None
-    """The type that the inputs are rounded to before they take the compute type."""
+    """Data type to which the inputs are rounded before conversion to the compute type."""
 
     @cached_property
     def methods(self) -> tuple[Encoding, Processor | None]:
-        """The encoding, with float32 parameters, and the processor in the compute type."""
+        """Encoding with float32 parameters, and processor in the compute type."""
         shape = AttentionDims(self.heads, self.dim, self.heads * self.dim, self.length, self.length)
         torch.manual_seed(self.seed)
         encoding = build_encoding("kerple_log", shape).to(self.device)
@@ -76,7 +77,8 @@ class AttentionProblem:
 
     @cached_property
     def drawn(self) -> tuple[Tensor, ...]:
-        """q, k, v and dL/d(output), [B, H, T, d]: drawn once on the CPU, which takes longer than a GPU's pass."""
+        """q, k, v and dL/d(output), [B, H, T, d], generated once on the CPU because this takes longer than a pass on a
+        GPU."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         size = (self.batch, self.heads, self.length, self.dim)
         drawn = [torch.randn(size, generator=generator) for _ in range(4)]
@@ -85,20 +87,20 @@ class AttentionProblem:
         return tuple(x.to(self.device, self.rounding or self.dtype).to(self.dtype) for x in drawn)
 
     def inputs(self) -> list[Tensor]:
-        """q, k, v as new leaves that want gradients, the same numbers every time."""
+        """Return q, k, v as new leaf tensors that require gradients, with the same values every time."""
         return [x.detach().requires_grad_() for x in self.drawn[:3]]
 
     def output_gradient(self) -> Tensor:
-        """dL/d(output): none on the last k//2 rows, in which the published module depends on T."""
+        """Return dL/d(output). It is zero in the last k//2 rows, where the published module depends on T."""
         return self.drawn[3]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Of the encoding and the processor."""
+        """Return the parameters of the encoding and the processor."""
         encoding, processor = self.methods
         return [*encoding.parameters(), *(processor.parameters() if processor is not None else ())]
 
     def in_float64(self) -> "AttentionProblem":
-        """The same numbers, as this problem's type rounds them, computed exactly."""
+        """Return the same problem in float64, with inputs rounded to this problem's type."""
         exact = replace(self, dtype=torch.float64, rounding=self.dtype)
         encoding, processor = self.methods
         exact.methods[0].load_state_dict(encoding.state_dict())
@@ -108,29 +110,29 @@ class AttentionProblem:
         return exact
 
     def bias_matrix(self) -> Tensor:
-        """The bias as a matrix [H, T, T] the way one writes it by hand: the formula on every element.
+        """Return the bias as a matrix [H, T, T] in the straightforward way: the formula for every element.
 
-        Indexing a table would be less to write, but its gradient would send all T²/2 elements above the diagonal, and
-        every diagonal below it, to one address each: a peer would be slow by what we handed it.
+        Indexing a table would be shorter. But its gradient would add all T²/2 elements above the diagonal, and every
+        diagonal below it, at one address each. The peer would then be slow because of its input.
         """
         i = arange_distances(self.length, self.device)
         n = (i[:, None] - i[None, :]).clamp(min=0)
         return _compute_bias(self.methods[0], n.flatten()).unflatten(1, n.shape)
 
     def future(self) -> Tensor:
-        """Bool [T, T], True where the key is in the future."""
+        """Return a boolean mask [T, T], True where the key is in the future."""
         return torch.ones(self.length, self.length, dtype=torch.bool, device=self.device).triu(1)
 
 
 def build_peers(problem: AttentionProblem) -> dict[str, Attention]:
-    """Every way to compute the problem on its device; those in BIASLESS_PEERS leave out bias and processor."""
+    """Return every implementation for the problem's device; those in BIASLESS_PEERS omit bias and processor."""
     found: dict[str, Attention] = {
         "eager": _wrap_backend(problem, EagerBackend()),
         "chunked": _wrap_backend(problem, ChunkedBackend(CHUNK_ROWS)),
         **_build_biasless_peers(problem),
     }
     ours = TritonBackend(ChunkedBackend(CHUNK_ROWS))
-    if problem.length <= MAX_KEYS_KEPT:  # beyond, these are chunked
+    if problem.length <= MAX_KEYS_KEPT:  # longer problems are chunked
         found["kept"] = _wrap_backend(problem, RowBlockBackend(CHUNK_ROWS))
     native = NativeBackend(ChunkedBackend(CHUNK_ROWS), is_requested=True)
     on_host = problem.device == "cpu" and problem.dtype == torch.float32
@@ -149,7 +151,7 @@ def build_peers(problem: AttentionProblem) -> dict[str, Attention]:
 
 
 def build_exact_attention(problem: AttentionProblem) -> Attention:
-    """The formula in blocks of rows, its gradient as fused kernels take it: what peers are judged by, in float64."""
+    """Return the formula in blocks of rows, with the gradient of fused kernels: the reference when run in float64."""
     encoding, processor = problem.methods
     span = TokenRange(0, problem.length)
 
@@ -161,14 +163,15 @@ def build_exact_attention(problem: AttentionProblem) -> Attention:
 
 
 def _attend_with_recompute(inputs: AttentionInputs) -> Tensor:
-    """Maps are computed again in the backward pass: memory linear in the length."""
+    """Recompute score maps in the backward pass, so that memory is linear in the length."""
     return checkpoint(attend_as_fused, inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def build_compiled_peers(
     problem: AttentionProblem, compiler: Callable[..., Attention] = compile_whole
 ) -> dict[str, Attention]:
-    """What torch.compile makes of the way one writes it by hand, and FlexAttention; they compile when first called."""
+    """Return torch.compile of the straightforward implementations, and FlexAttention. They compile on the first
+    call."""
     if problem.op == "cdape":
         return {"appendix compiled": compiler(_build_appendix(problem))}
     return {
@@ -189,7 +192,7 @@ def _wrap_backend(problem: AttentionProblem, backend: AttentionBackend) -> Atten
 
 
 def _wrap_without_mixer(problem: AttentionProblem, backend: TritonBackend) -> Attention:
-    """The Triton backend without the mixer's CUDA kernels, also where these compute the problem."""
+    """Return the Triton backend with the mixer's CUDA kernels disabled."""
     attention = _wrap_backend(problem, backend)
 
     def without_mixer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -200,7 +203,7 @@ def _wrap_without_mixer(problem: AttentionProblem, backend: TritonBackend) -> At
 
 
 def _build_biasless_peers(problem: AttentionProblem) -> dict[str, Attention]:
-    """On GPUs both kernels, which take half types; on CPUs the one of that name there."""
+    """Return plain attention: both kernels for half-precision types on GPUs, one flash kernel on CPUs."""
     if problem.device == "cpu":
         return {"flash": partial(_run_plain_attention, SDPBackend.FLASH_ATTENTION)}
     half = problem.dtype in (torch.bfloat16, torch.float16)
@@ -208,7 +211,7 @@ def _build_biasless_peers(problem: AttentionProblem) -> dict[str, Attention]:
 
 
 def _run_plain_attention(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel(kernel):  # raises where that one cannot, instead of taking another
+    with sdpa_kernel(kernel):  # raises if the kernel is unavailable, instead of falling back
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
@@ -219,7 +222,7 @@ def _compute_bias(encoding: Encoding, n: Tensor) -> Tensor:
 
 
 def _build_handwritten(problem: AttentionProblem) -> Attention:
-    """Whole score maps, for the compiler to fuse."""
+    """Return attention with whole score maps, which the compiler may fuse."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
@@ -230,7 +233,7 @@ def _build_handwritten(problem: AttentionProblem) -> Attention:
 
 
 def _build_masked_sdpa(problem: AttentionProblem) -> Attention:
-    """PyTorch's attention with a dense learned mask."""
+    """Return PyTorch's attention with a dense learned mask."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = problem.bias_matrix().masked_fill(problem.future(), float("-inf"))
@@ -240,7 +243,7 @@ def _build_masked_sdpa(problem: AttentionProblem) -> Attention:
 
 
 def _build_appendix(problem: AttentionProblem) -> Attention:
-    """DAPE V2's module as its appendix N prints it, with the same weights."""
+    """Return DAPE V2's module as printed in its appendix N, with the same weights."""
     processor = problem.methods[1]
     assert processor is not None
     module = AppendixCdape(problem.heads, problem.width, problem.kernel_size).to(problem.device, problem.dtype)
@@ -257,10 +260,10 @@ def _build_appendix(problem: AttentionProblem) -> Attention:
 
 
 def _build_flex(problem: AttentionProblem, compiler: Callable[..., Attention], *, learned: bool) -> Attention:
-    """FlexAttention with the table captured in its score function; frozen, the table gets no gradient.
+    """Return FlexAttention with a captured table in its score function; if not learned, the table gets no gradient.
 
-    A captured tensor's gradient is added element by element. A table spreads that over T addresses per head; the
-    formula would send all of it to each head's two parameters, so the table is the faster way to write it.
+    The gradient of a captured tensor is accumulated element by element. A table spreads it over T addresses per head;
+    the formula would send all of it to two parameters per head. The table is therefore the faster variant.
     """
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
@@ -268,7 +271,7 @@ def _build_flex(problem: AttentionProblem, compiler: Callable[..., Attention], *
     compiled = compiler(flex_attention)
 
     @cache
-    def mask() -> BlockMask:  # [T, T] for a moment: only where it is wanted
+    def mask() -> BlockMask:  # temporarily allocates [T, T], so only on demand
         return create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=problem.device)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

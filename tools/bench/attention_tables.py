@@ -1,4 +1,4 @@
-"""Records of the kernel benchmark for people: lines, a table, a plot."""
+"""Human-readable output of the kernel benchmark: console lines, a table and a plot."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def format_cells(record: dict[str, Any]) -> list[str]:
-    """A record as the cells of a table; a dash where the gate allows no number, or there is none of ours to compare."""
+    """Format a record as table cells, with a dash for values that the gate rejects or that have no counterpart."""
     op = record["op"] + (f" k={record['k']}" if "k" in record else "")
     problem = [op, str(record["T"]), str(record["B"]), str(record["H"]), record["dtype"], record["peer"]]
     wrong = "" if record["error"] is None else f"{record['error']:.1e}"
@@ -24,34 +24,31 @@ def format_cells(record: dict[str, Any]) -> list[str]:
 
 
 def format_console_line(record: dict[str, Any]) -> str:
-    """A record as a line of the console."""
     return align_columns(format_cells(record))
 
 
 def align_columns(words: list[str]) -> str:
-    """Cells as a line of the console."""
     return " ".join(word.rjust(width) for word, width in zip(words, COLUMN_WIDTHS, strict=True))
 
 
 def render_markdown_table(headings: list[str], rows: list[list[str]]) -> str:
-    """Markdown."""
     return "\n".join("| " + " | ".join(row) + " |" for row in (headings, ["---"] * len(headings), *rows))
 
 
 def format_measured_line(result: dict[str, Any]) -> str:
-    """Where, when and with what a record was measured, in a line."""
+    """Format a record's place, date and versions in one line."""
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     return f"{result['date']}, {result['machine']}; {versions}; `{result['command']}`."
 
 
 def render_page(result: dict[str, Any]) -> str:
-    """The records as a table, with where and how they were measured."""
+    """Render the records as a table, followed by their provenance."""
     table = render_markdown_table(COLUMN_HEADERS, [format_cells(record) for record in result["records"]])
     return f"{table}\n\n{format_measured_line(result)}\n"
 
 
 def plot_records(records: list[dict[str, Any]], path: Path) -> None:
-    """Time and memory over T, one curve per peer."""
+    """Plot time and memory over T, one curve per peer."""
     import matplotlib
 
     matplotlib.use("Agg")

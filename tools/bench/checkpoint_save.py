@@ -1,9 +1,9 @@
-"""What a checkpoint costs a run: how long training stands still, and how much slower the steps after it are.
+"""Measure the cost of a checkpoint: how long training blocks, and how much it slows down the following steps.
 
     python tools/bench/checkpoint_save.py --json docs/results/save.json
 
-Trains the 125M model in one process on the CPU. Rounds of three alternate, so that a noisy machine disturbs all alike:
-steps alone; a save and the steps during which it is written; a save that is waited for, as one without threads would.
+Trains the 125M model in one process on the CPU. Three kinds of rounds alternate, so that noise of the machine affects
+all alike: steps alone; a save with the steps that run while it is written; and a blocking save without threads.
 """
 
 import statistics
@@ -36,11 +36,11 @@ from megatron.training.training_run import build_training_run  # noqa: E402
 from megatron.utils.signals import GracefulStop  # noqa: E402
 
 SHAPES = {"125M": (12, 768, 12, 512, 50304), "tiny": (2, 64, 2, 64, 64)}
-"""Layers, width, heads, length, rows of the embedding."""
+"""Layers, hidden size, heads, sequence length and vocabulary size."""
 
 
 def build_trainer(shape: str, corpus: Path, save: Path) -> Trainer:
-    """A run of one micro-batch of one sequence per step, ready to step."""
+    """Build a trainer with one micro-batch of one sequence per step, ready to train."""
     layers, width, heads, length, rows = SHAPES[shape]
     values = {
         "num_layers": layers, "hidden_size": width, "num_attention_heads": heads, "seq_length": length,
@@ -56,7 +56,7 @@ def build_trainer(shape: str, corpus: Path, save: Path) -> Trainer:
 
 
 def measure_saves(shape: str, rounds: int, place: Path) -> dict[str, Any]:
-    """Seconds of each kind, one per round or step; the first round warms up."""
+    """Measure seconds of each kind, one value per round or step. The first round warms up."""
     prepare_corpus(CorpusOptions(sources=["python"]), place / "corpus")
     trainer = build_trainer(shape, place / "corpus", place / "run")
     saver = trainer.saver
@@ -99,23 +99,22 @@ def measure_saves(shape: str, rounds: int, place: Path) -> dict[str, Any]:
 
 
 def render_page(record: dict[str, Any]) -> str:
-    """The record for people."""
     at = record["medians"]
     rows = (
         ("a step", at["step"]),
-        ("what a save takes from the step before it: copying", at["stall"]),
-        ("the same for the first save, whose memory is fresh", record["first_stall"]),
+        ("blocking part of a save: copying", at["stall"]),
+        ("blocking part of the first save, with newly allocated memory", record["first_stall"]),
         ("a step while a checkpoint is written", at.get("step_while_writing", at["step"])),
-        ("from the save to the end of the step in which the checkpoint gets its name", at["written"]),
-        ("a save that is waited for", at["waited_for"]),
+        ("from the start of a save to the end of the step that publishes the checkpoint", at["written"]),
+        ("a blocking save", at["waited_for"]),
     )
     lines = "\n".join(f"| {what} | {seconds:.3f} | {seconds / at['step']:.2f} |" for what, seconds in rows)
-    return f"""# What a checkpoint costs
+    return f"""# Cost of a checkpoint
 
 The {record["shape"]} model ({record["parameters"]:,} parameters, float32, one sequence per step), one process on a CPU.
 A checkpoint has {record["bytes"] / record["parameters"]:.1f} bytes per parameter.
-Seconds are medians of {record["rounds"]} rounds, in which steps alone, steps during a save and a save that is waited
-for alternate.
+Seconds are medians of {record["rounds"]} rounds. Steps alone, steps during a save and blocking
+saves alternate.
 
 | what | seconds | in steps |
 |---|---|---|
@@ -126,11 +125,13 @@ for alternate.
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure the saves and write the record."""
     parser = ToolParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="125M")
     parser.add_argument("--rounds", type=int_at_least(1), default=5)
-    parser.add_argument("--json", type=parse_output_path, help="the record; its page goes beside it")
+    parser.add_argument(
+        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         found = measure_saves(arguments.shape, arguments.rounds, Path(place))

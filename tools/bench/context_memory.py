@@ -1,9 +1,9 @@
-"""What a rank keeps between forward and backward when several share a sequence: bytes at C = 1, 2, 4.
+"""Count the bytes a rank keeps between forward and backward when C = 1, 2 or 4 ranks share a sequence.
 
     python tools/bench/context_memory.py --json docs/results/context_memory.json
 
-Counted, not measured: every tensor that autograd saves for the backward pass, once per storage, without parameters.
-It is the same on every machine and for every device.
+The tool counts every tensor that autograd saves for the backward pass, once per storage, without parameters. Nothing is
+measured, so the result is equal on all machines and devices.
 """
 
 import sys
@@ -37,7 +37,7 @@ MODEL = {
 
 
 def count_saved_bytes(job: dict[str, Any], connect: Callable[[], RankInfo]) -> list[int]:
-    """What this rank keeps of one sequence, of each method, with and without recomputed layers."""
+    """Return the bytes this rank saves for one sequence, for each method, with and without recomputation."""
     import torch
 
     from megatron.distributed.mesh import ParallelSizes
@@ -71,10 +71,12 @@ def count_saved_bytes(job: dict[str, Any], connect: Callable[[], RankInfo]) -> l
 
 
 def main() -> None:
-    """Count, and write a record."""
+    """Count the bytes and write a record."""
     parser = ToolParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--length", type=int_at_least(8), default=4096, help="tokens of the sequence")
-    parser.add_argument("--json", type=parse_output_path, help="the record; its table goes beside it")
+    parser.add_argument("--length", type=int_at_least(8), default=4096, help="sequence length in tokens")
+    parser.add_argument(
+        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = {
@@ -97,7 +99,7 @@ def main() -> None:
 
 
 def render_table(record: dict[str, Any]) -> str:
-    """MiB of the rank that keeps most, and the share of what one rank keeps."""
+    """Render a table with the MiB of the rank that saves most, and its ratio to a single rank."""
     lines = ["| method | layers recomputed | C = 1 | C = 2 | C = 4 |", "|---|---|---|---|---|"]
     for row in record["rows"]:
         alone = row["bytes"]["1"]
@@ -107,16 +109,15 @@ def render_table(record: dict[str, Any]) -> str:
 
 
 def render_page(record: dict[str, Any]) -> str:
-    """The record for people."""
     model = record["model"]
-    return f"""# What context parallelism saves
+    return f"""# Memory saved by context parallelism
 
-What one rank keeps between forward and backward of one sequence of {record["length"]:,} tokens when C ranks share it:
+Memory of one rank between forward and backward pass for one sequence of {record["length"]:,} tokens shared by C ranks:
 {model["num_layers"]} layers, width {model["hidden_size"]}, {model["num_attention_heads"]} heads, float32,
 attention in recomputed row blocks (`attention_backend: chunked`).
-Counted are the bytes that autograd saves, parameters left out; the rank that keeps most is shown.
-The gathered keys and values of all places are among them, which is why kerple_log and cdape stay above a half
-unless layers are recomputed (`checkpoint_activations`).
+The table shows the bytes that autograd saves, without parameters, on the rank that saves most.
+They include the gathered keys and values of all positions, so kerple_log and cdape stay above one half unless layers
+are recomputed (`checkpoint_activations`).
 
 {render_table(record)}
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Which distances does a training learn, with documents kept apart and without? Counted on a corpus, not estimated.
+"""Count the distances that training sees with and without document masking, on a corpus.
 
     ./deepy.py prepare python -o data/python
     python tools/bench/document_distances.py data/python/train_text_document --json docs/results/document_distances.json
 
-A row of T tokens has T − n pairs of a query and a key at distance n where attention crosses documents
-(`attention_mask: causal`), and the sum of max(m − n, 0) over its documents' pieces of m tokens where it does not
-(`document`). The rows are those of the dataset's documents one after another; the sampler shuffles documents first.
+A row of T tokens has T − n pairs of a query and a key at distance n if attention crosses documents (`attention_mask:
+causal`). With `attention_mask: document` it has the sum of max(m − n, 0) over its document segments of m tokens. Rows
+contain the dataset's documents in order; in training the sampler shuffles documents first.
 """
 
 import sys
@@ -29,7 +29,7 @@ from megatron.data.indexed_dataset import open_indexed  # noqa: E402
 
 ROW_LENGTHS = (64, 512, 2048, 8192, 32768)
 FRACTIONS = (1 / 4, 1 / 2, 3 / 4)
-"""Of a row's length: distances of which it is said how often they occur."""
+"""Distances to report, as fractions of the row length."""
 QUANTILES = (0.5, 0.9, 0.99)
 
 
@@ -39,19 +39,19 @@ class RowDistances:
 
     row_length: int
     crossing_share: float
-    """Of the rows that hold more than one document."""
+    """Fraction of rows that contain more than one document."""
     lost_pairs: float
-    """Share of pairs of a query and a key that lie in different documents."""
+    """Fraction of query-key pairs that span two documents."""
     context: dict[str, float]
-    """Tokens that a token sees on average, its own included, by attention_mask."""
+    """Average number of visible tokens including the token itself, by attention_mask."""
     remaining: dict[str, float]
-    """By fraction of the row's length: pairs at that distance with documents apart, over those without."""
+    """Ratio of pairs with and without document masking at a distance, by fraction of the row length."""
     quantiles: dict[str, dict[str, int]]
-    """By attention_mask and quantile: the distance that so large a share of pairs does not exceed."""
+    """Quantiles of the distance between query and key, by attention_mask."""
 
 
 def cut_rows(lengths: np.ndarray, row_length: int) -> np.ndarray:
-    """Lengths of the pieces that documents of these lengths [N] are cut into by whole rows, in order."""
+    """Return the lengths of the segments, in order, after cutting documents of these lengths [N] into full rows."""
     ends = np.cumsum(lengths[lengths > 0], dtype=np.int64)
     stop = int(ends[-1]) // row_length * row_length
     edges = np.unique(np.concatenate([ends[ends < stop], np.arange(0, stop + 1, row_length)]))
@@ -59,14 +59,15 @@ def cut_rows(lengths: np.ndarray, row_length: int) -> np.ndarray:
 
 
 def count_pairs(pieces: np.ndarray, row_length: int) -> np.ndarray:
-    """Pairs at each distance 0 … T − 1 inside pieces of these lengths, int64 [T]."""
+    """Count the pairs at each distance 0 … T − 1 within segments of these lengths; int64 [T]."""
     histogram = np.bincount(pieces, minlength=row_length + 1)
-    at_least = histogram[::-1].cumsum()[::-1]  # pieces of at least m tokens
-    return at_least[1:][::-1].cumsum()[::-1]  # Σ max(m − n, 0) is Σ over k > n of the pieces of at least k
+    at_least = histogram[::-1].cumsum()[::-1]  # segments of at least m tokens
+    return at_least[1:][::-1].cumsum()[::-1]  # Σ max(m − n, 0) = Σ over k > n of the segments of at least k
 
 
 def measure_distances(lengths: np.ndarray, row_length: int) -> RowDistances:
-    """Of documents of these lengths [N], in tokens with their ends, that fill at least one row."""
+    """Measure the distances for documents of these lengths [N], in tokens with end tokens; they must fill at least one
+    row."""
     crossing_share = compute_crossing_share(lengths, row_length)
     assert crossing_share is not None
     pieces = cut_rows(lengths, row_length)
@@ -88,17 +89,16 @@ def measure_distances(lengths: np.ndarray, row_length: int) -> RowDistances:
 
 
 def format_page(lengths: np.ndarray, rows: list[RowDistances], origin: str) -> str:
-    """The record's page."""
     lines = [
-        "# Distances that are trained on, with documents kept apart and without",
+        "# Training distances with and without document masking",
         "",
         f"Python's standard library as bytes: {len(lengths):,} documents of "
         f"{int(lengths.sum(dtype=np.int64)):,} tokens,",
         f"half of them shorter than {int(np.median(lengths)):,}.",
-        "Rows are cut from the documents one after another.",
-        "`causal` lets attention cross documents, `document` does not.",
+        "Rows are cut from the concatenated documents.",
+        "Attention crosses documents with `causal`, and does not with `document`.",
         "",
-        "| tokens of a row | rows with several documents | pairs across documents | tokens seen on average, causal | … "
+        "| tokens per row | rows with several documents | pairs across documents | tokens seen on average, causal | … "
         "document | pairs left at T/4 | at T/2 | at 3T/4 | 99% of pairs within, causal | … document |",
         "|" + "---|" * 10,
     ]
@@ -111,8 +111,8 @@ def format_page(lengths: np.ndarray, rows: list[RowDistances], origin: str) -> s
         )
     lines += [
         "",
-        "A pair is a query and a key that it sees; T is the length of a row.",
-        "`Pairs left` says how often a distance occurs with documents apart, over how often it does without.",
+        "A pair is a query and a visible key; T is the row length.",
+        "`Pairs left` is the number of pairs at a distance with document masking, relative to the number without.",
         "",
         origin,
         "",
@@ -121,10 +121,12 @@ def format_page(lengths: np.ndarray, rows: list[RowDistances], origin: str) -> s
 
 
 def main() -> None:
-    """Count, print and write."""
+    """Count the distances and write the record."""
     parser = ToolParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("prefix", help="a dataset, without .bin or .idx")
-    parser.add_argument("--json", type=parse_output_path, help="write the record here, and its page beside it")
+    parser.add_argument("prefix", help="dataset without the extension .bin or .idx")
+    parser.add_argument(
+        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+    )
     arguments = parser.parse_args()
     lengths = np.asarray(open_indexed(arguments.prefix).lengths)
     rows = [measure_distances(lengths, length) for length in ROW_LENGTHS if length <= lengths.sum(dtype=np.int64)]

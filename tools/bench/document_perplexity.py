@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""What keeping documents apart does to perplexity: trained with and without the mask, and evaluated both ways.
+"""Measure the effect of document masking on perplexity: train with and without the mask, and evaluate both ways.
 
     ./deepy.py prepare python -o data/python
     python tools/bench/document_perplexity.py data/python runs/document_perplexity \
         --json docs/results/document_perplexity.json
 
-Python's standard library as bytes is cut into short documents, so that rows hold several: every
-function, method and head of a class is one, and so is what stands before the first. Their order is drawn at random.
-Models of the quickstart's size are trained on rows of 256 tokens of it, with `attention_mask: causal` and `document`.
-Each is evaluated with either mask, on the held-out files cut in the same way and on these files whole. A run or a
-corpus that is there already is not made again.
+Python's standard library is tokenized as bytes and cut into short documents, so that rows contain several. Each
+function, method and class header is a document, and so is the text before the first of them. The order is random.
+Models of the quickstart's size train on rows of 256 tokens with `attention_mask: causal` and `document`. Each is
+evaluated with both masks, on the held-out files cut in the same way and on whole files. Existing runs and corpora are
+reused.
 """
 
 import json
@@ -39,32 +39,31 @@ MULTIPLES = (1.0, 2.0, 4.0, 8.0)
 TEXTS = {"short": "definitions, cut as in training", "files": "whole files"}
 SPLITS = ("train", "valid", "test")
 DEFINITION = re.compile(r"(?<=\n\n)(?= *(?:@|def |class |async def ))")
-"""Where a function, method or class begins, after an empty line."""
+"""Start of a function, method or class after an empty line."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A run's perplexities on a text."""
+    """Perplexities of one run on one text."""
 
     method: str
     trained: str
-    """`attention_mask` in training."""
+    """Value of `attention_mask` in training."""
     evaluated: str
     text: str
-    """A key of TEXTS."""
+    """Key of TEXTS."""
     perplexity: dict[str, list[float]]
-    """By length: the value and the bounds of its 95% bootstrap interval."""
+    """Perplexity and the bounds of its 95% bootstrap interval, by length."""
 
 
 def cut_definitions(text: str) -> Iterator[str]:
-    """A file's text in parts, one after another: what comes before its first definition, and each definition
-    up to the next one."""
+    """Split a file into consecutive parts: the text before the first definition, and each definition."""
     edges = [0, *(match.start() for match in DEFINITION.finditer(text)), len(text)]
     return (part for first, last in pairwise(edges) if (part := text[first:last]).strip())
 
 
 def write_corpora(source: Path, folder: Path, seed: int) -> None:
-    """The three splits of a corpus in short documents, each a corpus of its own in the folder."""
+    """Write the three splits as corpora of short documents, each in its own folder."""
     from megatron.data.corpus.prepare import prepare_corpus
     from megatron.data.indexed_dataset import open_indexed
     from megatron.data.load_tokenizer import load_tokenizer
@@ -76,18 +75,18 @@ def write_corpora(source: Path, folder: Path, seed: int) -> None:
         parts: list[str] = []
         for start, length in zip(dataset.starts.tolist(), dataset.lengths.tolist(), strict=True):
             parts += cut_definitions(tokenizer.decode(dataset.tokens[start : start + length - 1].tolist()))
-        # A neighbour is then no part of the same file, in the text that is evaluated as in training, which shuffles.
+        # Adjacent parts then come from different files in evaluation, as in training, which shuffles.
         order = np.random.default_rng([seed, number]).permutation(len(parts))
         folder.mkdir(parents=True, exist_ok=True)
         lines = folder / f"{split}.jsonl"
         text = "".join(json.dumps({"text": parts[index]}) + "\n" for index in order)
-        if not lines.exists() or lines.read_text(encoding="utf-8") != text:  # else its corpus is found made
+        if not lines.exists() or lines.read_text(encoding="utf-8") != text:  # otherwise the corpus exists already
             lines.write_text(text, encoding="utf-8")
         prepare_corpus(CorpusOptions(sources=[str(lines)], split=None), folder / split)
 
 
 def train_run(corpus: Path, folder: Path, method: str, mask: str, steps: int, seed: int) -> None:
-    """A model of the quickstart's size, unless its last checkpoint is there."""
+    """Train a model of the quickstart's size, unless its last checkpoint exists."""
     from megatron.checkpoint.trained_run import open_runs
     from megatron.config.load import merge_documents
     from megatron.config.yaml_files import read_yaml
@@ -98,8 +97,8 @@ def train_run(corpus: Path, folder: Path, method: str, mask: str, steps: int, se
         if open_runs([folder])[0].trainer_state.step == steps:
             return
     except UserError:
-        pass  # there is none yet
-    batch = 2048 // ROW_LENGTH  # as many bytes a step as the quickstart's
+        pass  # no checkpoint yet
+    batch = 2048 // ROW_LENGTH  # as many bytes per step as in the quickstart
     values: dict[str, Any] = {
         "pos_emb": method, "attention_mask": mask, "seed": seed, "seq_length": ROW_LENGTH, "train_iters": steps,
         "train_micro_batch_size_per_gpu": batch, "attention_chunk_rows": 128, "device": "cpu",
@@ -115,7 +114,7 @@ def train_run(corpus: Path, folder: Path, method: str, mask: str, steps: int, se
 def evaluate_run(
     corpus: Path, folder: Path, source: Path, method: str, trained: str, windows: int
 ) -> list[Measurement]:
-    """Perplexities of a run on both texts with both masks."""
+    """Evaluate the perplexities of a run on both texts with both masks."""
     from megatron.evaluation.run import evaluate_runs
     from megatron.options.evaluation import EvaluationOptions
 
@@ -133,15 +132,14 @@ def evaluate_run(
 
 
 def format_page(measured: list[Measurement], shares: dict[str, Any], origin: str) -> str:
-    """The record's page."""
     lengths = [str(int(multiple * ROW_LENGTH)) for multiple in MULTIPLES]
     lines = [
-        "# Perplexity with documents kept apart and across them, in training and in evaluation",
+        "# Perplexity with and without document masking in training and evaluation",
         "",
         f"Models of the quickstart's size, trained on rows of {ROW_LENGTH} bytes of Python's standard library,",
-        f"cut into {shares['documents']:,} documents (functions, methods, heads of classes) in random order,",
-        f"half of them shorter than {shares['median']:,} bytes; {shares['crossing']:.0%} of the rows hold several.",
-        "Perplexity per byte, with its 95% bootstrap interval over the windows; one seed.",
+        f"cut into {shares['documents']:,} documents (functions, methods, class headers) in random order,",
+        f"half of them shorter than {shares['median']:,} bytes; {shares['crossing']:.0%} of the rows contain several.",
+        "Perplexity per byte with its 95% bootstrap interval over windows; one seed.",
         f"Every length and both masks score the same {shares['targets']:,} bytes of a text.",
     ]
     for text, title in TEXTS.items():
@@ -160,14 +158,18 @@ def format_page(measured: list[Measurement], shares: dict[str, Any], origin: str
 
 
 def main() -> None:
-    """Train and evaluate what is not there yet, print and write."""
+    """Train and evaluate whatever is missing, and write the record."""
     parser = ToolParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("source", type=Path, help="a corpus folder with the splits train, valid and test")
-    parser.add_argument("folder", type=Path, help="for the corpora and runs")
-    parser.add_argument("--steps", type=int_at_least(1), default=500, help="of training (500)")
-    parser.add_argument("--windows", type=int_at_least(1), default=64, help="of each length (64)")
-    parser.add_argument("--seed", type=int_at_least(0), default=1234, help="of training and of the documents' order")
-    parser.add_argument("--json", type=parse_output_path, help="write the record here, and its page beside it")
+    parser.add_argument("source", type=Path, help="corpus folder with the splits train, valid and test")
+    parser.add_argument("folder", type=Path, help="folder of the corpora and runs")
+    parser.add_argument("--steps", type=int_at_least(1), default=500, help="training steps (500)")
+    parser.add_argument("--windows", type=int_at_least(1), default=64, help="windows per length (64)")
+    parser.add_argument(
+        "--seed", type=int_at_least(0), default=1234, help="seed of training and of the order of documents"
+    )
+    parser.add_argument(
+        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+    )
     arguments = parser.parse_args()
     from megatron.data.document_starts import compute_crossing_share
     from megatron.data.indexed_dataset import open_indexed

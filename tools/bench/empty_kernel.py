@@ -1,4 +1,4 @@
-"""The smallest Triton kernel, by which the cost of a launch is measured."""
+"""Minimal Triton kernel, used to measure the cost of a launch."""
 
 import triton
 import triton.language as tl

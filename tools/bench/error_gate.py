@@ -1,8 +1,9 @@
-"""Who may have a speed: every peer of a problem is held to the rounding of its type, in the output and all gradients.
+"""Error gate of the benchmark: every peer must stay within the rounding errors of its type, for the output and all
+gradients.
 
-How far rounding may take a result is derived (`megatron/utils/rounding.py`), not taken from another backend, whose
-error is one machine's luck. A kernel rounds the factors of its products and what it stores; a peer of UNFUSED_PEERS may
-round every result to the type, as code does that nobody fused by hand.
+The limit is derived from rounding errors (`megatron/utils/rounding.py`), not from another backend, whose error depends
+on the machine. A fused kernel rounds the factors of its products and the values it stores. Peers in UNFUSED_PEERS may
+round every intermediate result, as unfused code does.
 """
 
 from dataclasses import dataclass
@@ -22,60 +23,62 @@ from tools.bench.attention_peers import (
 from tools.rounding import SAFETY_FACTOR, compute_size_ratio, estimate_rounding_sizes
 
 RESULT_PARTS = {"output, dq, dk, dv": slice(0, 4), "the parameters' gradients": slice(4, None)}
-"""What a record tells apart: sums over all scores round coarser than rows do."""
+"""Groups of results in a record. Sums over all scores have larger rounding errors than rows."""
 UNCHECKED_PARTS = {
     **dict.fromkeys(BIASLESS_PEERS, tuple(RESULT_PARTS)),
     **dict.fromkeys(FROZEN_PEERS, tuple(RESULT_PARTS)[1:]),
 }
-"""What a peer does not compute."""
+"""Results that a peer does not compute."""
 UNFUSED_PEERS = ("sdpa mask", "appendix", "appendix compiled", "by hand compiled", "flex learned", "flex frozen")
-"""Peers that hold bias, hidden values or their gradients in the compute type."""
+"""Peers that store bias, hidden values or their gradients in the compute type."""
 
 
 @dataclass(frozen=True)
 class GateVerdict:
-    """What the gate says of a peer."""
+    """Verdict of the gate on one peer."""
 
     errors: dict[str, float]
-    """By part; none of floors and of peers that raised."""
+    """Errors by group; empty for plain attention and for peers that raised an error."""
     refusal: str | None = None
-    """Why it gets no speed."""
+    """Reason why the peer is not timed, or None."""
     is_doubtful: bool = False
-    """Is it refused for so little that it may be chance?"""
+    """True if the peer exceeds the limit by so little that it may be chance."""
     judged_twice: bool = False
-    """Is it the verdict on other numbers, the first having been doubtful?"""
+    """True if this is the second verdict, on other numbers, because the first was doubtful."""
 
     @property
     def error(self) -> float | None:
-        """The largest; None if there is none, or none that is a number."""
+        """Largest error; None if there is no error or only NaN."""
         largest = max(self.errors.values(), default=float("inf"))
         return largest if largest < float("inf") else None
 
 
 def disable_tf32() -> None:
-    """float32 products and convolutions as IEEE has them: a GPU's default for convolutions is TF32, with 10 bits."""
+    """Compute float32 products and convolutions in IEEE precision. GPUs use TF32 with 10 bits for convolutions by
+    default."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
 
 
 def run_forward_backward(problem: AttentionProblem, attention: Attention) -> list[Tensor]:
-    """Output and all gradients of one forward and backward pass."""
+    """Return the output and all gradients of one forward and backward pass."""
     inputs = problem.inputs()
     output = attention(*inputs)
     wanted = [*inputs, *problem.parameters()]
     gradients = torch.autograd.grad(
         output, wanted, problem.output_gradient(), allow_unused=True, materialize_grads=True
-    )  # a floor leaves parameters out
+    )  # plain attention does not use the parameters
     if problem.op == "cdape" and problem.kernel_size > 1:
         output = output[:, :, : -(problem.kernel_size // 2)]
     return [output.detach(), *gradients]
 
 
 def compute_errors(problem: AttentionProblem, ours: list[Tensor], exact: list[Tensor]) -> dict[str, float]:
-    """The largest error of a tensor in each part, relative to the largest value of that tensor; inf where one is NaN.
+    """Return the largest error of a tensor in each group, relative to the tensor's largest value; inf for NaN.
 
-    Conv2's constant, the last of CDAPE's parameters, is added to all logits of a row, so its true gradient is zero and
-    what it gets is rounding: it is measured against the gradient of Conv2's weight, from the same sums.
+    Conv2's bias, the last parameter of CDAPE, shifts all logits of a row equally. Its true gradient is therefore zero,
+    and its computed gradient is rounding. It is compared with the gradient of Conv2's weight, which comes from the same
+    sums.
     """
     scales = [max(float(x.abs().max()), torch.finfo(torch.float64).tiny) for x in exact]
     if problem.op == "cdape":
@@ -88,7 +91,7 @@ def compute_errors(problem: AttentionProblem, ours: list[Tensor], exact: list[Te
 
 
 class ErrorGate:
-    """The truth of a problem, and how far from it rounding may take a peer."""
+    """Reference results of a problem, and the limits of rounding errors for its peers."""
 
     def __init__(self, problem: AttentionProblem) -> None:
         disable_tf32()
@@ -98,8 +101,10 @@ class ErrorGate:
         self.sizes: dict[bool, list[Tensor]] = {}
 
     def sizes_of(self, name: str, kinds: list[torch.dtype]) -> list[Tensor]:
-        """Of the rounding errors of each result, as a peer rounds. Conv2's constant has no gradient of its own: what it
-        gets is of the size of its weight's."""
+        """Return the size of the rounding errors of each result for a peer.
+
+        Conv2's bias has no gradient of its own; its error has the size of the weight's.
+        """
         throughout = name in UNFUSED_PEERS
         if throughout not in self.sizes:
             found = estimate_rounding_sizes(
@@ -117,20 +122,20 @@ class ErrorGate:
         return self.sizes[throughout]
 
     def judge(self, name: str, attention: Attention) -> GateVerdict:
-        """What a peer's errors are, and whether it gets a speed."""
+        """Judge a peer's errors and decide whether it is timed."""
         try:
             found = run_forward_backward(self.problem, attention)
-        except Exception as failure:  # out of memory, or refused by a compiler: the other peers still count
+        except Exception as failure:  # out of memory or a compiler error; the other peers still count
             return GateVerdict({}, format_exception(failure))
         measured = compute_errors(self.problem, found, self.exact)
         measured = {part: value for part, value in measured.items() if part not in UNCHECKED_PARTS.get(name, ())}
         ratios = {part: self._excess(name, found, RESULT_PARTS[part]) for part in measured}
-        if all(ratio <= SAFETY_FACTOR for ratio in ratios.values()):  # false of what is not a number
+        if all(ratio <= SAFETY_FACTOR for ratio in ratios.values()):  # False for NaN
             return GateVerdict(measured)
         part = next(part for part, ratio in ratios.items() if not ratio <= SAFETY_FACTOR)
-        text = f"errs in {part} by {ratios[part]:.3g} times what rounding in {self.problem.dtype} gives"
+        text = f"errs in {part} by {ratios[part]:.3g} times the rounding error of {self.problem.dtype}"
         is_doubtful = all(ratio <= CERTAIN_EXCESS for ratio in ratios.values())
-        return GateVerdict(measured, f"{text}: no speed is reported", is_doubtful)
+        return GateVerdict(measured, f"{text}; not timed", is_doubtful)
 
     def _excess(self, name: str, found: list[Tensor], part: slice) -> float:
         sizes = self.sizes_of(name, [x.dtype for x in found])
@@ -139,7 +144,7 @@ class ErrorGate:
 
 
 def judge_peers(problem: AttentionProblem, found: dict[str, Attention]) -> dict[str, GateVerdict]:
-    """The errors of every peer, and who gets no speed: a peer that raises, or errs by more than rounding."""
+    """Judge every peer. A peer that raises or exceeds rounding errors is not timed."""
     judge = ErrorGate(problem)
     return {name: judge.judge(name, attention) for name, attention in found.items()}
 
@@ -149,5 +154,4 @@ def _key_by_index(values: list[Any]) -> dict[str, Any]:
 
 
 def format_exception(failure: Exception) -> str:
-    """What a record says of it."""
     return f"{type(failure).__name__}: {' '.join(str(failure).split())[:400]}"

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What a training step costs the host: its time and its launches against a GPT in plain PyTorch, on the null device.
+"""Measure the host cost of a training step: time and launches, compared with a plain PyTorch GPT, on the null device.
 
     python tools/bench/host_time.py --json docs/results/host_time.json
 
-Kernels cost nothing on the null device (megatron/rehearsal/null_device), so the time of a step is the host's. Each case
-is a process of its own, in which steps of the plain GPT (autocast, SDPA, fused AdamW, clipping; DistributedDataParallel
-over two ranks) and of Farfield's loop alternate, so that a busy machine disturbs both alike. Of two ranks the process
-is the first, over NCCL's real process groups. Time is the process's on the CPU, all threads together; launches are what
-the CUDA runtime, the driver, cuBLAS and NCCL were asked for, counted by the null device's library, and exact.
+Kernels take no time on the null device (megatron/rehearsal/null_device), so the time of a step is host time. Each case
+is a separate process. In it, steps of the plain GPT (autocast, SDPA, fused AdamW, clipping; DistributedDataParallel
+over two ranks) and of Farfield's loop alternate, so that a busy machine affects both alike. With two ranks, the process
+is the first of them, with real NCCL process groups. Time is CPU time of the process over all threads. Launches are
+exact counts of requests to the CUDA runtime, the driver, cuBLAS and NCCL, from the null device's library.
 
 The flagship (2-7B cdape_kerple_log a100_8k on 64 ranks, with the kernels) is measured per micro-batch.
 """
@@ -40,9 +40,9 @@ METHODS: dict[str, tuple[str, str]] = {
     "kerple_log": ("kerple_log", "triton"),
     "cdape": ("cdape_kerple_log", "triton"),
 }
-"""The overlay of each, and the backend that a GPU is meant to take for it."""
+"""Overlay of each method, and the backend intended for it on a GPU."""
 SHAPES = {"125M": (12, 768, 12), "350M": (24, 1024, 16)}
-"""Layers, width, heads of the plain GPT, as configs/model has them."""
+"""Layers, hidden size and heads of the plain GPT, as in configs/model."""
 LENGTH, BATCH, VOCABULARY = 512, 32, 50304
 WARMUP_STEPS = 5
 FLAGSHIP = ("2-7B", "cdape_kerple_log", "a100_8k")
@@ -57,10 +57,10 @@ GOALS = {
 
 @dataclass(frozen=True)
 class Case:
-    """What one process measures."""
+    """Case measured by one process."""
 
     corpus: str
-    """A dataset of synthetic tokens, without ending."""
+    """Dataset of synthetic tokens, without file extension."""
     size: str
     ranks: int
     methods: list[str]
@@ -72,7 +72,7 @@ class Case:
 
 
 def build_trainer(names: list[str], values: dict[str, object], ranks: int) -> Any:
-    """Farfield's loop, ready to step: the configuration that `./deepy.py train` would run."""
+    """Build Farfield's trainer with the configuration that `./deepy.py train` would run."""
     from megatron.config.load import load_config
     from megatron.distributed.hardware import LocalHardware
     from megatron.distributed.launcher_environment import RankInfo
@@ -82,7 +82,7 @@ def build_trainer(names: list[str], values: dict[str, object], ranks: int) -> An
     from megatron.training.training_run import build_training_run
 
     fixed = {"train_iters": 1_000_000, "lr_decay_iters": 1_000_000, "eval_interval": 0, "log_interval": 1_000_000}
-    pairs = [f"{key}={value}" for key, value in {**fixed, "device": "cuda", **values}.items()]
+    pairs = [f"{key}={value}" for key, value in {**fixed, "device": "cuda", "cuda_graph": "off", **values}.items()]
     rank = RankInfo(0, ranks, 0, min(ranks, 8))
     config = resolve_run(load_config(names, pairs).config, LocalHardware.detect(), rank_info=rank).config
     run = build_training_run(config, rank, ConsoleReporter(None, config.training.train_iters))
@@ -91,7 +91,7 @@ def build_trainer(names: list[str], values: dict[str, object], ranks: int) -> An
 
 
 class PlainTrainer:
-    """The loop that one writes by hand, in bfloat16 by autocast."""
+    """Plain hand-written training loop in bfloat16 with autocast."""
 
     def __init__(self, size: str, ranks: int) -> None:
         import torch
@@ -120,7 +120,7 @@ class PlainTrainer:
 
 
 class StepMeter:
-    """Host time and launches of single steps."""
+    """Meter of host time and launches of single steps."""
 
     def __init__(self) -> None:
         self.cpu: list[float] = []
@@ -138,7 +138,7 @@ class StepMeter:
         self.counts.append({**asdict(done), "all_launches": done.all_launches})
 
     def summarize(self) -> dict[str, Any]:
-        """Medians; milliseconds."""
+        """Return medians, times in milliseconds."""
         counts = {name: statistics.median_low([c[name] for c in self.counts]) for name in self.counts[0]}
         return {
             "cpu_ms": round(statistics.median(self.cpu), 2),
@@ -149,7 +149,7 @@ class StepMeter:
 
 
 def measure_case(case: Case) -> list[dict[str, Any]]:
-    """A record per method, each with the plain GPT's steps between its own."""
+    """Return a record per method; steps of the plain GPT alternate with each method's steps."""
     import gc
 
     from megatron.utils.signals import GracefulStop
@@ -188,7 +188,7 @@ def measure_case(case: Case) -> list[dict[str, Any]]:
 
 
 def measure_flagship(case: Case) -> list[dict[str, Any]]:
-    """The record of the flagship's first rank: what a micro-batch, and what the optimizer's step costs."""
+    """Measure the flagship's first rank: cost of a micro-batch and of the optimizer step."""
     from megatron.rehearsal.unset_weights import without_weight_values
     from megatron.utils.signals import GracefulStop
 
@@ -228,7 +228,7 @@ def measure_flagship(case: Case) -> list[dict[str, Any]]:
 
 
 def run_case(file: Path) -> None:
-    """Measure the case of a file; the records stand beside it."""
+    """Measure the case described by a file; write the records beside it."""
     import logging
 
     warnings.filterwarnings("ignore")
@@ -237,17 +237,17 @@ def run_case(file: Path) -> None:
     records = measure_flagship(case) if case.flagship else measure_case(case)
     file.with_suffix(".records").write_text(json.dumps(records))
     sys.stdout.flush()
-    os._exit(0)  # groups of ranks that do not run are not waited for
+    os._exit(0)  # skips waiting for groups whose other ranks do not run
 
 
 # ------------------------------------------------------------------------------------------------ in the tool's process
 
 
 def start_case(case: Case, folder: Path, card: str) -> list[dict[str, Any]]:
-    """The records of a case, measured on the null device in a process of its own.
+    """Measure a case on the null device in a separate process, and return its records.
 
     Raises:
-        SystemExit: it failed, with the end of what it printed.
+        SystemExit: if the process fails, with the end of its output.
     """
     from megatron.distributed.launcher_environment import RankInfo
     from megatron.rehearsal.null_device.cards import get_card
@@ -270,16 +270,15 @@ def start_case(case: Case, folder: Path, card: str) -> list[dict[str, Any]]:
 
 
 def format_page(result: dict[str, Any]) -> str:
-    """The record as a page."""
     lines = [
         "# Host time of a training step",
         "",
-        f"A step of {BATCH} × {LENGTH} tokens per rank in bfloat16 on the null device, whose kernels take no time: "
-        "what Python and the launches cost.",
-        "Plain is a GPT of the same shape in plain PyTorch (autocast, SDPA, fused AdamW, clipping), stepped in turn "
-        "with each method in the same process.",
-        "Host time is the process's on the CPU (median of the steps; × plain is the median of the pairs' ratios).",
-        "Launches are exact: kernels, matrix products, copies, fills and collectives.",
+        f"A step of {BATCH} × {LENGTH} tokens per rank in bfloat16 on the null device. Kernels take no time there, "
+        "so the table shows the cost of Python and of launches.",
+        "Plain is a GPT of the same shape in plain PyTorch (autocast, SDPA, fused AdamW, clipping). Its steps "
+        "alternate with those of each method in the same process.",
+        "Host time is CPU time of the process (median over steps; × plain is the median ratio of step pairs).",
+        "Launches are exact counts of kernels, matrix products, copies, fills and collectives.",
         "",
         "| model | ranks | method | backend | host ms | plain ms | × plain | × none | launches | plain's | × plain | "
         "more than none | Triton's | waits |",
@@ -303,9 +302,9 @@ def format_page(result: dict[str, Any]) -> str:
         micro, step = record["per_micro_batch"], record["optimizer_step"]
         lines += [
             f"`{record['configuration']}` on {record['ranks']} ranks, rank 0, with the kernels: "
-            f"{micro['cpu_ms'] / 1e3:.3f} s of the host and {micro['all_launches']:,.0f} launches a micro-batch "
-            f"({micro['triton']:,.0f} of Triton's), {step['cpu_ms'] / 1e3:.3f} s a step of the optimizer. "
-            "Goal: under 0.25 s a micro-batch.",
+            f"{micro['cpu_ms'] / 1e3:.3f} s of host time and {micro['all_launches']:,.0f} launches per micro-batch "
+            f"({micro['triton']:,.0f} of Triton's), {step['cpu_ms'] / 1e3:.3f} s per optimizer step. "
+            "Goal: under 0.25 s per micro-batch.",
             "",
         ]
     return "\n".join([*lines, format_provenance(result), ""])
@@ -316,11 +315,13 @@ def main() -> None:
     parser.add_argument("--sizes", type=comma_separated(SHAPES), default="125M,350M")
     parser.add_argument("--ranks", type=comma_separated(("1", "2")), default="1,2")
     parser.add_argument("--methods", type=comma_separated(METHODS), default=",".join(METHODS))
-    parser.add_argument("--rounds", type=int_at_least(2), default=15, help="steps of each, after the warm-up (15)")
-    parser.add_argument("--gpu", default="h100", help="the card (h100)")
-    parser.add_argument("--no-flagship", action="store_true", help="leave the flagship out")
-    parser.add_argument("--json", type=parse_output_path, help="write the record here, and a page beside it")
-    parser.add_argument("--case", type=Path, help="for the tool itself: measure what the file says")
+    parser.add_argument("--rounds", type=int_at_least(2), default=15, help="timed steps of each model (15)")
+    parser.add_argument("--gpu", default="h100", help="emulated GPU (h100)")
+    parser.add_argument("--no-flagship", action="store_true", help="skip the flagship")
+    parser.add_argument(
+        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+    )
+    parser.add_argument("--case", type=Path, help="internal: measure the case of this file")
     arguments = parser.parse_args()
     if arguments.case is not None:
         run_case(arguments.case)
@@ -328,7 +329,7 @@ def main() -> None:
 
 
 def measure_all(arguments: Any) -> None:
-    """Every case in turn; the record is written after each."""
+    """Measure every case in turn; write the record after each."""
     from megatron.rehearsal.synthetic_corpus import write_synthetic_corpus
     from megatron.utils.errors import FarfieldError
 

@@ -1,4 +1,4 @@
-"""Turns the mixer's CUDA kernels on or off for a benchmark's candidate (`kernels/cdape_attention/mixer.py`)."""
+"""Switch for the mixer's CUDA kernels in benchmarks (`kernels/cdape_attention/mixer.py`)."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from kernels.cdape_attention.mixer import VARIABLE
 
 @contextmanager
 def use_mixer(is_on: bool) -> Iterator[None]:
-    """Forward passes inside take the CUDA kernels where these compute their shapes, or Triton's kernels everywhere."""
+    """Use the CUDA kernels in the forward pass if they support the shapes (`is_on`), or Triton's kernels only."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = "1" if is_on else "0"
     try:

@@ -1,7 +1,7 @@
-"""A GPT in plain PyTorch, independent of megatron-core and of Farfield: what tests and benchmarks compare with.
+"""GPT in plain PyTorch, independent of megatron-core and Farfield: the reference of tests and benchmarks.
 
-It is written the way one would write it by hand: nn.Linear, scaled_dot_product_attention where no bias is added,
-explicit matrices where one is, and DAPE V2's appendix module as printed for CDAPE.
+It is written in the straightforward way: nn.Linear, scaled_dot_product_attention without a bias, explicit matrices with
+one, and DAPE V2's appendix module as printed for CDAPE.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 
 class Rotation(nn.Module):
-    """Rotary positions over the whole head dimension, tables made once."""
+    """Rotary position embedding over the whole head dimension, with precomputed tables."""
 
     def __init__(self, dim: int, length: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Rotation(nn.Module):
 
 
 class Kerple(nn.Module):
-    """−r1·log(1 + r2·n) as a matrix [H, T, T]."""
+    """Bias −r1·log(1 + r2·n) as a matrix [H, T, T]."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Kerple(nn.Module):
 
 
 class AppendixCdape(nn.Module):
-    """DAPE V2's appendix N: what it adds to scores and bias."""
+    """Module of DAPE V2's appendix N, which adds to scores and bias."""
 
     def __init__(self, heads: int, width: int, kernel_size: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """A decoder with tied embedding.
+    """Decoder with tied embeddings.
 
     Args:
         method: none, rotary, kerple_log, or cdape (k = 3, on kerple_log).
@@ -102,7 +102,7 @@ class PlainGPT(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [B, T, V]."""
+        """Return logits [B, T, V]."""
         x = self.embedding(tokens)
         bias = None if self.kerple is None else self.kerple(tokens.shape[1])
         for block in self.blocks:

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Is the memory that `plan` says the memory that a run takes? Peaks of PyTorch's allocator on the null device.
+"""Compare the memory that `plan` estimates with the peak of PyTorch's allocator on the null device.
 
     python tools/bench/planner_memory.py --json docs/results/planner_memory.json
 
-Each configuration is trained for three steps by one rank of its run, on the null device (megatron/rehearsal), with
-`attention_backend` auto without a check (what PyTorch has) and triton. The peak is what
-`torch.cuda.max_memory_allocated` says: of tensors, whatever computes them. Beside it stands what
-`megatron.planning.memory_estimate` says of the same rank. Nothing of it needs a GPU, and no value depends on speed.
+One rank of each configuration trains for three steps on the null device (megatron/rehearsal), with `attention_backend`
+auto without a self-check (PyTorch's implementation) and triton. The peak is `torch.cuda.max_memory_allocated`: the
+bytes of all tensors. It is compared with the estimate of `megatron.planning.memory_estimate` for the same rank. The
+tool needs no GPU, and no value depends on speed.
 
-A row whose backend cannot compute the method says so instead. The record is written after each row: `--measured RECORD`
-takes the peaks of an earlier or an interrupted one and plans anew.
+A row whose backend cannot compute the method contains the error. The record is written after each row: `--measured
+RECORD` reuses the peaks of an earlier or interrupted record and plans anew.
 """
 
 import json
@@ -56,23 +56,23 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Case:
-    """A run, and which of its ranks is measured."""
+    """Run, and the rank of it to measure."""
 
     configs: str
-    """Names of overlays, as they stand on the command line."""
+    """Names of overlays, as on the command line."""
     keys: tuple[str, ...] = ()
     gpus: int = 1
     rank: int = 0
 
     @property
     def name(self) -> str:
-        """As the record has it."""
+        """Name of the case in the record."""
         where = "" if self.gpus == 1 else f" · {self.gpus} GPUs, rank {self.rank}"
         return f"{self.configs}{where}"
 
 
 def bf16(micro_batch: int, *keys: str, recompute: bool | str = False) -> tuple[str, ...]:
-    """Keys of a run in bfloat16 whose batch follows from its micro-batch."""
+    """Return the keys of a bfloat16 run whose batch size follows from its micro-batch."""
     return (
         "precision=bf16",
         "train_batch_size=null",
@@ -83,7 +83,7 @@ def bf16(micro_batch: int, *keys: str, recompute: bool | str = False) -> tuple[s
 
 
 def long(length: int) -> tuple[str, str]:
-    """Keys of a sequence's length."""
+    """Return the keys for a sequence length."""
     return f"seq_length={length}", f"max_position_embeddings={length}"
 
 
@@ -92,12 +92,12 @@ OFFLOAD_WEIGHTS = "zero_optimization.offload_param.device=cpu"
 
 
 def zero(stage: int, accumulated: int = 1) -> tuple[str, str]:
-    """Keys of ZeRO's stage, and of how many micro-batches a step sums."""
+    """Return the keys for a ZeRO stage and a number of accumulated micro-batches."""
     return f"zero_optimization.stage={stage}", f"gradient_accumulation_steps={accumulated}"
 
 
 CASES = (
-    # One GPU: methods, types, what is recomputed.
+    # One GPU: methods, data types, recomputation.
     Case("125M none", bf16(4)),
     Case("125M rotary", bf16(32)),
     Case("125M kerple_log", bf16(32)),
@@ -113,7 +113,7 @@ CASES = (
     Case("350M cdape_kerple_log", bf16(8, *long(1024), recompute="selective")),
     Case("350M rotary", ("precision=fp32", *bf16(8)[1:])),
     Case("350M kerple_log", bf16(1, *long(32768), "attention_window=1024", recompute=True)),
-    # ZeRO, optimizers, what is offloaded.
+    # ZeRO, optimizers, offloading.
     Case("350M kerple_log", bf16(8, *zero(0)), 4),
     Case("350M kerple_log", bf16(8, *zero(2), recompute=True), 8),
     Case("125M sandwich", ("precision=fp32", *bf16(4, *zero(2, 4))[1:]), 2),
@@ -128,7 +128,7 @@ CASES = (
     Case("1-3B rotary", bf16(8, *zero(2), OFFLOAD, recompute=True), 4),
     Case("125M rotary", bf16(4, *zero(3, 2), OFFLOAD, recompute=True), 2),
     Case("125M kerple_log", ("precision=fp16", *bf16(4, *zero(3), OFFLOAD, OFFLOAD_WEIGHTS)[1:]), 4),
-    # Tensor, context and pipeline parallelism, and products of them.
+    # Tensor, context and pipeline parallelism, and combinations.
     Case("1-3B kerple_log", bf16(4, "model_parallel_size=2"), 2),
     Case("1-3B cdape_kerple_log", bf16(4, "model_parallel_size=2", recompute=True), 4),
     Case("1-3B rotary", bf16(1, "context_parallel_size=2", *long(8192), recompute=True), 4),
@@ -148,7 +148,7 @@ CASES = (
         bf16(1, "model_parallel_size=2", "context_parallel_size=2", *long(4096), recompute=True),
         16,
     ),
-    # As shipped.
+    # Shipped configurations.
     Case("350M cdape_kerple_log a100_2k_slow_network", (), 8),
     Case("2-7B rotary a100_2k", (), 64),
     Case("2-7B cdape_kerple_log a100_8k", (), 64),
@@ -158,7 +158,7 @@ CASES = (
 
 
 def plan_case(case: Case, backend: str) -> tuple[RehearsedRun, MemoryEstimate]:
-    """What is executed of a case, and what is planned of the rank that is measured."""
+    """Return the rehearsed run of a case, and the memory estimate of the measured rank."""
     config = load_config(case.configs.split(), [*case.keys, *BACKENDS[backend]]).config
     run = plan_rehearsal(config, case.gpus, None, VOCABULARY)
     stage = run.sizes.coordinates(case.rank)["pipeline"]
@@ -169,18 +169,21 @@ def plan_case(case: Case, backend: str) -> tuple[RehearsedRun, MemoryEstimate]:
 
 
 def measure_peak(case: Case, run: RehearsedRun, folder: Path) -> tuple[int, str]:
-    """Bytes of a rank's tensors at the worst moment and the phase it is in. Raises RunError if it failed.
+    """Return the peak bytes of a rank's tensors, and the phase of the peak.
 
     Args:
-        case: says which rank.
-        run: what is executed.
-        folder: for its files; made here, and removed.
+        case: selects the rank.
+        run: run to execute.
+        folder: folder for its files, created and removed by this function.
+
+    Raises:
+        RunError: if the rank fails.
     """
     folder.mkdir()
     try:
-        config = run.build_config(folder).replace(save=None)
+        config = run.build_config(folder).replace(save=None, cuda_graph="off")
         config.save(folder / "train.yml")
-        for rank in sorted({0, case.rank}):  # the first one makes the index of samples
+        for rank in sorted({0, case.rank}):  # rank 0 builds the sample index
             result = run_rank(run, rank, folder)
             if result.error is not None:
                 raise RunError(f"rank {rank}: {result.error.message}")
@@ -191,7 +194,7 @@ def measure_peak(case: Case, run: RehearsedRun, folder: Path) -> tuple[int, str]
 
 
 def run_rank(run: RehearsedRun, rank: int, folder: Path) -> RankResult:
-    """Train one rank in a process of its own."""
+    """Train one rank in a separate process."""
     job = RankJob(str(folder), str(folder / "train.yml"), "train", rank, run.devices_per_node)
     path = folder / f"train-{rank}.job"
     path.write_text(json.dumps(asdict(job)), encoding="utf-8")
@@ -207,14 +210,14 @@ def run_rank(run: RehearsedRun, rank: int, folder: Path) -> RankResult:
     if not job.result.is_file():
         lines = (done.stdout + done.stderr).split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "nothing")
-        raise RunError(f"rank {rank} ended with {done.returncode} and left no result; its last line: {last}")
+        raise RunError(f"rank {rank} exited with {done.returncode} without a result; last line: {last}")
     return RankResult.read(job.result)
 
 
 def measure_row(
     case: Case, backend: str, measured: dict[tuple[str, ...], dict[str, Any]], commit: str | None, folder: Path
 ) -> dict[str, Any]:
-    """Of a case and a backend; an `error` says why it has no peak, `commit` what it was measured at."""
+    """Measure a case with a backend. `error` explains a missing peak; `commit` is the measured commit."""
     row: dict[str, Any] = {**asdict(case), "keys": list(case.keys), "backend": backend}
     row |= dict.fromkeys(("planned", "moment", "ranks", "peak", "phase", "commit", "error"))
     try:
@@ -225,24 +228,24 @@ def measure_row(
             return row | {name: known[name] for name in ("peak", "phase", "commit")}
         row["peak"], row["phase"] = measure_peak(case, run, folder)
         row["commit"] = commit
-    except (UserError, RunError) as error:  # of a backend that cannot compute the method, or of a rank
+    except (UserError, RunError) as error:  # the backend cannot compute the method, or a rank failed
         row["error"] = str(error)
     return row
 
 
 def identify_row(row: dict[str, Any]) -> tuple[str, ...]:
-    """The case and the backend of a row."""
+    """Return the case and the backend of a row."""
     return (row["configs"], *row["keys"], str(row["gpus"]), str(row["rank"]), row["backend"])
 
 
 def iter_rows(
     cases: list[Case], measured: dict[tuple[str, ...], dict[str, Any]], commit: str | None, num_processes: int
 ) -> Iterator[list[dict[str, Any]]]:
-    """The rows so far, in the order of the cases, whenever there is another."""
+    """Yield the rows so far, in the order of the cases, whenever a row is added."""
     done: dict[int, dict[str, Any]] = {}
     pairs = [(case, backend) for case in cases for backend in BACKENDS]
     with temporary_folder("planner") as folder, ThreadPoolExecutor(num_processes) as pool:
-        # The last of the list are the largest: begun last, they would leave the other processes with nothing to do.
+        # The last cases are the largest. If they started last, the other processes would be idle at the end.
         tasks = {
             pool.submit(measure_row, *pairs[index], measured, commit, folder / str(index)): index
             for index in reversed(range(len(pairs)))
@@ -257,7 +260,7 @@ def iter_rows(
 
 
 def read_measured(path: Path | None) -> dict[tuple[str, ...], dict[str, Any]]:
-    """The rows of an earlier record, by case and backend."""
+    """Read the rows of an earlier record, by case and backend."""
     if path is None:
         return {}
     record = json.loads(path.read_text(encoding="utf-8"))
@@ -266,7 +269,7 @@ def read_measured(path: Path | None) -> dict[tuple[str, ...], dict[str, Any]]:
 
 
 def render_row(row: dict[str, Any]) -> str:
-    """One line of the page's table."""
+    """Render one line of the page's table."""
     case = Case(row["configs"], tuple(row["keys"]), row["gpus"], row["rank"])
     keys = ", ".join(key for key in case.keys if key != "train_batch_size=null")
     planned = "" if row["planned"] is None else f"{row['planned'] / GIB:.2f}"
@@ -280,44 +283,45 @@ def render_row(row: dict[str, Any]) -> str:
 
 
 def render_page(record: dict[str, Any]) -> str:
-    """The record for people."""
     rows = [row for row in record["rows"] if row["peak"]]
     errors = [abs(row["planned"] / row["peak"] - 1) for row in rows] or [0.0]
     within, num_cases = sum(error <= TOLERANCE for error in errors), len({identify_row(row)[:-1] for row in rows})
     table = "\n".join(render_row(row) for row in record["rows"])
     commits = " and ".join(sorted({str(row["commit"]) for row in rows}))
-    return f"""# The planner's memory against the allocator's
+    return f"""# Planned memory compared with the allocator's peak
 
 Three steps of one rank of each run, on the null device as an A100 of 80 GB:
-the peak that PyTorch's caching allocator reports, and what `./deepy.py plan` says of that rank, in GiB.
-`auto` is what that takes without a check on the card (row blocks, or PyTorch's fused attention);
-`triton` is the kernels, compiled as they would run.
+the peak of PyTorch's caching allocator and the estimate of `./deepy.py plan` for that rank, in GiB.
+`auto` is its choice without a self-check on the GPU (row blocks, or PyTorch's fused attention);
+`triton` uses the kernels, compiled for the GPU.
 {within} of {len(rows)} in {num_cases} configurations are within {TOLERANCE:.0%};
 the mean error is {sum(errors) / len(errors):.1%} and the largest {max(errors):.1%}.
-What the driver, NCCL and the allocator's own rounding take is in neither number.
+Neither number includes the memory of the driver, of NCCL and of the allocator's rounding.
 
-| run | keys | backend | peak | planned | ratio | the planner's worst moment |
+| run | keys | backend | peak | planned | ratio | planned peak |
 |---|---|---|---|---|---|---|
 {table}
 
-Peaks were measured at {commits}, each in a process of its own. {format_provenance(record["stamp"])}
+Peaks were measured at {commits}, each in a separate process. {format_provenance(record["stamp"])}
 """
 
 
 def main() -> None:
-    """Measure, and write a record."""
+    """Measure the peaks and write a record."""
     parser = ToolParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", help="cases whose line contains this text")
-    parser.add_argument("--measured", type=Path, help="a record whose peaks are taken instead of measuring them again")
-    parser.add_argument("--processes", type=int, default=1, help="ranks that are trained at a time, up to 8 GB each")
-    parser.add_argument("--json", type=parse_output_path, help="the record; its page goes beside it")
+    parser.add_argument("--only", help="only cases whose line contains this text")
+    parser.add_argument("--measured", type=Path, help="record whose peaks are reused")
+    parser.add_argument("--processes", type=int, default=1, help="number of ranks trained at a time, up to 8 GB each")
+    parser.add_argument(
+        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+    )
     arguments = parser.parse_args()
     cases = [case for case in CASES if (arguments.only or "") in " ".join((case.name, *case.keys))]
     record = {"stamp": collect_provenance(__file__, "cpu"), "card": CARD, "vocabulary": VOCABULARY}
     measured, commit = read_measured(arguments.measured), record["stamp"]["commit"]
     for rows in iter_rows(cases, measured, commit, arguments.processes):
         record["rows"] = rows
-        if arguments.json is not None:  # after each row: an interruption loses none
+        if arguments.json is not None:  # after each row, so that an interruption loses none
             write_record(arguments.json, record, render_page(record))
     print(render_page(record))
 

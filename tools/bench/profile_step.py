@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
-"""Profile of a training step: time on the host, in each kernel, and between kernels.
+"""Profile a training step: time on the host, in each kernel, and between kernels.
 
     python tools/bench/profile_step.py --shapes 350M:512:32 350M:512:1 --json profile.json
 
-The first record is of the machine itself: an empty Python loop, a launch through PyTorch and through Triton, an
-allocation, a copy on the device, a large product. Hosts and cards are compared by it. Then each shape and method has
+The first record describes the machine, to compare hosts and GPUs: an empty Python loop, a launch through PyTorch and
+through Triton, an allocation, a copy on the device, a large matrix product. Each shape and method then has
 
     wall       median time of a step, with the device synchronized after each
-    host       median time until the step's last call returns, without synchronizing
-    busy       time of a step in which some kernel runs
-    kernels    those with the most device time: calls of a step, time of a call, share of all
-    host_ops   the host's operations with the most time of their own
+    host       median time until the step's last call returns, without synchronization
+    busy       time during which some kernel runs, per step
+    kernels    kernels with the most device time: calls per step, time per call, fraction of the total
+    host_ops   host operations with the most self time
 
-The models are those of `train_step.py`. Records are written after each; `--seconds` ends it before the next.
+The models are those of `train_step.py`. Records are written after each shape and method. `--seconds` stops the tool
+before the next one.
 """
 
 import argparse
@@ -41,21 +42,20 @@ from tools.bench.train_step import PEERS, Candidate, StepProblem, build_candidat
 from tools.records import collect_provenance, write_record  # noqa: E402
 
 CALLS = 1000
-"""Calls of a small operation that are timed together."""
+"""Number of calls of a small operation that are timed together."""
 NUM_WARMUP_STEPS, NUM_TIMED_STEPS, NUM_PROFILED_STEPS = 3, 8, 3
 NUM_KERNELS, NUM_HOST_OPS = 25, 15
-"""Entries of a record's tables."""
+"""Number of entries in a record's tables."""
 COPY_BYTES, PRODUCT_SIZE = 1 << 29, 8192
 
 
 def synchronize(device: str) -> None:
-    """Wait for the device."""
     if device != "cpu":
         torch.cuda.synchronize()
 
 
 def time_until_done(function: Callable[[], object], rounds: int, device: str) -> float:
-    """Return the median time of a call in seconds, until the device has finished."""
+    """Return the median time in seconds until the device has finished a call."""
     taken = []
     for _ in range(rounds):
         synchronize(device)
@@ -67,7 +67,7 @@ def time_until_done(function: Callable[[], object], rounds: int, device: str) ->
 
 
 def time_on_host(function: Callable[[], object], rounds: int, device: str) -> float:
-    """Return the median time in seconds until a call returns; the device may still be at work."""
+    """Return the median time in seconds until a call returns; the device may still be busy."""
     taken = []
     for _ in range(rounds):
         synchronize(device)
@@ -79,7 +79,7 @@ def time_on_host(function: Callable[[], object], rounds: int, device: str) -> fl
 
 
 def measure_machine(device: str) -> dict[str, Any]:
-    """Return what the machine costs whatever is computed; times in microseconds."""
+    """Return the costs of basic operations on this machine, in microseconds."""
 
     def loop() -> None:
         for _ in range(CALLS * CALLS):
@@ -144,7 +144,7 @@ def profile_candidate(problem: StepProblem, name: str, candidate: Candidate) -> 
         wall = time_until_done(candidate.step, NUM_TIMED_STEPS, problem.device)
         host = time_on_host(candidate.step, NUM_TIMED_STEPS // 2, problem.device)
         tables = _profile_steps(candidate.step, problem.device)
-    except Exception as failure:  # the others still count
+    except Exception as failure:  # the other methods still count
         return {**head, "refusal": format_exception(failure)}
     tflops = candidate.flops * problem.tokens / wall / 1e12
     times = {"wall_ms": round(wall * 1e3, 3), "host_ms": round(host * 1e3, 3), "tflops": round(tflops, 2)}
@@ -200,7 +200,6 @@ def _measure_union(spans: list[tuple[float, float]]) -> float:
 
 
 def format_console_lines(record: dict[str, Any]) -> list[str]:
-    """Return a record as lines of the console."""
     if record["op"] == "machine":
         return [", ".join(f"{name} {value}" for name, value in record.items() if name != "op")]
     head = f"{record['model']:<6} T={record['T']:<6} B={record['B']:<3} {record['peer']:<11} "
@@ -218,11 +217,13 @@ def format_console_lines(record: dict[str, Any]) -> list[str]:
 def parse_arguments() -> argparse.Namespace:
     parser = ToolParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", type=parse_device, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shapes", nargs="*", type=parse_shape, default=[], help="MODEL:LENGTH:BATCH …; none: no step")
+    parser.add_argument(
+        "--shapes", nargs="*", type=parse_shape, default=[], help="MODEL:LENGTH:BATCH …; by default no step"
+    )
     parser.add_argument("--methods", nargs="+", choices=PEERS, default=["cdape", "kerple_log", "plain"])
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
-    parser.add_argument("--seconds", type=int_at_least(1), default=240, help="no method begins later than this (240)")
-    parser.add_argument("--json", type=parse_output_path, help="write the records to this file")
+    parser.add_argument("--seconds", type=int_at_least(1), default=240, help="start no method after this time (240)")
+    parser.add_argument("--json", type=parse_output_path, help="output file of the records")
     arguments = parser.parse_args()
     if any(batch is None for _, _, batch in arguments.shapes):
         parser.error("argument --shapes: a profile needs MODEL:LENGTH:BATCH")
@@ -245,7 +246,7 @@ def main() -> None:
         problem = StepProblem(model, length, batch, arguments.dtype, arguments.device)
         for name in arguments.methods:
             if time.perf_counter() - begun > arguments.seconds:
-                print(f"no time was left for {model}:{length}:{batch} {name}", flush=True)
+                print(f"no time left for {model}:{length}:{batch} {name}", flush=True)
                 continue
             add(profile_candidate(problem, name, build_candidates(problem, [name])[name]))
             if problem.cuda:

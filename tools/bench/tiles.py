@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Time of each attention kernel by its tile, on a GPU: what the tables of tiles in `kernels/*/configs.py` rest on.
+"""Time each attention kernel with every candidate tile on a GPU: the basis of the tile tables in
+`kernels/*/configs.py`.
 
     python tools/bench/tiles.py --lengths 512 2048 --json docs/results/gpu_tiles.json
 
-Each kernel has a list of candidates (`CANDIDATES`), its present tile first. A worker process takes the candidates of
-one place in all lists, compiles them beside the other workers, and measures them when its turn comes: one forward and
-backward pass of a layer with CDAPE and one with a learned bias, profiled kernel by kernel. A candidate that cannot be
-compiled or launched is recorded with its error.
+Each kernel has a list of candidates (`CANDIDATES`) that starts with its current tile. A worker process takes the
+candidates at one index of all lists and compiles them in parallel with the other workers. When its turn comes, it
+profiles one forward and backward pass of a layer with CDAPE and one with a learned bias, kernel by kernel. A candidate
+that cannot be compiled or launched is recorded with its error.
 """
 
 import argparse
@@ -51,7 +52,7 @@ from tools.records import collect_provenance, write_record  # noqa: E402
 
 NUM_PASSES = 3
 SECONDS_TO_COMPILE = 120
-"""A worker measures after this time, whether the others have compiled or not."""
+"""Time after which a worker measures, even if others are still compiling."""
 
 
 def _list_tiles(*sizes: tuple[int, int, int, int]) -> list[Tile]:
@@ -97,13 +98,13 @@ KERNELS = {
     "bias_bwd_dq": ("_bwd_dq_kernel",),
     "bias_bwd_dkdv": ("_bwd_dkdv_kernel",),
 }
-"""Names by which the profiler knows the kernels of an entry."""
+"""Kernel names in the profiler, by entry."""
 OPS = {"cdape": [name for name in CANDIDATES if not name.startswith("bias")],
        "biased_attention": [name for name in CANDIDATES if name.startswith("bias")]}  # fmt: skip
 
 
 def install_tiles(tiles: dict[str, Tile]) -> None:
-    """Let the drivers take these tiles, which may be changed later, for all shapes."""
+    """Make the drivers use these tiles for all shapes; the dictionary may change later."""
     driver.processor_tile = lambda kernel, *shape: tiles[kernel]  # type: ignore[assignment]
     driver.attend_tile = lambda kernel, *shape: tiles[kernel]  # type: ignore[assignment]
     driver.heads_tile = lambda *shape: tiles["heads"]  # type: ignore[assignment]
@@ -118,12 +119,12 @@ def install_tiles(tiles: dict[str, Tile]) -> None:
 
 
 def compile_candidates(tiles: dict[str, Tile], run: Callable[[str, int, int], None], length: int) -> dict[str, str]:
-    """Compile a worker's candidates, and put the present tile in the place of those that fail; their errors."""
+    """Compile a worker's candidates, replace those that fail by the current tile, and return their errors."""
     errors: dict[str, str] = {}
     for op, names in OPS.items():
         try:
             run(op, 1, length)
-        except Exception:  # one of them; which one, the kernels tell when they are tried apart
+        except Exception:  # some candidate failed; compiling the kernels separately shows which
             wanted = {name: tiles[name] for name in names}
             tiles |= {name: CANDIDATES[name][0] for name in names}
             for name in names:
@@ -196,8 +197,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dim", type=int_at_least(1), default=64)
     parser.add_argument("--width", type=int_at_least(1), default=32)
     parser.add_argument("--json", type=parse_output_path)
-    parser.add_argument("--worker", type=Path, help="used by the tool itself: the folder that workers share")
-    parser.add_argument("--place", type=int, default=0, help="used by the tool itself")
+    parser.add_argument("--worker", type=Path, help="internal: folder shared by the workers")
+    parser.add_argument("--place", type=int, default=0, help="internal")
     arguments = parser.parse_args()
     if arguments.device == "cpu" and not is_interpreted():
         parser.error("no CUDA device is here; TRITON_INTERPRET=1 tries the tiles on a CPU, untimed")

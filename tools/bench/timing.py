@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-if __name__ == "__main__":  # `measure_memory_growth` starts this file
+if __name__ == "__main__":  # run as a script by `measure_memory_growth`
     sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
@@ -21,7 +21,7 @@ from tools.bench.attention_peers import Attention, AttentionProblem, build_peers
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of a forward and of a backward pass, and on GPUs the MB that the two added to what was there."""
+    """Time of a forward and a backward pass in milliseconds, and on GPUs the memory that both added in MB."""
 
     forward: float
     backward: float
@@ -33,7 +33,7 @@ class Timing:
 
 
 def time_passes(problem: AttentionProblem, attention: Attention, repeats: int) -> Timing:
-    """The mean of some passes."""
+    """Return the mean of several passes."""
     inputs, seed = problem.inputs(), problem.output_gradient()
     wanted = [*inputs, *problem.parameters()]
     cuda = problem.device != "cpu"
@@ -48,7 +48,7 @@ def time_passes(problem: AttentionProblem, attention: Attention, repeats: int) -
         marks.append(_record_time(cuda))
         torch.autograd.grad(output, wanted, seed, allow_unused=True)
         marks.append(_record_time(cuda))
-        del output  # or it would count for the next pass's memory
+        del output  # otherwise it counts toward the next pass's memory
         if cuda:
             torch.cuda.synchronize()
         forward += _compute_elapsed_ms(marks[0], marks[1])
@@ -70,14 +70,14 @@ def _compute_elapsed_ms(first: Any, second: Any) -> float:
 
 
 def compute_quartiles(values: list[float], digits: int = 4) -> list[float]:
-    """First quartile, median and third of any number of values but none."""
-    # "inclusive": between the values. The default guesses beyond two of them, below zero if they differ enough.
+    """Return the first quartile, median and third quartile of a non-empty list."""
+    # "inclusive" interpolates between the values. The default extrapolates from two values, possibly below zero.
     found = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return [round(value, digits) for value in found]
 
 
 def measure_memory_growth(problem: AttentionProblem, name: str) -> float:
-    """MB that one forward and backward pass of a peer adds on a CPU, measured in a process of its own."""
+    """Measure the MB that one forward and backward pass of a peer adds on a CPU, in a separate process."""
     fields = {**asdict(problem), "dtype": str(problem.dtype).removeprefix("torch.")}
     command = [sys.executable, __file__, json.dumps({"problem": fields, "peer": name})]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -85,23 +85,23 @@ def measure_memory_growth(problem: AttentionProblem, name: str) -> float:
 
 
 def _print_memory_growth(what: dict[str, Any]) -> None:
-    """The growth of the resident set's peak, from a warm start on a tiny problem."""
+    """Print the growth of the peak resident set size after a warm-up on a tiny problem."""
     torch.set_num_threads(2)
     fields = {**what["problem"], "dtype": getattr(torch, what["problem"]["dtype"])}
     tiny = AttentionProblem(**{**fields, "length": 16})
     time_passes(tiny, build_peers(tiny)[what["peer"]], 1)
     problem = AttentionProblem(**fields)
     attention = build_peers(problem)[what["peer"]]
-    problem.inputs()  # drawn before, as in the rounds
+    problem.inputs()  # generated beforehand, as in the rounds
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _read_status_kb("VmRSS")
     time_passes(problem, attention, 1)
     print((_read_status_kb("VmHWM") - before) / 1e3)
 
 
 def _read_status_kb(field: str) -> float:
-    """A field of /proc/self/status, in kB."""
+    """Return a field of /proc/self/status, in kB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return float(line.split()[1])

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Tokens per second of Farfield's training loop against a GPT in plain PyTorch of the same shape, in one process.
+"""Compare tokens per second of Farfield's training loop with a plain PyTorch GPT of the same shape, in one process.
 
     python tools/bench/train_loop.py --json docs/results/bench_train.json
 
-Both train on the same corpus with AdamW, clipping and a schedule. Farfield runs its own loop with everything that a
-run has (DeepSpeed engine, megatron-core model, indexed data, metrics); the plain model is plain_gpt.py in the loop
-one would write by hand. Blocks of steps alternate between the two, so that a noisy machine disturbs both alike;
-what counts is the median over blocks of the ratio. Records are written after each method; SIGTERM and Ctrl-C end it
-after the current step, with the records of the methods before.
+Both train on the same corpus with AdamW, clipping and a schedule. Farfield runs its full loop (DeepSpeed engine,
+megatron-core model, indexed data, metrics). The plain model of plain_gpt.py runs in a minimal hand-written loop. Blocks
+of steps alternate between the two, so that noise of the machine affects both alike. The result is the median ratio over
+blocks. Records are written after each method. SIGTERM and Ctrl-C stop the tool after the current step and keep the
+records of earlier methods.
 """
 
 import logging
@@ -60,7 +60,7 @@ METHODS = {
 
 
 def build_trainer(shape: dict, method: str, corpus: Path) -> Trainer:
-    """Farfield's loop, ready to step: the configuration that `./deepy.py train` would run."""
+    """Build Farfield's trainer with the configuration that `./deepy.py train` would run."""
     values = {
         "num_layers": shape["layers"], "hidden_size": shape["width"], "num_attention_heads": shape["heads"],
         "seq_length": shape["length"], "train_micro_batch_size_per_gpu": shape["batch"], "train_iters": 1_000_000,
@@ -79,7 +79,7 @@ def build_trainer(shape: dict, method: str, corpus: Path) -> Trainer:
 
 
 class PlainTrainer:
-    """The loop one writes by hand."""
+    """Minimal hand-written training loop."""
 
     def __init__(self, shape: dict, method: str, corpus: Path, vocabulary: int) -> None:
         self.shape = shape
@@ -108,14 +108,14 @@ MINIMAL_CONFIG = ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq
 
 
 class StoppedBySignal(Exception):
-    """A signal came; its number is the argument. Past it the loop would take no steps, in no time."""
+    """Exception for a received signal, with its number. It prevents a loop that takes no steps from being timed."""
 
 
 def measure_speed(shape_name: str, method: str, corpus: Path, blocks: int, steps: int) -> dict:
-    """Alternate blocks of steps; tokens per second of each and the median of the ratios.
+    """Alternate blocks of steps; return tokens per second of each and the median ratio.
 
     Raises:
-        Stopped: the process was asked to end.
+        StoppedBySignal: if the process receives SIGTERM or SIGINT.
     """
     shape = SHAPES[shape_name]
     trainer = build_trainer(shape, method, corpus)
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--shapes", type=comma_separated(SHAPES), default="quickstart,medium")
     parser.add_argument("--methods", type=comma_separated(METHODS), default="rotary,kerple_log,cdape")
     parser.add_argument("--blocks", type=int_at_least(2), default=9)
-    parser.add_argument("--json", type=parse_output_path, help="write the records here")
+    parser.add_argument("--json", type=parse_output_path, help="output file of the records")
     arguments = parser.parse_args()
     try:
         compare_speeds(arguments.shapes, arguments.methods, arguments.blocks, arguments.json)
@@ -165,7 +165,7 @@ def main() -> None:
 
 
 def compare_speeds(shapes: list[str], methods: list[str], blocks: int, file: Path | None) -> None:
-    """Measure every method in every shape; print and write each record as soon as it is there."""
+    """Measure every method in every shape; print and write each record as soon as it is available."""
     result = {**collect_provenance(__file__, "cpu"), "records": []}
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "python"

@@ -8,6 +8,11 @@ GPT with our attention), on GPUs with `sdpa` for rotary and `triton` for the oth
 same shape with flash attention and rotary positions, compiled on GPUs. Rounds go through all of them in turn; medians
 and quartiles count. Memory is what a step adds to weights, gradients and optimizer state.
 
+`kerple_log_graph`, `cdape_graph` and `cdape_triton_graph` replay forward and backward as CUDA graphs, as `./deepy.py
+train` does with `cuda_graph: on`, beside the same methods launched kernel by kernel:
+
+    python tools/bench/train_step.py --shapes 350M:512:1 350M:512:4 --methods kerple_log kerple_log_graph
+
 `--layer` takes one layer of the model instead, forward and backward from hidden states to hidden states, which fits
 where the output layer's logits do not. What fails is told in its record, and the exit code is 1. Ctrl-C ends it with
 what the rounds so far have measured.
@@ -42,6 +47,7 @@ from megatron.model.build import build_model  # noqa: E402
 from megatron.model.device_dtype import get_torch_dtype  # noqa: E402
 from megatron.options.model import ModelOptions  # noqa: E402
 from megatron.options.position import PositionOptions  # noqa: E402
+from megatron.training.graphed_model import CudaCapture, GraphedModel, TrainingPasses  # noqa: E402
 from megatron.training.metrics import find_peak_tflops  # noqa: E402
 from tools.bench.error_gate import disable_tf32, format_exception  # noqa: E402
 from tools.bench.mixer_switch import use_mixer  # noqa: E402
@@ -54,14 +60,20 @@ MODELS = {"tiny": (2, 64, 4), "125M": (12, 768, 12), "350M": (24, 1024, 16)}
 VOCABULARY_SIZE = 50304
 CDAPE = {"score_processor": "cdape", "pos_emb_per_layer": True}
 METHODS: dict[str, dict[str, Any]] = {
+    "none": {"pos_emb": "none"},
     "rotary": {"pos_emb": "rotary"},
     "kerple_log": {"pos_emb": "kerple_log"},
     "cdape": {"pos_emb": "kerple_log", **CDAPE},
     "cdape_triton": {"pos_emb": "kerple_log", **CDAPE},
+    "rotary_unfused": {"pos_emb": "rotary"},
+    "kerple_log_unfused": {"pos_emb": "kerple_log"},
 }
-"""`cdape_triton` is cdape with Triton's kernels alone, without those in CUDA C++."""
-PEERS = (*METHODS, "plain")
-DEFAULT_PEERS = tuple(name for name in PEERS if name != "cdape_triton")
+"""`cdape_triton` is cdape with Triton's kernels alone, without those in CUDA C++. `_unfused` is a method whose regions
+are not compiled (`compile_regions: false`)."""
+GRAPH = "_graph"
+GRAPH_PEERS = tuple(name + GRAPH for name in ("kerple_log", "cdape", "cdape_triton"))
+PEERS = (*METHODS, *GRAPH_PEERS, "plain")
+DEFAULT_PEERS = ("rotary", "kerple_log", "cdape", "plain")
 NUM_WARMUP_ROUNDS = 2
 """Rounds that only warm up and compile."""
 StepFunction = Callable[[], None]
@@ -69,7 +81,7 @@ StepFunction = Callable[[], None]
 
 @dataclass(frozen=True)
 class StepProblem:
-    """What every candidate does."""
+    """Step that every candidate computes."""
 
     model: str
     length: int
@@ -100,12 +112,14 @@ class Candidate:
     refusal: str | None = None
 
 
-def build_farfield(problem: StepProblem, method: str) -> Candidate:
-    """Farfield's model."""
+def build_farfield(problem: StepProblem, peer: str) -> Candidate:
+    """Farfield's model, launched kernel by kernel or as CUDA graphs."""
+    method = peer.removesuffix(GRAPH)
     layers, width, heads = MODELS[problem.model]
+    takes_triton = problem.cuda or is_interpreted()
     options = ModelOptions(
         num_layers=1 if problem.layer else layers, hidden_size=width, num_attention_heads=heads,
-        seq_length=problem.length, make_vocab_size_divisible_by=128,
+        seq_length=problem.length, make_vocab_size_divisible_by=128, compile_regions=not method.endswith("_unfused"),
     )  # fmt: skip
     gpt = build_model(
         options,
@@ -115,12 +129,34 @@ def build_farfield(problem: StepProblem, method: str) -> Candidate:
         seed=1,
         device=problem.device,
         dtype=get_torch_dtype(problem.dtype),
-        backend="triton" if (problem.cuda or is_interpreted()) and method != "rotary" else "auto",
+        backend="auto" if method.startswith(("none", "rotary")) or not takes_triton else "triton",
     )
     if problem.layer:
         return Candidate(_choose_kernels(method, _build_layer_step(problem, gpt, width)))
-    step = _build_model_step(problem, gpt, lambda x, y: gpt(x, y).mean())
+    launch = _launch_as_graphs(gpt) if peer != method else gpt
+    step = _build_model_step(problem, gpt, lambda x, y: launch(x, labels=y).mean())
     return Candidate(_choose_kernels(method, step), gpt.flops_per_token(problem.length))
+
+
+def _launch_as_graphs(gpt: torch.nn.Module) -> Callable[..., torch.Tensor]:
+    """Return the model, which captures its first micro-batch and replays it from then on."""
+    gpt.train()
+    captured: list[GraphedModel] = []
+
+    def compute_losses(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if not captured:
+            if not tokens.is_cuda:
+                raise RuntimeError("CUDA graphs need a GPU")
+            passes, capture = TrainingPasses(gpt, with_log_z=False), CudaCapture()
+            with capture.work_aside():
+                for _ in range(2):
+                    losses = passes.compute_losses(tokens, labels)
+                    passes.compute_gradients(losses, torch.ones_like(losses))
+            captured.append(GraphedModel(passes, tokens, labels, capture))
+            captured[0].install()
+        return gpt(tokens, labels=labels)
+
+    return compute_losses
 
 
 def _choose_kernels(method: str, step: StepFunction) -> StepFunction:
@@ -256,7 +292,7 @@ def _build_record(problem: StepProblem, name: str, found: dict[str, Candidate]) 
 
 def format_console_line(record: dict[str, Any]) -> str:
     """A record as a line of the console."""
-    head = f"{record['model']:<6} T={record['T']:<6} B={record['B']:<3} {record['peer']:<11} "
+    head = f"{record['model']:<6} T={record['T']:<6} B={record['B']:<3} {record['peer']:<17} "
     if record["ms"] is None:
         return head + f"{'—':>10}    {record.get('refusal', 'not measured')}"
     ratios = "".join(f"   {record[key]:.3f} × {key[9:]}" for key in record if key.startswith("ratio_to_"))
@@ -291,8 +327,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int_at_least(2), default=15)
     parser.add_argument("--json", type=parse_output_path)
     arguments = parser.parse_args()
-    if arguments.layer and "plain" in (arguments.methods or ()):
-        parser.error("argument --methods: plain is a whole model, not a layer")
+    if arguments.layer and (whole := [m for m in arguments.methods or () if m == "plain" or m in GRAPH_PEERS]):
+        parser.error(f"argument --methods: {whole[0]} is a whole model, not a layer")
     arguments.methods = arguments.methods or [name for name in DEFAULT_PEERS if name != "plain" or not arguments.layer]
     return arguments
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Check that files of two commits differ in nothing but docstrings, comments and texts.
+"""Check that Python files of two commits differ only in docstrings, comments and strings.
 
     python tools/docs/compare_syntax.py BEFORE [AFTER] [PATH …]
 
-AFTER is the working tree if it is "." or absent. Python files are compared by their syntax trees without docstrings
-and with every string emptied, formatted strings included; what a formatted string interpolates still counts. Each text
-that changed, docstrings aside, is listed with its file, since tests or scripts of users may read it. The exit code is 1
-if anything else differs.
+AFTER is the working tree if it is "." or absent. The tool compares syntax trees without docstrings and with every
+string emptied, including formatted strings; interpolated expressions still count. It lists each changed string other
+than docstrings with its file, because tests or users' scripts may depend on it. The exit code is 1 if anything else
+differs.
 """
 
 import ast
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class _TextRemover(ast.NodeTransformer):
-    """Empties strings, drops those that are docstrings, and keeps the texts it has emptied."""
+    """Transformer that removes docstrings, empties other strings and collects their texts."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -41,17 +41,17 @@ class _TextRemover(ast.NodeTransformer):
 
 
 def read_tree(source: str) -> tuple[str, list[str]]:
-    """Return a source's syntax tree without its texts, as a string, and the texts other than docstrings."""
+    """Return a source's syntax tree without strings, as text, and the strings other than docstrings."""
     remover = _TextRemover()
     tree = remover.visit(ast.parse(source))
     for node in ast.walk(tree):
         if hasattr(node, "body") and isinstance(node.body, list) and not node.body:
-            node.body = [ast.Pass()]  # of a class or function that had a docstring only
+            node.body = [ast.Pass()]  # a class or function with only a docstring
     return ast.dump(tree), remover.texts
 
 
 def read_file(path: str, commit: str) -> str | None:
-    """Return a file of a commit, or of the working tree for "."; None if it is not there."""
+    """Return a file of a commit, or of the working tree for "."; None if it does not exist."""
     if commit == ".":
         file = ROOT / path
         return file.read_text(encoding="utf-8") if file.is_file() else None
@@ -60,7 +60,7 @@ def read_file(path: str, commit: str) -> str | None:
 
 
 def list_changed_files(before: str, after: str, paths: list[str]) -> list[str]:
-    """Return the Python files that differ between two commits."""
+    """List the Python files that differ between two commits."""
     command = ["git", "diff", "--name-only", before, *([] if after == "." else [after]), "--", *(paths or ["."])]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return [name for name in done.stdout.split("\n") if name.endswith(".py")]

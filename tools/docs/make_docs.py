@@ -1,4 +1,4 @@
-"""Write the pages and pictures of docs/ that are made from the code: `make docs`. Tests keep the pages current."""
+"""Write the generated pages and pictures of docs/: `make docs`. Tests check that they are current."""
 
 import base64
 import io
@@ -31,9 +31,9 @@ PAGES: dict[Path, Callable[[], str]] = {
 
 
 def _show_the_same(old: bytes, new: bytes) -> bool:
-    """Do two pictures show the same, but for a rounding that differs between processors?
+    """Return True if two pictures differ only by rounding that depends on the processor.
 
-    They are PNG, or SVG of `position_plots`: texts, lines and maps.
+    They are PNG files, or SVG files of `position_plots`: texts, lines and maps.
     """
     if not new.startswith(b"<?xml"):
         return _have_the_same_colors(old, new)
@@ -54,14 +54,14 @@ def _have_the_same_colors(old: bytes, new: bytes) -> bool:
 
 
 def _split_svg(content: bytes) -> tuple[str, list[bytes]]:
-    """An SVG without its maps and without ids, which are digests of what they name; and its maps."""
+    """Split an SVG into its text without maps and ids (content hashes), and its maps."""
     text = content.decode()
     maps = [base64.b64decode(found) for found in EMBEDDED_MAP.findall(text)]
     return re.sub(r"[a-z]+[0-9a-f]{10}", "", EMBEDDED_MAP.sub("", text)), maps
 
 
 def main() -> None:
-    """Write every page and picture that has changed and name it."""
+    """Write every page and picture that has changed, and print its name."""
     for page, make in PAGES.items():
         path, text = ROOT / page, make()
         if not path.is_file() or path.read_text(encoding="utf-8") != text:

@@ -1,8 +1,8 @@
-"""The table and the picture of docs/parallel.md, which `make docs` writes.
+"""Table and picture of docs/parallel.md, written by `make docs`.
 
-The table says how many A100s each model needs with each overlay of configs/cluster: estimates of
-`megatron.planning.memory_estimate`, which needs no GPU. The picture shows which of 16 GPUs holds what of a model and of
-a batch.
+The table lists the number of A100s that each model needs with each overlay of configs/cluster, as estimated by
+`megatron.planning.memory_estimate` without a GPU. The picture shows which shards of a model and a batch each of 16 GPUs
+stores.
 """
 
 import io
@@ -30,7 +30,7 @@ MODELS = ("125M", "350M", "1-3B", "2-7B", "6-7B")
 OVERLAYS = ("a100_512", "a100_2k", "a100_2k_slow_network", "a100_8k", "a100_32k", "a100_128k")
 METHOD = "cdape_kerple_log"
 GPUS = {"40 GB": 39.4, "80 GB": 79.1}
-"""GiB that PyTorch finds on an A100."""
+"""Memory of an A100 visible to PyTorch, in GiB."""
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 GPT2_VOCABULARY = 50257
 
@@ -38,12 +38,12 @@ PICTURE = Path("docs/images/parallel.png")
 SIZES = ParallelSizes(tensor=2, context=2, data=2, pipeline=2)
 DRAWN_LAYERS, DRAWN_LENGTH = 4, 8
 HIGHLIGHTED_GPU = 5
-"""The GPU whose share stands out."""
+"""GPU whose shards are highlighted."""
 PLAIN, OWN = "#eef2f7", "#f2a93b"
 
 
 def list_estimates(model: str, overlay: str) -> Iterator[tuple[int, MemoryEstimate]]:
-    """The numbers of GPUs that the layout divides, with what each of them needs."""
+    """Yield each number of GPUs that the layout divides, with the memory estimate."""
     config = load_config([model, METHOD, overlay, "local_setup"]).config
     for gpus in COUNTS:
         try:
@@ -54,7 +54,7 @@ def list_estimates(model: str, overlay: str) -> Iterator[tuple[int, MemoryEstima
 
 
 def render_table() -> str:
-    """Model × overlay: the fewest GPUs that it fits on, and the estimate for each of them."""
+    """Render the table: the fewest GPUs that fit each model and overlay, with the estimate per GPU."""
     lines = [
         "| model | overlay | GPUs of 40 GB | estimate each | GPUs of 80 GB | estimate each |",
         "|---|---|---|---|---|---|",
@@ -71,7 +71,7 @@ def render_table() -> str:
 
 
 def render_page() -> str:
-    """The page with its table as it is today."""
+    """Return the page with its current table."""
     text = (ROOT / PAGE).read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     return before + BEGIN + render_table() + END + rest.split(END)[1]
@@ -85,7 +85,7 @@ def _get_coordinates(rank: int) -> tuple[int, int, int, int]:
 def list_holders(
     tensor: int | None = None, stage: int | None = None, data: int | None = None, place: int | None = None
 ) -> list[int]:
-    """The GPUs that hold a part of a layer, of the stack, of the batch, and a place of its sequences."""
+    """List the GPUs that store a tensor shard, a pipeline stage, a data shard and a sequence chunk."""
 
     def holds(rank: int) -> bool:
         t, c, d, p = _get_coordinates(rank)
@@ -153,7 +153,7 @@ def _list_panel_titles() -> Iterator[tuple[str, str]]:
 
 
 def draw_picture() -> bytes:
-    """The picture, without dates and versions: the same numbers give the same file."""
+    """Draw the picture without dates and versions, so that equal numbers give equal files."""
     with matplotlib.rc_context({"font.family": "DejaVu Sans"}):
         figure = Figure(figsize=(8.0, 3.9), dpi=100, layout="constrained")
         FigureCanvasAgg(figure)

@@ -1,7 +1,7 @@
-"""What can be drawn of a position method: numbers that its own hooks answer, and nothing else.
+"""Panels of the pictures of position methods, computed from the methods' own hooks.
 
-No method is named here, so a new file in `megatron/position/` has its pictures. Each hook has panels of its own; a
-method that answers several has several, and one that answers none shows what the causal mask alone does.
+The module names no method, so a new file in `megatron/position/` gets pictures automatically. Each hook has its own
+panels. A method without hooks shows the effect of the causal mask alone.
 
 H heads, d head dimension, T sequence, N distances, R query rows, C key columns.
 """
@@ -24,12 +24,12 @@ from megatron.position.temperature import Temperature
 from megatron.position.token_range import ALL_HEADS, TokenRange, causal_mask
 
 SHAPE = AttentionDims(num_heads=12, head_dim=64, hidden_size=768, train_length=512, max_length=512)
-"""The 125M model's."""
+"""Dimensions of the 125M model."""
 SEED = 0
 MAX_DISTANCE = 2048
-"""Curves reach to this distance, four times the training length."""
+"""Largest distance of curves, four times the training length."""
 MAX_ROW = 32 * SHAPE.train_length
-"""Curves of temperatures reach to this row."""
+"""Last row of temperature curves."""
 MAP_SIZE = 2 * SHAPE.train_length
 """Rows and columns of a map."""
 PROCESSOR_MAP_SIZE = 64
@@ -37,78 +37,78 @@ PROCESSOR_MAP_SIZE = 64
 CURVE_HEADS = (0, 3, 7, 11)
 MAP_HEADS = (0, 7)
 BASE_ENCODING = "kerple_log"
-"""The encoding under a processor: the one that DAPE V2 builds on."""
+"""Encoding below a processor: the one used by DAPE V2."""
 LIKE = torch.zeros(())
 
 
 @dataclass(frozen=True)
 class CurvePanel:
-    """Lines over the distance n, or over whatever `across` says."""
+    """Panel of lines over the distance n, or over the quantity `across`."""
 
     title: str
     lines: dict[str, Tensor]
-    """Label → values [N] at 0, 1, …, N − 1."""
+    """Values [N] at 0, 1, …, N − 1, by label."""
     across: str = "distance n"
     cut: bool = False
-    """May low values be cut off? So for a bias, whose exponential is nothing there."""
+    """True if low values may be clipped, as for a bias whose exponential is negligible there."""
     logarithmic: bool = True
 
     @property
     def far(self) -> int:
-        """The last place that a line reaches."""
+        """Largest x value of any line."""
         return max(len(values) for values in self.lines.values()) - 1
 
 
 @dataclass(frozen=True)
 class MapPanel:
-    """A matrix as colours."""
+    """Panel that shows a matrix as colors."""
 
     title: str
     values: Tensor
-    """[R, C], NaN where there is nothing to show."""
+    """Values [R, C], NaN where nothing is shown."""
     scale: Literal["decades", "signed"]
-    """Factors, logarithmic where they span more than a decade; or linear with zero in the middle."""
+    """Color scale: logarithmic for factors that span more than a decade, or linear with zero in the middle."""
     down: str = "query i"
     across: str = "key j"
     first: tuple[int, int] = (0, 0)
-    """What the first row and the first column stand for."""
+    """Indices of the first row and the first column."""
 
 
 Panel = CurvePanel | MapPanel
 
 
 def build_seeded(build: Callable[[], Encoding | Processor]) -> Encoding | Processor:
-    """Build with start values that are the same every time, leaving torch's random state alone."""
+    """Build with fixed start values, without changing torch's random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         return build()
 
 
 def build_encoding(name: str, shape: AttentionDims = SHAPE) -> Encoding:
-    """An encoding at its start values."""
+    """Build an encoding with its start values."""
     return build_seeded(lambda: registry.build_encoding(name, shape))
 
 
 def build_processor(name: str, shape: AttentionDims = SHAPE, *, has_bias: bool = True) -> Processor:
-    """A processor at its start values."""
+    """Build a processor with its start values."""
     return build_seeded(lambda: registry.build_processor(name, shape, has_bias=has_bias))
 
 
 @torch.no_grad()
 def build_drawn_processor(name: str, *, has_bias: bool = True) -> tuple[Processor, str]:
-    """A processor to be drawn, and what a reader must know besides: maps that start as the identity say nothing, so
-    their parameters are given values."""
+    """Build a processor for drawing, and return a note for the reader. Processors that start as the identity get random
+    parameters."""
     processor = build_processor(name, has_bias=has_bias)
     zero = [parameter for parameter in processor.parameters() if not parameter.any()]
     generator = torch.Generator().manual_seed(SEED)
     for parameter in zero:
         parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return processor, "It starts as the identity; it is drawn with parameters from N(0, 0.2²) instead." if zero else ""
+    return processor, "It starts as the identity; the pictures use parameters from N(0, 0.2²) instead." if zero else ""
 
 
 @torch.no_grad()
 def build_encoding_panels(encoding: Encoding) -> tuple[list[Panel], str]:
-    """What to draw, and what a reader must know besides (or nothing)."""
+    """Return the panels of an encoding, and a note for the reader (may be empty)."""
     method = type(encoding)
     panels: list[Panel] = []
     note = ""
@@ -131,25 +131,26 @@ def _limit_length(encoding: Encoding, wanted: int) -> int:
 
 
 def _list_last_rows(encoding: Encoding) -> tuple[int, ...]:
-    """Query rows to look back from: the last of training and the last of all."""
+    """List the query rows to draw: the last row of training and the last row overall."""
     return tuple(sorted({_limit_length(encoding, SHAPE.train_length) - 1, _limit_length(encoding, MAX_DISTANCE) - 1}))
 
 
 def _mask_future(square: Tensor) -> Tensor:
-    """A square [T, T] with NaN where the key is in the future."""
+    """Set a square [T, T] to NaN where the key is in the future."""
     size = square.shape[-1]
     return square.float().masked_fill(~causal_mask(TokenRange(0, size), TokenRange(0, size)), float("nan"))
 
 
 def _split_heads(values: Tensor, heads: tuple[int, ...]) -> dict[str, Tensor]:
-    """Values [H, …] of some heads by label; one entry where all heads are alike, but for the rounding of float32."""
-    if all(torch.allclose(own, values[0], rtol=1e-6, atol=1e-6) for own in values[1:]):  # most differ at once
+    """Return values [H, …] of some heads by label; one entry if all heads are equal within float32 rounding."""
+    if all(torch.allclose(own, values[0], rtol=1e-6, atol=1e-6) for own in values[1:]):  # most heads differ at once
         return {"every head": values[0]}
     return {f"head {head + 1}": values[head] for head in heads}
 
 
 def _build_embed_panels(encoding: Encoding) -> list[Panel]:
-    """Directions of the added vectors: near 1 where two positions look alike, near 0 where they look unrelated."""
+    """Build the panel of cosine similarities between added vectors: near 1 for similar positions, near 0 for unrelated
+    ones."""
     vectors = encoding.embed(TokenRange(0, _limit_length(encoding, MAX_DISTANCE)), LIKE)
     unit = vectors / vectors.norm(dim=-1, keepdim=True)
     lines = {f"from i = {row:,}": (unit[: row + 1] @ unit[row]).flip(0) for row in _list_last_rows(encoding)}
@@ -161,7 +162,7 @@ def _build_embed_panels(encoding: Encoding) -> list[Panel]:
 
 
 def _build_rotate_panels(encoding: Encoding) -> list[Panel]:
-    """Queries and keys that are all (1, …, 1) before they are turned: what remains is the positions' doing."""
+    """Build panels of rotated queries and keys that were all (1, …, 1), so that only positions matter."""
     ones = torch.ones(1, SHAPE.num_heads, MAX_DISTANCE, SHAPE.head_dim)
 
     def product(query: TokenRange, key: TokenRange) -> Tensor:
@@ -180,7 +181,7 @@ def _build_rotate_panels(encoding: Encoding) -> list[Panel]:
 
 
 def _build_term_panels(encoding: Encoding) -> list[Panel]:
-    """Bias and weight over the distance, and the factors exp(bias) and weight over (i, j)."""
+    """Build panels of bias and weight over the distance, and of the factors exp(bias) and weight over (i, j)."""
     toeplitz = type(encoding).overrides_hook("table")
     far = _limit_length(encoding, MAX_DISTANCE)
     rows = (far - 1,) if toeplitz else _list_last_rows(encoding)
@@ -211,14 +212,14 @@ def _build_term_panels(encoding: Encoding) -> list[Panel]:
 
 
 def _draw_qk(length: int) -> tuple[Tensor, Tensor]:
-    """Queries and keys [1, H, T, d] ~ N(0, 1), the same every time."""
+    """Return fixed queries and keys [1, H, T, d] ~ N(0, 1)."""
     generator = torch.Generator().manual_seed(SEED)
     q, k = torch.randn(2, 1, SHAPE.num_heads, length, SHAPE.head_dim, generator=generator)
     return q, k
 
 
 def _compute_contextual_rows(encoding: Encoding, query: TokenRange, heads: slice) -> Tensor:
-    """Contextual terms [h, R, C] of some rows, every key up to the last of them being there."""
+    """Compute the contextual terms [h, R, C] of rows, for all keys up to the last row."""
     q, k = _draw_qk(MAX_DISTANCE)
     key = TokenRange(0, query.stop)
     q, k = (
@@ -231,18 +232,18 @@ def _compute_contextual_rows(encoding: Encoding, query: TokenRange, heads: slice
 
 
 def _randomize_zero_terms(encoding: Encoding) -> str:
-    """A term that is zero at the start says nothing: give the parameters values, and say so."""
+    """Randomize parameters if the term is zero at the start, and return a note about it."""
     last = TokenRange(SHAPE.train_length - 1, 1)
     if _compute_contextual_rows(encoding, last, ALL_HEADS).any():
         return ""
     generator = torch.Generator().manual_seed(SEED)
     for parameter in encoding.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return "Its term is zero at the start; it is drawn with parameters from N(0, 1) instead."
+    return "Its term is zero at the start; the pictures use parameters from N(0, 1) instead."
 
 
 def _build_contextual_panels(encoding: Encoding) -> list[Panel]:
-    """The terms for queries and keys from N(0, 1)."""
+    """Build panels of the contextual terms for queries and keys from N(0, 1)."""
     far = _limit_length(encoding, MAX_DISTANCE)
     lines = _split_heads(
         _compute_contextual_rows(encoding, TokenRange(far - 1, 1), ALL_HEADS)[:, 0].flip(-1), MAP_HEADS
@@ -257,7 +258,7 @@ def _build_contextual_panels(encoding: Encoding) -> list[Panel]:
 
 
 def _build_gate_panels(encoding: Encoding) -> list[Panel]:
-    """The bias that gates add up to for a layer's input from N(0, 1)."""
+    """Build panels of the bias accumulated by gates for a layer input from N(0, 1)."""
     x = torch.randn(1, MAX_DISTANCE, SHAPE.hidden_size, generator=torch.Generator().manual_seed(SEED))
     sums = encoding.gate(x, ALL_HEADS)[0].cumsum(-1)  # type: ignore[index]
     head, square = MAP_HEADS[0], sums[:, :MAP_SIZE]
@@ -270,12 +271,12 @@ def _build_gate_panels(encoding: Encoding) -> list[Panel]:
 
 
 def _build_mask_panels(encoding: Encoding) -> list[Panel]:
-    """A method without hooks: attention when all scores are equal."""
+    """Build the panel of a method without hooks: attention with equal scores."""
     zero = torch.zeros(1, 1, MAX_DISTANCE, SHAPE.head_dim)
 
     def attention(query: TokenRange, key: TokenRange) -> Tensor:
         q, k = zero[:, :, : query.length], zero[:, :, : key.length]
-        one_hot = torch.eye(key.length)[None, None]  # values that read the attention off
+        one_hot = torch.eye(key.length)[None, None]  # one-hot values return the attention weights
         return compute_attention(AttentionInputs(q, k, one_hot, query, key, encoding))[0, 0]
 
     lines = {
@@ -284,15 +285,15 @@ def _build_mask_panels(encoding: Encoding) -> list[Panel]:
     }
     square = attention(TokenRange(0, MAP_SIZE), TokenRange(0, MAP_SIZE))
     return [
-        CurvePanel("attention when all scores are equal", lines),
-        MapPanel("attention when all scores are equal", _mask_future(square), "decades"),
+        CurvePanel("attention with equal scores", lines),
+        MapPanel("attention with equal scores", _mask_future(square), "decades"),
     ]
 
 
 @torch.no_grad()
 def build_processor_panels(name: str) -> tuple[list[Panel], str]:
-    """What a processor adds to the scores of random queries and keys, and how far one score reaches; and what a reader
-    must know besides (or nothing)."""
+    """Return panels of a processor's output for random queries and keys, and of its reach, with a note (may be
+    empty)."""
     processor, note = build_drawn_processor(name)
     encoding = build_encoding(BASE_ENCODING)
     q, k = _draw_qk(PROCESSOR_MAP_SIZE)
@@ -312,7 +313,7 @@ def build_processor_panels(name: str) -> tuple[list[Panel], str]:
     }
     panels: list[Panel] = [
         CurvePanel(f"logits of row {PROCESSOR_MAP_SIZE - 1}, random q and k", lines, logarithmic=False),
-        MapPanel(f"what it adds, head {head + 1}", _mask_future(added[head]), "signed"),
+        MapPanel(f"added term, head {head + 1}", _mask_future(added[head]), "signed"),
     ]
     if not processor.overrides("row_terms"):
         panels.append(_measure_response(build_drawn_processor(name, has_bias=False)[0], head))
@@ -321,7 +322,8 @@ def build_processor_panels(name: str) -> tuple[list[Panel], str]:
 
 @torch.no_grad()
 def build_temperature_panels(temperature: Temperature) -> list[Panel]:
-    """The factors of the rows of one document, each of which sees the keys before it and its own."""
+    """Build panels of the temperature factors for the rows of one document; each row sees all earlier keys and its
+    own."""
     positions = torch.arange(MAX_ROW, dtype=torch.float32)
     factors = temperature(positions, positions + 1).expand(SHAPE.num_heads, -1)
     return [CurvePanel("factor on the query", _split_heads(factors, CURVE_HEADS), across="row i")]
@@ -329,7 +331,8 @@ def build_temperature_panels(temperature: Temperature) -> list[Panel]:
 
 @torch.no_grad()
 def _measure_response(processor: Processor, head: int, reach: int = 8) -> MapPanel:
-    """Without a bias: what changes in all heads when one score of one head rises from 0 to 1, itself not counted."""
+    """Measure the change in all heads when one score of one head rises from 0 to 1, without a bias and without that
+    score."""
     scores = torch.zeros(2, SHAPE.num_heads, 1, 2 * reach + 1)
     scores[1, head, 0, reach] = 1
     visible = torch.ones(1, 1, 1, 2 * reach + 1, dtype=torch.bool)
@@ -339,8 +342,8 @@ def _measure_response(processor: Processor, head: int, reach: int = 8) -> MapPan
 
 
 def measure_reach(processor: Processor) -> tuple[int, bool]:
-    """The largest distance between two keys of which one's score changes the other's logit, and whether one head's
-    scores change another's logits."""
+    """Return the largest distance over which a key's score changes another key's logit, and whether heads affect each
+    other."""
     response = _measure_response(processor, MAP_HEADS[0])
     changed = response.values.any(0).nonzero().flatten() + response.first[1]
     others = [head for head in range(SHAPE.num_heads) if head != MAP_HEADS[0]]

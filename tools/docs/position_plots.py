@@ -1,8 +1,7 @@
-"""The pictures of docs/positions.md, an SVG for each panel of a method: `make docs`.
+"""SVG pictures of docs/positions.md, one for each panel of a method: `make docs`.
 
-Panels are files of their own, so that a page sets them side by side or under each other, as it is wide. Their colours
-are those of our HTML pages, light or dark as the reader's scheme is. No dates and no versions: the same numbers give
-the same file.
+Each panel is a separate file, so that a page can arrange them according to its width. Colors follow the HTML pages and
+the reader's light or dark scheme. The files contain no dates or versions, so that equal numbers give equal files.
 """
 
 import base64
@@ -27,33 +26,33 @@ from tools.docs.position_panels import CurvePanel, MapPanel, Panel
 
 FOLDER = Path("docs/images/positions")
 MIN_BIAS = -20.0
-"""Biases below are cut off: exp(−20) is a factor of 2·10⁻⁹."""
+"""Lower limit of a displayed bias: exp(−20) is a factor of 2·10⁻⁹."""
 MIN_FACTOR = 1e-4
 MAX_PIXELS = 256
-"""Largest side of a drawn matrix: every n-th row and column."""
+"""Largest side of a drawn matrix in pixels; larger matrices are subsampled."""
 SIZE = (3.3, 2.8)
-"""Inches of a panel: 317 pixels wide, which a telephone has."""
+"""Size of a panel in inches: 317 pixels wide, which fits a phone."""
 SIGNED_ENDS = ("#2f7fc8", "#d9532c")
-"""Of the least and the largest value; zero is the ground, whatever colour that has."""
+"""Colors of the smallest and the largest value; zero has the color of the background."""
 SCHEME_COLORS = {
     name: (light, dark)
     for name, light, dark in re.findall(
         r"--(\w+): light-dark\((#\w+), (#\w+)\)", (TEMPLATES_FOLDER / "style.css").read_text(encoding="utf-8")
     )
 }
-"""Name → the light scheme's colour and the dark one's, of our HTML pages."""
+"""Colors of our HTML pages by name: (light scheme, dark scheme)."""
 LINE_COLORS = ("c0", "c1", "c2", "c3", "c4", "c5")
 _PLACEHOLDERS = {name: f"#0a0b{index:02x}" for index, name in enumerate(SCHEME_COLORS)}
-"""What stands for a colour of a scheme while matplotlib draws."""
+"""Placeholder of each scheme color while matplotlib draws."""
 
 
 def get_picture_path(name: str, number: int) -> Path:
-    """Where a panel of a method lies; the first has the number 1."""
+    """Return the path of a method's panel; the first has number 1."""
     return FOLDER / f"{name}_{number}.svg"
 
 
 def draw_panel(panel: Panel) -> bytes:
-    """A panel as SVG."""
+    """Draw a panel as SVG."""
     text, soft, strong = (_PLACEHOLDERS[name] for name in ("text", "soft", "strong"))
     settings = {
         "font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "positions", "axes.unicode_minus": True,
@@ -61,7 +60,7 @@ def draw_panel(panel: Panel) -> bytes:
         "ytick.color": strong, "xtick.labelcolor": soft, "ytick.labelcolor": soft, "axes.facecolor": "none",
         "figure.facecolor": _PLACEHOLDERS["ground"],
     }  # fmt: skip
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **settings}):  # whatever a user's matplotlibrc says
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **settings}):  # independent of a user's matplotlibrc
         figure = Figure(figsize=SIZE, layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
@@ -105,10 +104,10 @@ def _draw_map(figure: Figure, axes: Axes, panel: MapPanel) -> None:
     top = max(float(np.nanmax(np.abs(values))), 1e-12)
     if panel.scale == "decades":
         faintest = float(np.nanmin(values))
-        # Within a decade a logarithmic scale would show one colour.
+        # Within a decade, a logarithmic scale would show a single color.
         near = 0.1 * top < faintest < top
         norm = Normalize(faintest, top) if near else LogNorm(MIN_FACTOR, max(1.0, top), clip=True)
-        colors: Colormap = matplotlib.colormaps["viridis"].resampled(65)  # few, so that files are small
+        colors: Colormap = matplotlib.colormaps["viridis"].resampled(65)  # few colors keep files small
     else:
         norm, colors = Normalize(-top, top), _build_signed_colors()
     row, column = panel.first
@@ -128,14 +127,15 @@ def _draw_map(figure: Figure, axes: Axes, panel: MapPanel) -> None:
 
 
 def _build_signed_colors() -> ListedColormap:
-    """From one end's colour to nothing, and from there to the other's: an odd number, so that zero is nothing."""
+    """Build a color map from one color over transparent to the other; an odd number of entries makes zero
+    transparent."""
     shares = np.linspace(-1, 1, 65)
     low, high = map(matplotlib.colors.to_rgb, SIGNED_ENDS)
     return ListedColormap([(*(low if share < 0 else high), abs(share)) for share in shares])
 
 
 def _follow_scheme(svg: str) -> str:
-    """Matplotlib's SVG with the colours of both schemes, the system's font, smaller numbers and smaller maps."""
+    """Post-process matplotlib's SVG: both color schemes, the system's font, shorter numbers and smaller maps."""
     for name, placeholder in _PLACEHOLDERS.items():
         svg = svg.replace(placeholder, f"var(--{name})")
     used = [name for name in SCHEME_COLORS if f"var(--{name})" in svg]
@@ -148,12 +148,12 @@ def _follow_scheme(svg: str) -> str:
 
 
 def _shorten_number(found: re.Match[str]) -> str:
-    """A hundredth of a point is enough."""
+    """Round a number to a hundredth of a point."""
     return f"{float(found[0]):.2f}".rstrip("0").rstrip(".")
 
 
 def _pack_map(encoded: str) -> str:
-    """A PNG in base64 with a palette, which is a fraction of one with four numbers for each pixel."""
+    """Convert a base64 PNG to palette colors, which takes a fraction of the size of RGBA."""
     pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(encoded))).convert("RGBA"))
     palette, indices = np.unique(pixels.reshape(-1, 4), axis=0, return_inverse=True)
     image = Image.fromarray(indices.reshape(pixels.shape[:2]).astype(np.uint8), mode="P")
@@ -164,7 +164,7 @@ def _pack_map(encoded: str) -> str:
 
 
 def draw_pictures() -> dict[Path, bytes]:
-    """Every picture, by its place in the repository."""
+    """Draw all pictures; return their contents by path in the repository."""
     shown = {name: panels.build_encoding_panels(panels.build_encoding(name))[0] for name in registry.list_encodings()}
     shown |= {name: panels.build_processor_panels(name)[0] for name in registry.list_processors()}
     shown |= {

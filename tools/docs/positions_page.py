@@ -1,8 +1,8 @@
-"""docs/positions.md: every position encoding, score processor and attention temperature, made from the registry.
+"""Generate docs/positions.md: every position encoding, score processor and attention temperature in the registry.
 
-What a method says of itself (formula, source, advice) is printed; numbers of parameters are counted, and traits read
-off its code; what options mean is read from the constructor's docstring. A new file in `megatron/position/` has its
-section and its picture without an edit here.
+The page prints each method's own description (formula, source, advice), counts its parameters, and derives its traits
+from the code. The constructor's docstring describes the options. A new file in `megatron/position/` gets its section
+and picture without changes to this file.
 """
 
 import inspect
@@ -52,10 +52,10 @@ WRAPPER = TextWrapper(120, subsequent_indent="  ", break_long_words=False, break
 NESTED_WRAPPER = TextWrapper(
     120, initial_indent="    ", subsequent_indent="      ", break_long_words=False, break_on_hyphens=False
 )
-"""Four blanks: with fewer, the site's Markdown does not nest."""
+"""Four spaces of indentation; the site's Markdown does not nest with fewer."""
 HOOKS = {
     "embed": "adds to the embeddings",
-    "rotate": "turns queries and keys",
+    "rotate": "rotates queries and keys",
     "table": "a function of n alone (Toeplitz)",
     "dense": "a function of (i, j)",
     "contextual": "terms from queries and keys",
@@ -67,55 +67,54 @@ CONTRACT = """\
 
 Per layer and head, for query i and key j ≤ i at the distance n = i − j:
 
-1. `embed` adds a vector per position to the token embeddings, once; `rotate` turns q_i and k_j by their positions.
-   `gate` makes of the layer's input, at each token l and in each head, a number that is at most 0.
+1. `embed` adds a vector per position to the token embeddings, once. `rotate` rotates q_i and k_j by their positions.
+   `gate` computes a number of at most 0 from the layer input, for each token l and head.
 2. A temperature multiplies q_i by a factor of its row and head.
 3. S = weight(n) · q_i·k_j/√d + the terms of `contextual`. Bias and weight come from `table`, as functions of n alone,
-   or from `dense`; the sum of the gates of l = j + 1 … i is a bias too.
+   or from `dense`. The sum of the gates of l = j + 1 … i is also a bias.
 4. logits = processor(S, bias), or S + bias without a processor. The bias is added after the scaling by 1/√d.
-5. The causal mask, the window, padding and document boundaries hide keys; a processor sees zeros there.
-6. The softmax is taken in float32, with a sink or without, or stick-breaking in its place (`softmax_type`); then comes
-   the product with v. Positions are integers and distances are float32, whatever the compute type.
-7. A processor may change the attention weights between softmax and dropout (`process_weights`), and each head's output
-   before heads are joined (`process_output`).
+5. The causal mask, the window, padding and document boundaries mask keys; a processor reads zeros there.
+6. The softmax is computed in float32, with or without a sink, or replaced by stick-breaking (`softmax_type`). The
+   product with v follows. Positions are integers and distances are float32 in every compute type.
+7. A processor may change the attention weights between softmax and dropout (`process_weights`), and the output of each
+   head before heads are concatenated (`process_output`).
 
-A processor reads one row at a time unless it declares more. `rows_above` is a number of rows above that it reads too:
-blocks of rows, ranks and steps of decoding are given their queries, and what comes of these rows is dropped.
-`row_terms` is what a row adds to a number of each key, of which every row reads the sum over all rows above it: blocks
-hand the sums on, and a cache keeps one float32 per token. Documents are then computed one by one.
+A processor reads one row at a time unless it declares more. `rows_above` is the number of earlier rows that it also
+reads: row blocks, ranks and decoding steps receive their queries, and the results of these rows are dropped.
+`row_terms` adds a number per key to a running sum over rows, and every row reads the sum over all earlier rows. Row
+blocks pass the sums on, and a cache stores one float32 per token. Documents are then computed one by one.
 
-A hook that a method does not define adds nothing, so encodings, processors and temperatures combine
-freely.
-`megatron/attention/reference.py` is this contract in executable form.
+A hook that a method does not define adds nothing, so encodings, processors and temperatures combine freely.
+`megatron/attention/reference.py` is an executable version of this contract.
 """
 
 CHOOSING = """\
-## Which one to take
+## Choosing a method
 
-DAPE V2 advises (appendix A): take `kerple_log` if you do not know which, since it does well in almost all settings
-and has few parameters; `fire` may be better with longer training lengths or more tokens; do not take `alibi` unless
-necessary, since it soon becomes local attention. The best model of that paper is `cdape` on `kerple_log` with a set
-of parameters per layer (overlay `cdape_kerple_log`).
+DAPE V2 (appendix A) recommends `kerple_log` as the default, because it works well in almost all settings and has few
+parameters. `fire` may be better with longer training lengths or more tokens. The paper advises against `alibi` unless
+necessary, because it soon becomes local attention. Its best model is `cdape` on `kerple_log` with a set of parameters
+per layer (overlay `cdape_kerple_log`).
 
-Exploring Transformer Extrapolation proves (theorem 3.4) that a model is sure to extrapolate if the series
-Σ exp(bias(n)) converges. It converges for `alibi`, `type1`, `type2`, `kerple_power` and `kerple_bias_weight`, for
-those heads of `kerple_log` whose r1 exceeds 1 (appendix B), of `kerple_log3` whose r1·r3 exceeds 1 and of `bam` whose β
-is positive, but not for `inverse` and `inverse_nlogn`, the paper's counter-examples
-([every encoding](analysis.md#does-the-series-converge)). The theorem is about the bias alone and says nothing of
-processors and contextual terms.
+Exploring Transformer Extrapolation (theorem 3.4) proves that a model extrapolates if the series Σ exp(bias(n))
+converges. It converges for `alibi`, `type1`, `type2`, `kerple_power` and `kerple_bias_weight`, for the heads of
+`kerple_log` with r1 > 1 (appendix B), of `kerple_log3` with r1·r3 > 1, and of `bam` with positive β. It does not
+converge for `inverse` and `inverse_nlogn`, the paper's counterexamples
+([every encoding](analysis.md#does-the-series-converge)). The theorem concerns the bias alone, not processors and
+contextual terms.
 
 Three papers are cited by name: KERPLE (Chi et al. 2022), Exploring Transformer Extrapolation (Qin et al. 2023) and
 DAPE V2 (Process attention score as feature map for length extrapolation). Perplexities and times under "When" below
-are theirs, at their sizes and on their data. What this code measures at a small size, for every method that is here,
-is in [results/zoo.md](results/zoo.md): look there first if you mean to train a small model. There `cdape` on `fox` has
-the lowest mean perplexity at 32× the training length, which over three seeds is not significantly lower than that of
-`fox` or another method, and `cdape` on `kerple_log` the best mean rank over text, needles and tasks, because `fox`
-forgets needles. `kerple_power`, with one seed, stands before `kerple_log`, with three, which is
-the reverse of what KERPLE finds. It is one tiny model, trained for minutes.
+are theirs, with their model sizes and data. Our own measurements of every method at a small size are in
+[results/zoo.md](results/zoo.md); start there to train a small model. `cdape` on `fox` has the lowest mean perplexity
+at 32× the training length, but over three seeds the difference from `fox` and other methods is not significant.
+`cdape` on `kerple_log` has the best mean rank over text, needles and tasks, because `fox` fails on needles.
+`kerple_power`, with one seed, ranks above `kerple_log`, with three, which is the reverse of KERPLE's result. All of
+this is one tiny model, trained for minutes.
 
-## Compare some of them
+## Compare methods
 
-The [overlay](glossary.md#configurations) of a method stands behind the model, and each run gets a folder of its own:
+The [overlay](glossary.md#configurations) of a method follows the model, and each run gets its own folder:
 
 ```
 ./deepy.py train 125M rotary local_setup save=runs/rotary
@@ -124,33 +123,33 @@ The [overlay](glossary.md#configurations) of a method stands behind the model, a
 ./deepy.py evaluate runs/rotary runs/fox runs/cdape --lengths 1x,4x,32x -o results/comparison
 ```
 
-The 125M model is for GPUs; `configs/quickstart.yml` is a sweep of a model that two CPU cores train in minutes.
-`pos_emb` is `learned` if no file sets it, and the files of models set `rotary`, so the overlay `cdape` on a model's
-file puts CDAPE on rotary positions.
-`fox` and `cdape_kerple_log` give each layer parameters of its own, `kerple_log` gives all layers one set
+The 125M model needs a GPU; `configs/quickstart.yml` is a sweep of a model that two CPU cores train in minutes.
+The default of `pos_emb` is `learned`, and model files set `rotary`. The overlay `cdape` on a model file therefore
+applies CDAPE to rotary positions.
+`fox` and `cdape_kerple_log` have parameters in each layer; all layers of `kerple_log` share one set
 ([below](#one-set-of-parameters-or-one-per-layer)).
 """
 
 SHARING = f"""\
 ## One set of parameters or one per layer
 
-`pos_emb_per_layer: false`, the default, gives all layers one set, as KERPLE does; `true` gives each layer its own,
-as DAPE does. What is added to the embeddings (`learned`, `sinusoidal`) is there once for all layers: asking for one
-set per layer is an error. Finetuning (`finetune: true`) may go from one set to one per layer: each layer then begins
-with a copy. A processor always has parameters of its own in each layer.
+By default (`pos_emb_per_layer: false`) all layers share one set of parameters, as in KERPLE. With `true` each layer
+has its own set, as in DAPE. Encodings that are added to the embeddings (`learned`, `sinusoidal`) exist once for all
+layers; requesting one set per layer is an error. Finetuning (`finetune: true`) may change from one set to one per
+layer: each layer then starts with a copy. A processor always has separate parameters in each layer.
 
-Counts below are for {SHAPE.num_heads} heads of {SHAPE.head_dim}, {LAYERS} layers and a training length of
-{SHAPE.train_length} (the 125M model), made by building the method.
+The counts below are for {SHAPE.num_heads} heads of {SHAPE.head_dim}, {LAYERS} layers and a training length of
+{SHAPE.train_length} (the 125M model), obtained by building the method.
 """
 
 LAYERS_THAT_DIFFER = """\
 ## Layers that differ
 
-`pos_emb`, `attention_window`, `score_processor`, `attention_temperature` and `softmax_type` take a list in the place
-of a value.
-The list is a pattern: its first entry is for the first layer, and it repeats from the first layer to the last.
-Its length must divide `num_layers`; a list of `num_layers` entries names every layer.
-The lists may have different lengths, and one value beside them holds for all layers:
+`pos_emb`, `attention_window`, `score_processor`, `attention_temperature` and `softmax_type` accept a list instead of a
+value.
+The list is a pattern that starts with the first layer and repeats up to the last.
+Its length must divide `num_layers`; a list of `num_layers` entries sets every layer.
+Lists may have different lengths, and a single value applies to all layers:
 
 ```yaml
 pos_emb: [rotary, rotary, rotary, none]
@@ -158,64 +157,64 @@ attention_window: [512, 512, 512, null]
 score_processor: [none, none, none, cdape]
 ```
 
-These are 3 layers that turn queries and keys and see 512 tokens, then one that sees all and knows no positions,
-in which CDAPE reads the scores.
-Options (`pos_emb_options` and the others) hold for every method of the pattern that has the option.
+This gives three layers with rotary positions and a window of 512 tokens, followed by one without positions that sees
+all tokens and applies CDAPE to its scores.
+Options (`pos_emb_options` and the others) apply to every method of the pattern that has the option.
 Layers with the same encoding share its parameters and its table, unless `pos_emb_per_layer` is true.
-What is added to the token embeddings (`learned`, `sinusoidal`) belongs to no layer and can be in no pattern.
-A cache of keys and values keeps of a layer with a window the keys that later tokens can see, and no others.
-`evaluate --window W` gives every layer the window W.
+Encodings that are added to the token embeddings (`learned`, `sinusoidal`) belong to no layer and cannot be part of a
+pattern.
+For a layer with a window, the key/value cache stores only the keys that later tokens can see.
+`evaluate --window W` sets the window W in every layer.
 
-Five overlays are of this kind.
-`rnope_swa` (Yang et al. 2025) and `swan` (Puvvada et al. 2025) put layers with RoPE in a window beside layers that see
-all tokens without positions.
-`smollm3` leaves RoPE out of every fourth layer, and `irope` gives such a layer Llama 4's temperature.
+Five overlays use patterns.
+`rnope_swa` (Yang et al. 2025) and `swan` (Puvvada et al. 2025) combine layers that have RoPE and a window with layers
+that see all tokens without positions.
+`smollm3` omits RoPE in every fourth layer, and `irope` gives such layers Llama 4's temperature.
 `gpt_oss` has a window in every other layer, and sinks in all.
-megatron-core's keys are understood: `no_rope_freq` and `window_attn_skip_freq` with a number or a list, and
-`window_size`, a pair such as `[127, 0]`: the keys before a token, and after it.
+megatron-core's keys are supported: `no_rope_freq` and `window_attn_skip_freq` with a number or a list, and
+`window_size`, a pair such as `[127, 0]` of the keys before and after a token.
 """
 
 ADDING = """\
 ## Add a method
 
-[The tutorial](tutorial.md) takes an encoding of your own from an empty file to a curve.
-A method may lie in a folder outside the project ([python.md](python.md#methods-of-your-own)).
-What a method needs that is to stay in the project is told in
-[CONTRIBUTING.md](../CONTRIBUTING.md#add-a-position-encoding).
+[The tutorial](tutorial.md) develops an encoding from an empty file to a curve.
+A method may be in a folder outside the project ([python.md](python.md#methods-of-your-own)).
+[CONTRIBUTING.md](../CONTRIBUTING.md#add-a-position-encoding) lists the requirements of a method in the project.
 """
 
 TEMPERATURES = """\
 ## Attention temperatures
 
-A temperature multiplies the query of row i by a factor, and with it all scores of that row.
-The factor is larger where the row sees more keys, because a softmax over more keys is flatter.
-It is told two things of a row: its position, and the number n of keys that it sees, its own included.
+A temperature multiplies the query of row i by a factor, and thereby all scores of the row.
+The factor increases with the number of visible keys, because a softmax over more keys is flatter.
+It depends on the position of the row and on the number n of visible keys, including the row's own.
 
-| where | n | position |
+| case | n | position |
 | --- | --- | --- |
-| a row of one document | i + 1 | i |
+| a row with one document | i + 1 | i |
 | `attention_window: w` | the smaller of i + 1 and w | i |
-| documents that are kept apart | i + 1, with i counted within the document | within the document |
+| document masking | i + 1, with i counted within the document | within the document |
 | a padded batch | the keys that are not padding | within the sequence |
-| `randomized_positions` | i + 1: keys are counted, however far apart they stand | the drawn one |
+| `randomized_positions` | i + 1: the number of keys, regardless of their distances | the randomized one |
 
-The query is multiplied after its rotation and before anything reads it.
-So the soft cap of scores bounds the scaled ones, an encoding's weight and contextual terms take them (CoPE's gates are
-those of scaled scores), and a processor sees them as S.
-What has no query in it stays as it is: the bias B, and Transformer-XL's terms of u and v.
-Keys are not touched, so neither is the cache of decoding, and every backend and kernel computes it without knowing.
-Every layer has a temperature of its own, with parameters of its own.
-These are not decayed, AdamW steps them beside Muon, and muP leaves their rate as it is.
+The query is multiplied after its rotation and before any other use.
+So the soft cap of scores limits the scaled scores, an encoding's weight and contextual terms apply to them (CoPE's
+gates use scaled scores), and a processor reads them as S.
+Terms without a query do not change: the bias B, and Transformer-XL's terms of u and v.
+Keys and the key/value cache do not change either, so every backend and kernel supports temperatures.
+Every layer has its own temperature with its own parameters.
+These have no weight decay, AdamW updates them even with Muon, and muP does not change their learning rate.
 
-A temperature without learned parameters can be put on a trained model, or taken off one:
+A temperature without learned parameters can be added to a trained model or removed from it:
 [a temperature at evaluation alone](evaluation.md#a-temperature-at-evaluation-alone).
-Finetuning (`finetune: true`) may begin with another temperature: `attention_temperature: ssmax` then has fresh
+Finetuning (`finetune: true`) may start with another temperature: `attention_temperature: ssmax` then has new
 parameters.
 """
 
 
 def _list_tables(module: ModuleType) -> list[str]:
-    """The tables of a module's docstring."""
+    """Return the tables in a module's docstring."""
     lines = groupby(read_docstring(module).splitlines(), key=lambda line: line.startswith("|"))
     return ["\n".join(group) for is_table, group in lines if is_table]
 
@@ -223,126 +222,125 @@ def _list_tables(module: ModuleType) -> list[str]:
 SOFTMAX = f"""\
 ## Sinks, stick-breaking and gates
 
-What comes after the logits is chosen beside them, and goes with every encoding, processor, temperature and window.
+These options replace or extend the softmax. They combine with every encoding, processor, temperature and window.
 
-`softmax_type` (megatron-core's key and names) says what makes attention weights A of the logits x:
+`softmax_type` (megatron-core's key and names) determines the attention weights A of the logits x:
 
 {chr(10).join(line for line in read_docstring(softmax).splitlines() if line.startswith("|"))}
 
-A softmax must give all of a row's weight to keys, so models learn to put what they do not need on the first token.
-A sink takes it instead: a logit that joins those of the keys and has no value.
+A softmax must distribute all of a row's weight over keys, so models learn to put unneeded weight on the first token.
+A sink absorbs it instead: a logit that joins those of the keys and has no value.
 With `learnable` each head of each layer learns its sink logit, which starts at 0. With `off-by-one` it stays 0.
-Sinks are float32 in every compute type, are not decayed, and cost nothing that can be measured:
-kernels begin each row's sum with the sink.
-A constant that a processor adds to all logits of a head has an effect then, unlike under a softmax alone.
+Sinks are float32 in every compute type, have no weight decay, and have no measurable cost:
+kernels start each row's sum with the sink.
+With a sink, a constant that a processor adds to all logits of a head has an effect, unlike with a plain softmax.
 `auto` does not choose `sdpa`, because SDPA has no sinks.
-A layer that adds nothing else then takes blocks of rows on a CPU,
-and on a GPU what the check finds fastest of blocks of rows, `triton` and `flex`.
+A layer without further terms then uses row blocks on a CPU. On a GPU it uses the fastest of row blocks, `triton` and
+`flex`, as determined by the self-check.
 Overlays: `sinks`, `off_by_one`, `gpt_oss`.
 
-`stick-breaking` (overlay `stick_breaking`) knows the order of tokens without positions: going back from its own token,
-which a row does not attend to, each key takes the share σ(x) of what later keys have left.
-The first token of a sequence therefore attends to nothing, and what no key takes is attention to nothing.
-(Released models of its authors add that rest to the output, with the own value or a learned vector; the paper's
-formula does not.)
-PyTorch's blocks of rows compute it, `eager`, `chunked` and `auto`; the other backends refuse it.
+`stick-breaking` (overlay `stick_breaking`) encodes the order of tokens without positions. Going back from a row's own
+token, which the row does not attend to, each key takes the fraction σ(x) of what later keys have left.
+The first token of a sequence therefore attends to nothing, and weight that no key takes is lost.
+(Models released by its authors add this remainder to the output, with the row's own value or a learned vector; the
+paper's formula does not.)
+PyTorch's row blocks compute it (`eager`, `chunked` and `auto`); the other backends raise an error.
 
-`attention_output_gate` (megatron-core's key; overlay `gated_attention`) multiplies what each head attends to by
-σ(W·x), x being the layer's input, before the output projection: a gate for every number with `true`, one for every
-head with `headwise` (Qiu et al. 2025, who find the first best).
-W is a matrix of its own, `self_attention.linear_gate`, without a bias; tensor-parallel ranks divide it by heads.
+`attention_output_gate` (megatron-core's key; overlay `gated_attention`) multiplies the output of each head by σ(W·x)
+before the output projection, where x is the layer input. `true` gives a gate for every element, `headwise` one for
+every head (Qiu et al. 2025, who find the former best).
+W is a separate matrix without a bias, `self_attention.linear_gate`; tensor-parallel ranks shard it by heads.
 
 transformers' gpt-oss has the same sinks: a test compares outputs and gradients.
-Its models cannot be imported all the same, because their feed-forward layers are mixtures of experts.
+Its models cannot be imported, because their feed-forward layers are mixtures of experts.
 """
 
 
 ROTARY_SCALINGS = f"""\
 ## Rotary frequencies
 
-The option `scaling` of rotary says how fast each pair of dimensions turns.
-Two scalings are chosen for training, and give pairs that turn slowly no position at all:
+The option `scaling` of rotary sets the frequency of each pair of dimensions.
+Two scalings are meant for training and remove the position from slow pairs:
 `p_rope` (`configs/position/p_rope.yml`) and `hope` (`configs/position/hope.yml`).
-The pairs without a position compare what tokens are, at any distance alike.
-GPT-NeoX's `rotary_pct` is the option `fraction`, and something else:
-it spreads all frequencies, the slow ones too, over fewer dimensions.
+Pairs without a position compare the content of tokens, equally at any distance.
+GPT-NeoX's `rotary_pct` is the option `fraction`, which is different:
+it spreads all frequencies, including the slow ones, over fewer dimensions.
 
-The others stretch frequencies to read further than a model was trained at.
-A trained model has one as its option, as published models do;
-`./deepy.py evaluate RUN --rope yarn:8` puts one on when a model is read:
+The other scalings stretch frequencies to read beyond the training length.
+A trained model may have one as its option, like published models.
+`./deepy.py evaluate RUN --rope yarn:8` applies one when the model is loaded:
 [RoPE at evaluation alone](evaluation.md#rope-at-evaluation-alone).
 
 θ_m = base^(−m/half) are the frequencies, m = 0 … half − 1, and λ_m = 2π/θ_m their wavelengths in tokens.
 s is `factor`; L is `original_length`, the length of the original training;
-N is the length that the sequence reaches.
+N is the maximum length of the sequence.
 
 {_list_tables(rotary_scaling)[0]}
 
-p_rope takes `share`; hope takes `original_length`, which is the training length if absent:
-say it before you fine-tune at another length, so that the same pairs stay.
+p_rope has the option `share`. hope has `original_length`, by default the training length;
+set it before finetuning at another length, so that the same pairs stay without a position.
 llama3 has low = `low_freq_factor` and high = `high_freq_factor`, yarn has fast = `beta_fast` and slow = `beta_slow`,
-and b(r) = half·ln(L/(2π·r))/ln(base) is the pair that turns r times within L, rounded outwards to whole pairs.
-longrope has lists, short_m = `short_factor` and long_m = `long_factor`, of a number for each pair.
-`attention_factor` replaces what yarn and longrope multiply cosines and sines by.
+and b(r) = half·ln(L/(2π·r))/ln(base) is the pair with r turns within L, rounded outwards to whole pairs.
+longrope has lists with a number for each pair, short_m = `short_factor` and long_m = `long_factor`.
+`attention_factor` replaces the factor by which yarn and longrope multiply cosines and sines.
 
-selfextend and rerope leave the frequencies as they are, and say how far apart far tokens count to be.
-Near ones, fewer than w = `neighbors` tokens apart, are where they are; G is `group`.
+selfextend and rerope keep the frequencies and change the distances of far tokens.
+Tokens less than w = `neighbors` apart keep their distance; G is `group`.
 
 {_list_tables(rotary_scaling)[1]}
 
-Queries and keys are then rotated twice, and a score is that of its distance:
-they take twice the room, in the cache too, and the backends `eager` and `chunked` compute them, which `auto` takes.
+Queries and keys are then rotated twice, and each score uses the rotation for its distance.
+They need twice the memory, also in the cache. The backends `eager` and `chunked` support them, and `auto` uses these.
 
-`xpos: true` (`configs/position/xpos.yml`) lets scores decay with the distance, those of fast pairs fastest.
+`xpos: true` (`configs/position/xpos.yml`) makes scores decay with the distance, fastest for fast pairs.
 A query is multiplied by ζ_m^((i − c)/S) and a key by ζ_m^((c − j)/S), ζ_m = (m/half + 0.4)/1.4,
-S = `xpos_scale_base`, and c is the middle of the sequence, so that the factors stay within a type's range.
-A sequence that is too long for that is refused: in float32 and bfloat16 beyond 67,000 tokens at S = 512,
-in float16 beyond 4,500.
+S = `xpos_scale_base`, and c is the middle of the sequence, so that the factors stay within the range of the data type.
+A sequence that is too long for the data type raises an error: beyond 67,000 tokens at S = 512 in float32 and bfloat16,
+beyond 4,500 in float16.
 
-No family of transformers offers hope, p_rope, ntk, dynamic, longrope, selfextend, rerope or xpos as they are here,
-so `export --native` refuses them.
-An export with this project's code takes all but dynamic, longrope and xpos,
-because its cache does not say how long a text will get.
+No model family of transformers implements hope, p_rope, ntk, dynamic, longrope, selfextend, rerope or xpos as defined
+here, so `export --native` does not support them.
+An export with this project's code supports all but dynamic, longrope and xpos,
+because its cache does not know the final length of a text.
 
-Two methods of their own turn in other ways: [`fope`](#fope) by sums of frequencies,
-and [`pope`](#pope) by one frequency for each number of a head.
+Two separate methods rotate differently: [`fope`](#fope) by sums of frequencies,
+and [`pope`](#pope) by one frequency for each element of a head.
 """
 
 PICTURES = f"""\
 ## How to read the pictures
 
-All are drawn from the methods' own hooks at their start values (seed {SEED}), so the picture of a method with learned
-parameters shows where training begins, not where it ends. The dashed line is the training length,
-{SHAPE.train_length}; curves reach to {MAX_DISTANCE:,}, with the distance on a logarithmic axis.
-Biases below −{-MIN_BIAS:g}, a factor of {math.exp(MIN_BIAS):.0e}, are cut off.
-Maps show the factor that a bias puts on the attention of query i to key j, exp(bias), or the weight on its score; on
-a logarithmic scale where they span more than a decade.
-Maps of values with a sign are blue below zero and red above it, and have no colour at zero.
+The pictures are computed from the methods' own hooks at their initial values (seed {SEED}). For a method with learned
+parameters they show the start of training, not its end. The dashed line is the training length,
+{SHAPE.train_length}; curves extend to {MAX_DISTANCE:,}, with the distance on a logarithmic axis.
+Biases below −{-MIN_BIAS:g}, a factor of {math.exp(MIN_BIAS):.0e}, are clipped.
+Maps show the factor exp(bias) of the attention of query i to key j, or the weight of its score, on a logarithmic scale
+if they span more than a decade.
+Maps of signed values are blue below zero, red above it, and transparent at zero.
 
 - Added to the embeddings: the cosine between the vectors of two positions.
-- Rotated: the cosine between a query and a key that were both (1, …, 1) before they were turned.
+- Rotated: the cosine between a query and a key that were both (1, …, 1) before the rotation.
 - Contextual terms: their values for queries and keys drawn from N(0, 1).
-- No hook at all: the attention of the causal mask when all scores are equal.
-- Processors: row {PROCESSOR_MAP_SIZE - 1} before and after, what is added to it, and what is added elsewhere when one
-  score rises by 1. They work on `{BASE_ENCODING}` here, with queries and keys drawn from N(0, 1);
+- No hook at all: the attention of the causal mask with equal scores.
+- Processors: row {PROCESSOR_MAP_SIZE - 1} before and after, the added term, and the change elsewhere when one
+  score increases by 1. They use `{BASE_ENCODING}`, with queries and keys drawn from N(0, 1);
   the last panel has no bias.
-- Temperatures: the factor of each row of one document, over a position that reaches further than for biases.
+- Temperatures: the factor of each row of one document, over a wider range of positions than for biases.
 """
 
 
 READING = """\
 ## How to read an entry
 
-Below the formula stand the parameters with their start values and the bounds that training keeps. For example,
+The formula is followed by the parameters with their initial values and the bounds that training enforces. For example,
 `r1 [H] ~ U(0, r1_below) ≥ 0.01` is one number per head, drawn uniformly between 0 and the option `r1_below` and never
-below 0.01; `in [0.01, 2]` bounds both sides. N(0, std²) is a normal distribution with the deviation `std`. Options go
-into `pos_emb_options`, `score_processor_options` or `attention_temperature_options`. "Toeplitz" says that the bias is
-the same along every diagonal of the score map, since it depends on n = i − j alone.
+below 0.01; `in [0.01, 2]` bounds both sides. N(0, std²) is a normal distribution with standard deviation `std`. Set
+options in `pos_emb_options`, `score_processor_options` or `attention_temperature_options`. "Toeplitz" means that the
+bias is constant along every diagonal of the score map, because it depends on n = i − j alone.
 """
 
 
 def render_page() -> str:
-    """The whole page."""
     records, _ = registry.describe_methods(
         [*registry.list_encodings(), *registry.list_processors(), *registry.list_temperatures()]
     )
@@ -378,11 +376,11 @@ def render_page() -> str:
 def _render_compositions() -> str:
     rows = [[f"`{name}`", f"{sentence}."] for name, sentence in describe_compositions().items()]
     return f"""\
-## Overlays that are no single method
+## Overlays of several keys
 
-Every method has an overlay of its own name in `configs/position/`. These set several keys, or another key:
+Every method has an overlay with its name in `configs/position/`. These overlays set several keys, or another key:
 
-{format_table(["overlay", "what it sets"], rows)}
+{format_table(["overlay", "keys"], rows)}
 """
 
 
@@ -445,18 +443,18 @@ def _render_introduction(
 
 {len(encodings)} encodings (`pos_emb`), {len(processors)} processors (`score_processor`) and \
 {len(temperatures)} temperatures (`attention_temperature`),
-one file each; all work with one another. The [glossary](glossary.md) says what these words mean.
-`./deepy.py positions` prints the same in the terminal. n = i − j ≥ 0 is the distance; H is the number of heads, d their
-dimension, D the hidden size and T the length of the sequence.
+one file each; all combinations work. The [glossary](glossary.md) defines these terms.
+`./deepy.py positions` prints the same in the terminal. n = i − j ≥ 0 is the distance, H the number of heads, d the
+head dimension, D the hidden size and T the sequence length.
 
 {format_table(headings, rows)}
-- **hooks:** where the method acts; [the attention contract](#the-attention-contract) says where each stands.
-- **parameters:** learned numbers of one set, for all layers or for each
+- **hooks:** where the method acts; see [the attention contract](#the-attention-contract).
+- **parameters:** number of learned values in one set, shared by all layers or separate in each
   (see [below](#one-set-of-parameters-or-one-per-layer)).
-- **relative:** whether moving all positions by the same amount changes nothing.
-- **length:** the longest sequence that the method is defined for, which does not say that it does well there.
+- **relative:** yes if shifting all positions by the same amount changes nothing.
+- **length:** maximum sequence length for which the method is defined. It may not perform well at that length.
 
-A score processor takes the scores S and biases B of all heads and computes new ones from them.
+A score processor computes new scores from the scores S and biases B of all heads.
 
 {format_table(["`score_processor`", "formula", "parameters per layer"], processor_rows)}
 [A temperature](#attention-temperatures) multiplies each query by a factor.
@@ -480,31 +478,31 @@ def _render_windows(encodings: list[dict[str, Any]]) -> str:
 ## Windows and randomized positions
 
 A window combines with every method.
-Randomized positions combine with all but {exceptions}:
-these are told no positions, so there is nothing to draw, and asking for it is an error.
+Randomized positions combine with all methods except {exceptions},
+which read no positions; requesting both is an error.
 
 {format_table(["key", "default", "values", "meaning"], rows)}
-**A window** of w keys is a bias of 0 for n < w and of −∞ beyond. It has no weights, so finetuning may choose
-another, and `./deepy.py evaluate RUN --window w` reads a run within one that it was not trained with. A window is what
-a method has to beat past the training length: attention within a window extrapolates (Exploring Transformer
-Extrapolation, sections 2.3 and 2.4), but no layer looks beyond it. KERPLE makes the comparison for models trained on
-512 tokens and read on 4,096 (section 5.5). `kerple_log` has a lower perplexity when it sees all tokens
-than when a window of 512 hides the far ones, so it uses them; `alibi` has a higher one than `kerple_log` with that
-window at almost all positions.
+**A window** of w keys is a bias of 0 for n < w and of −∞ beyond. It has no weights, so finetuning may change it, and
+`./deepy.py evaluate RUN --window w` evaluates a run with a window that it was not trained with. A window is the
+baseline for methods beyond the training length: attention within a window extrapolates (Exploring Transformer
+Extrapolation, sections 2.3 and 2.4), but no layer sees further. KERPLE makes this comparison for models trained on 512
+tokens and evaluated on 4,096 (section 5.5). `kerple_log` has a lower perplexity with all tokens than with a window of
+512, so it uses distant tokens. `alibi` has a higher perplexity than `kerple_log` with that window at almost all
+positions.
 
 **Randomized positions** (Ruoss et al. 2023, Randomized positional encodings boost length generalization of
-transformers): the T tokens of a training sequence stand at T distinct positions of 0 … `randomized_positions` − 1,
-drawn anew for every optimizer step, in ascending order. Training thus meets the distances of long sequences. DAPE V2
-trains in this way on algorithmic tasks (section 4, appendix G). All sequences of a batch share one draw.
-Evaluation reads at drawn positions too; that draw depends on the length alone and is the same every time.
-A sequence with more tokens than there are positions is refused, and so are fewer positions than `seq_length`, or more
-than a table of absolute positions has rows.
+transformers): the T tokens of a training sequence have T distinct positions of 0 … `randomized_positions` − 1 in
+ascending order, drawn again for every optimizer step. Training thus covers the distances of long sequences. DAPE V2
+uses them for algorithmic tasks (section 4, appendix G). All sequences of a batch share one draw.
+Evaluation also uses randomized positions; its draw depends only on the length and is the same every time.
+It is an error if a sequence has more tokens than there are positions, if there are fewer positions than `seq_length`,
+or more than rows in a table of absolute positions.
 
 With `continuous_positions: true` the positions are real numbers, drawn uniformly from 0 … `randomized_positions` − 1
 (random float sampling, 2602.14050).
-A bias is then computed for each pair of tokens at its own distance, in blocks of rows, and not from a table.
-Two encodings know whole positions alone and refuse it: `learned` and `transformer_xl`.
-`t5` takes it: its buckets are intervals.
+A bias is then computed for each pair of tokens at its own distance, in row blocks instead of from a table.
+Two encodings support only integer positions: `learned` and `transformer_xl`.
+`t5` supports real positions, because its buckets are intervals.
 """
 
 
@@ -535,15 +533,15 @@ def _render_names() -> str:
     return f"""\
 ## Names in GPT-NeoX, KERPLE and DAPE
 
-The configuration files of these projects load as they are. A name that is not listed is the same here. An empty
-cell says that the name leaves the key to the file and its default.
+The configuration files of these projects load unchanged. Names that are not listed are the same here. In an empty
+cell the name does not set the key.
 
 {format_table(headings, rows)}
 {format_table(["their key", "option"], options)}"""
 
 
 def _read_summary(method: type[Any]) -> str:
-    """The first paragraph of the file's docstring."""
+    """Return the first paragraph of the docstring of a method's file."""
     text = inspect.getdoc(sys.modules[method.__module__]) or ""
     return " ".join(text.split("\n\n")[0].split())
 
@@ -572,9 +570,9 @@ def _describe_traits(encoding: Encoding) -> str:
     given = [which for which, value in terms._asdict().items() if value is not None]
     said += [f"gives a {' and a '.join(given)}"] if given else []
     said.append(
-        "relative: moving all positions changes nothing"
+        "relative: shifting all positions changes nothing"
         if encoding.relative
-        else "not relative: moving all positions changes the result"
+        else "not relative: shifting all positions changes the result"
     )
     if not encoding.takes_positions:
         said.append("reads no positions")
@@ -583,7 +581,7 @@ def _describe_traits(encoding: Encoding) -> str:
 
 
 def _render_facts(facts: dict[str, str | list[str]]) -> str:
-    """A list of facts; one that is a list itself has its entries below its name."""
+    """Render a list of facts; a fact that is a list has its entries below its name."""
     lines = []
     for name, text in facts.items():
         if isinstance(text, list):
@@ -599,14 +597,14 @@ def _describe_other_names(name: str) -> str:
 
 
 def read_option_meanings(method: type[PositionModule]) -> dict[str, str]:
-    """Options and what the constructor's docstring says of them under `Args:`."""
+    """Return the options that the constructor's docstring describes under `Args:`."""
     _, _, arguments = (inspect.getdoc(method.__init__) or "").partition("Args:\n")
     entries = re.findall(r"^ {4}(\w+): (.+(?:\n {5,}.+)*)", arguments, re.MULTILINE)
     return {name: " ".join(meaning.split()).removesuffix(".") for name, meaning in entries}
 
 
 def _describe_options(method: type[PositionModule], defaults: dict[str, Any]) -> str | list[str]:
-    """Each option with its default, its type and its meaning."""
+    """Describe each option with its default, type and meaning."""
     if not defaults:
         return "none"
     found, meanings = method.options(), read_option_meanings(method)
@@ -618,7 +616,7 @@ def _describe_options(method: type[PositionModule], defaults: dict[str, Any]) ->
 
 
 def _describe_encoding_cost(encoding: Encoding) -> str:
-    """Products per score and per query, beside those that every attention has."""
+    """Describe the extra products per score and per query, compared with plain attention."""
     plain = 4 * SHAPE.num_heads * SHAPE.head_dim
     cost = 2 * SHAPE.num_heads * (encoding.qk_head_dim + SHAPE.head_dim)
     text = f"{cost:,} FLOPs forward per query, key and layer for the products with k and v"
@@ -626,12 +624,12 @@ def _describe_encoding_cost(encoding: Encoding) -> str:
     if more := encoding.product_flops(float(SHAPE.train_length)):
         text += f"; {more:,.0f} more per query and layer, where it sees {SHAPE.train_length} keys"
     if type(encoding).overrides_hook("table") or type(encoding).overrides_hook("dense"):
-        text += "; what it adds or multiplies by is computed once for all sequences of a batch"
+        text += "; its bias or weight is computed once for all sequences of a batch"
     return text
 
 
 def _render_picture(name: str, titles: list[str], note: str) -> str:
-    # Relative to the page's folder.
+    # relative to the page's folder
     paths = [get_picture_path(name, number).relative_to(PAGE.parent) for number in range(1, len(titles) + 1)]
     images = [f"![{name}: {title}]({path.as_posix()})\n" for title, path in zip(titles, paths, strict=True)]
     return f"{''.join(images)}\n{note}\n" if note else "".join(images)
@@ -668,10 +666,10 @@ def _render_processor(record: dict[str, Any]) -> str:
         + (f"; with an encoding that has no bias, {fewer:,} ({LAYERS * fewer:,})" if fewer < number else ""),
         "Options": _describe_options(type(processor), record["options"]),
         "Traits": _describe_processor_traits(name, processor),
-        "Cost": f"{processor.flops_per_score():,.0f} FLOPs forward per query, key and layer, all heads together; "
+        "Cost": f"{processor.flops_per_score():,.0f} FLOPs forward per query, key and layer for all heads; "
         f"the products with k and v take {4 * SHAPE.num_heads * SHAPE.head_dim:,}"
         + (
-            ". The bias's half of the first convolution is not counted: of a Toeplitz bias it is computed once for all "
+            ". The bias half of the first convolution is not included: for a Toeplitz bias it is computed once for all "
             "rows and sequences"
             if processor.overrides("bias_contribution")
             else ""
@@ -687,19 +685,19 @@ def _render_processor(record: dict[str, Any]) -> str:
 
 
 def _describe_processor_traits(name: str, processor: Processor) -> str:
-    """What it mixes before the softmax, and where else it acts."""
+    """Describe the dimensions that a processor mixes before the softmax, and its other effects."""
     reach, mixes_heads = measure_reach(build_drawn_processor(name, has_bias=False)[0])
     traits = [f"mixes {'the heads of a row, and ' * mixes_heads}keys up to {reach} apart"]
     if not reach:
         traits = ["mixes heads, each key by itself"]
     if processor.overrides("row_terms"):
-        traits = ["sums over all rows above"]
+        traits = ["sums over all earlier rows"]
     elif processor.rows_above:
-        traits.append(f"reads the {processor.rows_above} rows above")
+        traits.append(f"reads the {processor.rows_above} previous rows")
     if processor.overrides("process_weights"):
-        traits.append("works on the attention weights too")
+        traits.append("also modifies the attention weights")
     if processor.kernel_parameters() is None:
-        traits.append("no kernel fuses it: blocks of rows compute it")
+        traits.append("not supported by kernels: row blocks compute it")
     return "; ".join(traits)
 
 
@@ -715,8 +713,8 @@ def _render_temperature(record: dict[str, Any]) -> str:
         "Parameters": "none" if not number else f"{_escape(record['parameters'])}: {number:,} in each layer",
         "Options": _describe_options(type(temperature), record["options"]),
         "Factors": ", ".join(f"{factor:.3g} in row {n:,}" for n, factor in zip(lengths, factors, strict=True))
-        + ", at the start values",
-        "Cost": f"{SHAPE.num_heads * SHAPE.head_dim:,} FLOPs forward per query and layer, its numbers times the factor",
+        + ", at the initial values",
+        "Cost": f"{SHAPE.num_heads * SHAPE.head_dim:,} FLOPs forward per query and layer, to scale the query",
         "When": record["advice"],
         "Source": record["source"],
     }

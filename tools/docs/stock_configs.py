@@ -1,9 +1,9 @@
-"""Which configuration files of a folder load here, and why the others do not.
+"""Check which configuration files of other projects load in Farfield, and list the reasons for those that do not.
 
     python tools/docs/stock_configs.py NEOX/configs KERPLE/configs DAPE/configs --markdown docs/results/stock_configs.md
 
-A file is loaded alone. What it leaves to other files (its data, its batch, its shape) is filled in, so that the answer
-is about what it says and not about what it leaves out. No network, no torch.
+Each file is loaded alone. Keys that it leaves to other files (data, batch size, shape) are filled in, so that the
+result concerns only its own keys. The tool needs neither network nor torch.
 """
 
 import sys
@@ -27,19 +27,19 @@ REQUIRED_KEYS: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "num_gpus": 8,
 }
-"""Keys that every run needs, and that a file may leave to those it is merged with."""
+"""Keys that every run needs and that a file may leave to other files."""
 
 
 class LoadOutcome(NamedTuple):
-    """What became of one file."""
+    """Result of loading one file."""
 
     file: str
     problems: list[str]
-    """Why it does not load, one line each; none if it does."""
+    """Reasons why the file does not load, one line each; empty if it loads."""
 
 
 def load_file(path: Path) -> list[str]:
-    """The problems of one file, without the file's name; an empty list if it loads."""
+    """Return the problems of one file without its name; empty if it loads."""
     try:
         document = read_yaml(path)
         given = {name.replace("-", "_") for name in document.values}
@@ -47,7 +47,7 @@ def load_file(path: Path) -> list[str]:
         if not given & {"data_path", "train_data_paths", "task"}:
             others["data_path"] = "data"
         if document.values.get("finetune") and not document.values.get("load"):
-            others["load"] = "run"  # a finetuning is told on the command line what to begin with
+            others["load"] = "run"  # finetuning gets its start checkpoint on the command line
         merge_documents([YamlDocument("others", others, {}), document])
     except UserError as error:
         return [line.removeprefix(f"{path}:") for line in str(error).splitlines()]
@@ -55,13 +55,13 @@ def load_file(path: Path) -> list[str]:
 
 
 def load_folder(folder: Path) -> Iterator[LoadOutcome]:
-    """Every configuration file under a folder, by name."""
+    """Yield the result for every configuration file in a folder, sorted by name."""
     for path in sorted(folder.rglob("*.y*ml")):
         yield LoadOutcome(path.relative_to(folder).as_posix(), load_file(path))
 
 
 def render_page(folders: dict[str, list[LoadOutcome]]) -> str:
-    """Counts of each folder, and the reasons of what does not load."""
+    """Render counts per folder, and the reasons for files that do not load."""
     lines = ["| folder | files | load |", "|---|--:|--:|"]
     for name, files in folders.items():
         lines.append(f"| {name} | {len(files)} | {sum(not file.problems for file in files)} |")
@@ -80,7 +80,7 @@ def render_page(folders: dict[str, list[LoadOutcome]]) -> str:
 def main() -> None:
     parser = ToolParser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="folders of configuration files")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page there too")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the page to this file")
     arguments = parser.parse_args()
     if missing := [folder for folder in arguments.folders if not folder.is_dir()]:
         parser.error(f"{missing[0]}: no such folder")

@@ -1,4 +1,4 @@
-"""What the export's matrix compares: models, their runs, and what this project computes with them."""
+"""Cases of the export matrix: models, their runs, and the logits that this project computes."""
 
 import json
 from collections.abc import Iterator
@@ -26,18 +26,18 @@ from megatron.position.registry import list_encodings, list_processors, list_tem
 from tools.rounding import compute_tolerance, count_gpt_sums
 
 LENGTH, FAR = 16, 64
-"""Tokens of a training sequence, and four times as many."""
+"""Training length in tokens, and four times this length."""
 WIDTH, LAYERS = 24, 2
 PROCESSED = ("none", "rotary", "kerple_log", "fire", "cope", "fox")
 END = ByteTokenizer().eod
-"""The token that ends a document."""
+"""End-of-document token."""
 LENGTHS = (FAR, 41, LENGTH)
-"""Of the sequences of a padded batch."""
+"""Lengths of the sequences of a padded batch."""
 
 
 @dataclass(frozen=True, eq=False)
 class ExportCase:
-    """A model that is exported."""
+    """Model to export."""
 
     title: str
     keys: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class ExportCase:
 
 
 def list_method_cases() -> Iterator[ExportCase]:
-    """Every encoding without a processor and under CDAPE, and every processor on encodings of each kind."""
+    """Yield every encoding without a processor and with CDAPE, and every processor on each kind of encoding."""
     for encoding, processor in product(list_encodings(), ("none", *list_processors())):
         if processor not in ("none", "cdape") and encoding not in PROCESSED:
             continue
@@ -68,7 +68,7 @@ def list_method_cases() -> Iterator[ExportCase]:
 
 
 def list_position_cases() -> Iterator[ExportCase]:
-    """Windows, randomized positions and parameters of each layer."""
+    """Yield windows, randomized positions and per-layer parameters."""
     for encoding, processor in product(list_encodings(), ("none", "cdape")):
         keys = {"pos_emb": encoding, "score_processor": processor, "attention_window": 11}
         yield ExportCase(f"{encoding}, {processor}, window 11", keys)
@@ -79,7 +79,7 @@ def list_position_cases() -> Iterator[ExportCase]:
 
 
 def list_temperature_cases() -> Iterator[ExportCase]:
-    """Every temperature, with options that short sequences notice."""
+    """Yield every temperature, with options that affect short sequences."""
     options = {"logn": {"length": 4}, "llama4": {"floor_scale": 3, "attn_scale": 0.6}}
     for name, place in zip(
         list_temperatures(),
@@ -91,7 +91,7 @@ def list_temperature_cases() -> Iterator[ExportCase]:
 
 
 def list_softmax_cases() -> Iterator[ExportCase]:
-    """Every softmax, and gates of what is attended to."""
+    """Yield every softmax, and gates on the attention output."""
     for name, place in (
         ("off-by-one", {"pos_emb": "rotary"}),
         ("learnable", {"pos_emb": "kerple_log", "score_processor": "cdape", "attention_window": 11}),
@@ -106,7 +106,7 @@ def list_softmax_cases() -> Iterator[ExportCase]:
 
 
 def list_document_cases() -> Iterator[ExportCase]:
-    """Runs that were trained with documents kept apart."""
+    """Yield runs trained with document masking."""
     layers: dict[str, Any] = {"pos_emb": ["rotary", "none"], "attention_window": [9, None]}
     temperature = {"attention_temperature": "ssmax", "attention_window": 7}
     for title, keys in {
@@ -127,7 +127,7 @@ def list_document_cases() -> Iterator[ExportCase]:
 
 
 def list_architecture_cases() -> Iterator[ExportCase]:
-    """What else a layer may look like."""
+    """Yield further variants of layers."""
     with_cdape = {"pos_emb": "kerple_log", "score_processor": "cdape", "score_processor_options": {"kernel_size": 5}}
     without_bias = {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
     yield ExportCase("parallel residual", {**with_cdape, "gpt_j_residual": True})
@@ -171,7 +171,7 @@ def list_architecture_cases() -> Iterator[ExportCase]:
 
 
 def build_gpt(case: ExportCase, vocabulary: int) -> GPT:
-    """The case's model with random weights, norms and biases too."""
+    """Build the case's model with random weights, including norms and biases."""
     config = case.config()
     gpt = build_model(config.model, config.position, vocabulary, groups=single_process(), seed=11).eval()
     generator = torch.Generator().manual_seed(12)
@@ -186,13 +186,13 @@ def build_gpt(case: ExportCase, vocabulary: int) -> GPT:
 
 
 def write_run(folder: Path, config: Config, gpt: GPT, tokenizer: Tokenizer | None = None) -> Path:
-    """A run's folder with one checkpoint, as far as others read it."""
+    """Write a run folder with one checkpoint, complete enough for other readers."""
     tokenizer = tokenizer or ByteTokenizer()
     checkpoint = folder / CHECKPOINTS / format_checkpoint_name(1)
     checkpoint.mkdir(parents=True)
     tensors = {**dict(gpt.named_parameters()), **dict(list_persistent_buffers(gpt))}
     save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, checkpoint / WEIGHTS)
-    # The keys that are set alone, as in an imported run: reading all of them takes longer than all else here.
+    # Write only keys that were set, as in an imported run. Parsing all keys would dominate the run time.
     keys = {**config.model.model_dump(exclude_unset=True), **config.position.model_dump(exclude_unset=True)}
     (checkpoint / CONFIG).write_text(dump_yaml(keys), encoding="utf-8")
     vocabulary = {"size": tokenizer.vocab_size, "name": tokenizer.name}
@@ -222,7 +222,7 @@ def compute_expected_logits(gpt: GPT) -> dict[str, Tensor]:
 
 
 def write_case(case: ExportCase, folder: Path) -> Path:
-    """A run of the case, and beside it what the export must compute (`reader.py` reads it). Returns the run."""
+    """Write the case's run, and the expected results for `reader.py` beside it. Return the run."""
     tokenizer = ByteTokenizer()
     gpt = build_gpt(case, tokenizer.vocab_size)
     run = write_run(folder / "run", case.config(), gpt, tokenizer)
@@ -238,5 +238,5 @@ def write_case(case: ExportCase, folder: Path) -> Path:
 
 
 def compute_export_tolerance() -> float:
-    """How far logits may be apart, relative to the largest of them."""
+    """Return the allowed difference of logits, relative to the largest logit."""
     return compute_tolerance(*count_gpt_sums(WIDTH, LAYERS))

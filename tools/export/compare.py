@@ -1,9 +1,9 @@
-"""Every encoding, processor and window exported, and read back where this project cannot be imported.
+"""Export every encoding, processor and window, and read the exports in a process that cannot import this project.
 
     python tools/export/compare.py --json docs/results/export.json
-    python tools/export/compare.py --python ~/transformers4/bin/python       read by another version of transformers
+    python tools/export/compare.py --python ~/transformers4/bin/python       with another version of transformers
 
-Writes a record and, beside it, a page. The exit code is 1 if anything differs by more than rounding.
+Writes a record and, beside it, a page. The exit code is 1 if any difference exceeds rounding errors.
 """
 
 import json
@@ -45,7 +45,6 @@ READER_SCRIPT = ROOT / "tools/export/reader.py"
 
 
 def list_cases() -> list[ExportCase]:
-    """Return every model of the matrix."""
     return [
         *list_method_cases(),
         *list_position_cases(),
@@ -59,10 +58,10 @@ def list_cases() -> list[ExportCase]:
 def measure_differences(
     cases: Sequence[ExportCase], folder: Path, python: str = sys.executable
 ) -> dict[ExportCase, dict[str, float]]:
-    """Return by how much each way to read each export is apart from this project, relative to the largest logit.
+    """Return the difference between each way to read each export and this project, relative to the largest logit.
 
     Args:
-        python: the interpreter that reads them, with torch and transformers.
+        python: interpreter that reads the exports, with torch and transformers.
     """
     return read_exports(write_exports(cases, folder), folder, python)
 
@@ -71,7 +70,7 @@ def write_exports(cases: Sequence[ExportCase], folder: Path) -> dict[ExportCase,
     """Write a run and an export of each case, and return their folders."""
     places = {}
     for number, case in enumerate(cases):
-        # transformers imports the code of folders of one name once if it is the same.
+        # transformers imports identical code from folders of the same name only once.
         places[case] = place = folder / str(number) / get_export_folder_name(case)
         export_model(write_case(case, place), place / place.name, log=lambda line: None)
     return places
@@ -80,16 +79,16 @@ def write_exports(cases: Sequence[ExportCase], folder: Path) -> dict[ExportCase,
 def read_exports(
     places: Mapping[ExportCase, Path], folder: Path, python: str = sys.executable, packages: Path | None = None
 ) -> dict[ExportCase, dict[str, float]]:
-    """Read exports in a process of its own, and return by how much they are apart from this project.
+    """Read exports in a separate process, and return their differences from this project.
 
     Args:
-        places: from `write_exports`.
-        folder: for the script that reads them, beside nothing of this project.
-        python: the interpreter.
-        packages: a folder of packages that come before those of the interpreter.
+        places: result of `write_exports`.
+        folder: folder for the reading script, outside this project.
+        python: interpreter to run.
+        packages: folder of packages that take precedence over the interpreter's own.
 
     Raises:
-        SystemExit: an export cannot be read.
+        SystemExit: if an export cannot be read.
     """
     copy = folder / "reader.py"
     copy.write_text(READER_SCRIPT.read_text(encoding="utf-8"), encoding="utf-8")
@@ -102,7 +101,7 @@ def read_exports(
             **({} if packages is None else {"PYTHONPATH": str(packages)}),
             "HF_HOME": str(folder / "hf"),
             "OMP_NUM_THREADS": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",  # of code that nobody imports again
+            "PYTHONDONTWRITEBYTECODE": "1",  # for code that is imported once
         },
         capture_output=True,
         text=True,
@@ -113,19 +112,19 @@ def read_exports(
 
 
 def get_export_folder_name(case: ExportCase) -> str:
-    """The name of an export's folder: that of its methods, which cases share whose exports have the same code."""
+    """Return the name of an export's folder: the names of its methods, shared by cases with the same exported code."""
     position = case.config().position
     return "_".join(sorted({*position.encodings, *position.processors, *position.temperatures} - {"none"})) or "none"
 
 
 def select_beyond_rounding(found: Mapping[ExportCase, Mapping[str, float]]) -> dict[str, Mapping[str, float]]:
-    """The cases, by title, of which a difference is larger than rounding allows, or no number."""
+    """Return the cases, by title, with a difference that exceeds rounding errors or is NaN."""
     allowed = compute_export_tolerance()
     return {case.title: apart for case, apart in found.items() if not all(each <= allowed for each in apart.values())}
 
 
 def read_versions(python: str) -> dict[str, str]:
-    """Of torch and transformers, as an interpreter has them."""
+    """Return the versions of torch and transformers of an interpreter."""
     asked = ("torch", "transformers")
     script = f"from importlib.metadata import version; print(*map(version, {asked}))"
     environment = os.environ | SAFE_PATH_VARIABLE
@@ -134,7 +133,6 @@ def read_versions(python: str) -> dict[str, str]:
 
 
 def render_page(record: dict[str, Any]) -> str:
-    """The record for people."""
     rows = record["rows"]
     columns = list(dict.fromkeys(way for row in rows for way in row["apart"]))
     lines = [f"| model | {' | '.join(columns)} |", "|---|" + "--:|" * len(columns)]
@@ -142,14 +140,14 @@ def render_page(record: dict[str, Any]) -> str:
         cells = (f"{row['apart'][way]:.1e}" if way in row["apart"] else "refused" for way in columns)
         lines.append(f"| {row['model']} | {' | '.join(cells)} |")
     worst = max(rows, key=lambda row: max(row["apart"].values()))
-    return f"""# Exports against this project
+    return f"""# Exports compared with this project
 
 Each row is one model with random weights, exported by `./deepy.py export` and loaded with
 `AutoModelForCausalLM.from_pretrained(…, trust_remote_code=True)` in a process that cannot import this project.
 A number is the largest difference of any logit from this project's, relative to the largest logit.
 The training length is {LENGTH} tokens; 1x and 4x are {LENGTH} and {FAR} tokens.
-`cached` reads in three parts; `padded` is a batch of sequences of {", ".join(map(str, LENGTHS))} tokens, padded on the
-left, each compared with the sequence alone; `packed` is one row of them all, whose `position_ids` begin again.
+`cached` reads in three chunks; `padded` is a batch of sequences of {", ".join(map(str, LENGTHS))} tokens,
+left-padded, each compared with the sequence alone; `packed` is one row of all of them with restarting `position_ids`.
 The largest of {sum(len(row["apart"]) for row in rows)} differences is {max(worst["apart"].values()):.1e}
 ({worst["model"]}); rounding allows {record["allowed"]:.1e}.
 
@@ -160,10 +158,12 @@ The largest of {sum(len(row["apart"]) for row in rows)} differences is {max(wors
 
 
 def main() -> None:
-    """Export, read, compare, write."""
+    """Export, read and compare all cases, and write the record."""
     parser = ToolParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=parse_output_path, help="the record; its page goes beside it")
-    parser.add_argument("--python", default=sys.executable, help="the interpreter that reads the exports")
+    parser.add_argument(
+        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+    )
+    parser.add_argument("--python", default=sys.executable, help="Python interpreter that reads the exports")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = measure_differences(list_cases(), Path(folder), arguments.python)

@@ -1,8 +1,9 @@
-"""Reads exports as somebody would who has torch and transformers only: `reader.py FOLDER…`.
+"""Read exports as a user who has only torch and transformers: `reader.py FOLDER…`.
 
-Each FOLDER holds an export, what this project computes (`expected.safetensors`) and what of (`case.json`). The export
-lies in a folder of the same name as FOLDER, because transformers 4 tells exports apart by that.
-Prints one JSON object a line: the largest difference of any logit, relative to the largest logit, for each way to read.
+Each FOLDER contains an export, the expected results of this project (`expected.safetensors`) and their inputs
+(`case.json`). The export is in a folder of the same name as FOLDER, because transformers 4 distinguishes exports by
+folder name. The tool prints one JSON object per line: the largest difference of any logit, relative to the largest
+logit, for each way to read.
 """
 
 import json
@@ -25,12 +26,12 @@ logging.disable_progress_bar()
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest logit."""
+    """Return the largest difference, relative to the largest logit."""
     return float((found - expected).abs().max() / expected.abs().max())
 
 
 def run_in_chunks(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Logits of tokens read in three parts, by the cache."""
+    """Return the logits of tokens processed in three chunks with the cache."""
     outputs, past, length = [], None, tokens.shape[1]
     borders = [0, length // 3, length // 3 + 1, length]
     for start, stop in pairwise(borders):
@@ -43,7 +44,7 @@ def run_in_chunks(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Ten
 
 @torch.inference_mode()
 def measure_differences(folder: Path) -> dict[str, float]:
-    """By how much each way to read is apart from what this project computes."""
+    """Return the difference between each way to read and the expected results."""
     case = json.loads((folder / "case.json").read_text(encoding="utf-8"))
     expected = load_file(folder / "expected.safetensors")
     model = AutoModelForCausalLM.from_pretrained(folder / folder.name, trust_remote_code=True, dtype=torch.float32)
@@ -87,13 +88,12 @@ def measure_differences(folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Compare each folder."""
     for forbidden in ("megatron.position", "kernels.runtime"):
         try:
             __import__(forbidden)
         except ImportError:
             continue
-        raise SystemExit(f"error: {forbidden} can be imported here, so nothing would be shown")
+        raise SystemExit(f"error: {forbidden} can be imported here, so the comparison would prove nothing")
     torch.set_num_threads(1)
     for folder in sys.argv[1:]:
         print(json.dumps(measure_differences(Path(folder))), flush=True)

@@ -1,11 +1,11 @@
-"""The checks of exports under each version of transformers that they support, in one record.
+"""Check exports with each supported version of transformers, and write one record.
 
     python tools/export/versions.py --json docs/results/export_versions.json
     python tools/export/versions.py --versions 5.25.0 --packages ~/transformers     a newer one, kept for next time
 
-Each version is installed into a folder of its own by pip, with other versions of the packages that it needs where the
-environment's do not do. Every export of the matrix is read by it (`compare.py`), and the tests of caches, decoding,
-packed documents, training and renewed code are run with it. The exit code is 1 if anything differs or fails.
+pip installs each version into its own folder, with other versions of its dependencies if the environment's do not
+match. Each version reads every export of the matrix (`compare.py`) and runs the tests of caches, decoding, packed
+documents, training and refreshed code. The exit code is 1 if anything differs or fails.
 """
 
 import os
@@ -36,9 +36,10 @@ TESTS = tuple(
 
 
 def install_version(wanted: str, folder: Path) -> None:
-    """Install a version of transformers into a folder, and the packages of which it needs another version.
+    """Install a version of transformers into a folder, with dependencies that need another version.
 
-    Raises SystemExit: pip failed.
+    Raises:
+        SystemExit: if pip fails.
     """
     if find_distribution("transformers", folder) is None:
         run_pip([f"transformers=={wanted}"], folder)
@@ -47,7 +48,7 @@ def install_version(wanted: str, folder: Path) -> None:
 
 
 def run_pip(requirements: list[str], folder: Path) -> None:
-    """Install exactly these. Raises SystemExit."""
+    """Install exactly these requirements. Raises SystemExit if pip fails."""
     command = [
         sys.executable,
         "-P",
@@ -66,12 +67,12 @@ def run_pip(requirements: list[str], folder: Path) -> None:
 
 
 def find_distribution(name: str, folder: Path) -> Distribution | None:
-    """Return a package that is installed in a folder, or None."""
+    """Return a package installed in a folder, or None."""
     return next((each for each in distributions(path=[str(folder)]) if each.metadata["Name"] == name), None)
 
 
 def list_missing_requirements(folder: Path) -> Iterator[Requirement]:
-    """Return what the folder's transformers needs in a version that neither the folder nor this environment has."""
+    """Yield the requirements of the folder's transformers that neither the folder nor this environment satisfies."""
     package = find_distribution("transformers", folder)
     assert package is not None
     for requirement in map(Requirement, package.requires or ()):
@@ -88,7 +89,8 @@ def list_missing_requirements(folder: Path) -> Iterator[Requirement]:
 
 
 def run_tests(packages: Path, folder: Path) -> dict[str, Any]:
-    """Run the tests with a folder's packages; return how many passed and were skipped, and the names that failed."""
+    """Run the tests with a folder's packages; return the counts of passed and skipped tests, and the names of failed
+    ones."""
     report = folder / "tests.xml"
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *TESTS]
     environment = {
@@ -104,7 +106,7 @@ def run_tests(packages: Path, folder: Path) -> dict[str, Any]:
 
 
 def read_report(report: Path) -> dict[str, Any]:
-    """Return the counts of a JUnit report, and the names of tests that failed."""
+    """Return the counts of a JUnit report, and the names of failed tests."""
     found: dict[str, Any] = {"passed": 0, "skipped": 0, "failed": []}
     for case in ElementTree.parse(report).iter("testcase"):
         if case.find("failure") is not None or case.find("error") is not None:
@@ -115,7 +117,6 @@ def read_report(report: Path) -> dict[str, Any]:
 
 
 def render_page(record: dict[str, Any]) -> str:
-    """Return the record as a page."""
     from tools.records import format_provenance
 
     lines = []
@@ -126,10 +127,10 @@ def render_page(record: dict[str, Any]) -> str:
         )
         lines.append(f"| {row['transformers']} | {packages} | {row['exports']} | {row['largest']:.1e} | {tests} |")
     failures = [f"- {row['transformers']}: {name}" for row in record["rows"] for name in list_failures(row)]
-    return f"""# Exports under each version of transformers
+    return f"""# Exports with each version of transformers
 
-Every export of the [matrix](export.md) is read by each version, and the tests of caches, decoding modes, packed
-documents, training and renewed code are run with it.
+Each version reads every export of the [matrix](export.md) and runs the tests of caches, decoding modes, packed
+documents, training and refreshed code.
 The difference is the largest of any logit from this project's, relative to the largest logit; rounding allows
 {record["allowed"]:.1e}.
 
@@ -144,16 +145,18 @@ The difference is the largest of any logit from this project's, relative to the 
 
 
 def list_failures(row: dict[str, Any]) -> list[str]:
-    """Return the names of exports and tests that are wrong under a version."""
+    """List the exports and tests that fail with a version."""
     return [*row["beyond_rounding"], *row["tests"]["failed"]]
 
 
 def main() -> None:
-    """Install, read, test, write."""
+    """Install the versions, read the exports, run the tests and write the record."""
     parser = ToolParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=parse_output_path, help="the record; its page goes beside it")
+    parser.add_argument(
+        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+    )
     parser.add_argument("--versions", nargs="+", default=VERSIONS, metavar="VERSION", help=f"{', '.join(VERSIONS)}")
-    parser.add_argument("--packages", type=Path, help="folder for the installed versions; a temporary one if absent")
+    parser.add_argument("--packages", type=Path, help="folder for the installed versions; by default temporary")
     arguments = parser.parse_args()
 
     from tools.export.cases import compute_export_tolerance

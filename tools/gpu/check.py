@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Everything that needs a GPU, in one command, one JSON file and one page, in under 8 minutes.
+"""Run every check that needs a GPU in one command under 8 minutes, and write one JSON file and one page.
 
     make gpu-check            or    python tools/gpu/check.py --json docs/results/gpu_check.json
 
-Every part (tools/gpu/parts.py) is a process of its own with a share of the time, so one that hangs or fails leaves the
-others their turn, and one that would outrun its share is cut with what it has. The file, and beside it the page of
-goals (tools/gpu/goals.py; .md for .json), are written after each. `--rehearse` runs the same parts on a CPU, tiny, with
-Triton's interpreter.
+Every part (tools/gpu/parts.py) is a separate process with a time limit. If one hangs or fails, the others still run; a
+part that exceeds its limit is interrupted and keeps its results so far. The JSON file and the page of goals beside it
+(tools/gpu/goals.py; .md instead of .json) are written after each part. `--rehearse` runs the same parts at small sizes
+on a CPU, with Triton's interpreter.
 
-Needs, beside Python 3.11 or later, torch with CUDA and triton. A part that needs more says so where it is missing and
-does not run; docs/gpu.md says how to carry it there. The exit code is 1 unless all parts ran whole, without failures.
+Requires Python 3.11 or later, torch with CUDA, and triton. A part with further requirements is skipped with a message
+if they are missing; docs/gpu.md explains how to copy them to the machine. The exit code is 0 if all parts finish
+without failures, else 1.
 """
 
 import json
@@ -35,20 +36,21 @@ from tools.records import collect_provenance, write_record  # noqa: E402
 
 RECORD = ROOT / "docs/results/gpu_check.json"
 REHEARSAL_RECORD = Path(tempfile.gettempdir()) / "farfield_gpu_rehearsal.json"
-"""Where a rehearsal goes unless it is told: never over a record."""
+"""Default record of a rehearsal, which never overwrites a real record."""
 MAX_TOTAL_SECONDS = 470
-"""Seconds that all parts together may take on a GPU; a part gets its own share or what is left."""
+"""Time limit of all parts together on a GPU, in seconds. Each part gets its own limit or the remaining time."""
 GRACE_SECONDS = 20
-"""Seconds of these that a part has to write what it has, once it is told to end: pytest-xdist gives its workers ten."""
+"""Time within the limit reserved for writing results after the interrupt; pytest-xdist gives its workers ten
+seconds."""
 
 
 def run_part(part: CheckPart, folder: Path, environment: dict[str, str], left: float = float("inf")) -> dict[str, Any]:
-    """Run one part for at most `left` seconds; its records or counts, or why it failed."""
+    """Run one part for at most `left` seconds; return its records or counts, or the reason for its failure."""
     if lacking := list_missing(part.needs):
         return {"exit": f"not run: needs {', '.join(lacking)}", "seconds": 0.0}
     seconds = min(part.seconds, left - GRACE_SECONDS)
     if seconds <= 0:
-        return {"exit": "not run: no time was left", "seconds": 0.0}
+        return {"exit": "not run: no time left", "seconds": 0.0}
     output = folder / f"{part.name}.{'xml' if 'pytest' in part.command else 'json'}"
     command = [word.replace("{output}", str(output)) for word in part.command]
     result: dict[str, Any] = {"command": " ".join(["python", *part.command]).replace("{output}", output.name)}
@@ -63,11 +65,9 @@ def run_part(part: CheckPart, folder: Path, environment: dict[str, str], left: f
 
 
 def _run_command(command: list[str], environment: dict[str, str], seconds: float) -> tuple[int | str, str]:
-    """Exit code (or that it was cut) and output. A part's own processes end with it."""
+    """Return the exit code (or a note on the interruption) and the output. The part's child processes end with it."""
     with tempfile.TemporaryFile("w+", errors="replace") as written:
-        with (
-            _defer_interrupts() as came
-        ):  # an interrupt while the process is made would leave it running, unknown to us
+        with _defer_interrupts() as came:  # an interrupt would leave the new process running
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
             )
@@ -77,13 +77,13 @@ def _run_command(command: list[str], environment: dict[str, str], seconds: float
             code: int | str = process.wait(seconds)
         except subprocess.TimeoutExpired:
             code = f"cut after {seconds:.0f} s"
-            process.send_signal(signal.SIGINT)  # benchmarks and pytest write what they have
+            process.send_signal(signal.SIGINT)  # benchmarks and pytest write their results so far
             try:
                 process.wait(GRACE_SECONDS)
             except subprocess.TimeoutExpired:
                 code += ", killed"
         finally:
-            with suppress(ProcessLookupError):  # nothing of it is left
+            with suppress(ProcessLookupError):  # the processes have all ended
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         written.seek(0)
@@ -92,7 +92,7 @@ def _run_command(command: list[str], environment: dict[str, str], seconds: float
 
 @contextmanager
 def _defer_interrupts() -> Iterator[list[int]]:
-    """Ctrl-C is noted in the list instead of raised."""
+    """Append Ctrl-C to the list instead of raising it."""
     came: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     try:
@@ -102,18 +102,18 @@ def _defer_interrupts() -> Iterator[list[int]]:
 
 
 def _read_records(path: Path) -> dict[str, Any]:
-    """The records of a benchmark, without its stamp: it is this one's, and its command names a file that is gone."""
+    """Read a benchmark's records without their provenance, whose command names a temporary file."""
     try:
         return {"records": json.loads(path.read_text(encoding="utf-8"))["records"]}
-    except json.JSONDecodeError:  # killed while it wrote
+    except json.JSONDecodeError:  # killed while writing
         return {"records": []}
 
 
 def _read_junit(path: Path) -> dict[str, Any]:
-    """Counts and failures of a JUnit file."""
+    """Read the counts and failures of a JUnit file."""
     try:
         suite = next(ElementTree.parse(path).getroot().iter("testsuite"))
-    except ElementTree.ParseError:  # killed while it wrote
+    except ElementTree.ParseError:  # killed while writing
         return {}
     failed = [
         f"{case.get('classname')}::{case.get('name')}"
@@ -130,18 +130,20 @@ def main() -> None:
     names = [part.name for part in list_parts()]
     parser = ToolParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--json", type=parse_record_path, help="the page goes beside it; docs/results/gpu_check.json if absent"
+        "--json",
+        type=parse_record_path,
+        help="output file, with the page beside it; by default docs/results/gpu_check.json",
     )
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU, tiny, in Triton's interpreter")
-    parser.add_argument("--parts", nargs="+", choices=names, help="only these")
+    parser.add_argument("--rehearse", action="store_true", help="run small versions on a CPU with Triton's interpreter")
+    parser.add_argument("--parts", nargs="+", choices=names, help="run only these parts")
     arguments = parser.parse_args()
     if lacking := list_missing(("torch", "triton")):
-        parser.error(f"this needs {', '.join(lacking)}: pip install {' '.join(lacking)}")
+        parser.error(f"missing packages: {', '.join(lacking)}; pip install {' '.join(lacking)}")
     path = arguments.json or (REHEARSAL_RECORD if arguments.rehearse else RECORD)
     import torch
 
     if not torch.cuda.is_available() and not arguments.rehearse:
-        parser.error("no CUDA device is here; --rehearse runs the same parts on a CPU")
+        parser.error("no CUDA device found; --rehearse runs the same parts on a CPU")
     chosen = list_rehearsal_parts() if arguments.rehearse else list_parts()
     chosen = [part for part in chosen if not arguments.parts or part.name in arguments.parts]
     sys.exit(report_check(run_parts(chosen, path, rehearsal=arguments.rehearse), path))
@@ -156,12 +158,12 @@ def run_parts(
     max_seconds: float = MAX_TOTAL_SECONDS,
     render: Callable[[dict[str, Any]], str] = render_page,
 ) -> dict[str, Any]:
-    """Run parts one after the other, and write file and page after each; return what was written.
+    """Run parts in order, write the file and the page after each, and return the result.
 
     Args:
-        script: the tool that was started.
-        max_seconds: that all parts together may take on a GPU.
-        render: makes the page.
+        script: path of the tool.
+        max_seconds: time limit of all parts together on a GPU.
+        render: function that renders the page.
     """
     result: dict[str, Any] = {
         **collect_provenance(script, "cpu" if rehearsal else "cuda"),
@@ -182,7 +184,7 @@ def run_parts(
 
 
 def report_check(result: dict[str, Any], path: Path) -> int:
-    """Print which goals were met; return 0 if every part exited with 0, else 1."""
+    """Print the goals that were met; return 0 if every part exited with 0, else 1."""
     for goal, measured, wanted, met in judge_goals(result):
         print(f"{goal}: {measured}; wanted {wanted}: {met or 'for information'}")
     print(f"written: {path} and {path.with_suffix('.md')}")
@@ -199,7 +201,7 @@ def _format_exit(code: int | str) -> str:
 
 
 def build_environment(*, rehearsal: bool) -> dict[str, str]:
-    """A part's environment. What PYTHONPATH names stays: packages may have been carried beside the project."""
+    """Build a part's environment. It keeps PYTHONPATH, because packages may have been copied beside the project."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, **({"TRITON_INTERPRET": "1"} if rehearsal else {})}
 

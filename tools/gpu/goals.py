@@ -1,7 +1,7 @@
-"""The goals that a GPU has to show, and the page that says which of them are met.
+"""Goals that must be shown on a GPU, and the page that reports which of them are met.
 
-A goal reads the records of one part of `make gpu-check` (tools/gpu/parts.py). What a part could not measure is said
-with the reason, never left out.
+Each goal reads the records of one part of `make gpu-check` (tools/gpu/parts.py). The page gives a reason for every
+missing measurement.
 """
 
 from collections.abc import Callable
@@ -12,46 +12,46 @@ from tools.bench.attention_tables import COLUMN_HEADERS, format_cells, format_me
 
 Records = list[dict[str, Any]]
 MAX_MEMORY_RATIO = 2.2
-"""At most so many times the memory at twice the length: 2, and a tenth for what does not grow evenly."""
+"""Largest allowed memory ratio when the length doubles: 2, plus a tenth for uneven growth."""
 
 
 class NotMeasured(Exception):
-    """Why a goal has no number."""
+    """Raised with the reason why a goal has no measurement."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """One thing to reach, in one or more levels."""
+    """Goal with one or more levels."""
 
     name: str
     part: str
     read: Callable[[dict[str, Any]], tuple[float, str]]
-    """The part's result to the number that is compared, and what is shown; raises Unmeasured."""
+    """Function from the part's result to the compared number and its displayed text; raises NotMeasured."""
     levels: tuple[tuple[str, float], ...]
-    """What is wanted, in words, and its limit."""
+    """Levels: description and limit."""
     at_least: bool = False
-    """Larger is better."""
+    """True if larger is better."""
 
 
 def _select_timed(part: dict[str, Any], **wanted: Any) -> Records:
-    """The part's records of those fields that have times.
+    """Select the part's records with these field values that have times.
 
     Raises:
-        Unmeasured: there is none.
+        NotMeasured: if there are none.
     """
     fitting = [r for r in part.get("records", ()) if all(r.get(key) == value for key, value in wanted.items())]
     found = [record for record in fitting if record.get("ms")]
     if not found:
         refused = next((record["refusal"] for record in fitting if "refusal" in record), None)
-        raise NotMeasured(refused or (_format_end(part) if part["exit"] != 0 else "it has no such record"))
+        raise NotMeasured(refused or (_format_end(part) if part["exit"] != 0 else "no such record"))
     return found
 
 
 def _format_end(part: dict[str, Any]) -> str:
-    """How a part ended, which is why it has not measured something."""
+    """Describe the end of a part, as the reason for a missing measurement."""
     if isinstance(part["exit"], str):
         return part["exit"]
-    return f"exit code {part['exit']}" if part["exit"] else "ran whole"
+    return f"exit code {part['exit']}" if part["exit"] else "finished"
 
 
 def _format_cut(record: dict[str, Any]) -> str:
@@ -59,7 +59,7 @@ def _format_cut(record: dict[str, Any]) -> str:
 
 
 def _read_gate_share(part: dict[str, Any]) -> tuple[float, str]:
-    """Share of the kernels' problems that pass the gate."""
+    """Return the fraction of the kernels' problems that pass the gate."""
     ours = [record for record in part.get("records", ()) if record["peer"] == "triton"]
     if not ours:
         raise NotMeasured(_format_end(part))
@@ -73,7 +73,7 @@ def _read_gate_share(part: dict[str, Any]) -> tuple[float, str]:
 
 
 def _read_self_check_share(part: dict[str, Any]) -> tuple[float, str]:
-    """Share of the methods for which the self-check finds our kernels right."""
+    """Return the fraction of methods whose kernels pass the self-check."""
     records = part.get("records", ())
     if not records:
         raise NotMeasured(_format_end(part))
@@ -86,7 +86,7 @@ def _read_self_check_share(part: dict[str, Any]) -> tuple[float, str]:
 
 
 def _read_test_share(part: dict[str, Any]) -> tuple[float, str]:
-    """Share of the tests that pass."""
+    """Return the fraction of tests that pass."""
     counts = part.get("counts")
     if not counts or not counts["tests"]:
         raise NotMeasured(_format_end(part))
@@ -99,10 +99,10 @@ def _read_test_share(part: dict[str, Any]) -> tuple[float, str]:
 
 
 def _select_size(part: dict[str, Any], field: str, largest: bool) -> int:
-    """The smallest or the largest value of a field; a part that was cut at the smallest has no largest.
+    """Return the smallest or largest value of a field. A part interrupted at the smallest has no largest.
 
     Raises:
-        Unmeasured: it is not there.
+        NotMeasured: if the value is missing.
     """
     sizes = sorted({record[field] for record in part.get("records", ())})
     if len(sizes) < 1 + largest:
@@ -111,7 +111,7 @@ def _select_size(part: dict[str, Any], field: str, largest: bool) -> int:
 
 
 def _build_step_reader(*, largest: bool) -> Callable[[dict[str, Any]], tuple[float, str]]:
-    """CDAPE's step over KERPLE-log's, at the smallest or the largest batch."""
+    """Build a reader of the ratio of CDAPE's step time to KERPLE-log's, at the smallest or largest batch."""
 
     def read(part: dict[str, Any]) -> tuple[float, str]:
         batch = _select_size(part, "B", largest)
@@ -125,7 +125,7 @@ def _build_step_reader(*, largest: bool) -> Callable[[dict[str, Any]], tuple[flo
 
 
 def _build_peer_reader(peer: str, *, largest: bool = False) -> Callable[[dict[str, Any]], tuple[float, str]]:
-    """A peer's time over ours, at the smallest or the largest length."""
+    """Build a reader of the ratio of a peer's time to ours, at the smallest or largest length."""
 
     def read(part: dict[str, Any]) -> tuple[float, str]:
         length = _select_size(part, "T", largest)
@@ -138,26 +138,26 @@ def _build_peer_reader(peer: str, *, largest: bool = False) -> Callable[[dict[st
 
 
 def _build_inverse_reader(peer: str, *, largest: bool) -> Callable[[dict[str, Any]], tuple[float, str]]:
-    """Our time over a peer's."""
+    """Build a reader of the ratio of our time to a peer's."""
 
     def read(part: dict[str, Any]) -> tuple[float, str]:
         ratio, told = _build_peer_reader(peer, largest=largest)(part)
         if not ratio:
-            raise NotMeasured("the peer's time is too short to compare")
+            raise NotMeasured("the peer's time is too short for a comparison")
         return 1 / ratio, f"{1 / ratio:.2f} {told[told.index('(') :]}"
 
     return read
 
 
 def _build_memory_reader(op: str) -> Callable[[dict[str, Any]], tuple[float, str]]:
-    """Memory at the largest length over that at half of it."""
+    """Build a reader of the ratio of memory at the largest length to memory at half of it."""
 
     def read(part: dict[str, Any]) -> tuple[float, str]:
         used = {r["T"]: r["peak_memory_mb"] for r in _select_timed(part, op=op, peer="triton")}
         longest = max(used)
         half = longest // 2
         if not used[longest] or not used.get(half):
-            raise NotMeasured(f"no memory was seen at T = {half} or {longest}")
+            raise NotMeasured(f"no memory was measured at T = {half} or {longest}")
         ratio = used[longest] / used[half]
         return ratio, f"{ratio:.2f} ({used[half]:,.0f} → {used[longest]:,.0f} MB; T = {half:,} → {longest:,})"
 
@@ -165,7 +165,7 @@ def _build_memory_reader(op: str) -> Callable[[dict[str, Any]], tuple[float, str
 
 
 def _read_longest(part: dict[str, Any]) -> tuple[float, str]:
-    """The longest length that ran."""
+    """Return the longest length that ran."""
     record = max(_select_timed(part), key=lambda r: r["T"])
     memory = record["peak_memory_mb"]
     told = "" if memory is None else f", {memory / 1e3:,.1f} GB"
@@ -210,7 +210,8 @@ GOALS = (
 
 
 def judge_goals(result: dict[str, Any]) -> list[list[str]]:
-    """A row for each goal and level: goal, measured, wanted, met or not or why not measured."""
+    """Return a row for each goal and level: goal, measurement, limit, and met, not met or the reason for no
+    measurement."""
     rows = []
     for goal in GOALS:
         try:
@@ -227,12 +228,12 @@ def judge_goals(result: dict[str, Any]) -> list[list[str]]:
 
 
 def _escape_cell(text: str) -> str:
-    """Text that a table's cell can hold."""
+    """Escape text for a table cell."""
     return " ".join(text.replace("|", "\\|").split())[:200]
 
 
 def render_page(result: dict[str, Any]) -> str:
-    """The whole check, readable: goals first, then what ran, what failed and all records."""
+    """Render the whole check: goals first, then the parts, failures and all records."""
     parts = result["parts"]
     kernels = [record for part in parts.values() for record in part.get("records", ()) if "H" in record]
     steps = [record for part in parts.values() for record in part.get("records", ()) if "model" in record]
@@ -240,15 +241,15 @@ def render_page(result: dict[str, Any]) -> str:
         "# GPU check",
         format_measured_line(result)
         + f" Commit {result['commit'] or 'unknown'}; {result['seconds']:.0f} s in all."
-        + "\nMade by `make gpu-check`; [gpu.md](../gpu.md) says what it needs and how to read it.",
+        + "\nMade by `make gpu-check`; see [gpu.md](../gpu.md) for its requirements and meaning.",
     ]
     if result["rehearsal"]:
-        told.append("**A rehearsal on a CPU with tiny shapes: no number here says anything about a GPU.**")
+        told.append("**A rehearsal on a CPU with tiny shapes: these numbers do not apply to a GPU.**")
     told += ["## Goals", render_markdown_table(["goal", "measured", "wanted", "met?"], judge_goals(result))]
     ran = [[name, _escape_cell(_format_end(part)), f"{part['seconds']:.0f}"] for name, part in parts.items()]
     told += ["## Parts", render_markdown_table(["part", "end", "seconds"], ran)]
     if failures := [line for name, part in parts.items() for line in _list_failures(name, part)]:
-        told += ["## What failed", "\n".join(failures)]
+        told += ["## Failures", "\n".join(failures)]
     if checked := parts.get("self_check", {}).get("records"):
         cells = [row for record in checked for row in format_self_check_rows(record)]
         told += ["## Self-check", render_markdown_table(SELF_CHECK_HEADERS, cells)]
@@ -270,7 +271,7 @@ SELF_CHECK_HEADERS = ["method", "dtype", "T", "B", "backend", "ms", "error / rou
 
 
 def format_self_check_rows(record: dict[str, Any]) -> list[list[str]]:
-    """A row for each backend."""
+    """Return a row for each backend."""
     rows = []
     for trial in record["trials"]:
         numbers = [trial[key] for key in ("ms", "excess", "memory_mb", "first_seconds")]
@@ -295,7 +296,7 @@ def _format_step_cells(record: dict[str, Any]) -> list[str]:
 
 
 def _list_failures(name: str, part: dict[str, Any]) -> list[str]:
-    """A line for each peer that was refused and each test that failed, and the end of what a broken part said."""
+    """List rejected peers and failed tests, one line each, and the end of a failed part's output."""
     lines = [
         f"* {name}: {record['peer']} at T = {record['T']} in {record['dtype']}: {_escape_cell(record['refusal'])}"
         for record in part.get("records", ())

@@ -1,9 +1,9 @@
-"""Trainings that are run on the null CUDA device, and what each of them must do: tests/cuda runs a sample, and
-`null_device_matrix.py` all.
+"""Training cases for the null CUDA device, and their expected results.
 
-A case is a training of two steps with one layer or few, in the shapes that decide which kernels run: what differs
-between cases are methods, backends, types, ZeRO's stages, head dimensions, lengths and layouts. `run_case` runs one in
-this process, which is on the null device, and `find_faults` says what is wrong with it.
+tests/cuda runs a sample of the cases, and `null_device_matrix.py` runs all. Each case trains two steps with one or few
+layers, in shapes that exercise all kernels. Cases differ in methods, backends, data types, ZeRO stages, head
+dimensions, lengths and layouts. `run_case` runs one in this process, which must be on the null device, and
+`find_faults` lists its faults.
 """
 
 import gc
@@ -27,16 +27,16 @@ from megatron.config.load import SHIPPED_CONFIGS
 OVERLAYS = sorted(path.stem for path in (SHIPPED_CONFIGS / "position").glob("*.yml"))
 BACKENDS = ("auto", "triton")
 REPRESENTATIVES = ("none", "rotary", "kerple_log", "gaussian_weight2", "fire", "dape", "cdape_kerple_log", "window")
-"""Methods that every kernel and every route of the backends is needed for."""
+"""Methods that together use every kernel and every code path of the backends."""
 REFUSED_BY_TRITON = {
     **dict.fromkeys(("cope", "transformer_xl", "grape_a"), "contextual terms"),
     **dict.fromkeys(("talking_heads", "mta", "selective", "ssmax_prior"), "this processor"),
 }
-"""Methods that the kernels say they cannot compute, when the model is built."""
+"""Methods that the kernels reject when the model is built, with part of the message."""
 LONGEST_XPOS = 67_000
-"""Tokens whose factors bfloat16 and float32 hold."""
+"""Length in tokens whose factors fit in bfloat16 and float32."""
 MAX_HEAD_DIM = 128
-"""Of the kernels (`kernels/head_dim.py`)."""
+"""Largest head dimension of the kernels (`kernels/head_dim.py`)."""
 HEADS = 2
 BASE: dict[str, Any] = {
     "num_layers": 1,
@@ -52,6 +52,7 @@ BASE: dict[str, Any] = {
     "log_interval": 1,
     "eval_interval": 0,
     "eval_iters": 1,
+    "compile_regions": False,  # where kernels of Triton are counted, they are attention's alone
     "device": "cuda",
     "distributed_backend": "nccl",
     "num_gpus": 1,
@@ -60,11 +61,11 @@ BASE: dict[str, Any] = {
 }
 VOCABULARY = 320
 MAX_LEFT = 2**30
-"""Bytes of the device that cases may leave behind for the next one."""
+"""Maximum device memory, in bytes, that a case may leave allocated for the next one."""
 
 LONGEST = 131072
 TWO_LENGTHS: dict[str, Any] = {"stages": [{"until": 1, "seq_length": 64}, {}], "checkpoint_factor": 1}
-"""The first step at half the length. The second begins from its checkpoint."""
+"""Two stages: the first step uses half the length, and the second resumes from its checkpoint."""
 FEATURES: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp16": {"precision": "fp16"},
@@ -96,7 +97,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         for length in (512, 2048, 8192, 32768, LONGEST)
     },
 }
-"""What a single device does besides: keys by name."""
+"""Features of a single device: configuration keys by name."""
 OFFLOADS: dict[str, dict[str, Any]] = {
     "": {},
     "offload": {"offload_optimizer": {"device": "cpu"}},
@@ -125,18 +126,18 @@ STAGED_LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline_2_two_lengths": {"pipe_parallel_size": 2, "gradient_accumulation_steps": 2, **TWO_LENGTHS},
     "zero_3_two_lengths": {"zero_optimization": {"stage": 3}, **TWO_LENGTHS},
 }
-"""Of jobs all of whose ranks run, since they make checkpoints."""
+"""Layouts of jobs that write checkpoints, so all ranks must run."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training."""
+    """One training run."""
 
     name: str
     overlay: str
-    """Of configs/position."""
+    """Name of an overlay in configs/position."""
     keys: dict[str, Any] = field(default_factory=dict)
-    """Of the configuration, flat; over those of `BASE` and of the overlay."""
+    """Flat configuration keys, which override `BASE` and the overlay."""
 
     @property
     def backend(self) -> str:
@@ -145,28 +146,28 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case did."""
+    """Outcome of a case."""
 
     name: str
     seconds: float
     error: str = ""
-    """Its kind and message; empty if the training came to its end."""
+    """Type and message of the error; empty if training finished."""
     trace: str = ""
-    """Of an error that is no refusal."""
+    """Traceback of an unexpected error."""
     warnings: tuple[str, ...] = ()
-    """Of Python's warnings, those of PyTorch, Triton and this project, and what PyTorch's C++ wrote."""
+    """Python warnings from PyTorch, Triton and this project, and messages of PyTorch's C++ code."""
     fallbacks: tuple[str, ...] = ()
-    """What the backends said they leave to PyTorch."""
+    """Fallbacks to PyTorch reported by the backends."""
     peak: int = 0
-    """Bytes allocated at once, by PyTorch's allocator."""
+    """Peak memory of PyTorch's allocator, in bytes."""
     launches: int = 0
-    """Of PyTorch's kernels."""
+    """Number of launches of PyTorch's kernels."""
     triton: int = 0
-    """Of Triton's."""
+    """Number of launches of Triton's kernels."""
 
 
 def list_feature_cases(overlays: Sequence[str] = OVERLAYS, features: Sequence[str] = tuple(FEATURES)) -> list[Case]:
-    """Every overlay × backend × feature."""
+    """List the cases for every overlay × backend × feature."""
     return [
         Case(
             f"{overlay}-{backend}-{feature}", overlay, {"attention_backend": backend, **_feature_keys(overlay, feature)}
@@ -178,7 +179,7 @@ def list_feature_cases(overlays: Sequence[str] = OVERLAYS, features: Sequence[st
 
 
 def _feature_keys(overlay: str, feature: str) -> dict[str, Any]:
-    """Positions are drawn from at least as many as a sequence has."""
+    """Return a feature's keys. The range of randomized positions must cover the sequence length."""
     keys = FEATURES[feature]
     return (
         {**keys, "randomized_positions": 4 * LONGEST}
@@ -188,8 +189,10 @@ def _feature_keys(overlay: str, feature: str) -> dict[str, Any]:
 
 
 def list_zero_cases(overlays: Sequence[str] = ("kerple_log", "cdape_kerple_log")) -> list[Case]:
-    """Every stage of ZeRO × offload × precision, with a checkpoint after each step; what a stage cannot offload is
-    left out."""
+    """List the cases for every ZeRO stage × offload × precision, with a checkpoint after each step.
+
+    Combinations that a stage does not support are omitted.
+    """
     cases = []
     for overlay in overlays:
         for stage in range(4):
@@ -199,13 +202,14 @@ def list_zero_cases(overlays: Sequence[str] = ("kerple_log", "cdape_kerple_log")
                 for precision in ("fp16", "bf16", "fp32"):
                     keys = {"zero_optimization": {"stage": stage, **options}, "precision": precision}
                     name = f"{overlay}-zero_{stage}-{precision}" + f"-{offload}" * bool(offload)
-                    cases.append(Case(name, overlay, {**keys, "attention_backend": "triton", "checkpoint_factor": 1}))
+                    keys |= {"attention_backend": "triton", "compile_regions": True, "checkpoint_factor": 1}
+                    cases.append(Case(name, overlay, keys))
     return cases
 
 
 def list_layout_cases(overlays: Sequence[str], layouts: Sequence[str] = tuple(LAYOUTS)) -> list[Case]:
-    """Every overlay × backend × layout, of eight heads and four layers."""
-    shape = {"num_layers": 4, "num_attention_heads": 8, "hidden_size": 512}
+    """List the cases for every overlay × backend × layout, with eight heads and four layers."""
+    shape = {"num_layers": 4, "num_attention_heads": 8, "hidden_size": 512, "compile_regions": True}
     all_layouts = LAYOUTS | STAGED_LAYOUTS
     return [
         Case(f"{overlay}-{backend}-{layout}", overlay, {"attention_backend": backend, **shape, **all_layouts[layout]})
@@ -216,17 +220,17 @@ def list_layout_cases(overlays: Sequence[str], layouts: Sequence[str] = tuple(LA
 
 
 def list_sharded_zero_cases() -> list[Case]:
-    """ZeRO's stages over the ranks of a job, without the checkpoint that one of many cannot make."""
+    """List ZeRO stages over the ranks of a job, without checkpoints, because a single rank cannot write one."""
     return [Case(case.name, case.overlay, {**case.keys, "checkpoint_factor": None}) for case in list_zero_cases()]
 
 
 def build_config(case: Case, corpus: Path, run: Path, world_size: int = 1) -> Any:
-    """The configuration of a case over a corpus, saved into `run` if it makes checkpoints."""
+    """Build the configuration of a case on a corpus. Checkpoints, if any, are saved into `run`."""
     from megatron.config.load import load_config
     from megatron.config.schema import Config
 
     position = load_config(["125M", case.overlay]).config.position.model_dump()
-    # A pattern of layers needs as many, or a multiple.
+    # A pattern of layers needs its own number of layers, or a multiple.
     layers = max((len(value) for value in position.values() if isinstance(value, list)), default=BASE["num_layers"])
     keys = {**BASE, "num_gpus": world_size, **position, "num_layers": layers}
     paths = {f"{split}_data_paths": [str(corpus / f"{split}_text_document")] for split in ("train", "valid", "test")}
@@ -236,12 +240,12 @@ def build_config(case: Case, corpus: Path, run: Path, world_size: int = 1) -> An
 
 
 def run_case(case: Case, corpus: Path, run: Path, world_size: int = 1) -> Outcome:
-    """Train a case in this process, on the null device; what it raises is part of the outcome.
+    """Train a case in this process on the null device; errors become part of the outcome.
 
     Args:
-        corpus: a corpus folder with a vocabulary of `VOCABULARY`.
-        run: folder of its checkpoints, which is not there.
-        world_size: ranks of the job; torchrun's variables say which of them this process is.
+        corpus: corpus folder with a vocabulary of `VOCABULARY`.
+        run: checkpoint folder, which must not exist.
+        world_size: number of ranks of the job; torchrun's variables select this process's rank.
     """
     import torch
     from rich.console import Console
@@ -251,9 +255,9 @@ def run_case(case: Case, corpus: Path, run: Path, world_size: int = 1) -> Outcom
     from megatron.training.trainer import train
     from megatron.utils.errors import FarfieldError
 
-    triton_backend._warn_fallback.cache_clear()  # what is said once for a run is wanted of each case
+    triton_backend._warn_fallback.cache_clear()  # each case must repeat messages that a run prints once
     if torch.cuda.memory_reserved() > MAX_LEFT:
-        gc.collect()  # engines are in cycles
+        gc.collect()  # engines contain reference cycles
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before, begun, error, trace = read_counters(), time.perf_counter(), "", ""
@@ -279,7 +283,7 @@ def run_case(case: Case, corpus: Path, run: Path, world_size: int = 1) -> Outcom
 
 
 class _Heard(logging.Handler):
-    """What was said while a case ran."""
+    """Messages recorded while a case ran."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -294,14 +298,14 @@ class _Heard(logging.Handler):
 
 
 CPLUSPLUS_LINE = re.compile(r"^(?:\[rank\d+\]:)?\[[WE]\d{4} .*")
-"""A warning or an error that PyTorch's C++ writes to standard error."""
+"""Warning or error that PyTorch's C++ code writes to stderr."""
 FOREIGN = re.compile(r"site-packages/(?!torch/|triton/)")
-"""Files of packages whose own deprecations are theirs: megatron-core's, DeepSpeed's."""
+"""Files of packages whose own deprecation warnings are ignored, such as megatron-core and DeepSpeed."""
 
 
 @contextmanager
 def _listen() -> Iterator[_Heard]:
-    """Collects Python's warnings, our loggers' and what C++ writes; nothing of it reaches the terminal."""
+    """Collect Python warnings, the project's log messages and C++ messages, and keep them off the terminal."""
     heard, logger = _Heard(), logging.getLogger("megatron")
     logger.addHandler(heard)
     sys.stderr.flush()
@@ -325,7 +329,7 @@ def _listen() -> Iterator[_Heard]:
 
 
 def expected_refusal(case: Case) -> str | None:
-    """A part of the message with which a case must be refused; None if it must train."""
+    """Return part of the error message expected from a case; None if it must train."""
     keys = {**BASE, **case.keys}
     if case.overlay == "xpos" and keys["seq_length"] > LONGEST_XPOS:
         return "option xpos_scale_base of rotary"
@@ -339,7 +343,7 @@ def expected_refusal(case: Case) -> str | None:
 
 
 def expected_fallback(case: Case) -> str | None:
-    """A part of what a case with the kernels must say that it leaves to PyTorch; None if it must say nothing."""
+    """Return part of the fallback message expected from a case with kernels; None if there must be none."""
     if case.backend != "triton":
         return None
     if case.overlay == "rotary_randomized":
@@ -355,16 +359,16 @@ _BIASED = frozenset({
     "alibi", "bam", "gaussian_bias2", "gaussian_bias3", "inverse", "inverse_nlogn", "kerple_log", "kerple_log3",
     "kerple_power", "sandwich", "t5", "type1", "type2",
 })  # fmt: skip
-"""Methods with a bias of the distance and no weight: under dropout a kernel still makes their bias."""
+"""Methods with a distance bias and no weight, whose bias a kernel computes even with dropout."""
 
 
 def find_faults(case: Case, outcome: Outcome) -> list[str]:
-    """What is wrong with the outcome of a case, in lines; empty if it is right."""
+    """List the faults in the outcome of a case, one line each; empty if correct."""
     refusal, fallback = expected_refusal(case), expected_fallback(case)
     faults = [f"warned: {line}" for line in outcome.warnings]
     if refusal is not None:
         if refusal not in outcome.error or not outcome.error.startswith("UserError"):
-            faults.append(f"was not refused with {refusal!r}: {outcome.error or 'it trained'}")
+            faults.append(f"was not rejected with {refusal!r}: {outcome.error or 'it trained'}")
         return faults
     if outcome.error:
         return [*faults, outcome.error]
@@ -373,7 +377,7 @@ def find_faults(case: Case, outcome: Outcome) -> list[str]:
     if fallback is None and outcome.fallbacks:
         faults.append(f"fell back: {outcome.fallbacks[0]}")
     if fallback is not None and not any(fallback in line for line in outcome.fallbacks):
-        faults.append(f"did not say that {fallback} is left to PyTorch")
+        faults.append(f"did not report that {fallback} is left to PyTorch")
     if case.backend == "triton" and (outcome.triton == 0) != (fallback is not None):
         faults.append(f"launched {outcome.triton} kernels of Triton, and said {fallback or 'nothing'}")
     return faults

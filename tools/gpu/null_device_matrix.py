@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Everything that Farfield does on a CUDA device, run on the null device, and a record of what went wrong.
+"""Run every CUDA feature of Farfield on the null device, and record the faults.
 
     python tools/gpu/null_device_matrix.py --page docs/results/cuda_matrix.md
 
-needs the CUDA build of torch and no GPU. tests/cuda runs a sample of the same cases (`make test-cuda`); this runs all:
-every overlay of configs/position × auto and triton × precision, recomputation, dropout, window, grouped queries, head
-dimension and length; ZeRO × offload × precision; layouts of eight ranks, as the first rank and the last. Each part is
-one process, which shares imports and compiled kernels. Beside the page a JSON file has every case.
+Requires the CUDA build of torch and no GPU. tests/cuda runs a sample of the cases (`make test-cuda`). This tool runs
+all: every overlay of configs/position × auto and triton × precision, recomputation, dropout, window, grouped queries,
+head dimension and length; ZeRO × offload × precision; and layouts of eight ranks, as the first and the last rank. Each
+part is one process, which shares imports and compiled kernels. A JSON file beside the page contains every case.
 """
 
 import argparse
@@ -55,7 +55,7 @@ RANKS = 8
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """Cases that one process runs, or each of the ranks that are run."""
+    """Cases that one process runs, or that each of several ranks runs."""
 
     name: str
     title: str
@@ -65,7 +65,7 @@ class MatrixPart:
 
 
 def list_parts(features: Sequence[str] = tuple(FEATURES)) -> list[MatrixPart]:
-    """All of the matrix, or of the methods some features."""
+    """List the parts of the whole matrix, or of some features of the methods."""
     ends = (0, RANKS - 1)
     layouts = list_layout_cases(REPRESENTATIVES)
     return [
@@ -79,7 +79,7 @@ def list_parts(features: Sequence[str] = tuple(FEATURES)) -> list[MatrixPart]:
 
 
 def run_part(part: MatrixPart, gpu: str, corpus: Path, folder: Path) -> dict[str, Any]:
-    """Run a part's processes, one after the other; a case whose process died has that as its fault."""
+    """Run a part's processes in order. If a process dies, its case gets a fault."""
     begun, results = time.perf_counter(), []
     for rank in part.ranks:
         job, output = folder / f"{part.name}.json", folder / f"{part.name}-{rank}.jsonl"
@@ -101,7 +101,7 @@ def run_part(part: MatrixPart, gpu: str, corpus: Path, folder: Path) -> dict[str
         outcomes = {outcome["name"]: Outcome(**outcome) for outcome in map(json.loads, lines)}
         for case in part.cases:
             outcome = outcomes.get(case.name)
-            died = f"its process ended with {done.returncode} before: {done.stderr.strip().splitlines()[-1:]}"
+            died = f"its process exited with {done.returncode} before: {done.stderr.strip().splitlines()[-1:]}"
             faults = [died] if outcome is None else find_faults(case, outcome)
             described = {} if outcome is None else asdict(outcome)
             results.append({**described, "name": case.name, "rank": rank, "faults": faults})
@@ -109,17 +109,16 @@ def run_part(part: MatrixPart, gpu: str, corpus: Path, folder: Path) -> dict[str
 
 
 def render_page(record: dict[str, Any]) -> str:
-    """The record as a page."""
     parts = {part.name: part for part in list_parts()}
     lines = [
-        "# What runs on CUDA",
+        "# CUDA features on the null device",
         "",
-        "Trainings of two steps with small models, each to its end or to the refusal that is documented, on the null",
-        "CUDA device (no GPU: PyTorch's, Triton's, DeepSpeed's and NCCL's code runs, kernels are compiled and compute",
-        "nothing). A case is right if it neither crashes nor warns, and says what it leaves to PyTorch.",
-        "Times are of a shared machine, and no case says anything about numbers.",
+        "Small models train for two steps on the null CUDA device, until they finish or raise the documented error.",
+        "There is no GPU: the code of PyTorch, Triton, DeepSpeed and NCCL runs, and kernels are compiled but compute",
+        "nothing. A case passes if it neither crashes nor warns, and reports its fallbacks to PyTorch.",
+        "Times are those of a shared machine, and no case tests numerical results.",
         "",
-        "| part | cases | right | refused as documented | fall back and say so | seconds |",
+        "| part | cases | passed | rejected as documented | reported fallbacks | seconds |",
         "|---|---|---|---|---|---|",
     ]
     for name, run in record["parts"].items():
@@ -129,7 +128,7 @@ def render_page(record: dict[str, Any]) -> str:
         fallen = sum(expected_fallback(cases[result["name"]]) is not None for result in results)
         counts = f"{len(results):,} | {right:,} | {refused} | {fallen} | {run['seconds']:,.0f}"
         lines.append(f"| {parts[name].title} | {counts} |")
-    lines += ["", "## What went wrong", ""]
+    lines += ["", "## Faults", ""]
     faults: Counter[str] = Counter()
     where: dict[str, list[str]] = {}
     for run in record["parts"].values():
@@ -140,14 +139,14 @@ def render_page(record: dict[str, Any]) -> str:
     lines += [
         f"* {count} cases ({', '.join(dict.fromkeys(where[fault][:4]))}{' …' * (count > 4)}): {fault}"
         for fault, count in faults.most_common()
-    ] or ["Nothing."]
+    ] or ["None."]
     lines += [
         "",
-        "## What was run",
+        "## Coverage",
         "",
         f"{len(OVERLAYS)} overlays: {', '.join(OVERLAYS)}.",
         "",
-        f"Of each, with auto and triton: {', '.join(record['features'])}.",
+        f"Each with auto and triton: {', '.join(record['features'])}.",
         "",
         *_list_left_out(record),
         format_provenance(record),
@@ -156,26 +155,33 @@ def render_page(record: dict[str, Any]) -> str:
 
 
 def _list_left_out(record: dict[str, Any]) -> list[str]:
-    """What the command of this record did not run."""
+    """List the parts that this record's command did not run."""
     features = [name for name in FEATURES if name not in record["features"]]
     parts = [part.title for part in list_parts() if part.name not in record["parts"]]
     left = [*features, *parts]
-    return [f"Not run for this record, but by the whole command: {'; '.join(left)}.", ""] if left else []
+    return [f"Not run for this record, but by the full command: {'; '.join(left)}.", ""] if left else []
 
 
 def _normalize(fault: str) -> str:
-    """A fault without what differs from case to case."""
+    """Remove the details that vary between cases from a fault."""
     return re.sub(r"\[W\d+ \S+ |\d{4,}", "…", fault.splitlines()[0])[:200]
 
 
 def main() -> None:
     names = [part.name for part in list_parts()]
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", choices=[card.name for card in CARDS], default="h100", help="the card (h100)")
-    parser.add_argument("--parts", type=comma_separated(names), default=names, help=f"some of {', '.join(names)}")
-    parser.add_argument("--features", type=comma_separated(FEATURES), default=list(FEATURES), help="of methods, some")
-    parser.add_argument("--overlays", type=comma_separated(OVERLAYS), help="of the methods, some; all if absent")
-    parser.add_argument("--page", type=parse_output_path, help="where the page goes, and the record beside it (.json)")
+    parser.add_argument("--gpu", choices=[card.name for card in CARDS], default="h100", help="emulated GPU (h100)")
+    parser.add_argument("--parts", type=comma_separated(names), default=names, help=f"parts to run: {', '.join(names)}")
+    parser.add_argument(
+        "--features",
+        type=comma_separated(FEATURES),
+        default=list(FEATURES),
+        help="features of methods to run; by default all",
+    )
+    parser.add_argument("--overlays", type=comma_separated(OVERLAYS), help="overlays to run; by default all")
+    parser.add_argument(
+        "--page", type=parse_output_path, help="output file of the page; the record is written beside it (.json)"
+    )
     arguments = parser.parse_args()
     record: dict[str, Any] = {**collect_provenance(__file__, "cpu"), "gpu": arguments.gpu}
     record |= {"features": arguments.features, "parts": {}}

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Trains cases on the null device, one after the other in this process: what `null_device_matrix.py` starts.
+"""Train cases on the null device, one after the other in this process: the worker of `null_device_matrix.py`.
 
     null_device_worker.py JOB RESULTS
 
-JOB is a JSON file {"corpus": …, "cases": [{"name": …, "overlay": …, "keys": {…}}, …], "after": …}; RESULTS gets a line
-of JSON for each case when it is done, so that of a process that dies the case is known. Where `after` names the results
-of another rank, each case waits for that rank's, which leaves the index of samples. `runs` is the folder of the cases'
-own folders, where several ranks make their checkpoints together. Over several ranks torchrun's variables say which
-rank this is, and process groups are taken down between cases, whose meshes differ.
+JOB is a JSON file {"corpus": …, "cases": [{"name": …, "overlay": …, "keys": {…}}, …], "after": …}. RESULTS gets a line
+of JSON for each finished case, so that the case of a dying process is known. If `after` names the results of another
+rank, each case waits for that rank's, which builds the sample index. `runs` is the parent of the cases' own folders if
+several ranks write checkpoints together. With several ranks, torchrun's variables select the rank. Process groups are
+destroyed between cases, because their meshes differ.
 """
 
 import json
@@ -39,14 +39,14 @@ def main() -> None:
 
 
 def wait_for_lines(path: Path, count: int) -> None:
-    """Until a file has so many lines, or five minutes have passed."""
+    """Wait until a file has `count` lines, for at most five minutes."""
     end = time.monotonic() + 300
     while time.monotonic() < end and not (path.is_file() and path.read_text(encoding="utf-8").count("\n") >= count):
         time.sleep(0.1)
 
 
 def leave_groups() -> None:
-    """The next case may be another mesh."""
+    """Destroy all process groups, because the next case may use another mesh."""
     import torch.distributed as dist
 
     from megatron.distributed.megatron_core import parallel_state

@@ -1,7 +1,7 @@
-"""What `make gpu-check` runs, in the order of what we most need to know, and the same parts tiny, for rehearsals.
+"""Parts of `make gpu-check`, the most important results first, and smaller versions of them for rehearsals.
 
-A part is a process of its own. Its seconds are its share: where it would outrun it, it is cut with what it has.
-Compilers cost tens of seconds, so what needs one stands in a part of its own, after the part that does without.
+Each part is a separate process with a time limit in seconds, after which it is interrupted and keeps its results.
+Compilation takes tens of seconds, so work that needs it has its own part after the part that does not.
 """
 
 import os
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 MODEL_MODULES = ("megatron.core", "pydantic")
-"""What building a model needs."""
+"""Modules required to build a model."""
 PIP_NAMES = {"megatron.core": "megatron-core"}
-"""What pip calls a module that has another name."""
+"""Names of modules on PyPI, if different."""
 HOST_TESTS = (
     *("test_annotations.py", "test_compile.py", "test_instructions.py", "test_interpreter.py", "test_jit_build.py"),
     *("test_head_dim.py", "test_rehearsal.py", "test_uniform_registers.py"),
@@ -19,30 +19,30 @@ HOST_TESTS = (
         f"cdape_attention/{name}"
         for name in (
             *("test_bias_term.py", "test_cpu.py", "test_driver.py"),
-            *("test_mixer.py", "test_mixer_forward.py", "test_reference.py"),
+            *("test_mixer.py", "test_mixer_forward.py", "test_logit_gradient.py", "test_reference.py"),
         )
     ),
 )
-"""Of `tests/kernels`, what computes nothing on a device and would take its time."""
+"""Tests of `tests/kernels` that compute nothing on a device and would use up its time."""
 REHEARSAL_SECONDS = 900
-"""Seconds for a part of a rehearsal: an interpreter on a busy CPU takes minutes for what a GPU does at once."""
+"""Time limit of a rehearsal's part in seconds. Triton's interpreter on a busy CPU is minutes slower than a GPU."""
 
 
 @dataclass(frozen=True)
 class CheckPart:
-    """A process of its own."""
+    """Part of a check: one process."""
 
     name: str
     seconds: int
-    """Its share."""
+    """Time limit in seconds."""
     command: tuple[str, ...]
-    """What Python gets; {output} is where its records (JSON) or its test results (JUnit) go."""
+    """Arguments of Python; {output} is replaced by the path of its records (JSON) or test results (JUnit)."""
     needs: tuple[str, ...] = ()
-    """Modules beside torch and triton."""
+    """Required modules besides torch and triton."""
 
 
 def list_missing(modules: tuple[str, ...]) -> list[str]:
-    """Names, for pip, of modules that are not here."""
+    """List the PyPI names of missing modules."""
     found = []
     for module in modules:
         try:
@@ -55,32 +55,32 @@ def list_missing(modules: tuple[str, ...]) -> list[str]:
 
 
 def build_attention_part(name: str, seconds: int, *options: str) -> CheckPart:
-    """A part of the kernels' benchmark."""
+    """Build a part of the kernel benchmark."""
     return CheckPart(name, seconds, ("tools/bench/attention.py", *options, "--json", "{output}"))
 
 
 def build_self_check_part(seconds: int, *options: str) -> CheckPart:
-    """The part that does what `auto` does in a run."""
+    """Build the part that runs the self-check of `auto`."""
     return CheckPart("self_check", seconds, ("tools/gpu/self_check.py", *options, "--json", "{output}"))
 
 
 def build_step_part(name: str, seconds: int, *options: str) -> CheckPart:
-    """A part of the benchmark of whole models."""
+    """Build a part of the benchmark of whole models."""
     return CheckPart(name, seconds, ("tools/bench/train_step.py", *options, "--json", "{output}"), MODEL_MODULES)
 
 
 def build_test_part(seconds: int, *options: str) -> CheckPart:
-    """The kernels' tests, those of the backend in whole models only where these can be built."""
+    """Build the part that runs the kernel tests, including tests of whole models if they can be built."""
     left = HOST_TESTS if not list_missing(MODEL_MODULES) else (*HOST_TESTS, "test_triton_backend.py")
     options = (*options, *(word for name in left for word in ("--ignore", f"tests/kernels/{name}")))
-    if not list_missing(("xdist",)):  # kernels are compiled by each test that is the first to need them
+    if not list_missing(("xdist",)):  # each worker compiles the kernels of its own tests
         options = (*options, "-n", str(min(12, os.cpu_count() or 1)))
     command = ("-m", "pytest", "tests/kernels", "-q", "-p", "no:cacheprovider", *options)
     return CheckPart("tests", seconds, (*command, "--junitxml", "{output}"), ("pytest", "hypothesis"))
 
 
 def list_parts() -> list[CheckPart]:
-    """On a GPU."""
+    """List the parts on a GPU."""
     bias, cdape = ("--op", "biased_attention"), ("--op", "cdape")
     gate = ("--gate-only", "--dtype", "bf16", "fp32", "--heads", "16", "--lengths", "512", "500", "--batch", "2")
     return [
@@ -117,13 +117,13 @@ def list_parts() -> list[CheckPart]:
 
 
 def build_profile_part(name: str, seconds: int, *options: str) -> CheckPart:
-    """A part of the profile of whole models."""
+    """Build a part of the profile of whole models."""
     command = ("tools/bench/profile_step.py", "--seconds", str(seconds - 30), *options, "--json", "{output}")
     return CheckPart(name, seconds, command, MODEL_MODULES)
 
 
 def list_visit_parts() -> list[CheckPart]:
-    """On a card that is there for a quarter of an hour: what most needs to be known, first."""
+    """List the parts for fifteen minutes on a GPU, most important first."""
     cdape, bias = ("--op", "cdape", "--heads", "16"), ("--op", "biased_attention", "--heads", "16")
     ours, half = ("--peers", "triton", "triton alone"), ("--dtype", "bf16")
     methods = ("--methods", "kerple_log", "cdape", "cdape_triton", "rotary", "plain", "--rounds", "8")
@@ -133,6 +133,8 @@ def list_visit_parts() -> list[CheckPart]:
             "2", *ours),
         build_attention_part("mixer", 45, *cdape, *half, "--lengths", "512", "2048", *ours, "flash"),
         build_step_part("step_512", 120, "--shapes", "350M:512:32", "350M:512:1", *methods),
+        build_step_part("graphs", 60, "--shapes", "350M:512:1", "350M:512:4", "--methods", "kerple_log",
+            "kerple_log_graph", "cdape", "cdape_graph", "cdape_triton", "cdape_triton_graph"),
         build_step_part("step_long", 120, "--shapes", "350M:2048:8", "125M:512:32", *methods),
         build_attention_part("paper", 60, *cdape, *half, "--lengths", "2048", "--peers", "triton", "triton alone",
             "appendix"),
@@ -148,7 +150,7 @@ def list_visit_parts() -> list[CheckPart]:
 
 
 def list_visit_rehearsal_parts() -> list[CheckPart]:
-    """The same on a CPU in Triton's interpreter, tiny."""
+    """List smaller versions of these parts for a CPU with Triton's interpreter."""
     cdape, bias = ("--op", "cdape", "--width", "4"), ("--op", "biased_attention")
     tiny = ("--device", "cpu", "--batch", "1", "--heads", "2", "--dim", "16", "--lengths", "8", "--rounds", "2")
     step = ("--device", "cpu", "--dtype", "fp32", "--rounds", "2", "--methods", "kerple_log", "cdape", "cdape_triton")
@@ -159,6 +161,7 @@ def list_visit_rehearsal_parts() -> list[CheckPart]:
         build_attention_part("correct_mixer", limit, *cdape, *tiny, "--dtype", "fp16", "--gate-only", *ours),
         build_attention_part("mixer", limit, *cdape, *tiny, *ours),
         build_step_part("step_512", limit, "--shapes", "tiny:8:1", *step),
+        build_step_part("graphs", limit, "--shapes", "tiny:8:1", *step),  # graphs need a GPU
         build_step_part("step_long", limit, "--shapes", "tiny:8:2", *step),
         build_attention_part("paper", limit, *cdape, *tiny, *ours, "appendix"),
         build_attention_part("bias", limit, *bias, *tiny, *ours, "flash"),
@@ -171,7 +174,7 @@ def list_visit_rehearsal_parts() -> list[CheckPart]:
 
 
 def list_rehearsal_parts() -> list[CheckPart]:
-    """On a CPU in Triton's interpreter: every part, small enough for that."""
+    """List smaller versions of every part for a CPU with Triton's interpreter."""
     bias, cdape = ("--op", "biased_attention"), ("--op", "cdape", "--width", "4")
     tiny = ("--device", "cpu", "--batch", "1", "--heads", "2", "--dim", "16")
     few = ("--rounds", "2")

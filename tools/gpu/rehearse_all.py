@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Rehearses every shipped cluster configuration with every model, and keeps the record.
+"""Rehearse every shipped cluster configuration with every model, and record the reports.
 
-    python tools/gpu/rehearse_all.py                                   # what the record lacks
+    python tools/gpu/rehearse_all.py                                   # rehearse missing combinations
     python tools/gpu/rehearse_all.py --overlays a100_8k --models 2-7B --gpus 64 --again
 
-It runs `./deepy.py rehearse` for each pair of configs/cluster and configs/model, on as many A100s of 80 GB as the
-planner finds necessary (parallel.md), and writes docs/results/rehearsals.json and .md after each. It needs the CUDA
-build of torch, as `rehearse` does. Large models at long lengths take minutes each.
+The tool runs `./deepy.py rehearse` for each pair of configs/cluster and configs/model. The number of 80 GB A100s is the
+minimum that the planner finds (parallel.md). docs/results/rehearsals.json and .md are written after each pair. Like
+`rehearse`, the tool needs the CUDA build of torch. Large models at long lengths take minutes each.
 """
 
 import argparse
@@ -33,12 +33,12 @@ GIB = 2**30
 
 
 def find_num_gpus(model: str, overlay: str) -> int:
-    """The fewest GPUs that the planner gives a model with an overlay."""
+    """Return the fewest GPUs that the planner finds for a model with an overlay."""
     return next(gpus for gpus, estimate in list_estimates(model, overlay) if estimate.fits(GPUS["80 GB"]))
 
 
 def rehearse_pair(model: str, overlay: str, method: str, gpus: int, ranks: str, extra: list[str]) -> dict[str, Any]:
-    """One rehearsal: its report, and the command; `error` instead if it did not come to one."""
+    """Run one rehearsal; return its report and command, or `error` if there is no report."""
     command = ["deepy.py", "rehearse", model, method, overlay, *extra, "--gpus", str(gpus), "--gpu", CARD]
     command += ["--ranks", ranks, "--json"]
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -49,23 +49,23 @@ def rehearse_pair(model: str, overlay: str, method: str, gpus: int, ranks: str, 
     except ValueError:
         lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         return entry | {"error": lines[-1].removeprefix("error: ") if lines else f"exit code {done.returncode}"}
-    for role in report["roles"]:  # what the page does not show and nobody reads
+    for role in report["roles"]:  # not shown on the page
         role.pop("stub_calls", None)
         role["collectives"] = role.get("collectives", [])[:4]
     return entry | {"report": report}
 
 
 def render_page(record: dict[str, Any]) -> str:
-    """A table with a line for each rehearsal, and the kernels."""
+    """Render a table with one row per rehearsal, and the kernels."""
     lines = [
         "# Rehearsals of the shipped configurations",
         "",
         f"`./deepy.py rehearse MODEL {record['method']} OVERLAY --gpu {CARD}` for every overlay of configs/cluster and "
         "every model,",
-        "on as many GPUs as the planner finds necessary, by `tools/gpu/rehearse_all.py`.",
-        "The peak is that of PyTorch's allocator over the ranks that ran (what tensors take, and what it reserves), "
-        "the plan that of the stage with the peak.",
-        'Without a resume are runs whose checkpoint this machine\'s memory could not hold ("What they found").',
+        "on the minimum number of GPUs found by the planner. Written by `tools/gpu/rehearse_all.py`.",
+        "The peak is that of PyTorch's allocator over the ranks that ran (allocated tensors, and reserved memory); "
+        "the plan is the estimate for the stage with the peak.",
+        "“No resume” means that the checkpoint did not fit in the memory of this machine (see “Findings”).",
         "CPU time is the sum over the processes, which compute nothing on the device; the machine did other work too.",
         "Nothing here was measured on a GPU.",
         "",
@@ -100,16 +100,16 @@ def render_page(record: dict[str, Any]) -> str:
         for text in _list_problems(entry["report"])
     ]
     if problems:
-        lines += ["", "## What they found", "", *problems]
+        lines += ["", "## Findings", "", *problems]
     fallbacks = sorted({line for e in record["rehearsals"] if "report" in e for line in e["report"]["fallbacks"]})
     if fallbacks:
-        lines += ["", "PyTorch instead of a kernel:", "", *(f"* {line}" for line in fallbacks)]
+        lines += ["", "Fallbacks to PyTorch:", "", *(f"* {line}" for line in fallbacks)]
     commits = ", ".join(sorted({str(entry["commit"]) for entry in record["rehearsals"]}))
     return "\n".join([*lines, "", format_provenance(record["provenance"]) + f" Rehearsed at {commits}.", ""])
 
 
 def _describe_verdict(report: dict[str, Any]) -> str:
-    """The verdict; of a training that fits, and whose resume this machine could not hold, that."""
+    """Describe the verdict, or that training fits but this machine lacked memory for the resume."""
     errors = [error for role in report["roles"] for error in role.get("errors", ())]
     lacks_memory = all(error["action"] == "resume" and error["kind"] == "host memory" for error in errors)
     return "fits; no resume" if errors and lacks_memory else str(report["verdict"])
@@ -129,12 +129,12 @@ def main() -> int:
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=comma_separated(MODELS), default=list(MODELS))
     parser.add_argument("--overlays", type=comma_separated(OVERLAYS), default=list(OVERLAYS))
-    parser.add_argument("--method", default=METHOD, help="an overlay of configs/position")
-    parser.add_argument("--gpus", type=int_at_least(1), help="instead of the planner's number")
-    parser.add_argument("--ranks", default="roles", help="as of ./deepy.py rehearse")
-    parser.add_argument("--again", action="store_true", help="also what the record has")
+    parser.add_argument("--method", default=METHOD, help="overlay of configs/position")
+    parser.add_argument("--gpus", type=int_at_least(1), help="number of GPUs; by default the planner's")
+    parser.add_argument("--ranks", default="roles", help="as for ./deepy.py rehearse")
+    parser.add_argument("--again", action="store_true", help="repeat rehearsals that the record contains")
     parser.add_argument("--json", type=parse_output_path, default=ROOT / "docs/results/rehearsals.json")
-    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="further keys of every run")
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="additional keys of every run")
     options = parser.parse_args()
     record: dict[str, Any] = {"provenance": collect_provenance(__file__, "cpu"), "method": options.method}
     record["rehearsals"] = []

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What `attention_backend: auto` would take on this device, and why: the check that a run makes when it is built, for
-some methods and shapes, always anew.
+"""Run the self-check of `attention_backend: auto` on this device, and report the choice of backend with its reasons.
 
     python tools/gpu/self_check.py --methods cdape kerple_log --lengths 512 --json self_check.json
     python tools/gpu/self_check.py --methods all --dtype bf16 fp32 --json docs/results/gpu_methods.json
 
-A method is one of METHODS, which need torch and triton alone, or a file of configs/position by its name, each kind of
-its layers by itself; `all` is every file, those of the same names included. A page goes beside the JSON. The exit code
-is 1 if our kernels are refused where they should serve.
+The check is the one that a run performs when it builds a model, repeated here without stored results. A method is an
+entry of METHODS, which need only torch and triton, or the name of a file in configs/position; each kind of its layers
+is checked separately. `all` checks every file, including those whose names are in METHODS. A page is written beside the
+JSON file. The exit code is 1 if a kernel is rejected where it should be used.
 """
 
 import argparse
@@ -50,13 +50,13 @@ METHODS: dict[str, tuple[str, str | None]] = {
     "fire": ("fire", None),
     "rotary": ("rotary", None),
 }
-"""Encoding and processor; one of each kind of kernel."""
+"""Encoding and processor, one pair for each kind of kernel."""
 OVERLAYS = sorted(path.stem for path in (ROOT / "configs/position").glob("*.yml"))
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODEL_LAYERS = 12
-"""Enough for every pattern of layers in configs/position."""
+"""Number of layers, enough for every layer pattern in configs/position."""
 CHUNK_ROWS = 128
-"""`attention_chunk_rows` as it is by default."""
+"""Default of `attention_chunk_rows`."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -66,15 +66,17 @@ def parse_arguments() -> argparse.Namespace:
     names = list(dict.fromkeys((*METHODS, *OVERLAYS, "all")))
     parser.add_argument(
         "--methods", nargs="+", choices=names, metavar="METHOD", default=list(METHODS),
-        help=f"{', '.join(METHODS)} if absent; files of configs/position; all",
+        help=f"by default {', '.join(METHODS)}; also files of configs/position; all",
     )  # fmt: skip
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16"], help="types of q, k, v")
-    parser.add_argument("--lengths", nargs="+", type=int_at_least(1), default=[512], help="T")
-    parser.add_argument("--batch", type=int_at_least(1), default=8, help="sequences")
-    parser.add_argument("--heads", type=int_at_least(1), default=16, help="heads")
-    parser.add_argument("--dim", type=int_at_least(2), default=64, help="of a head")
-    parser.add_argument("--width", type=int_at_least(1), help="of the processor of cdape; 32 if absent")
-    parser.add_argument("--json", type=parse_record_path, help="where records go; the page goes beside it")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16"], help="data types of q, k, v")
+    parser.add_argument("--lengths", nargs="+", type=int_at_least(1), default=[512], help="sequence lengths")
+    parser.add_argument("--batch", type=int_at_least(1), default=8, help="number of sequences")
+    parser.add_argument("--heads", type=int_at_least(1), default=16, help="number of heads")
+    parser.add_argument("--dim", type=int_at_least(2), default=64, help="head dimension")
+    parser.add_argument("--width", type=int_at_least(1), help="width of the cdape processor; by default 32")
+    parser.add_argument(
+        "--json", type=parse_record_path, help="output file of the records; the page is written beside it"
+    )
     arguments = parser.parse_args()
     if arguments.width is not None and not set(arguments.methods) <= set(METHODS):
         parser.error("argument --width: files of configs/position have their own")
@@ -89,22 +91,22 @@ def parse_arguments() -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class LayerMethod:
-    """What attention of a kind of layers is made of."""
+    """Components of the attention of one kind of layer."""
 
     name: str
-    """The method's, and the encoding's where its layers have several."""
+    """Name of the method, followed by the encoding if its layers have several."""
     encoding: Encoding
     processor: Processor | None
     window: int | None = None
     softmax: str = "vanilla"
     sampled: torch.Tensor | None = None
-    """The positions that were drawn, if any were."""
+    """Randomized positions, if any."""
     has_kernels: bool = True
-    """Does a Triton kernel compute it?"""
+    """True if a Triton kernel computes the method."""
 
 
 def build_layer_methods(name: str, arguments: argparse.Namespace, length: int) -> list[LayerMethod]:
-    """Each kind of layers of a method, with fresh parameters."""
+    """Build each kind of layer of a method, with new parameters."""
     size = arguments.heads * arguments.dim
     dims = AttentionDims(arguments.heads, arguments.dim, size, length, length)
     torch.manual_seed(0)
@@ -120,7 +122,7 @@ def build_layer_methods(name: str, arguments: argparse.Namespace, length: int) -
 
 
 def _build_overlay(name: str, dims: AttentionDims, length: int) -> list[LayerMethod]:
-    """Of a file of configs/position. What reads it is imported here, for METHODS need none of it."""
+    """Build the layers of a file in configs/position. Imports are local because METHODS do not need them."""
     from megatron.config.load import load_config
     from megatron.model.position_modules import (
         build_encoding_from_options,
@@ -145,7 +147,7 @@ def _build_overlay(name: str, dims: AttentionDims, length: int) -> list[LayerMet
 
 
 def check_method(name: str, dtype: str, length: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The records of one method at one length in one type, one for each kind of its layers."""
+    """Check one method at one length and data type; return one record for each kind of its layers."""
     return [_check_layer(layer, dtype, length, arguments) for layer in build_layer_methods(name, arguments, length)]
 
 
@@ -166,8 +168,8 @@ def _check_layer(layer: LayerMethod, dtype: str, length: int, arguments: argpars
     left = {backend: find_fallback_reason(candidates[backend], inputs) for backend in candidates}
     trials = [Trial(backend, f"leaves {why} to row blocks") for backend, why in left.items() if why is not None]
     tried = {backend: candidates[backend] for backend, why in left.items() if why is None}
-    if len(candidates) == 1:  # as in a run, which has no choice
-        trials = [Trial(backend, "is the only one that can do it, and not checked") for backend in candidates]
+    if len(candidates) == 1:  # as in a run with no alternatives
+        trials = [Trial(backend, "is the only supported backend, and not checked") for backend in candidates]
     else:
         trials += try_backends(problem, tried)
     right = sorted((t for t in trials if t.milliseconds is not None), key=lambda t: t.milliseconds or 0.0)
@@ -197,12 +199,11 @@ def _check_layer(layer: LayerMethod, dtype: str, length: int, arguments: argpars
     if not layer.has_kernels:
         return record
     if ours is None:
-        return record | {"peer": "triton", "refusal": "it is not here"}
+        return record | {"peer": "triton", "refusal": "it is not available"}
     return record if ours.refusal is None else record | {"peer": "triton", "refusal": ours.refusal}
 
 
 def format_record(record: dict[str, Any]) -> str:
-    """A line for the console."""
     told = [
         f"{trial['backend']} {trial['refusal']}"
         if trial["refusal"] is not None
@@ -211,19 +212,19 @@ def format_record(record: dict[str, Any]) -> str:
         for trial in record["trials"]
     ]
     shape = f"{record['method']} {record['dtype']} T = {record['T']} B = {record['B']}"
-    nothing = "nothing is right" if len(record["trials"]) > 1 else "nothing to choose from"
+    nothing = "no backend is correct" if len(record["trials"]) > 1 else "no choice"
     return f"{shape}: {record['taken'] or nothing}; {'; '.join(told)}"
 
 
 def render_page(result: dict[str, Any]) -> str:
-    """A table of all records, a row for each backend."""
+    """Render a table of all records, one row per backend."""
     cells = [row for record in result["records"] for row in format_self_check_rows(record)]
     return "\n\n".join([
         "# Backends on a GPU",
-        "Every backend that can compute a method, as `attention_backend: auto` checks it\n"
+        "Self-check of `attention_backend: auto` for every backend that supports a method\n"
         "([how](../gpu.md#the-self-check)).\n"
-        "Time is that of a layer, forward and backward.\n"
-        "The error is the largest of the output and all gradients, over what rounding gives; up to 4 is right.",
+        "Time is the forward and backward pass of one layer.\n"
+        "The error is the largest of the output and all gradients, relative to rounding errors; up to 4 is correct.",
         *result.get("notes", ()),
         render_markdown_table(SELF_CHECK_HEADERS, cells),
         format_provenance(result),
@@ -234,7 +235,7 @@ def main() -> None:
     arguments = parse_arguments()
     result: dict[str, Any] = {**collect_provenance(__file__, arguments.device), "records": []}
     disable_tf32()
-    gc.freeze()  # the check searches for garbage after each backend: not in what is imported
+    gc.freeze()  # the check runs the garbage collector after each backend; skip imported objects
     for name in arguments.methods:
         for dtype in arguments.dtype:
             for length in arguments.lengths:

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""A quarter of an hour on a card: what most needs to be known next, in order, with a record after each part.
+"""Run the most important measurements within fifteen minutes on a GPU, in order, with a record after each part.
 
     python tools/gpu/visit.py --json $OUT/gpu_visit.json            or, on a CPU,    --rehearse
 
-Parts are those of `parts.list_visit_parts`, each a process with a share of the time (`check.py` runs them). The page
-beside the JSON compares every time with the last record's, where both have the same measurement on the same card.
+The parts are those of `parts.list_visit_parts`, each a process with a time limit (`check.py` runs them). The page
+beside the JSON file compares every time with the last record's, if both contain the same measurement on the same GPU.
 """
 
 import json
@@ -25,7 +25,7 @@ from tools.records import format_provenance  # noqa: E402
 RECORD = ROOT / "docs/results/gpu_visit.json"
 REHEARSAL_RECORD = Path(tempfile.gettempdir()) / "farfield_gpu_visit_rehearsal.json"
 VISIT_SECONDS = 780
-"""Seconds for all parts: fifteen minutes without what starting a machine and copying files takes."""
+"""Time limit of all parts in seconds: fifteen minutes without starting a machine and copying files."""
 KEY = ("op", "peer", "model", "dtype", "B", "H", "T", "d", "width", "kernel_size")
 """Fields that identify a measurement within a part."""
 
@@ -45,7 +45,7 @@ def list_times(result: dict[str, Any]) -> dict[Measurement, float]:
 
 
 def render_visit(result: dict[str, Any], last: dict[str, Any] | None) -> str:
-    """Return the page of a visit: its parts, and its times beside those of the last record."""
+    """Render the page of a visit: its parts, and its times beside those of the last record."""
     lines = ["# A visit to a GPU", "", f"{format_provenance(result)}", ""]
     lines += ["| part | ended | seconds |", "|---|---|--:|"]
     for name, done in result["parts"].items():
@@ -70,20 +70,24 @@ def render_visit(result: dict[str, Any], last: dict[str, Any] | None) -> str:
 def main() -> None:
     parser = ToolParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--json", type=parse_record_path, help="the page goes beside it; docs/results/gpu_visit.json if absent"
+        "--json",
+        type=parse_record_path,
+        help="output file, with the page beside it; by default docs/results/gpu_visit.json",
     )
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU, tiny, in Triton's interpreter")
+    parser.add_argument("--rehearse", action="store_true", help="run small versions on a CPU with Triton's interpreter")
     parser.add_argument(
-        "--seconds", type=int_at_least(1), default=VISIT_SECONDS, help=f"for all parts ({VISIT_SECONDS})"
+        "--seconds", type=int_at_least(1), default=VISIT_SECONDS, help=f"time limit of all parts ({VISIT_SECONDS})"
     )
-    parser.add_argument("--parts", nargs="+", choices=[part.name for part in list_visit_parts()], help="only these")
+    parser.add_argument(
+        "--parts", nargs="+", choices=[part.name for part in list_visit_parts()], help="run only these parts"
+    )
     arguments = parser.parse_args()
     if lacking := list_missing(("torch", "triton")):
-        parser.error(f"this needs {', '.join(lacking)}: pip install {' '.join(lacking)}")
+        parser.error(f"missing packages: {', '.join(lacking)}; pip install {' '.join(lacking)}")
     import torch
 
     if not torch.cuda.is_available() and not arguments.rehearse:
-        parser.error("no CUDA device is here; --rehearse runs the same parts on a CPU")
+        parser.error("no CUDA device found; --rehearse runs the same parts on a CPU")
     path = arguments.json or (REHEARSAL_RECORD if arguments.rehearse else RECORD)
     last = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else None
     chosen = list_visit_rehearsal_parts() if arguments.rehearse else list_visit_parts()

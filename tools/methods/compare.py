@@ -1,16 +1,17 @@
-"""Methods against the code that others published, on random weights that both hold.
+"""Compare methods with their authors' published code, using the same random weights.
 
     python tools/methods/compare.py ~/clones --json docs/results/methods.json
 
-~/clones holds a clone of each repository that a file of `published/` names, under its own name (~/clones/BAM);
-`--only` takes some of these files, and the record keeps its other rows. Nothing of the clones is a part of this
-project. Writes a record and, beside it, a page. The exit code is 1 if anything differs by more than rounding.
+~/clones contains a clone of each repository named by a file of `published/`, under the repository's name
+(~/clones/BAM). `--only` selects some of these files; the record keeps its other rows. This project contains no part of
+the clones. The tool writes a record and, beside it, a page. The exit code is 1 if any difference exceeds rounding
+errors.
 
-A file of `published/` has
+A file of `published/` defines
 
     REPOSITORY                "owner/name" on GitHub; None for an installed package
-    NOTES                     what its code does otherwise, for the page: a sentence a line
-    list_comparisons(clone)   what is compared (`comparison.Comparison`)
+    NOTES                     differences of its code, for the page: one sentence per line
+    list_comparisons(clone)   comparisons to run (`comparison.Comparison`)
 """
 
 import importlib
@@ -34,18 +35,18 @@ from tools.records import collect_provenance, format_provenance, list_package_ve
 
 LENGTHS = (2, 33, 200)
 ALLOWED = 5e-5
-"""Of the largest logit: float32 rounds each of the dozens of sums of a layer by 6e-8, and an angle of 200 by 1e-5."""
+"""Allowed difference relative to the largest logit. float32 rounds each of a layer's dozens of sums by 6e-8, and an
+angle of 200 by 1e-5."""
 PUBLISHED = sorted(path.stem for path in (Path(__file__).parent / "published").glob("[!_]*.py"))
-"""The files of `published/`."""
+"""Names of the files of `published/`."""
 
 
 def load_published(name: str) -> ModuleType:
-    """A file of `published/`."""
     return importlib.import_module(f"tools.methods.published.{name}")
 
 
 def compare(name: str, clones: Path) -> dict[str, Any]:
-    """What a file of `published/` compares: its repository, the commit that was at hand, and its rows."""
+    """Run the comparisons of a file of `published/`; return its repository, the commit of the clone and the rows."""
     published = load_published(name)
     clone = None if published.REPOSITORY is None else clones / published.REPOSITORY.split("/")[1]
     if clone is not None and not clone.is_dir():
@@ -62,7 +63,6 @@ def compare(name: str, clones: Path) -> dict[str, Any]:
 
 
 def render_page(record: dict[str, Any]) -> str:
-    """The record for people."""
     lines = [f"| model | {' | '.join(f'{length} tokens' for length in LENGTHS)} |", f"|---|{'---|' * len(LENGTHS)}"]
     notes = []
     for name, part in record["published"].items():
@@ -73,13 +73,13 @@ def render_page(record: dict[str, Any]) -> str:
         if published.REPOSITORY is not None:
             notes.append(f"`github.com/{published.REPOSITORY}` was at {part['commit']}.")
         notes.append(published.NOTES)
-    return f"""# Methods against published code
+    return f"""# Methods compared with published code
 
-Each row is one model of {LAYERS} layers, {HEADS} heads and width {WIDTH} with random weights, the same in both, or one
-layer's attention where nothing more is published.
+Each row is one model of {LAYERS} layers, {HEADS} heads and width {WIDTH} with the same random weights in both, or one
+layer's attention if only that is published.
 A number is the largest difference of any logit from that of the published code, relative to the largest logit, in
 float32; {record["allowed"]:.0e} is allowed.
-The published code was run from clones and from installed packages; nothing of it is in this project.
+The published code ran from clones and installed packages; this project contains none of it.
 
 {chr(10).join(lines)}
 
@@ -90,11 +90,13 @@ The published code was run from clones and from installed packages; nothing of i
 
 
 def main() -> None:
-    """Compare, write."""
+    """Run the comparisons and write the record."""
     parser = ToolParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("clones", type=Path, help="a folder of clones")
-    parser.add_argument("--only", nargs="+", choices=PUBLISHED, help="files of published/; all if absent")
-    parser.add_argument("--json", type=parse_output_path, help="the record; its page goes beside it")
+    parser.add_argument("clones", type=Path, help="folder of clones")
+    parser.add_argument("--only", nargs="+", choices=PUBLISHED, help="files of published/; by default all")
+    parser.add_argument(
+        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+    )
     arguments = parser.parse_args()
     earlier = {}
     if arguments.only and arguments.json is not None and arguments.json.is_file():

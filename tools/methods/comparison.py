@@ -1,4 +1,4 @@
-"""A published model and ours with the same random weights, by their logits.
+"""Comparison of a published model with ours: same random weights, difference of logits.
 
 H heads, d head dimension, D hidden size.
 """
@@ -21,7 +21,7 @@ from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
 
 LAYERS, WIDTH, HEADS, VOCABULARY, END = 3, 48, 4, 96, 95
-LAYER_NAMES = {  # BAM's, after Meta's Llama; transformers'
+LAYER_NAMES = {  # BAM's names, based on Meta's Llama; transformers' names
     "bam": ("layers.{}.", "attention.wq attention.wk attention.wv attention.wo feed_forward.w1 feed_forward.w3 "
             "feed_forward.w2 attention_norm ffn_norm", "tok_embeddings norm output"),
     "transformers": ("model.layers.{}.", "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj "
@@ -31,27 +31,27 @@ LAYER_NAMES = {  # BAM's, after Meta's Llama; transformers'
 
 
 class Comparison(Protocol):
-    """A published computation beside ours."""
+    """Published computation and its counterpart in this project."""
 
     title: str
 
     def measure(self, length: int) -> float:
-        """The largest difference of any number at a length, relative to the largest number, in float32."""
+        """Return the largest difference at a length in float32, relative to the largest value."""
 
 
 @dataclass(frozen=True)
 class ModelComparison:
-    """A published model and ours with its weights."""
+    """Published model, and ours with its weights."""
 
     title: str
     ours: GPT
     call: Callable[[Tensor, Tensor | None], Tensor]
-    """Their logits of tokens, and of document numbers where they keep documents apart."""
+    """Logits of the published model for tokens, and for document numbers if it masks documents."""
     documents: bool = False
 
     @torch.no_grad()
     def measure(self, length: int) -> float:
-        """Of any logit."""
+        """Return the largest difference of any logit."""
         tokens = torch.randint(0, END, (2, length), generator=torch.Generator().manual_seed(length))
         codes = None
         if self.documents:
@@ -63,16 +63,16 @@ class ModelComparison:
 
 @dataclass(frozen=True)
 class AttentionComparison:
-    """One published attention and that of our first layer, its projections among both."""
+    """Published attention, and the attention of our first layer, both with projections."""
 
     title: str
     ours: GPT
     call: Callable[[Tensor], Tensor]
-    """Their output [B, T, D] from the layer's input [B, T, D]."""
+    """Published output [B, T, D] for the layer's input [B, T, D]."""
 
     @torch.no_grad()
     def measure(self, length: int) -> float:
-        """Of any number of the output."""
+        """Return the largest difference of any element of the output."""
         x = torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(length))
         ours, _ = self.ours.decoder.layers[0].self_attention(x.transpose(0, 1))
         return compare_tensors(ours.transpose(0, 1), self.call(x))
@@ -80,19 +80,19 @@ class AttentionComparison:
 
 @torch.no_grad()
 def share_attention(ours: GPT, q: Tensor, k: Tensor, v: Tensor, output: Tensor) -> None:
-    """Give our first layer their projections [D, D]."""
+    """Copy the published projections [D, D] into our first layer."""
     attention = ours.decoder.layers[0].self_attention
     attention.linear_qkv.weight.copy_(torch.cat([x.unflatten(0, (HEADS, -1)) for x in (q, k, v)], 1).flatten(0, 1))
     attention.linear_proj.weight.copy_(output)
 
 
 def compare_tensors(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference of any number, relative to the largest one."""
+    """Return the largest difference of any element, relative to the largest value."""
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
 def build_gpt(sizes: Mapping[str, Any] | None = None, **position: Any) -> GPT:
-    """Llama's layers with our attention; `sizes` are further keys of the model."""
+    """Build a Llama-style model with our attention. `sizes` are further configuration keys of the model."""
     model = ModelOptions(
         num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS, seq_length=64, norm="rmsnorm",
         activation="swiglu", intermediate_size=3 * WIDTH, mlp_multiple_of=1, no_weight_tying=True,
@@ -104,14 +104,15 @@ def build_gpt(sizes: Mapping[str, Any] | None = None, **position: Any) -> GPT:
 
 @torch.no_grad()
 def share_weights(ours: GPT, theirs: nn.Module, kind: str, *, adjacent_pairs: bool = False) -> None:
-    """Draw their weights and copy them.
+    """Initialize the published model with random weights and copy them into ours.
 
-    adjacent_pairs: their rotation turns the numbers 2c and 2c + 1 of a head together, where ours turns c and c + d/2.
+    Args:
+        adjacent_pairs: True if the published rotation pairs elements 2c and 2c + 1 of a head; ours pairs c and c + d/2.
     """
     generator = torch.Generator().manual_seed(7)
     for name, parameter in theirs.named_parameters():
         if parameter.dim() == 2:
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)  # attention is far from uniform
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)  # attention is not uniform
         elif "seq_scale" not in name:
             parameter.copy_(1 + 0.2 * torch.randn(parameter.shape, generator=generator))
         else:
@@ -145,8 +146,10 @@ def share_weights(ours: GPT, theirs: nn.Module, kind: str, *, adjacent_pairs: bo
 
 
 class StandIn(ModuleType):
-    """A package that a published file imports and that what is compared does not use: each of its names is a class that
-    does nothing."""
+    """Replacement of a package that a published file imports but the compared code does not use.
+
+    Each of its names is a class that does nothing.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -155,12 +158,12 @@ class StandIn(ModuleType):
 
 
 def load_module(path: Path, *, missing: Sequence[str] = (), package: str | None = None) -> ModuleType:
-    """A file of a clone, by itself.
+    """Load a single file of a clone.
 
     Args:
-        path: of the file.
-        missing: modules that need not be installed for what is compared (`StandIn`).
-        package: which its relative imports are of, as `missing` calls it.
+        path: path of the file.
+        missing: modules that the comparison does not need (`StandIn`).
+        package: package of the file's relative imports, as named in `missing`.
     """
     name = f"published_{path.stem}" if package is None else f"{package}.{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -182,5 +185,6 @@ def load_module(path: Path, *, missing: Sequence[str] = (), package: str | None 
 
 
 def pair_adjacent_numbers(weight: Tensor) -> Tensor:
-    """A projection [D, D] of heads whose numbers 2c and 2c + 1 turn together, for ours, which turn c and c + d/2."""
+    """Reorder a projection [D, D] whose heads rotate elements 2c and 2c + 1 together for ours, which pair c and c +
+    d/2."""
     return weight.unflatten(0, (HEADS, -1, 2)).transpose(1, 2).flatten(0, 2)

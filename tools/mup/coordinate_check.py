@@ -1,24 +1,25 @@
 #!/usr/bin/env python3
-"""How far a model's coordinates move in its first steps, over four widths or depths: with muP they move equally far.
+"""Measure how far a model's activations move in its first steps at four widths or depths; under muP they move equally
+far.
 
     python tools/mup/coordinate_check.py --json docs/results/mup_coordinates.json --png docs/results/mup_coordinates.png
 
-The check of Yang et al. 2022 (2203.03466, appendix D.1): models of several widths take some steps on one batch of
-random tokens, and what each activation changed by, its mean absolute coordinate, is compared. Under muP the changes
-neither grow nor vanish with the width (or, `--over layers`, with the depth under CompleteP); under the standard
-parametrisation some grow. What is measured of each model:
+This is the coordinate check of Yang et al. 2022 (2203.03466, appendix D.1). Models of several widths train for some
+steps on one batch of random tokens. The tool compares the change of each activation, as its mean absolute coordinate.
+Under muP the changes neither grow nor vanish with the width (or, with `--over layers`, with the depth under CompleteP).
+Under the standard parametrization some grow. Measured activations:
 
-    embedding, hidden      of the token embeddings, and behind the last norm
-    queries·keys           the scores q·k, with their scale, of the first layer
-    attention, feed-forward    the last layer's branches, before muP's multiplier
-    residual stream        behind the last layer
+    embedding, hidden      token embeddings, and output of the last norm
+    queries·keys           scaled scores q·k of the first layer
+    attention, feed-forward    branches of the last layer, before muP's multiplier
+    residual stream        output of the last layer
     bias                   an encoding's bias (KERPLE: r1, r2) at the distances of the batch
     gate                   log σ of the first layer's forget gates, which are projections of its input (FoX)
     processor channels     a score processor's first convolution, which sums over the heads
-    processor              what the processor adds to scores and bias
+    processor              output that the processor adds to scores and bias
     logits
 
-The exponent is the slope of log(change) over log(size): 0 is flat, 1 is in proportion. Each is a mean over seeds.
+The exponent is the slope of log(change) over log(size): 0 is constant, 1 is proportional. Each is a mean over seeds.
 """
 
 import sys
@@ -59,7 +60,7 @@ Coordinates = dict[str, float]
 
 
 def choose_config(method: str, over: str, size: int, parametrization: str, optimizer: str = "AdamW") -> Config:
-    """The configuration of one model. At the smallest size both parametrisations are the same."""
+    """Return the configuration of one model. At the smallest size both parametrizations are equal."""
     width, layers = (size, BASE_LAYERS) if over == "width" else (BASE_WIDTH, size)
     base = {"use_mup": True, "mup_base_hidden_size": BASE_WIDTH, "mup_base_num_layers": BASE_LAYERS}
     return Config.from_flat(
@@ -74,7 +75,7 @@ def choose_config(method: str, over: str, size: int, parametrization: str, optim
 
 
 def measure_changes(config: Config, steps: int, lr: float, seed: int) -> list[Coordinates]:
-    """What each activation changed by since the start, after each step: the mean absolute difference."""
+    """Return the mean absolute change of each activation since the start, after each step."""
     model = build_model(config.model, config.position, VOCABULARY, groups=single_process(), seed=seed).train()
     groups = parameter_groups(model, config.optimizer.weight_decay, config.optimizer.optimizer.algorithm)
     optimizer = build_optimizer(groups, config.optimizer)
@@ -95,7 +96,7 @@ def measure_changes(config: Config, steps: int, lr: float, seed: int) -> list[Co
 
 @torch.no_grad()
 def run_model(model: Any, tokens: Tensor) -> dict[str, Tensor]:
-    """The activations of one forward pass."""
+    """Return the activations of one forward pass."""
     seen: dict[str, Tensor] = {}
     first, last = model.decoder.layers[0], model.decoder.layers[-1]
     attention = first.self_attention.core_attention
@@ -146,7 +147,7 @@ def measure_over_sizes(
     method: str, over: str, sizes: Sequence[int], parametrization: str, *, steps: int, lr: float, seeds: int,
     optimizer: str = "AdamW",
 ) -> dict[str, list[float]]:  # fmt: skip
-    """The changes after the last step, at each size, of each activation."""
+    """Return the change of each activation after the last step, at each size."""
     found: dict[str, list[float]] = {}
     for size in sizes:
         config = choose_config(method, over, size, parametrization, optimizer)
@@ -157,12 +158,12 @@ def measure_over_sizes(
 
 
 def compute_exponent(sizes: Sequence[int], changes: Sequence[float]) -> float:
-    """The slope of log(change) over log(size)."""
+    """Return the slope of log(change) over log(size)."""
     return float(np.polyfit(np.log(sizes), np.log(changes), 1)[0])
 
 
 def draw_changes(record: dict[str, Any], path: Path) -> None:
-    """A panel for each method and parametrisation: changes over the sizes, a line for each activation."""
+    """Draw a panel for each method and parametrization: changes over sizes, one line per activation."""
     from matplotlib.figure import Figure
 
     results = record["results"]
@@ -184,15 +185,14 @@ def draw_changes(record: dict[str, Any], path: Path) -> None:
 
 
 def render_page(record: dict[str, Any]) -> str:
-    """The numbers as a page."""
     sizes = record["sizes"]
     lines = [
         f"# Coordinate check over {record['over']}, {record['optimizer']}",
         "",
-        f"What each activation changed by in {record['steps']} steps on one batch at the rate {record['lr']:g}:",
-        f"its mean absolute coordinate, and the mean over {record['seeds']} seeds.",
-        "The exponent is the slope of log(change) over log(size): 0 is flat, 1 is in proportion.",
-        "`tools/mup/coordinate_check.py` says what is measured, [optimizers.md](../optimizers.md) what it means.",
+        f"Change of each activation in {record['steps']} steps on one batch with learning rate {record['lr']:g}:",
+        f"mean absolute coordinate, averaged over {record['seeds']} seeds.",
+        "The exponent is the slope of log(change) over log(size): 0 is constant, 1 is proportional.",
+        "`tools/mup/coordinate_check.py` documents the measurement, and [optimizers.md](../optimizers.md) its meaning.",
     ]
     for entry in record["results"]:
         lines += ["", f"## {entry['method']}, {entry['parametrization']}", ""]
@@ -207,7 +207,6 @@ def render_page(record: dict[str, Any]) -> str:
 
 
 def parse_arguments() -> Any:
-    """The command line."""
     parser = ToolParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--methods", type=comma_separated(METHODS), default=list(METHODS))
     parser.add_argument("--over", choices=SIZES, default="width")
@@ -215,13 +214,15 @@ def parse_arguments() -> Any:
     parser.add_argument("--steps", type=int_at_least(1), default=4)
     parser.add_argument("--seeds", type=int_at_least(1), default=3)
     parser.add_argument("--lr", type=float, default=1e-2)
-    parser.add_argument("--json", type=parse_output_path, help="the record, and beside it the page as .md")
-    parser.add_argument("--png", type=parse_output_path, help="the plot")
+    parser.add_argument(
+        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+    )
+    parser.add_argument("--png", type=parse_output_path, help="output file of the plot")
     return parser.parse_args()
 
 
 def main() -> int:
-    """Measure, print, and write what was asked for."""
+    """Measure the changes, print them and write the requested files."""
     options = parse_arguments()
     sizes = SIZES[options.over]
     record: dict[str, Any] = {

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Run the notebooks of docs/notebooks/ and keep what they show: `.venv/bin/python tools/notebooks/run_notebooks.py`.
+"""Run the notebooks of docs/notebooks/ and save their outputs: `.venv/bin/python tools/notebooks/run_notebooks.py`.
 
-Each is run in an empty folder of its own, with the project importable, by a kernel of this environment.
+Each notebook runs in its own empty folder with a kernel of this environment that can import the project.
 """
 
 import argparse
@@ -18,20 +18,19 @@ from nbformat import NotebookNode
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ROOT / "docs" / "notebooks"
 TIMEOUT_SECONDS = 600
-"""Of a cell."""
+"""Time limit of a cell, in seconds."""
 
 
 def run_notebook(path: Path, folder: Path, replacements: Mapping[str, str] | None = None) -> NotebookNode:
-    """The notebook with the outputs of a run; progress bars, warnings and the machine's paths are left out.
+    """Run a notebook and return it with its outputs, without progress bars, warnings and local paths.
 
     Args:
-        path: the notebook.
-        folder: where it is run.
-        replacements: texts in its cells, each with the shorter one that stands in for it, so that a test takes less
-            time.
+        path: path of the notebook.
+        folder: working folder.
+        replacements: texts in its cells and their replacements, with which tests shorten the run.
 
     Raises:
-        nbclient.exceptions.CellExecutionError: a cell failed.
+        nbclient.exceptions.CellExecutionError: if a cell fails.
     """
     notebook = nbformat.read(path, as_version=4)
     sources = [cell.source for cell in notebook.cells]
@@ -53,7 +52,7 @@ def run_notebook(path: Path, folder: Path, replacements: Mapping[str, str] | Non
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("notebooks", nargs="*", type=Path, help="all of docs/notebooks/ if none is named")
+    parser.add_argument("notebooks", nargs="*", type=Path, help="notebooks to run; by default all of docs/notebooks/")
     for path in parser.parse_args().notebooks or sorted(NOTEBOOKS.glob("*.ipynb")):
         with tempfile.TemporaryDirectory() as folder:
             nbformat.write(run_notebook(path, Path(folder)), path)

@@ -1,13 +1,13 @@
-"""Look at the HTML pages in a real browser: `.venv/bin/python tools/pages/check_pages.py [PAGE…] -o FOLDER`.
+"""Check the HTML pages in a real browser: `.venv/bin/python tools/pages/check_pages.py [PAGE…] -o FOLDER`.
 
-Chromium (Debian's package `chromium`) shows each page at four widths in both colour schemes. A picture of each is
-saved for people to look at, and a script inside the page checks what can be checked: nothing is wider than the window,
-no text of a chart lies on another or under a bar or a mark, all text has the contrast that WCAG's level AA asks for,
-the keyboard reads the charts, methods and scales can be switched, tables sort, a chart can be saved, and nothing is
-asked of a network.
+Chromium (Debian's package `chromium`) renders each page at four widths in both color schemes. The tool saves a
+screenshot of each for visual inspection. A script in the page checks that nothing is wider than the window, that chart
+labels do not overlap each other, bars or marks, and that all text has the contrast required by WCAG level AA. It also
+checks that charts are readable by keyboard, methods and scales switch, tables sort, charts can be saved, and no network
+is used.
 
-Without a page, pages are made of records that were made up to be hard: sixty methods with long and hostile names, of
-which some explode, some end early and some failed.
+Without PAGE, the tool builds pages from difficult synthetic records: sixty methods with long and hostile names, some of
+which diverge, end early or fail.
 """
 
 import argparse
@@ -64,9 +64,9 @@ CHROMIUM_OPTIONS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", nargs="*", type=Path, help="HTML files; pages of made-up records if none is named")
+    parser.add_argument("pages", nargs="*", type=Path, help="HTML files; by default pages of synthetic records")
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder for pages and pictures")
-    parser.add_argument("--width", type=int, action="append", help=f"of the window; {WIDTHS} if not given")
+    parser.add_argument("--width", type=int, action="append", help=f"window width; by default {WIDTHS}")
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     paths = arguments.pages or write_made_up_pages(arguments.output)
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 class Browser:
-    """Chromium, driven by the DevTools protocol over its two pipes: JSON messages that end in a zero byte."""
+    """Chromium, controlled through the DevTools protocol over two pipes: JSON messages terminated by a zero byte."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self.to_browser, self.from_browser = to_browser, from_browser
@@ -100,7 +100,7 @@ class Browser:
     session: str | None = None
 
     def ask(self, method: str, **params: Any) -> dict[str, Any]:
-        """Send a command, and wait for its result; events on the way are kept."""
+        """Send a command and wait for its result; keep events received meanwhile."""
         self.last_id += 1
         message = {"id": self.last_id, "method": method, "params": params}
         if self.session is not None:
@@ -117,7 +117,7 @@ class Browser:
             self.events.append(answer)
 
     def wait_for(self, method: str) -> None:
-        """Wait until an event was sent since the last command that cleared the events."""
+        """Wait until an event has been received since the last command that cleared the events."""
         while not any(event.get("method") == method for event in self.events):
             self.events.append(self._read_message())
 
@@ -131,7 +131,7 @@ class Browser:
         return json.loads(message)
 
     def check_page(self, path: Path, width: int, scheme: str, picture: Path) -> list[str]:
-        """Open a page, save its picture, and list what is wrong with it."""
+        """Open a page, save its screenshot, and list its faults."""
         self.events.clear()
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
         self.ask("Emulation.setDeviceMetricsOverride", **metrics)
@@ -169,16 +169,16 @@ class Browser:
 
 @contextmanager
 def open_browser() -> Iterator[Browser]:
-    """A browser with a profile of its own, which ends with the block."""
+    """Open a browser with a temporary profile, closed at the end of the block."""
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if program is None:
-        raise SystemExit("no Chromium here: apt-get install chromium")
+        raise SystemExit("Chromium not found: apt-get install chromium")
     read_commands, to_browser = os.pipe()
     from_browser, write_answers = os.pipe()
 
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:  # it still writes as it ends
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:  # the browser still writes while it exits
         process = subprocess.Popen(
-            # The browser reads from 3 and writes to 4.
+            # The browser reads from file descriptor 3 and writes to 4.
             ["/bin/sh", "-c", f'exec "$@" 3<&{read_commands} 4>&{write_answers}', "sh", program, *CHROMIUM_OPTIONS,
              f"--user-data-dir={profile}"], pass_fds=(read_commands, write_answers), stderr=subprocess.DEVNULL,
         )  # fmt: skip
@@ -192,7 +192,7 @@ def open_browser() -> Iterator[Browser]:
 
 
 def write_made_up_pages(folder: Path) -> list[Path]:
-    """Reports of 3, 30 and 60 methods, the last with a leaderboard, and a page of analyses."""
+    """Write reports of 3, 30 and 60 methods, the last with a leaderboard, and a page of analyses."""
     sixty = [*HOSTILE_NAMES, *(f"cdape+method_{i}" if i % 3 == 0 else f"method_{i}" for i in range(56))]
     ablations = tuple(Ablation("cdape", name, name.removeprefix("cdape+")) for name in sixty if name[:6] == "cdape+")
     failure = RunFailure("failed_method", 1, "the loss is not finite: <nan>", 7, 512)
@@ -218,7 +218,8 @@ def write_made_up_pages(folder: Path) -> list[Path]:
 
 def make_up_records(methods: Sequence[str], seed: int = 0, lengths: Sequence[int] = (512, 1024, 2048, 4096, 8192, 16384)
                     ) -> list[Record]:  # fmt: skip
-    """Perplexities over lengths with intervals: every seventh method explodes, every eleventh knows few positions."""
+    """Build synthetic perplexities over lengths with intervals. Every seventh method diverges; every eleventh has few
+    positions."""
     random_numbers, records = random.Random(seed), []
     for number, method in enumerate(methods):
         base = 4 + 3 * random_numbers.random()
@@ -244,7 +245,7 @@ def make_up_records(methods: Sequence[str], seed: int = 0, lengths: Sequence[int
 
 
 def make_up_seeds(methods: Sequence[str]) -> list[Record]:
-    """Of each method three seeds."""
+    """Build synthetic records with three seeds per method."""
     return [
         record.replace(seed=seed, run=f"runs/{record.method}/{seed}", value=record.value * (1 + 0.03 * seed))
         for seed in range(3)
@@ -253,7 +254,7 @@ def make_up_seeds(methods: Sequence[str]) -> list[Record]:
 
 
 def make_up_needles(methods: Sequence[str]) -> list[Record]:
-    """Accuracies over depth and length."""
+    """Build synthetic accuracies over depth and length."""
     random_numbers = random.Random(5)
     return [
         Record(
@@ -268,7 +269,7 @@ def make_up_needles(methods: Sequence[str]) -> list[Record]:
 
 
 def render_made_up_analysis() -> str:
-    """Charts, a picture, tables and sentences as analyses have them."""
+    """Render charts, a picture, tables and sentences like those of analyses."""
     distances = [float(distance) for distance in (0, 1, 3, 10, 100, 1000, 10_000)]
 
     def build_chart(number: int, name: str) -> Chart:

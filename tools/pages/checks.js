@@ -1,4 +1,4 @@
-// What check_pages.py asks of a page, inside the page: the value is a list of problems.
+// Checks that check_pages.py runs inside a page; the value is a list of problems.
 (async () => {
   const problems = [];
   const fail = (text) => { if (problems.length < 12) problems.push(text); };
@@ -14,7 +14,7 @@
   };
   checkWidth("at first");
 
-  // No id twice, no heading that leaves out a level, one main, one h1, a caption for each table, a head for each cell.
+  // Unique ids, no skipped heading level, one main, one h1, a caption for each table, a header for each cell.
   const ids = [...document.querySelectorAll("[id]")].map((element) => element.id);
   ids.filter((id, index) => ids.indexOf(id) !== index).forEach((id) => fail(`the id ${id} is there twice`));
   let level = 0;
@@ -24,7 +24,7 @@
   }
   for (const table of document.querySelectorAll("table")) if (!table.caption) fail("a table without a caption");
 
-  // Texts of a chart keep apart, inside the window, and off bars and marks.
+  // Chart labels do not overlap each other, bars or marks, and are inside the window.
   const isApart = (box, place) => box.right <= place.left + 0.5 || place.right <= box.left + 0.5
     || box.bottom <= place.top + 3 || place.bottom <= box.top + 3;
   const checkTexts = (when) => {
@@ -37,7 +37,7 @@
           if (!isApart(box, place)) fail(`${when}: ${name(element)} lies on ${name(other)}`);
         }
       });
-      // A bar has no width of its own. The names of points stand beside them, nearer than a text may stand to another.
+      // A bar has no width. Labels of points are next to them, closer than the minimum distance between labels.
       const texts = boxes.filter(([element]) => !element.matches(".label"));
       for (const shape of plot.querySelectorAll(".series > line, .series > use")) {
         if (!shape.checkVisibility()) continue;
@@ -51,7 +51,7 @@
   };
   checkTexts("at first");
 
-  // Contrast of text 4.5 (large text 3), of curves 3.
+  // Minimum contrast: 4.5 for text (3 for large text), 3 for curves.
   const probe = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
   const toRgb = (color) => {
     probe.clearRect(0, 0, 1, 1);
@@ -92,7 +92,7 @@
   };
   checkContrast("at first");
 
-  // Charts answer the keyboard, and what they say is what they hold.
+  // Charts are usable by keyboard and announce their data correctly.
   for (const figure of document.querySelectorAll("figure.chart")) {
     const data = JSON.parse(figure.querySelector("script").textContent), plot = figure.querySelector(".plot");
     const press = (key) => plot.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, cancelable: true}));
@@ -150,7 +150,7 @@
     if (tools["Reset"]) tools["Reset"].click();
   }
 
-  // Tables sort by every column, both ways, and back.
+  // Tables sort by every column in both directions, and reset.
   for (const table of [...document.querySelectorAll("table")].slice(0, 4)) {
     const read = () => [...table.tBodies[0].rows].map((row) => row.textContent).join("\n"), before = read();
     for (const head of table.tHead.rows[0].cells) {
@@ -164,7 +164,7 @@
     if (read() !== before) fail(`${name(table.caption)}: its rows do not come back`);
   }
 
-  // The button turns the colours round.
+  // The button inverts the color scheme.
   const theme = document.getElementById("theme"), ground = getComputedStyle(document.body).backgroundColor;
   theme.click();
   if (getComputedStyle(document.body).backgroundColor === ground) fail("the colours do not turn round");
@@ -173,7 +173,7 @@
   theme.click();
   localStorage.removeItem("theme");
 
-  // Files unpack.
+  // Embedded files can be unpacked.
   for (const link of document.querySelectorAll("a[data-name]")) {
     const bytes = Uint8Array.from(atob(link.href.split(",")[1]), (sign) => sign.charCodeAt(0));
     const text = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();

@@ -1,4 +1,4 @@
-"""What the parity table compares: methods, layouts, the run that each of them does, and how far apart they may be."""
+"""Cases of the parity table: methods, layouts, the run of each, and the allowed differences."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -11,11 +11,10 @@ from tools.rounding import compute_tolerance, count_gpt_sums
 STEPS = 5
 LENGTH, WIDTH, LAYERS, HEADS, VOCABULARY = 32, 32, 4, 4, 61
 BATCH = 4
-"""Sequences of a step: four micro-batches of one if a case does not say otherwise, divided over the data-parallel
-ranks."""
+"""Sequences per step: by default four micro-batches of one, divided over the data-parallel ranks."""
 
-# Clipping shows a wrong norm in the next step's loss. Adam with so large an epsilon does not blow the rounding of a
-# gradient that is nearly zero up to a whole step.
+# Clipping exposes a wrong norm in the next step's loss. A large epsilon keeps Adam from amplifying the rounding of a
+# nearly zero gradient to a whole step.
 OPTIMIZER_PARAMS = {"lr": 1e-2, "eps": 1e-2}
 GROUPED = {
     "num_kv_heads": 2,
@@ -52,7 +51,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "checkpoint_activations": "selective",
     },
     "fox, grouped": {"pos_emb": "fox", **GROUPED},
-    # Rotated queries and keys that are longer than values, and rotations of queries and keys apart.
+    # Rotated queries and keys longer than values, and separate rotations of queries and keys.
     "pope, grouped": {"pos_emb": "pope", "pos_emb_options": {"delta_init": "uniform"}, "num_kv_heads": 2},
     "xpos | fope, documents": {
         "pos_emb": ["rotary", "fope"], "pos_emb_options": {"xpos": True, "gain": 1.0}, "attention_mask": "document"
@@ -64,7 +63,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "kerple_log, continuous": {
         "pos_emb": "kerple_log", "randomized_positions": 80, "continuous_positions": True
     },
-    # All documents at once, and one by one.
+    # Documents together, and one by one.
     "cdape(kerple_log), documents": {
         "pos_emb": "kerple_log", "score_processor": "cdape", "attention_mask": "document",
         "attention_backend": "chunked",
@@ -91,7 +90,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "stick-breaking, documents": {
         "pos_emb": "none", "softmax_type": "stick-breaking", "attention_mask": "document",
     },
-    # Rows that depend on rows above, which other ranks hold.
+    # Rows that depend on earlier rows, which other ranks store.
     "mta(fox), window 20": {
         "pos_emb": "fox", "score_processor": "mta", "attention_window": 20,
         "score_processor_options": {"query_kernel_size": 3, "key_kernel_size": 5},
@@ -100,7 +99,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "pos_emb": "rotary", "score_processor": "selective", "attention_mask": "document"
     },
     "talking_heads(alibi), grouped": {"pos_emb": "alibi", "score_processor": "talking_heads", **GROUPED},
-    # Layers that differ: over two stages, whose patterns are not alike, and over four, some without a shared encoding.
+    # Different layers: over two stages with different patterns, and over four, some without a shared encoding.
     "rotary, window 9 | cdape(kerple_log)": {
         "pos_emb": ["rotary", "rotary", "rotary", "kerple_log"], "attention_window": [9, 9, 9, None],
         "score_processor": ["none", "none", "none", "cdape"],
@@ -114,7 +113,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "pos_emb": "kerple_log", "score_processor": "cdape", "use_mup": True, "mup_base_hidden_size": 8,
         "mup_base_num_layers": 2,
     },
-    # A small step: Lion's is the sign of what rounding may turn where a gradient is nearly zero.
+    # A small step, because Lion uses the sign, which rounding may flip for a nearly zero gradient.
     "Lion, dape(kerple_log)": {
         "pos_emb": "kerple_log", "score_processor": "dape", "optimizer": {"type": "Lion", "params": {"lr": 1e-6}},
     },
@@ -123,7 +122,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks divide the work."""
+    """Division of the work between ranks."""
 
     tensor: int = 1
     context: int = 1
@@ -144,7 +143,7 @@ class Layout:
 
 
 def list_layouts(world_size: int) -> Iterator[Layout]:
-    """Every division of so many ranks, with every ZeRO stage that it allows."""
+    """Yield every layout of this many ranks, with every ZeRO stage that it supports."""
     for tensor in _list_divisors(world_size, HEADS):
         for context in _list_divisors(world_size // tensor, LENGTH // 2):
             for pipeline in _list_divisors(world_size // tensor // context, LAYERS):
@@ -160,7 +159,7 @@ def _list_divisors(number: int, most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class ParityCase:
-    """One training of a few steps."""
+    """Training run of a few steps."""
 
     method: str
     layout: Layout
@@ -168,10 +167,10 @@ class ParityCase:
     steps: int = STEPS
     layers: int = LAYERS
     micro_batch: int = 1
-    """Sequences."""
+    """Number of sequences."""
 
     def config(self) -> Config:
-        """Its configuration; what data there are is up to whoever runs it."""
+        """Configuration of the case; the caller provides the data."""
         layout = self.layout
         return Config.from_flat(
             {
@@ -201,7 +200,7 @@ class ParityCase:
         )
 
     def alone(self) -> "ParityCase":
-        """The same by one process, one sequence at a time."""
+        """Same case in one process, one sequence at a time."""
         return replace(self, layout=Layout(), micro_batch=1)
 
     def as_json(self) -> dict[str, Any]:
@@ -213,8 +212,11 @@ class ParityCase:
 
 
 def is_possible(case: ParityCase) -> bool:
-    """Half precision without ZeRO cannot divide a model: a run takes stage 1 by itself. Tensor ranks share out the
-    heads of keys and values. Muon needs whole matrices, and ZeRO 3 equally many calls of modules by all ranks."""
+    """Return True if the case is supported.
+
+    Half precision without ZeRO cannot shard a model, because a run then uses stage 1. Tensor ranks divide the key-value
+    heads. Muon needs whole matrices, and ZeRO 3 needs the same number of module calls on all ranks.
+    """
     layout = case.layout
     method = METHODS[case.method]
     if method.get("num_kv_heads", HEADS) % layout.tensor:
@@ -227,13 +229,13 @@ def is_possible(case: ParityCase) -> bool:
 
 
 def compute_layout_tolerance(precision: str) -> tuple[float, float]:
-    """How far losses and gradient norms of two layouts may be apart, relative to themselves.
+    """Return the allowed relative differences of losses and gradient norms between two layouts.
 
-    In float32, sums of so many terms follow on one another forwards, and as many again backwards. In bfloat16 the sums
-    are float32 and each result is rounded once; a loss is the mean over the tokens of a batch, at least 64 of them, and
-    a norm the root of a sum over many more gradients, whose errors are as independent. Five steps of this optimizer
-    move a weight by 5 · lr/eps = 5 times a gradient that is clipped to 0.5 in all, so what was off in it returns at
-    most 2.5 times.
+    In float32, errors accumulate over consecutive sums in the forward pass, and over as many in the backward pass. In
+    bfloat16, sums are float32 and each result is rounded once. A loss is the mean over at least 64 tokens, and a norm
+    is the root of a sum over many more gradients, all with independent errors. Five steps of this optimizer move a
+    weight by 5 · lr/eps = 5 times a gradient clipped to a norm of 0.5, so an error in it returns at most 2.5 times as
+    large.
     """
     terms, sums = count_gpt_sums(WIDTH, LAYERS)
     if precision == "fp32":

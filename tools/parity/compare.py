@@ -1,9 +1,9 @@
-"""Every layout against one process: losses and gradient norms of five steps.
+"""Compare every layout with a single process: losses and gradient norms of five steps.
 
     python tools/parity/compare.py --ranks 2,4 --json docs/results/parity.json      as recorded
     python tools/parity/compare.py --ranks 8 --methods kerple_log,…                 by hand
 
-Writes a record and, beside it, a table in Markdown. The exit code is 1 if anything differs by more than rounding.
+Writes a record and, beside it, a Markdown table. The exit code is 1 if any difference exceeds rounding errors.
 """
 
 import math
@@ -30,8 +30,10 @@ RANK_SCRIPT = ROOT / "tools/parity/rank.py"
 
 
 def compute_excess(found: CaseResult, alone: CaseResult, precision: str) -> dict[str, float]:
-    """By how much a case differs from one process: losses and norms relative to themselves, in units of what rounding
-    allows. More than 1 is wrong, and infinite what should be equal to the last digit."""
+    """Return the relative differences of losses and norms from a single process, divided by the allowed rounding error.
+
+    A value above 1 is an error. It is infinite for values that must be identical and are not.
+    """
     allowed = compute_layout_tolerance(precision)
     of = {"losses": (*found["losses"], found["valid"]), "norms": tuple(found["norms"])}
     by = {"losses": (*alone["losses"], alone["valid"]), "norms": tuple(alone["norms"])}
@@ -48,18 +50,19 @@ def _relative_difference(a: float, b: float) -> float:
 
 
 def train_cases(cases: Sequence[ParityCase], world_size: int, folder: Path) -> dict[ParityCase, CaseResult]:
-    """What the first rank found of each case."""
+    """Return the first rank's results of each case."""
     first, *_ = run_ranks(RANK_SCRIPT, folder, world_size, [case.as_json() for case in cases])
     return dict(zip(cases, first, strict=True))
 
 
 def select_every_nth(methods: Sequence[str], every: int, turn: int) -> list[str]:
-    """Every nth method, beginning with another one at each turn, so that every method meets every kind of layout."""
+    """Return every nth method, starting at a different one each turn, so that every method meets every kind of
+    layout."""
     return [method for number, method in enumerate(methods) if (number + turn) % every == 0]
 
 
 def render_table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """The largest excess of each layout, over methods."""
+    """Render the largest excess of each layout over all methods."""
     by_layout: dict[tuple[int, str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         by_layout.setdefault((row["ranks"], row["layout"], row["precision"]), []).append(row)
@@ -74,28 +77,27 @@ def render_table(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _describe_selection(record: Mapping[str, Any]) -> str:
-    """Which methods a row stands for, in words."""
+    """Describe the methods that a row represents."""
     every = record["every"]
     if every == 1:
-        return "A row is the worst of all methods with which its layout is possible."
-    return f"Each layout took one method of {every}, the next one another, so that methods took turns."
+        return "A row is the worst of all methods that support its layout."
+    return f"Each layout ran one method of {every}; consecutive layouts ran different ones."
 
 
 def render_page(record: Mapping[str, Any]) -> str:
-    """The record for people."""
     rows = record["rows"]
     worst = max(max(row["losses"], row["norms"]) for row in rows)
-    return f"""# Every layout against one process
+    return f"""# Every layout compared with one process
 
-Each row is one layout; each of its methods was trained for {STEPS} steps with it, with masks that leave uneven token
-counts, clipping and a validation at the end, and once by one process.
+Each row is one layout. Each of its methods trained for {STEPS} steps with it and with one process, using masks with
+uneven token counts, clipping and a final validation.
 {_describe_selection(record)}
-The columns loss and norm hold the largest difference of any loss or gradient norm from one process's,
-in units of what rounding allows (`tools/parity/cases.py` derives it): 1 would be its limit.
-{len(rows)} runs were compared; the largest difference is {worst:.2f} of the limit.
+The columns loss and norm contain the largest difference of any loss or gradient norm from one process's, relative
+to the limit of rounding errors (derived in `tools/parity/cases.py`); 1 is the limit.
+{len(rows)} runs were compared; the largest difference is {worst:.2f} times the limit.
 
-TP divides layers (`model_parallel_size`), CP sequences (`context_parallel_size`), PP the stack of layers
-(`pipe_parallel_size`), DP batches.
+TP shards layers (`model_parallel_size`), CP sequences (`context_parallel_size`), PP the stack of layers
+(`pipe_parallel_size`), and DP batches.
 Methods: {"; ".join(record["methods"])}.
 
 {render_table(rows)}
@@ -105,16 +107,18 @@ Methods: {"; ".join(record["methods"])}.
 
 
 def main() -> None:
-    """Train, compare, write."""
+    """Train and compare the cases, and write the record."""
     parser = ToolParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", default="2,4", help="numbers of ranks, with commas between them")
+    parser.add_argument("--ranks", default="2,4", help="comma-separated numbers of ranks")
     parser.add_argument(
-        "--methods", type=lambda text: text.split(";"), default=list(METHODS), help="with ; between them"
+        "--methods", type=lambda text: text.split(";"), default=list(METHODS), help="methods separated by ;"
     )
     parser.add_argument("--precisions", type=comma_separated(("fp32", "bf16")), default=["fp32", "bf16"])
-    parser.add_argument("--every", type=int_at_least(1), default=1, help="each layout takes every nth method, in turn")
-    parser.add_argument("--layouts", help="only those whose description contains this")
-    parser.add_argument("--json", type=parse_output_path, help="the record; its table goes beside it")
+    parser.add_argument("--every", type=int_at_least(1), default=1, help="each layout runs every nth method, in turn")
+    parser.add_argument("--layouts", help="only layouts whose description contains this text")
+    parser.add_argument(
+        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+    )
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.methods if name not in METHODS]:
         parser.error(f"--methods: {unknown[0]!r} is not one of {'; '.join(METHODS)}")
@@ -156,7 +160,7 @@ def main() -> None:
     if arguments.json is not None:
         write_record(arguments.json, record, render_page(record))
     if wrong := [row for row in rows if not max(row["losses"], row["norms"]) <= 1]:
-        print(f"{len(wrong)} of {len(rows)} differ by more than rounding; the first: {wrong[0]}")
+        print(f"{len(wrong)} of {len(rows)} differ by more than rounding errors; the first: {wrong[0]}")
         sys.exit(1)
 
 

@@ -1,6 +1,6 @@
 """One rank of the parity table: `rank.py FOLDER RANK WORLD` trains the cases of FOLDER/job.json in turn.
 
-FOLDER/RANK.json gets, of each, the losses and gradient norms of its steps and the loss of a validation after them.
+For each case, FOLDER/RANK.json contains the losses and gradient norms of its steps, and the final validation loss.
 """
 
 import sys
@@ -24,8 +24,10 @@ from tools.parity.cases import BATCH, LENGTH, VOCABULARY, ParityCase  # noqa: E4
 
 
 class CountingDataset(torch.utils.data.Dataset):
-    """Noisy counting; a mask leaves out a share of each sequence that differs from one to the next. Every row begins
-    documents elsewhere, and every third is one document."""
+    """Dataset of noisy counting. Its mask omits a different fraction of each sequence.
+
+    Documents start at different positions in every row, and every third row is a single document.
+    """
 
     def __init__(self, steps: int, *, has_documents: bool) -> None:
         generator = torch.Generator().manual_seed(8)
@@ -47,7 +49,7 @@ class CountingDataset(torch.utils.data.Dataset):
 
 
 def train_case(case: ParityCase, groups: ProcessGroups) -> dict[str, Any]:
-    """Train one case. All ranks must call this."""
+    """Train one case. All ranks must call this function."""
     config = case.config()
     model = build_model(config.model, config.position, VOCABULARY, groups=groups, seed=3)
     parameters, flops = model.num_parameters(), model.flops_per_token(LENGTH)
@@ -78,7 +80,7 @@ def train_case(case: ParityCase, groups: ProcessGroups) -> dict[str, Any]:
 
 
 def train_cases(job: list[dict[str, Any]], connect: Callable[[], RankInfo]) -> list[dict[str, Any]]:
-    """Train the cases in turn, saying how far it is."""
+    """Train the cases in turn and print the progress."""
     cases: list[ParityCase] = [ParityCase.of_json(values) for values in job]
     found: list[dict[str, Any]] = []
     processes = None

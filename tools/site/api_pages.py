@@ -1,4 +1,4 @@
-"""Pages of the Python reference: which modules are public, for mkdocstrings to show what their docstrings say."""
+"""Pages of the Python API reference: the public modules, whose docstrings mkdocstrings renders."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -7,12 +7,12 @@ FOLDER = "api"
 
 
 class ApiPage(NamedTuple):
-    """A page of the reference.
+    """Page of the API reference.
 
     Attributes:
-        title: its heading.
-        introduction: what it is for, in a sentence or two.
-        modules: what it shows, in order.
+        title: heading of the page.
+        introduction: purpose of the modules in one or two sentences.
+        modules: modules to show, in order.
     """
 
     title: str
@@ -23,8 +23,8 @@ class ApiPage(NamedTuple):
 API_PAGES: dict[str, ApiPage] = {
     "positions": ApiPage(
         "Encodings, processors, temperatures",
-        "What a position method is: the hooks that it may answer, and what it says of itself. "
-        "[Contributing](../contributing.md) tells how to add one.",
+        "Interface of position methods: hooks and declarations. "
+        "[Contributing](../contributing.md) explains how to add one.",
         (
             *("megatron.position.encoding", "megatron.position.processor", "megatron.position.temperature"),
             *("megatron.position.base", "megatron.position.bounded_parameter", "megatron.position.facts"),
@@ -34,12 +34,12 @@ API_PAGES: dict[str, ApiPage] = {
     ),
     "registry": ApiPage(
         "Methods by name",
-        "Which methods there are, what they declare, and modules built of them.",
+        "Registered methods, their declarations, and construction of modules.",
         ("megatron.position.registry", "megatron.position.catalog"),
     ),
     "attention": ApiPage(
         "Attention",
-        "The formula in plain PyTorch, what it is computed from, and the interface of what computes it faster.",
+        "Reference implementation in plain PyTorch, its inputs, and the interface of faster backends.",
         (
             *("megatron.attention.inputs", "megatron.attention.segments", "megatron.attention.reference"),
             *("megatron.attention.softmax", "megatron.attention.query_scale", "megatron.attention.documents"),
@@ -48,12 +48,12 @@ API_PAGES: dict[str, ApiPage] = {
     ),
     "model": ApiPage(
         "Models",
-        "From options to megatron-core's GPT with this project's attention.",
+        "Construction of megatron-core's GPT with this project's attention from options.",
         ("megatron.model.build", "megatron.model.gpt"),
     ),
     "data": ApiPage(
         "Data",
-        "Texts become tokens in files, with the tokenizer beside them. [Data](../data.md) tells the whole of it.",
+        "Conversion of texts to token files, with the tokenizer beside them. [Data](../data.md) is the guide.",
         (
             *("megatron.data.corpus.prepare", "megatron.options.data", "megatron.data.corpus_metadata"),
             *("megatron.data.indexed_dataset", "megatron.data.tokenizers"),
@@ -61,12 +61,12 @@ API_PAGES: dict[str, ApiPage] = {
     ),
     "checkpoints": ApiPage(
         "Runs and checkpoints",
-        "A run that was trained, found by its folder, and its model rebuilt.",
+        "Trained runs, found by folder, and loading of their models.",
         ("megatron.checkpoint.trained_run", "megatron.checkpoint.load_model"),
     ),
     "evaluation": ApiPage(
         "Evaluation",
-        "Which tokens are scored, scoring them, and records of the results.",
+        "Selection of scored tokens, scoring, and records of the results.",
         (
             *("megatron.evaluation.run", "megatron.evaluation.protocols", "megatron.evaluation.perplexity"),
             *("megatron.evaluation.loss_records", "megatron.evaluation.lengths", "megatron.evaluation.texts"),
@@ -77,7 +77,7 @@ API_PAGES: dict[str, ApiPage] = {
     ),
     "tasks": ApiPage(
         "Tasks from scratch",
-        "What a task is, the kinds of them, and tasks by name. [Tasks](../tasks.md) lists them.",
+        "Interface of tasks, kinds of tasks, and tasks by name. [Tasks](../tasks.md) lists them.",
         (
             *("megatron.tasks.task", "megatron.tasks.transduction_task", "megatron.tasks.autoregressive_task"),
             *("megatron.tasks.needle_task", "megatron.tasks.task_config"),
@@ -85,7 +85,7 @@ API_PAGES: dict[str, ApiPage] = {
     ),
     "kernels": ApiPage(
         "Kernels",
-        "Operators in Triton and C, and the plain PyTorch that they are compared with.",
+        "Operators in Triton and C, and their references in plain PyTorch.",
         (
             *("kernels.biased_attention.op", "kernels.biased_attention.reference"),
             *("kernels.cdape_attention.op", "kernels.cdape_attention.args", "kernels.cdape_attention.reference"),
@@ -93,22 +93,22 @@ API_PAGES: dict[str, ApiPage] = {
         ),
     ),
 }
-"""The pages by the stems of their files."""
+"""Pages by the stems of their files."""
 
 
 def list_api_pages(root: Path) -> dict[str, ApiPage]:
-    """The pages of what is there, farfield/ first."""
+    """Return the pages of all existing modules, farfield/ first."""
     modules = tuple(f"farfield.{path.stem}" for path in sorted((root / "farfield").glob("*.py")) if path.stem[0] != "_")
-    page = ApiPage("farfield", "What scripts and notebooks need.", ("farfield", *modules))
+    page = ApiPage("farfield", "Functions for scripts and notebooks.", ("farfield", *modules))
     return {**({"farfield": page} if (root / "farfield" / "__init__.py").is_file() else {}), **API_PAGES}
 
 
 def write_api_pages(root: Path) -> dict[str, str]:
-    """The pages by their paths in the site's docs/, the list of all first."""
+    """Return the pages by path in the site's docs/, starting with the index."""
     pages = list_api_pages(root)
     entries = [f"[{page.title}]({stem}.md)\n:   {page.introduction}" for stem, page in pages.items()]
     introduction = (
-        "Signatures, shapes, errors and sources, from the docstrings. Import from the project's root, or with it in "
+        "Signatures, shapes, errors and sources, from the docstrings. Run Python in the project's root, or add it to "
         "`PYTHONPATH`. Shape letters: B batch, T sequence, H heads, h the heads of one rank, D hidden size, "
         "d head dimension, N distances, V vocabulary, R rows and C columns of a block."
     )

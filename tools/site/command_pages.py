@@ -1,4 +1,4 @@
-"""A page for each command of deepy.py, made of what `--help` says."""
+"""Page for each command of deepy.py, generated from its `--help`."""
 
 import re
 from typing import Any
@@ -16,19 +16,19 @@ TYPES = {
     "<int range>": "whole number",
     "<float range>": "number",
     "<path>": "path",
-    "<list[str]>": "text, may be given again",
-    "<list[Path]>": "path, may be given again",
+    "<list[str]>": "text, repeatable",
+    "<list[Path]>": "path, repeatable",
 }
-"""What typer writes for the value of an option."""
+"""Names of value types, by typer's notation."""
 
 
 def list_commands() -> dict[str, str]:
-    """The commands in the order of the help, each with the page that explains more."""
+    """Return the commands in the order of the help, each with a page that explains more."""
     return {function.__name__.rstrip("_"): page for function, page in COMMANDS}
 
 
 def write_command_pages() -> dict[str, str]:
-    """The pages by their paths in the site's docs/, the list of all first."""
+    """Return the pages by path in the site's docs/, starting with the index."""
     group: Any = typer.main.get_command(app)
     docstrings = {function.__name__.rstrip("_"): read_docstring(function) for function, _ in COMMANDS}
     rows = []
@@ -36,8 +36,8 @@ def write_command_pages() -> dict[str, str]:
         summary = " ".join(docstrings[name].partition("\n\n")[0].split())
         rows.append(f"| [`{name}`]({name}.md) | {escape(summary)} | {page} |")
     index = (
-        "# Commands\n\nEach is `./deepy.py COMMAND`. `./deepy.py COMMAND --help` says in the terminal what its page "
-        "says here.\n\n| command | what it does | more |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
+        "# Commands\n\nEach is `./deepy.py COMMAND`. `./deepy.py COMMAND --help` shows the text of its page in the "
+        "terminal.\n\n| command | description | more |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
     )
     pages = {f"{FOLDER}/index.md": link_docs(index, f"{FOLDER}/index.md")}
     for name, page in list_commands().items():
@@ -46,13 +46,13 @@ def write_command_pages() -> dict[str, str]:
 
 
 def render_command(name: str, command: Any, docstring: str, more: str) -> str:
-    """One page: what the command does, how it is called, examples, arguments and options.
+    """Render one page: description, usage, examples, arguments and options of a command.
 
     Args:
-        name: of the command.
-        command: as typer builds it.
-        docstring: of its function.
-        more: the page that explains more, as docs/NAME.md.
+        name: name of the command.
+        command: command object built by typer.
+        docstring: docstring of its function.
+        more: page that explains more, as docs/NAME.md.
     """
     path = f"{FOLDER}/{name}.md"
     context = command.make_context(name, [], resilient_parsing=True)
@@ -70,7 +70,7 @@ def render_command(name: str, command: Any, docstring: str, more: str) -> str:
 
 
 def _format_help(text: str) -> str:
-    """A docstring's paragraphs as Markdown: examples, which are indented, as a block of code."""
+    """Convert a docstring to Markdown; indented examples become code blocks."""
     blocks = [block for block in text.split("\n\n") if block.strip()]
     parts: list[str] = []
     for block in blocks:
@@ -86,7 +86,7 @@ def _format_help(text: str) -> str:
 
 
 def _escape_help(text: str) -> str:
-    """Help for the terminal as Markdown, its [bold] and [/] too."""
+    """Escape terminal help for Markdown, including [bold] and [/]."""
     return re.sub(r"\\\[(/?)(?:bold|italic)?\\\]", "**", escape(text))
 
 
@@ -95,7 +95,7 @@ def _join_lines(block: str) -> str:
 
 
 def _format_parameter(parameter: Any, context: Any) -> str:
-    """An argument or option with its type, limits and default in words, as an entry of a list of definitions."""
+    """Format an argument or option with its type, limits and default, as an entry of a definition list."""
     names, meaning = parameter.get_help_record(context)
     if parameter.param_type_name == "argument":
         names = parameter.metavar or names
@@ -108,7 +108,7 @@ def _format_parameter(parameter: Any, context: Any) -> str:
 
 
 def _describe_fact(fact: str) -> str:
-    """What typer says in brackets at the end of a help text, in words: `x>=1`, `0<=x<=1`, `default: 64`, `required`."""
+    """Describe a bracketed fact at the end of typer's help: `x>=1`, `0<=x<=1`, `default: 64`, `required`."""
     if fact.startswith("default: "):
         return f"default `{fact.removeprefix('default: ')}`"
     fact = re.sub(r"\d{5,}", lambda number: f"{int(number[0]):,}", fact)

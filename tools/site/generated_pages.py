@@ -1,4 +1,4 @@
-"""The pages and files that the site has beside those of docs/, and the navigation that names them."""
+"""Pages and files that the site adds to docs/, and their navigation."""
 
 import posixpath
 from collections.abc import Mapping
@@ -15,19 +15,19 @@ RESULTS: dict[str, dict[str, str]] = {
     "Methods compared": {
         "zoo": "The leaderboard",
         "zoo_text": "The leaderboard's text, trained longer",
-        "small": "The papers' tables, small",
+        "small": "Small versions of the papers' tables",
         "tasks": "Tasks from scratch",
         "drope": "DroPE",
-        "recipe": "CDAPE for a trained model",
-        "muon": "Muon and Lion against AdamW",
+        "recipe": "CDAPE added to a trained model",
+        "muon": "Muon and Lion compared with AdamW",
         "mup_coordinates": "muP: activations over width",
-        "document_distances": "Documents apart: distances",
-        "document_perplexity": "Documents apart: perplexity",
+        "document_distances": "Document masking: distances",
+        "document_perplexity": "Document masking: perplexity",
     },
-    "Checked against others": {
-        "methods": "Methods against published code",
-        "export": "Exports against transformers",
-        "export_versions": "Exports under versions of transformers",
+    "Comparisons with other code": {
+        "methods": "Methods compared with published code",
+        "export": "Exports compared with transformers",
+        "export_versions": "Exports with versions of transformers",
         "stock_configs": "Other projects' configurations",
         "parity": "Layouts of 2 and 4 ranks",
         "parity_8": "Layouts of 8 ranks",
@@ -37,30 +37,29 @@ RESULTS: dict[str, dict[str, str]] = {
         "bench_cdape_cpu": "CDAPE on an Intel Xeon",
         "bench_cdape_cpu_epyc": "CDAPE on an AMD EPYC",
         "host_time": "Host time of a training step",
-        "save": "What a checkpoint costs",
-        "context_memory": "What context parallelism saves",
-        "planner_memory": "The planner's memory",
+        "save": "Cost of a checkpoint",
+        "context_memory": "Memory saved by context parallelism",
+        "planner_memory": "Planned memory",
     },
     "GPUs": {
         "gpu_check": "The first check on a GPU",
         "gpu_visit": "Profile of training steps on an H200",
         "gpu_methods": "Backends on a GPU",
-        "cuda_matrix": "What runs on CUDA",
+        "cuda_matrix": "CUDA features on the null device",
         "rehearsals": "Rehearsals of configurations",
     },
 }
-"""The pages of docs/results/ in the navigation: short titles by the stems of their files, in groups."""
+"""Navigation of the pages of docs/results/: groups of short titles, by file stem."""
 
 
 class GeneratedPages:
-    """The files that the site has beside those of docs/.
+    """Files that the site adds to docs/.
 
     Attributes:
-        contents: text or bytes by the path in the site's docs/.
+        contents: text or bytes by path in the site's docs/.
         sources: pages that show another file of the repository: index.md → README.md.
-        folders: the pages of a folder, as entries of the navigation, for what mkdocs.yml calls `folder/`.
-        moved: files of docs/ that the site has under another name: an HTML page beside a Markdown file of its name,
-            whose page has that name.
+        folders: pages of a folder as navigation entries, which replace `folder/` in mkdocs.yml.
+        moved: files of docs/ that the site renames: an HTML page whose name would collide with a Markdown page.
     """
 
     def __init__(self, root: Path) -> None:
@@ -96,7 +95,7 @@ class GeneratedPages:
                 self.moved.append(file.as_posix())
 
     def _group_results(self) -> list[Any]:
-        """The pages of docs/results/ by groups; those that are in none come last."""
+        """Return the pages of docs/results/ by group; pages without a group come last."""
         paths = {path.stem: path for path in sorted((self.root / "docs/results").glob("*.md")) if path.stem != "README"}
         groups: list[Any] = []
         for group, titles in RESULTS.items():
@@ -107,7 +106,7 @@ class GeneratedPages:
 
     @staticmethod
     def _link_back(html: str, page: str) -> str:
-        """A page that is none of the site's Markdown, with a link to the site's first page above it."""
+        """Add a link to the site's home page above an HTML page that is not generated from Markdown."""
         path = posixpath.relpath("index.html", posixpath.dirname(page) or ".")
         link = f'<p><a href="{path}">The documentation of Farfield</a></p>'
         return html.replace("<body>", f"<body>\n{link}", 1)
@@ -134,11 +133,11 @@ class GeneratedPages:
         ]
 
     def add_notebooks(self) -> None:
-        """Add what needs a package of its own: the pages of notebooks with their pictures."""
+        """Add the pages of notebooks and their pictures, which need an additional package."""
         self.contents |= notebook_pages.write_notebook_pages(self.root)
 
     def expand_navigation(self, entries: list[Any]) -> list[Any]:
-        """The navigation of mkdocs.yml with the pages of folders in the place of `folder/`; empty parts go."""
+        """Replace `folder/` in the navigation of mkdocs.yml by the folder's pages, and remove empty sections."""
         expanded: list[Any] = []
         for entry in entries:
             ((title, value),) = entry.items() if isinstance(entry, dict) else ((None, entry),)
@@ -154,11 +153,11 @@ class GeneratedPages:
 
 
 def build_link_rewriter(generated: GeneratedPages, repository_url: str) -> LinkRewriter:
-    """The rewriter of the site's links. A folder is shown by the page of its README, or by the list of its pages.
+    """Build the link rewriter of the site. A folder is shown by its README's page or by the list of its pages.
 
     Args:
-        generated: the pages that docs/ does not hold.
-        repository_url: the repository's files on the web, …/blob/main; nothing if it is nowhere.
+        generated: pages that docs/ does not contain.
+        repository_url: URL of the repository's files, …/blob/main; empty if it is not published.
     """
     pages = {source: page for page, source in generated.sources.items()}
     pages |= {posixpath.dirname(path): page for path, page in pages.items() if path.endswith("/README.md")}

@@ -1,7 +1,7 @@
-"""What MkDocs calls while it builds the site (`make site`): pages that docs/ does not hold, the navigation, links.
+"""MkDocs hooks of `make site`: generated pages, navigation and links.
 
-The pages of docs/ are written for the repository and stay as they are. Here the README becomes the first page, links
-are turned into the site's, and pages are added of commands, keys, methods, modules and notebooks.
+The pages of docs/ are written for the repository and stay unchanged. The hooks make the README the home page, rewrite
+links for the site, and add pages for commands, keys, methods, modules and notebooks.
 """
 
 import os
@@ -25,19 +25,19 @@ from tools.site.links import LOADED_BY_STYLES, LinkRewriter, list_loaded_urls  #
 
 @dataclass
 class Build:
-    """What the events of one build share."""
+    """State shared by the events of one build."""
 
     generated: GeneratedPages
     rewriter: LinkRewriter
 
     def rewrite_links(self, markdown: str, page: str) -> str:
-        """A page's text with the site's links; a page that is made for the site links as one of docs/ does."""
+        """Return a page's text with the site's links. Links of generated pages resolve like those of docs/."""
         return self.rewriter.rewrite(markdown, self.generated.sources.get(page, f"docs/{page}"), page)
 
 
 @cache
 def get_build(repository_url: str) -> Build:
-    """The build of this process: `mkdocs serve` makes the generated pages once."""
+    """Return the build of this process. `mkdocs serve` generates the pages only once."""
     generated = GeneratedPages(ROOT)
     generated.add_notebooks()
     branch = os.environ.get("REPOSITORY_BRANCH", "main")
@@ -46,13 +46,13 @@ def get_build(repository_url: str) -> Build:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the generated pages into the navigation."""
+    """Add the generated pages to the navigation."""
     config.nav = get_build(config.repo_url or "").generated.expand_navigation(config.nav or [])
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages, and pages of the files that links lead to, and take out what the site has elsewhere."""
+    """Add the generated pages and pages of linked source files, and remove files that the site has moved."""
     build = get_build(config.repo_url or "")
     for path in build.generated.moved:
         if (moved := files.get_file_from_path(path)) is not None:
@@ -68,7 +68,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn the repository's links into the site's, and give a page without a heading one."""
+    """Rewrite the repository's links for the site, and add a heading to a page without one."""
     path = page.file.src_uri
     folder = path.partition("/")[0]
     if folder == source_pages.FOLDER:
@@ -86,7 +86,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Refuse pages that load anything from the network: the site is read from a disk, too."""
+    """Reject pages that load anything from the network, because the site must work from a local disk."""
     for path in sorted(Path(config.site_dir).rglob("*.html")):
         if urls := list_loaded_urls(path.read_text(encoding="utf-8")):
             raise PluginError(f"{path.relative_to(config.site_dir)} loads {', '.join(urls)} from the network")

@@ -1,4 +1,4 @@
-"""A page for each section of configuration keys, and docs/configuration.md without the tables that they replace."""
+"""Page for each section of configuration keys, and a shortened docs/configuration.md that links to them."""
 
 import re
 from functools import cache
@@ -13,19 +13,19 @@ FOLDER = "keys"
 PAGE = "configuration.md"
 
 OTHER_PAGES = {"sweep": f"{FOLDER}/sweep.md", "GPT-NeoX, KERPLE and DAPE": f"{FOLDER}/gpt-neox.md"}
-"""Pages of parts of docs/configuration.md that are no section of a run's configuration, by their headings."""
+"""Pages for parts of docs/configuration.md that are not sections of a run's configuration, by heading."""
 
 POLICIES = "policies"
-"""Where docs/configuration.md explains them, on the site."""
+"""Anchor of the explanation of policies in docs/configuration.md."""
 
 COMMANDS_HEADING = "Options of commands"
 
 
 def write_key_pages(configuration: str) -> dict[str, str]:
-    """The pages by their paths in the site's docs/.
+    """Return the pages by path in the site's docs/.
 
     Args:
-        configuration: the text of docs/configuration.md.
+        configuration: text of docs/configuration.md.
     """
     pages = {f"{FOLDER}/{name}.md": _render_section(name) for name in SECTIONS}
     pages[OTHER_PAGES["sweep"]] = _render_sweep()
@@ -37,7 +37,7 @@ def write_key_pages(configuration: str) -> dict[str, str]:
 
 
 def shorten_configuration(configuration: str) -> str:
-    """docs/configuration.md with links to the pages of keys in the place of their tables."""
+    """Return docs/configuration.md with links to the pages of keys instead of their tables."""
     introduction = configuration.partition("\n## ")[0]
     parts = [re.sub(r"(^Every key has a policy(?:.+\n)+)", rf"\1{{ #{POLICIES} }}\n", introduction, flags=re.MULTILINE)]
     for heading, text in _split(configuration):
@@ -51,7 +51,7 @@ def shorten_configuration(configuration: str) -> str:
 
 
 def _split(configuration: str) -> list[tuple[str, str]]:
-    """The parts of docs/configuration.md after its introduction, with their headings."""
+    """Return the headings and texts of docs/configuration.md after its introduction."""
     parts = re.split(r"^## (.+)$", configuration, flags=re.MULTILINE)[1:]
     return list(zip(parts[::2], parts[1::2], strict=True))
 
@@ -96,7 +96,7 @@ def _format_default(value: object) -> str:
 
 
 def _format_key(name: str, default: str, values: str, policy: str, meaning: str, level: int = 2) -> str:
-    """A key: its name as a heading, its meaning, and a line with its type, its default and what a change of it does."""
+    """Format a key: name as heading, description, and a line with type, default and policy for changes."""
     facts = [f"type: {escape(values.replace(' · ', ', '))}"]
     if default:
         facts.append(default if default == "required" else f"default: `{default}`")
@@ -107,6 +107,6 @@ def _format_key(name: str, default: str, values: str, policy: str, meaning: str,
 
 @cache
 def read_policies() -> dict[str, str]:
-    """Policy → what a resumed run does if a key of that policy has changed, of the table in docs/configuration.md."""
+    """Return the effect of a changed key on a resumed run by policy, from the table in docs/configuration.md."""
     rows = re.findall(r"^\| (\w+) \| .+ \| (.+) \|$", INTRODUCTION.partition("| --- |")[2], flags=re.MULTILINE)
     return dict(rows)

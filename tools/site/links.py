@@ -1,9 +1,9 @@
-"""Links of Markdown pages, which are written for the repository, as links of the site.
+"""Convert links of Markdown pages from repository paths to site links.
 
-A page links to files of the repository by their paths, as GitHub reads them. On the site such a link leads to the page
-that shows the file, where there is one; to a file of docs/, which the site has as it is; else to the file in the
-repository on the web, if mkdocs.yml knows its address, and if not to a page with the file's text. A link that leads
-nowhere stays as it is, and MkDocs refuses it.
+A page links to files of the repository by their paths, as GitHub reads them. On the site such a link points to the page
+that shows the file, if one exists. Otherwise it points to the file in docs/, which the site copies; else to the file in
+the repository on the web, if mkdocs.yml sets its URL; else to a page with the file's text. A broken link stays
+unchanged, and MkDocs rejects it.
 """
 
 import posixpath
@@ -20,27 +20,27 @@ CODE_OR_LINK = re.compile(
     r"|\]\((?P<target>[^()\s]+)(?P<title>\s+\"[^\"]*\")?\)",
     flags=re.MULTILINE | re.DOTALL,
 )
-"""Blocks and spans of code, in which nothing is a link, and the targets of links and pictures."""
+"""Code blocks and spans, which contain no links, and the targets of links and pictures."""
 
 ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:|//|/|#", flags=re.IGNORECASE)
-"""How targets begin that are no paths relative to the page."""
+"""Prefixes of targets that are not paths relative to the page."""
 
 ON_THE_NETWORK = re.compile(r"\s*(?:https?:)?//", flags=re.IGNORECASE)
 LOADED_BY_STYLES = re.compile(r"(?:@import\s+|url\(\s*)[\"']?((?:https?:)?//[^\s\"')]+)", flags=re.IGNORECASE)
 LOADED_LINKS = {"stylesheet", "manifest", "preload", "modulepreload", "prefetch", "preconnect", "dns-prefetch", "icon"}
-"""Relations of <link> that a browser asks for as it shows a page."""
+"""Relations of <link> that make a browser load a file with the page."""
 
 
 @dataclass
 class LinkRewriter:
-    """Rewrites the links of pages.
+    """Rewriter of the links of pages.
 
     Attributes:
-        root: the repository's folder.
-        pages: the site's pages by the paths of the files that they show: README.md → index.md.
-        repository_url: the repository on the web, as far as its branch's files: …/blob/main; or nothing.
-        source_files: the files and folders that links lead to and that need a page of their own, as paths in the
-            repository; filled by `rewrite`.
+        root: repository folder.
+        pages: pages of the site by the path of the file they show: README.md → index.md.
+        repository_url: URL of the repository's files, …/blob/main; empty if not published.
+        source_files: linked files and folders that need their own page, as paths in the repository; filled by
+            `rewrite`.
     """
 
     root: Path
@@ -49,12 +49,12 @@ class LinkRewriter:
     source_files: set[str] = field(default_factory=set)
 
     def rewrite(self, markdown: str, source: str, page: str) -> str:
-        """A page's text with the site's links.
+        """Return a page's text with the site's links.
 
         Args:
-            markdown: the text as it is in the repository.
-            source: path of the file that it is from, in the repository; links are relative to it.
-            page: path of the page, in the site's docs/.
+            markdown: text in the repository.
+            source: path of the source file in the repository; links are relative to it.
+            page: path of the page in the site's docs/.
         """
 
         def replace(match: re.Match[str]) -> str:
@@ -66,7 +66,7 @@ class LinkRewriter:
         return CODE_OR_LINK.sub(replace, markdown)
 
     def resolve(self, target: str, source: str, page: str) -> str:
-        """The site's link for the target of one link; what leads nowhere comes back as it is."""
+        """Return the site's link for a link target; a broken link is returned unchanged."""
         path, hash_mark, anchor = target.partition("#")
         file = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
         there = self.root / file
@@ -110,8 +110,10 @@ class _LoadedUrls(HTMLParser):
 
 
 def list_loaded_urls(html: str) -> list[str]:
-    """The addresses on the network that a browser loads something from as it shows a page: scripts, pictures, frames,
-    styles and what these load. Links that a reader may follow are none."""
+    """Return the network URLs that a browser loads with a page: scripts, pictures, frames, styles and their imports.
+
+    Links that a reader may follow are not included.
+    """
     parser = _LoadedUrls()
     parser.feed(html)
     parser.close()

@@ -1,4 +1,4 @@
-"""Words of docstrings, help and descriptions of keys as Markdown of the site."""
+"""Conversion of docstrings, help and key descriptions to Markdown for the site."""
 
 import posixpath
 import re
@@ -9,18 +9,18 @@ DOCS_PAGE = re.compile(r"(?<![\w/`])docs/([\w/]+\.md)\b")
 
 
 def escape(text: str) -> str:
-    """Text that means itself: nothing of it is Markdown or HTML but its spans of code."""
+    """Escape Markdown and HTML in a text, except its code spans."""
     parts = CODE_SPAN.split(text)
     parts[::2] = [re.sub(r"([*_\[\]\\|])", r"\\\1", part).replace("<", "&lt;") for part in parts[::2]]
     return "".join(parts)
 
 
 def link_docs(text: str, page: str) -> str:
-    """A text that names pages as docs/NAME.md, with links to them.
+    """Convert mentions of docs/NAME.md in a text to links.
 
     Args:
-        text: Markdown.
-        page: path in the site's docs/ of the page that the text is for.
+        text: Markdown text.
+        page: path of the page that contains the text, in the site's docs/.
     """
 
     def link(match: re.Match[str]) -> str:
@@ -31,6 +31,6 @@ def link_docs(text: str, page: str) -> str:
 
 
 def read_title(markdown: str, otherwise: str) -> str:
-    """The first heading of a page, or another title if it has none."""
+    """Return the first heading of a page, or `otherwise` if it has none."""
     match = re.search(r"^# +(.+?) *(?:\{.*\})? *$", markdown, flags=re.MULTILINE)
     return match[1] if match else otherwise

@@ -1,8 +1,8 @@
-"""A page for each position method, and docs/positions.md with links to them in the place of its entries.
+"""Page for each position method, and a shortened docs/positions.md that links to them.
 
-An entry of docs/positions.md (formula, parameters, options, advice, source, picture) is the page's beginning. Then come
-the overlays that choose the method, the kernels that compute it, and what the leaderboard's record has of it
-(`method_results.py`).
+A page starts with the method's entry in docs/positions.md (formula, parameters, options, advice, source, picture). The
+overlays that select the method, the kernels that compute it, and its results in the leaderboard's record
+(`method_results.py`) follow.
 """
 
 import re
@@ -31,13 +31,13 @@ KINDS = {
     "Processors": (list_processors, "score_processor"),
     "Temperatures": (list_temperatures, "attention_temperature"),
 }
-"""Parts of docs/positions.md whose entries have pages: the methods that they are of, and the key that chooses one."""
+"""Parts of docs/positions.md with method pages: the function that lists the methods, and the key that selects one."""
 MODEL = Path("configs/model/125M.yml")
-"""What the commands of the pages train."""
+"""Model trained by the commands on the pages."""
 FUSED_PROCESSOR, PLAIN_BIAS = "cdape", "kerple_log"
-"""What stands for a processor beside an encoding, and for an encoding under a processor."""
+"""Processor shown with an encoding, and encoding shown with a processor."""
 PUBLISHED_ON = {"cdape": "kerple_log", "dape": "kerple_log"}
-"""Encodings that processors are published with, where the file of a model sets another."""
+"""Encodings of the processors' publications, if the model file sets another."""
 
 PAPERS = {
     "Barbero et al. 2024": "2410.06205",
@@ -61,19 +61,19 @@ PAPERS = {
     "Vaswani et al. 2017": "1706.03762",
     "Zheng et al. 2024": "2405.14722",
 }
-"""Numbers on arXiv of papers that the methods' sources name without one."""
+"""arXiv numbers of papers that the methods' sources cite without one."""
 _NUMBER = r"(?:arXiv:)?\b(?P<number>\d{4}\.\d{5})\b"
 _NAME = rf"\b(?P<name>{'|'.join(name.replace(' ', '.') for name in PAPERS)})\b"
 NUMBER = re.compile(_NUMBER)
 NAME_OR_NUMBER = re.compile(rf"{_NAME}|{_NUMBER}", flags=re.DOTALL)
-"""Papers in a text whose lines may end within a name."""
+"""Pattern of papers in a text whose lines may break within a name."""
 
 
 def write_method_pages(root: Path) -> dict[str, str | bytes]:
-    """The pages by their paths in the site's docs/.
+    """Return the pages by path in the site's docs/.
 
     Args:
-        root: the repository's folder.
+        root: repository folder.
     """
     results = LeaderboardResults(root)
     overlays = find_overlays(root)
@@ -85,7 +85,7 @@ def write_method_pages(root: Path) -> dict[str, str | bytes]:
                 _link_entry(entry),
                 "## Train with it",
                 _describe_use(root, kind, name, overlays.get(name, [])),
-                "## What computes it",
+                "## Backends",
                 _describe_backends(kind, name),
                 "## In the leaderboard",
                 results.describe(name, entry if kind == "Encodings" else ""),
@@ -96,14 +96,14 @@ def write_method_pages(root: Path) -> dict[str, str | bytes]:
 
 
 def list_pages_by_kind(pages: Iterable[str]) -> dict[str, list[str]]:
-    """The methods' pages in the order and the parts of docs/positions.md."""
+    """Return the methods' pages by part of docs/positions.md, in the same order."""
     return {
         kind: [page for page in pages if Path(page).stem in list_methods()] for kind, (list_methods, _) in KINDS.items()
     }
 
 
 def split_entries(positions: str) -> dict[str, dict[str, str]]:
-    """Kind → method → its entry in docs/positions.md, without the heading."""
+    """Return each kind's entries of docs/positions.md by method, without headings."""
     found: dict[str, dict[str, str]] = {}
     for kind in KINDS:
         part = re.split(rf"^## {kind}$", positions, flags=re.MULTILINE)[1]
@@ -114,8 +114,10 @@ def split_entries(positions: str) -> dict[str, dict[str, str]]:
 
 
 def describe_for_search(root: Path, method: str) -> dict[str, Any]:
-    """What the search plugin reads of a method's page: its names, and how much more its words count than those of pages
-    that name it. The methods that most overlays choose come first."""
+    """Return the search metadata of a method's page: its names, and a boost over pages that mention it.
+
+    Methods selected by more overlays rank higher.
+    """
     return {
         "tags": [method, *list_other_names(method)],
         "search": {"boost": 2 + len(find_overlays(root).get(method, []))},
@@ -123,9 +125,9 @@ def describe_for_search(root: Path, method: str) -> dict[str, Any]:
 
 
 def shorten_positions(positions: str) -> str:
-    """docs/positions.md with the first sentence of each entry and a link to its page; headings stay.
+    """Return docs/positions.md with only the first sentence of each entry and a link to its page; headings stay.
 
-    In its tables a formula stands below the name, which leads to the method's page: formulas are long.
+    In its tables the formula moves below the name, which links to the method's page, because formulas are long.
     """
     for entries in split_entries(positions).values():
         for name, entry in entries.items():
@@ -139,8 +141,8 @@ def shorten_positions(positions: str) -> str:
 
 
 def _link_entry(entry: str) -> str:
-    """An entry for a page in a folder beside docs/positions.md: its formula as a block that wraps, papers and pages
-    as links."""
+    """Adapt an entry for a page in a folder beside docs/positions.md: a wrapping formula block, links for papers and
+    pages."""
     summary, formula, rest = entry.split("\n\n", 2)
     rest = rest.replace("](images/", "](../images/").replace("](#", f"](../{PAGE}#")
     facts, mark, source = rest.partition("- **Source:**")
@@ -156,22 +158,23 @@ def _link_paper(match: re.Match[str]) -> str:
 
 @cache
 def find_overlays(root: Path) -> dict[str, list[str]]:
-    """Method → the overlays of configs/position/ that choose it, by name, the one of its own name first."""
+    """Return the names of the overlays in configs/position/ by the method they select, the one of the same name
+    first."""
     found: dict[str, list[str]] = {}
     for path in sorted((root / "configs/position").glob("*.yml")):
         values = parse_yaml(read_text(path), str(path)).values
         for list_methods, key in KINDS.values():
             chosen = values.get(key, [])
             for name in dict.fromkeys(chosen if isinstance(chosen, list) else [chosen]):
-                if name in list_methods():  # "none" is an encoding, and of other kinds the lack of a method
+                if name in list_methods():  # "none" is an encoding, and the absence of a method for other kinds
                     found.setdefault(str(name), []).append(path.stem)
     return {name: sorted(overlays, key=lambda overlay: overlay != name) for name, overlays in found.items()}
 
 
 def _describe_use(root: Path, kind: str, name: str, overlays: list[str]) -> str:
-    """The command that trains with a method, and what encoding it stands on where it is none itself."""
+    """Return the command that trains with a method, and the encoding it uses if it is not one itself."""
     if not overlays:
-        return "No overlay chooses it; its name is the value of the key."
+        return "No overlay selects it; set the key to its name."
     links = ", ".join(f"[`{overlay}`](../../configs/position/{overlay}.yml)" for overlay in overlays)
     own, sentence = overlays[0], ""
     base = PUBLISHED_ON.get(name)
@@ -179,19 +182,17 @@ def _describe_use(root: Path, kind: str, name: str, overlays: list[str]) -> str:
         model = f"the model's file ([`{MODEL.stem}`](../../{MODEL}))"
         given = parse_yaml(read_text(root / MODEL), str(MODEL)).values[KINDS["Encodings"][1]]
         if base is None:
-            sentence = (
-                f"It stands on `{given}`, which {model} sets; for another encoding, put its overlay before `{own}`."
-            )
+            sentence = f"It uses `{given}`, which {model} sets; for another encoding, put its overlay before `{own}`."
         else:
             both = f"{name}_{base}"
             own = both if both in overlays else f"{base} {own}"
-            sentence = f"It stands on `{base}`, with which it was published; {model} alone would put it on `{given}`."
+            sentence = f"It uses `{base}`, with which it was published; {model} alone would select `{given}`."
     block = f"``` console\n./deepy.py train {MODEL.stem} {own} local_setup\n```"
-    return "\n\n".join(filter(None, [block, sentence, f"Overlays that choose it: {links}."]))
+    return "\n\n".join(filter(None, [block, sentence, f"Overlays that select it: {links}."]))
 
 
 def _describe_backends(kind: str, name: str) -> str:
-    """Which of the fast backends compute the method, and why the others do not."""
+    """Describe which fast backends compute the method, and why the others do not."""
     if kind == "Temperatures":
         return "It multiplies queries before attention, so every `attention_backend` computes it."
     if kind == "Processors":
@@ -214,6 +215,6 @@ def _describe_backends(kind: str, name: str) -> str:
     return "\n".join(lines) + (
         "\n\n`triton` and `flex` need a GPU, `native` is a kernel for CPUs. "
         "`chunked` and `eager`, in plain PyTorch, compute every combination of methods. "
-        "[`auto`](../configuration.md) times those that can do a model on a GPU, and takes the fastest. "
-        "Tensor, context, data and pipeline parallelism divide every method ([parallel](../parallel.md))."
+        "[`auto`](../configuration.md) times the backends that support a model on a GPU, and selects the fastest. "
+        "Tensor, context, data and pipeline parallelism support every method ([parallel](../parallel.md))."
     )

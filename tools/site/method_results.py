@@ -1,4 +1,4 @@
-"""What the leaderboard's record (docs/results/zoo.json) has of a method, for the method's page."""
+"""Results of a method in the leaderboard's record (docs/results/zoo.json), for the method's page."""
 
 import re
 import statistics
@@ -14,18 +14,18 @@ RECORD = Path("docs/results/zoo.json")
 SWEEP, QUICKSTART = Path("configs/zoo.yml"), Path("configs/quickstart.yml")
 BASELINE = "rotary"
 METRIC, FULL_SEEDS = "perplexity", 3
-"""Of the text, and how many seeds a method has there that a question of the leaderboard names."""
+"""Text metric, and number of seeds of methods named in a question of the leaderboard."""
 ORDINARY_WORDS = {"none", "learned"}
-"""Methods whose names are words of sentences about other methods."""
+"""Methods whose names occur as ordinary words in texts about other methods."""
 TITLES = {"Leaderboard": "Ranks and scores"}
-"""Of the report's tables, where the page has a heading of that name."""
+"""Titles that replace those of the report's tables on pages that already have a heading of the same name."""
 
 
 class LeaderboardResults:
-    """The leaderboard's tables, of which each page shows some rows.
+    """Tables of the leaderboard, of which each page shows some rows.
 
     Args:
-        root: the repository's folder.
+        root: repository folder.
     """
 
     def __init__(self, root: Path) -> None:
@@ -37,18 +37,18 @@ class LeaderboardResults:
         self.longest = max(record.length for record in text)
         self.seeds: dict[str, set[int]] = {}
         self.values: dict[str, list[float]] = {}
-        """Of each method: the seeds of its perplexities, and these at the longest length."""
+        """Perplexities at the longest length by method, one per seed."""
         for record in text:
             self.seeds.setdefault(record.method, set()).add(record.seed)
             if record.length == self.longest:
                 self.values.setdefault(record.method, []).append(record.value)
 
     def describe(self, name: str, entry: str) -> str:
-        """The part of a method's page.
+        """Return the results section of a method's page.
 
         Args:
-            name: of the method.
-            entry: of docs/positions.md, if its advice is about methods of the same kind; or nothing.
+            name: name of the method.
+            entry: entry of docs/positions.md, if its advice is about methods of the same kind; otherwise empty.
         """
         variants = {
             record.method
@@ -56,24 +56,24 @@ class LeaderboardResults:
             if name in re.findall(r"\w+", f"{record.position or ''} {record.method}") and not record.is_trivial_baseline
         }
         if not variants:
-            return f"The [leaderboard](../results/{RECORD.stem}.md) has not asked it."
+            return f"The [leaderboard](../results/{RECORD.stem}.md) does not include it."
         parts = [self._describe_budget(), self._compare_with_advice(name, entry)]
         return "\n\n".join(filter(None, [*parts, *(self._render_rows(table, variants) for table in self.tables)]))
 
     def _describe_budget(self) -> str:
-        """What the numbers are of, and why the quickstart has others."""
+        """Describe the setup of the results, and why the quickstart's differ."""
         baseline = next(record for record in self.records if record.metric == METRIC and record.method == BASELINE)
         return (
             f"For the text, a model of {(baseline.parameters or 0) / 1e6:.2f}M parameters is trained for "
             f"{baseline.step} steps ([`{SWEEP.stem}`](../../{SWEEP})). The [quickstart](../../{QUICKSTART}) trains the "
-            f"same models longer and on another text, so perplexities differ. A perplexity is the mean of "
-            f"{FULL_SEEDS} seeds, or of as many as (n …) says; needles and tasks have one seed each. {BASELINE} stands "
-            f"beside for comparison. How it was measured, and every other method: "
+            f"same models longer and on another text, so perplexities differ. A perplexity is the mean over "
+            f"{FULL_SEEDS} seeds, or over n seeds if marked (n …); needles and tasks have one seed each. {BASELINE} is "
+            f"shown for comparison. For the setup and all other methods, see "
             f"[the leaderboard](../results/{RECORD.stem}.md)."
         )
 
     def _compare_with_advice(self, name: str, entry: str) -> str:
-        """What the record has of the methods that an entry's advice names, if one of the numbers is of one seed."""
+        """Compare the methods named in an entry's advice by the record, if any of their results is a single seed."""
         advice = re.split(r"^- \*\*", entry.partition("- **When:**")[2], maxsplit=1, flags=re.MULTILINE)[0]
         words = [word for word in dict.fromkeys(re.findall(r"\w+", advice)) if word not in ORDINARY_WORDS]
         methods = [name, *(word for word in words if word in self.values and word != name)]
@@ -85,12 +85,12 @@ class LeaderboardResults:
             mean = statistics.fmean(self.values[method])
             found.append(f"{mean:.2f} for `{method}` ({num_seeds} seed{'s' * (num_seeds > 1)})")
         return (
-            f"The advice above is about larger models. Here the perplexity at {self.longest:,} tokens is "
-            f"{', '.join(found[:-1])} and {found[-1]}: a number of one seed does not say how much of it is chance."
+            f"The advice above concerns larger models. Here the perplexity at {self.longest:,} tokens is "
+            f"{', '.join(found[:-1])} and {found[-1]}: a result of one seed may be chance."
         )
 
     def _render_rows(self, table: TextTable, variants: set[str]) -> str:
-        """The rows of some methods, beside the baseline's, with the table's title above them."""
+        """Render the rows of some methods and of the baseline, with the table's title above."""
         rows = [row for row in table.rows if row[0] in variants]
         rows += [row for row in table.rows if row[0] == BASELINE and BASELINE not in variants]
         marked = []
@@ -103,14 +103,14 @@ class LeaderboardResults:
         return f"### {TITLES.get(table.title, table.title)}\n\n{grid}"
 
     def _mark_seeds(self, method: str, header: str, cell: str) -> str:
-        """What a perplexity says of its seeds, if they are fewer than others have."""
+        """Mark a perplexity with its number of seeds, if there are fewer than for other methods."""
         num_seeds = len(self.seeds.get(method, ()))
         is_marked = header.startswith(f"{METRIC} at") and 0 < num_seeds < FULL_SEEDS and cell != "–"
         return f" (n {num_seeds})" if is_marked else ""
 
 
 def _transpose(table: TextTable) -> TextTable:
-    """A column for each method: of few methods that is narrower."""
+    """Transpose a table to one column per method, which is narrower for few methods."""
     names = tuple(name for name, _ in table.rows)
     cells = zip(table.column_headers, *(cells for _, cells in table.rows), strict=True)
     return replace(table, corner_header="", column_headers=names, rows=tuple((row[0], row[1:]) for row in cells))

@@ -1,4 +1,4 @@
-"""Pages of the notebooks of docs/notebooks/, with the outputs that they hold; nothing is executed."""
+"""Pages of the notebooks in docs/notebooks/, with their saved outputs; nothing is executed."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,10 @@ FOLDER = "notebooks"
 
 
 def list_notebooks(root: Path) -> dict[str, str]:
-    """The notebooks' pages, as paths in the site's docs/, with their titles.
+    """Return the notebooks' pages as paths in the site's docs/, with their titles.
 
     Args:
-        root: the repository's folder.
+        root: repository folder.
     """
     pages = {}
     for path in sorted((root / "docs" / FOLDER).glob("*.ipynb")):
@@ -23,7 +23,7 @@ def list_notebooks(root: Path) -> dict[str, str]:
 
 
 def write_notebook_pages(root: Path) -> dict[str, str | bytes]:
-    """The pages and their pictures by their paths in the site's docs/; needs nbconvert if there is a notebook."""
+    """Return the pages and their pictures by path in the site's docs/. Requires nbconvert if there is a notebook."""
     written: dict[str, str | bytes] = {}
     for page in list_notebooks(root):
         from nbconvert import MarkdownExporter

@@ -1,4 +1,4 @@
-"""Pages that show files and folders of the repository, for a site that knows no address of it on the web."""
+"""Pages that show files and folders of the repository, for a site without a repository URL."""
 
 from pathlib import Path
 
@@ -8,16 +8,16 @@ LANGUAGES = {".py": "python", ".yml": "yaml", ".sh": "bash", ".json": "json", ".
 
 
 def get_source_page(path: str, is_folder: bool) -> str:
-    """Where the page of a file or folder of the repository is, in the site's docs/."""
+    """Return the path of the page of a file or folder, in the site's docs/."""
     return f"{FOLDER}/{path}/index.md" if is_folder else f"{FOLDER}/{path}.md"
 
 
 def render_source_page(root: Path, path: str) -> str:
-    """The page of a file: its text; of a folder: the names in it.
+    """Render the page of a file (its text) or of a folder (its file names).
 
     Args:
-        root: the repository's folder.
-        path: of the file or folder in it.
+        root: repository folder.
+        path: path of the file or folder in the repository.
     """
     there, title = root / path, f"# `{path}`\n\n"
     if there.is_dir():

@@ -1,4 +1,5 @@
 // The kernels of this folder on a CPU, for tests: `kernels/cuda/emulate.py` builds it.
+#include "logit_gradient.h"
 #include "mixer_backward.h"
 #include "mixer_forward.h"
 
@@ -24,3 +25,4 @@ EMULATE(MixerBackward_1_true_false, MixerBackwardArgs, BackwardToScores)
 EMULATE(MixerBackward_1_false_true, MixerBackwardArgs, BackwardToWeights)
 EMULATE(MixerForward_1_16, MixerForwardArgs, Forward16)
 EMULATE(MixerForward_1_32, MixerForwardArgs, Forward32)
+EMULATE(LogitGradient_1, LogitGradientArgs, LogitGradient<1>)

@@ -18,7 +18,7 @@
 
 struct MixerBackwardArgs {
   ScoreInputs scores;
-  const void* dlogits;  // bfloat16 [R, C, 16]; what a row does not see is not read
+  const void* dlogits;  // words of bfloat16 [R, 8 pairs, C]; what a row does not see is not read
   const void* table;    // U, float32 [N + front, 4 n-tiles, 4, 4], see Tables; its entry 0 is distance -front
   const void* edge;     // E, float32 [R, p, 32]
   const void* w1;       // B fragments of W1, exchange numbers [k][4 n-tiles][32 lanes][2]
@@ -39,7 +39,7 @@ struct MixerBackward {
   typedef Scores<G, 8> S;
   typedef PairWindow<G> W;
   typedef Tables<G> T;
-  typedef Runs<G, Bfloat16> R;
+  typedef Runs<G, Bfloat16, false> R;
   typedef Diagonals<G> D;
   static constexpr int TAPS = G::TAPS, NUM_THREADS = 32 * G::WARPS, BLOCKS_PER_SM = 1;
   static constexpr float SLOPE = 0.01f;
@@ -135,32 +135,26 @@ struct MixerBackward {
   template <bool MASKED>
   static KERNEL_CODE void load_tile(Context& c, int first) {
     compute_scores<MASKED>(c, first);
-    const int columns = c.args.scores.columns;
-    i32 lane = lane_id(), column = lane % 16, half = lane / 16;  // half of the pairs
+    const long long columns = c.args.scores.columns;
+    i32 lane = lane_id(), pair = lane / 16, column = lane % 16 * 2;
     UNROLL_FOR (int r = 0; r < 4; r++) {
       const int row = 4 * c.warp + r, in_map = c.first_row + row;
-      UNROLL_FOR (int part = 0; part < 2; part++) {
-        i32 j = column + (first + 16 * part);
-        Words<4> v;
+      const int bounded = in_map < c.args.scores.rows ? in_map : c.args.scores.rows - 1;
+      const int last = in_map < c.args.scores.rows ? c.position() + row : -1;
+      UNROLL_FOR (int part = 0; part < G::PAIRS; part += 2) {
+        Words<2> v;
         if (MASKED) {
-          const int bounded = in_map < c.args.scores.rows ? in_map : c.args.scores.rows - 1;
-          const int last = in_map < c.args.scores.rows ? c.position() + row : -1;
-          i32 inside = minimum(maximum(j, i32(0)), i32(columns - 1));
-          v = load_global<4>(
-              advance(address(c.args.dlogits, inside * 32 + half * 16), (long long)bounded * columns * 32), 0);
-          UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = select(j >= 0 && j <= last, v.x[x], u32(0u));
+          i32 j = column + first, inside = minimum(maximum(j, i32(0)), i32((int)columns - 2));
+          Address from = advance_heads(address(c.args.dlogits, inside * 4), pair, columns * 4);
+          v = load_global<2>(advance(from, ((long long)bounded * G::PAIRS + part) * columns * 4), 0);
+          UNROLL_FOR (int x = 0; x < 2; x++) v.x[x] = select(j >= 0 && j + x <= last, v.x[x], u32(0u));
         } else {
-          v = load_global<4>(
-              advance(address(c.args.dlogits, column * 32 + half * 16), ((long long)in_map * columns + first) * 32),
-              part * 512);
+          Address from = advance_heads(address(c.args.dlogits, column * 4), pair, columns * 4);
+          v = load_global<2>(advance(from, (((long long)in_map * G::PAIRS + part) * columns + first) * 4), 0);
         }
-        UNROLL_FOR (int x = 0; x < 4; x++) {
-          Words<1> word;
-          word.x[0] = v.x[x];
-          i32 to = column * 4 + half * ((4 * W::PAIR_STRIDE + 16) * 4);
-          store_shared<1>(c.dlogits, to + (W::row_offset(row) + x * W::PAIR_STRIDE * 4 + (W::FIRST + 16 * part) * 4),
-                          word);
-        }
+        store_shared<2>(
+            c.dlogits,
+            column * 4 + pair * (W::PAIR_STRIDE * 4) + (W::row_offset(row) + W::pair_offset(part) + W::FIRST * 4), v);
       }
     }
   }

@@ -1,244 +1,88 @@
-// Forward pass of CDAPE's processor for 32 query rows: logits from queries and keys.
-//
-//   hidden[j] = U[i - j] + Σ_t W1[t]·S[j + t - p]        (E[i, j] instead of U for j < p)
-//   L[j] = S[j] + bias[i - j] + Σ_t W2[t]·LeakyReLU(hidden[j + t - p])
-//
-// (DAPE V2, equation 5; b1 is part of U and E, b2 of the bias.) Scores are never in memory. Everything that a tile
-// reads from global memory is requested a tile ahead of its use, or half of one: few warps fit on a multiprocessor, and
-// they would wait for it together.
+// Forward pass of CDAPE's processor: logits of 32 query rows, from queries and keys (`logits.h`), into memory.
 #pragma once
-#include "runs.h"
-#include "scores.h"
-#include "tables.h"
-#include "windows.h"
+#include "logits.h"
 
 struct MixerForwardArgs {
-  ScoreInputs scores;
-  const void* table;  // U, exchange numbers [groups of 8 distances, 2, 32 lanes, 2, 2, 2], see Tables::Distances
-  const void* edge;   // E, float32 [R, p, 32]
-  const void* w1;     // B fragments of W1, exchange numbers [k][4 n-tiles][32 lanes][2]
-  const void* w2;     // B fragments of W2, exchange numbers [k][2 k-steps][2 n-tiles][32 lanes][2]
-  const void* bias;   // float32 [16, bias_stride]: entry bias_front + n is added to the logits at distance n
-  void* logits;       // float32 [H, R, C], written where a row sees a column
-  int table_group;    // of the distance of row 0 and column p + 7
-  int bias_front, bias_stride;               // bias_front + position is a multiple of 4
+  LogitInputs inputs;
+  void* logits;                              // float32 [H, R, C], written where a row sees a column
   long long q_batch, k_batch, logits_batch;  // bytes from one sequence to the next
 };
 
+// Stores logits. A warp takes an equal share of a tile's rows, a lane 4 columns of a pair, and in tiles of 32 columns
+// of pair + 4 after it.
 template <int PADDING, int COLUMNS>
-struct MixerForward {
-  typedef Geometry<PADDING, COLUMNS> G;
-  typedef Scores<G, 4> S;
-  typedef FragmentWindow<G> W;
-  typedef Tables<G> T;
-  typedef Runs<G, Exchange> R;
-  static constexpr int TAPS = G::TAPS, NUM_THREADS = 32 * G::WARPS;
-  static constexpr int MEMORY_BYTES = G::QUERY_BYTES + W::MEMORY_BYTES + R::MEMORY_BYTES;
-  static constexpr int BLOCKS_PER_SM = COLUMNS == 16 ? 2 : 1;
-
-  struct State {
-    u32 w1[TAPS][4][2], w2[TAPS][2][2][2];
-    typename R::Words4 carry[R::CARRY];
-    typename S::Keys keys[4];         // of the next tile
-    typename T::Distances distances;  // of this one
-    Address logits[2];
-  };
-  struct Context {
-    MixerForwardArgs args;
-    SharedMemory queries, scores, sums;
-    int warp, first_row, num_tiles;
-    KERNEL_CODE int position() const { return args.scores.position + first_row; }
-  };
-
-  static KERNEL_CODE void run(MixerForwardArgs args, SharedMemory memory, int warp, int block, int num_blocks,
-                              int batch) {
-    args.scores.q = (const char*)args.scores.q + batch * args.q_batch;
-    args.scores.k = (const char*)args.scores.k + batch * args.k_batch;
-    args.logits = (char*)args.logits + batch * args.logits_batch;
-    Context c{args, memory, memory, memory, warp, block * G::ROWS, 0};
-    c.scores = advance(memory, G::QUERY_BYTES);
-    c.sums = advance(c.scores, W::MEMORY_BYTES);
-    c.num_tiles = (c.position() + G::ROWS + COLUMNS - 1) / COLUMNS;
-    State st;
-    begin(st, c);
-    barrier(memory);
-    compute_scores<true>(st, c, -1);
-    barrier(memory);
-    mix<true>(st, c, -COLUMNS);
-    barrier(memory);
-    // Plain tiles: every row sees all of their scores.
-    const bool is_ragged = c.first_row + G::ROWS > args.scores.rows;
-    const int num_plain = is_ragged || c.position() < 2 * PADDING ? 0 : (c.position() - 2 * PADDING + 1) / COLUMNS;
-    NO_UNROLL_FOR (int tile = 0; tile < num_plain; tile++) take_tile<false>(st, c, memory, tile);
-    NO_UNROLL_FOR (int tile = num_plain; tile < c.num_tiles; tile++) take_tile<true>(st, c, memory, tile);
-  }
-
- private:
-  template <bool MASKED>
-  static KERNEL_CODE void take_tile(State& st, Context& c, SharedMemory memory, int tile) {
-    const int first = tile * COLUMNS, row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
-    T::load_distances(st.distances, c.args.table, c.args.table_group + (c.first_row - first) / 8 + 2 * row_tile - run);
-    if (c.warp / 4 == COLUMNS / 16 - 1) W::keep_last_columns(c.scores, c.warp % 4);
-    compute_scores<MASKED>(st, c, tile);
-    barrier(memory);
-    mix<false>(st, c, first);
-    barrier(memory);
-    store_logits<MASKED>(st, c, first);
-  }
-
-  static KERNEL_CODE void begin(State& st, Context& c) {
-    i32 lane = lane_id();
-    UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
-      UNROLL_FOR (int n = 0; n < 4; n++) {
-        Words<2> w1 = load_global<2>(address(c.args.w1, lane * 8), (tap * 4 + n) * 256);
-        Words<2> w2 = load_global<2>(address(c.args.w2, lane * 8), (tap * 4 + n) * 256);
-        UNROLL_FOR (int x = 0; x < 2; x++) {
-          st.w1[tap][n][x] = w1.x[x];
-          st.w2[tap][n / 2][n % 2][x] = w2.x[x];
-        }
-      }
-    const long long row_bytes = (long long)c.args.scores.columns * 4, head_bytes = c.args.scores.rows * row_bytes;
-    Address logits =
-        advance(address(c.args.logits, lane % CHUNKS * 16), (c.first_row + WARP_ROWS * c.warp) * row_bytes);
-    UNROLL_FOR (int h = 0; h < 2; h++)
-      st.logits[h] = advance(advance_heads(logits, find_pair() * 2, head_bytes), h * head_bytes);
-    S::load_queries(c.args.scores, c.queries, c.warp, c.first_row);
-    UNROLL_FOR (int h = 0; h < 4; h++) load_keys(st, c, h, -1);
-  }
-
-  // A warp computes the scores of pairs w and w + 4, w = warp % 4, in 16 columns: its heads are 2w, 2w + 1 and 8 more.
-  static KERNEL_CODE int find_head(Context& c, int h) { return 2 * (c.warp % 4) + 8 * (h / 2) + h % 2; }
-  static KERNEL_CODE int find_column(Context& c, int tile) { return tile * COLUMNS + 2 * PADDING + 16 * (c.warp / 4); }
-
-  // Scores of a tile, -1 being the one before the first, from keys that were loaded before; loads those of the next.
-  template <bool MASKED>
-  static KERNEL_CODE void compute_scores(State& st, Context& c, int tile) {
-    u32 words[2][G::ROW_TILES][4][2];
-    UNROLL_FOR (int upper = 0; upper < 2; upper++) {
-      typename S::Sums sums[2];
-      UNROLL_FOR (int h = 0; h < 2; h++) {
-        S::multiply(sums[h], st.keys[2 * upper + h], c.queries, find_head(c, 2 * upper + h));
-        load_keys(st, c, 2 * upper + h, tile + 1);
-      }
-      S::template pack<MASKED>(words[upper], sums, c.args.scores, c.first_row, find_column(c, tile));
-    }
-    W::store(c.scores, words, c.warp % 4, 16 * (c.warp / 4));
-  }
-  static KERNEL_CODE void load_keys(State& st, Context& c, int h, int tile) {
-    const int last_row = c.first_row + G::ROWS < c.args.scores.rows ? c.first_row + G::ROWS : c.args.scores.rows;
-    const int last = c.args.scores.position + last_row - 1;  // that is seen
-    S::template load_keys_inside<true>(st.keys[h], c.args.scores, find_head(c, h), find_column(c, tile), last);
-  }
-
-  // Mixes the warp's 16 rows and run of 8 columns. EDGE: only the hidden values of the columns left of p.
-  template <bool EDGE>
-  static KERNEL_CODE void mix(State& st, Context& c, int first) {
-    i32 lane = lane_id(), g = lane / 4, t = lane % 4;
-    const int row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
-    if (EDGE) R::clear(st.carry);
-    if (EDGE && (run != G::RUNS - 1 || PADDING == 0)) return;
-    constexpr int BEGIN = EDGE ? 8 - PADDING : 0, KEPT = 2 * PADDING;
-    u32 scores[8 + KEPT][4];
-    UNROLL_FOR (int x = BEGIN; x < 8 + KEPT; x++) W::load(scores[x], c.scores, row_tile, run, x);
-    f32 sums[TAPS][2][4];
-    UNROLL_FOR (int y = 0; y < TAPS; y++)
-      UNROLL_FOR (int n = 0; n < 2; n++)
-        UNROLL_FOR (int x = 0; x < 4; x++) sums[y][n][x] = f32(0.0f);
-    i32 to = R::locate(row_tile);
-    typename R::Words4 done[4];
-    u32 unit = select(t == g / 2, select(g % 2 == 0, u32(0x3c00u), u32(0x3c000000u)), u32(0u));
-    u32 slope = u32(0x211f211fu);  // 0.01 twice
-    UNROLL_FOR (int jj = BEGIN; jj < 8; jj++) {
-      f32 hidden[4][4];
-      if constexpr (EDGE) {
-        UNROLL_FOR (int step = 0; step < 2; step++) {
-          f32 half[2][4];
-          T::load_edge(half, c.args.edge, c.args.scores.rows, c.first_row + 16 * row_tile, jj - BEGIN, step);
-          UNROLL_FOR (int n = 0; n < 2; n++)
-            UNROLL_FOR (int x = 0; x < 4; x++) hidden[2 * step + n][x] = half[n][x];
-        }
-      } else {
-        T::begin_hidden(hidden, st.distances, jj);
-      }
-      UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
-        UNROLL_FOR (int n = 0; n < 4; n++)
-          mma_exchange(hidden[n], scores[jj + tap], st.w1[tap][n][0], st.w1[tap][n][1]);
-      u32 active[4][2];
-      UNROLL_FOR (int n = 0; n < 4; n++)
-        UNROLL_FOR (int r = 0; r < 2; r++) {
-          u32 word = pack_exchange(hidden[n][2 * r], hidden[n][2 * r + 1]);
-          active[n][r] = maximum_exchange(word, multiply_exchange(word, slope));
-        }
-      UNROLL_FOR (int step = 0; step < 2; step++) {
-        const u32 a[4] = {active[2 * step][0], active[2 * step][1], active[2 * step + 1][0], active[2 * step + 1][1]};
-        UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
-          UNROLL_FOR (int n = 0; n < 2; n++) {
-            const u32(&w)[2] = st.w2[tap][step][n];
-            f32(&sum)[4] = sums[(jj + KEPT - tap) % TAPS][n];
-            if (step == 0 && tap == 0) mma_exchange_from_zero(sum, a, w[0], w[1]);
-            else mma_exchange(sum, a, w[0], w[1]);
-          }
-      }
-      f32(&sum)[2][4] = sums[jj % TAPS];
-      // The scores themselves, exactly, by a product with the identity.
-      mma_exchange(sum[0], scores[jj], unit, u32(0u));
-      mma_exchange(sum[1], scores[jj], u32(0u), unit);
-      done[jj % 4] = R::pack(sum);
-      if (!EDGE && jj % 4 == 3) R::store(c.sums, to, done, 8 * run + jj - 3);
-    }
-    R::pass_on(c.sums, to, st.carry, sums, run, EDGE);
-  }
-
-  // Stores logits of the columns [first, first + COLUMNS). A warp takes an equal share of the rows, a lane 4 columns of
-  // a pair, and of pair + 4 after it in tiles of 32 columns.
+struct StoreLogits {
+  typedef Logits<PADDING, COLUMNS, false> L;
+  typedef typename L::G G;
+  typedef typename L::R R;
+  typedef typename L::Context Context;
   static constexpr int CHUNKS = COLUMNS / 4, PAIRS_AT_ONCE = 32 / CHUNKS, WARP_ROWS = G::ROWS / G::WARPS;
+  void* map;
+  Address logits[2];  // of the next tile, in the warp's first row and both heads of the lane's pair
+
   static KERNEL_CODE i32 find_pair() {
     i32 place = lane_id() / CHUNKS;
     return COLUMNS == 32 ? place : place % 2 * 4 + place / 2;  // has no bank conflicts
   }
+  KERNEL_CODE void begin(const Context& c) {
+    const long long row_bytes = (long long)c.in.scores.columns * 4, head_bytes = c.in.scores.rows * row_bytes;
+    Address rows = advance(address(map, lane_id() % CHUNKS * 16), (c.first_row + WARP_ROWS * c.warp) * row_bytes);
+    UNROLL_FOR (int h = 0; h < 2; h++)
+      logits[h] = advance(advance_heads(rows, find_pair() * 2, head_bytes), h * head_bytes);
+  }
+
   template <bool MASKED>
-  static KERNEL_CODE void store_logits(State& st, Context& c, int first) {
+  KERNEL_CODE void take(const Context& c, int first) {
     const int first_row = WARP_ROWS * c.warp;
-    const long long row_bytes = (long long)c.args.scores.columns * 4, head_bytes = c.args.scores.rows * row_bytes;
+    const long long row_bytes = (long long)c.in.scores.columns * 4, head_bytes = c.in.scores.rows * row_bytes;
     i32 chunk = lane_id() % CHUNKS, pair = find_pair();
     // The bias of the distances from 4 below that of the first row and the lane's first column on.
-    const int distance = c.position() + first_row - first - 4 + c.args.bias_front;
-    Address biases = address(c.args.bias, pair * (8 * c.args.bias_stride) - chunk * 16);
+    const int distance = c.position() + first_row - first - 4 + c.in.bias_front;
+    Address biases = address(c.in.bias, pair * (8 * c.in.bias_stride) - chunk * 16);
     UNROLL_FOR (int upper = 0; upper < G::PAIRS / PAIRS_AT_ONCE; upper++) {
       f32 bias[2][WARP_ROWS + 4];
       Address to[2];
       UNROLL_FOR (int h = 0; h < 2; h++) {
-        const long long entry = (long long)(8 * upper + h) * c.args.bias_stride + distance;
+        const long long entry = (long long)(8 * upper + h) * c.in.bias_stride + distance;
         Address from = advance(biases, entry * 4);
         UNROLL_FOR (int x = 0; x < WARP_ROWS + 4; x += 4) {
           Words<4> v = load_global<4>(from, x * 4);
           UNROLL_FOR (int y = 0; y < 4; y++) bias[h][x + y] = as_f32(v.x[y]);
         }
-        to[h] = advance(st.logits[h], 8 * upper * head_bytes);
+        to[h] = advance(logits[h], 8 * upper * head_bytes);
       }
       UNROLL_FOR (int r = 0; r < WARP_ROWS; r++) {
         const int row = first_row + r;
         i32 at = pair * (R::PAIR_STRIDE * 4) + (R::row_offset(row) + 4 * upper * R::PAIR_STRIDE * 4);
-        Words<4> own, passed, v[2];
-        R::load(own, passed, c.sums, at, chunk);
-        UNROLL_FOR (int y = 0; y < 4; y++) {
-          f32 low = low_exchange(own.x[y]), high = high_exchange(own.x[y]);
-          if (y < R::REACH) {
-            low += low_exchange(passed.x[y]);
-            high += high_exchange(passed.x[y]);
-          }
-          v[0].x[y] = as_u32(low + bias[0][4 + r - y]);
-          v[1].x[y] = as_u32(high + bias[1][4 + r - y]);
-        }
+        f32 sums[2][4];
+        L::load(sums, c.sums, at, chunk);
         UNROLL_FOR (int h = 0; h < 2; h++) {
-          pred is_stored = pair * 2 + (8 * upper + h) < c.args.scores.heads;
+          Words<4> v;
+          UNROLL_FOR (int y = 0; y < 4; y++) v.x[y] = as_u32(sums[h][y] + bias[h][4 + r - y]);
+          pred is_stored = pair * 2 + (8 * upper + h) < c.in.scores.heads;
           if (MASKED)
-            is_stored = is_stored && chunk * 4 + first <= c.position() + row && c.first_row + row < c.args.scores.rows;
-          store_global<4>(to[h], 0, v[h], is_stored);
+            is_stored = is_stored && chunk * 4 + first <= c.position() + row && c.first_row + row < c.in.scores.rows;
+          store_global<4>(to[h], 0, v, is_stored);
           to[h] = advance(to[h], row_bytes);
         }
       }
     }
-    UNROLL_FOR (int h = 0; h < 2; h++) st.logits[h] = advance(st.logits[h], COLUMNS * 4);
+    UNROLL_FOR (int h = 0; h < 2; h++) logits[h] = advance(logits[h], COLUMNS * 4);
+  }
+};
+
+template <int PADDING, int COLUMNS>
+struct MixerForward {
+  typedef Logits<PADDING, COLUMNS, false> L;
+  static constexpr int NUM_THREADS = L::NUM_THREADS, MEMORY_BYTES = L::MEMORY_BYTES;
+  static constexpr int BLOCKS_PER_SM = COLUMNS == 16 ? 2 : 1;
+
+  static KERNEL_CODE void run(MixerForwardArgs args, SharedMemory memory, int warp, int block, int, int batch) {
+    ScoreInputs& scores = args.inputs.scores;
+    scores.q = (const char*)scores.q + batch * args.q_batch;
+    scores.k = (const char*)scores.k + batch * args.k_batch;
+    StoreLogits<PADDING, COLUMNS> last;
+    last.map = (char*)args.logits + batch * args.logits_batch;
+    L::go_over_tiles(args.inputs, memory, warp, block, last);
   }
 };

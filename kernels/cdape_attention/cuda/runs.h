@@ -13,14 +13,17 @@ struct Exchange {
   static KERNEL_CODE u32 pack(f32 low, f32 high) { return pack_exchange(low, high); }
 };
 
-template <class G, class Type>
+// BY_ROWS: readers access words by rows and columns, else by columns and pairs.
+template <class G, class Type, bool BY_ROWS>
 struct Runs {
   static constexpr int REACH = 2 * G::PADDING, CARRY = REACH > 0 ? REACH : 1;
+  // Strides in words; odd rows lie ODD_ROWS nearer to the row before. Neither writers, by rows and pairs, nor readers
+  // have bank conflicts.
+  static constexpr bool IS_WIDE = G::COLUMNS == 32 && !BY_ROWS;
   static constexpr int WIDE_STRIDE = (G::COLUMNS + REACH * G::RUNS - 8 + 31) / 32 * 32 + 8;
-  // Strides in words; odd rows lie ODD_ROWS nearer to the row before. There are no bank conflicts where lanes access 16
-  // bytes by rows and pairs, or, as `find_pair` says, by columns and pairs.
-  static constexpr int PAIR_STRIDE = G::COLUMNS == 32 ? WIDE_STRIDE : 20, ODD_ROWS = G::COLUMNS == 32 ? 0 : 2;
-  static constexpr int ROW_STRIDE = G::COLUMNS == 32 ? G::PAIRS * PAIR_STRIDE + 4 : 178;
+  static constexpr int PAIR_STRIDE = IS_WIDE ? WIDE_STRIDE : G::COLUMNS == 32 ? 44 : 20;
+  static constexpr int ROW_STRIDE = IS_WIDE ? G::PAIRS * PAIR_STRIDE + 4 : G::COLUMNS == 32 ? 370 : 178;
+  static constexpr int ODD_ROWS = IS_WIDE ? 0 : 2;
   static constexpr int MEMORY_BYTES = G::ROWS * ROW_STRIDE * 4;
   static_assert(G::COLUMNS + REACH * G::RUNS <= PAIR_STRIDE, "a row holds what the runs pass on");
 

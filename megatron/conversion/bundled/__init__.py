@@ -1,1 +1,1 @@
-"""Modelling code for transformers. An export gets copies of these files and of those they import, in a flat folder."""
+"""Modeling code for transformers. An export contains flat copies of these files and of the files they import."""

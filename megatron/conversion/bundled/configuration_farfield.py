@@ -1,4 +1,4 @@
-"""The configuration of an exported model, as transformers reads it from config.json."""
+"""Configuration of an exported model, stored in config.json."""
 
 from typing import Any
 
@@ -6,49 +6,49 @@ from transformers import PretrainedConfig
 
 
 class FarfieldConfig(PretrainedConfig):
-    """Configuration of a Farfield model. Keys have transformers' names if it has one.
+    """Configuration of a Farfield model.
+
+    Keys have transformers' names where available.
 
     Args:
-        vocab_size: rows of the embedding, its padding included.
-        hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: as everywhere.
-        num_key_value_heads: heads of keys and values, each shared by several heads of queries.
-        head_dim: numbers of a head; hidden_size / num_attention_heads if absent.
+        vocab_size: rows of the embedding, including padding.
+        hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: as in other models.
+        num_key_value_heads: number of key and value heads, each shared by several query heads.
+        head_dim: dimension of a head; hidden_size / num_attention_heads by default.
         hidden_act: gelu, gelu_tanh, relu, silu, geglu, geglu_tanh or swiglu.
         norm: layernorm or rmsnorm.
         norm_epsilon: added to the variance.
-        norm_bias: has layernorm a bias?
+        norm_bias: True if layernorm has a bias.
         norm_placement: pre, x + f(norm(x)); post, x + norm(f(x)); sandwich, x + norm(f(norm(x))).
-        qk_norm, qk_norm_epsilon: the kind of norm of queries and keys before their rotation, none for none.
-        qk_norm_over_heads: over all heads of a token together, not each by itself.
-        attn_logit_softcapping: c of c·tanh(q·k/(c√d)), before anything else happens to a score.
-        final_logit_softcapping: c of c·tanh(logit/c).
-        parallel_residual: x + attention(norm(x)) + mlp(norm(x)) instead of one after the other.
-        tied_norm: one norm for both, with parallel_residual.
-        qkv_bias, attention_bias, mlp_bias: biases of queries, keys and values; of the layer after attention; of the
-            feed-forward layers.
-        tie_word_embeddings: the output matrix is the embedding.
-        train_length: tokens of a training sequence. Any length can be read, but the model was not trained on it.
+        qk_norm, qk_norm_epsilon: type of the norm applied to queries and keys before rotation, or none.
+        qk_norm_over_heads: True to normalize all heads of a token together rather than each head separately.
+        attn_logit_softcapping: c in c·tanh(q·k/(c√d)), applied to scores first.
+        final_logit_softcapping: c in c·tanh(logit/c).
+        parallel_residual: x + attention(norm(x)) + mlp(norm(x)) instead of sequential residuals.
+        tied_norm: one norm for both branches, with parallel_residual.
+        qkv_bias, attention_bias, mlp_bias: biases of the query, key and value projections, of the attention output
+            projection, and of the feed-forward layers.
+        tie_word_embeddings: True if the output matrix is the embedding.
+        train_length: length of training sequences, in tokens. Longer inputs are accepted but were not seen in training.
         position_table: rows of a table of absolute positions, for encodings that have one.
-        pos_emb, pos_emb_options: the position encoding. What follows may be a list, which repeats over the layers, as
-            may score_processor, attention_temperature and attention_window; options are then given by the methods'
-            names.
-        pos_emb_per_layer: every layer has an encoding of its own.
-        score_processor, score_processor_options: what makes logits of scores and bias; none for none.
-        attention_temperature, attention_temperature_options: a factor on each query; none for none.
-        attention_window: every token sees the last so many only, its own included.
-        softmax_type: vanilla, off-by-one, learnable, stick-breaking or stick-breaking-remainder; a list as
-            above.
-        attention_output_gate: true, σ(W·x) on every number that heads attend to; headwise, on every head.
-        document_end_token_id: the token that ends a document. A token sees its own document only, whose positions
-            begin at 0, as in the training of this model; none for a row that is one document.
-        randomized_positions: a sequence's positions are drawn from so many; there is no cache then.
-        continuous_positions: they are real numbers.
-        hidden_dropout, attention_dropout: in training.
-        attention_rows: query rows that are computed at a time, for memory; the result does not depend on it.
-        initializer_range: standard deviation of fresh weights.
+        pos_emb, pos_emb_options: position encoding. This and score_processor, attention_temperature and
+            attention_window may be lists, which repeat over the layers; options are then given by method name.
+        pos_emb_per_layer: True if every layer has its own encoding.
+        score_processor, score_processor_options: method that computes logits from scores and bias, or none.
+        attention_temperature, attention_temperature_options: method that scales each query, or none.
+        attention_window: number of most recent tokens that each token attends to, including itself.
+        softmax_type: vanilla, off-by-one, learnable, stick-breaking or stick-breaking-remainder, or a list.
+        attention_output_gate: True gates every attention output element by σ(W·x); headwise gates every head.
+        document_end_token_id: end-of-document token. A token attends only to its own document, whose positions start
+            at 0, as in this model's training; None treats a row as one document.
+        randomized_positions: size of the range from which positions of a sequence are drawn; disables the cache.
+        continuous_positions: True if drawn positions are real numbers.
+        hidden_dropout, attention_dropout: dropout in training.
+        attention_rows: number of query rows computed at a time to limit memory; does not affect the result.
+        initializer_range: standard deviation of initial weights.
         embedding_multiplier, position_embedding_multiplier, query_multiplier, residual_multiplier, logits_multiplier:
-            factors on token embeddings, on position embeddings, on queries, on what a layer adds, and on logits.
-        mup, query_pre_attn_scalar: the keys of the training from which they follow.
+            factors on token embeddings, position embeddings, queries, layer outputs, and logits.
+        mup, query_pre_attn_scalar: training keys from which the multipliers were computed.
     """
 
     model_type = "farfield"

@@ -1,8 +1,7 @@
-"""The exported model in plain PyTorch, for transformers 4.57 and 5.
+"""Exported model in plain PyTorch, for transformers 4.57 and 5.
 
-The mathematics of positions, scores and attention is that of the training: the files beside this one are the ones that
-trained the model. B batch, T tokens at hand, D hidden size, H heads, g heads of keys and values, d head dimension,
-V vocabulary.
+Positions, scores and attention are computed by the same files that trained the model, which are copied next to this
+one. Dimensions: B batch, T new tokens, D hidden size, H heads, g key and value heads, d head dimension, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +46,7 @@ from megatron.position.token_range import ALL_HEADS, SampledPositions, TokenRang
 logger = logging.get_logger(__name__)
 
 FIRST_MARK = 1_000_003
-"""Mark of the first token among the bits behind keys; the next tokens count on. No rounded zero is one."""
+"""Mark of the first token among the bits stored after keys; later tokens count up. No rounded zero equals a mark."""
 CACHE_FIELD = next(
     field.name
     for field in fields(BaseModelOutputWithPast)
@@ -61,15 +60,15 @@ REFUSED_ARGUMENTS = frozenset(
         "cu_seqlens",
     )
 )
-"""Arguments that ask for another result than this model computes."""
+"""Arguments that request results this model does not compute."""
 PASSED_OVER_ARGUMENTS = frozenset({"tokenizer", "assistant_tokenizer"})
-"""Arguments that `generate` hands on to every model, and that are for itself."""
+"""Arguments that `generate` passes to every model but uses only itself."""
 STATIC_CACHES = frozenset(
     getattr(configuration_utils, "ALL_STATIC_CACHE_IMPLEMENTATIONS", ("static", "offloaded_static"))
 )
-"""Names by which `generate` is asked for a static cache."""
+"""Names of static caches in `generate`."""
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "max_length_q", "max_length_k")
-"""Arguments by which transformers' collators describe sequences that are packed into one row, beside position_ids."""
+"""Arguments with which transformers' collators describe sequences packed into one row, in addition to position_ids."""
 
 Activation = Callable[[Tensor], Tensor]
 GATED: dict[str, Activation] = {
@@ -94,7 +93,7 @@ def build_norm(config: FarfieldConfig) -> nn.Module:
 
 
 def build_norm_of_heads(config: FarfieldConfig, num_heads: int) -> nn.Module | None:
-    """Of the queries or the keys of so many heads, each by itself or all together."""
+    """Build the norm of the queries or keys of `num_heads` heads, per head or over all heads."""
     if config.qk_norm == "none":
         return None
     size = config.head_dim * (num_heads if config.qk_norm_over_heads else 1)
@@ -102,7 +101,7 @@ def build_norm_of_heads(config: FarfieldConfig, num_heads: int) -> nn.Module | N
 
 
 def normalize_heads(x: Tensor, norm: nn.Module | None) -> Tensor:
-    """[B, T, H, d] → the same."""
+    """Normalize queries or keys, [B, T, H, d]."""
     if norm is None:
         return x
     return norm(x.flatten(2)).view_as(x) if norm.weight.numel() > x.shape[-1] else norm(x)  # type: ignore[operator]
@@ -119,27 +118,27 @@ def build_attention_dims(config: FarfieldConfig) -> AttentionDims:
 
 
 def get_layer_value(value: Any, layer_idx: int) -> Any:
-    """One value for all layers, or a list of them that repeats from the first layer to the last."""
+    """Return the value of a layer: `value` itself, or the matching entry of a list that repeats over the layers."""
     return value[layer_idx % len(value)] if isinstance(value, list) else value
 
 
 def get_layer_method(names: Any, options: dict[str, Any], layer_idx: int) -> tuple[str, dict[str, Any]]:
-    """The name of a layer's encoding or processor, and its options."""
+    """Return the name of a layer's encoding or processor, and its options."""
     name = get_layer_value(names, layer_idx)
     return name, options.get(name, {}) if isinstance(names, list) else options
 
 
 def pack_bits(parts: Sequence[Tensor], k: Tensor) -> Tensor:
-    """Pack numbers of any type, bit for bit, into a tensor that continues keys.
+    """Pack values of any type, bit for bit, into a tensor that extends keys.
 
-    transformers' caches hold keys and values, and copy, reorder and crop both alike.
+    transformers' caches store keys and values, and copy, reorder and crop both in the same way.
 
     Args:
-        parts: [B, T, n] each.
-        k: keys [B, g, T, d], whose type and groups the result has.
+        parts: tensors [B, T, n].
+        k: keys [B, g, T, d], which determine the type and groups of the result.
 
     Returns:
-        [B, g, T, w], with w the smallest width that fits.
+        Tensor [B, g, T, w] with the smallest sufficient width w.
     """
     bits = torch.cat([part.detach().contiguous().view(torch.uint8) for part in parts], dim=-1)  # [B, T, bytes]
     bits = F.pad(bits, (0, -bits.shape[-1] % (k.shape[1] * k.element_size())))
@@ -147,11 +146,11 @@ def pack_bits(parts: Sequence[Tensor], k: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return what `pack_bits` packed, for all tokens so far.
+    """Return the values packed by `pack_bits`, for all tokens so far.
 
     Args:
         packed: [B, g, tokens so far, w].
-        parts: those of the newest tokens, or of none: they have the type and the last dimension of the result.
+        parts: values of the newest tokens, possibly none; they have the type and last dimension of the result.
     """
     bits = packed.detach().transpose(1, 2).contiguous().view(torch.uint8).flatten(2)
     sizes = [part.shape[-1] * part.element_size() for part in parts]
@@ -166,11 +165,11 @@ def read_document_ends(past_key_values: Cache | None, past_length: int, like: Te
     """Return from a cache which of the tokens so far end a document: int32 [B, past_length, 1] on the CPU.
 
     Args:
-        past_length: tokens in the cache.
-        like: [B, …], any tensor of the forward pass.
+        past_length: number of tokens in the cache.
+        like: any tensor of the forward pass, [B, …].
 
     Raises:
-        ValueError: the cache holds something else in the keys of its first layer.
+        ValueError: the cache contains other data in the keys of its first layer.
     """
     parts = [torch.zeros(len(like), 0, 1, dtype=torch.int32), mark_tokens(0, 0, like).cpu()]
     if past_key_values is None or past_length == 0:
@@ -178,7 +177,7 @@ def read_document_ends(past_key_values: Cache | None, past_length: int, like: Te
     layers = getattr(past_key_values, "layers", ())
     stored = getattr(layers[0], "keys", None) if layers else None
     if not isinstance(stored, Tensor) or stored.dim() != 4 or len(stored) != len(like) or stored.shape[2] < past_length:
-        raise ValueError(f"{type(past_key_values).__name__} does not hold the tokens so far; use a DynamicCache")
+        raise ValueError(f"{type(past_key_values).__name__} does not contain the tokens so far; use a DynamicCache")
     size = sum(part.shape[-1] * part.element_size() for part in parts)
     width = -(-size // (stored.shape[1] * stored.element_size()))
     ends, marks = unpack_bits(stored[:, :, :past_length, -width:].cpu(), parts)
@@ -187,18 +186,18 @@ def read_document_ends(past_key_values: Cache | None, past_length: int, like: Te
 
 
 def mark_tokens(past_length: int, length: int, like: Tensor) -> Tensor:
-    """Return the marks of tokens past_length, past_length + 1, … of all sequences of a batch: int32 [B, length, 1]."""
+    """Return the marks of tokens past_length, past_length + 1, … for all sequences of a batch: int32 [B, length, 1]."""
     marks = torch.arange(past_length, past_length + length, dtype=torch.int32, device=like.device) + FIRST_MARK
     return marks[None, :, None].expand(len(like), -1, 1)
 
 
 def check_marks(marks: Tensor, past_key_values: Cache) -> None:
-    """Raise ValueError if a cache does not return the marks [B, tokens so far, 1] that it was given."""
+    """Raise ValueError if a cache does not return the marks [B, tokens so far, 1] unchanged."""
     if not torch.equal(marks, mark_tokens(0, marks.shape[1], marks)):
         raise ValueError(
-            f"{type(past_key_values).__name__} does not return what it was given (it rounds keys, or something else "
-            "filled it, such as peft's prefix tuning), and this model keeps numbers there that must be exact: let this "
-            "model alone fill a DynamicCache"
+            f"{type(past_key_values).__name__} does not return exactly what was stored (it rounds keys, or something "
+            "else filled it, such as peft's prefix tuning), but this model stores values that must be exact; use a "
+            "DynamicCache that only this model fills"
         )
 
 
@@ -209,7 +208,7 @@ def build_encoding_for(config: FarfieldConfig, layer_idx: int, *, is_shared: boo
 
 
 class FarfieldAttention(nn.Module):
-    """softmax(processor(weight·q·k/√d + contextual, bias))·v over causal keys; q·k/√d may be soft-capped."""
+    """Attention softmax(processor(weight·q·k/√d + contextual, bias))·v over causal keys; q·k/√d may be soft-capped."""
 
     def __init__(self, config: FarfieldConfig, layer_idx: int, shared: Encoding | None) -> None:
         super().__init__()
@@ -226,7 +225,7 @@ class FarfieldAttention(nn.Module):
             self.output_gate = nn.Linear(config.hidden_size, num_gates, bias=False)
         self.q_norm = build_norm_of_heads(config, num_heads)
         self.k_norm = build_norm_of_heads(config, num_kv_heads)
-        # In a tuple the shared encoding is no submodule here: the model registers its parameters, once.
+        # Wrapped in a tuple, the shared encoding is not a submodule here: the model registers its parameters once.
         self._shared: tuple[Encoding, ...] = () if shared is None else (shared,)
         self.encoding = build_encoding_for(config, layer_idx, is_shared=False) if shared is None else None
         self.window = get_layer_value(config.attention_window, layer_idx)
@@ -252,7 +251,7 @@ class FarfieldAttention(nn.Module):
         document_ends: Tensor | None = None,
     ) -> Tensor:
         encoding = self._shared[0] if self.encoding is None else self.encoding
-        # Of each group: its queries, then its key, then its value.
+        # Each group: its queries, then its key, then its value.
         grouped_qkv = self.qkv(hidden_states).unflatten(
             -1, (self.num_kv_heads, self.queries_per_key + 2, self.head_dim)
         )
@@ -320,10 +319,10 @@ class FarfieldAttention(nn.Module):
         past_key_values: Cache | None,
         document_ends: Tensor | None,
     ) -> "KeptTokens":
-        """Add tokens to the cache, if there is one, and return what it holds of all tokens so far.
+        """Add tokens to the cache, if there is one, and return its content for all tokens so far.
 
-        Behind its key the cache keeps of each token what else later tokens need: queries, which a cache may round like
-        keys, and bits that must come back as they are. A mark among these shows whether they do.
+        After each token's key, the cache stores other data that later tokens need: queries, which a cache may round
+        like keys, and bits that must be returned exactly. A mark among these bits detects whether they are.
         """
         processor, length = self.processor, k.shape[2]
         reads_above = processor is not None and processor.reads_rows_above
@@ -342,14 +341,14 @@ class FarfieldAttention(nn.Module):
             exact.append(marks)
             keys.append(pack_bits(exact, k))
         number = len(keys) - 1
-        if document_ends is not None:  # last, where `_read_document_ends` finds them
+        if document_ends is not None:  # last, as `read_document_ends` expects
             keys.append(pack_bits([document_ends, marks], k))
         stored = torch.cat(keys, dim=-1) if len(keys) > 1 else k
         self._check_stored_width(past_key_values, stored.shape[-1])
         all_keys, v = past_key_values.update(stored, v, self.layer_idx)
         total = past_length + length
         if all_keys.shape[2] != total:
-            raise ValueError(f"{type(past_key_values).__name__} does not hold the tokens so far; use a DynamicCache")
+            raise ValueError(f"{type(past_key_values).__name__} does not contain the tokens so far; use a DynamicCache")
         parts = list(all_keys.split([part.shape[-1] for part in keys], dim=-1))
         k, above, store_sums = parts[0], None, None
         bits = unpack_bits(parts[number], exact) if exact else []
@@ -358,13 +357,14 @@ class FarfieldAttention(nn.Module):
         if document_ends is not None:
             check_marks(unpack_bits(parts[-1], [document_ends, marks])[-1], past_key_values)
         if gates is not None:
-            # The newest gates are those at hand, through which gradients flow.
+            # Use the new gates directly so that gradients flow through them.
             gates = torch.cat([bits[0][:, :past_length].transpose(1, 2), gates], dim=2)
         if processor is not None and has_sums:
             queries, sums, counts = bits[-4], bits[-3][..., 0], bits[-2][:, :past_length, 0]
             rows_above = q
             if not bool((counts == past_length).all()):
-                # Tokens were removed since the sums were stored (or a cache kept a copy): sum up the rows again.
+                # Tokens were removed since the sums were stored (or a cache kept a copy): recompute the sums of the
+                # rows.
                 rows_above = q.new_zeros(len(q), q.shape[1], total, q.shape[-1])
                 rows_above[:, processor.summed_heads] = queries.unflatten(-1, (-1, q.shape[-1])).transpose(1, 2)
                 rows_above[:, :, past_length:] = q
@@ -373,21 +373,21 @@ class FarfieldAttention(nn.Module):
 
             def store_sums(new_sums: Tensor) -> None:
                 bits[-3:-1] = [new_sums[..., None], torch.full_like(bits[-2], total)]
-                parts[number].data.copy_(pack_bits(bits, k))  # the cache's own memory; no gradient comes through it
+                parts[number].data.copy_(pack_bits(bits, k))  # the cache's own memory; no gradient flows through it
 
         elif reads_above:
             above = RowsAbove(parts[1].unflatten(3, (-1, q.shape[-1])).transpose(2, 3).flatten(1, 2), total, None)
         return KeptTokens(k, v, gates, above, store_sums)
 
     def _check_stored_width(self, past_key_values: Cache, width: int) -> None:
-        """Refuse a cache that something else filled, such as peft's prefix tuning."""
+        """Reject a cache that was filled by something else, such as peft's prefix tuning."""
         layers = getattr(past_key_values, "layers", ())
         found = getattr(layers[self.layer_idx], "keys", None) if self.layer_idx < len(layers) else None
         if isinstance(found, Tensor) and found.dim() == 4 and found.shape[1::2] != (self.num_kv_heads, width):
             raise ValueError(
-                f"the cache holds keys of {found.shape[1]} × {found.shape[3]} numbers, and this model keeps "
-                f"{self.num_kv_heads} × {width} of a token: let this model alone fill a cache (peft's prefix tuning "
-                "works for models that keep nothing beside plain keys; use LoRA or prompt tuning)"
+                f"the cache contains keys of {found.shape[1]} × {found.shape[3]} numbers, but this model stores "
+                f"{self.num_kv_heads} × {width} per token; use a cache that only this model fills (peft's prefix "
+                "tuning requires models that store only keys and values; use LoRA or prompt tuning)"
             )
 
 
@@ -399,13 +399,13 @@ class KeptTokens:
     v: Tensor
     gates: Tensor | None
     above: RowsAbove | None
-    """Rows above that the processor reads, or None if it reads none."""
+    """Earlier rows that the processor reads, or None."""
     store_sums: Callable[[Any], None] | None = None
-    """Store the sums that the next step reads; None if there are none."""
+    """Function that stores the sums for the next step, or None if there are none."""
 
 
 class FarfieldMLP(nn.Module):
-    """The feed-forward layer; with a gate, the first half of `up` is the gate."""
+    """Feed-forward layer. With a gated activation, the first half of `up` is the gate."""
 
     def __init__(self, config: FarfieldConfig) -> None:
         super().__init__()
@@ -423,7 +423,7 @@ class FarfieldMLP(nn.Module):
 
 
 class FarfieldLayer(GradientCheckpointingLayer):
-    """x + attention(norm(x)), then x + mlp(norm(x)); or both from the same x; norms may stand after the branches."""
+    """Layer: x + attention(norm(x)), then x + mlp(norm(x)), or both from the same x; norms may follow branches."""
 
     def __init__(self, config: FarfieldConfig, layer_idx: int, shared: Encoding | None) -> None:
         super().__init__()
@@ -456,7 +456,7 @@ class FarfieldLayer(GradientCheckpointingLayer):
 
 
 class FarfieldPreTrainedModel(PreTrainedModel):
-    """How transformers loads, divides and initialises the model."""
+    """Base class for loading, device placement and initialization in transformers."""
 
     config_class = FarfieldConfig
     base_model_prefix = "model"
@@ -465,7 +465,7 @@ class FarfieldPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values", CACHE_FIELD]  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Start values of a weight that a file lacks: it would be whatever was in memory."""
+        """Initialize weights that are missing from a file; they would otherwise contain arbitrary memory."""
         if type(module) in (nn.Linear, nn.Embedding):
             nn.init.normal_(module.weight, 0.0, self.config.initializer_range)  # type: ignore[arg-type]
             if getattr(module, "bias", None) is not None:
@@ -475,14 +475,14 @@ class FarfieldPreTrainedModel(PreTrainedModel):
 
 
 class FarfieldModel(FarfieldPreTrainedModel):
-    """From tokens to hidden states [B, T, D]."""
+    """Transformer decoder from tokens to hidden states [B, T, D]."""
 
     def __init__(self, config: FarfieldConfig) -> None:
         super().__init__(config)
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         layers = range(config.num_hidden_layers)
         names = [get_layer_value(config.pos_emb, layer_idx) for layer_idx in layers]
-        # The encodings that layers share, by their names.
+        # encodings shared by layers, by name
         shared = (
             {}
             if config.pos_emb_per_layer
@@ -513,55 +513,58 @@ class FarfieldModel(FarfieldPreTrainedModel):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states.
+        """Compute hidden states.
 
-        Sequences that are packed into one row are kept apart: each gives what it gives alone. They are described as
-        transformers' DataCollatorWithFlattening does, by position_ids that begin at 0 again, or by cu_seq_lens_q and
-        cu_seq_lens_k, or by seq_idx. A model that was trained with documents apart also ends one at each
+        Sequences packed into one row do not interact: each yields the same result as by itself. They are described as
+        by transformers' DataCollatorWithFlattening, with position_ids that restart at 0, with cu_seq_lens_q and
+        cu_seq_lens_k, or with seq_idx. A model trained with document masking also ends a document at each
         document_end_token_id.
 
         Args:
-            input_ids: int64 [B, T]; or inputs_embeds, [B, T, D].
-            attention_mask: [B, tokens so far], 0 for padding, on either side. A padded sequence gives what it gives
-                alone.
-            position_ids: those that the mask, the cache and the packing imply; others are refused, and so is whatever
-                else this model would pass over (`cache_position`, which transformers 4 gives, must continue the cache).
-            past_key_values: the tokens before these, a DynamicCache; by whatever name transformers gives it. Packed
-                sequences take none.
+            input_ids: int64 [B, T]; alternatively inputs_embeds, [B, T, D].
+            attention_mask: [B, tokens so far], 0 for padding, on either side. A padded sequence yields the same result
+                as by itself.
+            position_ids: must equal the positions implied by the mask, the cache and the packing. The same applies to
+                other arguments that this model would ignore (`cache_position`, passed by transformers 4, must continue
+                the cache).
+            past_key_values: cache of the preceding tokens, a DynamicCache, under any name that transformers passes. Not
+                supported for packed sequences.
 
         Raises:
-            ValueError: for what this model would compute wrongly.
+            ValueError: the arguments request something this model does not support.
         """
         past_key_values = _take_cache(past_key_values, kwargs)
         packing = {name: kwargs.pop(name, None) for name in PACKING_ARGUMENTS}
         cache_position = kwargs.pop("cache_position", None)
         _check_no_extra_arguments(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds")
+            raise ValueError("pass either input_ids or inputs_embeds")
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         if x.shape[1] == 0:
-            raise ValueError("there are no tokens; begin an empty text with the end of the one before (eos_token)")
+            raise ValueError("there are no tokens; start an empty text with the end of a previous one (eos_token)")
         past_length = 0 if past_key_values is None else int(past_key_values.get_seq_length())
         mask = _check_mask(attention_mask, x.shape[0], past_length + x.shape[1])
         sequence_ends = _find_sequence_ends(x, mask, position_ids, **packing)
         if sequence_ends is not None:
             if use_cache or past_key_values is not None:
                 raise ValueError(
-                    "sequences that are packed into one row (position_ids that begin again, cu_seq_lens_q, seq_idx) "
-                    "take no cache: use_cache must be False"
+                    "sequences packed into one row (position_ids that restart, cu_seq_lens_q, seq_idx) "
+                    "do not support a cache: use_cache must be False"
                 )
             use_cache = False
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if self.gradient_checkpointing and self.training:
-            use_cache = False  # layers are computed again in the backward pass, and would be stored twice
+            use_cache = False  # layers are recomputed in the backward pass, and would be stored twice
             if past_length > 0:
-                raise ValueError("gradient checkpointing takes no tokens from a cache (nor does prefix tuning with it)")
+                raise ValueError(
+                    "gradient checkpointing does not support tokens from a cache (including prefix tuning)"
+                )
             past_key_values = None
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None and self.config.randomized_positions is not None:
             raise ValueError(
-                "randomized positions depend on the length of the whole sequence, which a cached step does not know: "
+                "randomized positions depend on the length of the whole sequence, which is unknown in a cached step: "
                 "use_cache must be False"
             )
         document_ends = self._find_document_ends(input_ids)
@@ -580,7 +583,7 @@ class FarfieldModel(FarfieldPreTrainedModel):
         hidden_states = []
         for layer in self.layers:
             hidden_states.append(x)
-            # The cache of the first layer keeps where documents end.
+            # The first layer's cache stores the document ends.
             x = layer(x, segments, past_key_values, None if len(hidden_states) > 1 else document_ends)
         x = self.norm(x)
         return BaseModelOutputWithPast(
@@ -590,23 +593,22 @@ class FarfieldModel(FarfieldPreTrainedModel):
         )
 
     def _find_document_ends(self, input_ids: Tensor | None) -> Tensor | None:
-        """Return which tokens end a document, int32 [B, T, 1], or None for a model that reads a row as one."""
+        """Return which tokens end a document, int32 [B, T, 1], or None for a model without document masking."""
         if (end := self.config.document_end_token_id) is None:
             return None
         if input_ids is None:
             raise ValueError(
-                f"this model keeps documents apart by their end token (document_end_token_id {end}), which "
-                "inputs_embeds do not show: give input_ids, or set config.document_end_token_id = None to read a row "
-                "as one document"
+                f"this model masks documents by their end token (document_end_token_id {end}), which inputs_embeds do "
+                "not contain; pass input_ids, or set config.document_end_token_id = None to treat a row as one document"
             )
         return (input_ids == end).to(torch.int32)[..., None]
 
     def _build_segments(
         self, length: int, mask: Tensor | None, past_length: int, ends: Tensor | None
     ) -> tuple[Segment, ...]:
-        """Return where tokens stand in their sequences.
+        """Return the segments of the new tokens, with their positions.
 
-        ends: bool [B, tokens so far] on the CPU, True for the last token of a document; None for one document a row.
+        ends: bool [B, tokens so far] on the CPU, True for the last token of a document; None for one document per row.
         """
         sample: SampleFunction = no_sampling
         if (max_positions := self.config.randomized_positions) is not None:
@@ -622,7 +624,7 @@ class FarfieldModel(FarfieldPreTrainedModel):
 
 
 class FarfieldForCausalLM(FarfieldPreTrainedModel, GenerationMixin):
-    """The language model: logits [B, T, V]."""
+    """Language model with logits [B, T, V]."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed.weight"}  # noqa: RUF012
 
@@ -645,11 +647,11 @@ class FarfieldForCausalLM(FarfieldPreTrainedModel, GenerationMixin):
         self.lm_head = new_embeddings
 
     def _prepare_cache_for_generation(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Refuse a static cache before transformers makes it, and keeps it for the next call."""
+        """Reject a static cache before transformers creates and keeps it."""
         if (name := generation_config.cache_implementation) in STATIC_CACHES:
             raise ValueError(
-                f"cache_implementation is {name!r}: static caches come with masks of rows and columns, which this "
-                "model does not take; leave it out, or choose 'dynamic'"
+                f"cache_implementation is {name!r}: static caches use 2D attention masks, which this "
+                "model does not support; omit it or use 'dynamic'"
             )
         return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
 
@@ -668,9 +670,10 @@ class FarfieldForCausalLM(FarfieldPreTrainedModel, GenerationMixin):
         num_items_in_batch: Any = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits, and with labels (−100 where nothing is scored; shifted here) the loss.
+        """Compute logits and, if labels are given (−100 is ignored; shifted here), the loss.
 
-        Args as `FarfieldModel.forward`; logits_to_keep: only the last so many, or those at these places.
+        Arguments as in `FarfieldModel.forward`. logits_to_keep: number of last positions to compute logits for, or a
+        tensor of positions.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -703,14 +706,14 @@ class FarfieldForCausalLM(FarfieldPreTrainedModel, GenerationMixin):
 
 
 def _take_cache(past_key_values: Any, kwargs: dict[str, Any]) -> Cache | None:
-    """Return the cache among a call's arguments, removed from kwargs. A cache is known by its type, not its name."""
+    """Remove the cache from a call's arguments and return it. Caches are recognized by type, not by name."""
     names = [name for name, value in kwargs.items() if isinstance(value, Cache) or name == CACHE_FIELD]
     caches = [past_key_values, *(kwargs.pop(name) for name in names)]
     caches = [cache for cache in caches if cache is not None]
     if len(caches) > 1:
         raise ValueError(
-            f"give one cache: {names[0]} is past_key_values by another name (peft's prefix tuning gives both until it "
-            "knows transformers 5.24)"
+            f"pass only one cache: {names[0]} is another name for past_key_values (peft's prefix tuning passes both "
+            "until it supports transformers 5.24)"
         )
     if caches and not isinstance(caches[0], Cache):
         raise ValueError(f"{CACHE_FIELD} is a {type(caches[0]).__name__}; use a DynamicCache")
@@ -720,12 +723,12 @@ def _take_cache(past_key_values: Any, kwargs: dict[str, Any]) -> Cache | None:
 
 
 def _check_no_extra_arguments(kwargs: dict[str, Any]) -> None:
-    """Refuse arguments that ask for another result; name others, which a later transformers may hand on."""
+    """Reject arguments that request other results; warn about unknown ones, which later versions may pass."""
     for name in (name for name, value in kwargs.items() if value is not None and value is not False):
         if name in REFUSED_ARGUMENTS:
-            raise ValueError(f"this model takes no {name}")
+            raise ValueError(f"this model does not support {name}")
         if name not in PASSED_OVER_ARGUMENTS:
-            logger.warning_once(f"this model passes over the argument {name}, which it does not know")
+            logger.warning_once(f"this model ignores the unknown argument {name}")
 
 
 def _find_sequence_ends(
@@ -738,8 +741,10 @@ def _find_sequence_ends(
     max_length_q: Any = None,
     max_length_k: Any = None,
 ) -> Tensor | None:
-    """Return which tokens end a sequence and are followed by another in their row: bool [B, T] on the CPU, or None if
-    rows hold one sequence each.
+    """Return which tokens end a sequence that is followed by another in its row, or None for one sequence per row.
+
+    Returns:
+        bool [B, T] on the CPU.
 
     Raises:
         ValueError: the arguments contradict each other.
@@ -755,8 +760,8 @@ def _find_sequence_ends(
         is_valid = borders == sorted(borders) and borders[:1] == [0] and borders[-1:] == [length]
         if batch != 1 or not is_valid or others not in ([], borders):
             raise ValueError(
-                f"cu_seq_lens_q must rise from 0 to the {length} tokens of one row, and cu_seq_lens_k must equal it, "
-                f"not {borders} and {others} for {batch} rows"
+                f"cu_seq_lens_q must increase from 0 to the {length} tokens of one row, and cu_seq_lens_k must equal "
+                f"it, not {borders} and {others} for {batch} rows"
             )
         begins["cu_seq_lens_q"] = torch.zeros(1, length, dtype=torch.bool)
         begins["cu_seq_lens_q"][0, [border for border in borders if border < length]] = True
@@ -769,7 +774,7 @@ def _find_sequence_ends(
         is_first = position_ids.cpu() == 0
         if mask is not None:
             is_first = is_first & mask[:, -length:].cpu()
-        # The first zero of a row may follow its padding.
+        # The first zero of a row may follow padding.
         begins["position_ids"] = is_first & (is_first.cumsum(1) > 1)
     if not begins:
         return None
@@ -788,11 +793,11 @@ def _check_positions(
     cache_position: Tensor | None,
     sequence_ends: Tensor | None,
 ) -> None:
-    """Refuse positions other than those at which this model reads tokens."""
+    """Reject positions other than those this model uses."""
     batch, length = x.shape[:2]
     cache_columns = torch.arange(past_length, past_length + length, device=x.device)
     if cache_position is not None and not torch.equal(cache_position.to(x.device), cache_columns):
-        raise ValueError("cache_position must continue the tokens that are in the cache")
+        raise ValueError("cache_position must continue the tokens in the cache")
     if position_ids is None:
         return
     expected_positions = cache_columns.expand(batch, -1)
@@ -805,8 +810,7 @@ def _check_positions(
     mismatch = (position_ids.to(x.device).expand(batch, -1) != expected_positions) & is_token
     if mismatch.any():
         raise ValueError(
-            "position_ids must be those that attention_mask and the packing imply: from 0 in steps of 1, in each "
-            "sequence of a row"
+            "position_ids must match attention_mask and the packing: from 0 in steps of 1 in each sequence of a row"
         )
 
 
@@ -816,20 +820,20 @@ def _check_mask(attention_mask: Tensor | None, batch: int, length: int) -> Tenso
     if not isinstance(attention_mask, Tensor) or attention_mask.shape != (batch, length):
         found = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         raise ValueError(
-            f"attention_mask must be [batch, tokens so far], here [{batch}, {length}], not {found}: masks "
-            "of rows and columns (static caches) are not taken; give packed sequences by position_ids that begin again"
+            f"attention_mask must be [batch, tokens so far], here [{batch}, {length}], not {found}: 2D "
+            "masks (static caches) are not supported; describe packed sequences by position_ids that restart"
         )
     if attention_mask.dtype != torch.bool and bool(((attention_mask != 0) & (attention_mask != 1)).any()):
         raise ValueError(
-            "attention_mask must hold 0 for padding and 1 for tokens; give packed sequences by position_ids that begin "
-            "again"
+            "attention_mask must be 0 for padding and 1 for tokens; describe packed sequences by position_ids that "
+            "restart"
         )
     mask = attention_mask.bool()
     num_segments = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
     if (num_segments > 1).any():
         raise ValueError(
-            "attention_mask must have padding at the ends only: pad on the left to generate (with peft's prefix and "
-            "prompt tuning, whose tokens come before the padding, pad on the right to train, and generate from prompts "
-            "of one length)"
+            "attention_mask may have padding only at the ends: pad on the left for generation (with peft's prefix and "
+            "prompt tuning, whose tokens precede the padding, pad on the right for training, and generate from prompts "
+            "of equal length)"
         )
     return mask

@@ -1,6 +1,6 @@
-"""A SentencePiece tokenizer for transformers, exactly as the training used it.
+"""SentencePiece tokenizer for transformers, identical to the one used in training.
 
-None of transformers' own classes reads a SentencePiece file without changing what some texts become.
+No class in transformers reads a SentencePiece file without changing the tokens of some texts.
 """
 
 import shutil
@@ -14,8 +14,10 @@ VOCAB_FILE = "tokenizer.model"
 
 
 class FarfieldTokenizer(PreTrainedTokenizer):
-    """Pieces of a SentencePiece model, after the token that stands before each text, where the training had one; no
-    special token is looked for in a text."""
+    """SentencePiece tokenizer.
+
+    Adds the beginning-of-text token if training did; special tokens in a text are not parsed.
+    """
 
     vocab_files_names = {"vocab_file": VOCAB_FILE}  # noqa: RUF012 (transformers' own form)
     model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012

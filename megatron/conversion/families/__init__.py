@@ -1,1 +1,1 @@
-"""One file per published family of models, and one for our own exports: tables of configuration keys and tensors."""
+"""Published model families, one per file, and this project's own exports: tables of configuration keys and tensors."""

@@ -1,8 +1,9 @@
-"""Command R and Command R7B (Cohere, Cohere 2) as transformers has them: both branches read one norm, which has no
-bias, neighbouring numbers of a head are turned together, and logits are multiplied by a number.
+"""Command R and Command R7B (Cohere, Cohere 2) in transformers' format.
 
-In Cohere 2 the layers that turn queries and keys see a window, and the others turn nothing and see all earlier tokens.
-Ours turns the halves of a head together, so the rows of queries and keys are in another order here.
+Both branches read the output of one norm without bias, adjacent elements of a head are rotated together, and logits are
+multiplied by a constant. In Cohere 2, layers with rotation use a sliding window; the others have no rotation and attend
+to all earlier tokens. This project rotates the two halves of a head together, so rows of queries and keys are
+reordered.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,7 +32,7 @@ def _read_common_keys(hf_config: HFConfigReader, default_base: float) -> dict[st
     keys = read_llama_keys(hf_config, is_tied=True, default_base=default_base)
     del keys["rms_norm_epsilon"]
     if "head_dim" in keys:
-        raise hf_config.value_error("head_dim", "it must be hidden_size / num_attention_heads")
+        raise hf_config.value_error("head_dim", "must be hidden_size / num_attention_heads")
     return {
         **keys,
         "seq_length": hf_config.get_positive_int("max_position_embeddings", DEFAULT_LENGTH),
@@ -47,14 +48,16 @@ def _read_common_keys(hf_config: HFConfigReader, default_base: float) -> dict[st
 
 
 def _cohere_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
-    hf_config.require_one_of("use_qk_norm", (None, False), "norms of queries and keys have no weights of each head")
+    hf_config.require_one_of(
+        "use_qk_norm", (None, False), "norms of queries and keys with separate weights per head are not supported"
+    )
     return _read_common_keys(hf_config, DEFAULT_BASE)
 
 
 def _cohere2_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
     keys = _read_common_keys(hf_config, default_base=10_000.0)
     pattern = hf_config.get_positive_int("sliding_window_pattern", DEFAULT_PATTERN)
-    types = [LAYER_TYPES[(layer + 1) % pattern == 0] for layer in range(keys["num_layers"])]  # where nothing is said
+    types = [LAYER_TYPES[(layer + 1) % pattern == 0] for layer in range(keys["num_layers"])]  # default
     types = hf_config.get("layer_types") or types
     window = hf_config.get_positive_int("sliding_window", 4096)
     windows = read_layer_windows(hf_config, types, window, keys["num_layers"])
@@ -95,7 +98,7 @@ def _find_conflict(config: Config) -> str | None:
 def _find_cohere2_conflict(config: Config) -> str | None:
     layers = [config.position.for_layer(layer) for layer in range(config.model.num_layers)]
     if any((own.encoding, own.window is None) not in (("rotary", False), ("none", True)) for own in layers):
-        return "its layers have pos_emb rotary and a window, or pos_emb none and no window"
+        return "layers must have pos_emb rotary with a window, or pos_emb none without one"
     return _find_conflict(config) or find_window_conflict(config)
 
 

@@ -1,7 +1,7 @@
-"""This project's own exports, whose code travels with them: every model of ours, exactly.
+"""This project's own exports, which include their code and represent every model exactly.
 
-A weight is the same bytes here and there; only names differ. `megatron/conversion/bundled/configuration_farfield.py`
-explains the keys.
+Weights are identical in both formats; only names differ. `megatron/conversion/bundled/configuration_farfield.py`
+documents the keys.
 """
 
 from collections.abc import Iterator
@@ -43,11 +43,11 @@ AUTO_MAP = {
 }
 MUP_KEYS = tuple(name for name in ModelOptions.model_fields if name.startswith("mup_") and name != "mup_init_scale")
 CHECKSUMS_FILE = "checksums.json"
-"""In an export's folder: sizes and checksums of the files of weights, as of a checkpoint (`checkpoint/manifest.py`)."""
+"""File in an export with sizes and checksums of the weight files, in the format of `checkpoint/manifest.py`."""
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_TYPE_KEY = "farfield_tokenizer"
-"""In an export's tokenizer_config.json: our name of the kind of tokenizer."""
+"""Key in an export's tokenizer_config.json for this project's name of the tokenizer type."""
 
 
 def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
 
 
 def _split_options(config: Config, key: str) -> dict[str, Any]:
-    """The options of a model's encoding or processor; of those of a pattern of layers, by their names."""
+    """Return the options of the model's encoding or processor; for a pattern of layers, by method name."""
     if not isinstance(getattr(config.position, key), list):
         return getattr(config.position, f"{key}_options")
     layers = list_layer_positions(config.position, config.model.num_layers)
@@ -116,14 +116,14 @@ def _split_options(config: Config, key: str) -> dict[str, Any]:
 
 
 def _join_options(names: Any, options: Any) -> Any:
-    """What `_split_options` divided; each option means the same to all that have it."""
+    """Merge the options split by `_split_options`; an option has the same value in all methods that have it."""
     if not isinstance(names, list):
         return options
     return {option: value for own in options.values() for option, value in own.items()}
 
 
 def _write_encoding_options(config: Config) -> dict[str, Any]:
-    """Return the options of the encoding, or of those of a pattern by their names; cope's `scaled` is always stated."""
+    """Return the options of the encoding, for a pattern by name. The option `scaled` of cope is always included."""
     options = _split_options(config, "pos_emb")
     if config.position.pos_emb == "cope":
         return {"scaled": False} | options
@@ -133,7 +133,7 @@ def _write_encoding_options(config: Config) -> dict[str, Any]:
 
 
 def _read_encoding_options(names: Any, options: Any) -> Any:
-    """Undo `_write_encoding_options`. Exports that do not state `scaled` were written when cope was always scaled."""
+    """Invert `_write_encoding_options`. Exports without `scaled` were written when cope was always scaled."""
     joined = _join_options(names, options)
     if "cope" not in (names if isinstance(names, list) else [names]) or not isinstance(joined, dict):
         return joined
@@ -142,7 +142,7 @@ def _read_encoding_options(names: Any, options: Any) -> Any:
 
 
 def _read_qk_norm(hf_config: HFConfigReader) -> dict[str, Any]:
-    """The norm of queries and keys; its epsilon is that of all norms of its kind."""
+    """Return the keys for the norm of queries and keys; its epsilon applies to all norms of its type."""
     kind, over_heads = hf_config.get("qk_norm", "none"), hf_config.get_bool("qk_norm_over_heads", False)
     epsilon = hf_config.get_positive_float("qk_norm_epsilon", 1e-5)
     if kind == "none":
@@ -159,7 +159,7 @@ def _read_optional_float(hf_config: HFConfigReader, name: str) -> float | None:
 
 
 def _read_choice(hf_config: HFConfigReader, name: str, default: str, field: str | None = None) -> str:
-    """A value of ours, under its own name or another."""
+    """Return the value of a choice key, named `name` in config.json and `field` in our options."""
     value = hf_config.get(name, default)
     choices = get_args(ModelOptions.model_fields[field or name].annotation)
     if value not in choices:
@@ -216,7 +216,7 @@ def _to_hf_keys(config: Config) -> dict[str, Any]:
 
 
 def _write_multipliers(model: ModelOptions) -> dict[str, Any]:
-    """The factors of the forward pass that are not 1, and our keys from which they follow."""
+    """Return the multipliers of the forward pass that are not 1, and our keys that determine them."""
     multipliers = asdict(get_multipliers(model)).items()
     factors: dict[str, Any] = {f"{name}_multiplier": factor for name, factor in multipliers if factor != 1.0}
     if model.query_pre_attn_scalar is not None:
@@ -226,19 +226,19 @@ def _write_multipliers(model: ModelOptions) -> dict[str, Any]:
 
 def _read_multipliers(hf_config: HFConfigReader) -> dict[str, Any]:
     for name in asdict(Multipliers()):
-        hf_config.get(f"{name}_multiplier")  # follow from the keys
+        hf_config.get(f"{name}_multiplier")  # computed from the other keys
     scalar, keys = _read_optional_float(hf_config, "query_pre_attn_scalar"), hf_config.get("mup", None)
     if keys is None:
         embedding = hf_config.get_positive_float("embedding_multiplier", 1.0)
         logits = hf_config.get_positive_float("logits_multiplier", 1.0)
         return {"embedding_multiplier": embedding, "query_pre_attn_scalar": scalar, "logit_scale": logits}
     if not isinstance(keys, dict) or set(keys) - set(MUP_KEYS):
-        raise hf_config.value_error("mup", f"it has the keys {', '.join(MUP_KEYS)}")
+        raise hf_config.value_error("mup", f"expected the keys {', '.join(MUP_KEYS)}")
     return {"use_mup": True, **keys}
 
 
 def _list_layer_norms(model: ModelOptions) -> Iterator[tuple[str, str]]:
-    """Our names of a layer's norms, and those of the export."""
+    """Yield our names of a layer's norms, and those in the export."""
     if model.norm_placement != "post":
         yield "input_layernorm", "attention_norm"
         if not model.gpt_j_tied:
@@ -251,7 +251,7 @@ def _list_layer_norms(model: ModelOptions) -> Iterator[tuple[str, str]]:
 def _weight_mappings(config: Config) -> Iterator[WeightMapping]:
     model = config.model
     layers = list_layer_positions(config.position, model.num_layers)
-    kinds = {id(own): own for own in layers}  # layers that are alike are one object
+    kinds = {id(own): own for own in layers}  # identical layers are one object
     parameters = {key: _list_position_parameters(config, own) for key, own in kinds.items()}
     norm_parts, qk_norm_parts = (list_norm_parts(model, kind) for kind in (model.norm, qk_norm(model)))
 
@@ -293,7 +293,7 @@ def _weight_mappings(config: Config) -> Iterator[WeightMapping]:
 
 
 def _list_position_parameters(config: Config, own: PositionOptions) -> tuple[list[str], list[str], list[str]]:
-    """The names of the parameters of a layer's encoding, of its processor and of its temperature."""
+    """Return the parameter names of a layer's encoding, processor and temperature."""
     import torch
 
     from megatron.model.position_modules import (
@@ -325,7 +325,7 @@ def _find_other_conflict(config: Config) -> str | None:
     )
 
     options = config.position.pos_emb_options
-    unknown = "the cache of transformers does not say how long a text will get"
+    unknown = "the cache in transformers does not know the final length of a text"
     with torch.device("meta"):
         dims = build_attention_dims(config.model)
         for own in find_layer_kinds(config.position, config.model.num_layers):
@@ -333,7 +333,7 @@ def _find_other_conflict(config: Config) -> str | None:
                 cause = f" (pos_emb_options.scaling is {scaling})" if (scaling := options.get("scaling")) else ""
                 return f"pos_emb {own.encoding} depends on the length of the whole text{cause}; {unknown}"
     return (
-        f"pos_emb_options.xpos is true, whose factors are relative to the middle; {unknown}"
+        f"pos_emb_options.xpos is true, and its factors are relative to the middle of the text; {unknown}"
         if options.get("xpos")
         else None
     )
@@ -349,7 +349,7 @@ FARFIELD = ModelFamily(
         for section in (config.model, config.position)
         for key, value in section.model_dump().items()
         if key in COMMON_SUPPORTED_VALUES
-    },  # whatever there is
+    },  # all values are supported
     to_hf_keys=_to_hf_keys,
     weight_mappings=_weight_mappings,
     auto_map=AUTO_MAP,

@@ -1,7 +1,8 @@
-"""Gemma and Gemma 2 as transformers has them: Llama with embeddings times the root of the width and norms that multiply
-by 1 + weight; Gemma 2 has norms on both sides of a branch and soft caps besides.
+"""Gemma and Gemma 2 in transformers' format.
 
-Every other layer of Gemma 2 attends to a window, the first one does.
+They differ from Llama by embeddings multiplied by the square root of the width, and norms that multiply by 1 + weight.
+Gemma 2 also has norms on both sides of a branch and soft caps. In Gemma 2, every other layer uses a sliding window,
+starting with the first.
 """
 
 from collections.abc import Mapping
@@ -33,12 +34,12 @@ GEMMA2_NORMS = {
     "pre_mlp_layernorm": "pre_feedforward_layernorm",
     "post_mlp_layernorm": "post_feedforward_layernorm",
 }
-"""Our names of a layer's norms, and theirs."""
-KNOWN_DIFFERENCE = f"{ROPE_DIFFERENCE}; norms are stored less 1, which may round their last place"
+"""Names of a layer's norms, ours and theirs."""
+KNOWN_DIFFERENCE = f"{ROPE_DIFFERENCE}; norm weights are stored minus 1, which may round their last digit"
 
 
 def _read_common_keys(hf_config: HFConfigReader, activation_key: str) -> dict[str, Any]:
-    hf_config.require_one_of("use_bidirectional_attention", (None, False), "tokens attend to earlier ones alone")
+    hf_config.require_one_of("use_bidirectional_attention", (None, False), "only causal attention is supported")
     keys = read_llama_keys(
         hf_config, head_dim=DEFAULT_HEAD_DIM, activation_key=activation_key, default_activation=ACTIVATION, is_tied=True
     )
@@ -52,17 +53,17 @@ def _read_common_keys(hf_config: HFConfigReader, activation_key: str) -> dict[st
 
 
 def _gemma_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
-    # The first files say gelu, and mean its approximation.
-    hf_config.require_one_of("hidden_act", (None, "gelu", ACTIVATION), f"gates are {ACTIVATION}")
-    hf_config.require_one_of("hidden_activation", (None, ACTIVATION), f"gates are {ACTIVATION}")
+    # Early files say gelu but mean its approximation.
+    hf_config.require_one_of("hidden_act", (None, "gelu", ACTIVATION), f"expected {ACTIVATION}")
+    hf_config.require_one_of("hidden_activation", (None, ACTIVATION), f"expected {ACTIVATION}")
     return {**_read_common_keys(hf_config, "hidden_act"), "activation": "geglu_tanh"}
 
 
 def _gemma2_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
     keys = _read_common_keys(hf_config, "hidden_activation")
-    hf_config.get("hidden_act")  # of the first Gemma
+    hf_config.get("hidden_act")  # key of the first Gemma
     window = hf_config.get_positive_int("sliding_window", DEFAULT_WINDOW)
-    types = [LAYER_TYPES[layer % 2] for layer in range(keys["num_layers"])]  # where nothing is said
+    types = [LAYER_TYPES[layer % 2] for layer in range(keys["num_layers"])]  # default without layer_types
     size = keys.get("head_dim") or keys["hidden_size"] // keys["num_attention_heads"]
     scalar = hf_config.get_positive_float("query_pre_attn_scalar", DEFAULT_SCALAR)
     return {
@@ -76,7 +77,7 @@ def _gemma2_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
 
 
 def _read_cap(hf_config: HFConfigReader, name: str, default: float) -> float | None:
-    """A soft cap; null is none, unlike a key that is absent."""
+    """Return a soft cap. Null disables it, unlike a missing key."""
     return None if hf_config.is_null(name) else hf_config.get_positive_float(name, default)
 
 
@@ -98,9 +99,9 @@ def _gemma2_supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
 def _find_conflict(config: Config) -> str | None:
     model = config.model
     if model.embedding_multiplier != model.hidden_size**0.5:
-        return f"embedding_multiplier is {model.embedding_multiplier:g}; Gemma's is the root of hidden_size"
+        return f"embedding_multiplier is {model.embedding_multiplier:g}; Gemma uses the square root of hidden_size"
     if model.query_pre_attn_scalar is not None and not model.query_pre_attn_scalar.is_integer():
-        return f"query_pre_attn_scalar is {model.query_pre_attn_scalar:g}; Gemma's is a whole number"
+        return f"query_pre_attn_scalar is {model.query_pre_attn_scalar:g}; Gemma uses an integer"
     return check_full_rotation(config) or check_equal_biases(config)
 
 

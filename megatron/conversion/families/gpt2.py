@@ -1,4 +1,4 @@
-"""GPT-2 as transformers has it."""
+"""GPT-2 in transformers' format."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -24,10 +24,12 @@ ACTIVATION_TO_HF = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "si
 
 def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
     hf_config.require_one_of(
-        "scale_attn_weights", (None, True), "scores are always divided by the root of the head dimension"
+        "scale_attn_weights", (None, True), "scores are always divided by the square root of the head dimension"
     )
-    hf_config.require_one_of("scale_attn_by_inverse_layer_idx", (None, False), "scores are scaled alike in all layers")
-    hf_config.get("reorder_and_upcast_attn")  # where a product is rounded, not what is computed
+    hf_config.require_one_of(
+        "scale_attn_by_inverse_layer_idx", (None, False), "scores are scaled equally in all layers"
+    )
+    hf_config.get("reorder_and_upcast_attn")  # affects rounding, not the result
     hidden_size, seq_length = hf_config.get_positive_int("n_embd", 768), hf_config.get_positive_int("n_positions", 1024)
     return {
         "num_layers": hf_config.get_positive_int("n_layer", 12),
@@ -57,7 +59,7 @@ def _supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
 
 def _find_other_conflict(config: Config) -> str | None:
     if has_grouped_queries(config):
-        return f"num_kv_heads is {config.model.num_kv_heads}; GPT2LMHeadModel has keys and values for every head"
+        return f"num_kv_heads is {config.model.num_kv_heads}; GPT2LMHeadModel needs keys and values for every head"
     return None
 
 

@@ -1,4 +1,4 @@
-"""GPT-NeoX as transformers has it: Pythia, GPT-NeoX-20B, and what its own converter writes."""
+"""GPT-NeoX in transformers' format: Pythia, GPT-NeoX-20B, and the output of GPT-NeoX's own converter."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -63,7 +63,7 @@ def _supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
 
 def _find_other_conflict(config: Config) -> str | None:
     if has_grouped_queries(config):
-        return f"num_kv_heads is {config.model.num_kv_heads}; GPTNeoXForCausalLM has keys and values for every head"
+        return f"num_kv_heads is {config.model.num_kv_heads}; GPTNeoXForCausalLM needs keys and values for every head"
     return check_rope_scaling(config.position.pos_emb_options) or check_equal_biases(config)
 
 

@@ -1,5 +1,7 @@
-"""The Llama family as transformers has it: Llama 2 and 3, SmolLM2, and Qwen2, whose queries, keys and values alone have
-biases. Families that differ from it by their norms read and write most of it here too."""
+"""Llama family in transformers' format: Llama 2 and 3, SmolLM2, and Qwen2.
+
+Qwen2 has biases only for queries, keys and values. Families with other norms reuse most of this module.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -28,14 +30,14 @@ from megatron.conversion.model_family import (
 from megatron.options.model import ffn_hidden_size, has_qkv_bias, head_dim, intermediate_size_of, num_kv_heads
 
 ACTIVATION_TO_HF = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"}
-"""Of our gated activations, and theirs of the gate."""
+"""Activation of the gate in transformers, by our gated activation."""
 GATE_ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
-"""Of plain activations, and those that they are the gate of."""
+"""Gated activation, by the activation of its gate."""
 WINDOWED = "sliding_attention"
 LAYER_TYPES = (WINDOWED, "full_attention")
-"""What a layer may see, in `layer_types`."""
+"""Attention types of layers in `layer_types`."""
 LLAMA_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
-"""Our names of a layer's norms, and theirs."""
+"""Names of a layer's norms, ours and theirs."""
 
 
 def read_llama_keys(
@@ -47,14 +49,14 @@ def read_llama_keys(
     is_tied: bool = False,
     default_base: float = 10000.0,
 ) -> dict[str, Any]:
-    """What families like Llama say in the same words.
+    """Return our keys for configuration keys that Llama-like families share.
 
     Args:
-        hf_config: of config.json.
-        head_dim: of a head, where nothing says it; hidden_size / num_attention_heads if None.
-        activation_key, default_activation: the key of the gate's activation, and its value where nothing says it.
-        is_tied: is the output matrix the embedding, where nothing says it?
-        default_base: of the angles, where nothing says it.
+        hf_config: reader of config.json.
+        head_dim: default head dimension; hidden_size / num_attention_heads if None.
+        activation_key, default_activation: key of the gate's activation, and its default.
+        is_tied: default of tie_word_embeddings.
+        default_base: default base of the rotary angles.
     """
     hidden_size, num_heads = (
         hf_config.get_positive_int("hidden_size", 4096),
@@ -62,7 +64,7 @@ def read_llama_keys(
     )
     gate_activation = read_activation(hf_config, activation_key, default_activation)
     if gate_activation not in GATE_ACTIVATIONS:
-        raise hf_config.value_error(activation_key, f"gates are {', '.join(GATE_ACTIVATIONS)}")
+        raise hf_config.value_error(activation_key, f"expected {', '.join(GATE_ACTIVATIONS)}")
     activation = GATE_ACTIVATIONS[gate_activation]
     head_dim = hf_config.get_positive_int("head_dim", head_dim or max(hidden_size // num_heads, 1))
     num_kv_heads = hf_config.get_positive_int("num_key_value_heads", num_heads)
@@ -86,8 +88,8 @@ def read_llama_keys(
 
 
 def _llama_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
-    hf_config.get("pretraining_tp")  # how a product is split up, not what it is
-    hf_config.require_one_of("rope_interleaved", (None, False), "pairs lie in two halves")
+    hf_config.get("pretraining_tp")  # affects how a product is split, not its result
+    hf_config.require_one_of("rope_interleaved", (None, False), "rotary pairs must be in two halves")
     return {
         **read_llama_keys(hf_config),
         "use_bias_in_attn_linear": hf_config.get_bool("attention_bias", False),
@@ -98,46 +100,48 @@ def _llama_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
 def read_layer_windows(
     hf_config: HFConfigReader, default_types: Sequence[str], window: Any, num_layers: int
 ) -> dict[str, Any]:
-    """`attention_window` of layers of which some see a window and others all earlier tokens; none if no layer does.
+    """Return `attention_window` for a mix of windowed and full-attention layers, or no key if no layer has a window.
 
     Args:
-        hf_config: of config.json.
-        default_types: of the layers, where nothing says what they see.
-        window: of those that see one; None if windows are off.
-        num_layers: of the model.
+        hf_config: reader of config.json.
+        default_types: layer types without layer_types.
+        window: window size in tokens; None if windows are disabled.
+        num_layers: number of layers.
     """
     types = hf_config.get("layer_types") or list(default_types)
     if not isinstance(types, list) or len(types) != num_layers or set(types) - set(LAYER_TYPES):
-        raise hf_config.value_error("layer_types", f"it has one of {', '.join(LAYER_TYPES)} for each layer")
+        raise hf_config.value_error("layer_types", f"expected one of {', '.join(LAYER_TYPES)} for each layer")
     if window is None or WINDOWED not in types:
         return {}
     if type(window) is not int or window < 1:
-        raise hf_config.value_error("sliding_window", "it must be a whole number, at least 1")
+        raise hf_config.value_error("sliding_window", "must be an integer, at least 1")
     return {"attention_window": [window if each == WINDOWED else None for each in types]}
 
 
 def write_layer_types(config: Config) -> tuple[list[str], int | None]:
-    """What `read_layer_windows` reads: `layer_types`, and the window of those layers that have one."""
+    """Return `layer_types`, and the window of the layers that have one, as `read_layer_windows` reads them."""
     windows = [config.position.for_layer(layer).window for layer in range(config.model.num_layers)]
     types = ["full_attention" if window is None else WINDOWED for window in windows]
     return types, next((window for window in windows if window is not None), None)
 
 
 def find_window_conflict(config: Config) -> str | None:
-    """For families all of whose windows are of one size."""
+    """Return the conflict of a family that supports only one window size, or None."""
     given = config.position.attention_window
     sizes = sorted({window for window in (given if isinstance(given, list) else [given]) if window is not None})
-    return f"attention_window is {', '.join(map(str, sizes))}; this family has one size" if len(sizes) > 1 else None
+    return (
+        f"attention_window is {', '.join(map(str, sizes))}; this family supports one size" if len(sizes) > 1 else None
+    )
 
 
 def check_full_attention(hf_config: HFConfigReader) -> None:
-    """Refuse Qwen's sliding windows. Raises UserError."""
-    hf_config.require_one_of("use_sliding_window", (None, False), "every layer attends to all earlier tokens")
+    """Reject Qwen's sliding windows. Raises UserError."""
+    hf_config.require_one_of("use_sliding_window", (None, False), "sliding windows are not supported")
     for name in ("sliding_window", "max_window_layers"):
-        hf_config.get(name)  # of what is off
+        hf_config.get(name)  # ignored if windows are disabled
     layer_types = hf_config.get("layer_types", [])
     if any(layer_type != "full_attention" for layer_type in layer_types):
-        raise hf_config.value_error("layer_types", "every layer attends to all earlier tokens")
+        raise hf_config.value_error("layer_types", "only full_attention is supported")
 
 
 def _qwen2_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
@@ -151,7 +155,7 @@ def _qwen2_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
 
 
 def list_supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
-    """For some of our keys, the values that Llama has."""
+    """Return the values that Llama supports, for some of our keys."""
     return {
         "pos_emb": ("rotary",),
         "norm": ("rmsnorm",),
@@ -162,11 +166,11 @@ def list_supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
 
 
 def check_full_rotation(config: Config) -> str | None:
-    """For families that turn whole heads, by frequencies that transformers knows."""
+    """Return the conflict of a family that rotates whole heads with frequencies known to transformers, or None."""
     if reason := check_rope_scaling(config.position.pos_emb_options):
         return reason
     fraction = config.position.pos_emb_options.get("fraction", 1.0)
-    return None if fraction == 1 else f"pos_emb_options.fraction is {fraction}; this family turns whole heads"
+    return None if fraction == 1 else f"pos_emb_options.fraction is {fraction}; this family rotates whole heads"
 
 
 def _find_llama_conflict(config: Config) -> str | None:
@@ -176,12 +180,12 @@ def _find_llama_conflict(config: Config) -> str | None:
 def _find_qwen2_conflict(config: Config) -> str | None:
     model = config.model
     if not has_qkv_bias(model) or model.use_bias_in_attn_linear or model.use_bias_in_mlp:
-        return "Qwen2ForCausalLM has biases in queries, keys and values, and nowhere else"
+        return "Qwen2ForCausalLM has biases only in queries, keys and values"
     return check_full_rotation(config)
 
 
 def write_llama_keys(config: Config) -> dict[str, Any]:
-    """What `read_llama_keys` reads."""
+    """Return the keys that `read_llama_keys` reads."""
     model, options = config.model, config.position.pos_emb_options
     return {
         "num_hidden_layers": model.num_layers,
@@ -210,13 +214,14 @@ def map_llama_weights(
     *,
     turns_neighbours: bool = False,
 ) -> Iterator[WeightMapping]:
-    """Every weight of a family like Llama.
+    """Yield the mappings of all weights of a Llama-like family.
 
     Args:
-        config: ours.
-        norms: our names of a layer's norms, and theirs; queries and keys have norms besides if ours have.
-        norm_transform: of all norms.
-        turns_neighbours: are neighbouring numbers of a head turned together, and not its halves?
+        config: our configuration.
+        norms: names of a layer's norms, ours and theirs; norms of queries and keys are added if the configuration has
+            them.
+        norm_transform: transform of all norms.
+        turns_neighbours: True if adjacent elements of a head are rotated together rather than its halves.
     """
     model = config.model
     qkv_transform = SeparateQKV(model.num_attention_heads, num_kv_heads(model), turns_neighbours)

@@ -1,5 +1,4 @@
-"""OLMo 2 as transformers has it: Llama with its norms after the branches, and with queries and keys normalised over all
-heads together."""
+"""OLMo 2 in transformers' format: Llama with norms after the branches, and query and key norms over all heads."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +18,7 @@ NORMS = {
     "post_self_attn_layernorm": "post_attention_layernorm",
     "post_mlp_layernorm": "post_feedforward_layernorm",
 }
-"""Our names of a layer's norms, and theirs."""
+"""Names of a layer's norms, ours and theirs."""
 DEFAULT_EPSILON = 1e-5
 
 

@@ -1,4 +1,4 @@
-"""OPT as transformers has it. Its positions begin at the third row of their table."""
+"""OPT in transformers' format. Positions start at the third row of their table."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -26,14 +26,14 @@ POSITION_OFFSET = 2
 
 def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
     hf_config.require_one_of(
-        "do_layer_norm_before", (None, True), "norms stand before attention and the feed-forward layer"
+        "do_layer_norm_before", (None, True), "norms must precede attention and the feed-forward layer"
     )
-    hf_config.require_one_of("_remove_final_layer_norm", (None, False), "there is a norm after the last layer")
-    hf_config.require_one_of("layer_norm_elementwise_affine", (None, True), "norms have weights")
+    hf_config.require_one_of("_remove_final_layer_norm", (None, False), "a norm after the last layer is required")
+    hf_config.require_one_of("layer_norm_elementwise_affine", (None, True), "norms must have weights")
     hf_config.get("init_std")
     hidden_size = hf_config.get_positive_int("hidden_size", 768)
     hf_config.require_one_of(
-        "word_embed_proj_dim", (None, hidden_size), f"embeddings have the width of the model, {hidden_size}"
+        "word_embed_proj_dim", (None, hidden_size), f"embeddings must have the width of the model, {hidden_size}"
     )
     has_bias, seq_length = (
         hf_config.get_bool("enable_bias", True),
@@ -68,7 +68,7 @@ def _supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
 
 def _find_other_conflict(config: Config) -> str | None:
     if has_grouped_queries(config):
-        return f"num_kv_heads is {config.model.num_kv_heads}; OPTForCausalLM has keys and values for every head"
+        return f"num_kv_heads is {config.model.num_kv_heads}; OPTForCausalLM needs keys and values for every head"
     return check_equal_biases(config)
 
 

@@ -1,4 +1,4 @@
-"""Qwen3 as transformers has it: Llama whose queries and keys are normalised, each head by itself."""
+"""Qwen3 in transformers' format: Llama with queries and keys normalized per head."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ from megatron.conversion.hf_config import ROPE_DIFFERENCE, HFConfigReader
 from megatron.conversion.model_family import ModelFamily, check_equal_biases
 
 DEFAULT_HEAD_DIM = 128
-"""Whatever the width and the number of heads."""
+"""Default head dimension, independent of the width and the number of heads."""
 
 
 def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""SmolLM3 as transformers has it: Llama some of whose layers turn nothing, and that may see a window alone.
+"""SmolLM3 in transformers' format: Llama in which some layers have no rotation and possibly a sliding window.
 
-Which layers do is a list, or every n-th layer turns nothing; windows are off in the published models.
+These layers are given by a list or an interval; windows are disabled in the published models.
 """
 
 from collections.abc import Mapping
@@ -30,13 +30,13 @@ def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
     interval = hf_config.get_positive_int("no_rope_layer_interval", DEFAULT_INTERVAL)
     turned = hf_config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
     if not isinstance(turned, list) or len(turned) < num_layers or any(each not in (0, 1) for each in turned):
-        raise hf_config.value_error("no_rope_layers", "it has 1 for each layer that turns queries and keys, else 0")
+        raise hf_config.value_error("no_rope_layers", "expected 1 for each layer with rotation, else 0")
     encodings = ["rotary" if each else "none" for each in turned[:num_layers]]
     has_windows = hf_config.get_bool("use_sliding_window", False)
-    # Where nothing is said, layers that turn nothing have the window.
+    # By default, layers without rotation have the window.
     types = ["full_attention" if each == "rotary" else "sliding_attention" for each in encodings]
     window = None if hf_config.is_null("sliding_window") else hf_config.get("sliding_window")
-    hf_config.get("max_window_layers")  # of Qwen's configuration, and without a meaning here
+    hf_config.get("max_window_layers")  # copied from Qwen's configuration; has no effect
     windows = read_layer_windows(hf_config, types, window if has_windows else None, num_layers)
     return {
         **keys,
@@ -70,7 +70,7 @@ def _to_hf_keys(config: Config) -> dict[str, Any]:
         "layer_types": types,
         "attention_bias": model.use_bias_in_attn_linear,
         "mlp_bias": model.use_bias_in_mlp,
-        "pad_token_id": None,  # theirs by default is beyond most vocabularies
+        "pad_token_id": None,  # transformers' default exceeds most vocabularies
     }
 
 

@@ -1,6 +1,6 @@
-"""Preparing a corpus: sources of text become a folder of indexed datasets with their tokenizer.
+"""Corpus preparation: turn text sources into a folder of indexed datasets with their tokenizer.
 
-`prepare` does the whole; `recipe` is what decides the result. `sources` lists files and reads documents from them
-(`file_readers`, `hub_dataset`), `documents` says which of them go to which split, `tokenize_worker` turns them into
-tokens and `writer` writes these.
+`prepare` runs the whole pipeline; `recipe` collects everything that determines the result. `sources` lists files and
+reads documents (with `file_readers` and `hub_dataset`), `documents` assigns documents to splits, `tokenize_worker`
+tokenizes them, and `writer` writes the tokens.
 """

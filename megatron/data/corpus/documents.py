@@ -1,10 +1,10 @@
-"""The documents of a corpus: one after the other, the first ones alone if there is a limit, each with its split.
+"""Documents of a corpus in reading order, with an optional limit, and the split of each document.
 
-Whole documents are dealt out to splits, never parts, so no text of a file is in training and in test. Each document
-gets a pseudo-random number from its name and the seed alone; in the order of these numbers the first fraction is for
-training, the next for validation, the rest for test. So the fractions are exact even for a few documents (drawing a
-split for each document by itself would often leave a small corpus without a test split), the order in which files are
-listed does not matter, and when a corpus grows a little, nearly all documents stay where they were.
+Splits receive whole documents, so training and test never share text from one file. Each document gets a pseudo-random
+number that depends only on its name and the seed. Sorted by this number, the first fraction of documents goes to
+training, the next to validation, and the rest to test. Fractions are therefore exact even for few documents; drawing
+each document's split independently would often leave a small corpus without a test split. The order in which files are
+listed does not matter, and when a corpus grows slightly, nearly all documents keep their split.
 """
 
 import contextlib
@@ -32,29 +32,28 @@ from megatron.utils.errors import RunError, UserError
 
 ItemT = TypeVar("ItemT")
 CorpusProgress = Callable[[str, int, int], None]
-"""Called with the stage of the work, the bytes that are done, and those of the whole."""
+"""Callback that receives the current stage, the bytes processed, and the total bytes."""
 
 SplitDocuments = Iterator[tuple[RawDocument, int]]
-"""Documents, each with the index of its split."""
+"""Iterator of documents, each with its split index."""
 
 
 @dataclass(frozen=True)
 class CorpusDocuments:
-    """The documents that a corpus is made of."""
+    """Documents of a corpus."""
 
     files: list[SourceFile]
-    column: str  # where a line or a row holds its text
-    download_folder: Path  # for what is read of the hub
+    column: str  # column or JSON key that contains the text
+    download_folder: Path  # cache of texts read from the hub
     progress: CorpusProgress
-    limit: int | None = None  # the first so many documents alone
+    limit: int | None = None  # maximum number of documents
 
     @property
     def size(self) -> int:
-        """Bytes of the sources, for progress; nobody knows that of the hub's."""
+        """Size of the sources in bytes, used for progress; 0 for hub datasets, whose size is unknown."""
         return sum(file.size for file in self.files)
 
     def iter_names(self) -> Iterator[str]:
-        """Names of all documents."""
         return _take_items(self._iter_all_names(), self.limit)
 
     def _iter_all_names(self) -> Generator[str, None, None]:
@@ -65,7 +64,7 @@ class CorpusDocuments:
             self.report_progress("listing", done)
 
     def iter_documents(self) -> Iterator[RawDocument]:
-        """All documents, in the order of their names."""
+        """Yield all documents, in the order of their names."""
         documents = (
             document
             for file in self.files
@@ -74,7 +73,7 @@ class CorpusDocuments:
         return _take_items(documents, self.limit)
 
     def report_progress(self, stage: str, done: int) -> None:
-        """Report how much is done, in bytes of the sources."""
+        """Report progress in bytes of the sources."""
         if any(file.hub is not None and file.size == 0 for file in self.files):
             self.progress(f"{stage} ({done / 1e6:,.0f} MB)", 0, 1)
         else:
@@ -91,16 +90,16 @@ def _take_items(items: Generator[ItemT, None, None], limit: int | None) -> Itera
 
 @dataclass(frozen=True)
 class SplitAssignment:
-    """Which split each document goes to."""
+    """Assignment of documents to splits."""
 
     documents: CorpusDocuments
     splits: np.ndarray | None
-    """uint8 [documents]: the split of each; None: all in one."""
+    """Split index of each document, uint8 [documents]; None if all documents form one dataset."""
     text_slices: list[bytes]
-    """Of a lone text file its three slices, which are documents then; else empty."""
+    """The three slices of a single text file, each of which becomes a document; empty for other sources."""
 
     def iter_documents(self) -> SplitDocuments:
-        """All documents with the index of their split."""
+        """Yield all documents with their split index."""
         if self.text_slices:
             yield from self._iter_text_slices()
             return
@@ -110,7 +109,7 @@ class SplitAssignment:
         except ValueError as error:
             if "zip()" not in str(error):
                 raise
-            raise RunError("a source changed while it was read; prepare the corpus again") from None
+            raise RunError("a source changed while it was being read; prepare the corpus again") from None
 
     def _iter_text_slices(self) -> SplitDocuments:
         (file,) = self.documents.files
@@ -122,12 +121,12 @@ class SplitAssignment:
 
 
 def is_single_text(files: list[SourceFile]) -> bool:
-    """Is there a lone text file, which is cut at line ends?"""
+    """Return True if the only source is one text file, which is cut at line ends."""
     return len(files) == 1 and files[0].format == "text"
 
 
 def assign_splits(documents: CorpusDocuments, fractions: tuple[float, ...] | None, seed: int) -> SplitAssignment:
-    """The split of each document; None for fractions puts all into one."""
+    """Assign a split to each document; fractions of None put all documents in one dataset."""
     if fractions is None:
         return SplitAssignment(documents, None, [])
     if is_single_text(documents.files):
@@ -137,23 +136,29 @@ def assign_splits(documents: CorpusDocuments, fractions: tuple[float, ...] | Non
 
 
 def check_fractions(fractions: Sequence[float]) -> tuple[float, ...]:
-    """Three fractions divided by their sum. UserError unless they are three numbers, none negative, not all zero."""
+    """Return three fractions normalized to sum to 1.
+
+    Raises UserError unless three nonnegative numbers, not all 0, are given.
+    """
     if (
         len(fractions) != 3
         or not all(np.isfinite(fraction) and fraction >= 0 for fraction in fractions)
         or sum(fractions) <= 0
     ):
-        raise UserError(f"split: {list(fractions)} are not three shares (train, valid, test) such as 0.9, 0.05, 0.05")
+        raise UserError(
+            f"split: {list(fractions)} is invalid; expected three nonnegative fractions (train, valid, test), for "
+            "example 0.9, 0.05, 0.05"
+        )
     return tuple(fraction / sum(fractions) for fraction in fractions)
 
 
 def compute_split_counts(num_documents: int, fractions: Sequence[float]) -> list[int]:
-    """Documents per split, by largest remainder; a split whose fraction is not zero gets at least one."""
+    """Return document counts per split by largest remainder; every nonzero fraction gets at least one document."""
     num_splits = sum(fraction > 0 for fraction in fractions)
     if num_documents < num_splits:
         raise UserError(
             f"split: {num_documents} document{'s' * (num_documents != 1)} cannot be divided into {num_splits} splits; "
-            "prepare each split by itself without dividing it (--split none)"
+            "prepare each split separately with --split none"
         )
     exact = [fraction * num_documents for fraction in fractions]
     counts = [int(value) for value in exact]
@@ -167,9 +172,9 @@ def compute_split_counts(num_documents: int, fractions: Sequence[float]) -> list
 
 
 def assign_documents(names: Iterable[str], fractions: Sequence[float], seed: int) -> np.ndarray:
-    """The split of each document, uint8 [documents]: 0, 1, 2 are the positions in `fractions`."""
+    """Return the split index of each document, uint8 [documents]; 0, 1 and 2 index `fractions`."""
     key = f"{seed}:".encode()
-    # surrogateescape: file names need not be UTF-8
+    # surrogateescape: file names may not be valid UTF-8
     digests = (blake2b(key + name.encode("utf-8", "surrogateescape"), digest_size=8).digest() for name in names)
     numbers = np.fromiter((int.from_bytes(digest) for digest in digests), dtype=np.uint64)
     splits = np.empty(len(numbers), dtype=np.uint8)
@@ -182,10 +187,10 @@ def assign_documents(names: Iterable[str], fractions: Sequence[float], seed: int
 def count_documents_for_tokens(
     num_tokens: int, documents: CorpusDocuments, tokenizer: Tokenizer, num_workers: int, bad: BadDocuments
 ) -> int | None:
-    """Return the number of documents that hold `num_tokens` tokens, or the limit of documents if all hold fewer.
+    """Return the number of documents needed for `num_tokens` tokens, or the document limit if all documents hold fewer.
 
-    Which split a document goes to follows from how many there are, so that they are counted before any is written.
-    Documents that cannot be decoded are added to `bad`, and hold no tokens.
+    A document's split depends on the number of documents, so they are counted before any is written. Documents that
+    cannot be decoded are added to `bad` and count as zero tokens.
     """
     token_count, document_count, bytes_done = 0, 0, 0
     chunks = iter_chunks((document, 0) for document in documents.iter_documents())

@@ -1,7 +1,7 @@
-"""Reading what holds many documents: lines of plain and compressed files, and texts in rows of Parquet and Arrow files.
+"""Readers for files with many documents: plain or compressed lines, and text columns of Parquet and Arrow files.
 
-All is read some at a time, so that a file of any size needs little memory. An Arrow file may be of either kind, with
-a footer (what Feather and Arrow write) or a stream (what Hugging Face's datasets writes). Tables need pyarrow.
+All readers stream, so files of any size need little memory. Arrow files may have a footer (as written by Feather and
+Arrow) or be streams (as written by Hugging Face datasets). Table formats need pyarrow.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 TABLE_SUFFIXES = (".parquet", ".arrow")
 BLOCK_BYTES = 1 << 20
-"""Of a file of lines, read at a time."""
+"""Bytes read at a time from a file of lines."""
 
 MAX_LINE_BYTES = 1 << 30
-"""Bytes of a document in JSON. What is longer is a damaged file, or one that was compressed to fill a memory."""
+"""Maximum size of a JSON document in bytes. A longer line means a damaged file or a decompression bomb."""
 
 ROWS_PER_BATCH = 1024
-"""Of a Parquet file, read at a time; an Arrow file is mapped into memory, and its batches are read as they are."""
+"""Rows read at a time from a Parquet file. Arrow files are memory-mapped and read in their own batches."""
 
 
 def iter_lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Lines of a plain or compressed file, with the position reached in the file on disk (bytes)."""
+    """Yield the lines of a plain or compressed file, with the current position in the file on disk, in bytes."""
     line_parts: list[bytes] = []
     position = size = 0
     number = 1
@@ -43,7 +43,9 @@ def iter_lines(path: Path) -> Iterator[tuple[bytes, int]]:
         line_parts.append(first)
         size += len(first)
         if size > MAX_LINE_BYTES:
-            raise UserError(f"{path}:{number}: a line of more than {MAX_LINE_BYTES:,} bytes; a document has one line")
+            raise UserError(
+                f"{path}:{number}: line is longer than {MAX_LINE_BYTES:,} bytes; expected one document per line"
+            )
         if others:
             number, size = number + len(others), len(others[-1])
             yield b"".join(line_parts), position
@@ -55,7 +57,7 @@ def iter_lines(path: Path) -> Iterator[tuple[bytes, int]]:
 
 
 def _iter_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Decompressed content block by block. UserError if it is damaged or cut short."""
+    """Yield the decompressed content in blocks. Raises UserError if the file is damaged or truncated."""
     try:
         with open(path, "rb") as file:
             if path.name.endswith(".gz"):
@@ -74,7 +76,7 @@ def _iter_blocks(path: Path) -> Iterator[tuple[bytes, int]]:
 
 
 def _iter_zstandard_blocks(file: io.BufferedReader, path: Path) -> Iterator[tuple[bytes, int]]:
-    # The library's stream reader takes a cut file for a finished one; the object knows where a frame ends.
+    # The library's stream reader accepts a truncated file; the decompression object detects the end of a frame.
     import zstandard
 
     decompressor, frame = zstandard.ZstdDecompressor(), None
@@ -88,11 +90,11 @@ def _iter_zstandard_blocks(file: io.BufferedReader, path: Path) -> Iterator[tupl
     except zstandard.ZstdError as error:
         raise UserError(f"{path}: broken zstandard file: {error}") from None
     if frame is not None:
-        raise UserError(f"{path}: broken zstandard file: it ends in the middle of a frame")
+        raise UserError(f"{path}: broken zstandard file: file ends in the middle of a frame")
 
 
 def count_rows(path: Path) -> int:
-    """How many rows a file has. UserError if it is damaged."""
+    """Return the number of rows of a file. Raises UserError if it is damaged."""
     with _open_table(path) as table:
         return (
             table.num_rows if table.num_rows is not None else sum(batch.num_rows for batch in table.iter_batches(None))
@@ -100,9 +102,9 @@ def count_rows(path: Path) -> int:
 
 
 def iter_table_texts(path: Path, column: str) -> Iterator[bytes]:
-    """Yield the text of each row, undecoded, and empty where there is none.
+    """Yield the undecoded text of each row, or empty bytes for rows without text.
 
-    Raises UserError, naming the file, if it is damaged or has no such column of text.
+    Raises UserError, naming the file, if the file is damaged or has no text column of this name.
     """
     import pyarrow as pa
 
@@ -111,7 +113,9 @@ def iter_table_texts(path: Path, column: str) -> Iterator[bytes]:
         if column not in names:
             raise UserError(f"{path}: no column {column!r}; {format_choices(column, names)} (--column)")
         if not _is_text_type(table.schema.field(column).type):
-            raise UserError(f"{path}: column {column!r} holds {table.schema.field(column).type}, not text (--column)")
+            raise UserError(
+                f"{path}: column {column!r} has type {table.schema.field(column).type}, not text (--column)"
+            )
         for batch in table.iter_batches(column):
             for value in batch.column(column).cast(pa.large_string()).cast(pa.large_binary()):
                 yield value.as_py() or b""
@@ -126,16 +130,16 @@ def _is_text_type(column_type: pa.DataType) -> bool:
 
 @dataclass(frozen=True)
 class _Table:
-    """An open file of either format."""
+    """Open table, in Parquet or Arrow format."""
 
     schema: pa.Schema
-    num_rows: int | None  # None where only reading tells
-    iter_batches: Callable[[str | None], Iterator[pa.RecordBatch]]  # of one column, or of all
+    num_rows: int | None  # None if unknown before reading
+    iter_batches: Callable[[str | None], Iterator[pa.RecordBatch]]  # for one column, or all if None
 
 
 @contextlib.contextmanager
 def _open_table(path: Path) -> Iterator[_Table]:
-    """UserError for what goes wrong until the file is closed again."""
+    """Open a table. Errors raised before it is closed become UserError."""
     require_package("pyarrow", str(path))
     import pyarrow as pa
 

@@ -1,12 +1,13 @@
-"""Texts of a dataset on Hugging Face's hub, or of a local folder that its library reads, streamed with `datasets`.
+"""Streaming text from a Hugging Face hub dataset, or from a local folder that the `datasets` library can read.
 
-What was read is kept in shards beside the state of the library, so that a text is fetched once: later passes read the
-shards, and a reading that was interrupted goes on behind the last one.
+Texts are cached in shards together with the library's state, so that each text is downloaded once. Later passes read
+the shards, and an interrupted download resumes after the last shard.
 
-    000000.jsonl.zst   texts, a JSON string per line
-    000000.json        how many documents there are up to here, the library's state, and whether the dataset ends here
+    000000.jsonl.zst   texts, one JSON string per line
+    000000.json        documents so far, the library's state, and whether the dataset ends here
 
-Nothing of a dataset is run, and nothing is asked of the network but what the user named. Needs the package datasets.
+No code from the dataset is executed, and only the dataset named by the user is requested from the network. Requires the
+package datasets.
 """
 
 from __future__ import annotations
@@ -28,53 +29,53 @@ from megatron.utils.suggestions import format_choices
 HUB_PREFIX = "hf:"
 SHARD_BYTES = 1 << 24
 SHARD_SECONDS = 30.0
-"""A shard is written when there is so much text for it, or after so long."""
+"""Maximum time between shards, in seconds. A shard is also written when SHARD_BYTES of text are pending."""
 
 
 DownloadCallback = Callable[[int], None]
-"""Called now and then with the number of documents that were read of the hub."""
+"""Callback that receives the number of documents downloaded so far."""
 
 
 class UnfinishedError(RunError):
-    """Work that was interrupted, and that the same command goes on with."""
+    """Interrupted work that the same command resumes."""
 
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A split of a dataset, as a source of text."""
+    """Split of a hub dataset, used as a text source."""
 
-    source: str  # as it was written: hf:NAME or hf:NAME:CONFIG
+    source: str  # as given: hf:NAME or hf:NAME:CONFIG
     split: str
 
     @property
     def name(self) -> str:
-        """The dataset's, or a folder."""
+        """Name of the dataset, or path of a local folder."""
         return self.source.removeprefix(HUB_PREFIX).partition(":")[0]
 
     @property
     def config(self) -> str | None:
-        """Which of a dataset's configurations; None for its only one."""
+        """Configuration of the dataset, or None for the default."""
         return self.source.removeprefix(HUB_PREFIX).partition(":")[2] or None
 
     @property
     def files(self) -> list[Path]:
-        """Of a folder; none of what lies on the hub."""
+        """Files of a local folder; empty for a dataset on the hub."""
         folder = Path(self.name)
         return sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
 
     def iter_texts(
         self, column: str, download_folder: Path, on_download: DownloadCallback = lambda documents: None
     ) -> Iterator[str]:
-        """The text of every row, empty where there is none.
+        """Yield the text of each row, or an empty string for rows without text.
 
         Args:
-            column: that holds the text.
-            download_folder: a folder for what was read; what is there is not fetched again.
-            on_download: called with the number of documents whenever some are kept.
+            column: name of the text column.
+            download_folder: cache folder; cached texts are not downloaded again.
+            on_download: called with the number of documents after each shard is written.
 
         Raises:
-            UserError: there is no such dataset, configuration, split, or column of text; datasets is not installed.
-            UnfinishedError: it cannot be reached any more; what was read is kept.
+            UserError: the dataset, configuration, split or text column does not exist, or datasets is not installed.
+            UnfinishedError: the connection failed; the texts read so far are cached.
         """
         shards = _DownloadedShards(download_folder)
         yield from shards.iter_texts()
@@ -85,7 +86,7 @@ class HubDataset:
             stream.load_state_dict(shards.state)
         try:
             yield from self._iter_stream(stream, column, shards, on_download)
-        finally:  # also where the reader has enough
+        finally:  # also runs if the consumer stops early
             shards.write(stream.state_dict())
 
     def _iter_stream(
@@ -98,10 +99,10 @@ class HubDataset:
             except StopIteration:
                 shards.ended = True
                 return
-            except Exception as error:  # whatever the library and the network below it raise
+            except Exception as error:  # any exception from the library or the network
                 raise UnfinishedError(
-                    f"{self.source}: ended after {shards.documents:,} documents: {type(error).__name__}: "
-                    f"{describe_cause(error)}; the same command goes on there"
+                    f"{self.source}: stopped after {shards.documents:,} documents: {type(error).__name__}: "
+                    f"{describe_cause(error)}; run the same command to resume"
                 ) from error
             text = _read_text(row, column, f"{self.source}, row {shards.documents + 1}")
             if shards.add(text):
@@ -118,7 +119,7 @@ class HubDataset:
             return datasets.load_dataset(self.name, self.config, split=self.split, streaming=True)
         except (ConnectionError, TimeoutError) as error:
             raise RunError(f"{self.source}: cannot be reached: {describe_cause(error)}") from error
-        except Exception as error:  # the library has a class for each way to be wrong, some of them its hub's
+        except Exception as error:  # the library and its hub client raise many classes
             raise UserError(f"{self.source} (--hf-split {self.split}): {describe_cause(error)}") from error
 
 
@@ -127,12 +128,12 @@ def _read_text(row: dict[str, Any], column: str, where: str) -> str:
         raise UserError(f"{where}: no column {column!r}; {format_choices(column, list(row))} (--column)")
     value = row[column]
     if not isinstance(value, str | None):
-        raise UserError(f"{where}: column {column!r} holds {type(value).__name__}, not text (--column)")
+        raise UserError(f"{where}: column {column!r} has type {type(value).__name__}, not text (--column)")
     return value or ""
 
 
 class _DownloadedShards:
-    """What was read of a dataset."""
+    """Texts of a dataset that are cached on disk."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -150,21 +151,21 @@ class _DownloadedShards:
             self._num_shards += 1
 
     def iter_texts(self) -> Iterator[str]:
-        """Of all shards, in order."""
+        """Yield the texts of all shards, in order."""
         for number in range(self._num_shards):
             content = (self._folder / f"{number:06d}.jsonl.zst").read_bytes()
             for line in zstandard.ZstdDecompressor().decompress(content).splitlines():
                 yield parse_json(line)
 
     def add(self, text: str) -> bool:
-        """Take a text; returns whether it is time for a shard."""
-        self._pending.append(json.dumps(text).encode())  # ASCII: a line holds no other kind of line break
+        """Add a text and return True if a shard should be written now."""
+        self._pending.append(json.dumps(text).encode())  # ASCII: no other kind of line break within a line
         self._size += len(self._pending[-1])
         self.documents += 1
         return self._size >= SHARD_BYTES or time.monotonic() - self._last_write >= SHARD_SECONDS
 
     def write(self, state: dict[str, Any]) -> None:
-        """Write the texts that were added as a shard, and the state of the library."""
+        """Write the pending texts as a shard, together with the library's state."""
         if not self._pending and not self.ended:
             return
         position = {"documents": self.documents, "ended": self.ended, "state": state}

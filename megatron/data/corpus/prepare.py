@@ -1,15 +1,15 @@
-"""Preparing a corpus: sources of text become a folder of indexed datasets with their tokenizer.
+"""Corpus preparation: turn text sources into a folder of indexed datasets with their tokenizer.
 
     corpora/python/
-      train_text_document.bin   the tokens, documents one after the other, each ended by end-of-document
-      train_text_document.idx   where they begin
+      train_text_document.bin   tokens of all documents in sequence, each document ended by end-of-document
+      train_text_document.idx   document offsets
       valid_text_document.…, test_text_document.…
       corpus.json               tokenizer, vocabulary, documents, tokens and bytes per split, sources, checksums
-      tokenizer.json            the tokenizer's own files, so that the folder is complete
+      tokenizer.json            the tokenizer's own files, which make the folder self-contained
 
-The datasets are written by megatron-core's IndexedDatasetBuilder: Megatron-LM and GPT-NeoX read them. The folder is
-built under a temporary name and renamed when it is whole, so there is never half a corpus. Preparing the same thing
-again finds it there, compares every file with its checksum, and does nothing.
+megatron-core's IndexedDatasetBuilder writes the datasets, so Megatron-LM and GPT-NeoX can read them. The folder is
+built under a temporary name and renamed when complete, so no partial corpus is ever visible. Preparing the same corpus
+again verifies every file's checksum and does nothing else.
 """
 
 import contextlib
@@ -66,24 +66,25 @@ def prepare_corpus(
     progress: CorpusProgress | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> CorpusInfo:
-    """Make a corpus folder from sources of text, or find it made already.
+    """Build a corpus folder from text sources, or reuse it if it already exists.
 
-    The corpus is the same for any number of workers. Work that is interrupted, by Ctrl-C, by a kill, by a bad
-    document or because the hub cannot be reached any more, is resumed when the same corpus is prepared again.
+    The result does not depend on the number of workers. Work interrupted by Ctrl-C, a kill, a bad document or an
+    unreachable hub resumes when the same corpus is prepared again.
 
     Args:
-        options: what it is made from; see `megatron.data.corpus.sources` for sources. A split with fraction 0 is not
-            written, a lone text file is cut at line ends, and of limits whole documents are taken.
-        output: the folder.
-        overwrite: replace a corpus that was made differently.
+        options: sources and settings; see `megatron.data.corpus.sources` for sources. A split with fraction 0 is not
+            written, a single text file is cut at line ends, and limits keep whole documents.
+        output: corpus folder.
+        overwrite: replace a corpus that was made with other settings.
         progress: called while the work advances.
-        log: gets notes before the work.
+        log: receives notes before the work starts.
 
     Raises:
-        UserError: sources, tokenizers and choices that are wrong.
-        RunError: the disk is full, the folder cannot be written, or another command made another corpus there
+        UserError: sources, tokenizer or options are invalid.
+        RunError: the disk is full, the folder cannot be written, or another command made a different corpus there
             meanwhile.
-        In either case an earlier corpus stays. Only tokenized documents before a bad one are left behind, hidden.
+        In either case an existing corpus stays intact. Only documents tokenized before a bad one are kept, in a hidden
+        folder.
     """
     output, progress = Path(output), progress or (lambda stage, done, total: None)
     recipe = read_corpus_recipe(options)
@@ -97,8 +98,8 @@ def prepare_corpus(
         with _open_work_folder(output, recipe.key, replaced_version) as folder:
             _write_corpus(recipe, folder, progress)
     except BadDocumentError as error:
-        kept = "; the work before it is kept for that" if find_unfinished(output) else ""
-        advice = "--skip-bad N leaves up to N such documents out" if not options.skip_bad else "raise --skip-bad"
+        kept = "; work so far is kept" if find_unfinished(output) else ""
+        advice = "--skip-bad N skips up to N such documents" if not options.skip_bad else "raise --skip-bad"
         raise UserError(f"{error}; {advice}{kept}") from None
     except FolderConflictError as conflict:
         return _use_other_corpus(output, recipe, progress, conflict)
@@ -108,7 +109,7 @@ def prepare_corpus(
 def _use_other_corpus(
     output: Path, recipe: CorpusRecipe, progress: CorpusProgress, conflict: FolderConflictError
 ) -> CorpusInfo:
-    """Return the corpus that another process made meanwhile if it is the same. Raises `conflict` if it is not."""
+    """Return the corpus that another process made meanwhile if it is identical; raise `conflict` otherwise."""
     try:
         corpus = find_existing_corpus(output, recipe, overwrite=False, progress=progress)
     except FarfieldError:
@@ -120,7 +121,7 @@ def _use_other_corpus(
 
 
 def _write_corpus(recipe: CorpusRecipe, folder: Path, progress: CorpusProgress) -> None:
-    """Write all files of a corpus, or those that earlier work has left to do."""
+    """Write all files of a corpus, or only the missing ones if earlier work is resumed."""
     options, work = recipe.options, folder.parent
     earlier = read_progress(work)
     _remove_unfinished(folder, keep=earlier is not None)
@@ -149,18 +150,18 @@ def _write_corpus(recipe: CorpusRecipe, folder: Path, progress: CorpusProgress) 
         tokenizer.copy_files(folder)
     notes = []
     if options.vocab_size is not None and tokenizer.vocab_size < options.vocab_size:
-        notes.append(f"the text gave {tokenizer.vocab_size} tokens of the {options.vocab_size} asked for")
+        notes.append(f"the text yielded {tokenizer.vocab_size} tokens; {options.vocab_size} were requested")
     split_names = _list_split_names(recipe.split_fractions)
     writer = CorpusWriter(
         work, split_names, tokenizer.vocab_size, {"limit": documents.limit}, earlier, options.skip_bad
     )
     if earlier is None and (options.tokens is not None or recipe.tokenizer is None):
-        writer.save()  # counting and training took long
+        writer.save()  # counting and training take long
     _write_splits(writer, tokenizer, assignment, recipe.num_workers)
     _refuse_empty_split(writer, recipe.files)
     if writer.skipped:
         examples = ", ".join(writer.skipped[:5])
-        notes.append(f"{len(writer.skipped)} Python files left out, as Python cannot decode them: {examples}")
+        notes.append(f"{len(writer.skipped)} Python files skipped because Python cannot decode them: {examples}")
     if writer.bad.count:
         notes.append(writer.bad.describe())
     metadata = CorpusMetadata(
@@ -173,26 +174,26 @@ def _write_corpus(recipe: CorpusRecipe, folder: Path, progress: CorpusProgress) 
         notes=notes,
         files={path.name: compute_file_digest(path) for path in sorted(folder.iterdir())},
     )
-    content = json.dumps(metadata.model_dump(), indent=2)  # model_dump_json takes Unicode alone: not all names are
+    content = json.dumps(metadata.model_dump(), indent=2)  # unlike model_dump_json, accepts names that are not Unicode
     (folder / CORPUS_FILE).write_text(content + "\n", encoding="utf-8")
 
 
 def _list_split_names(fractions: tuple[float, ...] | None) -> dict[int, SplitName]:
-    """The splits that are written, by their index."""
+    """Return the names of the splits to write, by their index."""
     if fractions is None:
         return {0: ALL_SPLITS}
     return {i: SPLITS[i] for i, fraction in enumerate(fractions) if fraction > 0}
 
 
 def _remove_unfinished(folder: Path, *, keep: bool) -> None:
-    """Remove what earlier work left and is made anew: all of it, or all but tokens and a trained tokenizer."""
+    """Remove unfinished files of earlier work; `keep` retains tokens and a trained tokenizer."""
     for path in folder.iterdir():
         if not (keep and (path.suffix == ".bin" or path.name in TOKENIZER_FILES["HFTokenizer"])):
             path.unlink()
 
 
 def find_unfinished(output: str | Path) -> bool:
-    """Is there interrupted work on a corpus, which is resumed when the same is prepared again?"""
+    """Return True if there is interrupted work on a corpus that preparing it again would resume."""
     resolved = Path(output).resolve()
     return any(_can_resume(work) for work in resolved.parent.glob(f".{glob.escape(resolved.name)}.????????.tmp"))
 
@@ -204,9 +205,9 @@ def _can_resume(work: Path) -> bool:
 def _train_tokenizer(
     folder: Path, assignment: SplitAssignment, vocab_size: int | None, *, bad: BadDocuments, is_trained: bool
 ) -> Tokenizer:
-    """A byte-level BPE trained on the training documents alone, so that valid and test stay unseen.
+    """Train a byte-level BPE on the training documents only, so that valid and test stay unseen.
 
-    is_trained: interrupted work did that already.
+    is_trained: True if interrupted work already trained the tokenizer.
     """
     assert vocab_size is not None
     documents = assignment.documents
@@ -233,7 +234,7 @@ def _train_tokenizer(
 
 
 def _write_splits(writer: CorpusWriter, tokenizer: Tokenizer, assignment: SplitAssignment, num_workers: int) -> None:
-    """Tokenize the documents that are not written yet into the datasets."""
+    """Tokenize the documents that are not yet written and add them to the datasets."""
     documents = assignment.documents
     try:
         chunks = iter_chunks(islice(assignment.iter_documents(), writer.documents, None))
@@ -245,7 +246,7 @@ def _write_splits(writer: CorpusWriter, tokenizer: Tokenizer, assignment: SplitA
         writer.finish()
     except BadDocumentError:
         if writer.documents:
-            writer.save()  # what was tokenized before is kept, for the same command with --skip-bad
+            writer.save()  # keeps the tokenized documents for the same command with --skip-bad
         raise
     finally:
         writer.close()
@@ -255,23 +256,25 @@ def _refuse_empty_split(writer: CorpusWriter, files: list[SourceFile]) -> None:
     num_documents = sum(counts.documents for counts in writer.split_counts.values())
     bad = f"; {writer.bad.describe()}" if writer.bad.count else ""
     if num_documents == 0:
-        raise UserError(f"{files[0].path}{' and the other sources' * (len(files) > 1)}: no text in it{bad}")
+        raise UserError(f"{files[0].path}{' and the other sources' * (len(files) > 1)}: no text found{bad}")
     for name, counts in writer.split_counts.items():
         if counts.documents == 0:
             subject = "1 document is" if num_documents == 1 else f"{num_documents} documents are"
             raise UserError(
-                f"split: no text is left for {name}: only {subject} not empty; with --split none all text is one "
+                f"split: no text left for {name}: only {subject} not empty; --split none puts all text in one "
                 f"dataset{bad}"
             )
 
 
 @contextlib.contextmanager
 def _open_work_folder(output: Path, key: str, replaces: FolderVersion | None) -> Iterator[Path]:
-    """A folder that becomes `output` if all goes well. RunError, which says what is kept, where the disk refuses.
+    """Open a folder that becomes `output` on success.
 
-    Interrupted work stays, if it can be resumed, for a later call with the same key.
+    Disk errors raise RunError, which names the files that are kept.
+
+    Resumable interrupted work is kept for a later call with the same key.
     """
-    target = output.resolve()  # a link to another disk stays one
+    target = output.resolve()  # a link to another disk stays a link
     work: Path | None = None
 
     def keep_after(error: BaseException) -> bool:

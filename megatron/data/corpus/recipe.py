@@ -1,4 +1,4 @@
-"""All that decides what a corpus will be, read from its sources and options; and whether a folder holds that corpus."""
+"""Recipe of a corpus: everything that determines its content, and a check for whether a folder contains it."""
 
 import hashlib
 import json
@@ -30,38 +30,38 @@ from megatron.utils.errors import FarfieldError, UserError
 from megatron.utils.suggestions import format_choices
 
 TRAINED_TOKENIZER = "bpe"
-"""The choice of `tokenizer` that trains one here, on the training documents; it becomes an `HFTokenizer`."""
+"""Choice of `tokenizer` that trains a BPE on the training documents; the result is an `HFTokenizer`."""
 
 RECIPE_FORMAT = 1
-"""Of corpus.json and of the way documents are read and divided: another number makes another corpus."""
+"""Format of corpus.json and of document reading and splitting. A change of this number makes a different corpus."""
 
 LARGE_FRACTION = 0.1
-"""Of all text: a document that is larger determines the content of a split."""
+"""Fraction of all text above which a single document dominates a split."""
 
 _FILE_NAMES = {CORPUS_FILE, *(name for names in TOKENIZER_FILES.values() for name in names)} | {
     f"{split_basename(split)}{suffix}" for split in (*SPLITS, ALL_SPLITS) for suffix in (".bin", ".idx")
 }
 
-_BYTES_PER_WORKER = {"bytes": 1 << 28}  # less than this is done sooner than a further process has started
+_BYTES_PER_WORKER = {"bytes": 1 << 28}  # below this, a further process costs more than it saves
 _BYTES_PER_WORKER_DEFAULT = 1 << 22
 
 
 @dataclass(frozen=True)
 class CorpusRecipe:
-    """All that decides what a corpus will be."""
+    """Everything that determines the content of a corpus."""
 
     options: CorpusOptions
     files: list[SourceFile]
     split_fractions: tuple[float, ...] | None
-    """Of train, valid and test, of which one is all; None for one dataset of everything."""
+    """Fractions of train, valid and test, which sum to 1; None puts everything in one dataset."""
     tokenizer: Tokenizer | None
-    """None: trained here."""
+    """Tokenizer, or None if it is trained on this corpus."""
 
     @cached_property
     def made_from(self) -> dict[str, Any]:
-        """What the corpus follows from, as its corpus.json records it."""
+        """Settings that determine the corpus, as recorded in corpus.json."""
         options = self.options
-        optional: dict[str, Any] = {}  # only where there is any, so that older corpora are found again
+        optional: dict[str, Any] = {}  # absent by default, so that older corpora still match
         if self.tokenizer is not None and self.tokenizer.bos is not None:
             optional["bos"] = self.tokenizer.bos
         if options.end_token is not None:
@@ -79,34 +79,34 @@ class CorpusRecipe:
         }
 
     def list_notes(self) -> list[str]:
-        """Lines to show before the work: what happens to the splits, where that is not what one would expect."""
+        """Return notes to show before the work: effects on the splits that a user may not expect."""
         notes = []
         seed, default_seed = self.options.seed, CorpusOptions.model_fields["seed"].default
         undivided = self.split_fractions is None or self.split_fractions.count(0.0) == 2
         if seed != default_seed and (undivided or is_single_text(self.files)):
-            reason = "there is one split" if undivided else "a lone text is cut into splits where its lines end"
+            reason = "there is one split" if undivided else "a single text file is cut into splits at line ends"
             notes.append(f"seed {seed} has no effect: {reason}")
         if self.split_fractions is None:
-            return [*notes, "all documents become one dataset, which a training divides by its key split"]
+            return [*notes, "all documents become one dataset; training divides it by the key split"]
         total = sum(file.size for file in self.files)
         smallest = min(fraction for fraction in self.split_fractions if fraction > 0)
-        if undivided or len(self.files) == 1:  # nothing is divided, or a lone text is cut
+        if undivided or len(self.files) == 1:  # nothing to divide, or a single text that is cut
             return notes
         return [
-            f"{file.path} is one document with {100 * file.size / total:.3g}% of the text, which one split gets; "
-            "prepared by itself it is cut into all of them"
+            f"{file.path} is one document with {100 * file.size / total:.3g}% of the text and goes to a single split; "
+            "prepare it separately to divide it among the splits"
             for file in self.files
             if file.format == "text" and file.size > max(smallest, LARGE_FRACTION) * total
         ]
 
     @property
     def key(self) -> str:
-        """Eight digits that identify this corpus among others that are made at the same path."""
+        """Eight hexadecimal digits that identify this corpus among others at the same path."""
         return _hash_value(self.made_from)[:8]
 
     @property
     def num_workers(self) -> int:
-        """Processes that tokenize: as the options say, or as many as cores and text are worth."""
+        """Number of tokenizing processes: as configured, or limited by the available cores and the amount of text."""
         if self.options.workers is not None:
             return self.options.workers
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -118,12 +118,12 @@ class CorpusRecipe:
 
 
 def read_corpus_recipe(options: CorpusOptions) -> CorpusRecipe:
-    """Look at the sources and open the tokenizer. Raises UserError for what is not there, or does not go together."""
+    """Scan the sources and open the tokenizer. Raises UserError for missing sources and conflicting options."""
     fractions = None if options.split is None else check_fractions(options.split)
     tokenizer = _resolve_tokenizer(options)
     if options.tokens is not None and tokenizer is None:
         raise UserError(
-            f"tokens: tokenizer {TRAINED_TOKENIZER} is trained on the documents, so limit those; --documents does"
+            f"tokens: tokenizer {TRAINED_TOKENIZER} is trained on the documents; limit them with --documents"
         )
     default_column = CorpusOptions.model_fields["column"].default
     files = scan_sources(
@@ -134,28 +134,30 @@ def read_corpus_recipe(options: CorpusOptions) -> CorpusRecipe:
         column=None if options.column == default_column else options.column,
     )
     if (options.documents or options.tokens) and fractions is not None and is_single_text(files):
-        raise UserError(f"{files[0].path}: is one document, which is cut into splits; there is nothing to limit")
+        raise UserError(f"{files[0].path}: a single document cannot be limited; it is cut into splits")
     return CorpusRecipe(options, files, fractions, tokenizer)
 
 
 def _resolve_tokenizer(options: CorpusOptions) -> Tokenizer | None:
-    """The tokenizer that the options name; None if it is to be trained."""
+    """Return the tokenizer named by the options, or None if it is to be trained."""
     type = options.tokenizer
     if type == TRAINED_TOKENIZER:
         for key, value in (("vocab_file", options.vocab_file), ("merge_file", options.merge_file)):
             if value is not None:
-                raise UserError(f"{key}: {value}: tokenizer {TRAINED_TOKENIZER} is trained here and takes no file")
+                raise UserError(
+                    f"{key}: {value}: tokenizer {TRAINED_TOKENIZER} is trained on the corpus and takes no file"
+                )
         if options.end_token is not None or options.add_bos:
             key = "add_bos" if options.add_bos else "end_token"
-            raise UserError(f"{key}: tokenizer {TRAINED_TOKENIZER} is trained here, and has <|endoftext|> alone")
+            raise UserError(f"{key}: tokenizer {TRAINED_TOKENIZER} is trained on the corpus and has only <|endoftext|>")
         if options.vocab_size is None:
-            raise UserError(f"vocab_size: tokenizer {TRAINED_TOKENIZER} needs it: how many tokens to train")
+            raise UserError(f"vocab_size: tokenizer {TRAINED_TOKENIZER} needs a number of tokens")
         return None
     if type not in TOKENIZERS:
         choices = (*TOKENIZERS, TRAINED_TOKENIZER)
-        raise UserError(f"tokenizer: {type!r} is unknown; {format_choices(type, choices)}")
+        raise UserError(f"tokenizer: unknown value {type!r}; {format_choices(type, choices)}")
     if options.vocab_size is not None:
-        raise UserError(f"vocab_size: only tokenizer {TRAINED_TOKENIZER} takes one; {type} has its own")
+        raise UserError(f"vocab_size: only tokenizer {TRAINED_TOKENIZER} accepts it; {type} has a fixed vocabulary")
     files = options.vocab_file, options.merge_file
     return tokenizer_from_files(type, *files, end_token=options.end_token, bos=options.add_bos)
 
@@ -167,19 +169,21 @@ def _hash_value(value: Any) -> str:
 def find_existing_corpus(
     output: Path, recipe: CorpusRecipe, *, overwrite: bool, progress: CorpusProgress
 ) -> CorpusInfo | None:
-    """The corpus at `output` if it is the recipe's, and undamaged; None if one may be written there.
+    """Return the corpus at `output` if it matches the recipe and is undamaged, or None if one may be written there.
 
-    Raises UserError if something is there that must not be replaced.
+    Raises UserError if `output` contains something that must not be replaced.
     """
     if output.is_dir() and not any(output.iterdir()):
         return None
     if not output.exists():
         return None
     if not (output / CORPUS_FILE).is_file():
-        raise UserError(f"{output}: exists and is not a corpus folder; choose another output")
+        raise UserError(f"{output}: exists but is not a corpus folder; choose another output")
     foreign = sorted({path.name for path in output.iterdir()} - _FILE_NAMES)
     if foreign and overwrite:
-        raise UserError(f"{output}: has files that are not a corpus's ({', '.join(foreign[:5])}); move them away first")
+        raise UserError(
+            f"{output}: contains files that do not belong to a corpus ({', '.join(foreign[:5])}); move them first"
+        )
     try:
         metadata = read_corpus_metadata(output)
         corpus = read_corpus(output)
@@ -188,12 +192,12 @@ def find_existing_corpus(
             open_indexed(corpus.prefix(split))
         stored, made_from = metadata.made_from, recipe.made_from
         differing = {key: stored.get(key) for key in {**made_from, **stored} if stored.get(key) != made_from.get(key)}
-        if not differing:  # reading it all is worth it only where it is to be used
+        if not differing:  # read everything only if the corpus will be reused
             _verify_files(output, metadata, progress)
             return CorpusInfo(**{**vars(corpus), "reused": True})
     except FarfieldError as damage:
         if not overwrite:
-            raise UserError(f"{output}: holds a damaged corpus ({damage}); --overwrite makes it anew") from None
+            raise UserError(f"{output}: damaged corpus ({damage}); rebuild it with --overwrite") from None
         return None
     if overwrite:
         return None
@@ -201,15 +205,17 @@ def find_existing_corpus(
     sources = recipe.options.sources
     if "files" in differing and _normalize_sources(corpus.sources) != _normalize_sources(sources):
         differences.insert(0, f"sources `{_format_sources(corpus.sources)}`, not `{_format_sources(sources)}`")
-        description = "of other sources" if len(differences) == 1 else "of other sources, made differently"
+        description = (
+            "made from other sources" if len(differences) == 1 else "made from other sources with other settings"
+        )
     elif differences:
-        description = "made differently"
+        description = "made with other settings"
     else:
-        description = "of the same sources with other files"
-        differences = ["they changed since, or --suffixes or --packages was another"]
+        description = "made from the same sources with other files"
+        differences = ["the files changed, or --suffixes or --packages differed"]
     raise UserError(
-        f"{output}: holds a corpus {description} ({'; '.join(differences)}); "
-        "another --output keeps it, --overwrite replaces it"
+        f"{output}: contains a corpus {description} ({'; '.join(differences)}); "
+        "choose another --output, or replace it with --overwrite"
     )
 
 
@@ -224,7 +230,7 @@ def _verify_files(folder: Path, metadata: CorpusMetadata, progress: CorpusProgre
 
 
 def _normalize_sources(sources: Sequence[str]) -> list[str]:
-    """Sources so that equal ones compare equal, however they are written: `books`, `./books/`, `/home/me/books`."""
+    """Normalize sources so that equal ones compare equal, for example `books`, `./books/` and `/home/me/books`."""
     return [
         source if source in BUILT_IN_SOURCES or source.startswith(HUB_PREFIX) else os.path.abspath(source)
         for source in sources
@@ -232,5 +238,5 @@ def _normalize_sources(sources: Sequence[str]) -> list[str]:
 
 
 def _format_sources(sources: Sequence[str]) -> str:
-    """The first few sources, as they are written on a command line."""
+    """Format the first few sources as they appear on a command line."""
     return " ".join(sources[:5]) + (f" and {len(sources) - 5} more" if len(sources) > 5 else "")

@@ -1,11 +1,11 @@
-"""Folders in which Hugging Face's library datasets keeps a dataset as Arrow files, and which of them are a split's.
+"""Folders that the Hugging Face datasets library saved as Arrow files, and the files of each split.
 
     save_to_disk of a Dataset        state.json: _data_files, in order, and _split, its name or null
-    save_to_disk of a DatasetDict    dataset_dict.json: splits; a folder of the kind above for each
+    save_to_disk of a DatasetDict    dataset_dict.json: splits; one folder of the above kind for each
     the library's cache              dataset_info.json: splits; NAME-SPLIT.arrow or NAME-SPLIT-00000-of-00002.arrow
 
-Beside them lie files cache-….arrow, of functions that were once applied to the dataset. Reading all Arrow files of such
-a folder would give every text several times, and mix the splits. The library itself is not needed: pyarrow reads them.
+Such folders also contain cache-….arrow files with results of functions applied to the dataset. Reading all Arrow files
+would repeat every text several times and mix the splits. Files are read with pyarrow, without the datasets library.
 """
 
 import re
@@ -22,21 +22,21 @@ _CACHED_FILE = r"(?!cache-).*?-{split}(-\d{{5}}-of-\d{{5}})?\.arrow"
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Is a folder one that the library wrote, with texts or tables of any kind in it?"""
+    """Return True if the Hugging Face datasets library wrote this folder, whatever its columns contain."""
     if (folder / _DICT).is_file():
         return True
     return (folder / _INFO).is_file() and ((folder / _STATE).is_file() or any(folder.glob("*.arrow")))
 
 
 def list_saved_files(folder: Path, split: str | None) -> list[Path]:
-    """The Arrow files of a split of a saved dataset, in the order of its rows.
+    """Return the Arrow files of a split of a saved dataset, in row order.
 
     Args:
-        folder: one of which `is_saved_dataset` is true.
-        split: `train` if None. A dataset that was saved alone is of one split, and has it.
+        folder: folder for which `is_saved_dataset` returns True.
+        split: name of the split; `train` if None. A dataset saved without others has only its own split.
 
     Raises:
-        UserError: it has no such split, its files are missing, or its description is damaged.
+        UserError: the split or its files are missing, or the dataset's description is damaged.
     """
     if (folder / _DICT).is_file():
         splits = _read_json(folder / _DICT, "splits")["splits"]
@@ -46,7 +46,7 @@ def list_saved_files(folder: Path, split: str | None) -> list[Path]:
         pattern = re.compile(_CACHED_FILE.format(split=re.escape(_choose_split(folder, split, splits))))
         files = sorted(path for path in folder.glob("*.arrow") if pattern.fullmatch(path.name))
         if not files:
-            raise UserError(f"{folder}: none of its .arrow files is of the split {split or DEFAULT_SPLIT} (--hf-split)")
+            raise UserError(f"{folder}: no .arrow file of the split {split or DEFAULT_SPLIT} (--hf-split)")
         return files
     own_split = _read_json(folder / _STATE, "_data_files").get("_split")
     if split is not None and own_split not in (None, split):
@@ -64,16 +64,14 @@ def _choose_split(folder: Path, split: str | None, splits: list[str]) -> str:
 def _list_data_files(folder: Path) -> list[Path]:
     state = _read_json(folder / _STATE, "_data_files")
     if state.get("_indices_data_files"):
-        raise UserError(
-            f"{folder}: its rows are chosen by an index, as versions of datasets before 2.0 wrote it; save it again"
-        )
+        raise UserError(f"{folder}: rows are selected by an index (datasets before 2.0); save the dataset again")
     try:
         files = [folder / Path(entry["filename"]).name for entry in state["_data_files"]]
     except (TypeError, KeyError):
-        raise UserError(f"{folder / _STATE}: _data_files does not name files; save the dataset again") from None
+        raise UserError(f"{folder / _STATE}: _data_files does not list files; save the dataset again") from None
     for path in files:
         if not path.is_file():
-            raise UserError(f"{path}: is missing, though {_STATE} names it; save the dataset again")
+            raise UserError(f"{path}: not found but listed in {_STATE}; save the dataset again")
     return files
 
 
@@ -81,9 +79,9 @@ def _read_json(path: Path, key: str) -> dict[str, Any]:
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict) or key not in content:
-            raise ValueError(f"it has no {key}")
+            raise ValueError(f"{key} is missing")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise UserError(f"{path}: not what Hugging Face's library writes: {error}") from None
+        raise UserError(f"{path}: not written by Hugging Face datasets: {error}") from None
     return content

@@ -1,23 +1,23 @@
-"""Where text comes from: files, folders, JSON lines, tables, and the Python interpreter's own library.
+"""Text sources: files, folders, JSON lines, tables, and the Python interpreter's own library.
 
-A source is written as one word on the command line:
+Each source is one word on the command line:
 
-- `python`: the interpreter's standard library without its tests, about 12.6 MB of real Python that every machine
-  has; with `packages`, also all installed packages. (A folder of that name is `./python`.) The text differs from one
-  version of Python to the next;
-- `shakespeare`: 1.1 MB of Shakespeare's plays that come with this project, in 133 documents. A corpus of them is the
-  same on every machine. (A folder of that name is `./shakespeare`.)
+- `python`: the interpreter's standard library without its tests, about 12.6 MB of Python code that every machine has;
+  with `packages`, all installed packages too. Use `./python` for a folder of that name. The text depends on the Python
+  version;
+- `shakespeare`: 1.1 MB of Shakespeare's plays in 133 documents, included in this project. The corpus is the same on
+  every machine. Use `./shakespeare` for a folder of that name;
 - a `.txt` file: one document;
-- a `.jsonl`, `.jsonl.gz` or `.jsonl.zst` file: one document per line, an object's `text`;
-- a `.parquet` or `.arrow` file: one document per row, the text in its column `text`;
-- `hf:NAME` or `hf:NAME:CONFIG`: a dataset on Hugging Face's hub, or of a folder that its library reads
+- a `.jsonl`, `.jsonl.gz` or `.jsonl.zst` file: one document per line, the `text` of an object;
+- a `.parquet` or `.arrow` file: one document per row, from the column `text`;
+- `hf:NAME` or `hf:NAME:CONFIG`: a dataset on the Hugging Face hub, or a folder that its library can read
   (`hub_dataset.py`);
-- a folder: every file below it that has one of the suffixes, hidden ones excepted, in a fixed order; of a dataset
-  that Hugging Face's library saved there, the files of one split (`saved_dataset.py`).
+- a folder: all files in it and its subfolders with one of the suffixes, except hidden ones, in a fixed order; for a
+  dataset saved by the Hugging Face library, the files of one split (`saved_dataset.py`).
 
-Reading happens in two places. `scan_sources` and `iter_raw_documents` run in the parent process and touch only names,
-sizes and undecoded bytes; `decode_document` turns one raw document into text and runs in the workers. So decompression
-is sequential, as the formats demand, while decoding and tokenizing use all cores.
+Reading has two stages. `scan_sources` and `iter_raw_documents` run in the parent process and handle only names, sizes
+and undecoded bytes. `decode_document` turns one raw document into text and runs in the workers. Decompression is
+therefore sequential, as the formats require, while decoding and tokenizing use all cores.
 """
 
 import hashlib
@@ -43,41 +43,43 @@ JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (".txt", *JSON_LINES, *TABLE_SUFFIXES)
 
 BUILT_IN_SOURCES = ("python", "shakespeare")
-"""Names of sources that need no file of the user's."""
+"""Names of the sources that need no user files."""
 
 SHAKESPEARE = Path(__file__).with_name("texts") / "shakespeare.jsonl.gz"
-"""Tiny Shakespeare (from Karpathy's char-rnn; public domain). A document ends at the first blank line after 8,192
-characters, so the documents joined are the text itself."""
+"""Tiny Shakespeare (from Karpathy's char-rnn; public domain), split into documents.
+
+A document ends at the first blank line after 8,192 characters, so the concatenated documents equal the original text.
+"""
 
 SourceFormat = Literal["text", "json", "python", "table", "hub"]
 
 
 class BadDocumentError(UserError):
-    """A document cannot be decoded: it is not UTF-8, not JSON, or has no text where its text should be."""
+    """Error for a document that cannot be decoded: not UTF-8, not JSON, or without text."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a source. `name` is independent of where the source lies on this machine: splits depend on it."""
+    """File of a source. `name` does not depend on the file's location, because splits are derived from it."""
 
     path: Path
     name: str
     format: SourceFormat
     size: int  # bytes on disk
     modified: int  # nanoseconds
-    hub: HubDataset | None = None  # where it comes from, if that is no file
+    hub: HubDataset | None = None  # set if the source is a hub dataset
 
 
 @dataclass(frozen=True)
 class RawDocument:
-    """One document before decoding: bytes, or the path of a file that is read where it is decoded."""
+    """Document before decoding: its bytes, or the path of a file to read when decoding."""
 
     name: str
-    where: str  # file, or file:line, for messages
+    where: str  # file or file:line, used in messages
     format: SourceFormat
     content: bytes | Path
-    size: int  # bytes of the source that it stands for, for progress
-    first_line: int = 1  # its line and offset (bytes) in the file, if it is a part of a text file
+    size: int  # bytes of the source it represents, used for progress
+    first_line: int = 1  # line and byte offset in the file, for slices of a text file
     offset: int = 0
 
 
@@ -89,17 +91,17 @@ def scan_sources(
     hf_split: str | None = None,
     column: str | None = None,
 ) -> list[SourceFile]:
-    """All files of the sources, in a fixed order.
+    """Return all files of the sources, in a fixed order.
 
     Args:
-        sources: as they are written on the command line.
-        packages: with `python`, all installed packages too.
-        suffixes: of files in folders; all kinds that are known if None.
-        hf_split: of datasets of Hugging Face's; `train` if None.
-        column: where lines of JSON and rows of tables hold their text, if that was chosen.
+        sources: sources as given on the command line.
+        packages: include all installed packages for the source `python`.
+        suffixes: suffixes of files to read from folders; all known suffixes if None.
+        hf_split: split of Hugging Face datasets; `train` if None.
+        column: column or JSON key that contains the text, if set by the user.
 
     Raises:
-        UserError: a source is missing, unreadable or on a network, has no such file, or none takes one of the choices.
+        UserError: a source is missing, unreadable, remote or without matching files, or an option applies to no source.
     """
     if not sources:
         raise UserError("sources: none given; name files, folders, `python` or `shakespeare`")
@@ -127,16 +129,16 @@ def scan_sources(
         elif path.is_file():
             if not path.name.endswith(suffixes):
                 raise UserError(
-                    f"{path}: its suffix is none of {', '.join(suffixes)}; --suffixes {path.suffix or 'SUFFIX'} reads "
-                    "such files as text"
+                    f"{path}: unknown suffix, expected one of {', '.join(suffixes)}; --suffixes "
+                    f"{path.suffix or 'SUFFIX'} reads such files as text"
                 )
             files.append(describe_source_file(path))
         else:
-            raise UserError(f"{path}: no such file or folder (a source is a file, a folder, `python` or `shakespeare`)")
+            raise UserError(f"{path}: no such file or folder (expected a file, a folder, `python` or `shakespeare`)")
     if hf_split is not None and not has_dataset:
-        raise UserError(f"hf_split: {hf_split}: no source is a dataset of Hugging Face's, hf:NAME or saved on disk")
+        raise UserError(f"hf_split: {hf_split}: no source is a Hugging Face dataset (hf:NAME or saved on disk)")
     if column is not None and all(file.format in ("text", "python") for file in files):
-        raise UserError(f"column: {column}: no source has lines of JSON or rows of a table")
+        raise UserError(f"column: {column}: no source has JSON lines or table rows")
     if has_suffixes and all(file.format in ("python", "hub") for file in files):
         raise UserError(f"suffixes: {', '.join(suffixes)}: no source is a folder or a file")
     if packages and "python" not in sources:
@@ -156,9 +158,9 @@ def list_document_names(
     download_folder: Path | None = None,
     on_download: DownloadCallback = lambda documents: None,
 ) -> Generator[str, None, None]:
-    """The names of a file's documents, in order, without reading more than needed to number them.
+    """Yield the names of a file's documents in order, reading only what is needed to number them.
 
-    Arguments as for `iter_raw_documents`.
+    Takes the arguments of `iter_raw_documents`.
     """
     if file.format == "hub":
         for document in iter_raw_documents(file, key, download_folder, on_download):
@@ -180,11 +182,12 @@ def iter_raw_documents(
     download_folder: Path | None = None,
     on_download: DownloadCallback = lambda documents: None,
 ) -> Generator[RawDocument, None, None]:
-    """A file's documents, undecoded, in the order of `list_document_names`; their sizes add up to the file's.
+    """Yield a file's undecoded documents in the order of `list_document_names`.
 
-    key: the column of a table that holds the text.
-    download_folder: where what is read of the hub is kept; needed for that alone.
-    on_download: called now and then with the number of documents that were read of the hub.
+    Their sizes add up to the file's size.
+
+    key: column or JSON key that contains the text. download_folder: cache for hub datasets; required only for those.
+    on_download: called periodically with the number of documents downloaded from the hub.
     """
     if file.hub is not None:
         assert download_folder is not None
@@ -217,11 +220,11 @@ def iter_raw_documents(
 
 
 def decode_document(document: RawDocument, jsonl_key: str = "text") -> str | None:
-    """The text of a document; None for a Python file that Python itself cannot decode.
+    """Return the text of a document, or None for a Python file that Python cannot decode.
 
     Raises:
-        BadDocumentError: bytes that are not UTF-8, a line that is not a JSON object with a text under `jsonl_key`, or
-            text that cannot be written as UTF-8 (a lone surrogate). It names file and line or byte.
+        BadDocumentError: the bytes are not UTF-8, a line is not a JSON object with text under `jsonl_key`, or the text
+            cannot be encoded as UTF-8 (a lone surrogate). The message gives the file and the line or byte.
         UserError: the file cannot be read.
     """
     content = document.content
@@ -250,7 +253,7 @@ def decode_document(document: RawDocument, jsonl_key: str = "text") -> str | Non
 
 
 def split_text_file(file: SourceFile, fractions: Sequence[float]) -> list[bytes]:
-    """A lone text file cut into consecutive parts of about the given fractions (they add up to 1), at line ends."""
+    """Split a text file at line ends into consecutive slices of about the given fractions, which sum to 1."""
     try:
         content = file.path.read_bytes()
     except OSError as error:
@@ -268,7 +271,7 @@ def split_text_file(file: SourceFile, fractions: Sequence[float]) -> list[bytes]
 
 
 def _describe_hub_dataset(hub: HubDataset) -> SourceFile:
-    """A source on the hub; of a local folder, size and time of its files tell whether it is the same."""
+    """Describe a hub dataset as a source; size and modification time of a local folder's files identify its content."""
     require_package("datasets", hub.source)
     stats = [path.stat() for path in hub.files]
     name = "/".join(part for part in ("hf", Path(hub.name).name if stats else hub.name, hub.config, hub.split) if part)
@@ -277,12 +280,12 @@ def _describe_hub_dataset(hub: HubDataset) -> SourceFile:
 
 
 def _refuse_remote(source: str) -> str:
-    """Why an address such as s3://bucket/file is no source, and what to give instead."""
+    """Return the error message for a remote source such as s3://bucket/file, with an alternative."""
     dataset = source.removeprefix("hf://").removeprefix("datasets/")
-    instead = f"or, for a dataset on the hub, give {HUB_PREFIX}{dataset}, " if source.startswith("hf://") else ""
+    instead = f"(for a dataset on the hub, use {HUB_PREFIX}{dataset}) " if source.startswith("hf://") else ""
     return (
-        f"{source}: texts are not streamed from object stores: sources are read several times in one order, and a "
-        f"corpus is known by their sizes and times; copy it to a disk first {instead}and prepare that"
+        f"{source}: remote sources are not supported: a source is read several times in the same order and identified "
+        f"by size and modification time; copy it to a local disk first {instead}and prepare the copy"
     )
 
 
@@ -293,12 +296,12 @@ def _normalize_suffixes(suffixes: Sequence[str] | None) -> tuple[str, ...]:
         raise UserError("suffixes: none given")
     for suffix in suffixes:
         if not suffix.startswith(".") or len(suffix) < 2:
-            raise UserError(f"suffixes: {suffix!r} does not start with a dot, as .txt does")
+            raise UserError(f"suffixes: {suffix!r} must start with a dot, for example .txt")
     return tuple(suffixes)
 
 
 def describe_source_file(path: Path, name: str | None = None, format: SourceFormat | None = None) -> SourceFile:
-    """One file by its path, its own name where none is given. UserError if it cannot be read."""
+    """Describe one file, named by its base name unless `name` is given. Raises UserError if it cannot be read."""
     try:
         stat = path.stat()
         if not os.access(path, os.R_OK):
@@ -316,9 +319,11 @@ def _walk_folder(
     skip: frozenset[str] = frozenset(),
     list_dataset: Callable[[Path], list[Path]] | None = None,
 ) -> Iterator[Path]:
-    """Files below a folder, each folder's sorted by name; hidden ones, `skip` and links to folders are left out.
+    """Yield the files below a folder, sorted by name within each folder.
 
-    list_dataset: the files of a saved dataset, in the place of all that lie below its folder.
+    Hidden files and folders, folders named in `skip`, and links to folders are excluded.
+
+    list_dataset: returns the files to read from a saved dataset, in place of all files below its folder.
     """
 
     def raise_unreadable(error: OSError) -> None:
@@ -357,12 +362,14 @@ def _list_library_files(packages: bool) -> list[SourceFile]:
     library = Path(paths["stdlib"])
     names = _name_python_files(library, "python")
     if not names:
-        raise UserError(f"python: {library} has no Python source; this interpreter's library is not installed as files")
+        raise UserError(
+            f"python: {library} contains no Python source; this interpreter's library is not installed as files"
+        )
     if packages:
         for folder in sorted({Path(paths["purelib"]).resolve(), Path(paths["platlib"]).resolve()}):
             if folder.is_dir():
                 names |= _name_python_files(folder, "site-packages")
-    # Debian's library names one of its files twice, by a link: it is listed once, and a link only without its file.
+    # Debian's library contains one file twice, through a link; list a link only if its target is not listed.
     listed = {path.resolve() for path in names if not path.is_symlink()}
     files = []
     for path, name in names.items():
@@ -374,13 +381,13 @@ def _list_library_files(packages: bool) -> list[SourceFile]:
 
 
 def _name_python_files(folder: Path, base: str) -> dict[Path, str]:
-    """The source files below a folder, with their names in a corpus."""
+    """Return the Python files below a folder, with their names in a corpus."""
     paths = (path for path in _walk_folder(folder, _NON_SOURCE_FOLDERS) if path.suffix == ".py")
     return {path: f"{base}/{path.relative_to(folder).as_posix()}" for path in paths}
 
 
 def _decode_python(content: bytes) -> str | None:
-    """Python source in the encoding it declares (PEP 263)."""
+    """Decode Python source with its declared encoding (PEP 263), or return None if that fails."""
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
         return content.decode(encoding)
@@ -392,7 +399,7 @@ JSON_TYPES = {
     dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false",
     type(None): "null",
 }  # fmt: skip
-"""What values of JSON are called, by what Python reads them as."""
+"""Names of JSON types for messages, by Python type."""
 
 
 def _read_json_text(line: str, where: str, key: str) -> str:
@@ -401,9 +408,11 @@ def _read_json_text(line: str, where: str, key: str) -> str:
     except ValueError as error:
         raise BadDocumentError(f"{where}: not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise BadDocumentError(f"{where}: {JSON_TYPES[type(value)]} in JSON, not an object with the key {key!r}")
+        raise BadDocumentError(f"{where}: JSON value is {JSON_TYPES[type(value)]}, not an object with the key {key!r}")
     if key not in value:
-        raise BadDocumentError(f"{where}: no key {key!r}; it has {', '.join(map(repr, value)) or 'no keys'} (--column)")
+        raise BadDocumentError(
+            f"{where}: no key {key!r}; available: {', '.join(map(repr, value)) or 'none'} (--column)"
+        )
     text = value[key]
     if not isinstance(text, str):
         raise BadDocumentError(f"{where}: {key!r} is {JSON_TYPES[type(text)]}, not text")

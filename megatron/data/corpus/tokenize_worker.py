@@ -1,6 +1,6 @@
-"""Tokenizing with several processes while a corpus is prepared: chunks of raw documents in, token arrays out.
+"""Multiprocess tokenization for corpus preparation: raw documents in, token arrays out.
 
-This module is imported by every worker, so it stays light: no torch, no megatron-core.
+Every worker imports this module, so it must stay light: no torch, no megatron-core.
 """
 
 import os
@@ -29,14 +29,14 @@ class Chunk:
 
     documents: list[RawDocument] = field(default_factory=list)
     splits: list[int] = field(default_factory=list)
-    size: int = 0  # bytes of the sources that it stands for
+    size: int = 0  # bytes of the sources it represents
 
 
 @dataclass
 class EncodedSplit:
-    """The documents of one split in a chunk. Those without text are left out."""
+    """Tokenized documents of one split in a chunk, without empty documents."""
 
-    tokens: np.ndarray  # [sum of lengths], with the tokens that begin and end documents
+    tokens: np.ndarray  # [sum of lengths], including the tokens that begin and end documents
     lengths: list[int]
     bytes: int  # UTF-8
 
@@ -44,14 +44,14 @@ class EncodedSplit:
 @dataclass
 class EncodedChunk:
     by_split: dict[int, EncodedSplit]
-    lengths: list[int]  # of every document, with its end; 0 for those that are left out
+    lengths: list[int]  # of every document, including its end token; 0 for skipped documents
     skipped: list[str]  # Python files that Python cannot decode
-    bad: list[str]  # what is wrong with each document that cannot be decoded, and where
+    bad: list[str]  # error message for each document that cannot be decoded
     size: int
 
 
 def iter_chunks(documents: Iterable[tuple[RawDocument, int]]) -> Iterator[Chunk]:
-    """Group (document, split) pairs; where groups end has no influence on the corpus."""
+    """Group (document, split) pairs into chunks. Chunk boundaries do not affect the corpus."""
     chunk = Chunk()
     for document, split in documents:
         chunk.documents.append(document)
@@ -65,9 +65,9 @@ def iter_chunks(documents: Iterable[tuple[RawDocument, int]]) -> Iterator[Chunk]
 
 
 class ChunkEncoder:
-    """Decodes and tokenizes chunks.
+    """Callable that decodes and tokenizes chunks.
 
-    With `skip_bad` documents that cannot be decoded are left out and listed, instead of a BadDocumentError.
+    With `skip_bad`, documents that cannot be decoded are skipped and listed instead of raising BadDocumentError.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class ChunkEncoder:
         return EncodedChunk(by_split, lengths, skipped, bad, chunk.size)
 
     def _check_tokens(self, tokens: np.ndarray) -> None:
-        """UserError for ids outside the vocabulary, which the type of the tokens in the file may not hold."""
+        """Raise UserError for ids outside the vocabulary, which the file's token type may not be able to represent."""
         smallest, largest = int(tokens.min()), int(tokens.max())
         if smallest < 0 or largest >= self.tokenizer.vocab_size:
             token = smallest if smallest < 0 else largest
             raise UserError(
-                f"tokenizer {self.tokenizer.name} gives token {token}, but its vocabulary has "
-                f"{self.tokenizer.vocab_size} tokens; its files do not fit together"
+                f"tokenizer {self.tokenizer.name} produces token {token}, but its vocabulary has "
+                f"{self.tokenizer.vocab_size} tokens; its files do not match"
             )
 
     def _encode_texts(self, texts: list[str]) -> EncodedSplit:
@@ -130,13 +130,13 @@ class ChunkEncoder:
 
 
 def document_too_large(document: RawDocument) -> RunError:
-    return RunError(f"{document.where}: a document of {document.size:,} bytes does not fit into memory; divide it")
+    return RunError(f"{document.where}: a document of {document.size:,} bytes does not fit in memory; split it")
 
 
 def encode_chunks(
     encoder: ChunkEncoder, chunks: Iterable[Chunk], num_workers: int
 ) -> Generator[EncodedChunk, None, None]:
-    """Encode chunks with some processes; the results come in the order of the chunks, whatever their number."""
+    """Encode chunks in `num_workers` processes. Results are yielded in the order of the chunks."""
     if num_workers == 1:
         yield from map(encoder, chunks)
         return
@@ -146,7 +146,7 @@ def encode_chunks(
         *(tokenizer.type, files, tokenizer.end_token, tokenizer.bos),
         *(encoder.dtype.str, encoder.jsonl_key, encoder.skip_bad),
     )
-    # spawn, not fork: the parent may have threads (a progress display, torch's, a tokenizer's)
+    # spawn, not fork: the parent may have threads (progress display, torch, tokenizers)
     with protect_child_imports():
         pool = ProcessPoolExecutor(
             num_workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=worker_arguments
@@ -154,14 +154,14 @@ def encode_chunks(
     pending: deque[Future[EncodedChunk]] = deque()
     try:
         for chunk in chunks:
-            with protect_child_imports():  # the pool starts a process when it gets work for one more
+            with protect_child_imports():  # the pool starts further processes on demand
                 pending.append(pool.submit(_encode_in_worker, chunk))
             if len(pending) > 4 * num_workers:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
-        raise RunError("a process that tokenizes ended by itself (out of memory?); try fewer --workers") from None
+        raise RunError("a tokenizing process died (out of memory?); try fewer --workers") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -174,14 +174,14 @@ def _start_worker(
 ) -> None:
     global _encoder
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # parallelism comes from the processes
     tokenizer = tokenizer_from_files(type, *files, end_token=end_token, bos=False)
     tokenizer.bos = bos
     _encoder = ChunkEncoder(tokenizer, np.dtype(dtype).type, jsonl_key, skip_bad=skip_bad)
 
 
 def _exit_with_parent() -> None:
-    """A worker waits for chunks for good when its parent is killed: nobody is left to close the queue."""
+    """Exit when the parent process dies; otherwise the worker would wait for chunks forever."""
     parent = parent_process()
     if parent is not None:
         parent.join()

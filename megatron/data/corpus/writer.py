@@ -1,11 +1,11 @@
-"""Writing the datasets of a corpus, with a record of the progress so that interrupted work can be resumed.
+"""Writer for the datasets of a corpus, with a progress record that makes interrupted work resumable.
 
-    WORK/new/train_text_document.bin     the tokens so far, of every split
-    WORK/lengths/train                   the lengths of the documents in them, int64
-    WORK/progress.json                   how much of both counts, and how many documents of the sources that stands for
+    WORK/new/train_text_document.bin     tokens written so far, one file per split
+    WORK/lengths/train                   lengths of the documents in it, int64
+    WORK/progress.json                   valid size of both files, and the number of source documents processed
 
-`progress.json` is written now and then, after the others are on the disk; what they hold beyond it is cut off when the
-work is resumed. So a corpus that was interrupted is the same, byte for byte, as one that was not.
+`progress.json` is written periodically, after the other files are synced to disk. When work is resumed, the files are
+truncated to the recorded sizes. An interrupted corpus is therefore byte-identical to an uninterrupted one.
 """
 
 import contextlib
@@ -25,16 +25,18 @@ from megatron.data.corpus_metadata import SplitCounts, SplitName, split_basename
 from megatron.utils.atomic_io import parse_json, write_text_atomically
 
 SAVE_INTERVAL = 30.0
-"""Seconds."""
+"""Time between progress records, in seconds."""
 
 MAX_SHOWN_BAD = 5
-"""Documents that cannot be decoded and are named."""
-MAX_SEQUENCE_TOKENS = 1 << 30  # the index stores lengths as int32, so a longer document is several sequences
+"""Maximum number of undecodable documents named in a message."""
+MAX_SEQUENCE_TOKENS = 1 << 30  # the index stores lengths as int32; longer documents become several sequences
 PROGRESS_FILE = "progress.json"
 
 
 def read_progress(work: Path) -> dict[str, Any] | None:
-    """The content of a working folder's progress.json; None if there is none, or its files hold less than it says."""
+    """Return the content of a work folder's progress.json, or None if it is missing or the files are shorter than
+    recorded.
+    """
     try:
         progress: dict[str, Any] = parse_json((work / PROGRESS_FILE).read_text(encoding="utf-8"))
         for name, size in progress["bytes"].items():
@@ -50,42 +52,42 @@ def read_progress(work: Path) -> dict[str, Any] | None:
 
 @dataclass
 class BadDocuments:
-    """Documents that were left out because they cannot be decoded."""
+    """Documents that were skipped because they cannot be decoded."""
 
     limit: int
     count: int = 0
     first: list[str] = field(default_factory=list)
-    """Problems of the first ones, with file and line."""
+    """Messages for the first of them, with file and line."""
 
     def check(self, problems: Sequence[str]) -> None:
-        """Raise BadDocumentError if these are more than may still be left out."""
+        """Raise BadDocumentError if skipping these documents would exceed the limit."""
         if (count := self.count + len(problems)) > self.limit:
             examples = "; ".join([*self.first, *problems][:MAX_SHOWN_BAD])
-            raise BadDocumentError(f"at least {count:,} documents cannot be decoded, the first ones: {examples}")
+            raise BadDocumentError(f"at least {count:,} documents cannot be decoded, including: {examples}")
 
     def add(self, problems: Sequence[str]) -> None:
-        """Count documents, and name the first ones. Raises as `check`."""
+        """Count documents and remember the first ones. Raises the same error as `check`."""
         self.check(problems)
         self.count += len(problems)
         self.first = [*self.first, *problems][:MAX_SHOWN_BAD]
 
     def describe(self) -> str:
-        """Return how many documents were left out, with the problems of the first ones."""
+        """Return the number of skipped documents and the messages for the first ones."""
         documents = "1 document" if self.count == 1 else f"{self.count:,} documents"
-        left_out = f"{documents} left out, as {'it' if self.count == 1 else 'they'} cannot be decoded"
+        left_out = f"{documents} skipped because {'it' if self.count == 1 else 'they'} cannot be decoded"
         return f"{left_out}: {'; '.join(self.first)}"
 
 
 class CorpusWriter:
-    """Datasets of some splits, from the beginning or from where earlier work stopped.
+    """Writer for the datasets of a corpus's splits, from the start or from where earlier work stopped.
 
     Args:
-        work: the working folder; the datasets are in its folder `new`.
-        names: the splits by their index in chunks.
-        vocab_size: of the tokenizer, which decides how tokens are stored.
-        extra_progress: what `progress.json` is to hold besides.
-        progress: of earlier work that is resumed, as `read_progress` returns it.
-        skip_bad: documents that may be left out because they cannot be decoded.
+        work: work folder; the datasets are in its subfolder `new`.
+        names: split names by their index in chunks.
+        vocab_size: vocabulary size, which determines how tokens are stored.
+        extra_progress: further entries for `progress.json`.
+        progress: progress of earlier work to resume, as returned by `read_progress`.
+        skip_bad: maximum number of undecodable documents to skip.
     """
 
     def __init__(
@@ -103,9 +105,9 @@ class CorpusWriter:
         self._work, self._names, self._extra_progress = work, names, extra_progress
         self.dtype = DType.optimal_dtype(vocab_size)
         self.documents: int = progress["documents"]
-        """Of the sources, those without text included."""
+        """Number of source documents processed, including empty ones."""
         self.bytes_done: int = progress["done"]
-        """Bytes of the sources."""
+        """Bytes of the sources processed."""
         self.skipped: list[str] = list(progress["skipped"])
         self.bad = BadDocuments(skip_bad, progress.get("num_bad", 0), progress.get("bad", []))
         self.split_counts: dict[SplitName, SplitCounts] = {}
@@ -117,7 +119,7 @@ class CorpusWriter:
             self.split_counts[name] = SplitCounts(
                 **progress["counted"].get(name, {"documents": 0, "tokens": 0, "bytes": 0})
             )
-            builder = IndexedDatasetBuilder(os.devnull, self.dtype)  # it would empty the file
+            builder = IndexedDatasetBuilder(os.devnull, self.dtype)  # opening the real file would empty it
             builder.data_file.close()
             path = work / "new" / f"{split_basename(name)}.bin"
             builder.data_file = _open_truncated(path, progress["bytes"].get(name, 0))
@@ -129,9 +131,9 @@ class CorpusWriter:
             self._builders[split] = builder
 
     def add(self, chunk: EncodedChunk) -> None:
-        """Write a chunk's documents, and now and then the progress.
+        """Write a chunk's documents, and periodically the progress.
 
-        Raises BadDocumentError, the chunk not written, for more documents than may be left out.
+        Raises BadDocumentError, without writing the chunk, if the limit of skipped documents is exceeded.
         """
         self.bad.check(chunk.bad)
         for split, encoded in chunk.by_split.items():
@@ -155,7 +157,7 @@ class CorpusWriter:
             self.save()
 
     def save(self) -> None:
-        """Bring everything to the disk, and then the progress."""
+        """Sync all files to disk, then write the progress."""
         files = [self._builders[split].data_file for split in self._names] + list(self._lengths.values())
         for file in files:
             file.flush()
@@ -174,19 +176,19 @@ class CorpusWriter:
         self._last_save = time.monotonic()
 
     def finish(self) -> None:
-        """Write the indices."""
+        """Write the index files."""
         for split, name in self._names.items():
             self._builders[split].finalize(str(self._work / "new" / f"{split_basename(name)}.idx"))
 
     def close(self) -> None:
-        """Close all files, as far as the disk lets them."""
+        """Close all files, ignoring disk errors."""
         for file in (*(builder.data_file for builder in self._builders.values()), *self._lengths.values()):
-            with contextlib.suppress(OSError):  # on a full disk closing fails like writing did
+            with contextlib.suppress(OSError):  # on a full disk, closing fails as writing did
                 file.close()
 
 
 def _open_truncated(path: Path, size: int) -> BinaryIO:
-    """A file cut to a size, to be written from there on."""
+    """Truncate a file to a size and open it for appending."""
     file = open(path, "r+b" if size else "wb")  # noqa: SIM115
     file.truncate(size)
     file.seek(size)
@@ -194,6 +196,6 @@ def _open_truncated(path: Path, size: int) -> BinaryIO:
 
 
 def _split_long_document(length: int) -> list[int]:
-    """Lengths of the sequences that a document is stored as: one, or several where it is too long for one."""
+    """Return the lengths of the sequences in which a document is stored: one, or several if it is too long."""
     full = [MAX_SEQUENCE_TOKENS] * (length // MAX_SEQUENCE_TOKENS)
     return [*full, length % MAX_SEQUENCE_TOKENS] if length % MAX_SEQUENCE_TOKENS else full

@@ -1,6 +1,7 @@
 """ALiBi: a fixed linear penalty on distance, with a slope for each head."""
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -22,6 +23,13 @@ def slopes(num_heads: int) -> list[float]:
     return result + between[: num_heads - power]
 
 
+@cache
+def keep_slopes(num_heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the slopes on a device, to which they are copied once; not to be changed."""
+    with torch.inference_mode(False):
+        return torch.tensor(slopes(num_heads), dtype=dtype, device=device)
+
+
 class Alibi(Encoding):
     formula = "−m_h·n, m_h = 2^(−8h/P) for h ≤ P = 2^⌊log₂ H⌋, and 2^(−4·(2(h − P) − 1)/P) beyond"
     source = "Press et al. 2022, section 3; released code for numbers of heads that are not a power of two"
@@ -35,7 +43,7 @@ class Alibi(Encoding):
     cost = EncodingCost()
 
     def table(self, distances: Tensor) -> ScoreTerms:
-        m = torch.tensor(slopes(self.dims.num_heads), dtype=torch.float32, device=distances.device)
+        m = keep_slopes(self.dims.num_heads, torch.float32, distances.device)
         return ScoreTerms(bias=-m[:, None] * distances)
 
     def bias_tails(self) -> list[SeriesTail]:

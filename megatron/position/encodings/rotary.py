@@ -140,6 +140,9 @@ class Rotary(Encoding):
     def rotate_keys(self, x: Tensor, tokens: TokenRange, heads: slice = ALL_HEADS) -> Tensor:
         return self._rotate(x, tokens, are_queries=False)
 
+    def get_turns(self, like: Tensor, tokens: TokenRange) -> tuple[Tensor, Tensor] | None:
+        return self._get_turns(like, tokens, are_queries=True) if self.rotates_alike else None
+
     def _rotate(self, x: Tensor, tokens: TokenRange, *, are_queries: bool) -> Tensor:
         if self.xpos_scale is not None and (reason := self._describe_xpos_overflow(x.dtype, tokens.reach)):
             raise OptionError("xpos_scale_base", f"is {self.xpos_scale:g}: {reason}")

@@ -1,9 +1,9 @@
-"""A CUDA device that allocates, copies and refuses as a card does, and computes nothing.
+"""Null device: a CUDA device that allocates, copies and raises errors like a real GPU, but computes nothing.
 
-A child process that `environment.py` describes finds the library of `native/` (built by `build.py`) in the places of
-the CUDA runtime, the driver, cuBLAS, cuDNN and NCCL. PyTorch, Triton and DeepSpeed run on it unchanged: memory comes
-from their own allocators, kernels are compiled and loaded, launches and allocations that a card would refuse fail.
-What is read back from the device has no meaning; `host_reads.py` says what stands in for it, and nothing else does.
+A child process with the environment of `environment.py` loads the library of `native/` (built by `build.py`) instead of
+the CUDA runtime, the driver, cuBLAS, cuDNN and NCCL. PyTorch, Triton and DeepSpeed run on it unchanged. Their own
+allocators manage the memory, kernels are compiled and loaded, and launches and allocations that a real GPU would reject
+fail. Values read back from the device are meaningless; `host_reads.py` alone defines the values that replace them.
 
-Nothing here can be active in a real run: only a child process that was given this environment loads any of it.
+A real run can never activate this package: only a child process with this environment loads it.
 """

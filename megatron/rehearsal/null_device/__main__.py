@@ -1,5 +1,4 @@
-"""Runs a Python program on the null device: `python -m megatron.rehearsal.null_device [--gpu CARD] [--devices N]
-[--ledger FOLDER] PROGRAM ARGUMENT…`, a program being a file, or `-m` and a module."""
+"""Run a Python program on the null device. PROGRAM is a file, or `-m` and a module."""
 
 import argparse
 import os
@@ -11,30 +10,30 @@ from megatron.rehearsal.null_device.environment import VOID_RESULTS, build_envir
 from megatron.utils.errors import FarfieldError
 
 MAX_DEVICES = 64
-"""As `native/memory.c` has it."""
+"""Maximum number of devices; same value as in `native/memory.c`."""
 
 
 def main() -> int:
-    """Become the program, on the null device; 2 if it cannot be had here."""
+    """Replace this process with the program on the null device. Return 2 if the null device is unavailable."""
     parser = argparse.ArgumentParser(
         prog="python -m megatron.rehearsal.null_device",
         description=__doc__,
         usage="%(prog)s [--gpu CARD] [--devices N] [--ledger FOLDER] PROGRAM ARGUMENT…",
     )
-    parser.add_argument("--gpu", default="a100-80gb", help="the card that each device is (a100-80gb)")
-    parser.add_argument("--devices", type=int, default=1, help=f"devices of the node, 1 to {MAX_DEVICES} (1)")
-    parser.add_argument("--ledger", type=Path, help="a folder for what each rank did")
-    parser.add_argument("program", nargs="*", help="a Python file, or -m and a module, and arguments")
-    # What follows is the program's own, whatever it looks like.
+    parser.add_argument("--gpu", default="a100-80gb", help="GPU to emulate (a100-80gb)")
+    parser.add_argument("--devices", type=int, default=1, help=f"number of devices, 1 to {MAX_DEVICES} (1)")
+    parser.add_argument("--ledger", type=Path, help="folder for the ledger and the summary of each rank")
+    parser.add_argument("program", nargs="*", help="Python file, or -m and a module, with its arguments")
+    # Everything after these options belongs to the program.
     arguments, own = sys.argv[1:], 0
     while own < len(arguments) and arguments[own].startswith("--"):
         own += 1 if "=" in arguments[own] or arguments[own] == "--help" else 2
     own = max(own, int(arguments[:1] == ["-h"]))
     options, program = parser.parse_args(arguments[:own]), arguments[own:]
     if not program:
-        parser.error("which program?")
+        parser.error("no program given; expected a Python file, or -m and a module")
     if not 1 <= options.devices <= MAX_DEVICES:
-        parser.error(f"--devices {options.devices}: a node has 1 to {MAX_DEVICES}")
+        parser.error(f"--devices {options.devices}: expected 1 to {MAX_DEVICES}")
     try:
         environment = build_environment(get_card(options.gpu), devices=options.devices, ledger=options.ledger)
     except FarfieldError as error:

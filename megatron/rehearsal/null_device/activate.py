@@ -1,7 +1,7 @@
-"""Switches the null device on in this process, before it imports torch.
+"""Activation of the null device in this process, before torch is imported.
 
-`sitecustomize` calls it at the start of the interpreter, so it imports no more than it must: modules are changed when
-the process itself imports them.
+`sitecustomize` calls `activate` when the interpreter starts. The module therefore imports as little as possible and
+patches other modules only when the process itself imports them.
 """
 
 import importlib.abc
@@ -18,17 +18,17 @@ from megatron.rehearsal.null_device.library import load_library
 
 
 def activate() -> None:
-    """Have modules changed when they are imported, as this process's environment wants it.
+    """Install the import hook that patches modules according to this process's environment.
 
     Raises:
-        RuntimeError: the library is not in the place of the CUDA runtime in this process.
+        RuntimeError: if the null device's library does not replace the CUDA runtime in this process.
     """
     load_library()
     sys.meta_path.insert(0, _ChangedModules(_collect_changes()))
 
 
 def _collect_changes() -> dict[str, Callable[[ModuleType], None]]:
-    """What is done to which module, right after it was imported."""
+    """Return the patch of each module, applied right after its import."""
     # These modules import nothing but the standard library until they are called.
     from megatron.rehearsal.null_device import host_reads, lone_rank, recorder, summary
 
@@ -53,7 +53,7 @@ def _collect_changes() -> dict[str, Callable[[ModuleType], None]]:
 
 
 class _ChangedModules(importlib.abc.MetaPathFinder):
-    """Finds modules as ever, and changes some of them once they are loaded."""
+    """Import finder that finds modules as usual and patches some of them after loading."""
 
     def __init__(self, changes: dict[str, Callable[[ModuleType], None]]) -> None:
         self._changes = changes

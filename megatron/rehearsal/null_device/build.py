@@ -1,8 +1,9 @@
-"""Builds the null device's library for the torch that is installed, once, with the system's C compiler.
+"""Build of the null device's library for the installed torch, with the system's C compiler.
 
-`native/` holds what has an answer. Every other function that torch's libraries ask of CUDA, cuBLAS, cuDNN and NCCL is
-generated here, from the libraries' own lists of undefined symbols, and returns success: a torch that needs more of them
-gets more of them. Which of those were called is told at the end of a process (`summary.py`).
+`native/` implements the functions that need an answer. This module generates a stub that returns success for every
+other function that torch's libraries import from CUDA, cuBLAS, cuDNN and NCCL. It reads the names from the undefined
+symbols of the installed libraries, so the stubs always match the installed torch. `summary.py` reports at exit which
+stubs were called.
 """
 
 import importlib.util
@@ -28,9 +29,10 @@ from megatron.utils.errors import UserError
 ROOT = Path(__file__).parents[3]
 SOURCES = Path(__file__).parent / "native"
 LIBRARY = "libcuda.so.1"
-"""The driver's own name, by which Triton and PyTorch load it."""
+"""File name of the driver, which Triton and PyTorch load."""
 NVML_LIBRARY = "libnvidia-ml.so.1"
-"""NVML's, by which PyTorch counts devices: the same library, which the loader knows by its file."""
+"""File name of NVML, which PyTorch loads to count devices. It is the same library; the loader identifies it by its
+file."""
 INSTALL_CUDA_TORCH = "pip install 'torch==2.13.0,!=2.13.0+cpu'"
 
 _NVIDIA_FUNCTIONS = re.compile(r"^(cuda|__cuda|cublas|cudnn|nccl)")
@@ -39,10 +41,10 @@ _FLAGS = ("-std=gnu11", "-O2", "-shared", "-fPIC", "-pthread", f"-Wl,-soname,{LI
 
 @dataclass(frozen=True)
 class NullDevice:
-    """A library that was built."""
+    """Built null device library."""
 
     folder: Path
-    """Holds it, as `libcuda.so.1`."""
+    """Folder that contains `libcuda.so.1`."""
 
     @property
     def library(self) -> Path:
@@ -50,10 +52,11 @@ class NullDevice:
 
 
 def build_null_device() -> NullDevice:
-    """The library for the installed torch and Triton; built at the first call, then kept in the user's cache folder.
+    """Return the library for the installed torch and Triton. Build it on the first call and cache it in the user's
+    cache folder.
 
     Raises:
-        UserError: torch is the build for CPUs, there is no compiler, or headers or symbols are missing; says which.
+        UserError: if torch is a CPU build, or the compiler, headers or symbols are missing. The message names them.
     """
     site_packages = _find_cuda_torch()
     try:
@@ -68,19 +71,19 @@ def _find_cuda_torch() -> Path:
         raise UserError(f"the null device needs torch: {_describe_remedy()}")
     if not torch_has_cuda():
         raise UserError(
-            f"the null device needs the CUDA build of torch (no GPU and no driver), and the build for CPUs is "
+            f"the null device needs the CUDA build of torch (but no GPU and no driver); the CPU build is "
             f"installed: {_describe_remedy()}"
         )
     return Path(spec.origin).parent.parent
 
 
 def _describe_remedy() -> str:
-    """How somebody gets to it: by the environment of `make setup-cuda`, or into one of their own."""
+    """Describe how to get the null device: use the environment of `make setup-cuda`, or install into the user's own."""
     python = ROOT / ".venv-cuda" / "bin" / "python"
     if python.is_file():
-        return f"run it with {os.path.relpath(python)}, which has it"
+        return f"run with {os.path.relpath(python)}, which has it"
     return (
-        f"make setup-cuda (once, 5 GB), then run it with {os.path.relpath(python)}; or in an environment of yours, "
+        f"make setup-cuda (once, 5 GB), then run with {os.path.relpath(python)}; or in your own environment, "
         f"{INSTALL_CUDA_TORCH}"
     )
 
@@ -101,21 +104,21 @@ def _build(site_packages: Path) -> NullDevice:
             return NullDevice(folder)
         except OSError as error:
             failed = error
-    raise CompileError(f"what was compiled cannot be kept: {failed}")
+    raise CompileError(f"the compiled library cannot be saved: {failed}")
 
 
 def _find_headers(site_packages: Path) -> list[Path]:
-    """CUDA's headers, which torch's and Triton's packages bring: `cuda_runtime_api.h` and what it includes."""
+    """Find the CUDA headers shipped with torch and Triton: `cuda_runtime_api.h` and its includes."""
     runtime = sorted(site_packages.glob("nvidia/cu*/include/cuda_runtime_api.h"))
     triton = site_packages / "triton/backends/nvidia/include"
     if not runtime or not (triton / "crt/host_defines.h").is_file():
-        raise CompileError("CUDA's headers are missing, which the packages of torch's CUDA build and Triton bring")
+        raise CompileError("CUDA headers not found; torch's CUDA build and Triton include them")
     return [runtime[-1].parent, triton]
 
 
 def _compile(command: list[str], sources: list[Path], site_packages: Path, folder: Path) -> None:
     files = [str(path) for path in sources if path.suffix == ".c"]
-    # Processes that begin together each compile their own, and the first one's stays.
+    # Concurrent processes each compile their own copy; the first one to finish is kept.
     with tempfile.TemporaryDirectory(dir=folder.parent) as own:
         written = Path(own) / "stubs.c"
         run_compiler([*command, *files, "-o", f"{own}/answers.so", "-ldl"])
@@ -138,16 +141,16 @@ def _compile(command: list[str], sources: list[Path], site_packages: Path, folde
 
 
 def _list_symbols(library: Path, which: str) -> set[str]:
-    """The names that a library defines, or those that it expects of others."""
+    """List the symbols that a library defines or imports."""
     tool = shutil.which("nm")
     if tool is None:
-        raise CompileError("nm was not found, which comes with the compiler's binutils")
+        raise CompileError("nm not found; install binutils, which come with the compiler")
     done = subprocess.run([tool, "-D", which, str(library)], capture_output=True, text=True, check=False)
     return {line.split()[-1].split("@")[0] for line in done.stdout.splitlines() if line.strip()}
 
 
 def _list_driver_functions(header: str) -> set[str]:
-    """All functions of the driver: PyTorch asks for them by name while it runs."""
+    """List all functions of the driver. PyTorch looks them up by name at run time."""
     functions = set(re.findall(r"CUDAAPI\s+(cu[A-Z]\w+)\s*\(", header))
     versioned = dict(re.findall(r"#define\s+(cu[A-Z]\w+)\s+(cu\w+_v\d+)\b", header))
     return functions | set(versioned) | set(versioned.values())

@@ -1,7 +1,7 @@
-"""The cards that the null device can play: what a launch and an allocation may ask of them.
+"""GPUs that the null device can emulate, with the limits of their launches and allocations.
 
-Sizes of shared memory are those of NVIDIA's CUDA C++ Programming Guide, "Technical Specifications per Compute
-Capability"; multiprocessors and L2 caches those of the data sheets. Memory is `distributed/hardware.py`'s.
+Sizes of shared memory come from NVIDIA's CUDA C++ Programming Guide, "Technical Specifications per Compute Capability";
+multiprocessors and L2 caches from the data sheets; device memory from `distributed/hardware.py`.
 """
 
 from dataclasses import dataclass
@@ -15,26 +15,26 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Card:
-    """One card."""
+    """Emulated GPU."""
 
     name: str
-    """As `--gpu` takes it."""
+    """Name accepted by `--gpu`."""
     device_name: str
-    """As its driver gives it."""
+    """Name reported by the driver."""
     capability: tuple[int, int]
     processors: int
     block_shared: int
-    """Bytes of shared memory that a block may ask for."""
+    """Maximum shared memory of a block, in bytes."""
     shared: int
-    """Bytes of shared memory of a multiprocessor."""
+    """Shared memory of a multiprocessor, in bytes."""
     l2: int
-    """Bytes of the L2 cache."""
+    """Size of the L2 cache, in bytes."""
     memory: int
-    """Bytes that PyTorch finds."""
+    """Device memory visible to PyTorch, in bytes."""
 
     @property
     def architecture(self) -> str:
-        """As compilers call it: sm_80."""
+        """Architecture name for compilers, for example sm_80."""
         return f"sm_{self.capability[0]}{self.capability[1]}"
 
 
@@ -59,24 +59,24 @@ CARDS = (
     _hopper("h200", "NVIDIA H200"),
     _hopper("h800", "NVIDIA H800"),
 )
-"""Those of the GPUs that are known by name (`distributed/hardware.py`) for which the kernels are compiled and tested:
-compute capability 8.0 and 9.0."""
+"""Emulated GPUs: those known by name (`distributed/hardware.py`) for which the kernels are compiled and tested (compute
+capability 8.0 and 9.0)."""
 
 
 def get_card(text: str) -> Card:
-    """The card of a name that a person wrote, as `resolve_gpu_name` reads it: a100-80, A100_80GB, h100.
+    """Return the GPU for a name given by the user, as `resolve_gpu_name` reads it: a100-80, A100_80GB, h100.
 
     Raises:
-        UserError: it is not known, or it can be planned for and not be rehearsed on; names those that can.
+        UserError: if the name is unknown, or the GPU is only supported for planning. The message lists the valid names.
     """
     names = [card.name for card in CARDS]
     try:
         name = resolve_gpu_name(text)
     except UserError:
-        raise UserError(f"--gpu {text} is not known; {format_choices(text.lower(), names)}") from None
+        raise UserError(f"--gpu {text}: unknown GPU; {format_choices(text.lower(), names)}") from None
     if name not in names:
         raise UserError(
-            f"--gpu {text} can be planned for but not rehearsed on, which takes cards of compute capability 8.0 or "
+            f"--gpu {text}: supported by plan but not by rehearse, which needs compute capability 8.0 or "
             f"9.0: {', '.join(names)}"
         )
     return CARDS[names.index(name)]

@@ -1,4 +1,4 @@
-"""What a child process needs in its environment to run on the null device."""
+"""Environment variables of a child process that runs on the null device."""
 
 import os
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ from megatron.rehearsal.null_device.build import build_null_device
 from megatron.rehearsal.null_device.cards import Card
 
 DEVICE_VARIABLE = "FARFIELD_NULL_DEVICE"
-"""The card, read by `native/memory.c`; that it is there switches the null device on in a child."""
+"""Emulated GPU, read by `native/memory.c`. If set, the null device is active in the child process."""
 LEDGER_VARIABLE = "FARFIELD_NULL_DEVICE_LEDGER"
-"""The folder in which each rank leaves its ledger and its summary."""
+"""Folder to which each rank writes its ledger and its summary."""
 LONE_RANK_VARIABLE = "FARFIELD_NULL_DEVICE_LONE_RANK"
-"""Set where one process is a rank of a job whose other ranks are not there."""
+"""Set if the process is a single rank of a job whose other ranks do not run."""
 
-VOID_RESULTS = "the null device computes nothing: losses, times and files that come of it mean nothing"
+VOID_RESULTS = "the null device computes nothing: its losses, times and output files are meaningless"
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent.parent
@@ -28,17 +28,17 @@ def build_environment(
     is_lone_rank: bool = False,
     base: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """The environment of a child process that runs on the null device.
+    """Build the environment of a child process that runs on the null device.
 
     Args:
-        card: which card each device is.
-        devices: of the node.
-        ledger: a folder for what each rank did (`recorder.py`, `summary.py`); nothing is written without.
-        is_lone_rank: the child is one rank of many, by torchrun's variables, and the others do not run.
-        base: the environment to begin with; this process's if absent.
+        card: GPU that each device emulates.
+        devices: number of devices of the node.
+        ledger: folder for the records of each rank (`recorder.py`, `summary.py`); None writes none.
+        is_lone_rank: True if the child is one of many ranks (by torchrun's variables) and the others do not run.
+        base: environment to extend; by default this process's.
 
     Raises:
-        UserError: the null device cannot be built here.
+        UserError: if the null device cannot be built on this machine.
     """
     device = build_null_device()
     environment = dict(os.environ if base is None else base)
@@ -52,14 +52,14 @@ def build_environment(
         "l2": card.l2,
         "devices": devices,
     }
-    name = f"{card.device_name} (null device)"  # in every record that somebody makes on it
+    name = f"{card.device_name} (null device)"  # appears in every record made on the null device
     environment[DEVICE_VARIABLE] = ";".join([name, *(f"{key}={value}" for key, value in fields.items())])
     _prepend(environment, "LD_PRELOAD", str(device.library), " ")
     _prepend(environment, "LD_LIBRARY_PATH", str(device.folder))
     _prepend(environment, "PATH", str(HERE / "bin"))
     _prepend(environment, "PYTHONPATH", f"{HERE / 'site'}{os.pathsep}{ROOT}")
     environment["TRITON_LIBCUDA_PATH"] = str(device.folder)
-    # Inductor's own launcher finds the driver's functions in a way of its own; without it, it launches as Triton does.
+    # Inductor's own launcher looks up driver functions by itself; without it, kernels are launched through Triton.
     environment["TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER"] = "0"
     for variable, value in ((LEDGER_VARIABLE, ledger), (LONE_RANK_VARIABLE, "1" if is_lone_rank else None)):
         environment.pop(variable, None)

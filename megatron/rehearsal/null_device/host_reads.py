@@ -1,21 +1,20 @@
-"""What values that the host reads from the null device mean: the one place that decides it.
+"""Values that replace the host's reads from the null device, all defined in this module.
 
-Kernels do not run, so their results have no meaning, and nothing may be concluded from them: they read as zeros
-(`native/memory.c`). Only what the host wrote into the device as a whole is read back as it is. But the host also
-decides by what it reads: a loss that is not finite ends a run, a gradient that is not finite skips a step. So that a
-job goes its ordinary way,
+Kernels do not run, so their results are meaningless: they read as zeros (`native/memory.c`). Only buffers written
+entirely by the host read back unchanged. The host also makes decisions based on values: a loss that is not finite ends
+a run, and a gradient that is not finite skips a step. To keep a job on its normal path:
 
-    a number read from the device      is 0, or what the host wrote there if that is ordinary (0 … 10⁴), else 1
-    is it finite?                      yes
-    is it infinite, is it no number?   no
-    did a gradient overflow?           no; the collectives that ask all ranks take place
-    the first rank's list of numbers   equal to this rank's, its length too; the broadcasts take place
-    a checkpoint's copy of the states  what lies there, 0 where it is no finite number
-    the pipeline stages' vote          this stage's own; the messages take place
-    is a backend of attention right?   yes, if it runs; what the check finds is kept nowhere
+    a number read from the device      0, or the host's value if plausible (0 … 10⁴), else 1
+    isfinite                           True
+    isinf, isnan                       False
+    gradient overflow                  none; the collectives that check all ranks still run
+    the first rank's list of numbers   equal to this rank's, including its length; the broadcasts still run
+    a checkpoint's copy of the states  the stored bytes, with 0 for values that are not finite
+    the pipeline stages' vote          this stage's own vote; the messages are still sent
+    self-check of an attention backend passes if the backend runs; the result is not stored
 
-A rehearsal therefore never takes the branches of a run whose numbers go wrong: a skipped step, a rollback, an early
-end. cuDNN's attention is switched off, whose planning asks more of the card than there is.
+A rehearsal therefore never covers the branches of a diverging run: a skipped step, a rollback, an early end. cuDNN's
+attention is disabled because its planning needs more of a GPU than the null device provides.
 """
 
 import functools
@@ -23,8 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 LARGEST = 1e4
-"""The largest number that is taken as it is; what an old tensor left may be anything. Losses and norms are not
-negative."""
+"""Largest value returned unchanged. A reused buffer may contain anything; losses and norms are not negative."""
 
 
 def _change_torch(torch: Any) -> None:
@@ -57,7 +55,7 @@ def _change_torch(torch: Any) -> None:
             value = getattr(self, "null_device_answer", None)
             if value is None or args or kwargs:
                 return real(self, *args, **kwargs)
-            real(self)  # the launch takes place
+            real(self)  # still launch the kernel
             return torch.tensor(value).to(self.device)
 
         setattr(tensor, name, reduce)
@@ -78,7 +76,7 @@ def _change_torch(torch: Any) -> None:
     for name in ("item", "tolist", "__float__"):
         replace_reader(name)
 
-    # A tensor's text is made of its values, by loops over values that are not there.
+    # The text of a tensor is built by loops over its values, which do not exist.
     describe = tensor.__repr__
 
     def represent(self: Any, *, tensor_contents: Any = None) -> str:
@@ -107,14 +105,14 @@ def _replace_implausible(value: Any) -> Any:
 
 
 def _run_and_answer(owner: Any, name: str, answer: Callable[..., Any]) -> None:
-    """Have a function run as it is, and return something else.
+    """Patch a function to run unchanged but return the given answer.
 
     Raises:
-        RuntimeError: there is no such function; this DeepSpeed is another than this file knows.
+        RuntimeError: if the function does not exist, because this version of DeepSpeed is unsupported.
     """
     real = getattr(owner, name, None)
     if real is None:
-        raise RuntimeError(f"{getattr(owner, '__name__', owner)} has no {name}: the installed DeepSpeed is not known")
+        raise RuntimeError(f"{getattr(owner, '__name__', owner)} has no {name}: unsupported version of DeepSpeed")
 
     @functools.wraps(real)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -166,7 +164,7 @@ def _change_sharded_state(module: Any) -> None:
 
 
 def _change_pipeline_stage(module: Any) -> None:
-    """Stages vote on whether shapes are known beforehand, in numbers that pass through the device."""
+    """Patch the vote of the stages on whether shapes are static. The votes pass through the device."""
 
     def vote(stage: Any, has_backward: bool) -> Any:
         import torch
@@ -180,18 +178,20 @@ def _change_pipeline_stage(module: Any) -> None:
 
 
 def _change_attention_trials(trials: Any) -> None:
-    """There is nothing to compare: every backend that runs counts as right, and its error is not known."""
+    """Patch the self-check: every backend that runs passes, with an unknown error, because there are no results to
+    compare."""
     trials.Judge.exact = {"output": None}
     trials.Judge.compute_excess = lambda self, found, others_are_zero, throughout: {}
 
 
 def _change_attention_registry(registry: Any) -> None:
-    """FlexAttention is computed where it is asked for, but not tried: it takes the compiler half a minute."""
+    """Patch the registry: FlexAttention runs on request but is not checked, because it takes half a minute to
+    compile."""
     registry.CHECKED_BACKENDS = tuple(name for name in registry.CHECKED_BACKENDS if name != "flex")
 
 
 def _change_attention_evidence(evidence: Any) -> None:
-    """What is found here holds nowhere else."""
+    """Patch the self-check's evidence: results of the null device are never stored."""
     evidence.read_cache = lambda key: None
     evidence.write_cache = lambda found: None
 
@@ -209,4 +209,4 @@ IMPORT_PATCHES: dict[str, Callable[[Any], None]] = {
     "deepspeed.runtime.zero.utils": _change_zero_utils,
     "megatron.checkpoint.sharded_state": _change_sharded_state,
 }
-"""What is changed in which module, once it is imported."""
+"""Patches by module name, applied once the module is imported."""

@@ -1,4 +1,5 @@
-"""The null device's library in this process: what it counts, what it loaded, and who listens to its collectives."""
+"""Interface to the null device's library in this process: counters, loaded kernels, and the listener of its
+collectives."""
 
 import ctypes
 from collections.abc import Callable
@@ -9,50 +10,52 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Counters:
-    """What the process asked of the device so far; the order is that of `struct counters` in native/null_device.h."""
+    """Operations requested from the device so far, in the order of `struct counters` in native/null_device.h."""
 
     launches: int
-    """Kernels of the CUDA runtime: PyTorch's own."""
+    """Kernel launches of the CUDA runtime: PyTorch's own kernels."""
     triton: int
-    """Kernels of the driver: Triton's, and those that PyTorch has NVRTC compile."""
+    """Kernel launches of the driver: Triton's kernels, and kernels that PyTorch compiles with NVRTC."""
     gemm: int
     """Matrix products of cuBLAS."""
     convolutions: int
-    """Of cuDNN."""
+    """Convolutions of cuDNN."""
     copies: int
-    """In any direction."""
+    """Copies in any direction."""
     fills: int
     synchronizations: int
-    """Times that the host waited for the device."""
+    """Number of times the host waited for the device."""
     collectives: int
-    """Calls of NCCL that exchange something."""
+    """NCCL calls that exchange data."""
 
     def __sub__(self, other: "Counters") -> "Counters":
         return Counters(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(Counters)))
 
     @property
     def all_launches(self) -> int:
-        """Everything that a card would run: kernels, products, convolutions, copies, fills, collectives."""
+        """Total operations that a GPU would run: kernels, matrix products, convolutions, copies, fills and
+        collectives."""
         return self.launches + self.triton + self.gemm + self.convolutions + self.copies + self.fills + self.collectives
 
 
 @dataclass(frozen=True)
 class LoadedKernel:
-    """A Triton kernel that was compiled and loaded."""
+    """Triton kernel that was compiled and loaded."""
 
     name: str
     registers: int
-    """Of a thread."""
+    """Registers per thread."""
     stack: int
-    """Bytes of a thread's local memory: what did not fit into its registers."""
+    """Local memory per thread, in bytes: values spilled from registers."""
     shared: int
-    """Bytes of shared memory of a block, the most that a launch asked for."""
+    """Largest shared memory per block of any launch, in bytes."""
     launches: int
 
 
 Listener = Callable[[str, str, int, int, int, int, int, int, int, int], None]
-"""Of a collective: its name, the communicator and its size, this rank in it, the number of elements and their type, the
-other rank or the root, the kind of reduction, and the addresses of what is sent and received."""
+"""Listener of collectives. Its arguments are the operation, the communicator and its size, this rank's index in it,
+the number of elements and their type, the peer or root, the reduction, and the addresses of the send and receive
+buffers."""
 
 _LISTENER = ctypes.CFUNCTYPE(
     None,
@@ -63,27 +66,27 @@ _LISTENER = ctypes.CFUNCTYPE(
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """The library, which must be in this process already.
+    """Return the library, which this process must have loaded already.
 
     Raises:
-        RuntimeError: this process does not run on the null device.
+        RuntimeError: if this process does not run on the null device.
     """
     library = ctypes.CDLL(None)
     try:
         library.null_device_listen.restype = None
     except AttributeError:
-        raise RuntimeError("its library was not loaded before the others (LD_PRELOAD)") from None
+        raise RuntimeError("its library was not loaded first (LD_PRELOAD)") from None
     return library
 
 
 def read_counters() -> Counters:
-    """What this process asked of the device so far."""
+    """Return the operations that this process has requested from the device so far."""
     count = len(fields(Counters))
     return Counters(*(ctypes.c_long * count).in_dll(load_library(), "null_device_counters"))
 
 
 def read_kernels() -> list[LoadedKernel]:
-    """The Triton kernels that were loaded in this process, one line for each compilation."""
+    """Return the Triton kernels loaded in this process, one entry per compilation."""
     library = load_library()
     kernels: list[LoadedKernel] = []
     name, values = ctypes.create_string_buffer(256), (ctypes.c_int * 4)()
@@ -93,7 +96,7 @@ def read_kernels() -> list[LoadedKernel]:
 
 
 def read_stub_calls() -> dict[str, int]:
-    """Functions of CUDA, cuBLAS, cuDNN and NCCL that were answered with success alone, and how often."""
+    """Return the call counts of the stubs for CUDA, cuBLAS, cuDNN and NCCL functions that only return success."""
     library = load_library()
     names: list[str] = []
     pointers = ctypes.cast(library.null_device_stub_names, ctypes.POINTER(ctypes.c_char_p))
@@ -107,11 +110,11 @@ _kept: list[Any] = []
 
 
 def listen_to_collectives(listener: Listener) -> None:
-    """Have a function called, with the interpreter's lock, in the thread of each call of NCCL."""
+    """Register a function to be called on each NCCL call, in the calling thread and with the interpreter's lock."""
 
     def call(operation: bytes, communicator: bytes, *rest: Any) -> None:
         listener(operation.decode(), communicator.decode(), *(0 if value is None else value for value in rest))
 
     callback = _LISTENER(call)
-    _kept.append(callback)  # ctypes does not
+    _kept.append(callback)  # ctypes keeps no reference
     load_library().null_device_listen(callback)

@@ -1,8 +1,8 @@
-"""One process as one rank of a job whose other ranks do not run.
+"""Run one process as a single rank of a job whose other ranks do not run.
 
-It meets the others in a store that answers for them, its groups over NCCL are real ones that exchange nothing, and
-those over gloo are torch's fake ones. What ranks tell each other on the host is answered with this rank's own value;
-what the first rank broadcasts is kept in the ledger's folder for the ranks that are rehearsed after it.
+A store answers on behalf of the other ranks. NCCL groups are real but exchange nothing; gloo groups are torch's fake
+ones. Exchanges between ranks on the host return this rank's own value. Broadcasts of the first rank are saved in the
+ledger's folder for the ranks rehearsed after it.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from megatron.rehearsal.null_device.environment import LEDGER_VARIABLE
 
 def _make_store(c10d: Any) -> Any:
     class LoneStore(c10d.Store):
-        """A store in memory in which every other rank has said already what this one waits for."""
+        """In-memory store in which the other ranks have already set every key that this rank waits for."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -28,7 +28,7 @@ def _make_store(c10d: Any) -> Any:
 
         def get(self, key: str) -> bytes:
             if key not in self.values:
-                # An id of NCCL's, which the first rank of a group would have left: the same for all its members.
+                # An NCCL id, which the first rank of a group would have set; equal for all members.
                 self.values[key] = hashlib.sha256(key.encode()).hexdigest()[:32].encode().ljust(128, b"\0")
             return self.values[key]
 
@@ -79,7 +79,7 @@ def _make_store(c10d: Any) -> Any:
 
 
 _kept: list[Any] = []
-"""torch keeps no reference to a store that is written in Python."""
+"""References to stores, because torch keeps none to a store implemented in Python."""
 
 
 def _change_c10d(c10d: Any) -> None:
@@ -135,10 +135,10 @@ def _make_broadcast(c10d: Any) -> Callable[..., None]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(pickle.dumps(object_list))
         elif path.is_file():
-            object_list[:] = pickle.loads(path.read_bytes())  # written by a rank of this rehearsal
+            object_list[:] = pickle.loads(path.read_bytes())  # written by another rank of this rehearsal
 
     return broadcast
 
 
 IMPORT_PATCHES: dict[str, Callable[[Any], None]] = {"torch.distributed.distributed_c10d": _change_c10d}
-"""What is changed in which module, once it is imported."""
+"""Patches by module name, applied once the module is imported."""

@@ -1,17 +1,17 @@
-"""Writes down every collective of this process: over NCCL as the null device's library sees it, over gloo as it is
-called.
+"""Recorder of every collective of this process. It records NCCL calls in the null device's library, and gloo calls on
+entry.
 
-The ledger of rank r is `rank-r.jsonl` in the ledger's folder. A line of it is a group that the rank is a member of,
+The ledger of rank r is `rank-r.jsonl` in the ledger's folder. Each line is either a group that contains the rank,
 
     {"group": "3", "ranks": [0, 4, 8, 12]}
 
-or an operation in the order in which the rank issued it:
+or an operation, in the order in which the rank issued it:
 
     {"op": "all_reduce", "group": "3", "count": 1024, "dtype": "bf16", "bytes": 2048, "batch": 7, "device": "cuda",
      "where": ["megatron/distributed/collectives.py:41 all_reduce_sum_", …]}
 
-with `peer` (a rank of the job: the root, or the other side of a send) and `reduction` where there are such. `batch` is
-the same for what NCCL issues together, without an order among it. `where` has our innermost lines first.
+Optional keys are `peer` (a rank of the job: the root, or the other side of a send) and `reduction`. `batch` is equal
+for calls that NCCL issues together in no particular order. `where` lists the project's lines, innermost first.
 """
 
 import functools
@@ -28,19 +28,18 @@ from megatron.rehearsal.null_device.library import listen_to_collectives
 ROOT = str(Path(__file__).parents[3]) + os.sep
 _OWN = str(Path(__file__).parents[1]) + os.sep
 DTYPES = ("i8", "u8", "i32", "u32", "i64", "u64", "fp16", "fp32", "fp64", "bf16", "fp8_e4m3", "fp8_e5m2")
-"""NCCL's types by their number."""
+"""NCCL data types, indexed by their number."""
 SIZES = (1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1)
 REDUCTIONS = ("sum", "prod", "max", "min", "avg")
 MAX_FRAMES = 4
 
 
 def get_ledger_path(folder: str | Path, rank: int) -> Path:
-    """Where a rank's ledger is."""
     return Path(folder) / f"rank-{rank}.jsonl"
 
 
 def start_recording(folder: str) -> Callable[[Any], None]:
-    """What is to be done to torch.distributed so that this process's collectives are written down."""
+    """Return the patch of torch.distributed that records this process's collectives."""
 
     def change(c10d: Any) -> None:
         global _recorder
@@ -55,15 +54,15 @@ _recorder: "CollectiveRecorder | None" = None
 
 
 def get_recorder() -> "CollectiveRecorder | None":
-    """This process's recorder, if it has one."""
+    """Return this process's recorder, or None."""
     return _recorder
 
 
 class CollectiveRecorder:
-    """The ledger of this process.
+    """Recorder of this process's ledger.
 
     Args:
-        folder: of the ledger.
+        folder: folder of the ledger.
         c10d: torch.distributed.distributed_c10d.
     """
 
@@ -73,13 +72,13 @@ class CollectiveRecorder:
         self._file: Any = None
         self._lock = threading.Lock()
         self._groups: dict[str, tuple[str, list[int]]] = {}
-        """Of a communicator of NCCL, torch's group and its ranks."""
+        """Group name and ranks of each NCCL communicator, as torch numbers them."""
         self._written_groups: set[str] = set()
         self._depth = 0
         self._batch = 0
 
     def write(self, **line: Any) -> None:
-        """Add a line to the ledger."""
+        """Append a line to the ledger."""
         with self._lock:
             if self._file is None:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +90,6 @@ class CollectiveRecorder:
         self, op: str, communicator: str, size: int, rank: int, count: int, dtype: int, peer: int, reduction: int,
         sent: int, received: int,
     ) -> None:  # fmt: skip
-        """A call of NCCL."""
         if op == "group_start":
             self._batch += self._depth == 0
             self._depth += 1
@@ -118,7 +116,7 @@ class CollectiveRecorder:
             self.write(group=group, ranks=ranks)
 
     def record_host_call(self, op: str, group: Any, **line: Any) -> None:
-        """A collective over the host."""
+        """Record a collective on the host."""
         c10d = self._c10d
         group = c10d._get_default_group() if group is None else group
         name = str(group.group_name)
@@ -127,7 +125,7 @@ class CollectiveRecorder:
         self.write(op=op, group=name, **line, batch=self._batch, device="cpu", where=list_own_frames())
 
     def watch_host_collectives(self) -> None:
-        """Write down what goes over gloo: tensors of the host and objects."""
+        """Patch the gloo collectives to record tensors and objects of the host."""
         c10d = self._c10d
 
         def watch_tensors(name: str, position: int, peer: str | None = None) -> None:
@@ -168,7 +166,7 @@ class CollectiveRecorder:
 
 
 def _find_group(size: int) -> tuple[str, list[int]]:
-    """Which of torch's groups a communicator is being made for: what makes it is on the stack."""
+    """Find the torch group for which a communicator is being created, by inspecting the stack."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "_new_process_group_helper":
@@ -179,7 +177,7 @@ def _find_group(size: int) -> tuple[str, list[int]]:
 
 
 def list_own_frames() -> list[str]:
-    """The innermost lines of the project that are being run, without those of the rehearsal."""
+    """List the project's frames, innermost first, without those of the rehearsal."""
     frames: list[str] = []
     frame: Any = sys._getframe(1)
     while frame is not None and len(frames) < MAX_FRAMES:

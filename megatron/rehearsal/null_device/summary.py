@@ -1,6 +1,6 @@
-"""What a process did on the null device, left when it ends: peak memory, counts, kernels, and what had no answer.
+"""Summary of a process on the null device, written at exit: peak memory, counters, kernels and stub calls.
 
-`rank-r.summary.json` in the ledger's folder.
+The file is `rank-r.summary.json` in the ledger's folder.
 """
 
 import atexit
@@ -15,12 +15,11 @@ from megatron.rehearsal.null_device.library import read_counters, read_kernels, 
 
 
 def get_summary_path(folder: str | Path, rank: int) -> Path:
-    """Where a rank's summary is."""
     return Path(folder) / f"rank-{rank}.summary.json"
 
 
 def write_summary_at_exit(folder: str) -> Callable[[Any], None]:
-    """What is to be done to torch so that this process's summary is written when it ends."""
+    """Return the patch of torch that writes this process's summary at exit."""
 
     def change(torch: Any) -> None:
         process = os.getpid()
@@ -35,7 +34,7 @@ def write_summary_at_exit(folder: str) -> Callable[[Any], None]:
 
 
 def write_summary(folder: str | Path, torch: Any) -> None:
-    """Write what this process did so far."""
+    """Write the summary of this process so far."""
     summary = {
         "peak_allocated": torch.cuda.max_memory_allocated(),
         "peak_reserved": torch.cuda.max_memory_reserved(),

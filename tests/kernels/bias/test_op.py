@@ -1,4 +1,4 @@
-"""Bias matrices in Triton's interpreter (or on a GPU) against float64."""
+"""Bias matrices in Triton's interpreter (or on a GPU), compared with float64."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ FIRE = ("c", "multiplier", "weight1", "bias1", "weight2", "bias2")
 
 @dataclass(frozen=True)
 class Case:
-    """One bias matrix."""
+    """Arguments of one bias matrix."""
 
     H: int
     R: int
@@ -29,12 +29,12 @@ class Case:
     half_length: float = 16.0
 
     def table(self, device: torch.device | str = "cpu", seed: int = 0) -> Tensor:
-        """float32 [H, N], a little longer than needed."""
+        """Return a float32 table [H, N], slightly longer than needed."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(self.H, self.offset + self.R + 3, generator=generator).to(device)
 
     def fire(self, device: torch.device | str = "cpu", seed: int = 0) -> list[Tensor]:
-        """c, multiplier, weight1, bias1, weight2, bias2, float32, drawn as FIRE draws them."""
+        """Return c, multiplier, weight1, bias1, weight2, bias2 in float32, with FIRE's initialization."""
         generator = torch.Generator().manual_seed(seed)
 
         def uniform(*shape: int, bound: float = 1.0) -> Tensor:
@@ -95,7 +95,7 @@ def test_table_gradient_is_the_sum_of_each_diagonal(
         out = reference.toeplitz_bias(table, case.R, case.C, offset=case.offset, dtype=torch.float64)
         return {"table": torch.autograd.grad(out, table, grad)[0]}
 
-    # The sums are float32 whatever the type.
+    # Sums are float32 for every data type.
     assert_within_rounding(found, compute, torch.float32)
     found["table"][0, case.offset] += grad[0, -1, 0].to(found["table"])
     assert compute_excess(found, compute, torch.float32)["table"] > SAFETY_FACTOR, (
@@ -139,7 +139,7 @@ def _fire_reference(case: Case, dtype: torch.dtype) -> Callable[[], dict[str, Te
 @pytest.mark.parametrize("case", SMALL, ids=str)
 @pytest.mark.usefixtures("uninitialised_is_nan")
 def test_fire_and_all_its_gradients_err_by_rounding_alone(case: Case, dtype: torch.dtype, device: str) -> None:
-    """Computed in float32 whatever the type, in which the bias is stored and its gradient comes in."""
+    """FIRE is computed in float32 for every data type; only its bias and the incoming gradient use the type."""
     assert_within_rounding(_fire(case, dtype, device), _fire_reference(case, dtype), torch.float32)
 
 

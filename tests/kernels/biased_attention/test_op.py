@@ -1,4 +1,4 @@
-"""The operator in Triton's interpreter (or on a GPU) against float64."""
+"""The operator in Triton's interpreter (or on a GPU), compared with float64."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ Values = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One call of the op."""
+    """Arguments of one operator call."""
 
     B: int
     H: int
@@ -38,13 +38,13 @@ class Case:
     bias: bool = True
     weight: bool = False
     keys: float = 0.0
-    """How much the bias of keys rises from one to the next, on average; 0 for none."""
+    """Mean increase of the key bias from one key to the next; 0 for no key bias."""
     documents: tuple[tuple[int, ...], ...] = ()
-    """Lengths of the documents of each sequence, C in all; one each if there are none."""
+    """Document lengths of each sequence, C in total; empty for one document each."""
     sinks: bool = False
 
     def first_keys(self, device: torch.device | str = "cpu") -> Tensor | None:
-        """int32 [B, R]: where the document of each row begins."""
+        """Return the start of the document of each row, int32 [B, R]."""
         if not self.documents:
             return None
         starts = [
@@ -54,14 +54,17 @@ class Case:
         return torch.stack(starts)[:, self.offset : self.offset + self.R].to(device, torch.int32)
 
     def options(self, device: torch.device | str = "cpu") -> dict[str, Any]:
-        """Arguments of the op beside tensors that have gradients."""
+        """Return the arguments of the operator without gradients."""
         return {"offset": self.offset, "window": self.window, "first_keys": self.first_keys(device)}
 
     def inputs(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """q, k, v in `dtype`; a bias that falls with the distance and weights around 1, float32 [H, offset + R]; and a
-        bias of keys that rises from a large number, float64 [B, H, C]."""
+        """Return the tensors of the operator.
+
+        They are q, k, v in `dtype`, a bias that falls with the distance and weights around 1, float32 [H, offset + R],
+        and a key bias that rises from a large number, float64 [B, H, C].
+        """
         generator = torch.Generator().manual_seed(seed)
         q = torch.randn(self.B, self.H, self.R, self.d, generator=generator)
         k = torch.randn(self.B, self.H, self.C, self.d, generator=generator)
@@ -78,7 +81,8 @@ class Case:
         return q, k, v, bias.to(device) if self.bias else None, weight.to(device) if self.weight else None, key_bias
 
     def sink_logits(self, device: torch.device | str = "cpu") -> Tensor | None:
-        """Among the scores of keys and above them: far below, few rows would make all of a gradient."""
+        """Return sink logits of the size of the scores and above. If they were much lower, few rows would dominate the
+        gradient."""
         return torch.linspace(1, 6, self.H, device=device) if self.sinks else None
 
 
@@ -102,8 +106,8 @@ SMALL = (
     Case(1, 2, 70, 70, 16, window=9, bias=False, sinks=True),
     Case(2, 2, 40, 75, 80, offset=35, documents=((20, 32, 16, 7), (74, 1)), sinks=True),
 )
-"""For the interpreter: ragged edges, head dimensions in two parts and padded, offsets, windows, columns nobody sees,
-a tile whose last column is the first of a block, documents that begin within tiles and with them, and sinks."""
+"""For the interpreter: ragged edges, head dimensions in two parts and padded, offsets, windows, invisible columns, a
+tile whose last column is the first of a block, documents that start within and at tiles, and sinks."""
 
 
 def _leaf(x: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -111,7 +115,7 @@ def _leaf(x: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
 
 
 def _upstream(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """Gradients of the output, in its type, and of the logsumexp."""
+    """Return gradients of the output, in its type, and of the logsumexp."""
     generator = torch.Generator().manual_seed(1)
     grad = torch.randn(case.B, case.H, case.R, case.d, generator=generator)
     return grad.to(device, dtype), torch.randn(case.B, case.H, case.R, generator=generator).to(device)
@@ -142,7 +146,7 @@ def _doubled(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def _truth(case: Case, dtype: torch.dtype) -> Values:
-    """The reference and its gradients by autograd, in float64, from inputs rounded to a type."""
+    """Compute the reference and its gradients by autograd in float64, from inputs rounded to a type."""
 
     def attend(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         return reference.biased_attention(*tensors, **options), reference.logsumexp(*tensors, **options)
@@ -151,7 +155,7 @@ def _truth(case: Case, dtype: torch.dtype) -> Values:
 
 
 def _flash(case: Case, dtype: torch.dtype, delta: float = 1.0) -> Callable[[], Values]:
-    """The same from the formulas of the kernels (backward.py), so that it can round where they round."""
+    """Return a computation from the formulas of the kernels (backward.py), which can round like the kernels."""
     q, k, v, bias, weight, key_bias = _doubled(case.inputs(dtype))
     grad, grad_lse = _doubled(_upstream(case, dtype))
     distance = case.offset + torch.arange(case.R)[:, None] - torch.arange(case.C)
@@ -160,7 +164,7 @@ def _flash(case: Case, dtype: torch.dtype, delta: float = 1.0) -> Callable[[], V
     if (first_keys := case.first_keys()) is not None:
         visible = visible & (torch.arange(case.C) >= first_keys[:, None, :, None])
 
-    # Of differences, which are taken in float64; large in lse alone.
+    # Differences, computed in float64; large only in lse.
     own = (case.offset + torch.arange(case.R)).clamp(max=case.C - 1)
     near = None if key_bias is None else key_bias[:, :, None, :] - key_bias[:, :, own, None]
 
@@ -179,7 +183,7 @@ def _flash(case: Case, dtype: torch.dtype, delta: float = 1.0) -> Callable[[], V
         every = torch.softmax(scores, -1)
         p = every[..., : case.C]
         out = p @ v
-        # A matrix product, because its factors are rounded: the kernel reads the output back from memory.
+        # A matrix product, because its inputs are rounded: the kernel reads the output back from memory.
         mean = (grad.unsqueeze(-2) @ out.unsqueeze(-1)).squeeze(-1) - grad_lse.unsqueeze(-1)
         ds = p * (grad @ v.mT - (mean if delta == 1 else mean * delta))
         into = ds if weight is None else ds * weight[:, n]
@@ -244,7 +248,7 @@ FAULTS: dict[str, Callable[[Case, torch.dtype], Values]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_more_than_rounding(fault: str, dtype: torch.dtype) -> None:
-    """What the test above would let through if it allowed too much. The rest of each result is exact."""
+    """Faults that a larger tolerance would hide are detected; the rest of each result is exact."""
     case = replace(SMALL[2], R=20, C=20, offset=0)
     ratios = compute_excess(FAULTS[fault](case, dtype), _flash(case, dtype), dtype)
     assert [name for name, ratio in ratios.items() if ratio > SAFETY_FACTOR] == [fault.split()[0]]
@@ -266,7 +270,7 @@ def test_bitwise_repeatable(case: Case, device: str) -> None:
 
 
 def test_few_groups_share_many_row_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Table gradients where a program works through several row blocks, forwards and backwards."""
+    """Table gradients are correct if one program processes several row blocks, in both passes."""
     monkeypatch.setattr(configs, "PARTIAL_SUMS", 2)
     backward = configs.BackwardTile(16, 16, 1, 1)
     monkeypatch.setattr(configs, "INTERPRETED", configs.OpTiles(configs.Tile(16, 16, 1, 1), backward, backward))
@@ -275,7 +279,7 @@ def test_few_groups_share_many_row_blocks(device: str, monkeypatch: pytest.Monke
 
 
 def test_a_bias_that_is_added_to_all_distances_changes_nothing(device: str) -> None:
-    """So the table's gradient sums to zero over n; not exactly, each of its terms being rounded."""
+    """The table's gradient sums to zero over n up to rounding, because a constant bias has no effect."""
     case = SMALL[0]
     q, k, v, bias, *_ = (_leaf(x) for x in case.inputs(torch.float32, device))
     biased_attention(q, k, v, bias).square().sum().backward()
@@ -287,7 +291,7 @@ def test_a_bias_that_is_added_to_all_distances_changes_nothing(device: str) -> N
 
 
 def test_an_infinite_bias_hides_a_distance(device: str) -> None:
-    """Even where a row's first tiles are hidden altogether."""
+    """An infinite bias hides a distance, even if it hides all of a row's first tiles."""
     case = Case(1, 2, 60, 60, 16)
     q, k, v, bias, *_ = (_leaf(x) for x in case.inputs(torch.float32, device))
     hidden = torch.zeros_like(bias)
@@ -326,7 +330,7 @@ def test_any_lengths_offset_window_and_layout(
 
 
 def test_tiles_of_other_documents_are_not_read(device: str) -> None:
-    """So time falls with the documents' length: what is not a number in one document would show in another."""
+    """Time falls with the documents' length: NaN in one document does not reach another."""
     tiles = configs.choose_tiles(get_arch(torch.zeros(1, device=device)), torch.float32, 16)
     size = max(max(tile.block_m, tile.block_n) for tile in (tiles.fwd, tiles.bwd_dq, tiles.bwd_dkdv))
     case = Case(1, 1, 5 * size, 5 * size, 16, documents=((2 * size, size, 2 * size),))
@@ -348,7 +352,7 @@ def test_tiles_of_other_documents_are_not_read(device: str) -> None:
 
 @pytest.mark.parametrize("pieces", [1, 40, 129, 16_500])
 def test_rows_are_counted_by_any_number_of_searches(pieces: int, device: str) -> None:
-    """Against a plain count: in a single step, two and three of the search."""
+    """Row counts from one, two and three search steps match a direct count."""
     lengths = torch.randint(1, 4, (pieces,), generator=torch.Generator().manual_seed(pieces))
     first_keys = (lengths.cumsum(0) - lengths).repeat_interleave(lengths).int().to(device)
     rows = len(first_keys)
@@ -421,7 +425,10 @@ def test_what_does_not_fit_is_refused(changes: dict[str, object], message: str, 
 
 
 def test_a_table_that_calls_share_gets_the_sum_of_their_gradients(device: str) -> None:
-    """Calls alike add to one place; those over other rows, and what is no call, come to it; a graph goes back twice."""
+    """Calls that share a table accumulate their gradients in one buffer, together with other uses of the table.
+
+    The graph may be differentiated twice.
+    """
     alike, other = Case(1, 2, 9, 9, 8, weight=True), Case(2, 2, 35, 35, 8, weight=True)
     tables = [_leaf(x) for x in other.inputs(torch.float32, device)[3:5]]
     cases = [alike, other, alike, other, alike]

@@ -1,4 +1,4 @@
-"""The tables of Conv1's bias half against the convolution of the whole bias map, gradients included."""
+"""Tables of the bias half of Conv1, compared with the convolution of the whole bias map, including gradients."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_spread_over_rows_and_columns_they_are_the_convolution(
 
     flat = compute_bias_contributions(bias, w1, b1, rows, offset, window, torch.float64)
     edge = reach + columns + torch.arange(rows)[:, None] * reach + j
-    alive = n >= -reach  # further right no visible column reaches
+    alive = n >= -reach  # no visible column depends on entries further right
     entry = torch.where(j < reach, edge, n + reach).where(alive, 0)
     found = flat[entry].permute(2, 0, 1)
     torch.testing.assert_close(found * alive, expected * alive, atol=1e-12, rtol=1e-12)

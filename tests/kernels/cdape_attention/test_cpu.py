@@ -1,4 +1,4 @@
-"""The C code on a CPU against float64: outputs, every gradient, how it fits PyTorch."""
+"""C code on a CPU, compared with float64: outputs, gradients, and integration with PyTorch."""
 
 import platform
 import shutil
@@ -33,11 +33,11 @@ TILES = [
     Case(2, 2, 130, 130, 8, 6, 5, window=30, documents=((84, 1, 2, 43), (7, 123))),
     Case(1, 2, 20, 20, 8, 6, 1, documents=((8, 12),)),
 ]
-"""Several tiles of columns and units of rows; documents that begin where these do and elsewhere, shorter than k."""
+"""Several tiles of columns and row units; documents that start at and within tiles, some shorter than k."""
 
 
 def _instructions() -> Iterator[tuple[str, ...]]:
-    """The compiler's flags for vectors of 16, 8 and 4 floats, as far as this processor has them."""
+    """Yield the compiler flags for vectors of 16, 8 and 4 floats that this processor supports."""
     yield jit_build.ARCH_FLAGS
     if platform.machine() == "x86_64":
         if {"avx2", "fma"} <= set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split()):
@@ -88,7 +88,7 @@ def test_with_vectors_of_any_length(case: Case) -> None:
     starts=st.none() | st.lists(st.integers(1, 189), max_size=5),
 )
 def test_any_shape(case: Case, starts: list[int] | None) -> None:
-    """`starts`: of the documents of all sequences, None for no documents."""
+    """Any shape matches the reference. `starts` are the document starts of all sequences, or None."""
     case = replace(case, columns=case.offset + case.rows)
     if starts is not None:
         borders = sorted({0, case.columns, *(start for start in starts if start < case.columns)})
@@ -103,7 +103,7 @@ def test_any_shape(case: Case, starts: list[int] | None) -> None:
     "case", [Case(1, 2, 24, 24, 8, 6, size, window=window) for size in (3, 7) for window in (None, 4)], ids=str
 )
 def test_the_reference_reads_each_document_as_if_it_were_alone(case: Case) -> None:
-    """Which the C code and the kernels are compared with."""
+    """The reference of the C code and the kernels reads each document as if it were alone."""
     inputs, lengths = doubled(case.inputs(torch.float32)), (5, 1, 2, 16)
     found = reference(*inputs, **replace(case, documents=(lengths,)).options)
     alone, start = [], 0
@@ -115,7 +115,7 @@ def test_the_reference_reads_each_document_as_if_it_were_alone(case: Case) -> No
 
 
 def test_keys_of_other_documents_are_not_read() -> None:
-    """So time falls with the documents' length: what is not a number would show in all rows that read it."""
+    """Time falls with the documents' length: rows do not read NaN from other documents."""
     case = Case(1, 2, 400, 400, 8, 6, 3, documents=((256, 144),))
     inputs, into = case.inputs(torch.float32), into_output(case, torch.float32)
     expected = differentiated(partial(cdape_attention, **case.options), inputs, into)

@@ -1,4 +1,4 @@
-"""The static tables of sizes, and the chunks: nothing is left out and memory stays linear."""
+"""Static tables of sizes, and chunks: complete, and with memory linear in the length."""
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ def test_tiles_are_powers_of_two_that_keep_distances(
     assert tile.block_m & (tile.block_m - 1) == 0
     assert tile.block_n & (tile.block_n - 1) == 0
     assert tile.block_n > 2 * reach
-    assert tile.block_m * tile.block_n >= 16  # what a matrix product takes
+    assert tile.block_m * tile.block_n >= 16  # minimum size of a matrix product
     assert tile.block_m == 1 or tile.block_m < 2 * rows
 
 

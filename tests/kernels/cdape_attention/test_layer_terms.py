@@ -1,4 +1,4 @@
-"""Terms that are computed for all layers at once: each layer's output and gradients are what it has alone."""
+"""Terms computed for all layers at once: each layer has the output and gradients of a separate computation."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("uninitialised_is_nan", "tall_tiles")
 
 
 def _layers(case: Case, device: str) -> list[list[Tensor | None]]:
-    """q, k, v, bias, w1, b1, w2 and b2 of each layer; all want gradients."""
+    """Return q, k, v, bias, w1, b1, w2 and b2 of each layer, all with gradients."""
     layers = [case.inputs(torch.float32, device, seed) for seed in range(LAYERS)]
     return [[x if x is None else x.requires_grad_() for x in tensors] for tensors in layers]
 
@@ -49,7 +49,7 @@ def test_a_layer_has_the_output_and_gradients_that_it_has_alone(case: Case, devi
     together = [_call(case, *pair) for pair in zip(layers, _terms(case, layers), strict=True)]
     for output, own in zip(together, alone, strict=True):
         torch.testing.assert_close(output, own)
-    for _ in range(2):  # a graph that is kept goes back twice
+    for _ in range(2):  # a retained graph is differentiated twice
         found = torch.autograd.grad(together, leaves, [into * (1 + i) for i in range(LAYERS)], retain_graph=True)
         for gradient, own in zip(found, expected, strict=True):
             torch.testing.assert_close(gradient, own)
@@ -60,7 +60,7 @@ def test_a_layer_without_a_backward_pass_has_no_gradient(device: str) -> None:
     layers, into = _layers(case, device), into_output(case, torch.float32, device)
     terms = _terms(case, layers)
     outputs = [_call(case, *pair) for pair in zip(layers, terms, strict=True)]
-    queries = torch.autograd.grad(outputs[1], layers[1][0], into, retain_graph=True)  # leaves nothing behind
+    queries = torch.autograd.grad(outputs[1], layers[1][0], into, retain_graph=True)  # leaves no state behind
     outputs[1].backward(into)
     torch.testing.assert_close(layers[1][0].grad, queries[0])  # type: ignore[union-attr]
     for name, used, unused in zip(NAMES[4:], layers[1][3:], layers[0][3:], strict=True):

@@ -35,13 +35,14 @@ def build_inputs(shape: Shape, seed: int = 0) -> MixerInputs:
     dlogits = torch.randn(shape.batch, shape.rows, shape.columns, 16, generator=generator).bfloat16()
     dlogits[..., shape.heads :] = 0
     dlogits[:, ~find_seen(shape)] = torch.nan
+    dlogits = dlogits.unflatten(3, (8, 2)).transpose(2, 3).contiguous()
     bias = (call.contributions, call.edge)
     return MixerInputs(call.queries, call.keys, dlogits, *bias, call.weights, call.weight_shape, shape.position)
 
 
 def run(inputs: MixerInputs, launcher: Launcher) -> tuple[dict[str, Tensor], Faults]:
     """All gradients by name, and what the emulator counted. Kernels may access only what they are given."""
-    batch, rows, columns, _ = inputs.dlogits.shape
+    batch, rows, _, columns, _ = inputs.dlogits.shape
     dscores = torch.zeros(batch, inputs.shape.heads, rows, columns, dtype=torch.bfloat16)
     with launcher.watch(
         [inputs.queries, inputs.keys, inputs.dlogits, dscores], mixer, ["build_fragments", "build_table"]
@@ -51,7 +52,7 @@ def run(inputs: MixerInputs, launcher: Launcher) -> tuple[dict[str, Tensor], Fau
 
 
 def name_gradients(gradients: MixerGradients, dscores: Tensor, inputs: MixerInputs) -> dict[str, Tensor]:
-    heads, width, columns = inputs.shape.heads, inputs.shape.width, inputs.dlogits.shape[2]
+    heads, width, columns = inputs.shape.heads, inputs.shape.width, inputs.dlogits.shape[3]
     by_tap = gradients.patches[:, : TAPS * 16].view(2, TAPS, 16, -1)[:, :, :heads, :width]
     return {
         "scores": dscores,
@@ -70,7 +71,8 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
     hidden_columns = columns + PADDING
     scores = torch.einsum("bhid,bhjd->bhij", inputs.queries.double(), inputs.keys[:, :, :columns].double())
     scores = torch.where(seen, scores.float().half().double(), 0.0)
-    dlogits = torch.where(seen[..., None], inputs.dlogits[..., :heads].double(), 0.0).permute(0, 3, 1, 2)
+    by_head = inputs.dlogits.permute(0, 2, 4, 1, 3).flatten(1, 2)[:, :heads]
+    dlogits = torch.where(seen, by_head.double(), 0.0)
     w1, w2 = inputs.weights.w1[:, :heads, :width].double(), inputs.weights.w2[:, :width, :heads].double()
 
     distance = torch.arange(shape.rows)[:, None] + shape.position - torch.arange(hidden_columns)
@@ -169,7 +171,7 @@ def test_shared_memory_has_few_bank_conflicts(launcher: Launcher) -> None:
 FAULTS = {
     "a missing barrier": ("    mix<false>(st, c, first);\n    barrier(memory);\n", "    mix<false>(st, c, first);\n"),
     "a wrong lane": ("a[1] = transpose_8x8(x[2]);", "a[1] = transpose_8x8(x[1]);"),
-    "a wrong edge": ("j >= 0 && j <= last", "j >= 0 && j <= last + 1"),
+    "a wrong edge": ("j >= 0 && j + x <= last", "j >= 0 && j + x <= last + 1"),
     "a wrong distance": ("- (G::COLUMNS - 1);", "- G::COLUMNS;"),
 }
 

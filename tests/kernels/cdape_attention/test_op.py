@@ -1,6 +1,6 @@
-"""The operator in Triton's interpreter (or on a GPU) against float64: outputs, every gradient, how it fits PyTorch.
+"""The operator in Triton's interpreter (or on a GPU), compared with float64: outputs, gradients, PyTorch integration.
 
-Fresh memory is filled with NaN throughout, and an operation without a deterministic algorithm would raise.
+New memory is filled with NaN, and operations without a deterministic algorithm raise errors.
 """
 
 from collections import Counter
@@ -44,11 +44,13 @@ def _assert_rounding_alone(
     change: Callable[[list[Tensor | None]], None] = lambda inputs: None,
     strength: float = 1.0,
 ) -> dict[str, Tensor]:
-    """Ours, whose errors are those of rounding. PyTorch's products of q, k and v go through memory.
+    """Assert that errors of the operator are rounding errors, and return its results.
+
+    PyTorch's products of q, k and v pass through memory.
 
     Args:
-        change: alters the inputs in place.
-        strength: of the gradient that comes in.
+        change: modifies the inputs in place.
+        strength: scale of the incoming gradient.
     """
     inputs, into = case.inputs(dtype, device), into_output(case, dtype, device) * strength
     change(inputs)
@@ -84,7 +86,7 @@ FAULTS: dict[str, Callable[[Case, list[Tensor | None], Tensor], dict[str, Tensor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_more_than_rounding(fault: str, dtype: torch.dtype) -> None:
-    """What the test above would let through if it allowed too much."""
+    """Faults that a larger tolerance would hide are detected."""
     case = replace(SMALL[1], rows=15, columns=15)
     inputs, into = case.inputs(dtype), into_output(case, dtype)
     name = fault.split()[0]
@@ -107,16 +109,16 @@ def test_a_bias_beyond_float16_saturates(residual: bool, device: str) -> None:
     case = replace(SATURATED, residual_bias=residual)
 
     def saturating(inputs: list[Tensor | None]) -> None:
-        """Hidden values beyond the type, logits that stay moderate."""
+        """Make hidden values exceed the type's range while logits stay moderate."""
         inputs[3], inputs[4], inputs[6] = inputs[3] * 1e6, inputs[4] * 3, inputs[6] * 1e-4
 
-    # A weight's gradient holds hidden values of 65,504: a weaker one stays within float16.
+    # A weight's gradient contains hidden values of 65,504; a smaller incoming gradient keeps it within float16.
     _assert_rounding_alone(case, torch.float16, device, saturating, strength=2.0**-5)
 
 
 @pytest.mark.usefixtures("tall_tiles")
 def test_the_second_convolution_saturates_at_float16_too(device: str) -> None:
-    """All of its values, so that the scores alone make a difference."""
+    """The second convolution saturates at float16 too: if all its values do, only the scores differ."""
     inputs = SATURATED.inputs(torch.float16, device)
     inputs[3], inputs[4], inputs[6] = inputs[3].abs() * 1e6, inputs[4].abs(), inputs[6].abs()
     exact, options = doubled(inputs), {"residual_bias": False}
@@ -166,7 +168,7 @@ def test_no_row_reads_a_later_key(device: str) -> None:
 @pytest.mark.usefixtures("tall_tiles")
 def test_the_gradient_of_a_bias_that_is_only_added_sums_to_zero(device: str) -> None:
     inputs, into = TINY.inputs(torch.float32, device), into_output(TINY, torch.float32, device)
-    inputs[6] = torch.zeros_like(inputs[6])  # nothing of the hidden map comes through
+    inputs[6] = torch.zeros_like(inputs[6])  # hidden values have no effect
     exact = truth(TINY, inputs, into)
     found = differentiated(cdape_attention, inputs, into)["bias"]
     assert found.abs().max() > 1e-3
@@ -195,7 +197,7 @@ def test_torch_compile_and_checkpointing_change_nothing(device: str) -> None:
     plain = differentiated(cdape_attention, inputs, into)
     compile_kernel = differentiated(torch.compile(cdape_attention, backend="aot_eager"), inputs, into)
     again = differentiated(partial(checkpoint, cdape_attention, use_reentrant=False), inputs, into)
-    # The compiler differentiates what surrounds the operator in another order.
+    # The compiler differentiates the code around the operator in another order.
     assert_within_rounding(compile_kernel, truth(TINY, inputs, into), torch.float32)
     for name, expected in plain.items():
         assert torch.equal(again[name], expected), name
@@ -251,7 +253,7 @@ def test_a_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.skipif(not is_interpreted(), reason="products are counted in Triton's interpreter")
 @pytest.mark.usefixtures("tall_tiles")
 def test_tiles_of_other_documents_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every kernel, forward and backward, does the matrix products that it does for each document alone."""
+    """Every kernel computes only the matrix products of the separate documents, in both passes."""
     products: Counter[str] = Counter()
     running: list[str] = []
     launch, create_dot = driver.launch, interpreter_builder.create_dot

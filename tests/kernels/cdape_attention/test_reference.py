@@ -1,4 +1,4 @@
-"""The plain reference against the model's own processor, and against loops over the definition."""
+"""Plain reference, compared with the model's own processor and with loops over the definition."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from megatron.position.token_range import TokenRange, causal_mask
 
 
 def _with_the_model(case: Case, inputs: list[torch.Tensor | None]) -> torch.Tensor:
-    """Output of megatron's Cdape and attend."""
+    """Return the output of Cdape and attend in megatron."""
     q, k, v, bias, w1, b1, w2, b2, *sinks = inputs
     shape = AttentionDims(case.heads, case.dim, case.heads * case.dim, 64, 64)
     processor = Cdape(

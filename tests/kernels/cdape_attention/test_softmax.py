@@ -1,4 +1,4 @@
-"""The softmax with what is joined to it, alone and from its own logits, against float64.
+"""Softmax fused with adjacent operations, alone and from its own logits, compared with float64.
 
 B batch, H heads, R query rows of the chunk, C columns of its maps, d head dimension.
 """
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("uninitialised_is_nan")
 
 BATCH, HEADS = 2, 3
 CASES = [
-    # rows, offset, window, d, rows per chunk, columns of a block
+    # rows, offset, window, d, rows per chunk, columns per block
     (18, 0, None, 8, 18, 16),
     (33, 15, None, 10, 18, 16),
     (48, 16, 16, 16, 32, 16),
@@ -43,18 +43,18 @@ CASES = [
     (1, 34, None, 64, 1, 16),
     (1, 70, 33, 48, 1, 32),
 ]
-"""Windows, offsets and chunks that end with a block, and inside one."""
+"""Windows, offsets and chunks that end at a block boundary and within a block."""
 
 
 def _sizes(columns: int) -> Callable[..., Callable[..., object]]:
-    """A table of tiles with other blocks."""
+    """Return a tile table with other block sizes."""
     return lambda table: lambda *args: replace(table(*args), block_m=16, block_n=columns)
 
 
 def _maps(
     device: str, rows: int, offset: int, window: int | None, dim: int, size: int
 ) -> tuple[CdapeProblem, Chunk, Tensor, Tensor]:
-    """The last chunk, which rows of it see which columns [R, C], and its logits, NaN where a row does not look."""
+    """Return a problem, its last chunk, the visible columns of its rows [R, C], and its logits, NaN where invisible."""
     problem = build_problem(rows, offset, NO_WINDOW_INT32 if window is None else window)
     *_, chunk = driver.iter_chunks(problem, size)
     distance = chunk.position + torch.arange(chunk.rows)[:, None] - torch.arange(chunk.left, chunk.right)
@@ -84,10 +84,13 @@ def test_equals_the_softmax_and_its_gradient(
         return {"output": output, "probabilities": probabilities, "gradient": gradient}
 
     output, statistics = torch.empty_like(into), torch.empty(2, BATCH, HEADS, rows, device=device)
-    tensors = (logits, chunk.slice_columns(v), chunk.slice_rows(output), statistics[..., chunk.first :])
+    residue = torch.empty_like(into)
+    outputs = (chunk.slice_rows(output), chunk.slice_rows(residue), statistics[..., chunk.first :])
+    tensors = (logits, chunk.slice_columns(v), *outputs)
     with launch_context(v):
         launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, (*tensors, None))
     assert output[:, :, : chunk.first].isnan().all()
+    assert (chunk.slice_rows(residue) == 0).all()  # of float32
     assert statistics[..., : chunk.first].isnan().all()
 
     last = torch.empty(BATCH, *seen.shape, 8, device=device)
@@ -124,15 +127,19 @@ def test_scores_lie_heads_last_beside_zeros(
 
 
 def test_half_types_keep_their_products_in_float32(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many equal probabilities: neither they nor their sum may round at float16, where 2049 is 2048."""
+    """Many equal probabilities: neither they nor their sum may be rounded to float16, where 2049 becomes 2048."""
     monkeypatch.setattr(driver, "attend_tile", lambda *args: replace(attend_tile(*args), block_n=256))
     problem, chunk, seen, logits = _maps(device, 3, 2100, None, 16, 3)
     logits = logits.masked_fill(seen, 0.0)
     v = torch.ones(BATCH, HEADS, chunk.right, 16, dtype=torch.float16, device=device)
     output = torch.empty(BATCH, HEADS, 3, 16, dtype=v.dtype, device=device)
+    residue = torch.empty_like(output)
     statistics = torch.empty(2, BATCH, HEADS, 3, device=device)
     problem = replace(problem, dtype=v.dtype)
     with launch_context(v):
-        launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, (logits, v, output, statistics, None))
+        launch_softmax(
+            _attend_fwd_kernel, "attend_fwd", problem, chunk, v, (logits, v, output, residue, statistics, None)
+        )
     assert (output == 1).all()
+    assert (residue == 0).all()
     assert (statistics[1] == torch.tensor([2101.0, 2102.0, 2103.0], device=device)).all()

@@ -1,4 +1,4 @@
-"""BAM's repository: its prior, and scalable softmax beside that, beside rotary positions and beside none."""
+"""BAM's repository: its prior and scalable softmax, with rotary positions and without positions."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,18 +18,18 @@ from tools.methods.comparison import (
 
 REPOSITORY = "ArthurSBianchessi/BAM"
 NOTES = """\
-BAM's scales of scores start at 1, and can be kept there, as `ssmax` can.
-It multiplies scores where we multiply queries, and it counts the keys of a row's own document, as we do.
-Of a single token its code makes no scores' scale at all, where the factor log 1 = 0 changes nothing: softmax over one
-key is 1. So lengths begin at 2.
-With SSMax its prior is scaled too unless `ssmax_prior` is false: the processor of that name scales both, and the
-temperature `ssmax` leaves a bias as it is, so its row is with false.
-BAM's training script learns a location of the prior from 0, as `bam` does with `location: true`.
+BAM's score scales start at 1 and can stay there, like those of `ssmax`.
+It multiplies scores instead of queries, and counts the keys of a row's own document, as we do.
+For a single token its code omits the scale. There the factor log 1 = 0 changes nothing, because the softmax over one
+key is 1. The lengths therefore start at 2.
+With SSMax it also scales the prior unless `ssmax_prior` is false. Our processor `ssmax_prior` scales both; the
+temperature `ssmax` does not change a bias, so its row uses false.
+BAM's training script learns a location of the prior starting from 0, like `bam` with `location: true`.
 """
 
 
 def list_comparisons(clone: Path) -> Iterator[ModelComparison]:
-    """Of its models with scalable softmax."""
+    """Yield comparisons of its models with scalable softmax."""
     sizes = {"dim": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "vocab_size": VOCABULARY, "norm_eps": 1e-5}
     for encoding, stem, name in (("none", "nope_ssmax", "NoPESSMax"), ("rotary", "rotary_ssmax", "RotarySSMax")):
         module = load_module(clone / "models" / f"{stem}.py")
@@ -54,7 +54,7 @@ def list_comparisons(clone: Path) -> Iterator[ModelComparison]:
         )
         share_weights(ours, theirs, "bam")
         with torch.no_grad():
-            # Exponents of either sign, and scales that leave far tokens visible.
+            # exponents of both signs, and scales that keep distant tokens visible
             theirs.prior.loc.copy_(torch.linspace(-1.0, 1.0, HEADS).view(1, HEADS, 1, 1))
             theirs.prior.shape.copy_(torch.linspace(-0.5, 1.5, HEADS).view(1, HEADS, 1, 1))
             theirs.prior.scale.copy_(torch.linspace(-4.0, -1.0, HEADS).view(1, HEADS, 1, 1))

@@ -1,4 +1,4 @@
-"""CABLE's repository: its attention, which is FoX's without 1/√d."""
+"""CABLE's repository: its attention, which equals FoX's without 1/√d."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +11,13 @@ from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gp
 
 REPOSITORY = "axiomlab/Cable"
 NOTES = """\
-CABLE's −softplus(y) is `fox`'s log σ(−y), so its projection has the other sign.
-It divides queries and keys by √(C/n_embd) = 1, where its paper has 1/√d: `query_pre_attn_scalar: 1` does the same.
+CABLE's −softplus(y) equals log σ(−y) of `fox`, so its projection has the opposite sign.
+It divides queries and keys by √(C/n_embd) = 1 instead of the paper's √d, like `query_pre_attn_scalar: 1`.
 """
 
 
 def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
-    """Of its attention layer, whose mask is made for one length."""
+    """Yield comparisons of its attention layer, whose mask is built for one length."""
     stem = "Cable"
     module = load_module(clone / "src" / f"{stem}.py")
     theirs = module.CausalSelfAttention(SimpleNamespace(n_embd=WIDTH, n_head=HEADS, block_size=1)).eval()

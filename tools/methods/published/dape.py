@@ -1,4 +1,4 @@
-"""DAPE's repository: the encodings that its tables compare, and DAPE and CDAPE on them."""
+"""DAPE's repository: the encodings compared in its tables, and DAPE and CDAPE applied to them."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +14,8 @@ from tools.methods.published.x_transformers import draw_projections
 
 REPOSITORY = "chuanyang-Zheng/DAPE"
 NOTES = """\
-DAPE's modules are given scores, or queries and keys, as its attention gives them.
-Its convolutions see the right edge of their matrix, so its rows of CDAPE read one token more, which is dropped.
+DAPE's modules receive scores, or queries and keys, from its attention.
+Its convolutions see the right edge of their matrix, so the rows of CDAPE use one extra token, which is dropped.
 """
 HEAD_DIM, LENGTH = WIDTH // HEADS, 64
 _CDAPE = {"score_processor": "cdape", "score_processor_options": {"width": 32, "kernel_size": 3}}
@@ -25,7 +25,7 @@ _LEAKY = {"pos_emb_options": {"activation": "leaky_relu"}}
 
 @torch.no_grad()
 def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
-    """One layer's attention."""
+    """Yield comparisons of one attention layer."""
     stem = "positional_embeddings"
     module = load_module(clone / "megatron" / "model" / f"{stem}.py")
     for name, method, keys, reads_logits in (
@@ -58,7 +58,7 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
 
 
 def _build_theirs(module: ModuleType, name: str) -> nn.Module:
-    """One of its modules with random parameters, those of kernels positive."""
+    """Build one of its modules with random parameters; kernel parameters are positive."""
     options = SimpleNamespace(
         num_attention_heads=HEADS, mlp_width=32, dapev2_kernel=3, noise_seq_length=LENGTH, pos_emb="kerple",
         params_dtype=torch.float32,
@@ -91,7 +91,7 @@ def _build_theirs(module: ModuleType, name: str) -> nn.Module:
 
 
 def _share_position(method: str, position: Any, theirs: Any) -> None:
-    """Give our encoding the parameters of theirs."""
+    """Copy its parameters into our encoding."""
     pairs: dict[str, Callable[[], list[tuple[Tensor, Tensor]]]] = {
         "alibi": lambda: [],
         "kerple_log": lambda: [(position.r1.value, theirs.bias_p), (position.r2.value, theirs.bias_a)],
@@ -113,10 +113,10 @@ def _share_position(method: str, position: Any, theirs: Any) -> None:
 def _build_attention(
     theirs: nn.Module, q: Tensor, k: Tensor, v: Tensor, output: Tensor, *, reads_logits: bool
 ) -> Callable[[Tensor], Tensor]:
-    """Plain attention with projections [D, D] whose logits are their module's."""
+    """Build plain attention with projections [D, D] whose logits come from its module."""
 
     def attend(x: Tensor) -> Tensor:
-        x = torch.nn.functional.pad(x, (0, 0, 0, 1))  # a token more, past the rows that see the right edge
+        x = torch.nn.functional.pad(x, (0, 0, 0, 1))  # one extra token, beyond the rows that see the right edge
         heads = [(x @ weight.T).unflatten(2, (HEADS, -1)) for weight in (q, k, v)]
         by_head = [each.transpose(1, 2) for each in heads]
         scores = by_head[0] @ by_head[1].transpose(-1, -2) * HEAD_DIM**-0.5

@@ -1,4 +1,4 @@
-"""Exploring Transformer Extrapolation's own code, the fairseq of its authors: its fixed biases."""
+"""Fixed biases of Exploring Transformer Extrapolation, from its authors' version of fairseq."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,21 +12,20 @@ from tools.methods.published.x_transformers import draw_projections
 
 REPOSITORY = "OpenNLPLab/fairseq-evo"
 NOTES = """\
-Its biases are numbered; comments beside the numbers say which series they are, and so which names of the paper they
-have.
+Its biases are numbered; comments beside the numbers identify the series and thus their names in the paper.
 The vectors of its Sandwich are twice as long as a head.
 """
 MISSING = (
     "einops", "fairseq", "fairseq.distributed", "fairseq.models", "fairseq.models.transformer", "fairseq.modules",
     "fairseq.modules.checkpoint_activations", "fairseq.modules.helpers", "fairseq.modules.quant_noise", "omegaconf",
 )  # fmt: skip
-"""Modules that its file imports and its biases do not use."""
+"""Modules that its file imports but its biases do not use."""
 SERIES = {"alibi": 3, "type1": 4, "type2": 11, "inverse": 7, "inverse_nlogn": 13}
 
 
 @torch.no_grad()
 def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
-    """One layer's attention."""
+    """Yield comparisons of one attention layer."""
     stem = "transformer_rpe"
     module = load_module(clone / "fairseq/models/xformer/x_attention" / f"{stem}.py", missing=MISSING)
     module.utils.fill_with_neg_inf = lambda tensor: tensor.fill_(float("-inf"))
@@ -39,12 +38,12 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
 
 
 def _series(module: ModuleType, length: int, number: int) -> Tensor:
-    """Its bias [H, T, T], −∞ where a key is later."""
+    """Return its bias [H, T, T], −∞ for later keys."""
     return torch.stack([module.get_mask_k(length, number, slope) for slope in module.get_slopes(HEADS)])
 
 
 def _sandwich(module: ModuleType, length: int) -> Tensor:
-    """The same of its Sandwich."""
+    """Return its Sandwich bias [H, T, T], −∞ for later keys."""
     sizes = {"tokens_per_sample": length, "decoder_attention_heads": HEADS, "decoder_embed_dim": WIDTH}
     decoder = module.TransformerRpeDecoder(SimpleNamespace(**sizes, sandwich=1), None, None)
     decoder.args, decoder._future_mask = SimpleNamespace(**sizes), torch.zeros(0, 0)

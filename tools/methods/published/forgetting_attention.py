@@ -1,4 +1,4 @@
-"""flash-linear-attention: its plain forgetting attention, whole and in a window."""
+"""flash-linear-attention: its plain forgetting attention, with and without a window."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +11,14 @@ from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gp
 
 REPOSITORY = "fla-org/flash-linear-attention"
 NOTES = """\
-flash-linear-attention multiplies the gate's projection in the compute type and takes the logarithm of its sigmoid in
-float32; `fox` multiplies in float32 too, which is the same for the float32 of this table.
-It adds up gates in float32, `fox` in float64.
+flash-linear-attention computes the gate's projection in the compute type and the logarithm of its sigmoid in
+float32. `fox` also computes the projection in float32, which makes no difference in this float32 table.
+It sums gates in float32, `fox` in float64.
 """
 
 
 def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
-    """Of its layer, with projections of ours around its operator."""
+    """Yield comparisons of its attention operator with our projections."""
     stem = "naive"
     naive = load_module(clone / "fla" / "ops" / "forgetting_attn" / f"{stem}.py")
     generator = torch.Generator().manual_seed(3)

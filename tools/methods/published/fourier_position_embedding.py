@@ -1,4 +1,4 @@
-"""FoPE's repository: its rotation of queries and keys by sums of frequencies."""
+"""FoPE's repository: rotation of queries and keys by sums of frequencies."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,21 +13,21 @@ from tools.methods.published.x_transformers import build_attention, draw_project
 
 REPOSITORY = "TsinghuaC3I/Fourier-Position-Embedding"
 NOTES = """\
-FoPE's coefficients are drawn for each head and layer, `fope`'s for each head from an option; the rows have ours in its
+FoPE draws coefficients for each head and layer, `fope` for each head from an option; the rows use ours in FoPE's
 code.
-It multiplies the pairs that do not turn by [1, −1; 1, 1], since it fills cosines and sines with ones, which doubles
-their products, and gives a fourth of the head's dimension such sums at most: `released: true` does both.
-Without it these pairs are left as they are, as ω = 0 has it; the row has our projections of them times √2, and no more
-than a fourth of the dimension turns.
+It multiplies the pairs without rotation by [1, −1; 1, 1], because it fills cosines and sines with ones, which doubles
+their products. It also limits such sums to a fourth of the head dimension. `released: true` does both.
+Without this option these pairs are unchanged, as for ω = 0. The row scales our projections of them by √2, and at most
+a fourth of the dimension rotates.
 """
 PACKAGE = "published_olmo"
 MISSING = tuple(f"{PACKAGE}.{name}" for name in ("aliases", "beam_search", "config", "exceptions", "torch_util"))
-"""Its own package's modules, which the rotation does not use."""
+"""Modules of its package that the rotation does not use."""
 
 
 @torch.no_grad()
 def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
-    """One layer's attention, of whose pairs some turn within the training length."""
+    """Yield comparisons of one attention layer. Some of its pairs complete a turn within the training length."""
     stem = "model"
     module = load_module(clone / "olmo" / f"{stem}.py", missing=MISSING, package=PACKAGE)
     for released, length in ((False, 64), (True, 64), (True, 100_000)):
@@ -37,7 +37,7 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
 
 
 def _build_pair(module: ModuleType, length: int, *, released: bool) -> tuple[GPT, Callable[[Tensor], Tensor]]:
-    """Our model and their attention with its coefficients and projections."""
+    """Build our model, and its attention with the same coefficients and projections."""
     base = 10_000.0
     config = SimpleNamespace(
         d_model=WIDTH, n_heads=HEADS, fourier_dim=0, fourier=True, fourier_ignore_zero=True,

@@ -1,4 +1,4 @@
-"""GRAPE's repository: its additive biases with gates, and its attention around them."""
+"""GRAPE's repository: its additive biases with gates, and its attention with them."""
 
 import importlib
 import sys
@@ -12,13 +12,13 @@ from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gp
 
 REPOSITORY = "model-architectures/GRAPE"
 NOTES = """\
-GRAPE's code gives u and v the length 1, which its paper does not: the rows are with `normalize: true`.
-Its comment on the bias has neither √d nor ALiBi's slopes; its code has both, and `grape_a` too.
+GRAPE's code normalizes u and v to length 1, unlike its paper: the rows use `normalize: true`.
+Its comment on the bias omits √d and ALiBi's slopes; its code has both, like `grape_a`.
 """
 
 
 def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
-    """Of its attention with the bias that the key decides, and with that of query and key."""
+    """Yield comparisons of its attention with the bias from the key, and with the bias from query and key."""
     package = sys.modules["published_grape"] = ModuleType("published_grape")
     package.__path__ = [str(clone / "model")]
     config = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Multi-Token Attention's own code: its convolutions and its mixing of heads."""
+"""Original code of Multi-Token Attention: its convolutions and its mixing of heads."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -14,17 +14,17 @@ from tools.methods.published.x_transformers import draw_projections
 
 REPOSITORY = "facebookresearch/RAM"
 NOTES = """\
-Multi-Token Attention's forward pass places tensors on a GPU by name, so the rows call its functions in its order.
-Its kernels and maps of heads begin as the identity; ours have that added to what is stored, so the rows subtract it,
-except where `absolute` stores the same.
+Multi-Token Attention's forward pass requires a GPU, so the rows call its functions in its order.
+Its kernels and head mixing matrices start as the identity. Ours store the difference from the identity, so the rows
+subtract it, except with `absolute`, which stores the same values.
 """
 MISSING = ("lingua", "lingua.transformer", "xformers", "xformers.ops")
-"""What its file imports and its convolutions do not use."""
+"""Modules that its file imports but its convolutions do not use."""
 
 
 @torch.no_grad()
 def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
-    """One layer's attention."""
+    """Yield comparisons of one attention layer."""
     stem = "mta_transformer"
     module = load_module(clone / "projects" / "mta" / f"{stem}.py", missing=MISSING)
     plain = {"query_kernel_size": 6, "key_kernel_size": 11, "head_kernel_size": 2}
@@ -48,7 +48,7 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
 def build_attention(
     module: object, processor: Mta, q: Tensor, k: Tensor, v: Tensor, output: Tensor
 ) -> Callable[[Tensor], Tensor]:
-    """Its attention, in the order of its forward pass, with a processor's parameters as it stores them."""
+    """Build its attention, in the order of its forward pass, with a processor's parameters in its own format."""
     theirs = module.Attention  # type: ignore[attr-defined]
     size = processor.weight_heads.weight.shape[1]
     attention = SimpleNamespace(n_heads=HEADS, pad_key="both", head_kernel_size=size)

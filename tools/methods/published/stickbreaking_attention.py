@@ -1,4 +1,4 @@
-"""The reference of stick-breaking attention in its authors' repository, with a layer's projections around it."""
+"""Reference implementation of stick-breaking attention from its authors' repository, with a layer's projections."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,16 +10,16 @@ from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gp
 
 REPOSITORY = "shawntan/stickbreaking-attention"
 NOTES = """\
-Its tests add to the output what no key took, with the row's own value; the reference returns it apart, as its paper
-leaves it, and so do the rows.
-It lets a row attend to its own token only where it is asked to (`attend_current`), and `stick-breaking` never does.
+Its tests add the unused weight to the output, with the row's own value. The reference returns it separately, as in the
+paper, and the rows follow the reference.
+A row attends to its own token only with `attend_current`; `stick-breaking` never does.
 """
 
 
 def build_attention(
     attend: Callable[..., tuple[Tensor, Tensor]], projections: list[Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """Their attention with projections [D, D] of queries, keys, values and the output."""
+    """Build its attention with projections [D, D] of queries, keys, values and the output."""
     *inputs, output = projections
 
     def call(x: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def build_attention(
 
 
 def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
-    """Of its reference in plain PyTorch."""
+    """Yield comparisons of its reference in plain PyTorch."""
     stem = "sb_ref"
     module = load_module(clone / "stickbreaking_attention" / f"{stem}.py")
     generator = torch.Generator().manual_seed(3)

@@ -1,4 +1,4 @@
-"""Models of the installed transformers whose attention is one of our methods."""
+"""Models of the installed transformers package whose attention is one of our methods."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,15 +20,15 @@ from tools.methods.comparison import (
 )
 
 REPOSITORY = None
-"""It is installed."""
+"""No repository: the package is installed."""
 NOTES = """\
-`logn` is not in the table: Qwen's `use_logn_attn`, whose code is none of transformers' own, is the formula that
-`tests/position/test_temperatures.py` computes in float64.
+`logn` is not in the table: Qwen's `use_logn_attn` is not part of transformers' own code.
+`tests/position/test_temperatures.py` computes its formula in float64.
 """
 
 
 def compare_sinks() -> AttentionComparison:
-    """gpt-oss's attention in plain PyTorch with a window; its layers' mixtures of experts have no counterpart."""
+    """Compare gpt-oss's attention in plain PyTorch with a window. Its mixture-of-experts layers have no counterpart."""
     from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
     generator, window = torch.Generator().manual_seed(3), 20
@@ -51,7 +51,7 @@ def compare_sinks() -> AttentionComparison:
 
 
 def list_comparisons(clone: Path | None) -> Iterator[Comparison]:
-    """Of Llama 4's temperature, and gpt-oss's sinks."""
+    """Yield comparisons of Llama 4's temperature and of gpt-oss's sinks."""
     yield compare_sinks()
     from transformers import Llama4TextConfig
     from transformers.models.llama4.modeling_llama4 import Llama4ForCausalLM

@@ -1,4 +1,4 @@
-"""x-transformers: its rotary embedding with xPos' factors, and its polar embedding (PoPE)."""
+"""x-transformers: its rotary embedding with the factors of xPos, and its polar embedding (PoPE)."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,23 +18,23 @@ from tools.methods.comparison import (
 
 REPOSITORY = "lucidrains/x-transformers"
 NOTES = """\
-x-transformers turns neighbouring numbers of a head together; the rows have ours in its order.
-Its xPos takes the middle of the sequence at hand for its factors, and ours that of the sequence's whole length, which
-decoding needs; scores are the same.
-Its polar bias is on keys, and `pope`'s δ on queries with the other sign, which is the same score and holds for grouped
-queries too.
+x-transformers rotates adjacent elements of a head together; the rows use our weights in its order.
+The factors of its xPos are centered on the current sequence, ours on the final sequence length, which decoding
+requires; the scores are equal.
+Its polar bias applies to keys, and δ of `pope` to queries with the opposite sign. The scores are equal, and this also
+works with grouped queries.
 """
 MISSING = (
     "einx", "loguru", "torch_einops_utils", "torch_einops_utils.nn", "x_transformers", "x_transformers.attend",
     "x_transformers.autoregressive_wrapper",
 )  # fmt: skip
-"""What its file imports and its embeddings do not use."""
+"""Modules that its file imports but its embeddings do not use."""
 
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def build_attention(rotate: Rotate, q: Tensor, k: Tensor, v: Tensor, output: Tensor) -> Callable[[Tensor], Tensor]:
-    """Plain attention with projections [D, D], its queries and keys [B, H, T, d] rotated by published code."""
+    """Build plain attention with projections [D, D]. Published code rotates its queries and keys [B, H, T, d]."""
 
     def attend(x: Tensor) -> Tensor:
         heads = [(x @ weight.T).unflatten(2, (HEADS, -1)).transpose(1, 2) for weight in (q, k, v)]
@@ -48,14 +48,14 @@ def build_attention(rotate: Rotate, q: Tensor, k: Tensor, v: Tensor, output: Ten
 
 
 def draw_projections(size: float = 0.3) -> list[Tensor]:
-    """Of queries, keys, values and the output, [D, D]: attention is far from uniform."""
+    """Return random projections [D, D] of queries, keys, values and the output, for attention far from uniform."""
     generator = torch.Generator().manual_seed(5)
     return [torch.randn(WIDTH, WIDTH, generator=generator) * size for _ in range(4)]
 
 
 @torch.no_grad()
 def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
-    """One layer's attention."""
+    """Yield comparisons of one attention layer."""
     stem, (q, k, v, output) = "x_transformers", draw_projections()
     module = load_module(clone / stem / f"{stem}.py", missing=MISSING)
     for scale_base in (512, 16):

@@ -11,16 +11,16 @@ from tools.methods.published.x_transformers import draw_projections
 
 REPOSITORY = "lucidrains/x-transformers"
 NOTES = """\
-x-transformers adds its first map of heads to the logits, as `talking_heads` does; its second takes the place of the
-weights, so the row has the identity subtracted.
-Its selective attention is compared without a cache: with one it gives other results than without
-(it has no memory of what earlier rows masked), and ours the same.
+x-transformers adds its first head mixing to the logits, like `talking_heads`. Its second replaces the weights, so the
+row subtracts the identity.
+Its selective attention is compared without a cache. With a cache its results differ, because it does not remember what
+earlier rows masked; ours are the same.
 """
 
 
 @torch.no_grad()
 def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
-    """One layer's attention."""
+    """Yield comparisons of one attention layer."""
     stem = "attend"
     module = load_module(clone / "x_transformers" / f"{stem}.py")
     q, k, v, output = projections = draw_projections()
@@ -47,7 +47,7 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
 
 
 def build_attention(attend: nn.Module, q: Tensor, k: Tensor, v: Tensor, output: Tensor) -> Callable[[Tensor], Tensor]:
-    """Its attention with projections [D, D]."""
+    """Build its attention with projections [D, D]."""
 
     def call(x: Tensor) -> Tensor:
         heads = [(x @ weight.T).unflatten(2, (HEADS, -1)).transpose(1, 2) for weight in (q, k, v)]

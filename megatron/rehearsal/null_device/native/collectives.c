@@ -1,12 +1,12 @@
-/* NCCL: each call goes to a listener, and nothing leaves the process. This rank's own values stand for those of the
-   others. */
+/* NCCL: each call is reported to a listener, and nothing leaves the process. This rank's own values replace those of
+   the other ranks. */
 #include "null_device.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* Of nccl.h, which wants headers of CUDA's that PyTorch does not install. */
+/* From nccl.h, which includes CUDA headers that PyTorch does not install. */
 typedef struct {
     char internal[128];
 } ncclUniqueId;
@@ -14,11 +14,11 @@ typedef struct {
 struct communicator {
     char name[128]; /* equal on all members */
     int size, rank, device;
-    int splits; /* communicators made from this one */
+    int splits; /* number of communicators split from this one */
 };
 
-/* Called with each call: its name, the communicator, the number of elements, their type, the other rank (or the root, or
-   -1), the kind of reduction (or -1), and the buffers that are read and written. */
+/* Listener of NCCL calls. Arguments: name, communicator, number of elements, their type, peer or root (or -1),
+   reduction (or -1), and the buffers that the call reads and writes. */
 typedef void (*listener_t)(const char *operation, const char *communicator, int size, int rank, size_t count, int type,
                            int peer, int reduction, void *sent, void *received);
 static listener_t listener;
@@ -82,14 +82,14 @@ int ncclCommInitRankScalable(void **communicator, int size, int rank, int ids, n
     return initialize(communicator, size, id, rank);
 }
 
-/* Members of one part have the same color, and `key` orders them. Its size is not known here: the listener, which knows
-   the groups, learns it from the name. */
+/* Members of one new communicator have the same color, and `key` orders them. Its size is unknown here: the listener,
+   which knows the groups, derives it from the name. */
 int ncclCommSplit(void *communicator, int color, int key, void **part, void *configuration) {
     struct communicator *parent = communicator, *own;
     (void)configuration;
     parent->splits++;
     *part = NULL;
-    if (color < 0) return 0; /* NCCL_SPLIT_NOCOLOR: no member of any part */
+    if (color < 0) return 0; /* NCCL_SPLIT_NOCOLOR: joins no new communicator */
     if ((own = calloc(1, sizeof *own)) == NULL) return 2;
     snprintf(own->name, sizeof own->name, "%.90s/%d.%d", parent->name, parent->splits, color);
     own->size = parent->size;

@@ -1,5 +1,5 @@
-/* The CUDA driver, as Triton and PyTorch call it. Kernels are loaded from the code that ptxas made: their registers and
-   their stack are read from it, and their launches are checked against what a card has. */
+/* The CUDA driver, as Triton and PyTorch call it. Kernels are loaded from the output of ptxas, which also states their
+   registers and stack size. Launches are checked against the limits of the GPU. */
 #include "null_device.h"
 
 #include <cuda.h>
@@ -51,12 +51,12 @@ CUresult cuDeviceGetName(char *name, int size, CUdevice device) {
 
 extern int cudaDeviceGetAttribute(int *, int, int);
 
-/* The driver's numbers of attributes are the runtime's. */
+/* The driver and the runtime number attributes alike. */
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
     return (CUresult)cudaDeviceGetAttribute(value, (int)attribute, device);
 }
 
-/* A context is 0x100 + its device. */
+/* The handle of a context is 0x100 + its device. */
 
 CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active) {
     (void)device;
@@ -90,18 +90,18 @@ struct module {
 
 struct kernel {
     char name[256];
-    int registers;      /* of a thread */
-    int stack;          /* bytes of local memory of a thread: what does not fit into registers */
+    int registers;      /* per thread */
+    int stack;          /* bytes of local memory per thread, for spilled registers */
     int shared;         /* bytes of static shared memory */
-    int dynamic_shared; /* the most that a launch may ask for besides */
-    int used_shared;    /* the most that one asked for */
+    int dynamic_shared; /* maximum dynamic shared memory of a launch */
+    int used_shared;    /* maximum requested by any launch */
     int launches;
     struct kernel *next;
 };
 
 static struct kernel *first_kernel, *last_kernel;
 
-/* Name and numbers of the n-th kernel that was loaded; 1 if there are not so many. */
+/* Name and resource usage of the n-th loaded kernel; returns 1 if there are fewer kernels. */
 int null_device_kernel(int index, char *name, int *values) {
     struct kernel *kernel = first_kernel;
     while (kernel != NULL && index-- > 0) kernel = kernel->next;
@@ -129,8 +129,8 @@ static const Elf64_Shdr *find_kernel_section(const unsigned char *image, const c
     return find_section(image, name);
 }
 
-/* What .nv.info says of a kernel: of its records (format, attribute, size, values), those that are read here hold pairs
-   of a symbol's number and its value. */
+/* Reads a kernel's .nv.info section. It consists of records (format, attribute, size, values); those read here contain
+   pairs of a symbol index and a value. */
 enum { REGISTER_COUNT = 0x2f, FRAME_SIZE = 0x11 };
 
 static int read_info(const unsigned char *image, const char *kernel, unsigned wanted) {
@@ -141,7 +141,7 @@ static int read_info(const unsigned char *image, const char *kernel, unsigned wa
     while (record + 4 <= end) {
         unsigned format = record[0], attribute = record[1], size = record[2] | record[3] << 8;
         record += 4;
-        if (format != 4) continue; /* the value is in the record's head */
+        if (format != 4) continue; /* the value is in the record's header */
         if (attribute == wanted && size >= 8) {
             uint32_t values[2];
             memcpy(values, record, sizeof values);
@@ -187,10 +187,10 @@ CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *
     if (kernel->registers == 0) kernel->registers = (int)(text->sh_info >> 24);
     kernel->stack = read_info(image, name, FRAME_SIZE);
     kernel->shared = shared == NULL ? 0 : (int)shared->sh_size;
-    /* From Hopper on the section begins with the kilobyte of a block that is the system's and counts for no limit. */
+    /* Since Hopper the section starts with 1 KiB per block reserved by the system, which counts toward no limit. */
     if (null_device_card()->major >= 9 && kernel->shared >= 1024) kernel->shared -= 1024;
     kernel->dynamic_shared = 49152 - kernel->shared;
-    if (last_kernel == NULL) first_kernel = kernel; /* Triton loads under the interpreter's lock */
+    if (last_kernel == NULL) first_kernel = kernel; /* Triton holds the interpreter's lock here */
     else last_kernel->next = kernel;
     last_kernel = kernel;
     *function = (CUfunction)kernel;
@@ -275,8 +275,8 @@ CUresult cuMemGetInfo(size_t *free, size_t *total) {
     return CUDA_SUCCESS;
 }
 
-/* PyTorch's expandable segments: an address range is reserved once, and pieces of memory are mapped into it. Here only
-   the pieces are counted; the range is the memory. */
+/* PyTorch's expandable segments: an address range is reserved once, and memory is mapped into it in chunks. Here the
+   chunks only count against the budget; the range itself is the memory. */
 
 struct piece {
     size_t size;
@@ -328,15 +328,15 @@ CUresult cuMemUnmap(CUdeviceptr pointer, size_t size) {
     return CUDA_SUCCESS;
 }
 
-/* NVRTC, which compiles some of PyTorch's operators (torch.special) when they are first called, asks for tables of
-   functions that are documented nowhere, and does without them. */
+/* NVRTC compiles some of PyTorch's operators (torch.special) on their first call. It requests undocumented function
+   tables, and works without them. */
 CUresult cuGetExportTable(const void **table, const CUuuid *id) {
     (void)id;
     *table = NULL;
     return CUDA_ERROR_NOT_FOUND;
 }
 
-/* What PyTorch looks up by name */
+/* Functions that PyTorch looks up by name */
 
 extern int cudaGetDriverEntryPointByVersion(const char *, void **, unsigned, unsigned long long, int *);
 

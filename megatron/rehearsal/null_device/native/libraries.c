@@ -1,5 +1,5 @@
-/* cuBLAS and cuDNN: handles, workspaces of no size, and one algorithm for everything. They are declared by hand, by
-   what they read and write, since their headers ask for C++ ones. */
+/* cuBLAS and cuDNN: handles, empty workspaces, and one algorithm for everything. The functions are declared by hand
+   because their headers require C++ headers. */
 #include "null_device.h"
 
 #include <string.h>
@@ -29,7 +29,7 @@ int cublasGetPointerMode_v2(void *handle, int *mode) {
 
 size_t cublasLtGetVersion(void) { return 130100; }
 
-/* cublasLtMatmulHeuristicResult_t: 64 bytes of an algorithm, a size_t of workspace, a status, a count of waves. */
+/* cublasLtMatmulHeuristicResult_t: 64 bytes for the algorithm, a size_t for the workspace, a status, a wave count. */
 int cublasLtMatmulAlgoGetHeuristic(void *handle, void *operation, void *a, void *b, void *c, void *d, void *preference,
                                    int requested, void *results, int *count) {
     (void)handle, (void)operation, (void)a, (void)b, (void)c, (void)d, (void)preference, (void)requested;
@@ -54,7 +54,7 @@ PRODUCT(cublasSgemv_v2)
 PRODUCT(cublasDgemv_v2)
 PRODUCT(cublasLtMatmul)
 
-/* cuDNN. Its version is what PyTorch checks against the one it was built with: the major number alone. */
+/* cuDNN. PyTorch compares the major version with the one it was built with. */
 
 int cudnnCreate(void **handle) { return new_handle(handle); }
 int cudnnCreateTensorDescriptor(void **descriptor) { return new_handle(descriptor); }
@@ -76,7 +76,7 @@ int cudnnBackendCreateDescriptor(int type, void **descriptor) {
 #define CUDNN_ATTR_ENGINEHEUR_RESULTS 202
 #define CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE 402
 
-/* One engine is found for any operation, without notes, and it needs no workspace. */
+/* Every operation has one engine, which has no notes and needs no workspace. */
 int cudnnBackendGetAttribute(void *descriptor, int attribute, int type, int64_t requested, int64_t *count,
                              void *values) {
     (void)descriptor;

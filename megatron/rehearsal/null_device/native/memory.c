@@ -1,7 +1,7 @@
-/* The card, its memory and its copies.
+/* The emulated GPU, its memory and its copies.
 
-   Device memory is address space of the host that nothing touches: kernels do not run, so only what the host copies
-   into it takes room. Allocations are counted against the card's memory and fail where a real card's would. */
+   Device memory is untouched address space of the host. Kernels do not run, so only data that the host copies into it
+   uses memory. Allocations count against the GPU's memory and fail when they would fail on a real GPU. */
 #define _GNU_SOURCE
 #include "null_device.h"
 
@@ -13,7 +13,7 @@
 #include <time.h>
 
 #define MAX_DEVICES 64
-#define ALLOCATION_UNIT (2l << 20) /* cudaMalloc's own */
+#define ALLOCATION_UNIT (2l << 20) /* granularity of cudaMalloc */
 
 struct counters null_device_counters;
 
@@ -47,7 +47,7 @@ const struct card *null_device_card(void) {
     return &card;
 }
 
-/* As CUDA does: entries of CUDA_VISIBLE_DEVICES count up to the first that is not valid. */
+/* As in CUDA, entries of CUDA_VISIBLE_DEVICES count up to the first invalid one. */
 int null_device_count(void) {
     long installed = null_device_card()->devices;
     const char *visible = getenv("CUDA_VISIBLE_DEVICES");
@@ -74,12 +74,12 @@ int null_device_set_current(int device) {
     return 0;
 }
 
-/* Allocations in a tree of their addresses would be faster; there are some hundreds, since PyTorch caches. */
+/* A sorted array suffices: PyTorch caches memory, so there are only hundreds of allocations. */
 struct allocation {
     char *start;
     size_t size;
-    int device;     /* -1: pinned memory of the host */
-    size_t charged; /* bytes of the device's memory that it takes */
+    int device;     /* -1: pinned host memory */
+    size_t charged; /* bytes charged to the device's memory */
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -87,7 +87,7 @@ static struct allocation *allocations;
 static size_t allocation_count, allocation_room;
 static long used[MAX_DEVICES];
 
-/* The index of the first allocation that starts after `pointer`; they are kept in order. */
+/* Index of the first allocation that starts after `pointer`; the array is sorted by address. */
 static size_t find_next(const void *pointer) {
     size_t low = 0, high = allocation_count;
     while (low < high) {
@@ -139,9 +139,9 @@ int null_device_allocate(void **pointer, size_t size, int is_host) {
 
 int null_device_reserve(void **pointer, size_t size) { return allocate(pointer, size, current_device, 0); }
 
-/* What the host wrote. Kernels write nothing, so of all other device memory only old bytes could be read: it reads as
-   zeros. A tensor is believed if it was written as a whole, at just this address and in this size; the memory of one
-   that is gone may have been given to another. */
+/* Buffers written by the host. Kernels write nothing, so all other device memory would contain stale bytes; it reads as
+   zeros. A read returns stored bytes only if the host wrote a buffer with exactly this address and size, because freed
+   memory may have been reused. */
 struct written {
     char *start;
     size_t size;
@@ -209,8 +209,8 @@ int null_device_memory_kind(const void *pointer) {
     return kind;
 }
 
-/* Between host and device bytes travel, and within the device where there are few of them: what kernels would have
-   written is not there either. */
+/* Copies between host and device transfer their bytes. Copies within the device do so only if they are small, because
+   large ones would copy kernel results that do not exist. */
 static int is_device(const void *pointer) {
     struct allocation *allocation = find_allocation(pointer);
     return allocation != NULL && allocation->device >= 0;
@@ -258,7 +258,7 @@ int null_device_check_launch(unsigned grid_x, unsigned grid_y, unsigned grid_z, 
     if (grid_x > 2147483647u || grid_y > 65535 || grid_z > 65535) return 1;
     if (block_x > 1024 || block_y > 1024 || block_z > 64 || threads > 1024) return 1;
     if (shared > (size_t)null_device_card()->block_shared) return 1;
-    /* Registers are given to warps in units of 256. */
+    /* Registers are allocated to warps in units of 256. */
     unsigned long warps = (threads + 31) / 32, per_warp = ((unsigned long)registers * 32 + 255) / 256 * 256;
     return warps * per_warp > 65536;
 }

@@ -1,4 +1,5 @@
-/* NVML, by which PyTorch counts devices before it uses one. The library is found under this name too (build.py). */
+/* NVML, with which PyTorch counts devices before it uses one. The library is also installed under NVML's file name
+   (build.py). */
 #include "null_device.h"
 
 #include <stdio.h>
@@ -51,7 +52,7 @@ int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *count, void *pr
     return 0;
 }
 
-/* No fabric: after a version stand a cluster's 16 bytes, a status, a clique and a state, all of them 0. */
+/* No fabric: the version is followed by a 16-byte cluster id, a status, a clique and a state, all 0. */
 int nvmlDeviceGetGpuFabricInfoV(void *device, char *info) {
     (void)device;
     memset(info + 4, 0, 25);

@@ -1,4 +1,4 @@
-"""Python imports this before anything else where it is first in PYTHONPATH, which `environment.py` alone sees to."""
+"""Hook that Python imports at startup if this folder is first in PYTHONPATH. Only `environment.py` puts it there."""
 
 import os
 import sys
@@ -8,6 +8,6 @@ if "FARFIELD_NULL_DEVICE" in os.environ:
         from megatron.rehearsal.null_device.activate import activate
 
         activate()
-    except Exception as error:  # the interpreter would print this and go on
-        print(f"error: the null device cannot be switched on: {error}", file=sys.stderr, flush=True)
+    except Exception as error:  # the interpreter would only print the error and continue
+        print(f"error: the null device cannot be activated: {error}", file=sys.stderr, flush=True)
         os._exit(1)

@@ -1,0 +1,279 @@
+"""Decides on the device whether micro-batches are CUDA graphs (`cuda_graph`), as attention's check decides its backend.
+
+The first step of a process runs as ever. Before the second one its first micro-batch is computed some times more, and
+leaves no trace: no batch is consumed, no random number is drawn and no gradient is accumulated.
+
+    eager, three times    finds operations that wait for the device or copy from the host, which no graph repeats;
+                          how much two results of the same micro-batch differ; its time
+    captured              from other tokens of the same shape
+    replayed              equal to eager? its time; the memory that the graphs keep
+
+`auto` takes graphs that are right, faster, and leave room for what the run needed so far; one line says what came of
+it. All ranks take what every rank can.
+"""
+
+import gc
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.config.cuda_graph import find_graph_obstacle
+from megatron.config.schema import Config
+from megatron.data.dataloader import Batch
+from megatron.distributed.process_groups import ProcessGroups
+from megatron.training.graphed_model import CudaCapture, GraphedModel, TrainingPasses
+from megatron.utils.errors import UserError, describe_error, is_out_of_memory
+from megatron.utils.formatting import format_bytes
+
+TIMED_PASSES = 3
+MIN_GAIN = 0.03
+"""Share of a micro-batch's time that graphs must save: they keep memory."""
+SAFETY_FACTOR = 4.0
+"""Times the rounding of the compute type, or the difference of two eager results, that a graph's result may differ."""
+
+
+SYNC_ERROR = "called a synchronizing CUDA operation"
+"""Text of the error that PyTorch raises where the host would wait for the device."""
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class GraphTrial:
+    """What one rank found out about its micro-batch as graphs."""
+
+    refusal: str | None = None
+    """Why there can be no graphs here."""
+    eager_seconds: float = 0.0
+    """Forward and backward of a micro-batch, launched one by one."""
+    graph_seconds: float = 0.0
+    is_exact: bool = False
+    """True if the losses and all gradients are equal bit for bit."""
+    kept_bytes: int = 0
+    """Memory that the graphs keep."""
+    is_short: bool = False
+    """True if they leave too little memory for what the run needed so far."""
+
+
+def plan_trial(config: Config, device: torch.device) -> tuple[bool, str | None]:
+    """Return whether a run shall try graphs, and a line if its keys alone stand against them on a GPU."""
+    if device.type != "cuda" or config.training.cuda_graph == "off":
+        return False, None
+    obstacle = find_graph_obstacle(config)
+    return obstacle is None, None if obstacle is None else f"CUDA graphs: off; {obstacle}"
+
+
+def build_graphs(
+    config: Config, model: nn.Module, batch: Batch, groups: ProcessGroups, loss_scale: float = 1.0
+) -> tuple[GraphedModel | None, str]:
+    """Try graphs on a micro-batch; return them, or None where they are not taken, and a line that says why. All ranks
+    must call this.
+
+    Raises:
+        UserError: `cuda_graph` is on, and some rank can have no graphs.
+    """
+    names = ("tokens", "labels", "loss_mask")
+    tokens, labels, mask = (batch[name].to(groups.device) for name in names)
+    with torch.random.fork_rng(devices=[groups.device] if groups.device.type == "cuda" else []):
+        graphed, trial = try_graphs(
+            model,
+            tokens,
+            labels,
+            mask * (loss_scale / mask.sum().clamp(min=1)),
+            with_log_z=config.training.z_loss > 0,
+            is_exact_wanted=config.training.deterministic,
+        )
+    is_taken, line = decide(config.training.cuda_graph, groups.gather_objects(trial))
+    if not is_taken:
+        graphed = None
+    gc.collect()
+    if groups.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(groups.device)  # reports are of steps
+    return graphed, line
+
+
+def decide(mode: str, trials: Sequence[GraphTrial]) -> tuple[bool, str]:
+    """Return whether graphs are taken, and the line that says why, from the trials of all ranks.
+
+    Raises:
+        UserError: the mode is `on`, and some rank can have no graphs.
+    """
+    for rank, trial in enumerate(trials):
+        if trial.refusal is not None:
+            reason = trial.refusal + (f" (rank {rank})" if rank else "")
+            if mode == "on":
+                raise UserError(f"cuda_graph on: {reason}; use auto or off", "cuda_graph")
+            return False, f"CUDA graphs: off; {reason}"
+    eager = max(trial.eager_seconds for trial in trials)
+    graph = max(trial.graph_seconds for trial in trials)
+    kept = format_bytes(max(trial.kept_bytes for trial in trials))
+    times = f"{1e3 * graph:.3g} ms for forward and backward of a micro-batch instead of {1e3 * eager:.3g}"
+    if mode == "auto" and graph > (1 - MIN_GAIN) * eager:
+        return False, f"CUDA graphs: off; no faster ({times})"
+    if mode == "auto" and any(trial.is_short for trial in trials):
+        return False, f"CUDA graphs: off; the {kept} that they keep leave too little memory ({times})"
+    how = "bit for bit" if all(trial.is_exact for trial in trials) else "within rounding"
+    return True, f"CUDA graphs: on; {times}, gradients equal {how}, {kept} of memory kept"
+
+
+def try_graphs(
+    model: nn.Module,
+    tokens: Tensor,
+    labels: Tensor,
+    upstream: Tensor,
+    *,
+    with_log_z: bool = False,
+    is_exact_wanted: bool = False,
+    build_capture: Callable[[], CudaCapture] = CudaCapture,
+) -> tuple[GraphedModel | None, GraphTrial]:
+    """Compute a micro-batch eagerly and as graphs, and compare.
+
+    Args:
+        model: in training mode.
+        tokens, labels: int64 [B, T] on its device.
+        upstream: gradient of the losses [B, T].
+        with_log_z: asked of the model; the gradient of log Z is then the losses'.
+        is_exact_wanted: rounding alone is too much of a difference.
+        build_capture: of graphs.
+
+    Returns:
+        The graphs, not installed, or None if there can be none, and what was found out.
+    """
+    try:
+        return _try_graphs(model, tokens, labels, upstream, with_log_z, is_exact_wanted, build_capture())
+    except (RuntimeError, MemoryError) as error:
+        return None, GraphTrial(_describe_failure(error))
+
+
+def _describe_failure(error: BaseException) -> str:
+    """Say in one line why passes cannot be captured, from what their trial raised."""
+    while error.__context__ is not None:  # the end of a capture raises too, after what went wrong inside
+        error = error.__context__
+    if is_out_of_memory(error):
+        return "too little memory to capture them"
+    if SYNC_ERROR not in str(error):
+        return f"capture failed: {describe_error(error)}"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in frame.filename and frame.filename != __file__
+    ]
+    name = os.path.relpath(frames[-1].filename, ROOT)
+    where = "the backward pass" if frames[-1].name == "compute_gradients" else f"{name}:{frames[-1].lineno}"
+    return f"{where} waits for the device, which no graph can repeat"
+
+
+def _try_graphs(
+    model: nn.Module,
+    tokens: Tensor,
+    labels: Tensor,
+    upstream: Tensor,
+    with_log_z: bool,
+    is_exact_wanted: bool,
+    capture: CudaCapture,
+) -> tuple[GraphedModel | None, GraphTrial]:
+    if hooked := next((name for name, module in model.named_modules() if name and _has_hooks(module)), None):
+        return None, GraphTrial(f"a hook on {hooked} wants to see every pass")
+    if "flex" in (getattr(getattr(model, "backend_choice", None), "name", None) or ""):
+        return None, GraphTrial("FlexAttention keeps its masks outside of the graph")
+    needed = capture.measure_needed()
+    passes = TrainingPasses(model, with_log_z=with_log_z)
+    upstream = upstream.expand(2, *upstream.shape) if with_log_z else upstream
+
+    def compute_eagerly() -> list[Tensor]:
+        losses = passes.compute_losses(tokens, labels)
+        gradients = passes.compute_gradients(losses, upstream)
+        return [losses.detach(), *(gradient for gradient in gradients if gradient is not None)]
+
+    with capture.work_aside():
+        compute_eagerly()  # compiles and fills caches
+        with ExitStack() as stack:
+            stack.enter_context(capture.find_waits())
+            copies = stack.enter_context(_HostCopies())
+            expected = compute_eagerly()
+        if copies.found:
+            return None, GraphTrial(f"the host copies to or from the device within a pass ({copies.found[0]})")
+        noise = _measure_differences(compute_eagerly(), expected)
+        eager_seconds = _measure_seconds(compute_eagerly, capture)
+    reserved = capture.measure_reserved()
+    graphed = GraphedModel(passes, tokens.flip(1), labels.flip(1), capture)
+    kept = capture.measure_reserved() - reserved
+
+    def replay() -> list[Tensor]:
+        return [graphed.compute_losses(tokens, labels), *graphed.compute_gradients(upstream)]
+
+    differences = _measure_differences(replay(), expected)
+    sizes = torch.stack([torch.linalg.vector_norm(tensor.float()) for tensor in expected]).tolist()
+    epsilon = torch.finfo(expected[-1].dtype).eps
+    for number, (difference, own, size) in enumerate(zip(differences, noise, sizes, strict=True)):
+        allowed = 0.0 if is_exact_wanted else SAFETY_FACTOR * max(own, epsilon * size)
+        if not difference <= allowed:
+            name = "the losses" if number == 0 else "the gradient of " + _name(graphed, number - 1)
+            return None, GraphTrial(f"{name} differs from that of eager launches by {difference:.2g} of {size:.2g}")
+    del expected
+    graph_seconds = _measure_seconds(replay, capture)
+    is_short = capture.is_short(needed + kept)
+    is_exact = not any(differences)
+    return graphed, GraphTrial(None, eager_seconds, graph_seconds, is_exact, kept, is_short)
+
+
+def _name(graphed: GraphedModel, number: int) -> str:
+    parameter = graphed.used[number]
+    return next(name for name, each in graphed.model.named_parameters() if each is parameter)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def _measure_differences(results: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
+    """Return the norm of each tensor's difference; equal infinities do not differ. Waits for the device once."""
+    norms = []
+    for result, other in zip(results, expected, strict=True):
+        is_same = (result == other) | (result.isnan() & other.isnan())
+        difference = torch.where(is_same, 0.0, result.float() - other.float())
+        norms.append(torch.linalg.vector_norm(difference))
+    values: list[float] = torch.stack(norms).tolist()
+    return values
+
+
+def _measure_seconds(function: Callable[[], Any], capture: CudaCapture) -> float:
+    seconds = []
+    for _ in range(TIMED_PASSES):
+        capture.synchronize()
+        begun = time.perf_counter()
+        function()
+        capture.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return median(seconds)
+
+
+class _HostCopies(TorchDispatchMode):
+    """Collects copies between host and device. A graph would repeat them from and to addresses that others own then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and func.overloadpacket in COPIES:
+            sources = [value for value in args if isinstance(value, Tensor)]
+            if any(source.device.type != result.device.type for source in sources):
+                self.found.append(f"{func.overloadpacket} of {list(result.shape)}")
+        return result
+
+
+COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_)

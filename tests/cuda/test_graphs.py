@@ -1,0 +1,171 @@
+"""Micro-batches as CUDA graphs on the null device: they are captured and replayed, and spare the host launches."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from megatron.attention.reference import _get_distances
+from megatron.config.cuda_graph import TRIAL_PHASE
+from megatron.distributed.hardware import LocalHardware
+from megatron.distributed.launcher_environment import RankInfo
+from megatron.rehearsal.null_device.library import Counters, read_counters, read_stub_calls
+from megatron.rehearsal.rank_process import PhaseMemory
+from megatron.training import graph_trial
+from megatron.training.graph_trial import GraphTrial
+from megatron.training.resolve_run import resolve_run
+from megatron.training.trainer import Trainer, TrainingHooks, train_resolved
+from megatron.training.training_run import TrainingRun
+from megatron.utils.errors import UserError
+from tools.gpu.null_device_cases import OVERLAYS, Case, build_config
+
+
+def count_graph_launches() -> int:
+    return read_stub_calls().get("cudaGraphLaunch", 0)
+
+
+def train(
+    corpus: Path, run: Path, monkeypatch: pytest.MonkeyPatch, overlay: str = "kerple_log", **keys: Any
+) -> tuple[str, list[tuple[int, Counters]], list[torch.Tensor]]:
+    """Return the output of a training of four steps, each step's graph launches and other launches, and its tokens."""
+    case = Case("graphs", overlay, {"attention_backend": "triton", "num_layers": 2, "train_iters": 4, **keys})
+    config = resolve_run(build_config(case, corpus, run), LocalHardware.detect(), rank_info=RankInfo()).config
+    steps: list[tuple[int, Counters]] = []
+    read: list[torch.Tensor] = []
+    real = Trainer.train_step
+
+    def train_step(self: Trainer, *arguments: Any) -> bool:
+        graphs, before = count_graph_launches(), read_counters()
+        done = real(self, *arguments)
+        steps.append((count_graph_launches() - graphs, read_counters() - before))
+        return done
+
+    def listen(run: TrainingRun) -> None:
+        batches = run.batches
+
+        def watch() -> Any:
+            for batch in batches:
+                read.append(batch["tokens"].clone())
+                yield batch
+
+        run.batches = watch()
+
+    said = io.StringIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", train_step)
+        train_resolved(config, RankInfo(), Console(file=said, width=250), hooks=TrainingHooks(on_built=listen))
+    return said.getvalue(), steps, read
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_step_replays_two_graphs_for_each_micro_batch(
+    stage: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And launches less: what is left are DeepSpeed's and the sums of gradients. It reads the same batches."""
+    keys = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2}
+    _, eager, read = train(corpus, tmp_path / "a", monkeypatch, cuda_graph="off", **keys)
+    said, graphs, read_by_graphs = train(corpus, tmp_path / "b", monkeypatch, cuda_graph="on", **keys)
+    assert "CUDA graphs: on; " in said
+    assert [count for count, _ in eager] == [0, 0, 0, 0]
+    assert [count for count, _ in graphs][2:] == [4, 4]
+    assert graphs[2][1].triton == 0 < eager[2][1].triton
+    assert graphs[2][1].gemm == 0 < eager[2][1].gemm
+    assert graphs[2][1].all_launches < 0.6 * eager[2][1].all_launches
+    assert all(torch.equal(a, b) for a, b in zip(read, read_by_graphs, strict=True))
+
+
+def test_validation_and_a_resumed_run(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validation launches kernels; a run that goes on has its own trial, and checkpoints are as ever."""
+    keys = {"checkpoint_factor": 2, "eval_interval": 3, "eval_iters": 1}
+    said, steps, _ = train(corpus, tmp_path / "run", monkeypatch, **keys)
+    assert said.count("CUDA graphs: on; ") == 1
+    assert [count for count, _ in steps][2:] == [2, 2]
+    said, steps, _ = train(corpus, tmp_path / "run", monkeypatch, **keys, load=str(tmp_path / "run"), train_iters=6)
+    assert "Resuming" in said or "step_0000004" in said
+    assert said.count("CUDA graphs: on; ") == 1
+    assert len(steps) == 2
+
+
+WAITS = {"fope"}
+"""Methods whose passes copy from the host."""
+NEVER = {"rotary_randomized": "randomized_positions: the host draws positions in every step"}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_method_is_captured_or_says_why_not(
+    overlay: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: dict[str, Any] = {"num_layers": 4} if overlay in {"irope", "rnope_swa", "smollm3", "swan"} else {}
+    said, _, _ = train(corpus, tmp_path, monkeypatch, overlay, attention_backend="auto", **keys)
+    if overlay in NEVER:
+        assert f"CUDA graphs: off; {NEVER[overlay]}" in said
+    elif overlay in WAITS:
+        assert f"CUDA graphs: off; megatron/position/encodings/{overlay}.py:" in said
+        assert "waits for the device" in said
+    else:
+        assert "CUDA graphs: on; " in said
+
+
+def test_what_cannot_be_captured_is_refused(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"cuda_graph on: .*fope.py:\d+ waits for the device, which no graph can"):
+        train(corpus, tmp_path, monkeypatch, "fope", cuda_graph="on")
+
+
+def test_a_graph_reads_no_tensor_of_a_cache_that_forgets() -> None:
+    """The distances of a table are kept for eight lengths; a capture makes its own."""
+    device = torch.device("cuda", 0)
+    kept = _get_distances(100, device)
+    assert _get_distances(100, device) is kept
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = _get_distances(100, device)
+    assert captured is not kept
+    assert _get_distances(100, device) is kept
+
+
+def test_a_rehearsal_leaves_out_what_the_trial_takes() -> None:
+    memory = PhaseMemory()
+    torch.zeros(1, device="cuda")
+    memory.enter("data", 1)
+    memory.enter(TRIAL_PHASE, 1)
+    tried = torch.zeros(1 << 28, dtype=torch.uint8, device="cuda")
+    del tried
+    memory.enter("step", 1)
+    memory.collect()
+    assert TRIAL_PHASE not in memory.peaks
+    assert memory.peaks["step"][0] < 1 << 28
+
+
+def test_a_capture_is_a_streams() -> None:
+    """Another thread that launches into the stream, as autograd's does, takes memory of the graph's pool."""
+    x = torch.ones(1 << 24, device="cuda", requires_grad=True)
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    torch.cuda.empty_cache()
+
+    def measure_outside() -> int:
+        segments = torch.cuda.memory_snapshot()
+        return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) != tuple(pool))
+
+    with torch.cuda.graph(graph, pool=pool):
+        before = measure_outside()
+        (x * 2).square().sum().backward()
+        assert x.grad is not None
+        assert measure_outside() == before
+
+
+def test_reports_of_memory_leave_out_the_trial(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial that takes a lot, and whose graphs are not taken, does not show in the peak of the steps after it."""
+    train(corpus, tmp_path, monkeypatch, cuda_graph="off")
+    peak = torch.cuda.max_memory_allocated()
+
+    def waste(*arguments: Any, **options: Any) -> tuple[None, GraphTrial]:
+        torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
+        return None, GraphTrial("too little memory to capture them")
+
+    monkeypatch.setattr(graph_trial, "try_graphs", waste)
+    said, _, _ = train(corpus, tmp_path, monkeypatch)
+    assert "CUDA graphs: off; too little memory to capture them" in said
+    assert torch.cuda.max_memory_allocated() < peak + (1 << 29)

@@ -1,0 +1,305 @@
+"""Training passes as graphs: what a replay gives is what eager launches give, whatever stands around it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from masters import masters
+from models import build_model
+from rerun import Rerun
+from tiny_runs import VOCABULARY, tiny_config
+from torch import nn
+
+from megatron.config.schema import Config
+from megatron.config.validation import validate_config
+from megatron.distributed.hardware import LocalHardware
+from megatron.distributed.launcher_environment import RankInfo
+from megatron.distributed.mesh import ParallelSizes
+from megatron.distributed.process_groups import init_distributed
+from megatron.training.engine import Engine
+from megatron.training.graph_trial import GraphTrial, decide, plan_trial, try_graphs
+from megatron.training.graphed_model import GraphedModel, TrainingPasses
+from megatron.training.resolve_run import resolve_run
+from megatron.utils.errors import UserError
+
+GIB = 2**30
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+TOKENS = torch.randint(0, VOCABULARY, (6, 2, 17), generator=torch.Generator().manual_seed(5))
+MASKS = (torch.rand(6, 2, 16, generator=torch.Generator().manual_seed(6)) < 0.7).float()
+
+
+def config(stage: int, precision: str, **keys: Any) -> Config:
+    """Two sequences of 16 tokens a micro-batch; a score processor."""
+    keys = {"zero_optimization": {"stage": stage}, "precision": precision, "score_processor": "dape", **keys}
+    return tiny_config(Path(), train_micro_batch_size_per_gpu=2, **keys)
+
+
+def gpt() -> nn.Module:
+    """A small model in training."""
+    chosen = config(0, "fp32")
+    return build_model(chosen.model, chosen.position, VOCABULARY, seed=1).train()
+
+
+def batch(index: int) -> dict[str, torch.Tensor]:
+    rows = TOKENS[index % len(TOKENS)]
+    mask = MASKS[index % len(MASKS)]
+    return {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous(), "loss_mask": mask}
+
+
+def run(engine: Engine, first: int, steps: int, accumulate: int) -> list[float]:
+    """The losses of some steps, of which each takes the next micro-batches."""
+    losses = []
+    for step in range(first, first + steps):
+        batches = [batch(step * accumulate + i) for i in range(accumulate)]
+        counted = int(sum(each["loss_mask"].sum() for each in batches))
+        losses.append(float(engine.forward_backward(batches, counted)))
+        engine.step(1e-2)
+    return losses
+
+
+def capture(model: nn.Module, *, with_log_z: bool = False) -> tuple[GraphedModel, Rerun]:
+    """Graphs of micro-batches as `test_engine.batch` makes them, captured from other tokens than any."""
+    rerun = Rerun()
+    rows = TOKENS[0, :, :-1].flip(1)
+    return GraphedModel(TrainingPasses(model, with_log_z=with_log_z), rows, rows.flip(0), rerun), rerun
+
+
+def train(graphs: bool, accumulate: int, **keys: Any) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """Losses and masters of four steps, and how often a graph was replayed."""
+    chosen = config(**keys, gradient_accumulation_steps=accumulate, train_batch_size=2 * accumulate)
+    groups = init_distributed(RankInfo(), ParallelSizes(), device="cpu", backend="gloo")
+    engine = Engine(chosen, build_model(chosen.model, chosen.position, VOCABULARY, seed=1), groups)
+    engine.model.train()
+    losses = run(engine, 0, 1, accumulate)
+    graphed, rerun = capture(engine.model, with_log_z=chosen.training.z_loss > 0)
+    if graphs:
+        engine.use_graphs(graphed)
+    losses += run(engine, 1, 3, accumulate)
+    found = {name: value.clone() for name, value in masters(engine.deepspeed).items()}
+    engine.close()
+    assert "forward" not in vars(engine.model)
+    return losses, found, rerun.replays
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_training_is_the_same_bit_for_bit(stage: int, precision: str, accumulate: int) -> None:
+    keys = {"stage": stage, "precision": precision, "gradient_clipping": 0.5}
+    eager, graphs = (train(which, accumulate, **keys) for which in (False, True))
+    assert (eager[2], graphs[2]) == (0, 3 * accumulate * 2)
+    assert graphs[0] == eager[0]
+    assert all(torch.equal(value, eager[1][name]) for name, value in graphs[1].items())
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"z_loss": 1e-2}, {"checkpoint_activations": True}, {"checkpoint_activations": "selective"}, {"pos_emb": "fire"}],
+    ids=str,
+)
+def test_what_else_a_micro_batch_does(keys: dict[str, Any]) -> None:
+    eager, graphs = (train(which, 2, stage=1, precision="fp32", **keys) for which in (False, True))
+    assert graphs[2] > 0
+    assert graphs[0] == eager[0]
+    assert all(torch.equal(value, eager[1][name]) for name, value in graphs[1].items())
+
+
+def test_a_gradient_is_taken_without_a_copy_and_kept_before_the_next_replay() -> None:
+    model = gpt()
+    graphed, _ = capture(model)
+    graphed.install()
+    parameter = graphed.used[0]
+    rows = TOKENS[1, :, :-1]
+    model(rows, labels=rows).sum().backward()
+    assert parameter.grad is not None
+    static = parameter.grad.data_ptr()
+    assert static == graphed._gradients[0].data_ptr()
+    first = parameter.grad.clone()
+    model(rows, labels=rows)
+    assert parameter.grad.data_ptr() != static
+    assert torch.equal(parameter.grad, first)
+
+
+def test_other_calls_stay_as_they_are() -> None:
+    """Validation, other shapes, documents: none of them reaches a graph."""
+    model = gpt().eval()
+    rows = TOKENS[0, :, :-1]
+    expected = model(rows, labels=rows)
+    graphed, rerun = capture(model)
+    graphed.install()
+    assert torch.equal(model(rows, labels=rows), expected)  # not training
+    model.train()
+    with torch.no_grad():
+        model(rows, labels=rows)
+    model(rows[:1], labels=rows[:1])
+    model(rows)
+    model(rows, labels=rows, with_log_z=True)
+    model(rows, labels=rows, document_starts=torch.zeros_like(rows))
+    assert rerun.replays == 0
+    model(rows, labels=rows, position_seed=3)
+    assert rerun.replays == 1
+
+
+def test_a_parameter_that_moved_is_an_error() -> None:
+    model = gpt()
+    graphed, _ = capture(model)
+    graphed.install()
+    graphed.used[0].data = graphed.used[0].data.clone()
+    rows = TOKENS[0, :, :-1]
+    with pytest.raises(RuntimeError, match="has moved"):
+        model(rows, labels=rows)
+
+
+class Wrong(Rerun):
+    """Graphs that repeat the micro-batch they were captured from."""
+
+    def capture(self, function: Any) -> Any:
+        _, outputs = super().capture(function)
+        return (lambda: None), outputs
+
+
+def attempt(model: nn.Module, capture: type[Rerun] = Rerun) -> tuple[GraphedModel | None, GraphTrial]:
+    sample = batch(0)
+    return try_graphs(model, sample["tokens"], sample["labels"], sample["loss_mask"], build_capture=capture)
+
+
+def test_a_trial_leaves_no_trace() -> None:
+    """Neither a gradient nor a random number nor a forward hook on the model; and it is right."""
+    model = gpt()
+    calls: list[int] = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    state = torch.get_rng_state()
+    graphed, trial = attempt(model)
+    assert graphed is not None
+    assert (trial.refusal, trial.is_exact) == (None, True)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert calls == []
+
+
+def test_a_trial_finds_what_is_wrong() -> None:
+    model = gpt()
+    graphed, trial = attempt(model, Wrong)
+    assert graphed is None
+    assert trial.refusal is not None
+    assert "differs from that of eager launches" in trial.refusal
+    model.get_submodule("decoder").register_forward_hook(lambda *_: None)
+    assert attempt(model)[1].refusal == "a hook on decoder wants to see every pass"
+
+
+class Failing(Rerun):
+    """The device refuses an operation, and then the end of the capture."""
+
+    error: Exception = RuntimeError("operation not permitted when stream is capturing")
+
+    def capture(self, function: Any) -> Any:
+        try:
+            raise self.error
+        except Exception:
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
+
+
+class Small(Failing):
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+def test_a_capture_that_fails_is_named_by_what_went_wrong() -> None:
+    trial = attempt(gpt(), Failing)[1]
+    assert trial.refusal == "capture failed: RuntimeError: operation not permitted when stream is capturing"
+    assert attempt(gpt(), Small)[1].refusal == "too little memory to capture them"
+
+
+FAST = GraphTrial(None, 0.0633, 0.00827, True, 2 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("mode", "trials", "is_taken", "line"),
+    [
+        (
+            "auto", [FAST], True,
+            "CUDA graphs: on; 8.27 ms for forward and backward of a micro-batch instead of 63.3, gradients equal bit "
+            "for bit, 2 GiB of memory kept",
+        ),
+        ("auto", [FAST, GraphTrial("capture failed: x")], False, "CUDA graphs: off; capture failed: x (rank 1)"),
+        (
+            "auto", [GraphTrial(None, 0.1, 0.099, True, GIB)], False,
+            "CUDA graphs: off; no faster (99 ms for forward and backward of a micro-batch instead of 100)",
+        ),
+        (
+            "auto", [FAST, GraphTrial(None, 0.06, 0.01, True, 3 * GIB, is_short=True)], False,
+            "CUDA graphs: off; the 3 GiB that they keep leave too little memory (10 ms for forward and backward of a "
+            "micro-batch instead of 63.3)",
+        ),
+        (
+            "on", [GraphTrial(None, 0.1, 0.099, False, GIB, is_short=True)], True,
+            "CUDA graphs: on; 99 ms for forward and backward of a micro-batch instead of 100, gradients equal within "
+            "rounding, 1 GiB of memory kept",
+        ),
+    ],
+)  # fmt: skip
+def test_the_decision(mode: str, trials: list[GraphTrial], is_taken: bool, line: str) -> None:
+    assert decide(mode, trials) == (is_taken, line)
+
+
+def test_graphs_that_are_demanded_and_cannot_be() -> None:
+    with pytest.raises(UserError, match=r"cuda_graph on: capture failed: x; use auto or off"):
+        decide("on", [GraphTrial("capture failed: x")])
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"pipe_parallel_size": 2}, "pipe_parallel_size 2: stages exchange hidden states while they compute"),
+        ({"model_parallel_size": 2}, "model_parallel_size 2: ranks exchange activations in every layer"),
+        ({"context_parallel_size": 2}, "context_parallel_size 2: ranks exchange keys and values in every layer"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage 3: ranks gather parameters"),
+        ({"zero_optimization": {"stage": 2, "overlap_comm": True}}, "zero_optimization.overlap_comm: "),
+        ({"zero_optimization": {"stage": 1, **OFFLOAD}}, "zero_optimization.offload_optimizer: "),
+        ({"zero_optimization": {"stage": 2, "contiguous_gradients": False}}, "contiguous_gradients false: "),
+        ({"attention_mask": "document"}, "attention_mask document: the documents of a batch decide"),
+        ({"task": "parity_check"}, "task parity_check: its batches may have position ids"),
+        ({"randomized_positions": 64}, "randomized_positions: the host draws positions in every step"),
+        ({"hidden_dropout": 0.1}, "hidden_dropout 0.1: random numbers inside a graph are not supported"),
+        ({"attention_dropout": 0.1}, "attention_dropout 0.1: random numbers inside a graph are not supported"),
+        ({"attention_backend": "flex"}, "attention_backend flex: FlexAttention keeps its masks outside"),
+    ],
+    ids=str,
+)
+def test_keys_that_stand_against_graphs(keys: dict[str, Any], reason: str) -> None:
+    """`auto` says so on a GPU and nothing on a CPU; `on` is refused before anything starts."""
+    chosen = tiny_config(Path(), **keys)
+    is_tried, line = plan_trial(chosen, torch.device("cuda"))
+    assert not is_tried
+    assert line is not None
+    assert line.startswith("CUDA graphs: off; ")
+    assert reason in line
+    assert plan_trial(chosen, torch.device("cpu")) == (False, None)
+    problems = dict(validate_config(tiny_config(Path(), **keys, cuda_graph="on", device="auto")))
+    assert reason in problems["cuda_graph"]
+    assert problems["cuda_graph"].endswith("; use cuda_graph auto or off")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 2},
+        {"zero_optimization": {"stage": 0, "overlap_comm": True}},
+        {"checkpoint_activations": True, "score_processor": "cdape"},
+    ],
+    ids=str,
+)
+def test_keys_that_leave_it_to_the_trial(keys: dict[str, Any]) -> None:
+    for mode in ("auto", "on", True):
+        chosen = tiny_config(Path(), **keys, cuda_graph=mode, device="auto")
+        assert plan_trial(chosen, torch.device("cuda")) == (True, None)
+        assert "cuda_graph" not in dict(validate_config(chosen))
+    off = tiny_config(Path(), **keys, cuda_graph=False)
+    assert plan_trial(off, torch.device("cuda")) == (False, None)
+
+
+def test_graphs_on_a_cpu_are_refused() -> None:
+    with pytest.raises(UserError, match="cuda_graph on: this run computes on the CPU"):
+        resolve_run(tiny_config(Path(), cuda_graph="on", device="auto"), LocalHardware(num_gpus=0, num_cores=4))
+    assert "device cpu" in dict(validate_config(tiny_config(Path(), cuda_graph="on", device="cpu")))["cuda_graph"]
