@@ -1,9 +1,10 @@
-"""Triton kernels, and C for CPUs, each op in its folder.
+"""Triton kernels, and C kernels for CPUs, with one folder per op.
 
-A folder holds its kernels, the operators around them (`op.py`; in `bias` one module has both, for each of two ops),
-`reference.py` in plain PyTorch, which tests compare with, `configs.py` with tile sizes, `aot_configs.py` with what
-`python -m kernels.compile` compiles, and a README with the derivation. `cdape_attention` has two operators, `op.py` for
-GPUs and `cpu.py` over the C code of `native/`; `args.py` says what calls of both are like.
+A folder holds its kernels and the operators around them in `op.py`; in `bias`, one module per op has both.
+`reference.py` is the plain PyTorch version that tests compare with. `configs.py` has the tile sizes, and
+`aot_configs.py` the configurations that `python -m kernels.compile` compiles. A README has the derivation.
+`cdape_attention` has two operators: `op.py` for GPUs, and `cpu.py` for the C code of `native/`; `args.py` describes the
+arguments of both.
 
-Imports torch and triton; what runs on a CPU alone imports no triton.
+The package imports torch and triton; CPU-only modules do not import triton.
 """

@@ -1,13 +1,17 @@
-"""Cross-compiles Triton kernels for GPUs that are not here and reports what they use.
+"""Cross-compile Triton kernels for GPUs that this machine lacks, and report their resource usage.
 
     python -m kernels.compile [OP …] [--arch 80 90] [--sample] [--json FILE]
 
-compiles the configurations that `kernels/OP/aot_configs.py` yields (`list_configurations() -> Iterator[KernelConfig]`)
-and prints a table, to a file with --json; without OP those of every folder that has an aot_configs.py. Speed cannot be
-told without a GPU, but a kernel can that no longer compiles, asks for more shared memory than the chip has (Triton
-notices only at launch), spills more registers than its budget, which is none unless its op says why, or is miscompiled
-in the one way that is known. These are limits, not a record: registers and spills change with every version of Triton
-and of ptxas, within them.
+This compiles the configurations of `kernels/OP/aot_configs.py` (`list_configurations() -> Iterator[KernelConfig]`) and
+prints a table, with --json also to a file. Without OP it compiles every folder that has an aot_configs.py. Speed cannot
+be measured without a GPU. The following problems can be detected:
+
+- a kernel does not compile any more
+- a kernel needs more shared memory than the chip has, which Triton notices only at launch
+- a kernel spills more registers than its budget, which is 0 unless its op gives a reason
+- a kernel is miscompiled in the one known way
+
+These are limits, not a record: registers and spills vary within them with every version of Triton and ptxas.
 """
 
 import argparse
@@ -35,23 +39,25 @@ from kernels.runtime import is_interpreted
 from kernels.uniform_registers import find_uninitialized_reads
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
-"""Bytes of shared memory that one block may use (CUDA C++ Programming Guide, table of compute capabilities)."""
+"""Maximum shared memory of one block, in bytes (CUDA C++ Programming Guide, table of compute capabilities)."""
 FIRST_WITH_WARP_GROUPS = 90
-"""The compute capability from which on products are those of warp groups."""
+"""Lowest compute capability whose matrix products use warp groups."""
 SPILL_BUDGET = 0
-"""Bytes that a thread may spill, written or read, unless the op's aot_configs.py names more and says why.
+"""Maximum spills of a thread, in bytes written or read, unless the op's aot_configs.py sets more and gives a reason.
 
-Tiles that are too large for the registers end far beyond: at 4 to 10 KB (docs/log.md). What is allowed holds for
-Triton 3.7.1.
+Tiles that are too large for the registers spill far more: 4 to 10 KB (docs/log.md). The budgets apply to Triton 3.7.1.
 """
 SPILL_BUDGET_FLOAT32 = 2048
-"""Of float32 products, whose factors take twice the registers, and of the widest processors: they stay in the first
-cache."""
+"""Spill budget for float32 products, whose factors take twice the registers, and for the widest processors. The spills
+stay in the L1 cache.
+"""
 
 
 @dataclass(frozen=True)
 class KernelResources:
-    """What one compiled kernel uses. Bytes of shared memory per block; registers, and bytes of the rest, per thread."""
+    """Resource usage of one compiled kernel: bytes of shared memory per block; registers, and bytes of the rest, per
+    thread.
+    """
 
     shared: int
     registers: int
@@ -59,37 +65,38 @@ class KernelResources:
     spill_stores: int
     spill_loads: int
     uninitialized_reads: int = 0
-    """Instructions that read a uniform register which nothing wrote (`uniform_registers.py`)."""
+    """Number of instructions that read an uninitialized uniform register (`uniform_registers.py`)."""
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """A kernel as it is launched for one shape."""
+    """Kernel with its launch configuration for one shape."""
 
     name: str
-    """Unique within its op, for example "forward H=12 d=64 bf16"."""
+    """Unique name within its op, for example "forward H=12 d=64 bf16"."""
     kernel: Any
-    """A function decorated with `triton.jit`, in a process without TRITON_INTERPRET."""
+    """Function decorated with `triton.jit`, in a process without TRITON_INTERPRET."""
     signature: dict[str, "str | tuple[str | None, ...]"]
-    """A type for each argument that is not a constexpr: "*fp16", "*fp32", "fp32", "i32" …; "i32:16" is an integer that
-    is divisible by 16. Pointers are taken as aligned to 16 bytes, as PyTorch's tensors are. A NamedTuple has a type
-    for each of its fields, None for one that is absent."""
+    """Type of each argument that is not a constexpr: "*fp16", "*fp32", "fp32", "i32" …; "i32:16" is an integer
+    divisible by 16. Pointers count as aligned to 16 bytes, as PyTorch's tensors are. A NamedTuple has one type per
+    field, None for an absent one.
+    """
     constexprs: dict[str, Any]
-    """The values of the constexpr arguments; None for a pointer that is absent."""
+    """Values of the constexpr arguments; None for an absent pointer."""
     options: dict[str, Any]
-    """Of the compiler, as it is launched: `Tile.options`."""
+    """Compiler options of the launch: `Tile.options`."""
     arches: tuple[int, ...] = field(default=(80, 90))
     spill_budget: int = SPILL_BUDGET
 
     def exceeded_limit(self, used: KernelResources, arch: int) -> str | None:
-        """What it uses beyond its limits on a chip of compute capability `arch`, in words; None if nothing."""
+        """Describe the first limit of compute capability `arch` that the usage exceeds, or return None."""
         if used.shared > SHARED_LIMIT[arch]:
             return f"needs {used.shared} bytes of shared memory; the chip has {SHARED_LIMIT[arch]}"
         if used.uninitialized_reads:
-            return f"is miscompiled: {used.uninitialized_reads} instructions read uniform registers that nothing wrote"
+            return f"is miscompiled: {used.uninitialized_reads} instructions read uninitialized uniform registers"
         if max(used.spill_stores, used.spill_loads) > self.spill_budget:
             spilled = f"{used.spill_stores} bytes written and {used.spill_loads} read"
-            return f"spills registers, {spilled} by each thread; its budget is {self.spill_budget}"
+            return f"spills registers: {spilled} per thread; the budget is {self.spill_budget}"
         return None
 
 
@@ -144,18 +151,18 @@ def build_signature(
 
 
 def measure_resources(config: KernelConfig, arch: int) -> KernelResources:
-    """Compile a kernel as `compile_kernel` does and read what it uses."""
+    """Compile a kernel with `compile_kernel` and return its resource usage."""
     code = compile_kernel(config, arch)
     reads = len(find_uninitialized_reads(disassemble(code)))
     return KernelResources(code.metadata.shared, **_assemble_ptx(code.asm["ptx"], arch), uninitialized_reads=reads)
 
 
 def compile_kernel(config: KernelConfig, arch: int) -> Any:
-    """Compile for compute capability `arch` (80 or 90) with Triton, whose result this is. Needs no GPU.
+    """Compile a kernel for compute capability `arch` (80 or 90) and return Triton's compiled kernel. Needs no GPU.
 
     Raises:
-        RuntimeError: the process runs the interpreter, so there is nothing to compile.
-        ValueError: signature and constexprs do not name every argument exactly once.
+        RuntimeError: if the process runs the interpreter, which has nothing to compile.
+        ValueError: if signature and constexprs do not name every argument exactly once.
     """
     kernel, signature, constexprs = config.kernel, config.signature, config.constexprs
     if not isinstance(kernel, JITFunction):
@@ -163,7 +170,7 @@ def compile_kernel(config: KernelConfig, arch: int) -> Any:
     named = [*signature, *constexprs]
     if sorted(named) != sorted(kernel.arg_names):
         wrong = sorted(set(named) ^ set(kernel.arg_names)) or sorted(set(signature) & set(constexprs))
-        raise ValueError(f"{kernel.__name__}: arguments named in neither or wrongly: {', '.join(wrong)}")
+        raise ValueError(f"{kernel.__name__}: arguments missing, unknown or duplicated: {', '.join(wrong)}")
     constants: dict[Any, Any] = dict(constexprs)
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
 
@@ -191,7 +198,7 @@ def compile_kernel(config: KernelConfig, arch: int) -> Any:
 
 
 def _assemble_ptx(ptx: str, arch: int) -> dict[str, int]:
-    """Registers, stack and spills from `ptxas -v`: the program that Triton takes, with the flags it passes."""
+    """Return registers, stack and spills reported by `ptxas -v`, with the program and the flags that Triton uses."""
     ptxas = get_ptxas(arch).path
     target = re.search(r"^\.target (\S+?),?\s", ptx, re.MULTILINE)
     assert target is not None
@@ -212,7 +219,7 @@ def _assemble_ptx(ptx: str, arch: int) -> dict[str, int]:
 
 
 def disassemble(code: Any) -> str:
-    """What Triton compiled, as the processor's instructions."""
+    """Return the machine instructions of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code.asm["cubin"])
         file.flush()
@@ -221,12 +228,12 @@ def disassemble(code: Any) -> str:
 
 
 def list_miscompiled_kernels() -> list[str]:
-    """The kernels that this process has launched and ptxas has miscompiled, by name: those of Hopper whose programs
-    read uniform registers that nothing wrote.
+    """Return the names of launched kernels that ptxas miscompiled: Hopper programs that read uninitialized uniform
+    registers.
 
     Raises:
-        OSError: there is no disassembler beside Triton.
-        subprocess.CalledProcessError: it cannot read a program.
+        OSError: if Triton has no disassembler.
+        subprocess.CalledProcessError: if the disassembler cannot read a program.
     """
     programs = [code for code in list_compiled_kernels() if code.metadata.target.arch >= FIRST_WITH_WARP_GROUPS]
     wrong = [code.metadata.name for code in programs if find_uninitialized_reads(disassemble(code))]
@@ -234,17 +241,20 @@ def list_miscompiled_kernels() -> list[str]:
 
 
 def list_ops() -> list[str]:
-    """The ops whose kernels can be compiled here: the folders beside this file that have an aot_configs.py."""
+    """Return the ops that this module can compile: the folders next to this file with an aot_configs.py."""
     return sorted(path.parent.name for path in Path(__file__).parent.glob("*/aot_configs.py"))
 
 
 def measure_ops(
     ops: Iterable[str], arches: Iterable[int] = (80, 90), sample: bool = False
 ) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """({"OP/NAME sm_80": resources}, what is beyond its limits) of all configurations or a sample, printed as it goes.
+    """Compile all configurations or a sample, and print their resources.
+
+    Returns:
+        The resources by "OP/NAME sm_80", and a line for each exceeded limit.
 
     Raises:
-        RuntimeError: two configurations have the same name.
+        RuntimeError: if two configurations have the same name.
     """
     rows: dict[str, dict[str, int]] = {}
     complaints = []
@@ -253,7 +263,7 @@ def measure_ops(
         used = measure_resources(config, arch)
         key = f"{op}/{config.name} sm_{arch}"
         if key in rows:
-            raise RuntimeError(f"two configurations are called {key}")
+            raise RuntimeError(f"two configurations have the name {key}")
         rows[key] = asdict(used)
         print(f"{key}: {', '.join(f'{name} {value}' for name, value in rows[key].items())}", flush=True)
         if (complaint := config.exceeded_limit(used, arch)) is not None:
@@ -262,13 +272,13 @@ def measure_ops(
 
 
 def _list_targets(op: str, arches: Iterable[int]) -> list[tuple[str, KernelConfig, int]]:
-    """Each configuration of an op with each of the architectures that it is for."""
+    """Return each configuration of an op with each of its architectures."""
     configurations = importlib.import_module(f"kernels.{op}.aot_configs").list_configurations()
     return [(op, config, arch) for config in configurations for arch in arches if arch in config.arches]
 
 
 def _choose_sample(targets: list[tuple[str, KernelConfig, int]]) -> list[tuple[str, KernelConfig, int]]:
-    """A configuration of each of an op's kernels, of middle size, on one architecture and the other by turns."""
+    """Select one configuration of middle size of each of an op's kernels, alternating between the architectures."""
     sample = []
     for number, name in enumerate(dict.fromkeys(config.kernel.__name__ for _, config, _ in targets)):
         own = [target for target in targets if target[1].kernel.__name__ == name]
@@ -279,9 +289,9 @@ def _choose_sample(targets: list[tuple[str, KernelConfig, int]]) -> list[tuple[s
 
 
 def _check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuse, before minutes of compiling, what could not be compiled or written."""
+    """Reject options that cannot be compiled or written, before minutes of compiling."""
     if unknown := [op for op in options.ops if op not in list_ops()]:
-        parser.error(f"{unknown[0]} is no op; choose from {', '.join(list_ops())}")
+        parser.error(f"{unknown[0]} is not an op; choose from {', '.join(list_ops())}")
     if options.json and not options.json.absolute().parent.is_dir():
         parser.error(f"--json {options.json}: its folder does not exist")
     if is_interpreted():
@@ -290,7 +300,7 @@ def _check_options(parser: argparse.ArgumentParser, options: argparse.Namespace)
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.compile", description="Compile kernels; report resources.")
-    ops_help = "folders in kernels/, for example biased_attention; all that have an aot_configs.py if none is named"
+    ops_help = "folders in kernels/, for example biased_attention; default: all with an aot_configs.py"
     parser.add_argument("ops", nargs="*", metavar="OP", default=list_ops(), help=ops_help)
     parser.add_argument("--arch", nargs="+", type=int, default=[80, 90], choices=sorted(SHARED_LIMIT))
     parser.add_argument("--sample", action="store_true", help="one configuration of each kernel only")
@@ -301,7 +311,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
     for line in complaints:
-        print(f"beyond its limits: {line}", file=sys.stderr)
+        print(f"limit exceeded: {line}", file=sys.stderr)
     return int(bool(complaints))
 
 

@@ -1,15 +1,15 @@
-"""How many instructions kernels issue: what can be told of their speed without a GPU.
+"""Count the instructions of kernels, an estimate of their speed that needs no GPU.
 
     python -m kernels.instructions OP [--arch 80 90] [--json FILE]
 
-A processor of a GPU issues at most one instruction of a warp per clock in each of its four parts, so a kernel that is
-bound by neither memory nor latency takes at least (instructions × warps / 4) clocks for the scores that a program
-computes in them. A score here is a pair of a row and a column, with all heads. Of a kernel that loops over rows or
-columns the body of the loop that runs most is counted, and not what comes once before and after it. Where tiles at the
-edges have code of their own, what is counted is the code of the others, which are most of a long sequence.
+A streaming multiprocessor has four schedulers, each of which issues at most one warp instruction per clock. A kernel
+that is bound by neither memory nor latency therefore takes at least (instructions × warps / 4) clocks for the scores
+that a program computes in them. A score is a pair of a row and a column, with all heads. For a kernel that loops over
+rows or columns, only the body of the most frequent loop is counted, without the code before and after it. If tiles at
+the edges have separate code, the code of the other tiles is counted, which are the majority in a long sequence.
 
-`kernels/OP/aot_configs.py` says which kernels a step launches (`list_passes(arch) -> dict[str, list[PassKernel]]`: the
-op's forward and backward pass, by what it computes).
+`kernels/OP/aot_configs.py` lists the kernels of a step (`list_passes(arch) -> dict[str, list[PassKernel]]`: the op's
+forward and backward pass, by what it computes).
 """
 
 import argparse
@@ -30,34 +30,34 @@ from kernels.compile import SHARED_LIMIT, KernelConfig, compile_kernel, disassem
 GLOBAL_LOAD = re.compile(r"\bLDG(?:STS)?\.E(?:\.(?!U?\d+\b)\w+)*(?:\.U?(\d+))?")
 SPILL = re.compile(r"\b(?:LDL|STL)\b")
 SCHEDULERS = 4
-"""Of a streaming multiprocessor (NVIDIA A100 and H100 whitepapers)."""
+"""Warp schedulers of a streaming multiprocessor (NVIDIA A100 and H100 whitepapers)."""
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);")
 LABEL = re.compile(r"^\s*(\.L_[\w.]+):")
 MATRIX_PRODUCT = re.compile(r"\bH?G?MMA\b")
-"""HMMA on sm_80, HGMMA on sm_90."""
+"""Matrix products: HMMA on sm_80, HGMMA on sm_90."""
 BRANCH = re.compile(r"\bBRA\b.*`\((\.L_[\w.]+)\)")
 
 
 @dataclass(frozen=True)
 class PassKernel:
-    """A kernel of a forward and backward pass."""
+    """Kernel of a forward and backward pass."""
 
     config: KernelConfig
     scores: float
-    """That a program computes: in a turn of its loop if `has_loop`, else in all."""
+    """Scores that a program computes: per loop iteration if `has_loop`, otherwise in total."""
     has_loop: bool
     launches: int = 1
-    """In the pass."""
+    """Number of launches per pass."""
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One that is no NOP. Addresses are bytes from the program's start."""
+    """Machine instruction other than NOP. Addresses are bytes from the program's start."""
 
     address: int
     text: str
     target: int | None
-    """Of a branch."""
+    """Target address of a branch."""
 
     @property
     def is_product(self) -> bool:
@@ -65,7 +65,7 @@ class Instruction:
 
     @property
     def always_leaves(self) -> bool:
-        """It goes nowhere but to its target, or ends the program."""
+        """True if the instruction only continues at its target, or ends the program."""
         return self.text.startswith(("BRA `", "EXIT", "RET"))
 
     @property
@@ -74,7 +74,7 @@ class Instruction:
 
 
 def parse_instructions(disassembly: str) -> list[Instruction]:
-    """The instructions of a program in their order."""
+    """Return the instructions of a program in order."""
     found: list[tuple[int, str]] = []
     labels: dict[str, int] = {}
     pending_labels: list[str] = []
@@ -92,18 +92,18 @@ def parse_instructions(disassembly: str) -> list[Instruction]:
 
 
 def select_instructions(disassembly: str, *, has_loop: bool) -> list[Instruction]:
-    """Instructions of the loop that runs most, or of a program without one; NOPs are not counted.
+    """Return the instructions of the most frequent loop, or of a program without loops, without NOPs.
 
-    Of the loops that multiply matrices that is the shortest: others contain it, or mask the ends of a row besides.
-    Of the ways through a program likewise the shortest of those with the most products.
+    That loop is the shortest one with matrix products: other loops contain it, or also mask the ends of a row. Among
+    the paths through a program, the shortest of those with the most products is selected.
 
     Raises:
-        ValueError: there is no loop.
+        ValueError: if there is no loop.
     """
     instructions = parse_instructions(disassembly)
     if not has_loop:
         return _find_shortest_way(instructions)
-    # Code ends in a branch to itself, which is no loop.
+    # Programs end in a branch to itself, which is not a loop.
     ends = [(x.target, x.address) for x in instructions if x.target is not None and x.target < x.address]
     bodies = [[x for x in instructions if first <= x.address <= last] for first, last in ends]
     bodies = [body for body in bodies if any(x.is_product for x in body)]
@@ -113,7 +113,7 @@ def select_instructions(disassembly: str, *, has_loop: bool) -> list[Instruction
 
 
 def _find_shortest_way(instructions: list[Instruction]) -> list[Instruction]:
-    """From a program's start to an end, branches that go back left out."""
+    """Return the path from a program's start to an end, without backward branches."""
     end: _Way = (0, 0, None)
     from_address: dict[int, _Way] = {}
     following = end
@@ -122,7 +122,7 @@ def _find_shortest_way(instructions: list[Instruction]) -> list[Instruction]:
         if x.may_end:
             ways.append(end)
         elif x.target is not None and x.target > x.address:
-            ways.append(from_address.get(x.target, end))  # a label may stand before NOPs at a program's end
+            ways.append(from_address.get(x.target, end))  # a label may precede NOPs at a program's end
         products, below, _ = way = max(ways, key=lambda way: way[:2], default=end)
         following = from_address[x.address] = (products + x.is_product, below - 1, (x, way))
     chosen, step = [], following[2]
@@ -133,26 +133,26 @@ def _find_shortest_way(instructions: list[Instruction]) -> list[Instruction]:
 
 
 _Way = tuple[int, int, "tuple[Instruction, _Way] | None"]
-"""Products, instructions below zero, and the first instruction with the way after it."""
+"""Number of products, negative number of instructions, and the first instruction with the path after it."""
 
 
 def count_loads(instructions: Iterable[Instruction]) -> dict[int, int]:
-    """How many load from global memory, by the bytes that a thread takes at once."""
+    """Count the loads from global memory by the bytes per thread and load."""
     widths = (int(load[1] or 32) // 8 for x in instructions if (load := GLOBAL_LOAD.search(x.text)) is not None)
     return dict(sorted(Counter(widths).items(), reverse=True))
 
 
 def count_spills(instructions: Iterable[Instruction]) -> int:
-    """How many read or write registers that were spilled."""
+    """Count the instructions that read or write spilled registers."""
     return sum(SPILL.search(x.text) is not None for x in instructions)
 
 
 @dataclass(frozen=True)
 class KernelCounts:
-    """Of the code that `select_instructions` chooses, in one launch."""
+    """Counts for the code selected by `select_instructions`, in one launch."""
 
     clocks: float
-    """Of a processor for a score, at least."""
+    """Minimum clocks of a streaming multiprocessor per score."""
     spills: int
     loads: dict[int, int]
 

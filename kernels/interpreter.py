@@ -1,4 +1,4 @@
-"""Triton's interpreter, which runs kernels on the CPU, without what takes nine tenths of its time."""
+"""Triton's interpreter, which runs kernels on the CPU, without the overhead of nine tenths of its time."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,19 +15,19 @@ from triton.runtime import interpreter
 
 @contextmanager
 def fast_interpreter() -> Iterator[None]:
-    """Leave out what changes nothing that the interpreter computes.
+    """Skip work that does not change the results of the interpreter.
 
-    Integers are computed a second time in 64 bits for an assertion about overflow, which is then dropped unless Triton
-    debugs; at each call of a device function Triton's language is searched for what the interpreter replaces in it,
-    though the launch around the call has replaced it; and each call of a function of the language finds out anew what
-    follows from the types of its arguments (`_Plan`).
+    The interpreter computes integers a second time in 64 bits for an overflow assertion, which is then dropped unless
+    Triton is debugging. At each call of a device function it searches Triton's language for functions to replace,
+    although the enclosing launch has already replaced them. Each call of a language function also derives the same
+    facts from the types of its arguments again (`_Plan`).
     """
     builder, scope = interpreter.interpreter_builder, interpreter._LangPatchScope()
     scope.set_attr(builder, "options", replace(builder.options, sanitize_overflow=builder.options.debug))
     scope.set_attr(interpreter.InterpretedFunction, "__call__", _call_interpreted)
     scope.set_attr(interpreter, "_get_np_dtype", _remember(interpreter._get_np_dtype))
     scope.set_attr(interpreter, "_patch_attr", partial(_replace_builtin, _PLANS[builder.options]))
-    # A launch replaces what its kernel's file names `tl`; Triton's own device functions know the language as `core`.
+    # A launch patches the `tl` of its kernel's file; Triton's own device functions access the language as `core`.
     core = interpreter._patch_lang(tl.zeros.fn)
     try:
         yield
@@ -37,12 +37,12 @@ def fast_interpreter() -> Iterator[None]:
 
 
 def _call_interpreted(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """A device function's call inside a launch."""
+    """Call a device function inside a launch."""
     return function.rewrite()(*args, **kwargs)
 
 
 def _remember(function: Any) -> Any:
-    """A function of a type, asked once about each: a type's name says all of it and is sooner compared."""
+    """Cache a function of a type by the type's name, which identifies the type and compares faster."""
     answers: dict[str, Any] = {}
 
     def ask(type: Any) -> Any:
@@ -54,25 +54,25 @@ def _remember(function: Any) -> Any:
 
 
 class _Plan(NamedTuple):
-    """What a function of Triton's language has the interpreter's builder do, which is what computes.
+    """Recorded calls to the interpreter's builder, which computes, made by one function of Triton's language.
 
-    The function decides that by the types of the tensors that it is given and by its other arguments, never by the
-    numbers in the tensors. So what it did once is done again where those are the same, without asking the function.
+    The calls depend on the types of the tensor arguments and on the other arguments, never on the values in the
+    tensors. Calls with the same types and arguments therefore replay the record without the function.
 
-    `x + 1` of a block of float32 has the builder make a float of 1, then a block of ones, and add. The ones follow from
-    the types alone, so the plan keeps them as a value, and one step: `create_fadd` of the values at two places, the
-    tensor's and the ones'; what it returns gets a place of its own.
+    For `x + 1` with a block of float32, the builder creates a float of 1, then a block of ones, and adds. The ones
+    follow from the types alone, so the plan stores them as a value, and has one step: `create_fadd` of two slots, the
+    tensor's and that of the ones. Its result gets its own slot.
     """
 
     values: list[Any]
-    """What the builder is given beside the function's tensors, which come before; None where a step's result goes."""
+    """Arguments of the builder after the function's tensors; None in the slot of a step's result."""
     steps: list[tuple[str, list[int], int]]
-    """A method of the builder, the places of the values that it is given, and that of the value that it returns."""
+    """Name of a builder method, the slots of its arguments, and the slot of its result."""
     result: tuple[int, dict[str, Any]] | None
-    """The place of what the function returns, and what else is known of that tensor; None if it returns nothing."""
+    """Slot of the function's result, and the other attributes of that tensor; None if the function returns nothing."""
 
     def carry_out(self, builder: Any, handles: list[Any]) -> Any:
-        """The function's result for these tensors."""
+        """Return the function's result for these tensors."""
         values = handles + self.values
         for method, places, place in self.steps:
             values[place] = getattr(builder, method)(*[values[i] for i in places])
@@ -85,7 +85,7 @@ class _Plan(NamedTuple):
 
 
 class _Recorder:
-    """The interpreter's builder, which notes what a function has it do with the tensors that the function is given."""
+    """Wrapper of the interpreter's builder that records the calls of a function on its tensors."""
 
     def __init__(self, builder: Any, handles: list[Any]) -> None:
         self.builder, self.given, self.values = builder, len(handles), list(handles)
@@ -99,7 +99,9 @@ class _Recorder:
         return partial(self._note, name) if callable(found) else found
 
     def _note(self, method: str, *args: Any) -> Any:
-        """What is made of constants alone is a constant, and no step of the plan, unless the function returns it."""
+        """Call a builder method and record it. Results of constants alone are constants, not steps, unless they are
+        returned.
+        """
         result = getattr(self.builder, method)(*args)
         if isinstance(result, tl.dtype):
             return result
@@ -114,7 +116,7 @@ class _Recorder:
         return result
 
     def _find(self, value: Any) -> int:
-        """A value's place. A tensor that stands in a list, or came some other way, has none: there can be no plan."""
+        """Return the slot of a value. An unknown tensor, for example inside a list, makes the plan incomplete."""
         if id(value) in self.places:
             return self.places[id(value)]
         self.is_complete &= not _has_handle(value)
@@ -122,8 +124,11 @@ class _Recorder:
         return len(self.values) - 1
 
     def plan(self, result: Any) -> _Plan | None:
-        """Of the function that returned this, which is made anew each time: it may be the program's place in the grid,
-        or altered by who gets it."""
+        """Build the plan of the function that returned `result`.
+
+        The result tensor is created anew in each call: it may be the program's index in the grid, or the caller may
+        modify it.
+        """
         output = None
         if isinstance(result, tl.tensor):
             output = self._find(result.handle), {key: value for key, value in vars(result).items() if key != "handle"}
@@ -135,21 +140,22 @@ class _Recorder:
 
 
 def _has_handle(value: Any) -> bool:
-    """Is it a tensor, as the interpreter's builder knows it, or a list with one?"""
+    """Return True for a tensor of the interpreter's builder, or a list with one."""
     parts = value if isinstance(value, list | tuple) else [value]
     return any(type(part).__module__ == "triton.runtime.interpreter" for part in parts)
 
 
 _PLANS: dict[Any, dict[Any, dict[Any, _Plan | None]]] = defaultdict(partial(defaultdict, dict))
-"""By the interpreter's options, by function of the language, by what describes its arguments; None if there is none."""
+"""Plans by the interpreter's options, the language function, and the description of its arguments; None without a plan.
+"""
 
 
 def _replace_builtin(plans: Any, owner: Any, name: str, function: Any, builder: Any, scope: Any) -> None:
-    """Have a function of the language carry out its plan, as long as `scope` lasts."""
+    """Make a language function replay its plan while `scope` is active."""
     known, tensor = plans[function], tl.tensor
 
     def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
-        if _semantic is not None:  # a function of the language calls it
+        if _semantic is not None:  # called by another function of the language
             return function(*args, _semantic=_semantic, **kwargs)
         given = [*args, *kwargs.values()] if kwargs else args
         key = (*kwargs, *[x.type.name if type(x) is tensor else _describe(x) for x in given])
@@ -164,7 +170,10 @@ def _replace_builtin(plans: Any, owner: Any, name: str, function: Any, builder: 
 
 
 def _describe(argument: Any) -> Any:
-    """What a function of the language may decide by. A type's name says all of it; 1, 1.0 and True are not the same."""
+    """Describe everything by which a language function may decide.
+
+    A type's name identifies it. 1, 1.0 and True are different.
+    """
     if isinstance(argument, tl.tensor):
         return argument.type.name
     if isinstance(argument, list | tuple | tl.tuple):
@@ -177,7 +186,9 @@ def _describe(argument: Any) -> Any:
 
 
 def _record(function: Any, builder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, _Plan | None]:
-    """What the function returns, and its plan. It is given copies, so that a tensor in two places is two tensors."""
+    """Call a function and return its result and its plan. Arguments are copied, so that a repeated tensor counts as
+    two.
+    """
     given = [tl.tensor(copy(x.handle), x.type) if isinstance(x, tl.tensor) else x for x in (*args, *kwargs.values())]
     recorder = _Recorder(builder, [x.handle for x in given if isinstance(x, tl.tensor)])
     named = dict(zip(kwargs, given[len(args) :], strict=True))

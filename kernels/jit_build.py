@@ -1,7 +1,7 @@
-"""Compiles C for the processor that is here, once, and loads it.
+"""Compile C code for this machine's processor once, and load it.
 
-What is compiled lies in the user's cache folder, under a name that holds the sources, the compiler and the processor:
-a home that several kinds of machine share gets one for each. Where there is no compiler, callers do without.
+Libraries are stored in the user's cache folder, under a name derived from the sources, the compiler and the processor.
+A home folder shared by different machines gets one library per kind. Callers fall back if there is no compiler.
 """
 
 import contextlib
@@ -19,23 +19,23 @@ from pathlib import Path
 COMPILERS = ("cc", "gcc", "clang")
 COMPILER_FLAGS = ("-std=gnu11", "-O3", "-shared", "-fPIC", "-pthread")
 ARCH_FLAGS = ("-march=native",)
-"""Flags that fit the code to this processor; tests give others."""
+"""Flags that optimize the code for this processor; tests use others."""
 
 
 class CompileError(RuntimeError):
-    """There is no compiler here, or it does not take the sources; says which."""
+    """Raised if there is no compiler or it rejects the sources; the message gives the reason."""
 
 
 @cache
 def build_library(folder: Path, arch_flags: tuple[str, ...] = ARCH_FLAGS) -> ctypes.CDLL:
-    """All of the folder's C files as one library.
+    """Compile all C files of a folder into one library and load it.
 
     Args:
-        folder: holds the sources and nothing else that ends in .c or .h.
-        arch_flags: the compiler's flags that choose instructions.
+        folder: folder with the sources, and no other files that end in .c or .h.
+        arch_flags: compiler flags that select the instruction set.
 
     Raises:
-        CompileError: no compiler was found, or it failed.
+        CompileError: if no compiler was found, or it failed.
     """
     compiler = find_compiler()
     sources = sorted([*folder.glob("*.c"), *folder.glob("*.h")])
@@ -45,21 +45,21 @@ def build_library(folder: Path, arch_flags: tuple[str, ...] = ARCH_FLAGS) -> cty
 
 
 def load_library(name: str, command: Sequence[str]) -> ctypes.CDLL:
-    """Load a library from a cache folder, where the command makes it if it is not there or damaged.
+    """Load a library from a cache folder. Build it with the command if it is missing or damaged.
 
     Args:
-        name: the library's file name, which tells its contents apart (`hash_sources`).
-        command: the compiler's, without the output.
+        name: file name of the library, which identifies its contents (`hash_sources`).
+        command: compiler command without the output option.
 
     Raises:
-        CompileError: the compiler failed, or the library cannot be kept or loaded.
+        CompileError: if the compiler failed, or the library cannot be stored or loaded.
     """
     for cache_folder in iter_cache_folders():
         try:
             return _load(cache_folder, name, command)
         except OSError as error:
             failed = error
-    raise CompileError(f"what was compiled cannot be kept or loaded: {failed}")
+    raise CompileError(f"the compiled library cannot be stored or loaded: {failed}")
 
 
 def _load(folder: Path, name: str, command: Sequence[str]) -> ctypes.CDLL:
@@ -68,8 +68,8 @@ def _load(folder: Path, name: str, command: Sequence[str]) -> ctypes.CDLL:
         try:
             return ctypes.CDLL(str(folder / name))
         except OSError:
-            pass  # it is damaged, and made again
-    # Ranks that begin together each compile their own, and the last one's stays.
+            pass  # damaged: build it again
+    # Ranks that start together each compile a library; the last one replaces the others.
     with tempfile.TemporaryDirectory(dir=folder) as own:
         library = Path(own) / name
         run_compiler([*command, "-o", str(library), "-lm"])
@@ -78,10 +78,10 @@ def _load(folder: Path, name: str, command: Sequence[str]) -> ctypes.CDLL:
 
 
 def find_compiler() -> str:
-    """The path of this machine's C compiler.
+    """Return the path of this machine's C compiler.
 
     Raises:
-        CompileError: there is none.
+        CompileError: if there is none.
     """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
@@ -93,43 +93,42 @@ def run_compiler(command: Sequence[str]) -> None:
     """Run a compiler.
 
     Raises:
-        CompileError: it failed; names its first error.
+        CompileError: if it fails, with its first error.
     """
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines() or ["it says nothing"]
+        said = done.stderr.strip().splitlines() or ["no message"]
         error = next((line for line in said if "error" in line), said[0])
         raise CompileError(f"{Path(command[0]).name} failed: {error}")
 
 
 def iter_cache_folders() -> Iterator[Path]:
-    """Where what was compiled may be kept: the user's cache folder, else a folder of this user's beside everybody's
-    temporary files."""
-    with contextlib.suppress(RuntimeError):  # Path.home: this user has none
+    """Yield possible cache folders: the user's cache folder, then a folder of this user in the temporary folder."""
+    with contextlib.suppress(RuntimeError):  # Path.home fails for a user without a home folder
         yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "farfield"
     yield Path(tempfile.gettempdir()) / f"farfield-{os.getuid()}"
 
 
 def open_cache_folder(folder: Path) -> None:
-    """Make a folder for what is compiled, if it is not there.
+    """Create a cache folder if it does not exist.
 
     Raises:
-        OSError: it cannot be made, or it is somebody else's.
+        OSError: if it cannot be created, or belongs to another user.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.stat().st_uid != os.getuid():
-        raise OSError(f"{folder} belongs to somebody else")
+        raise OSError(f"{folder} belongs to another user")
 
 
 def hash_sources(sources: Sequence[Path], command: Sequence[str]) -> str:
-    """A name for what a compiler makes: the same for the same compiler, flags, sources and processor."""
+    """Return a name for a compiler's output that is unique per compiler, flags, sources and processor."""
     version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False).stdout
     parts = [*(path.read_text(encoding="utf-8") for path in sources), *command, version, _describe_processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _describe_processor() -> str:
-    """What the processor can do, as Linux tells it; elsewhere its name."""
+    """Return the processor's features as listed by Linux; on other systems its name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

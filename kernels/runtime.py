@@ -1,6 +1,6 @@
-"""How and where kernels are launched: on a CUDA device, or on CPU tensors inside Triton's interpreter.
+"""Launch of kernels: on a CUDA device, or on CPU tensors inside Triton's interpreter.
 
-The same tiles and options launch a kernel and compile it for a GPU that is not here (`aot_configs.py`).
+The same tiles and options launch a kernel and cross-compile it (`aot_configs.py`).
 """
 
 from collections.abc import Callable
@@ -14,49 +14,51 @@ import triton
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What kernels compute in; they accumulate in float32."""
+"""Compute types of kernels; they accumulate in float32."""
 INPUT_PRECISION = "ieee"
-"""Of matrix products of float32: exact to the type, no TF32. Half types are not affected."""
+"""Precision of float32 matrix products: IEEE, no TF32. Half types are not affected."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The block of one program, and what computes it."""
+    """Block of one program, and its warps and stages."""
 
     block_m: int
-    """Rows."""
+    """Number of rows."""
     block_n: int
-    """Columns; in CDAPE's processor kernels and in sums over diagonals, distances."""
+    """Number of columns, or of distances in CDAPE's processor kernels and in sums over diagonals."""
     num_warps: int
     num_stages: int
 
     @property
     def blocks(self) -> dict[str, int]:
-        """As constants of the kernel."""
+        """Block sizes as constants of the kernel."""
         return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n}
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """What the compiler is told. Multiply and add in one rounding: Triton's default depends on its version."""
+        """Compiler options. Fused multiply-add is set explicitly, because Triton's default depends on its version."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
 
 def cdiv(count: int, block: int) -> int:
-    """How many blocks hold so many. Triton's own, called outside of a kernel, takes as long as three of PyTorch's
-    operations."""
+    """Return the number of blocks that cover `count` elements.
+
+    Triton's own function, called outside of a kernel, takes as long as three operations of PyTorch.
+    """
     return -(-count // block)
 
 
 def is_interpreted() -> bool:
-    """Does this process run kernels in the interpreter (TRITON_INTERPRET was set before triton was imported)?"""
+    """Return True if this process interprets kernels (TRITON_INTERPRET was set before triton was imported)."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def get_arch(x: Tensor) -> int | None:
-    """Compute capability of the tensor's device as major · 10 + minor; None in the interpreter.
+    """Return the compute capability of the tensor's device as major · 10 + minor, or None in the interpreter.
 
     Raises:
-        RuntimeError: a kernel cannot run where the tensor is, or not in its type.
+        RuntimeError: if a kernel cannot run on the tensor's device or in its type.
     """
     if is_interpreted():
         if x.dtype == torch.bfloat16:
@@ -74,10 +76,10 @@ def _read_arch(device: torch.device) -> int:
 
 
 class DeviceProperties(NamedTuple):
-    """What the size of a workspace depends on, as PyTorch names it."""
+    """Properties of a device that determine the size of a workspace, named as in PyTorch."""
 
     total_memory: int
-    """Bytes."""
+    """Device memory, in bytes."""
     multi_processor_count: int
 
 
@@ -102,22 +104,22 @@ _NO_CONTEXT = nullcontext()
 
 
 def launch_context(x: Tensor) -> AbstractContextManager[object]:
-    """Kernels launch on the current device; make it the tensor's. The interpreter does only what is needed."""
+    """Return a context in which kernels launch on the tensor's device. The interpreter gets its faster version."""
     if x.is_cuda:
         index = x.get_device()
         return _NO_CONTEXT if index == torch.cuda.current_device() else torch.cuda.device(index)
     if not is_interpreted():
         return _NO_CONTEXT
-    from kernels.interpreter import fast_interpreter  # it takes its time, and a GPU needs none of it
+    from kernels.interpreter import fast_interpreter  # slow to import, and not needed on a GPU
 
     return fast_interpreter()
 
 
 def outside_graphs(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply`, where torch.compile ends its graph and begins another instead of looking into it."""
+    """Return `function.apply`, which torch.compile does not trace: it ends the graph there and starts another."""
     return torch._dynamo.disable(function.apply) if torch.compiler.is_compiling() else function.apply
 
 
 def get_backward_number() -> int:
-    """The number of the backward pass that is running; what another left behind is none of its business."""
+    """Return the number of the running backward pass, which distinguishes it from leftovers of another pass."""
     return torch._C._current_graph_task_id()

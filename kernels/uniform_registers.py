@@ -1,13 +1,14 @@
-"""Uniform registers that a compiled kernel reads though nothing wrote them: what ptxas 12.8 made of a kernel.
+"""Detection of reads of uninitialized uniform registers, a miscompilation by ptxas 12.8.
 
-A warp's uniform registers hold, among others, the descriptors of shared memory that Hopper's warp-group products take,
-up to four registers for a product. There are 63 of them. Where a loop's descriptors did not fit, ptxas 12.8 (Triton 3.6
-and 3.7 bring it) left out the instruction that begins a chain of them: on an H200 a product read other shared memory
-than its own, or memory that is not there. Neither Triton nor ptxas says so, the interpreter cannot, and ptxas without
-optimisation, or of CUDA 13.0, compiles the same program rightly. What has been compiled shows it, without a GPU.
+A warp's uniform registers hold, among others, the shared memory descriptors of Hopper's warp-group products, up to four
+registers per product. There are 63 of them. If a loop's descriptors did not fit, ptxas 12.8 (part of Triton 3.6 and
+3.7) left out the instruction that starts a chain of them. On an H200 a product then read the wrong shared memory, or
+memory that does not exist. Neither Triton nor ptxas reports this, and the interpreter cannot. ptxas without
+optimization, and ptxas of CUDA 13.0, compile the same program correctly. The compiled program shows the error without a
+GPU.
 
-That nothing is found proves nothing: instructions are read in the order of the text, and a register that held
-something else before the missing instruction is not seen. Whether a kernel is right, a card says.
+An empty result proves nothing: instructions are read in text order, so a register that had another value before the
+missing instruction is not detected. Only a run on a GPU shows whether a kernel is correct.
 """
 
 import re
@@ -15,23 +16,25 @@ import re
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s*([^;]*);", re.MULTILINE)
 REGISTER = re.compile(r"\bUR(\d+)\b")
 UNIFORM_RESULTS = ("U", "R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX")
-"""How instructions begin whose first uniform register is their result."""
+"""Prefixes of instructions whose first uniform register is their result."""
 OTHER_RESULTS = ("UISETP", "UPLOP3", "UR2UP", "UBLK", "UTMA")
-"""How those of them begin whose result is a predicate, or in memory."""
+"""Prefixes of those among them whose result is a predicate or in memory."""
 DESCRIPTOR = re.compile(r"\b(g?)desc\[UR(\d+)\]")
 CONSTANT = re.compile(r"\bc\[[^\]]*\]\[[^\]]*\]")
 LEFT_IN_REGISTERS = re.compile(r"\bR\w+(?:\.reuse)?, R\w+(?:\.reuse)?, gdesc")
-"""A product whose left factor is in registers: its descriptor is of the right one alone, the last two of four."""
+"""Product whose left factor is in registers: its descriptor covers only the right factor, the last two registers of
+four.
+"""
 
 
 def find_uninitialized_reads(disassembly: str) -> list[str]:
-    """The instructions of a program that read a uniform register which no instruction before them writes.
+    """List the instructions of a program that read a uniform register before any instruction writes it.
 
     Args:
-        disassembly: of nvdisasm.
+        disassembly: output of nvdisasm.
 
     Returns:
-        each such instruction once, as it was disassembled, in their order.
+        Each such instruction once, as disassembled, in order.
     """
     written: set[int] = set()
     found = []
@@ -45,23 +48,23 @@ def find_uninitialized_reads(disassembly: str) -> list[str]:
 
 
 def _find_result(name: str, text: str) -> int | None:
-    """The first uniform register that an instruction writes. Others, such as loads, read those that they name."""
+    """Return the first uniform register that an instruction writes, or None. Loads, for example, only read them."""
     first = REGISTER.search(text)
     has_result = name.startswith(UNIFORM_RESULTS) and not name.startswith(OTHER_RESULTS)
     return int(first[1]) if first is not None and has_result else None
 
 
 def _count_registers(name: str) -> int:
-    """That a result or a source of a uniform instruction takes."""
+    """Return the number of registers of a result or a source of a uniform instruction."""
     return 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
 
 
 def _list_sources(name: str, text: str, result: int | None) -> set[int]:
-    """All uniform registers that an instruction reads."""
+    """Return all uniform registers that an instruction reads."""
     if result is not None:
         indices = {int(number) for constant in CONSTANT.findall(text) for number in REGISTER.findall(constant)}
         sources = [int(number) for number in REGISTER.findall(CONSTANT.sub("", text))][1:]
-        # Of a .WIDE product only what it adds to, the third, is a pair.
+        # In a .WIDE product only the third source, the addend, is a pair.
         widths = [2 if ".64" in name or (".WIDE" in name and place == 2) else 1 for place in range(len(sources))]
         pairs = zip(sources, widths, strict=True)
         return indices | {register for source, width in pairs for register in range(source, source + width)}

@@ -1,1 +1,1 @@
-"""Bias matrices for attention that takes one: Toeplitz tables and FIRE, with deterministic gradients."""
+"""Bias matrices for attention backends that take one: Toeplitz tables and FIRE, with deterministic gradients."""

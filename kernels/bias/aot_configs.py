@@ -1,4 +1,4 @@
-"""The configurations of which all launches are one, for `python -m kernels.compile bias`. H heads, W hidden units."""
+"""Configurations that cover all launches, for `python -m kernels.compile bias`. H heads, W hidden units."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,17 +10,17 @@ from kernels.compile import SPILL_BUDGET, KernelConfig, build_signature
 from kernels.runtime import Tile
 
 HEADS = (16, 32, configs.MAX_HEADS)
-"""Filled up to a power of two; fewer compile to what 16 do."""
+"""Head counts, padded to a power of two; smaller counts compile to the kernel for 16."""
 WIDTHS = (32, configs.MAX_WIDTH)
 DTYPE_NAMES = ("bf16", "fp32")
 SPILL_BUDGETS = {"bf16": 64, "fp32": 256}
-"""Bytes of FIRE's gradient, whose sums for all heads and units of a program are in registers."""
+"""Spill budgets in bytes of FIRE's backward kernel, which keeps the sums for all heads and units in registers."""
 DTYPE_POINTERS = ("out_ptr", "dout_ptr")
-"""Pointers to the compute type; the others are to float32."""
+"""Pointers to the compute type; the others point to float32."""
 
 
 def list_configurations() -> Iterator[KernelConfig]:
-    """Every kernel in both types; FIRE's for each padded number of heads and of hidden units."""
+    """Yield every kernel in both types; FIRE's for each padded number of heads and of hidden units."""
     fwd, bwd = configs.TOEPLITZ_FWD, configs.TOEPLITZ_BWD
     for dtype_name in DTYPE_NAMES:
         yield _build_config(

@@ -1,9 +1,9 @@
-"""The operator `fire_bias`, differentiable, without atomics: FIRE's network 1 → W → H at x = u(n) / z(i).
+"""Differentiable operator `fire_bias` without atomics: FIRE's network 1 → W → H at x = u(n) / z(i).
 
-It is computed per row and column, so that [R, C, W] is never in memory.
-H heads, R query rows, C key columns, N distances, W width, G groups of rows; BLOCK_H and BLOCK_W are H and W as powers
-of two; `x_ptr` points to x. u[n] = log(1 + c·n) and z[r] = log(1 + c·max(L, i)) + 1e-6 are
-made in PyTorch, which carries their gradients on to c and the multiplier: both are linear in the length.
+It is computed per row and column, so that [R, C, W] is never in memory. H heads, R query rows, C key columns, N
+distances, W width, G groups of rows; BLOCK_H and BLOCK_W are H and W padded to powers of two; `x_ptr` points to x. u[n]
+= log(1 + c·n) and z[r] = log(1 + c·max(L, i)) + 1e-6 are computed in PyTorch, which propagates their gradients to c and
+the multiplier: both are linear in the length.
 """
 
 from typing import Any
@@ -34,21 +34,21 @@ def fire_bias(
     dtype: torch.dtype = torch.float32,
     above: float = 0.0,
 ) -> Tensor:
-    """FIRE's bias [H, R, C] (Li et al. 2023, equation 3) with the gradients of all its parameters.
+    """Return FIRE's bias [H, R, C] (Li et al. 2023, equation 3), differentiable in all its parameters.
 
-    f(log(1 + c·n) / (log(1 + c·max(L, i)) + 1e-6)), j = first_column + column, n = offset + r − column, i = j + n,
-    L = multiplier · half_length.
+    f(log(1 + c·n) / (log(1 + c·max(L, i)) + 1e-6)), j = first_column + column, n = offset + r − column, i = j + n, L =
+    multiplier · half_length.
 
     Args:
         c, multiplier: float32 [1].
-        weight1, bias1: the first layer, float32 [W, 1] and [W], W at most 64.
-        weight2, bias2: the second layer, float32 [H, W] and [H], H at most 64.
-        rows, columns, offset, dtype, above: as in `toeplitz_bias`; values are not limited in float16.
+        weight1, bias1: first layer, float32 [W, 1] and [W], W at most 64.
+        weight2, bias2: second layer, float32 [H, W] and [H], H at most 64.
+        rows, columns, offset, dtype, above: as in `toeplitz_bias`; float16 values are not saturated.
         half_length: half the training length.
-        first_column: position of column 0, where the columns before it have been left out.
+        first_column: position of column 0 if earlier columns are left out.
 
     Returns:
-        [H, R, C] in `dtype`. In memory besides it, and backward: one float32 [R, C]; never [R, C, W].
+        [H, R, C] in `dtype`. Additional memory, also in the backward pass: one float32 [R, C]; never [R, C, W].
 
     Raises:
         ValueError, RuntimeError: as in `toeplitz_bias`.
@@ -56,14 +56,12 @@ def fire_bias(
     check_sizes(rows, columns, offset, dtype)
     heads, width = weight2.shape
     if heads > configs.MAX_HEADS or width > configs.MAX_WIDTH:
-        raise ValueError(
-            f"{heads} heads and width {width}; at most {configs.MAX_HEADS} and {configs.MAX_WIDTH} are possible"
-        )
+        raise ValueError(f"{heads} heads and width {width}; the maximum is {configs.MAX_HEADS} and {configs.MAX_WIDTH}")
     shapes = {"weight1": (weight1, (width, 1)), "bias1": (bias1, (width,)), "bias2": (bias2, (heads,))}
     shapes |= {"weight2": (weight2, (heads, width)), "c": (c, (1,)), "multiplier": (multiplier, (1,))}
     for name, (x, shape) in shapes.items():
         if x.dtype != torch.float32 or x.shape != shape:
-            raise ValueError(f"{name} is {x.dtype} {list(x.shape)}; it must be float32 {list(shape)}")
+            raise ValueError(f"{name} is {x.dtype} {list(x.shape)}; expected float32 {list(shape)}")
     i = first_column + torch.arange(offset, offset + rows, dtype=torch.float32, device=c.device)
     u = torch.log1p(c * torch.arange(offset + rows, dtype=torch.float32, device=c.device))
     z = torch.log1p(c * torch.maximum(multiplier * half_length, i)) + 1e-6
@@ -88,7 +86,7 @@ def _fire_fwd_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """out[h, r, c] = b2[h] + Σ_k w2[h, k] · relu(w1[k] · x + b1[k]); `above` where c > offset + r.
+    """Compute out[h, r, c] = b2[h] + Σ_k w2[h, k] · relu(w1[k] · x + b1[k]), or `above` if c > offset + r.
 
     Grid (R, C tiles).
     """
@@ -129,7 +127,7 @@ def _fire_bwd_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """dx[r, c] (zero above the diagonal), dz[r], and sums over the rows g, g + G, … of each program. Grid (G,).
+    """Compute dx[r, c] (0 above the diagonal), dz[r], and sums over the rows g, g + G, … of each program. Grid (G,).
 
     dw1, db1 [G, W], dw2 [G, H, W], db2 [G, H].
     """

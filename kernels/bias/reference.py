@@ -1,4 +1,4 @@
-"""Plain PyTorch, with everything materialised; in float64 the truth that the kernels are compared with.
+"""Plain PyTorch reference without fusion; in float64 it is the ground truth for the kernels.
 
 H heads, R query rows, C key columns, N distances, W width of FIRE's network.
 """
@@ -20,7 +20,7 @@ def toeplitz_bias(
     dtype: torch.dtype = torch.float32,
     above: float = 0.0,
 ) -> Tensor:
-    """Arguments and result as in `toeplitz.toeplitz_bias`; values too large for `dtype` are not limited here."""
+    """Return the result of `toeplitz.toeplitz_bias`; values too large for `dtype` are not saturated here."""
     n = _distances(rows, columns, offset, table.device)
     return torch.where(n < 0, above, table[:, n.clamp(min=0)]).to(dtype)
 
@@ -41,7 +41,7 @@ def fire_bias(
     dtype: torch.dtype = torch.float32,
     above: float = 0.0,
 ) -> Tensor:
-    """Arguments and result as in `fire.fire_bias` (FIRE: Li et al. 2023, equation 3)."""
+    """Return the result of `fire.fire_bias` (FIRE: Li et al. 2023, equation 3)."""
     n = _distances(rows, columns, offset, c.device)
     i = (first_column + offset + torch.arange(rows, device=c.device)).to(c.dtype)
     normaliser = torch.log1p(c * torch.maximum(multiplier * half_length, i)) + 1e-6

@@ -1,6 +1,6 @@
-"""The operator `toeplitz_bias`, differentiable, without atomics: from a table over distances to a matrix and back.
+"""Differentiable operator `toeplitz_bias` without atomics: from a table over distances to a matrix and back.
 
-H heads, R query rows, C key columns, N distances, S parts that the rows are split into; `x_ptr` points to x.
+H heads, R query rows, C key columns, N distances, S parts of the rows; `x_ptr` points to x.
 """
 
 from typing import Any
@@ -23,33 +23,33 @@ def toeplitz_bias(
     dtype: torch.dtype = torch.float32,
     above: float = 0.0,
 ) -> Tensor:
-    """The matrix [H, R, C] of table[h, n], n = offset + r − c, for attention that takes a bias as a matrix.
+    """Expand table[h, n] to the matrix [H, R, C] with n = offset + r − c, for attention that takes a bias matrix.
 
     Args:
         table: float32 [H, N], N ≥ offset + R.
         rows, columns: R and C.
         offset: position of the first row, counted from column 0; at least 0.
-        dtype: of the result. In float16, finite values beyond ±65504 become ±65504 instead of infinite.
-        above: what stands where c > offset + r, usually 0 or −inf. It has no gradient.
+        dtype: data type of the result. In float16, finite values beyond ±65504 become ±65504 instead of infinite.
+        above: value for c > offset + r, usually 0 or −inf. It has no gradient.
 
     Returns:
         [H, R, C] in `dtype`. The gradient of the table is the sum over each diagonal, in float32.
 
     Raises:
-        ValueError: sizes or types that do not fit.
-        RuntimeError: tensors on the CPU outside Triton's interpreter.
+        ValueError: if sizes or types are invalid.
+        RuntimeError: if tensors are on the CPU outside Triton's interpreter.
     """
     check_sizes(rows, columns, offset, dtype)
     if table.dim() != 2 or table.dtype != torch.float32 or table.shape[1] < offset + rows:
         raise ValueError(
-            f"table is {table.dtype} {list(table.shape)}; it must be float32 [heads, at least {offset + rows}]"
+            f"table is {table.dtype} {list(table.shape)}; expected float32 [heads, at least {offset + rows}]"
         )
     return _toeplitz(table, rows, columns, offset, dtype, float(above))
 
 
 def check_sizes(rows: int, columns: int, offset: int, dtype: torch.dtype) -> None:
     if rows < 1 or columns < 1 or offset < 0:
-        raise ValueError(f"rows {rows}, columns {columns}, offset {offset}; at least 1, 1 and 0 are needed")
+        raise ValueError(f"rows {rows}, columns {columns}, offset {offset}; the minimum is 1, 1 and 0")
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype}; choose from float16, bfloat16, float32")
 
@@ -68,7 +68,7 @@ def _toeplitz_fwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out[h, r, c] = table[h, offset + r − c], or `above` where c > offset + r. Grid (rows, columns, H) in tiles.
+    """Compute out[h, r, c] = table[h, offset + r − c], or `above` if c > offset + r. Grid (rows, columns, H) in tiles.
 
     SATURATE: finite values beyond ±largest become ±largest, for types that would turn them into infinity.
     """
@@ -90,17 +90,17 @@ def _toeplitz_fwd_kernel(
 def _toeplitz_bwd_kernel(
     dout_ptr, factor_ptr, partial_ptr, H, R, C, N, offset, rows_per_part, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """partial[s, h, n] = sum over the rows of part s of factor[r] · dout[h, r, offset + r − n]. Grid (N tiles, H, S).
+    """Compute partial[s, h, n], the sum over rows r of part s of factor[r] · dout[h, r, offset + r − n].
 
-    A program owns BLOCK_N diagonals, so nothing is added atomically; neighbouring diagonals are neighbouring columns.
-    factor is float32 [R] or None.
+    Grid (N tiles, H, S). A program owns BLOCK_N diagonals, so no atomics are needed; adjacent diagonals are adjacent
+    columns. factor is float32 [R] or None.
     """
     h = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = part * rows_per_part
     last = tl.minimum(R, first + rows_per_part)
-    # Rows before n − offset have no column on diagonal n: the first one of this tile.
+    # Rows before n − offset have no column on diagonal n, the first one of this tile.
     first = tl.maximum(first, (tl.maximum(tl.program_id(0) * BLOCK_N - offset, 0)) // BLOCK_M * BLOCK_M)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(first, last, BLOCK_M):
@@ -116,7 +116,7 @@ def _toeplitz_bwd_kernel(
 
 
 def sum_diagonals(grad: Tensor, factor: Tensor | None, size: int, offset: int) -> Tensor:
-    """float32 [H, size]: sums over the diagonals of grad [H, R, C], each row times its factor."""
+    """Return float32 [H, size]: sums over the diagonals of grad [H, R, C], each row times its factor."""
     heads, rows, columns = grad.shape
     tile = configs.launch_options(get_arch(grad), configs.TOEPLITZ_BWD)
     blocks = cdiv(size, tile.block_n)

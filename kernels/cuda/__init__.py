@@ -1,1 +1,1 @@
-"""Kernels in CUDA C++: compiled at first use, launched on a GPU, and run on a CPU from the same source by tests."""
+"""Kernels in CUDA C++: compiled at first use and launched on a GPU; tests run the same source on a CPU."""

@@ -1,7 +1,7 @@
-"""Compiles kernels in CUDA C++ with NVRTC, the compiler in a library that torch's CUDA wheels bring along.
+"""Compile CUDA C++ kernels with NVRTC, a compiler library included in torch's CUDA wheels.
 
-A kernel compiles in some seconds, for one architecture, and is kept in the user's cache folder under a name that holds
-the sources, the architecture and the compiler's version. Neither a GPU nor the CUDA toolkit is needed.
+A kernel compiles in a few seconds, for one architecture. It is stored in the user's cache folder under a name derived
+from the sources, the architecture and the compiler's version. Neither a GPU nor the CUDA toolkit is needed.
 """
 
 import ctypes
@@ -25,13 +25,13 @@ FLAGS = ("--std=c++17",)
 def compile_kernel(kernel: CudaKernel, arch: int) -> tuple[bytes, str]:
     """Return a kernel's machine code (a cubin) and the name of its function, compiled now or by an earlier process.
 
-    Processes that begin together wait for the first of them, which compiles.
+    If several processes start together, the first one compiles and the others wait.
 
     Args:
         arch: compute capability as major · 10 + minor, for example 90.
 
     Raises:
-        CompileError: NVRTC was not found, or rejects the source; with its first error.
+        CompileError: if NVRTC was not found, or rejects the source; with its first error.
     """
     nvrtc = load_nvrtc()
     headers = {path.name: path.read_bytes() for path in [*LANGUAGE.glob("*.h"), *kernel.folder.glob("*.h")]}
@@ -56,16 +56,16 @@ def compile_kernel(kernel: CudaKernel, arch: int) -> tuple[bytes, str]:
                         Path(file.name).replace(path)
                 return code.read_bytes(), name.read_text(encoding="ascii")
         except OSError:
-            continue  # no cache can be kept there
+            continue  # this folder cannot hold a cache
     return _compile(nvrtc, kernel.header, headers, expression, flags)
 
 
 @cache
 def load_nvrtc() -> ctypes.CDLL:
-    """Load NVRTC, of the CUDA version that torch was built with.
+    """Load NVRTC of the CUDA version with which torch was built.
 
     Raises:
-        CompileError: it was not found.
+        CompileError: if it was not found.
     """
     major = (torch.version.cuda or "").split(".")[0]
     if not major:
@@ -75,7 +75,7 @@ def load_nvrtc() -> ctypes.CDLL:
             return ctypes.CDLL(candidate)
         except OSError:
             continue
-    raise CompileError(f"libnvrtc.so.{major} was not found beside torch nor on the system")
+    raise CompileError(f"libnvrtc.so.{major} was found neither in torch's packages nor on the system")
 
 
 def _iter_libraries(name: str) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""Runs kernels in CUDA C++ on a CPU, from the source that a GPU runs (`emulator.h`): for tests.
+"""Run CUDA C++ kernels on a CPU, from the same source as on a GPU (`emulator.h`), for tests.
 
-The folder of the kernels has an `emulate.cpp`, which gives each kernel functions for C. Their names are the kernel's,
-with an underscore for what no name in C has.
+The kernels' folder has an `emulate.cpp` that defines C functions for each kernel. Their names are the kernel's, with
+underscores for characters not allowed in C.
 """
 
 import ctypes
@@ -25,18 +25,18 @@ class Faults(NamedTuple):
     """Counts of the emulator. All but the last two are errors of a kernel."""
 
     races: int
-    """Words of shared memory that two warps access, one of them writing, with no barrier between."""
+    """Words of shared memory accessed by two warps without a barrier in between, at least one access being a write."""
     unwritten: int
     """Words of shared memory that are read before they are written."""
     outside: int
     """Accesses outside of shared memory or of the registered tensors."""
     misaligned: int
     stuck: int
-    """Barriers at which some warps wait and others have ended."""
+    """Barriers at which some warps wait while others have exited."""
     accesses: int
-    """Clocks that accesses of shared memory would take without bank conflicts."""
+    """Clocks of the shared memory accesses without bank conflicts."""
     clocks: int
-    """Clocks that they take."""
+    """Clocks of the shared memory accesses with bank conflicts."""
 
     @property
     def errors(self) -> tuple[int, ...]:
@@ -45,20 +45,20 @@ class Faults(NamedTuple):
 
 
 class Emulator:
-    """The kernels of a folder on a CPU."""
+    """Kernels of a folder, runnable on a CPU."""
 
     def __init__(self, folder: Path) -> None:
         self.library = _build(folder)
         self.library.register_array.argtypes = [ctypes.c_void_p, ctypes.c_longlong]
 
     def begin(self, tensors: Iterable[Tensor]) -> None:
-        """Forget counts and arrays; kernels may then access these tensors only."""
+        """Reset counts and arrays, and register the tensors that kernels may access."""
         self.library.forget_arrays()
         for x in tensors:
             self.register(x)
 
     def register(self, x: Tensor) -> None:
-        """Let kernels access a tensor too."""
+        """Register another tensor that kernels may access."""
         self.library.register_array(x.data_ptr(), x.numel() * x.element_size())
 
     def launch(
@@ -75,7 +75,7 @@ class Emulator:
         getattr(self.library, name)(ctypes.byref(arguments), *grid, int(backwards))
 
     def get_faults(self) -> Faults:
-        """Return what was counted since `begin`."""
+        """Return the counts since `begin`."""
         counts = (ctypes.c_longlong * len(Faults._fields))()
         self.library.get_faults(counts)
         return Faults(*counts)
@@ -91,7 +91,7 @@ def _build(folder: Path) -> ctypes.CDLL:
     """Compile the folder's `emulate.cpp`, once for each state of the sources.
 
     Raises:
-        CompileError: there is no C++ compiler here, or it rejects the source.
+        CompileError: if this machine has no C++ compiler, or it rejects the source.
     """
     compiler = find_compiler()
     if compiler is None:

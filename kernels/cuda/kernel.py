@@ -1,11 +1,11 @@
-"""Description of a kernel in CUDA C++, for those who compile, launch or emulate it."""
+"""Description of a CUDA C++ kernel, used to compile, launch and emulate it."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 
 class CudaKernel(NamedTuple):
-    """A kernel in the language of `warp.h`: a struct of a header, and the struct of its arguments."""
+    """Kernel in the language of `warp.h`: a struct in a header, and the struct of its arguments."""
 
     folder: Path
     header: str
@@ -14,4 +14,4 @@ class CudaKernel(NamedTuple):
     arguments: str
     num_threads: int
     shared_bytes: int
-    """Dynamic shared memory of a block; the header says the same (`MEMORY_BYTES`), which a test compares."""
+    """Dynamic shared memory of a block, in bytes; equal to `MEMORY_BYTES` in the header, which a test checks."""

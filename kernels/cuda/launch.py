@@ -1,4 +1,4 @@
-"""Launches kernels in CUDA C++ on the current device and stream, through the driver that torch has loaded."""
+"""Launch CUDA C++ kernels on the current device and stream, through the driver that torch has loaded."""
 
 import ctypes
 from functools import cache
@@ -10,7 +10,7 @@ from kernels.cuda.compile import compile_kernel
 from kernels.cuda.kernel import CudaKernel
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES, PREFERRED_SHARED_MEMORY_CARVEOUT = 8, 9
-"""The function attributes of these names in cuda.h."""
+"""Values of the function attributes of these names in cuda.h."""
 
 
 class _Function(NamedTuple):
@@ -22,13 +22,13 @@ def launch_kernel(kernel: CudaKernel, grid: tuple[int, int], arguments: ctypes.S
     """Launch a kernel.
 
     Args:
-        kernel: compiled at the first launch in a cache folder's life.
-        grid: blocks, and sequences.
+        kernel: kernel; it is compiled at its first launch unless the cache folder has it.
+        grid: number of blocks, and of sequences.
         arguments: the kernel's only parameter. The arrays that it points to must live until the kernel has run.
 
     Raises:
-        CompileError: it cannot be compiled.
-        RuntimeError: the driver refuses it.
+        CompileError: if it cannot be compiled.
+        RuntimeError: if the driver returns an error.
     """
     function = _load(kernel, torch.cuda.current_device())
     parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
@@ -48,7 +48,7 @@ def _load(kernel: CudaKernel, device: int) -> _Function:
     code, name = compile_kernel(kernel, major * 10 + minor)
     driver = ctypes.CDLL("libcuda.so.1")
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    torch.cuda.current_stream(device)  # the device's context exists and is the current one
+    torch.cuda.current_stream(device)  # creates the device's context and makes it current
     _check(driver.cuModuleLoadData(ctypes.byref(module), code), kernel)
     _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), kernel)
     _check(driver.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared_bytes), kernel)

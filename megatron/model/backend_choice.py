@@ -1,9 +1,9 @@
-"""Which backend a model computes attention with, chosen once when it is built.
+"""Choice of the attention backend of a model, made once when the model is built.
 
-A backend that is named is taken. `auto` on a CPU takes what needs no check (`attention/backends/registry.py`). On a GPU
-each rank runs the backends that can do its own part of a layer, holds them to the rounding of their type and times them
-(`attention/check/`), or reads what an earlier check of the same found. All ranks then take the fastest of rank 0 that
-is right on every rank's card.
+A named backend is used as is. `auto` on a CPU selects a backend that needs no check (`attention/backends/registry.py`).
+On a GPU each rank runs the backends that support its part of a layer, compares their errors with the rounding of their
+data type, and times them (`attention/check/`), or reads the result of an earlier identical check. All ranks then use
+the fastest backend of rank 0 that is correct on every rank's GPU.
 """
 
 import hashlib
@@ -51,39 +51,42 @@ from megatron.utils.errors import RunError
 from megatron.utils.rounding import SAFETY_FACTOR
 
 CHECKED_DEVICES = ("cuda",)
-"""Where `auto` checks before it takes: on a CPU all that it takes is PyTorch's, or tested where it is made."""
+"""Device types on which `auto` runs the self-check. CPU backends are PyTorch's own or covered by tests."""
 
 
 @dataclass(frozen=True)
 class AttentionTarget:
-    """Where and on what a model will compute attention: what a check needs to know beside the model."""
+    """Device, data type and shapes for which a model will compute attention, as needed by the self-check."""
 
     device: torch.device
     dtype: torch.dtype
-    """Of activations and weights."""
+    """Data type of activations and weights."""
     batch: int
-    """Sequences of a micro-batch."""
+    """Sequences per micro-batch."""
     length: int
     """Tokens of the longest sequence."""
     document_starts: torch.Tensor | None = None
-    """int64 [B, T] on the CPU: rows like the run's, the column at which each token's document begins, where documents
-    are kept apart."""
+    """Document starts of rows like the run's, int64 [B, T] on the CPU: for each token the column at which its document
+    starts. None if documents are not masked.
+    """
     resumed_run: Path | None = None
-    """The folder of the run that is gone on with, whose choice is kept."""
+    """Folder of the run being resumed; its backend choice is reused."""
     kept_backend: str | None = None
-    """What is kept if it is right, before what that run chose: the backend of a process that ran before this one."""
+    """Backend chosen by an earlier process of this run. It takes precedence over the stored choice if it passes the
+    check.
+    """
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers that compute attention alike: their keys, and the encoding and the processor of one of them."""
+    """Layers with the same attention: their keys, and the encoding and the processor of one of them."""
 
     position: PositionOptions
     encoding: Encoding
     processor: Processor | None
 
     def describe(self) -> str:
-        """In a few words."""
+        """Return a short description."""
         processor = "" if self.processor is None else f"{self.position.processor}+"
         window = "" if self.position.window is None else f", window {self.position.window}"
         softmax = "" if self.position.softmax == "vanilla" else f", softmax {self.position.softmax}"
@@ -92,22 +95,23 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The backends of a model, and what there is to say of them."""
+    """Backends of a model, with the messages and records of the choice."""
 
     backends: tuple[AttentionBackend, ...]
-    """One for each kind of layers."""
+    """One backend per kind of layers."""
     name: str | None = None
-    """The backend's, as `attention_backend` has it, or `ROW_BLOCKS`, those of several kinds with commas; None where
-    `auto` was not asked to choose."""
+    """Name of the backend, as in `attention_backend`, or `ROW_BLOCKS`; comma-separated for several kinds of layers.
+    None unless `auto` made a choice or a backend was named.
+    """
     lines: tuple[str, ...] = ()
-    """For the console; none where nothing was chosen."""
+    """Lines for the console; empty if nothing was chosen."""
     records: tuple[CheckRecord, ...] = ()
-    """What the run's folder keeps of checks."""
+    """Records of self-checks for the run's folder."""
     row_blocks_reason: str | None = None
-    """Why attention is computed in row blocks, unchecked; None if it is not."""
+    """Reason why attention is computed in row blocks without a check, or None."""
 
     def write_records(self, run: Path) -> None:
-        """Into the run's folder, if anything was checked. Raises UserError or RunError: it cannot be written."""
+        """Write the records of checks, if any, to the run's folder. Raises UserError or RunError if that fails."""
         if self.records:
             write_records(run, self.records)
 
@@ -119,18 +123,19 @@ def choose_backends(
     groups: ProcessGroups,
     target: AttentionTarget | None,
 ) -> BackendChoice:
-    """The backend called `name`, or what `auto` takes, for each kind of layers by itself. With a target on a GPU all
-    processes must call this, whatever layers they have.
+    """Return the named backend, or the choice of `auto`, separately for each kind of layers.
+
+    With a target on a GPU all processes must call this, whatever layers they have.
 
     Args:
-        name: `attention_backend`, or what overrides it.
-        kinds: of the whole model's layers; they are not changed.
-        groups: those that share the model.
-        target: None for a model that only looks, or whose shapes nobody knows: `auto` then checks nothing.
+        name: `attention_backend`, or its override.
+        kinds: kinds of layers of the whole model; they are not changed.
+        groups: process groups that share the model.
+        target: None for a model with unknown shapes or used for inspection only: `auto` then runs no check.
 
     Raises:
-        UserError: the named backend cannot do a combination.
-        RunError: a backend has made a device unusable; the next start leaves that backend.
+        UserError: if the named backend does not support a combination.
+        RunError: if a backend made a device unusable; the next start skips that backend.
     """
     kept = [] if target is None or target.kept_backend is None else target.kept_backend.split(",")
     choices = []
@@ -159,17 +164,17 @@ def choose_backends(
 def _choose_backend(
     name: str, model: ModelOptions, kind: LayerKind, groups: ProcessGroups, target: AttentionTarget | None
 ) -> BackendChoice:
-    """The backend of one kind of layers.
+    """Return the backend of one kind of layers.
 
     Args:
-        name: `attention_backend`, or what overrides it.
-        kind: it is not changed.
-        groups: those that share the model.
-        target: None for a model that only looks, or whose shapes nobody knows: `auto` then checks nothing.
+        name: `attention_backend`, or its override.
+        kind: kind of layers; it is not changed.
+        groups: process groups that share the model.
+        target: None for a model with unknown shapes or used for inspection only: `auto` then runs no check.
 
     Raises:
-        UserError: the named backend cannot do the combination.
-        RunError: a backend has made a device unusable; the next start leaves that backend.
+        UserError: if the named backend does not support the combination.
+        RunError: if a backend made a device unusable; the next start skips that backend.
     """
     encoding, processor = kind.encoding, kind.processor
     combination = (encoding, processor, model.attn_logit_softcapping, kind.position.softmax)
@@ -183,9 +188,9 @@ def _choose_backend(
     if not model.attention_check:
         why = "unchecked (attention_check: false)"
     elif model.attention_dropout:
-        why = "unchecked: attention_dropout draws at random, so that results cannot be compared"
+        why = "unchecked: attention_dropout is random, so results cannot be compared"
     elif len(candidates) == 1:
-        why = "nothing else can do it"
+        why = "no other backend supports this model"
     if why is not None:
         line = f"attention: {row_blocks_reason(name, *combination) or default}; {why}"
         return BackendChoice((candidates[default],), default, (line,))
@@ -226,7 +231,7 @@ def _choose_by_check(
         )
         evidence, error = _check(key, problem, candidates, evidence, begun)
         del problem
-        free_memory(target.device)  # its tensors are in cycles
+        free_memory(target.device)  # its tensors are in reference cycles
     assert evidence is not None
     found: list[tuple[Evidence, str | None]] = groups.gather_objects((evidence, error))
     if not was_checked_earlier and [other.key for other, _ in found].index(key) == groups.rank:
@@ -243,7 +248,7 @@ def _choose_by_check(
 
 
 def _recall_record(key: CheckKey, run: Path) -> CheckRecord | None:
-    """What a run recorded of these layers, though its sequences were others; None if it did not."""
+    """Return a run's record of these layers, even if its sequences were different, or None."""
     found = read_records(run)
     if len(found) == 1:
         return found[0]
@@ -259,7 +264,7 @@ def _get_method(key: CheckKey) -> Mapping[str, Any]:
 def describe_check(
     model: ModelOptions, position: PositionOptions, groups: ProcessGroups, target: AttentionTarget
 ) -> CheckKey:
-    """All that the result of a rank's check is true of, in JSON's types."""
+    """Return everything on which the result of a rank's check depends, in JSON types."""
     sizes, softcap = groups.mesh.sizes, model.attn_logit_softcapping
     return {
         "card": describe_card(target.device),
@@ -268,7 +273,7 @@ def describe_check(
             "position": position.model_dump(mode="json"),
             "hidden_size": model.hidden_size,
             "heads": model.num_attention_heads,
-            # Not there where there is none: what earlier versions found stays true.
+            # Absent if unset, so that results of earlier versions stay valid.
             **({} if model.head_dim is None else {"head_dim": model.head_dim}),
             **({} if softcap is None else {"softcap": softcap}),
             **({} if target.document_starts is None else {"documents": _hash_starts(target.document_starts)}),
@@ -290,8 +295,9 @@ def _hash_starts(starts: torch.Tensor) -> str:
 def list_calls(
     position: PositionOptions, num_heads: int, has_processor: bool, groups: ProcessGroups, target: AttentionTarget
 ) -> tuple[tuple[TokenRange, ...], slice]:
-    """The rows of a sequence that this rank computes, and of which heads, as `GPT` and `PositionedAttention` divide
-    them."""
+    """Return the rows of a sequence that this rank computes, and the heads, as divided by `GPT` and
+    `PositionedAttention`.
+    """
     limit, mesh = position.randomized_positions, groups.mesh
     continuous = position.continuous_positions
     sampled = None
@@ -307,7 +313,7 @@ def list_calls(
 
 
 def _describe_documents(kind: LayerKind, backend: AttentionBackend, target: AttentionTarget) -> CheckedDocuments | None:
-    """The documents of a check's rows as `GPT` lays them out; every backend that is checked takes them alike."""
+    """Return the documents of a check's rows as `GPT` lays them out; all checked backends receive the same."""
     starts, limit = target.document_starts, kind.position.randomized_positions
     if starts is None:
         return None
@@ -326,8 +332,10 @@ def _check(
     earlier: Evidence | None,
     begun: float,
 ) -> tuple[Evidence, str | None]:
-    """What each candidate does, and the error after which this process can go no further. What an earlier check, which
-    time or memory did not suffice for, has refused for good is not tried again."""
+    """Run the self-check of each candidate. Return the evidence, and the error after which this process must exit.
+
+    If an earlier check ran out of time or memory, backends that it rejected for good are not tried again.
+    """
     inputs = problem.list_inputs()
     refused: list[Trial] = []
     tried: dict[str, AttentionBackend] = {}
@@ -344,51 +352,51 @@ def _check(
     try:
         trials = try_backends(problem, tried)
     except DeviceLostError as failure:
-        # Those that come after it are tried at the next start, which knows of this one.
+        # The next start knows of this failure and tries the remaining backends.
         trials = [replace(trial, is_final=trial.is_final and not trial.is_right) for trial in failure.trials]
-        error = f"{failure}, and nothing runs on this device any more; start again, and it is left"
+        error = f"{failure}, and nothing runs on this device any more; the next start skips this backend"
     return Evidence(key, problem.describe(), (*refused, *trials), round(monotonic() - begun, 1)), error
 
 
 def settle_choice(
     found: Sequence[Evidence], default: str, kept: str | None, *, was_checked_earlier: bool
 ) -> tuple[str, list[str]]:
-    """What all ranks take, and lines that say so, the first of them of the choice.
+    """Choose the backend of all ranks. Return its name and lines about it, of which the first describes the choice.
 
     Args:
-        found: each rank's evidence, by rank.
-        default: what is taken if nothing is right.
-        kept: what the run took before, if it goes on on the same card.
-        was_checked_earlier: was nothing tried now?
+        found: evidence of each rank, by rank.
+        default: backend used if none passes the check.
+        kept: backend that the run used before, if it resumes on the same card.
+        was_checked_earlier: True if no backend was tried now.
     """
     wrong_elsewhere = {trial.backend for each in found[1:] for trial in each.trials if not trial.is_right}
     right = [trial for trial in found[0].rank_backends() if trial.backend not in wrong_elsewhere]
     left = _describe_refused(found)
     if not right:
-        return default, [f"attention: {default}, though no backend was found right{left}"]
+        return default, [f"attention: {default}, because no backend passed the check{left}"]
     chosen = next((trial for trial in right if trial.backend == kept), right[0])
     dtype = found[0].key["work"]["dtype"]
     errors = f"errors at most {chosen.largest_excess:.2g} of the {SAFETY_FACTOR:g} times rounding in {dtype} allowed"
     errors = errors if chosen.excess else "its values were not compared"
     line = f"attention: {chosen.backend}, {_compare_speed(chosen, right, default)}, {errors}"
     line += "; as before" if chosen.backend == kept else ""
-    line += "; found by an earlier check" if was_checked_earlier else f"; checked in {found[0].seconds:.0f} s"
+    line += "; result of an earlier check" if was_checked_earlier else f"; checked in {found[0].seconds:.0f} s"
     return chosen.backend, [line + left, *_describe_disagreement(found, chosen.backend)]
 
 
 def _compare_speed(chosen: Trial, right: Sequence[Trial], default: str) -> str:
-    """How much faster than the default it is, or than the next one; milliseconds of a layer, forward and backward."""
+    """Describe the speed relative to the default or the next backend; milliseconds of a layer, forward and backward."""
     others = [trial for trial in right if trial is not chosen]
     other = next((trial for trial in others if trial.backend == default), others[0] if others else None)
     own = chosen.milliseconds or 0.0
     if other is None or not own:
-        return f"the only one that is right ({own:.3g} ms for a layer)"
+        return f"the only backend that passed the check ({own:.3g} ms for a layer)"
     theirs = other.milliseconds or 0.0
     return f"{theirs / own:.2f} times as fast as {other.backend} ({own:.3g} ms instead of {theirs:.3g} for a layer)"
 
 
 def _describe_refused(found: Sequence[Evidence]) -> str:
-    """Every backend that some rank could not take, with the first rank's reason."""
+    """Describe every backend that some rank rejected, with the first rank's reason."""
     reasons: dict[str, str] = {}
     for rank, evidence in enumerate(found):
         for trial in evidence.trials:
@@ -399,24 +407,26 @@ def _describe_refused(found: Sequence[Evidence]) -> str:
 
 
 def _describe_disagreement(found: Sequence[Evidence], chosen: str) -> list[str]:
-    """A line if ranks on other cards than rank 0's would take something else."""
+    """Return a line if ranks with other cards than rank 0's would choose another backend."""
     mine: Any = found[0].key["card"]
     for rank, evidence in enumerate(found):
         ranked = evidence.rank_backends()
         if evidence.key["card"] != mine and ranked and ranked[0].backend != chosen:
             return [
                 f"attention: rank {rank} has another card ({evidence.key['card']['name']}, rank 0 {mine['name']}), on "
-                f"which {ranked[0].backend} would be faster; all ranks take what rank 0 takes"
+                f"which {ranked[0].backend} would be faster; all ranks use rank 0's choice"
             ]
     return []
 
 
 def recall_choice(run: Path, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What a run's own check took, for a model that is loaded from it: the backend's name where card, software and type
-    are those of the check, else None."""
+    """Return the backend that a run's own check chose, for a model loaded from the run.
+
+    Return None unless card, software and data type are those of the check.
+    """
     found = read_records(run)
     if not found or device.type not in CHECKED_DEVICES or len({record.backend for record in found}) > 1:
-        return None  # a loaded model has one backend for all layers, which must be that of each
+        return None  # a loaded model has one backend for all layers, so all records must agree
     if any(record.backend not in REUSED_BACKENDS or not record.evidence.is_compared for record in found):
         return None
     key, dtype_name = found[0].evidence.key, str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Where and in which type trained models are used: to score text, and to write it."""
+"""Device and data type of trained models, for evaluation and generation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.utils.suggestions import format_choices
 if TYPE_CHECKING:
     import torch
 
-# torch is imported where it is used: a mistake in what was asked for is told at once.
+# torch is imported only when needed, so that invalid values are reported immediately.
 
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
@@ -20,7 +20,7 @@ BACKENDS: tuple[str, ...] = get_args(ModelOptions.model_fields["attention_backen
 
 
 def parse_device(name: str) -> tuple[str, int]:
-    """The kind and number of a device called auto, cpu, cuda or cuda:1. Raises UserError if it is none of these."""
+    """Return the type and index of a device named auto, cpu, cuda or cuda:1. Raises UserError for any other name."""
     kind, _, index = name.partition(":")
     if kind not in DEVICES or (index and not index.isdigit()) or (kind == "auto" and index):
         raise UserError(f"device is {name}; {format_choices(name, DEVICES)}")
@@ -28,14 +28,14 @@ def parse_device(name: str) -> tuple[str, int]:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device called auto, cpu, cuda or cuda:1. Raises UserError if it is not there."""
+    """Return the device named auto, cpu, cuda or cuda:1. Raises UserError if it does not exist."""
     import torch
 
     from megatron.distributed.process_groups import configure_cuda
 
     kind, index = parse_device(name)
     if kind == "cuda" and index >= torch.cuda.device_count():
-        raise UserError(f"device is {name}, which is not there; CUDA devices here: {torch.cuda.device_count()}")
+        raise UserError(f"device is {name}, but the number of CUDA devices is {torch.cuda.device_count()}")
     if kind != "cpu":
         configure_cuda()
     if kind == "auto":
@@ -44,7 +44,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def check_precision(precision: str, device: str) -> None:
-    """Raises UserError if there is no such precision or device, or it cannot compute in that; auto may be anything."""
+    """Raise UserError if precision or device is unknown, or they do not match; auto is always valid."""
     if precision not in PRECISIONS:
         raise UserError(f"precision is {precision}; {format_choices(str(precision), PRECISIONS)}")
     if parse_device(device)[0] == "cpu" and precision == "fp16":
@@ -52,22 +52,22 @@ def check_precision(precision: str, device: str) -> None:
 
 
 def get_torch_dtype(precision: str) -> torch.dtype:
-    """The type that configurations call fp32, bf16 or fp16."""
+    """Return the data type that configurations call fp32, bf16 or fp16."""
     import torch
 
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 
 def resolve_dtype(precision: str, trained_precision: str | None, device: torch.device) -> torch.dtype:
-    """The type that a trained model computes in.
+    """Return the data type in which a trained model computes.
 
     Args:
-        precision: fp32, bf16, fp16, or auto: fp32 on a CPU, what the run was trained in on a GPU.
-        trained_precision: the precision of the training, if it is known.
-        device: where it computes.
+        precision: fp32, bf16, fp16, or auto: fp32 on a CPU, the precision of the training on a GPU.
+        trained_precision: precision of the training, if known.
+        device: device of the model.
 
     Raises:
-        UserError: the device cannot compute in it.
+        UserError: if the device cannot compute in it.
     """
     if precision == "auto":
         precision = (trained_precision or "fp32") if device.type == "cuda" else "fp32"
@@ -76,6 +76,6 @@ def resolve_dtype(precision: str, trained_precision: str | None, device: torch.d
 
 
 def check_backend(name: str | None) -> None:
-    """Raises UserError if there is no such attention backend; None is the run's own."""
+    """Raise UserError if the attention backend is unknown; None stands for the run's own."""
     if name is not None and name not in BACKENDS:
         raise UserError(f"backend is {name}; {format_choices(str(name), BACKENDS)}")

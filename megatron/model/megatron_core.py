@@ -1,4 +1,4 @@
-"""The one door to megatron-core's model: what of it we use, imported without PyTorch's compiler."""
+"""Single import point of megatron-core's model: everything we use of it, imported without PyTorch's compiler."""
 
 from megatron.utils.imports import trim_imports
 

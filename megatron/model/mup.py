@@ -1,4 +1,4 @@
-"""muP and CompleteP: what a model multiplies, how it is initialised and how it is stepped, over a base model.
+"""muP and CompleteP: multipliers, initialization and optimizer scales of a model relative to a base model.
 
 Sources: Yang et al. 2022 (2203.03466, table 8) for the width, Dey et al. 2025 (2505.01618, table 1) for the depth and
 for AdamW's epsilon and weight decay, Yang et al. 2023 (2310.17813, condition 1) for Muon's rates. With
@@ -22,23 +22,24 @@ and the forward pass multiplies
     residual branches         l^(−α)
     logits                    1 / (m · mup_output_temp)
 
-At the base model's own shapes all of it is 1. "Base's" deviation is what init_method gives at the base's width and
-depth. Weight decay is λ·lr in a step, so that its factor undoes that of the rate.
+For the base model itself all factors are 1. The base's deviation is the one that init_method gives for the base's width
+and depth. Weight decay in a step is λ·lr, so its factor cancels that of the learning rate.
 
 Encodings, processors and temperatures
 --------------------------------------
-KERPLE's r1 and r2, T5's table and their like are numbers per head, of size 1 at every width: the bias that they make is
-added to scores of size 1, and to move it by a fraction they move by that fraction. Adam's step is its rate whatever
-the gradient's size, so the rate is the base's. The gradient of one head's number falls as the heads' share in the
-output, 1/h, and so does ε. A temperature's numbers per head are of this kind as well: they multiply scores of size 1.
+KERPLE's r1 and r2, T5's table and similar parameters are numbers per head, of size 1 at every width. The bias that they
+produce is added to scores of size 1, and changes by the same fraction as they do. The step size of Adam is its learning
+rate for any gradient size, so the rate is the base's. The gradient of one head's number decreases with the head's share
+in the output, 1/h, and so does ε. A temperature's numbers per head behave in the same way: they multiply scores of size
+1.
 
 A score processor's first convolution sums over the heads' scores and biases (fan-in heads·k, or twice as much) into a
-fixed number W of channels, and its second goes from these back to all heads. The first is to the heads what an output
-matrix is to the hidden units: from many to few. If its weights were of size 1/√h, as torch's start values are, each
-step would move the scores of all heads together in the direction of these weights, and their sum by √h. So they are of
-size 1/h (base's deviation, which has 1/√h in it, over √h) and move by 1/h. The second is like an embedding, from few to
-many: its fan-in W·k does not grow, so nothing changes. Transformer-XL's projection sums over hidden units into hidden
-units: it is a layer's matrix.
+fixed number W of channels; its second maps these back to all heads. The first is to the heads what an output matrix is
+to the hidden units: from many to few. If its weights had size 1/√h, as torch initializes them, each step would move the
+scores of all heads together in the direction of these weights, and their sum by √h. They therefore have size 1/h
+(base's deviation, which contains 1/√h, over √h) and move by 1/h. The second is like an embedding, from few to many: its
+fan-in W·k does not grow, so nothing changes. Transformer-XL's projection sums over hidden units into hidden units: it
+is a layer's matrix.
 """
 
 import math
@@ -48,12 +49,14 @@ from typing import Literal
 from megatron.options.model import ModelOptions, head_dim
 
 Role = Literal["embedding", "hidden", "heads", "layer", "last norm"]
-"""A parameter's row of the table: `hidden` sums over hidden units, `heads` over heads, `layer` is the layers' rest."""
+"""Row of the table for a parameter: `hidden` sums over hidden units, `heads` over heads, `layer` is the rest of a
+layer.
+"""
 
 
 @dataclass(frozen=True)
 class StepScales:
-    """Factors on what an optimizer steps a parameter with."""
+    """Factors on an optimizer's learning rate, weight decay and epsilon for a parameter."""
 
     lr: float = 1.0
     weight_decay: float = 1.0
@@ -62,19 +65,19 @@ class StepScales:
 
 @dataclass(frozen=True)
 class Multipliers:
-    """What the forward pass multiplies; all 1 unless a key asks for another factor."""
+    """Multipliers applied in the forward pass; all 1 unless a key sets another factor."""
 
     embedding: float = 1.0
     position_embedding: float = 1.0
     query: float = 1.0
-    """On queries, of which the backends divide the products with keys by √(head size)."""
+    """Multiplier of the queries; backends divide the products with keys by √(head size)."""
     residual: float = 1.0
     logits: float = 1.0
 
 
 @dataclass(frozen=True)
 class MupScaling:
-    """A model's sizes over its base model's."""
+    """Ratios of a model's sizes to those of its base model."""
 
     model: ModelOptions
     width: float
@@ -83,10 +86,10 @@ class MupScaling:
 
     @staticmethod
     def from_options(model: ModelOptions) -> "MupScaling | None":
-        """Of a configuration; None without muP."""
+        """Return the muP scaling of a model configuration, or None if muP is off."""
         if not model.use_mup:
             return None
-        assert model.mup_base_hidden_size is not None, "find_model_conflicts refuses it"
+        assert model.mup_base_hidden_size is not None, "find_model_conflicts rejects this"
         head_size = model.hidden_size // model.num_attention_heads
         base_heads = model.mup_base_num_attention_heads or model.mup_base_hidden_size // head_size
         return MupScaling(
@@ -98,12 +101,12 @@ class MupScaling:
 
     @property
     def base_layers(self) -> int:
-        """Layers of the base model."""
+        """Number of layers of the base model."""
         return self.model.mup_base_num_layers or self.model.num_layers
 
     @property
     def multipliers(self) -> Multipliers:
-        """Of the forward pass."""
+        """Multipliers applied in the forward pass."""
         model, alpha = self.model, self.model.mup_depth_alpha
         return Multipliers(
             embedding=model.mup_embedding_mult,
@@ -114,12 +117,14 @@ class MupScaling:
         )
 
     def get_init_scale(self, role: Role) -> float:
-        """The factor on the deviation that a parameter of this role has by itself: init_method's at the base's shapes,
-        or an encoding's or processor's own."""
+        """Return the factor on the initial deviation of parameters of a role.
+
+        The unscaled deviation is init_method's for the base's shapes, or an encoding's or processor's own.
+        """
         return 1 / math.sqrt({"hidden": self.width, "heads": self.heads}.get(role, 1.0))
 
     def get_step_scales(self, role: Role, *, by_muon: bool = False) -> StepScales:
-        """Of a parameter of this role."""
+        """Return the optimizer scales for parameters of a role."""
         alpha = self.model.mup_depth_alpha
         if role in ("embedding", "last norm"):
             return StepScales(eps=1 / self.width)
@@ -130,7 +135,7 @@ class MupScaling:
 
 
 def get_multipliers(model: ModelOptions) -> Multipliers:
-    """What a configuration's forward pass multiplies: by muP, or by keys that say it themselves."""
+    """Return the forward multipliers of a configuration, set by muP or by explicit keys."""
     scaling = MupScaling.from_options(model)
     if scaling is not None:
         return scaling.multipliers

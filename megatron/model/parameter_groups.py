@@ -1,4 +1,4 @@
-"""What a model's parameters are to others: groups to the optimizer, weights to a checkpoint."""
+"""Views of a model's parameters: parameter groups for the optimizer, weights for a checkpoint."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,33 +15,34 @@ from megatron.position.processor import Processor
 from megatron.position.temperature import Temperature
 
 Algorithm = Literal["AdamW", "Muon", "Lion"]
-"""By which an optimizer steps a parameter."""
+"""Optimizer algorithms to which a parameter can be assigned."""
 
 
 @dataclass(frozen=True)
 class HiddenMatrix:
-    """A weight of a layer that is one matrix, or several behind one another: what Muon orthogonalises one by one.
+    """Layer weight that consists of one matrix or several, which Muon orthogonalizes separately.
 
-    Queries, keys and values are three matrices, each of all heads; their rows lie in one weight, group by group of the
-    heads that share a key. The first weight of a gated feed-forward layer is two, one behind the other.
+    Queries, keys and values are three matrices, each with all heads. Their rows are interleaved in one weight, by
+    groups of heads that share a key. The first weight of a gated feed-forward layer consists of two consecutive
+    matrices.
     """
 
     parameter: nn.Parameter
-    """[rows, columns] of what a tensor-parallel rank holds."""
+    """Local shard [rows, columns] of a tensor-parallel rank."""
     blocks: int
-    """How often the matrices' rows follow on one another in the whole weight, over all tensor-parallel ranks."""
+    """Number of times that the matrices' rows alternate in the unsharded weight, over all tensor-parallel ranks."""
     sizes: tuple[int, ...]
     """Rows of each matrix in a block."""
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        """The matrices of the whole weight."""
+        """Split the unsharded weight into its matrices."""
         if len(self.sizes) == 1:
             return [whole]
         blocks = whole.unflatten(0, (self.blocks, sum(self.sizes)))
         return [part.flatten(0, 1) for part in blocks.split(self.sizes, 1)]
 
     def join(self, matrices: list[Tensor]) -> Tensor:
-        """The whole weight: what `split` undoes."""
+        """Join matrices into the unsharded weight, the inverse of `split`."""
         if len(self.sizes) == 1:
             return matrices[0]
         blocks = [matrix.unflatten(0, (self.blocks, -1)) for matrix in matrices]
@@ -49,7 +50,7 @@ class HiddenMatrix:
 
 
 def list_hidden_matrices(model: nn.Module) -> list[HiddenMatrix]:
-    """The weights of attention and feed-forward layers, in the order of the model's parameters."""
+    """Return the weights of attention and feed-forward layers, in the order of the model's parameters."""
     found: list[HiddenMatrix] = []
     for module in model.modules():
         if isinstance(module, BiasedSelfAttention):
@@ -71,13 +72,15 @@ def list_hidden_matrices(model: nn.Module) -> list[HiddenMatrix]:
 
 
 def get_algorithm(parameter: nn.Parameter) -> Algorithm:
-    """By which algorithm a parameter is stepped: what `parameter_groups` marked it with."""
+    """Return the algorithm that updates a parameter, as set by `parameter_groups`."""
     algorithm: Algorithm = getattr(parameter, "optimizer_algorithm", "AdamW")
     return algorithm
 
 
 def list_roles(model: nn.Module) -> list[tuple[nn.Parameter, Role]]:
-    """Of each parameter its row of muP's table (`megatron/model/mup.py`), in the order of the model's parameters."""
+    """Return each parameter with its row in muP's table (`megatron/model/mup.py`), in the order of the model's
+    parameters.
+    """
     roles: dict[int, Role] = {id(matrix.parameter): "hidden" for matrix in list_hidden_matrices(model)}
     for name, module in model.named_modules():
         if isinstance(module, Encoding) and type(module).only_adds_embeddings():
@@ -99,17 +102,18 @@ _ROLES_OF_MODULES: dict[str, Role] = {
 def parameter_groups(
     model: nn.Module, weight_decay: float, algorithm: Algorithm = "AdamW", *, decay_positions: bool = False
 ) -> list[dict[str, Any]]:
-    """Parameter groups for the optimizer.
+    """Build the parameter groups for the optimizer.
 
-    Decayed: matrices (convolutions of a score processor included). Not decayed: vectors (biases, norms) and what a
-    position encoding or a temperature owns, unless it says otherwise (`list_decayed`). With `decay_positions` all of
-    that is decayed except biases of linear layers, as GPT-NeoX does. Each pair of bounds gets a group of its own, with
-    keys `low` and `high`: ZeRO flattens each group by itself, so the optimizer can project its float32 masters group by
-    group. With Muon the layers' weights are a group of their own, whose `matrices` say what to orthogonalise; AdamW
-    steps all others. With muP each of these is divided further, by the factors `lr_scale` and `eps_scale`, and its
-    decay is scaled.
+    Decayed: matrices (including convolutions of a score processor). Not decayed: vectors (biases, norms) and the
+    parameters of position encodings and temperatures, unless a method opts in (`list_decayed`). With `decay_positions`
+    all of these are decayed except biases of linear layers, as in GPT-NeoX.
 
-    Each group has its `algorithm`, with which its parameters are marked (`get_algorithm`).
+    Each pair of bounds gets its own group, with keys `low` and `high`: ZeRO flattens each group separately, so the
+    optimizer can project its float32 masters by group. With Muon the layers' weights form a group, whose `matrices`
+    list what to orthogonalize; AdamW updates all others. With muP each of these groups is divided further by `lr_scale`
+    and `eps_scale`, and its decay is scaled.
+
+    Each group has its `algorithm`, which is also set on its parameters (`get_algorithm`).
     """
     matrices = {id(matrix.parameter): matrix for matrix in list_hidden_matrices(model)} if algorithm == "Muon" else {}
     bounds = {
@@ -133,7 +137,7 @@ def parameter_groups(
         is_decayed = is_matrix or id(parameter) in decayed
         by_muon = id(parameter) in matrices
         scales = StepScales() if mup is None else mup.get_step_scales(role, by_muon=by_muon)
-        # In this order, which decides where ZeRO puts each: matrices of Muon's, decayed, not decayed, then by bounds.
+        # This order decides the position in ZeRO: Muon's matrices, decayed, not decayed, then by bounds.
         place = (0,) if by_muon else (3, low, high) if is_bounded else (1,) if is_decayed else (2,)
         key = (place, scales.lr, scales.eps, scales.weight_decay if is_decayed else 0.0)
         group = groups.get(key)
@@ -157,9 +161,9 @@ def parameter_groups(
 
 
 def find_model_parts(model: nn.Module) -> dict[str, str]:
-    """For each parameter's name the part of the model that it belongs to, as people call it."""
+    """Map each parameter's name to the module it belongs to, with a readable name."""
     parts: dict[str, str] = {}
-    for name, module in model.named_modules():  # what is inside comes after what holds it
+    for name, module in model.named_modules():  # inner modules come after the modules that contain them
         if isinstance(module, Encoding):
             part = "position encoding"
         elif isinstance(module, Processor):
@@ -173,7 +177,7 @@ def find_model_parts(model: nn.Module) -> dict[str, str]:
         elif name in ("embedding", "output_layer"):
             part = "embedding" if name == "embedding" else "output layer"
         elif not name:
-            part = "norms"  # of the layers, and the last one: all that is in none of the others
+            part = "norms"  # norms of the layers and the final norm: everything not in another part
         else:
             continue
         parts.update((f"{name}.{weight}" if name else weight, part) for weight, _ in module.named_parameters())
@@ -181,14 +185,14 @@ def find_model_parts(model: nn.Module) -> dict[str, str]:
 
 
 def clamp_bounded_parameters(model: nn.Module) -> None:
-    """Move every bounded parameter to the nearest value inside its bounds."""
+    """Move every bounded parameter to the nearest value within its bounds."""
     for module in model.modules():
         if isinstance(module, BoundedParameter):
             module.clamp_to_bounds()
 
 
 def list_dispensable_weights(model: nn.Module) -> set[str]:
-    """Weights without which the model computes the same: those of processors that have no effect yet."""
+    """Return the weights that do not affect the model's output: those of processors that have no effect yet."""
     return {
         f"{name}.{weight}"
         for name, module in model.named_modules()
@@ -198,7 +202,7 @@ def list_dispensable_weights(model: nn.Module) -> set[str]:
 
 
 def list_encoding_weights(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes of the weights of a model's encodings, by name."""
+    """Return the shapes of the weights of a model's encodings, by name."""
     return {
         f"{name}.{weight}": tuple(parameter.shape)
         for name, module in model.named_modules()
@@ -208,7 +212,7 @@ def list_encoding_weights(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def list_temperature_weights(model: nn.Module) -> set[str]:
-    """The names of the weights of a model's temperatures."""
+    """Return the names of the weights of a model's temperatures."""
     return {
         f"{name}.{weight}"
         for name, module in model.named_modules()
@@ -218,7 +222,7 @@ def list_temperature_weights(model: nn.Module) -> set[str]:
 
 
 def map_to_shared_names(model: nn.Module) -> dict[str, str]:
-    """For each parameter of a layer's own encoding the name it has where layers share it."""
+    """Map each parameter name of a layer's own encoding to its name when layers share the encoding."""
     own = {
         name: module
         for name, module in model.named_modules()
@@ -233,5 +237,5 @@ def map_to_shared_names(model: nn.Module) -> dict[str, str]:
 
 
 def get_method_name(module: PositionModule) -> str:
-    """The name of an encoding or a processor: that of its file."""
+    """Return the name of an encoding or a processor, which is the name of its file."""
     return type(module).__module__.rpartition(".")[2]

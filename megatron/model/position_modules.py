@@ -1,7 +1,7 @@
-"""From the configuration of positions to its modules, without the rest of the model (or megatron-core).
+"""Construction of position modules from a configuration, without the rest of the model (or megatron-core).
 
-`canonical_position_options` says what a configuration computes, whatever way it is written. Torch comes with the
-classes of methods and is imported only where one is asked for: whoever plans a run needs `build_attention_dims` alone.
+`canonical_position_options` gives a unique form of configurations that compute the same. The classes of methods need
+torch, which is imported only when a class is requested: planning a run needs only `build_attention_dims`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ if TYPE_CHECKING:
 
 
 def build_attention_dims(model: ModelOptions) -> AttentionDims:
-    """The sizes that encodings and processors are built for."""
+    """Return the sizes for which encodings and processors are built."""
     return AttentionDims(**get_attention_sizes(model))
 
 
 def list_layer_positions(position: PositionOptions, num_layers: int) -> list[PositionOptions]:
-    """What each layer has of the keys that differ from layer to layer: of several encodings and processors each takes
-    the options that it has. Layers that are alike have the same object, and without patterns all have `position`.
+    """Return the position options of each layer.
 
-    Raises UserError: the file of a method cannot be read, or no method has an option.
+    With several encodings or processors, each gets the options that it has. Equal layers share one object, and without
+    patterns all layers have `position`.
+
+    Raises UserError if the file of a method cannot be read, or no method has an option.
     """
     patterns = position.list_patterns()
     if not patterns:
@@ -54,17 +56,17 @@ def list_layer_positions(position: PositionOptions, num_layers: int) -> list[Pos
     for name in ("pos_emb_options", "score_processor_options", "attention_temperature_options"):
         for option in getattr(position, name):
             if not any(option in getattr(own, name) for own in kinds.values()):
-                raise UserError(f"{name}.{option}: no layer's method has such an option", f"{name}.{option}")
+                raise UserError(f"{name}.{option}: no layer's method has this option", f"{name}.{option}")
     return positions
 
 
 def find_layer_kinds(position: PositionOptions, num_layers: int) -> list[PositionOptions]:
-    """The different ones of `list_layer_positions`, in the order of their first layers."""
+    """Return the distinct entries of `list_layer_positions`, in the order of their first layers."""
     return list({id(own): own for own in list_layer_positions(position, num_layers)}.values())
 
 
 def _select_options(own: PositionOptions) -> PositionOptions:
-    """Without options of other layers' methods; of a name that is none, what is refused elsewhere, all."""
+    """Drop options of other layers' methods. An unknown method, which is rejected elsewhere, keeps all options."""
     values: dict[str, Any] = {}
     try:
         if own.encoding in list_encodings():
@@ -80,14 +82,14 @@ def _select_options(own: PositionOptions) -> PositionOptions:
 
 
 def canonical_options(method: type[PositionModule], options: Mapping[str, Any]) -> dict[str, Any]:
-    """All options that a trained model depends on, defaults filled in; those that only say where it starts are out."""
+    """Return all options that a trained model depends on, including defaults, without initialization options."""
     defaults = {name: parameter.default for name, parameter in method.options().items()}
     initialization = method.initialization_options()
     return {name: value for name, value in {**defaults, **options}.items() if name not in initialization}
 
 
 def canonical_position_options(position: PositionOptions) -> dict[str, Any]:
-    """The options of an encoding, a processor and a temperature, so that equal models compare equal."""
+    """Return the options of encoding, processor and temperature in a form in which equal models compare equal."""
     from megatron.position.registry import load_encoding_class, load_processor_class, load_temperature_class
 
     kinds = (
@@ -107,7 +109,7 @@ def canonical_position_options(position: PositionOptions) -> dict[str, Any]:
 
 
 def build_encoding_from_options(options: PositionOptions, dims: AttentionDims) -> Encoding:
-    """A fresh encoding. Raises UserError that names the key."""
+    """Build a new encoding. Raises UserError that names the key."""
     from megatron.position.registry import build_encoding
 
     try:
@@ -117,7 +119,7 @@ def build_encoding_from_options(options: PositionOptions, dims: AttentionDims) -
 
 
 def build_processor_from_options(options: PositionOptions, dims: AttentionDims, encoding: Encoding) -> Processor | None:
-    """A fresh processor for an encoding, or None where there is none. Raises UserError that names the key."""
+    """Build a new processor for an encoding, or return None if there is none. Raises UserError that names the key."""
     from megatron.position.registry import build_processor
 
     if options.processor == "none":
@@ -134,7 +136,7 @@ def build_processor_from_options(options: PositionOptions, dims: AttentionDims, 
 
 
 def build_temperature_from_options(options: PositionOptions, dims: AttentionDims) -> Temperature | None:
-    """A fresh temperature, or None where there is none. Raises UserError that names the key."""
+    """Build a new temperature, or return None if there is none. Raises UserError that names the key."""
     from megatron.position.registry import build_temperature
 
     if options.temperature == "none":
@@ -151,5 +153,5 @@ def build_temperature_from_options(options: PositionOptions, dims: AttentionDims
 
 
 def _find_key(key: str, error: ValueError) -> str:
-    """The key of the configuration that an error is about: an option's, or the one that names the method."""
+    """Return the configuration key of an error: the key of the option, or the key that names the method."""
     return f"{key}_options.{error.option}" if isinstance(error, OptionError) else key

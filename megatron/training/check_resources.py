@@ -1,21 +1,20 @@
-"""Before a run: does what it needs fit the memory of its GPUs, of this machine, and the disk?
+"""Check before a run starts that it fits the memory of its GPUs, the memory of this machine, and the disk.
 
-By arithmetic on the configuration, without torch and before anything is made, so that a mistyped num_layers costs a
-second and no hour in a queue. An estimate must not keep anybody from what would have fitted, so what is refused is
-beyond a bound from below:
+The check is arithmetic on the configuration. It needs no torch and runs before anything is created, so a mistyped
+num_layers costs a second instead of an hour in a queue. An estimate must not block a run that would have fitted, so
+Farfield rejects only configurations that exceed a lower bound:
 
-    a GPU's memory      what is planned for a rank (planning/memory_estimate.py) times `CERTAIN_FRACTION`, computed with
-                        the one of the backends that attention_backend allows which needs least; weights and optimizer
-                        states, which are there at all times and are counted exactly, are not made smaller. It is held
-                        against the largest GPU of the machine.
-    this machine's      on a CPU the same for the ranks that it starts, without score maps: its backends are others. For
-    memory              GPUs the model as it is built, once over all ranks, or the states that are offloaded to it.
-    the disk            weights and states in float32 of as many checkpoints as there are at once, against the free
-                        bytes of the file system of `save`. Checkpoints that are there already are used bytes, and the
-                        room of those that will be deleted counts as free.
+    GPU memory          planned memory of a rank (planning/memory_estimate.py) × `CERTAIN_FRACTION`, for the cheapest
+                        backend that attention_backend allows. Weights and optimizer states are always resident and
+                        counted exactly, so they are not scaled down. The limit is the largest GPU of the machine.
+    host memory         on a CPU: the same for the ranks of this machine, without score maps, because CPU backends
+                        differ. With GPUs: the model while it is built, once over all ranks, or the offloaded states.
+    disk                float32 weights and states of as many checkpoints as exist at one time, against the free bytes
+                        of the file system of `save`. Existing checkpoints count as used; the space of those that will
+                        be deleted counts as free.
 
-What is planned to fill more than nine tenths of a GPU, but is not beyond the bound, is a note and no refusal. Of
-several stages every one that is still to come is looked at. `check_resources: false` turns all of this off.
+A plan that fills more than nine tenths of a GPU but stays within the bound gets a note instead of an error. In a run of
+several stages, every remaining stage is checked. `check_resources: false` turns all checks off.
 """
 
 import shutil
@@ -40,28 +39,29 @@ from megatron.utils.errors import FarfieldError, UserError
 from megatron.utils.formatting import format_bytes
 
 CERTAIN_FRACTION = 0.9
-"""Of the memory that is planned. The allocator's peak of every run in docs/results/planner_memory.md is within a tenth
-of its plan, and a GPU takes some besides."""
+"""Lower bound on a rank's memory, as a fraction of its planned memory. The allocator's peak of every run in
+docs/results/planner_memory.md is within a tenth of its plan, and the GPU itself uses some memory besides.
+"""
 BUILT_BYTES = 4
-"""Of each parameter where a model is built, in float32, before it goes to GPUs."""
+"""Bytes per parameter while a model is built, in float32, before it moves to GPUs."""
 STORED_BYTES = 4
-"""Of each weight, and of each of the optimizer's moments, in a checkpoint: float32."""
-OVERRULE = "check_resources=false starts it all the same"
+"""Bytes in a checkpoint per weight and per value of each optimizer moment: float32."""
+OVERRULE = "set check_resources=false to start anyway"
 
 
 def check_memory(
     config: Config, hardware: LocalHardware, *, device: str, ranks_on_node: int, ranks: int
 ) -> Iterator[str]:
-    """Refuse what fits no memory whatever else is done. Yields a line if a GPU's is planned to be nearly full.
+    """Reject a configuration that cannot fit in memory. Yield a note if it is planned to nearly fill a GPU.
 
     Args:
-        config: resolved, its batch and its stages too.
-        hardware: of the machine; what is not known of it is not checked.
+        config: resolved configuration, with its batch and stages.
+        hardware: hardware of this machine; unknown values are not checked.
         device: cpu or cuda.
-        ranks_on_node, ranks: processes on this machine, and in all.
+        ranks_on_node, ranks: number of processes on this machine, and in total.
 
     Raises:
-        UserError: with the bytes that are needed and those that are there.
+        UserError: if memory is too small; the message gives the bytes needed and available.
     """
     if not config.launch.check_resources or (hardware.memory is None and hardware.gpu_memory is None):
         return
@@ -80,7 +80,7 @@ def check_memory(
 
 
 def _list_stages(config: Config) -> tuple[Stage, ...]:
-    """The stages of a run; all that it names where nobody knows yet how many steps its epochs are."""
+    """Return the stages of a run, or all stages that it names if the number of steps of its epochs is not known yet."""
     if not config.training.stages or config.training.train_iters:
         return build_stages(config)
     last = max(int(entry.get("until", 0)) for entry in config.training.stages)
@@ -88,27 +88,27 @@ def _list_stages(config: Config) -> tuple[Stage, ...]:
 
 
 class _UnknownMethodError(Exception):
-    """Nothing is known of the memory that the position encoding or the score processor takes."""
+    """Raised if the memory use of the position encoding or the score processor is unknown."""
 
 
 def _check_gpu_memory(
     config: Config, gpu_memory: int, sizes: ParallelSizes, vocab_size: int, name: str
 ) -> Iterator[str]:
-    ends = {0, sizes.pipeline - 1}  # no rank needs less for the others
+    ends = {0, sizes.pipeline - 1}  # no rank in between needs less
     least = [_estimate_least(config, sizes, vocab_size, end, gpu_memory) for end in ends]
     estimate = max(least, key=count_certain_bytes)
     if (needed := count_certain_bytes(estimate)) > gpu_memory:
         raise UserError(
             f"{name}{_describe_size(config)}: a rank needs at least {format_bytes(needed)} of GPU memory "
             f"({format_bytes(estimate.weights)} of weights, {format_bytes(estimate.optimizer)} of optimizer states), "
-            f"and a GPU has {format_bytes(gpu_memory)}; `./deepy.py plan` finds layouts that fit, and {OVERRULE}",
+            f"and a GPU has {format_bytes(gpu_memory)}; find layouts that fit with `./deepy.py plan`, or {OVERRULE}",
             "num_layers" if estimate.weights + estimate.optimizer > gpu_memory else "seq_length",
         )
     planned = estimate_memory(config, sizes, vocab_size, gpu_bytes=gpu_memory)
     if not planned.fits(gpu_memory / 2**30):
         yield (
-            f"{name}memory may not suffice: a rank is planned to need {format_bytes(planned.total)}, more than nine "
-            f"tenths of a GPU's {format_bytes(gpu_memory)}"
+            f"{name}memory may run out: the plan for a rank is {format_bytes(planned.total)}, more than 90% "
+            f"of a GPU's {format_bytes(gpu_memory)}"
         )
 
 
@@ -128,7 +128,7 @@ def _check_host_memory(
             count_certain_bytes(_estimate_least(config, sizes, vocab_size, stage, None))
             for stage in range(sizes.pipeline)
         ]
-        # Nobody knows which of the pipeline's stages are here, unless all are.
+        # The pipeline stages of this machine are known only if it runs all of them.
         is_whole = ranks_on_node == sizes.world_size
         needed = sum(by_stage) * ranks_on_node // sizes.pipeline if is_whole else min(by_stage) * ranks_on_node
         key, work = "num_layers", "training takes"
@@ -162,7 +162,7 @@ def _describe_size(config: Config) -> str:
 def _estimate_least(
     config: Config, sizes: ParallelSizes, vocab_size: int, pipeline_stage: int, gpu_memory: int | None
 ) -> MemoryEstimate:
-    """The estimate with the backend that needs least; gpu_memory is None on a CPU."""
+    """Estimate the memory of the cheapest backend. `gpu_memory` is None on a CPU."""
     try:
         backends: list[str] = [config.model.attention_backend]
         if config.model.attention_backend == "auto" or gpu_memory is None:
@@ -186,12 +186,12 @@ def _estimate_least(
 
 
 def count_certain_bytes(estimate: MemoryEstimate) -> int:
-    """What a rank needs if all that is uncertain of its estimate turns out small."""
+    """Return a lower bound on the bytes that a rank needs."""
     return max(estimate.weights + estimate.optimizer, int(CERTAIN_FRACTION * estimate.total))
 
 
 def count_offloaded_bytes(config: Config, sizes: ParallelSizes, vocab_size: int) -> int:
-    """Bytes of optimizer states of a rank that lie in the host's memory. Raises UserError as `estimate_memory`."""
+    """Return the bytes of a rank's optimizer states in host memory. Raises UserError like `estimate_memory`."""
     zero = config.training.zero_optimization
     if zero.offload_optimizer.device == "none":
         return 0
@@ -201,7 +201,7 @@ def count_offloaded_bytes(config: Config, sizes: ParallelSizes, vocab_size: int)
 
 
 def find_vocab_size(data: DataOptions) -> int:
-    """Tokens of a run's data; 1, the fewest, where their tokenizer is not here."""
+    """Return the vocabulary size of a run's data, or 1, the minimum, if their tokenizer is not on this machine."""
     try:
         return read_vocab_size(data)
     except FarfieldError:
@@ -209,8 +209,9 @@ def find_vocab_size(data: DataOptions) -> int:
 
 
 def find_start_step(options: CheckpointOptions) -> int:
-    """Steps that a run has behind it when it starts, by the names of checkpoints; what is wrong with them is said by
-    whoever reads them."""
+    """Return the step at which a run starts, from the names of its checkpoints. Errors in checkpoints are left to the
+    code that reads them.
+    """
     if options.load is None or options.finetune:
         return 0
     try:
@@ -221,29 +222,31 @@ def find_start_step(options: CheckpointOptions) -> int:
 
 @dataclass(frozen=True)
 class CheckpointSize:
-    """Of one checkpoint, in bytes."""
+    """Size of one checkpoint, in bytes."""
 
     weights: int
     states: int
-    """The optimizer's moments."""
+    """Size of the optimizer's moments."""
     parts: int
-    """Beside both, until the weights of all ranks are one file (checkpoint/sharded_state.py)."""
+    """Size of the temporary shards that exist until the weights of all ranks are in one file
+    (checkpoint/sharded_state.py).
+    """
 
     @property
     def total(self) -> int:
-        """Once it is written."""
+        """Size of the finished checkpoint, in bytes."""
         return self.weights + self.states
 
     def count_bytes(self, num_checkpoints: int) -> int:
-        """Of so many, the last of which is being written."""
+        """Return the bytes of several checkpoints, the last of which is being written."""
         return num_checkpoints * self.total + (self.parts if num_checkpoints > 0 else 0)
 
 
 def estimate_checkpoint_size(config: Config, vocab_size: int) -> CheckpointSize:
-    """The size of a configuration's checkpoints, without the few bytes that do not grow with the model.
+    """Estimate the size of a configuration's checkpoints, without the few bytes that do not grow with the model.
 
     Raises:
-        UserError: nothing is known of the position encoding or the score processor.
+        UserError: if the memory use of the position encoding or the score processor is unknown.
     """
     parameters = count_parameters(config, vocab_size)
     matrices = config.model.num_layers * sum(list_layer_matrices(config.model))
@@ -254,20 +257,20 @@ def estimate_checkpoint_size(config: Config, vocab_size: int) -> CheckpointSize:
 
 @dataclass(frozen=True)
 class CheckpointCounts:
-    """How many checkpoints a run adds to those that it begins with."""
+    """Number of checkpoints that a run adds to the existing ones."""
 
     at_once: int
-    """While it writes the one that there is least room for, which is among them; 0 if it writes none."""
+    """Maximum at any time, counting the checkpoint being written; 0 if the run writes none."""
     at_end: int
-    """Negative if it deletes more than it writes."""
+    """Number at the end of the run; negative if it deletes more than it writes."""
 
 
 def count_checkpoints(config: Config, start: int = 0, existing: Collection[int] = ()) -> CheckpointCounts:
     """Count the checkpoints of a run as it writes and deletes them (`Saver`, `prune_checkpoints`).
 
     Args:
-        config: resolved. Of train_epochs nobody knows yet how many steps they are: one checkpoint at the end.
-        start: steps that the run has behind it.
+        config: resolved configuration. With train_epochs the number of steps is unknown: one checkpoint at the end.
+        start: step at which the run starts.
         existing: steps of the checkpoints in its folder.
     """
     options, train_iters = config.checkpoint, config.training.train_iters or start + 1
@@ -295,8 +298,10 @@ def count_checkpoints(config: Config, start: int = 0, existing: Collection[int] 
 
 
 def measure_free_bytes(folder: str | Path) -> int | None:
-    """Free bytes of the file system that a folder lies on or would lie on; None if it does not say, or holds nothing
-    (/proc)."""
+    """Return the free bytes of the file system of a folder, which need not exist yet.
+
+    Return None if the file system does not report them, or reports a size of 0 (/proc).
+    """
     path = Path(folder).absolute()
     try:
         usage = shutil.disk_usage(next(part for part in (path, *path.parents) if part.exists()))
@@ -307,23 +312,25 @@ def measure_free_bytes(folder: str | Path) -> int | None:
 
 @dataclass(frozen=True)
 class DiskNeed:
-    """Bytes that the checkpoints of a run add to those that are there when it begins."""
+    """Bytes that the checkpoints of a run add to those in its folder at the start."""
 
     at_once: int
-    """When there are most."""
+    """Maximum at any time, in bytes."""
     at_end: int
-    """Negative if it deletes more than it writes."""
+    """Bytes at the end of the run; negative if it deletes more than it writes."""
     description: str
-    """How `at_once` comes about."""
+    """Explanation of `at_once`, for messages."""
 
 
 def estimate_disk_need(config: Config, start: int | None = None) -> DiskNeed:
-    """What a run needs of the disk; nothing where its folder cannot be read, which is refused where it is made, or
-    nothing is known of its method.
+    """Estimate the disk space that a run needs.
+
+    Return zeros if its folder cannot be read, which is an error when the folder is created, or if the memory use of its
+    method is unknown.
 
     Args:
-        config: resolved, with `save`.
-        start: steps that the run has behind it; as `load` says if absent.
+        config: resolved configuration, with `save`.
+        start: step at which the run starts; by default derived from `load`.
     """
     assert config.checkpoint.save is not None
     start = find_start_step(config.checkpoint) if start is None else start
@@ -332,20 +339,20 @@ def estimate_disk_need(config: Config, start: int | None = None) -> DiskNeed:
         size = estimate_checkpoint_size(config, find_vocab_size(config.data))
     except (OSError, UserError):
         return DiskNeed(0, 0, "")
-    # Those of later steps are moved aside (`rollback`) and never deleted.
+    # Checkpoints of later steps are moved aside (`rollback`) and never deleted.
     counts = count_checkpoints(config, start, [step for step in existing if step <= start] if start else existing)
     description = f"{counts.at_once} × {format_bytes(size.total)}, and {format_bytes(size.parts)} while one is written"
     return DiskNeed(size.count_bytes(counts.at_once), counts.at_end * size.total, description)
 
 
 def check_disk(config: Config) -> None:
-    """Refuse a run whose checkpoints do not fit the disk.
+    """Reject a run whose checkpoints do not fit on the disk.
 
     Args:
-        config: resolved.
+        config: resolved configuration.
 
     Raises:
-        UserError: with the bytes that are needed and those that are free.
+        UserError: if the disk is too small; the message gives the bytes needed and free.
     """
     if config.checkpoint.save is not None and config.launch.check_resources:
         need = estimate_disk_need(config)
@@ -353,22 +360,22 @@ def check_disk(config: Config) -> None:
 
 
 def refuse_full_disk(key: str, folder: str | Path, needed: int, text: str) -> None:
-    """Refuse checkpoints for which a disk has no room.
+    """Reject checkpoints that do not fit on a disk.
 
     Args:
-        key: that names the folder.
-        folder: where they go.
-        needed: bytes, at least.
-        text: whose checkpoints they are, with `{}` for how many bytes they need.
+        key: configuration key that names the folder.
+        folder: folder of the checkpoints.
+        needed: lower bound on their bytes.
+        text: description of the checkpoints, with `{}` for the bytes that they need.
 
     Raises:
-        UserError: with the bytes that are needed and those that are free.
+        UserError: if the disk is too small; the message gives the bytes needed and free.
     """
     free = measure_free_bytes(folder)
     if free is not None and needed > free:
         raise UserError(
             f"{key}: {folder}: the checkpoints of {text.format(f'at least {format_bytes(needed)}')}, and the disk has "
             f"{format_bytes(free)} free; keep fewer (keep_last_n_checkpoints), save less often (checkpoint_factor) or "
-            f"elsewhere; {OVERRULE}",
+            f"elsewhere, or {OVERRULE}",
             key,
         )

@@ -1,11 +1,11 @@
-"""Checks that a run makes before its first step, made where it is started, before a night in a queue.
+"""Checks that a run makes before its first step. They run where the run is started, before it waits in a queue.
 
-    check_surroundings   files, folders, disk and logins, in a second and without torch. Every start begins with it: a
-                         training on this machine, a dry run, a submission to SLURM and the runs of a sweep.
-    check_start          all else that the ranks of a run refuse before they train: they make a `StartPlan`, and so does
-                         this. A training on this machine leaves it to its ranks, so that nothing is done twice.
+    check_surroundings   files, folders, disk and logins, in a second and without torch. Every start begins with it:
+                         training on this machine, a dry run, a SLURM submission and the runs of a sweep.
+    check_start          everything else that the ranks of a run check before they train: it builds a `StartPlan`, as
+                         they do. Training on this machine leaves it to the ranks, so that no work is done twice.
 
-What remains are facts of the machines that train (`UNCHECKED_ELSEWHERE`).
+Facts that only the training machines know stay unchecked (`UNCHECKED_ELSEWHERE`).
 """
 
 from __future__ import annotations
@@ -39,15 +39,17 @@ UNCHECKED_ELSEWHERE = "what only the training machines know: GPUs, memory, CUDA,
 
 
 def check_data_files(config: Config) -> None:
-    """Refuse missing datasets. Raises UserError."""
+    """Check that the datasets exist. Raises UserError."""
     for stage_config in (config, *list_stage_configs(config)):
         for split in SPLITS:
             list_split_prefixes(stage_config.data, split)
 
 
 def check_run_folder(config: Config) -> None:
-    """Refuse files of others in the run's folder before anything is written there, a folder that is another run's, and
-    a `load` that has nothing to load. Raises UserError."""
+    """Check the folder of a run before anything is written there. Raises UserError.
+
+    Foreign files in the folder, a folder of another run, and a `load` without a checkpoint are errors.
+    """
     options = config.checkpoint
     refuse_foreign_run_files(options.save, (METRICS_FILE, HEARTBEAT_FILE))
     if options.load is not None:
@@ -57,21 +59,21 @@ def check_run_folder(config: Config) -> None:
             except UserError as error:
                 raise UserError(f"load: {error}") from None
     elif options.save is not None:
-        with suppress(OSError):  # a folder that cannot be used is refused where it is made
+        with suppress(OSError):  # an unusable folder is an error when it is created
             refuse_file_in_path("save", Path(options.save))
             checkpoints.refuse_existing_run(options.save, checkpoints.find_latest_checkpoint(options.save))
 
 
 def check_surroundings(config: Config, *, reads_data: bool = True, has_own_python: bool = True) -> None:
-    """Check the files, the folders, the disk and the logins of a run, without torch and without making anything.
+    """Check the files, folders, disk and logins of a run, without torch and without creating anything.
 
     Args:
-        config: resolved (`resolve_run`).
-        reads_data: this machine sees the data under the paths of the configuration.
-        has_own_python: the run uses this Python, with its packages and environment.
+        config: resolved configuration (`resolve_run`).
+        reads_data: True if this machine sees the data under the paths of the configuration.
+        has_own_python: True if the run uses this Python, with its packages and environment.
 
     Raises:
-        UserError: something is missing, in the way, or too small.
+        UserError: if something is missing, in the way, or too small.
     """
     if reads_data:
         check_data_files(config)
@@ -83,20 +85,20 @@ def check_surroundings(config: Config, *, reads_data: bool = True, has_own_pytho
 
 @dataclass(frozen=True)
 class StartCheck:
-    """A run that could start, as far as this machine can know."""
+    """Result of the checks of a run that can start, as far as this machine can tell."""
 
     config: Config
-    """The configuration with what its data decide, and with a batch where that was open."""
+    """Configuration with the values that the data determine, and with a batch size if it was left open."""
     data_notes: tuple[str, ...]
-    """Lines about values that the data decided."""
+    """Lines about values that the data determined."""
     plan: StartPlan | None
-    """Plan of the start; None if the data are not on this machine."""
+    """Start plan, or None if the data are not on this machine."""
     model: GPT
-    """The model without memory; with the smallest vocabulary if the data are not here."""
+    """Model on the meta device, with the smallest vocabulary if the data are not on this machine."""
     missing_data: str | None
     """Reason why the data could not be read on this machine, or None."""
     has_own_python: bool
-    """True if the packages and logins of this machine were checked: the run uses them."""
+    """True if the run uses the packages and logins of this machine, which were checked."""
 
 
 def check_start(
@@ -107,17 +109,17 @@ def check_start(
     is_here: bool = True,
     reads_tokens: bool = True,
 ) -> StartCheck:
-    """Check all that a run refuses before its first step, without making anything.
+    """Check everything that a run checks before its first step, without creating anything.
 
     Args:
-        resolved: the run.
-        needs_data: refuse a run whose data cannot be read here; otherwise `missing_data` says so.
-        has_own_python: the run uses this Python, with its packages and environment.
-        is_here: the run takes place on this machine, so that its limits count.
-        reads_tokens: check the tokens of the datasets as their first use does; otherwise a sample of them.
+        resolved: resolved run.
+        needs_data: True to raise an error if the data cannot be read here; otherwise `missing_data` gives the reason.
+        has_own_python: True if the run uses this Python, with its packages and environment.
+        is_here: True if the run takes place on this machine, so that its limits apply.
+        reads_tokens: True to check the tokens of the datasets as their first use does; otherwise only a sample.
 
     Raises:
-        FarfieldError: as the run would.
+        FarfieldError: the error that the run would raise.
     """
     config = _settle_batch(resolved)
     data_notes: tuple[str, ...] = ()
@@ -132,7 +134,7 @@ def check_start(
         missing = str(error)
     check_surroundings(config, reads_data=False, has_own_python=has_own_python)
 
-    # torch takes seconds
+    # importing torch takes seconds
     from megatron.checkpoint.resume import plan_resume
     from megatron.data.datasets import check_index_size, check_slice_contents
     from megatron.distributed.process_groups import ProcessGroups, single_process
@@ -158,12 +160,12 @@ def check_start(
     model = build_model(started.model, started.position, vocab_size, groups=single_process(), device="meta")
     check_eval_lengths(started, model.max_length)
     if started.model.attention_backend != "auto" or started.launch.device == "cpu":
-        check_equal_calls(started, model)  # auto's choice on a GPU is not known before
+        check_equal_calls(started, model)  # the choice of `auto` on a GPU is not known yet
     return StartCheck(config, data_notes, plan, model, missing, has_own_python)
 
 
 def _settle_batch(resolved: ResolvedRun) -> Config:
-    """Return the configuration with a batch and with stages, which a dry run leaves open if it cannot count GPUs."""
+    """Return the configuration with a batch size and stages, which a dry run leaves open if it cannot count GPUs."""
     config = resolved.config
     if resolved.world_size is not None:
         return config
@@ -171,7 +173,7 @@ def _settle_batch(resolved: ResolvedRun) -> Config:
 
 
 def _guess_data_ranks(config: Config) -> int:
-    """Return how many ranks divide the batch, as the batch sizes say; 1 if they leave it open."""
+    """Return the number of data-parallel ranks implied by the batch sizes, or 1 if they leave it open."""
     training = config.training
     given = {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} <= training.model_fields_set
     product = training.train_micro_batch_size_per_gpu * training.gradient_accumulation_steps
@@ -179,5 +181,5 @@ def _guess_data_ranks(config: Config) -> int:
 
 
 def _count_ranks(config: Config, world_size: int | None) -> int:
-    """Return the processes of a run; as the batch sizes say where a dry run leaves them open."""
+    """Return the number of processes of a run, derived from the batch sizes if a dry run leaves it open."""
     return world_size or _guess_data_ranks(config) * ranks_per_replica(config)

@@ -1,4 +1,4 @@
-"""The run on the user's console: a bar with the time left on a terminal, and one tidy line per interval anywhere."""
+"""Progress of a run on the console: a progress bar on a terminal, and one line per interval everywhere."""
 
 import time
 from collections.abc import Callable
@@ -11,19 +11,19 @@ from megatron.utils.formatting import format_approximate_duration, format_durati
 from megatron.utils.progress import build_progress_bar
 
 QUIET_SECONDS = 10.0
-"""Seconds without a line after which the first steps and a validation say how far they are where there is no bar."""
+"""Seconds without output after which, without a progress bar, the first steps and a validation print their progress."""
 WARMUP_SECONDS = 5.0
-"""Seconds of training before the first steps are taken for the speed of the run."""
+"""Seconds of training before the first steps are used to estimate the speed of the run."""
 
 
 MIN_WAIT = 0.05
-"""Share of the time from which on it is told what training waits for."""
+"""Minimum fraction of the time for a wait to be reported."""
 MIN_SLOWDOWN = 0.1
-"""Share by which a rank is slower than others of which it is told."""
+"""Minimum relative slowdown for a slow rank to be reported."""
 
 
 def describe_waits(record: TrainRecord) -> list[str]:
-    """What training waited for, as far as it matters: data, checkpoints, a rank that is slower than others."""
+    """List the waits of training that are long enough to report: for data, for checkpoints, and for a slower rank."""
     waits = []
     if record.data_wait >= MIN_WAIT:
         rank = "" if record.data_wait_rank is None else f" (rank {record.data_wait_rank})"
@@ -36,7 +36,7 @@ def describe_waits(record: TrainRecord) -> list[str]:
 
 
 def format_train_record(record: TrainRecord, train_iters: int) -> str:
-    """One interval in one line; what is not worth a word (no loss scale, nothing skipped) is left out."""
+    """Format one interval as one line, without values that carry no information (no loss scale, no skipped steps)."""
     width = len(str(train_iters))
     parts = [f"step {record.step:>{width}}/{train_iters}"]
     if record.loss is not None and record.perplexity is not None:
@@ -67,7 +67,9 @@ def format_train_record(record: TrainRecord, train_iters: int) -> str:
 
 
 def format_norms(record: TrainRecord) -> str | None:
-    """The norms of an interval in one line, each with that of the last update; None if they were not measured."""
+    """Format the norms of an interval as one line, each with the norm of the last update, or return None if not
+    measured.
+    """
     if record.param_norm is None or record.update_norm is None:
         return None
     updates = record.update_norm
@@ -76,7 +78,7 @@ def format_norms(record: TrainRecord) -> str | None:
 
 
 def format_validation_record(record: ValidationRecord, train_iters: int) -> str:
-    """One validation in one line."""
+    """Format one validation as one line."""
     width = len(str(train_iters))
     return (
         f"step {record.step:>{width}}/{train_iters}  {record.split} loss {record.loss:.4f}  "
@@ -85,12 +87,12 @@ def format_validation_record(record: ValidationRecord, train_iters: int) -> str:
 
 
 class ConsoleReporter:
-    """Prints lines, and on a terminal keeps a bar below them.
+    """Reporter that prints lines, and on a terminal keeps a progress bar below them.
 
     Args:
-        console: where to; None prints nothing.
-        train_iters: the last step.
-        clock: seconds; for tests.
+        console: output console; None prints nothing.
+        train_iters: last step of the run.
+        clock: function that returns the time in seconds; replaced in tests.
     """
 
     def __init__(
@@ -99,30 +101,31 @@ class ConsoleReporter:
         self.console, self.train_iters = console, train_iters
         self._clock = clock
         self._start_time = self._last_line_time = 0.0
-        self._first_step = self._step = 0  # the step that time is counted from, and the last that is done
-        self._is_warm = False  # has the first step, which is not like the others, been left out of the count?
-        self._estimate: float | None = None  # seconds, until a measured time has been told in its place
-        self._has_record = False  # has an interval's line told how fast it goes?
+        self._first_step = self._step = 0  # start of the speed measurement, and last finished step
+        self._is_warm = False  # True once the first, slower step is excluded from the measurement
+        self._estimate: float | None = None  # seconds; shown until a measured time replaces it
+        self._has_record = False  # True once an interval line has reported the speed
         self._bar: Progress | None = None
         if console is not None and console.is_terminal:
             self._bar = build_progress_bar(console, TextColumn("{task.fields[step]}/{task.total:.0f}"))
             self._task = self._bar.add_task("training", total=train_iters, left="", step=0)
 
     def log(self, line: str) -> None:
-        """A line of its own."""
+        """Print one line."""
         self._last_line_time = self._clock()
         if self.console is not None:
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _log_progress(self, line: str) -> None:
-        """The same for where there is no bar, if nothing has been said for a while."""
+        """Print a line if there is no progress bar and nothing was printed for a while."""
         if self._bar is None and self._clock() - self._last_line_time >= QUIET_SECONDS:
             self.log(line)
 
     def begin(self, step: int, estimate: float | None = None) -> None:
-        """Training begins after `step` steps: the time left is counted from here.
+        """Start training after `step` steps and start the clock for the time left.
 
-        `estimate` is what the rest may take, in seconds, and shown until the first steps tell better.
+        `estimate` is the expected duration of the rest, in seconds. It is shown until the first steps allow a better
+        one.
         """
         self._first_step = self._step = step
         self._start_time = self._last_line_time = self._clock()
@@ -133,14 +136,14 @@ class ConsoleReporter:
             self._bar.start()
 
     def micro_step(self, done: int, total: int) -> None:
-        """So many of the micro-batches of the next step are done."""
+        """Report that `done` of the `total` micro-batches of the next step are finished."""
         if self._bar is not None and done < total:
             self._bar.update(self._task, description=f"training {done}/{total}", completed=self._step + done / total)
         if not self._has_record and 0 < done < total:
             self._log_progress(f"step {self._step + 1}/{self.train_iters}: {done} of {total} micro-batches")
 
     def step(self, step: int) -> None:
-        """A step is done."""
+        """Report that a step is finished."""
         self._step = step
         now = self._clock()
         left = (now - self._start_time) / max(1, step - self._first_step) * (self.train_iters - step)
@@ -158,7 +161,7 @@ class ConsoleReporter:
             self._log_progress(f"step {step}/{self.train_iters} is done{time_left}")
 
     def show_validation(self, split: str, done: int, total: int) -> None:
-        """So many of the micro-batches of a validation are done; 0 begins it."""
+        """Report that `done` of the `total` micro-batches of a validation are finished; 0 starts it."""
         if self._bar is not None:
             self._bar.update(self._task, description=f"{split} {done}/{total}" if done < total else "training")
         if done == 0:
@@ -167,7 +170,7 @@ class ConsoleReporter:
             self._log_progress(f"{split}: {done} of {total} batches")
 
     def train(self, record: TrainRecord) -> None:
-        self._estimate, self._has_record = None, True  # this line tells the time left as well
+        self._estimate, self._has_record = None, True  # this line reports the time left as well
         self.log(format_train_record(record, self.train_iters))
         if (norms := format_norms(record)) is not None:
             self.log(norms)

@@ -1,20 +1,21 @@
-"""The end of a run that hangs: every rank writes its stacks and its last collectives, and one tells what all wait for.
+"""End of a run that hangs: every rank writes its stacks and last collectives, and one rank reports what all wait for.
 
-The rank that concludes that another hangs (`watchdog.py`), the first one or, if that is the one, the second, is the
-*reporter*. In the store, by the names of their keys:
+The *reporter* is the rank that concludes that another rank hangs (`watchdog.py`): the first rank, or the second if the
+first one hangs. Keys in the store:
 
-    verdict    the reporter's: a line, and which ranks give no sign of life
-    report     each rank's, once its stacks are written: what it waits for
-    wake       the reporter's, when those that live have reported: now signal those of your machine that do not
-    line       the reporter's: the verdict with all reports; who reads it ends
+    verdict    written by the reporter: one line, and the ranks that are silent
+    report     written by each rank once its stacks are written: what it waits for
+    wake       written by the reporter once all live ranks have reported: signal the silent ranks of your machine
+    line       written by the reporter: the verdict with all reports; a rank that reads it exits
 
-torch's flight recorder keeps the last 2,000 collectives of a process in memory, over NCCL and over gloo alike
-(`TORCH_FR_BUFFER_SIZE`), and is on by itself. It goes to the run's `stacks` folder too, in torch's own form:
+The flight recorder of torch keeps the last 2,000 collectives of a process in memory, for NCCL and gloo
+(`TORCH_FR_BUFFER_SIZE`), and is on by default. Its dump goes to the run's `stacks` folder too, in torch's own format:
 
-    stacks/rank_3.txt           the stacks of a rank's threads
-    stacks/nccl_trace_rank_3    over NCCL; `python -m torch.distributed.flight_recorder.fr_trace RUN/stacks --prefix
-                                nccl_trace_rank_` compares those of all ranks
-    stacks/gloo_trace_rank_3    the same over gloo
+    stacks/rank_3.txt           stacks of a rank's threads
+    stacks/nccl_trace_rank_3    collectives over NCCL; compare all ranks with
+                                `python -m torch.distributed.flight_recorder.fr_trace RUN/stacks --prefix
+                                nccl_trace_rank_`
+    stacks/gloo_trace_rank_3    the same for gloo
     stacks/waiting.txt          what each rank waits for
 """
 
@@ -42,32 +43,32 @@ from megatron.utils.formatting import format_ranks
 
 ROOT = Path(__file__).parents[2]
 STACKS = "stacks"
-"""In the run's folder: what ranks of a run that hung left. That of an earlier start is in `stacks_1`, `stacks_2` …"""
+"""Subfolder of the run's folder for the dumps of a hang. Those of earlier starts are in `stacks_1`, `stacks_2` …"""
 DUMP_SIGNAL = signal.SIGUSR2
-"""Has a rank that is watched write the stacks of its threads, whatever it is doing."""
+"""Signal that makes a watched rank write the stacks of its threads, whatever it is doing."""
 WRAPPERS = ("megatron/distributed/", "megatron/training/hang_report.py", "megatron/training/watchdog.py")
-"""Files of ours that issue collectives for others."""
+"""Source files of ours that issue collectives for other code."""
 FLIGHT_RECORDERS = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
-"""torch's functions that read what was recorded of each backend; a build without NCCL lacks the first."""
+"""Functions of torch that dump the flight recorder of each backend; a build without NCCL lacks the first."""
 DTYPES = {
     "Long": "int64", "Int": "int32", "Byte": "uint8", "Float": "float32", "Double": "float64", "Half": "float16",
     "BFloat16": "bfloat16",
 }  # fmt: skip
-"""Names that torch's tensors have in Python, by those that the flight recorder writes."""
+"""Python names of torch's data types, by the names in flight recorder entries."""
 MAX_SHOWN = 4
-"""Groups of ranks at most that the line tells of; all are in `waiting.txt`."""
+"""Maximum number of groups of ranks in the line; `waiting.txt` lists all."""
 WAITING_FILE = "waiting.txt"
-"""In the `stacks` folder: what each rank waits for."""
+"""File in the `stacks` folder that lists what each rank waits for."""
 
 ResultT = TypeVar("ResultT")
 
 
 class StacksFile:
-    """Where the stacks of a rank's threads go: opened before they are needed, and removed if they never are.
+    """File for the stacks of a rank's threads. It is opened before it is needed and removed if it stays empty.
 
     Args:
-        folder: the run's; None: they go to standard error.
-        rank: whose.
+        folder: folder of the run; None writes to standard error.
+        rank: rank of this process.
     """
 
     def __init__(self, folder: Path | None, rank: int) -> None:
@@ -76,7 +77,7 @@ class StacksFile:
         self._file: Any = None
 
     def set_earlier_aside(self) -> None:
-        """Move what an earlier start of the run, which hung, left to a name that is free."""
+        """Rename the `stacks` folder that an earlier, hung start of the run left behind."""
         if self.folder is None:
             return
         with suppress(OSError):
@@ -85,7 +86,7 @@ class StacksFile:
                 self.folder.rename(next(path for path in names if not path.exists()))
 
     def open(self) -> Any:
-        """The file."""
+        """Return the open file."""
         if self.path is None:
             return sys.stderr
         while self._file is None:
@@ -95,21 +96,21 @@ class StacksFile:
         return self._file
 
     def listen(self) -> None:
-        """From now on `DUMP_SIGNAL` has the stacks written, unless somebody else listens to it."""
+        """Register a handler that writes the stacks on `DUMP_SIGNAL`, unless the signal already has another handler."""
         if self.path is not None and signal.getsignal(DUMP_SIGNAL) is signal.SIG_DFL:
             faulthandler.register(DUMP_SIGNAL, file=self.open(), all_threads=True)
 
     def is_empty(self) -> bool:
-        """Was nothing written yet?"""
+        """Return True if nothing was written yet."""
         return self.path is None or not os.fstat(self.open().fileno()).st_size
 
     def close(self) -> None:
-        """The run has ended."""
+        """Close the file at the end of the run, and remove it if it is empty."""
         if self.path is None or self._file is None:
             return
         faulthandler.unregister(DUMP_SIGNAL)
         self._file.close()
-        with suppress(OSError):  # other ranks leave at the same time, and a folder goes when it is empty
+        with suppress(OSError):  # other ranks exit at the same time, and only an empty folder can be removed
             if not self.path.stat().st_size:
                 self.path.unlink()
                 self.path.parent.rmdir()
@@ -117,42 +118,44 @@ class StacksFile:
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """That a rank hangs."""
+    """Diagnosis of a hang: which ranks are silent, and which rank reports them."""
 
     line: str
     silent: tuple[int, ...]
-    """Ranks that give no sign of life."""
+    """Ranks that stopped sending heartbeats."""
     reporter: int
-    """The rank that tells it."""
+    """Rank that reports the hang."""
     time: float
-    """When it was found, in seconds since 1970."""
+    """Time of the diagnosis, in seconds since 1970."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @staticmethod
     def parse(text: str) -> "HangVerdict":
-        """What `to_json` wrote."""
+        """Parse the output of `to_json`."""
         values = json.loads(text)
         return HangVerdict(**{**values, "silent": tuple(values["silent"])})
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """Where a rank of a run that hangs is."""
+    """State of one rank of a run that hangs."""
 
     location: str
-    """Our innermost line that its main thread is in: `file:line function`."""
+    """Innermost line of our code on the stack of the main thread: `file:line function`."""
     collective: str | None = None
-    """The first that it has begun and that has not ended, in words."""
+    """Description of the first pending collective, if any."""
     num_pending: int = 0
-    """Of these how many there are: over NCCL the host goes on while its device waits."""
+    """Number of pending collectives; with NCCL the host continues while its device waits."""
 
     def describe(self, is_one: bool) -> str:
-        """`waits in all_reduce of 4 int64 over gloo among ranks 0-1 (megatron/training/trainer.py:222 train_step)`."""
+        """Describe the rank: `waits in all_reduce of 4 int64 over gloo among ranks 0-1 (megatron/…/trainer.py:222
+        step)`.
+        """
         if self.collective is None:
             return f"{'is' if is_one else 'are'} at {self.location}"
-        behind = f", with {self.num_pending - 1} more behind it" if self.num_pending > 1 else ""
+        behind = f", with {self.num_pending - 1} more pending" if self.num_pending > 1 else ""
         return f"{'waits' if is_one else 'wait'} in {self.collective}{behind} ({self.location})"
 
     def to_json(self) -> str:
@@ -160,27 +163,27 @@ class RankReport:
 
     @staticmethod
     def parse(text: str) -> "RankReport":
-        """What `to_json` wrote."""
+        """Parse the output of `to_json`."""
         return RankReport(**json.loads(text))
 
 
 def make_rank_report(folder: Path | None, rank: int, until: float | None = None) -> RankReport:
-    """Look where this process's main thread is, and write its flight recorders to `folder`, if there is one.
+    """Return the state of this process's main thread, and write its flight recorders to `folder` if it is given.
 
-    until: what it began later is left out, in seconds since 1970.
+    `until` excludes collectives that started later, in seconds since 1970.
     """
     pending: list[dict[str, Any]] = []
     for backend, name in FLIGHT_RECORDERS.items():
         read: Callable[..., bytes] | None = getattr(_distributed_c10d, name, None)
         if read is None:
             continue
-        dump = pickle.loads(read(includeCollectives=True, includeStackTraces=True, onlyActive=False))  # our own
+        dump = pickle.loads(read(includeCollectives=True, includeStackTraces=True, onlyActive=False))  # our own data
         entries = dump["entries"] = [
             entry for entry in dump.get("entries", []) if until is None or entry["time_created_ns"] <= 1e9 * until
         ]
         if not entries:
             continue
-        for name, purpose in {entry["process_group"] for entry in entries}:  # which torch keeps of NCCL's groups alone
+        for name, purpose in {entry["process_group"] for entry in entries}:  # torch records the groups of NCCL only
             ranks = json.dumps(get_group_ranks(name))
             dump["pg_config"].setdefault(name, {"name": name, "desc": purpose, "ranks": ranks})
         dump["pg_config"].pop("", None)
@@ -197,7 +200,7 @@ def make_rank_report(folder: Path | None, rank: int, until: float | None = None)
 
 
 def describe_reports(reports: Mapping[int, RankReport]) -> list[str]:
-    """What ranks wait for, each in a sentence without its end: those that few ranks wait for first."""
+    """Return a sentence, without its period, per state of the ranks; the rarest states come first."""
     ranks: dict[RankReport, list[int]] = {}
     for rank, report in sorted(reports.items()):
         ranks.setdefault(report, []).append(rank)
@@ -209,7 +212,7 @@ def describe_reports(reports: Mapping[int, RankReport]) -> list[str]:
 
 
 def _describe_collective(entry: Mapping[str, Any]) -> str:
-    """An entry of the flight recorder: `all_reduce of 4 int64 over gloo among ranks 0-1`."""
+    """Describe an entry of the flight recorder: `all_reduce of 4 int64 over gloo among ranks 0-1`."""
     backend, _, operation = entry["profiling_name"].partition(":")
     elements = 0
     for shape in entry["input_sizes"]:
@@ -225,7 +228,7 @@ def _describe_collective(entry: Mapping[str, Any]) -> str:
 
 
 def _list_main_frames() -> Iterable[tuple[str, int, str]]:
-    """The frames of the main thread, the innermost first: file, line, function."""
+    """Yield file, line and function of the frames of the main thread, innermost first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
@@ -233,8 +236,10 @@ def _list_main_frames() -> Iterable[tuple[str, int, str]]:
 
 
 def _find_location(frames: Iterable[tuple[str, int, str]]) -> str:
-    """Of frames, the innermost first, the first one that is ours and issues collectives for nobody else; the innermost
-    of all if none is."""
+    """Return the innermost frame of our code that does not issue collectives for other code.
+
+    Return the innermost frame of all if there is none.
+    """
     innermost = ""
     for filename, line, function in frames:
         innermost = innermost or f"{filename}:{line} {function}"
@@ -247,23 +252,23 @@ def _find_location(frames: Iterable[tuple[str, int, str]]) -> str:
 
 @dataclass
 class HangReporter:
-    """One rank's part in the end of a run that hangs."""
+    """Report of one rank at the end of a run that hangs."""
 
     rank: int
     processes: list[tuple[str, int]]
-    """Of each rank its machine and the number of its process."""
+    """Host name and process ID of each rank."""
     stacks: StacksFile
     grace: float
-    """Seconds that ranks have to report."""
+    """Time that ranks have for their reports, in seconds."""
     poll_interval: float
-    """Seconds between two looks of a rank at the store."""
+    """Interval at which a rank polls the store, in seconds."""
 
     def report(self, verdict: HangVerdict, store: HeartbeatStore) -> str:
-        """Write what this rank knows, and wait until the others have. Returns the line that ends the run."""
+        """Write the state of this rank and wait for the other ranks. Return the line that ends the run."""
         deadline = time.monotonic() + self.grace + 2 * self.poll_interval
         own = self._write(verdict)
         if 0 in verdict.silent and self.rank != 0:
-            # The store is the first rank's: nothing can be told before that goes on, and nothing at all if it is gone.
+            # The store belongs to the first rank: nothing can be written until it continues, or ever if it is dead.
             self._wake(verdict)
             answering = _call_within(self.grace, store.copy)
             if answering is None or self.rank != verdict.reporter:
@@ -276,12 +281,12 @@ class HangReporter:
                 return self._wait_for_line(verdict, store, deadline + 4 * self.poll_interval + 2)
             line = self._collect(verdict, own, store, deadline)
             store.set("line", line, rank=0)
-        except Exception:  # the store is gone
+        except Exception:  # the store is dead
             return verdict.line
         return line
 
     def _wait_for_line(self, verdict: HangVerdict, store: HeartbeatStore, deadline: float) -> str:
-        """What the reporter tells, once it does; meanwhile wake the silent ranks of this machine when it says so."""
+        """Wait for the reporter's line. Meanwhile wake the silent ranks of this machine when the reporter asks."""
         has_woken = False
         while time.monotonic() < deadline:
             if not has_woken and store.get("wake") is not None:
@@ -293,7 +298,7 @@ class HangReporter:
         return verdict.line
 
     def _collect(self, verdict: HangVerdict, own: RankReport, store: HeartbeatStore, deadline: float) -> str:
-        """The verdict with what all ranks wait for, as far as they answer."""
+        """Collect the reports of all ranks that answer, and return the verdict with them."""
         reports, ranks = {self.rank: own}, set(range(store.world_size))
         alive, has_woken = ranks - {*verdict.silent}, 0 in verdict.silent
         while ranks != reports.keys() and time.monotonic() < deadline:
@@ -301,13 +306,13 @@ class HangReporter:
                 if (text := store.get("report", rank)) is not None:
                     reports[rank] = RankReport.parse(text)
             if not has_woken and (alive <= reports.keys() or time.monotonic() + self.poll_interval > deadline):
-                # Not before: what a stopped rank does next would let others go on from where they wait.
+                # Not earlier: once woken, a stopped rank could release other ranks from their waits.
                 has_woken = True
                 store.set("wake", "yes", rank=0)
                 self._wake(verdict)
                 deadline = time.monotonic() + 3 * self.poll_interval + 1
             time.sleep(self.poll_interval / 4)
-        # Where a silent rank is now says nothing of where it was.
+        # The current state of a silent rank does not tell where it was.
         sentences = describe_reports({rank: report for rank, report in reports.items() if rank in alive})
         line = "; ".join([verdict.line, *sentences[:MAX_SHOWN]])
         line += f"; and {len(sentences) - MAX_SHOWN} more" if len(sentences) > MAX_SHOWN else ""
@@ -318,15 +323,18 @@ class HangReporter:
         return f"{line}; stacks and last collectives of the ranks are in {self.stacks.folder}"
 
     def _write(self, verdict: HangVerdict) -> RankReport:
-        """The stacks of this rank's threads, its last collectives, and where it is."""
+        """Write the stacks of this rank's threads and its last collectives, and return its state."""
         is_silent = self.rank in verdict.silent
         if not is_silent or self.stacks.is_empty():
-            # One that was stopped has written them when it went on, as they were.
+            # A stopped rank has written its unchanged stacks when it continued.
             faulthandler.dump_traceback(file=self.stacks.open(), all_threads=True)
         return make_rank_report(self.stacks.folder, self.rank, until=verdict.time if is_silent else None)
 
     def _wake(self, verdict: HangVerdict) -> None:
-        """Have the silent ranks of this machine write their stacks and go on, if this is its first rank that lives."""
+        """Make the silent ranks of this machine write their stacks and continue.
+
+        Only the first live rank of the machine does this.
+        """
         machine = self.processes[self.rank][0]
         here = [rank for rank, (name, _) in enumerate(self.processes) if name == machine]
         if next((rank for rank in here if rank not in verdict.silent), None) != self.rank:
@@ -339,15 +347,18 @@ class HangReporter:
 
 
 def _signal_main_thread(process: int, number: int) -> None:
-    """Send a signal to a process's main thread, which has the number of the process. Sent to the process, it goes to
-    any of its threads once a stopped one goes on, and by then the main thread may be elsewhere."""
-    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc since 2.30
+    """Send a signal to the main thread of a process, which has the ID of the process.
+
+    A signal to the process goes to any of its threads once a stopped process continues, and by then the main thread may
+    be elsewhere.
+    """
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc 2.30 and later
     if tgkill is None or tgkill(process, process, number):
         os.kill(process, number)
 
 
 def _call_within(seconds: float, function: Callable[[], ResultT]) -> ResultT | None:
-    """What a function returns; None if it fails or takes longer: a store whose process is stopped never answers."""
+    """Return the result of a function, or None if it fails or takes too long: a stopped store never answers."""
     results: list[ResultT] = []
 
     def call() -> None:

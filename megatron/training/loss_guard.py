@@ -1,8 +1,8 @@
-"""When a loss is bad, and what the run does about it: it goes on, goes back to a checkpoint, or stops.
+"""Detection of bad losses, and the response of the run: continue, roll back to a checkpoint, or stop.
 
-Going back is starting again from the last whole checkpoint, by the very path that a restart takes, but behind all data
-that were read since: those of the bad step, and those before it that led there. What was skipped is part of the
-trainer's state, so that a later resume does not meet it again.
+A rollback restarts the run from the last complete checkpoint, exactly as a restart does, but after all data read since:
+the data of the bad step, and the data before it that led there. The skipped samples are part of the trainer's state, so
+a later resume skips them too.
 """
 
 import math
@@ -21,41 +21,41 @@ from megatron.training.engine import Engine
 from megatron.training.metrics import sum_over_batch
 
 MAX_ROLLBACKS = 3
-"""Rollbacks after which the run ends, unless a good step followed a new checkpoint in between."""
+"""Number of rollbacks after which the run ends, unless a good step followed a new checkpoint in between."""
 
 DECAY = 0.98
-"""Of the usual loss, with every step: it is the mean over about fifty."""
+"""Decay of the running mean of the loss per step: a mean over about fifty steps."""
 
 
 @dataclass(frozen=True)
 class Continue:
-    """The run goes on."""
+    """Decision to continue the run."""
 
     note: str | None = None
-    """A line worth telling."""
+    """Line to print, if any."""
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """The run goes back."""
+    """Decision to roll the run back to a checkpoint."""
 
     load: str
-    """Where to: a run's folder, or a checkpoint."""
+    """Folder of the run, or of the checkpoint, to load."""
     step: int
-    """Of the checkpoint."""
+    """Step of the checkpoint."""
     samples: int
-    """Consumed when the loss was bad: the run goes on behind them."""
+    """Samples consumed when the loss was bad; the run continues after them."""
     count: int = 1
-    """Rollbacks since a checkpoint was last proven by a good step after it, this one included."""
+    """Rollbacks, including this one, since a good step last followed a new checkpoint."""
     total: int = 1
-    """Rollbacks over all starts of the run, this one included."""
+    """Rollbacks over all starts of the run, including this one."""
     moves_newer_aside: bool = False
-    """True if the run has newer checkpoints, which did not help and are moved aside."""
+    """True if newer checkpoints of the run did not help and are moved aside."""
     note: str = ""
-    """A line worth telling."""
+    """Line to print."""
 
     def skip_samples(self, state: TrainerState) -> TrainerState:
-        """The state of the checkpoint, behind the data."""
+        """Return the state of the checkpoint, advanced past the skipped data."""
         return replace(
             state,
             consumed_samples=self.samples,
@@ -66,39 +66,39 @@ class Rollback:
 
 @dataclass(frozen=True)
 class Stop:
-    """The run ends."""
+    """Decision to end the run."""
 
     reason: str
-    """What was wrong with the step."""
+    """Description of the problem with the step."""
     message: str
-    """The error that the run ends with."""
+    """Error message that ends the run."""
 
 
 class RunningMeanLoss:
-    """A running mean of the losses of single steps."""
+    """Running mean of the losses of single steps."""
 
     def __init__(self) -> None:
         self.mean: float | None = None
 
     def is_spike(self, loss: float, factor: float) -> bool:
-        """Is a loss more than `factor` times the usual one, or no number?"""
+        """Return True if a loss is not finite or more than `factor` times the running mean."""
         return not math.isfinite(loss) or (self.mean is not None and loss > factor * self.mean)
 
     def add(self, loss: float) -> None:
-        """A loss that is no spike."""
+        """Update the mean with a loss that is not a spike."""
         self.mean = loss if self.mean is None else DECAY * self.mean + (1 - DECAY) * loss
 
 
 class LossGuard:
-    """Judges the loss of every step (`Stateful`).
+    """Monitor of the loss of every step (`Stateful`).
 
     Args:
-        config: of the run.
-        engine: says whether it skipped a step, and at which loss scale.
-        groups: of the run.
-        list_checkpoints: returns the checkpoints that the run can go back to, oldest first, once a pending save is
+        config: configuration of the run.
+        engine: engine that reports skipped steps and the loss scale.
+        groups: process groups of the run.
+        list_checkpoints: returns the checkpoints available for a rollback, oldest first, once a pending save is
             finished. Called on all ranks.
-        last_rollback: by which this start of the run began, if it did.
+        last_rollback: rollback that began this start of the run, if any.
     """
 
     def __init__(
@@ -113,11 +113,13 @@ class LossGuard:
         self._list_checkpoints, self._last_rollback = list_checkpoints, last_rollback
         self._usual = RunningMeanLoss()
         self.bad_steps = 0
-        """Consecutive bad steps up to now. The state of such a run is not known to be good, so it is not saved."""
+        """Number of consecutive bad steps so far. While it is positive the run is not saved, because its state may be
+        bad.
+        """
         self.last_good_step: int | None = None
-        """Last step of this start that was good: it proves the checkpoints of earlier steps."""
+        """Last good step of this start. It confirms the checkpoints of earlier steps."""
         self.num_rollbacks = 0
-        """How often the run went back, over all of its starts."""
+        """Number of rollbacks over all starts of the run."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"usual_loss": self._usual.mean, "rollbacks": self.num_rollbacks}
@@ -126,15 +128,15 @@ class LossGuard:
         self._usual.mean, self.num_rollbacks = state_dict["usual_loss"], state_dict["rollbacks"]
 
     def check(self, step: int, samples: int, loss: Tensor) -> Continue | Rollback | Stop:
-        """What is to be done after a step. All ranks must call this, and all are told the same.
+        """Return the decision after a step. All ranks must call this and get the same decision.
 
-        A skipped step is bad, unless float16's loss scale was too large, which is normal and cures itself; and one
-        whose loss is a spike.
+        A step is bad if its loss is a spike, or if it was skipped. An exception is a step skipped because float16's
+        loss scale was too large, which is normal: the scale adapts.
 
         Args:
-            step: steps taken, this one included.
+            step: steps taken, including this one.
             samples: training sequences read so far.
-            loss: this rank's part of the step's loss, a scalar on its device.
+            loss: this rank's share of the step's loss, a scalar on its device.
         """
         if self._engine.skipped:
             return self._check_skipped_step(step, samples, sum_over_batch(self._groups, float(loss)))
@@ -144,14 +146,14 @@ class LossGuard:
             total = sum_over_batch(self._groups, float(loss))
             if self._usual.is_spike(total, factor):
                 usual = self._usual.mean
-                comparison = "" if usual is None else f" is more than loss_spike × the usual {usual:.4g}"
+                comparison = "" if usual is None else f" exceeds loss_spike × the usual loss {usual:.4g}"
                 return self._roll_back_or_stop(step, samples, f"its loss {total:.4g}{comparison}")
             self._usual.add(total)
         self.last_good_step = step
         return Continue()
 
     def judge_weights(self, step: int, samples: int, problem: str) -> Rollback | Stop:
-        """Decide what follows when a checkpoint cannot be saved because weights are not finite."""
+        """Return the decision after a checkpoint could not be saved because weights are not finite."""
         return self._roll_back_or_stop(step, samples, problem)
 
     def _check_skipped_step(self, step: int, samples: int, loss: float) -> Continue | Rollback | Stop:
@@ -170,7 +172,7 @@ class LossGuard:
         return self._roll_back_or_stop(step, samples, f"{reason}, for {self.bad_steps} steps in a row ({key})")
 
     def _roll_back_or_stop(self, step: int, samples: int, reason: str) -> Rollback | Stop:
-        """Go back to the newest checkpoint, or one further if that failed. Stop after `MAX_ROLLBACKS` failures."""
+        """Roll back to the newest checkpoint, or to an older one if that failed; stop after `MAX_ROLLBACKS`."""
         problem, checkpoints = f"step {step}: {reason}", self._list_checkpoints()
         checkpoint = checkpoints[-1] if checkpoints else None
         if self._config.training.on_bad_loss == "rollback" and checkpoint is not None:
@@ -184,15 +186,15 @@ class LossGuard:
                     checkpoint = older[-1] if older else checkpoint
             if count <= MAX_ROLLBACKS:
                 return self._go_back_to(checkpoint, checkpoints[-1], samples, count, problem)
-            problem += f"; gone back {MAX_ROLLBACKS} times, and no new checkpoint was followed by a good step"
+            problem += f"; rolled back {MAX_ROLLBACKS} times without a good step after a new checkpoint"
         return Stop(reason, f"{problem}; {self._describe_checkpoints(checkpoints)}")
 
     def judge_end(self, step: int, losses: Sequence[float]) -> Stop | None:
-        """Return why a run that has taken all its steps is not finished, or None if it is.
+        """Return the reason why a run that took all its steps is not finished, or None if it is.
 
         Args:
-            step: the last one.
-            losses: those of its last validation and its test, if there are any.
+            step: last step.
+            losses: losses of its last validation and its test, if any.
         """
         if self.bad_steps:
             reason = "the last step was bad" if self.bad_steps == 1 else f"the last {self.bad_steps} steps were bad"
@@ -203,14 +205,14 @@ class LossGuard:
         return Stop(reason, f"step {step}: {reason}; {self._describe_checkpoints(self._list_checkpoints())}")
 
     def _describe_checkpoints(self, checkpoints: Sequence[Path]) -> str:
-        """Name the newest checkpoint that a good step followed, or else the newest one."""
+        """Name the newest checkpoint that a good step followed, or otherwise the newest one."""
         if not checkpoints:
             return "no checkpoint was saved"
         good_step = self.last_good_step or 0
         good = [path for path in checkpoints if (parse_step(path) or 0) < good_step]
         if good:
             return f"the last good checkpoint is {good[-1]}"
-        earlier = f"; one before it is {checkpoints[-2]}" if len(checkpoints) > 1 else ""
+        earlier = f"; the previous one is {checkpoints[-2]}" if len(checkpoints) > 1 else ""
         return f"the last checkpoint is {checkpoints[-1]}, and no good step followed it{earlier}"
 
     def _go_back_to(self, checkpoint: Path, newest: Path, samples: int, count: int, problem: str) -> Rollback:
@@ -223,5 +225,5 @@ class LossGuard:
             count=count,
             total=self.num_rollbacks + 1,
             moves_newer_aside=is_own and checkpoint != newest,
-            note=f"{problem}; going back to {checkpoint}, behind the data until here",
+            note=f"{problem}; rolling back to {checkpoint} and skipping the data read since",
         )

@@ -1,6 +1,6 @@
-"""What is measured while a run trains: its intervals, the device's speed, the memory used.
+"""Measurements of a training run: its intervals, the speed of the device, the memory used.
 
-Numbers of single steps stay on the device until an interval ends, so that reporting makes no step wait.
+Values of single steps stay on the device until an interval ends, so that reporting makes no step wait.
 """
 
 import resource
@@ -21,19 +21,18 @@ from megatron.training.rank_times import ForwardTimer, RankTimes, compare_ranks,
 
 
 def sum_over_batch(groups: ProcessGroups, value: float) -> float:
-    """The sum of what the ranks that divide the batch have. All must call it."""
+    """Return the sum of a value over the ranks that divide the batch. All ranks must call this."""
     return groups.all_reduce_sum(groups.mesh.count_once(value))[0]
 
 
 class IntervalMetrics:
-    """Collects steps until they are reported (`Stateful`). Time spent on other things is left out with `pause` and
-    `resume`.
+    """Accumulator of steps until they are reported (`Stateful`). `pause` and `resume` exclude time spent on other work.
 
     Args:
-        groups: of the run.
-        peak_tflops: the device's, if it is known.
-        forward: times this rank's forward passes.
-        micro_batches: of a step.
+        groups: process groups of the run.
+        peak_tflops: peak of the device in TFLOP/s, if known.
+        forward: timer of this rank's forward passes.
+        micro_batches: micro-batches per step.
     """
 
     def __init__(
@@ -46,11 +45,11 @@ class IntervalMetrics:
         self._groups, self._peak_tflops = groups, peak_tflops
         self._forward, self._micro_batches = forward, micro_batches
         self.last_loss: float | None = None
-        """The mean loss of the last interval that was reported and had one."""
+        """Mean loss of the last reported interval that had one."""
         self._reset()
 
     def _reset(self, loss: float = 0.0, counted: int = 0) -> None:
-        """Begin a new interval now; `loss` is the sum over `counted` steps of it that an earlier session took."""
+        """Start a new interval. `loss` is the sum over `counted` steps that an earlier session took in it."""
         self.steps = self.tokens = 0
         self.flops = 0.0
         self.counted = counted
@@ -60,19 +59,19 @@ class IntervalMetrics:
         self._seconds = self._cpu_seconds = 0.0
         self._start_times: tuple[float, float] | None = _read_clocks()
         self.data_wait = self.checkpoint_wait = 0.0
-        """Seconds in which this rank waited for its batches, and for checkpoints."""
+        """Seconds that this rank waited for its batches, and for checkpoints."""
         if self._forward is not None:
             self._forward.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps that were not reported yet. All ranks must call this; waits for the device."""
+        """Return the steps not reported yet. All ranks must call this; waits for the device."""
         loss = sum_over_batch(self._groups, float(self._losses))
         z_loss = None if self._z_losses is None else sum_over_batch(self._groups, float(self._z_losses))
         return {"interval_loss": loss, "interval_steps": self.counted, "interval_z_loss": z_loss}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Begin with what an earlier session left of the interval."""
-        # One rank carries its loss: shares are added over the batch's ranks.
+        """Start with the unreported steps of an earlier session."""
+        # Shares are added over the ranks of the batch, so only one rank carries the loss.
         carries = self._groups.mesh.dp_cp.index == 0
         self._reset(state_dict["interval_loss"] if carries else 0.0, state_dict["interval_steps"])
         if (z_loss := state_dict["interval_z_loss"]) is not None:
@@ -87,8 +86,16 @@ class IntervalMetrics:
         skipped: bool,
         z_loss: Tensor | None = None,
     ) -> None:
-        """One step: this rank's share of its loss (a scalar on the device), the tokens that all ranks together read,
-        the FLOPs of that, and this rank's share of its z-loss, where there is one."""
+        """Add one step.
+
+        Args:
+            loss: this rank's share of its loss, a scalar on the device.
+            tokens: tokens read by all ranks together.
+            flops: FLOPs of these tokens.
+            grad_norm: gradient norm of the step.
+            skipped: True if the optimizer skipped the step.
+            z_loss: this rank's share of its z-loss, if there is one.
+        """
         self.steps += 1
         self.tokens += tokens
         self.flops += flops
@@ -100,7 +107,7 @@ class IntervalMetrics:
             self._grad_norm = grad_norm
 
     def pause(self) -> None:
-        """Stop the clock: what follows is not training."""
+        """Stop the clock before work that is not training."""
         self._seconds, self._cpu_seconds = self._read_times()
         self._start_times = None
 
@@ -110,14 +117,14 @@ class IntervalMetrics:
             self._start_times = _read_clocks()
 
     def _read_times(self) -> tuple[float, float]:
-        """Of the interval so far: seconds, and seconds of processors in this process."""
+        """Return the wall time and the CPU time of this process in the interval so far, in seconds."""
         if self._start_times is None:
             return self._seconds, self._cpu_seconds
         (start, cpu_start), (now, cpu_now) = self._start_times, _read_clocks()
         return self._seconds + now - start, self._cpu_seconds + cpu_now - cpu_start
 
     def read(self) -> tuple[float | None, float | None, float]:
-        """The mean loss, the gradient norm, and the seconds. All ranks must call this; waits for the device."""
+        """Return the mean loss, the gradient norm, and the seconds. All ranks must call this; waits for the device."""
         share = float(self._losses) / self.counted if self.counted else None
         norm = None if self._grad_norm is None else float(self._grad_norm)
         mean_loss = None if share is None else sum_over_batch(self._groups, share)
@@ -133,14 +140,14 @@ class IntervalMetrics:
         loss_scale: float,
         skipped_steps: int,
     ) -> TrainRecord:
-        """The record of the interval, and a new one begins. All ranks must call this.
+        """Return the record of the interval and start a new one. All ranks must call this.
 
         Args:
-            step: the last step, counted from 1.
+            step: last step, counted from 1.
             train_iters: steps of the run.
-            tokens: consumed since step 0.
-            learning_rate, loss_scale: of the last step.
-            skipped_steps: since step 0.
+            tokens: tokens consumed since step 0.
+            learning_rate, loss_scale: values of the last step.
+            skipped_steps: steps skipped since step 0.
         """
         loss, norm, seconds = self.read()
         cpu_seconds = self._read_times()[1]
@@ -192,7 +199,7 @@ def _read_clocks() -> tuple[float, float]:
 
 
 def find_peak_tflops(device: torch.device, precision: str, configured: float | None) -> float | None:
-    """The device's peak TFLOP/s in a precision (fp32, bf16, fp16): `configured`, or known by its name, or None."""
+    """Return the configured or known peak TFLOP/s of a device in a precision (fp32, bf16, fp16), or None."""
     if configured is not None:
         return configured
     if device.type != "cuda":
@@ -202,9 +209,9 @@ def find_peak_tflops(device: torch.device, precision: str, configured: float | N
 
 
 def measure_matmul_tflops(device: torch.device, precision: str, *, rows: int, inner: int, columns: int) -> float:
-    """FLOP/s of a product [rows, inner] · [inner, columns] here and now, measured in a few hundredths of a second.
+    """Measure the FLOP/s of a product [rows, inner] · [inner, columns], in a few hundredths of a second.
 
-    Rows beyond what fills the device are left out: they would only take longer.
+    Rows beyond those that fill the device are left out: they would only take longer.
     """
     dtype = get_torch_dtype(precision)
     rows = min(rows, 512 if device.type == "cpu" else 8192)
@@ -218,13 +225,13 @@ def measure_matmul_tflops(device: torch.device, precision: str, *, rows: int, in
         product[0, 0].item()  # waits for the device
         return time.perf_counter() - start_time
 
-    first = min(measure_seconds(1), measure_seconds(1))  # the first one of all finds caches and libraries cold
+    first = min(measure_seconds(1), measure_seconds(1))  # the very first one finds caches and libraries cold
     repeats = max(1, min(100, int(0.03 / max(first, 1e-6))))
     return 2.0 * rows * inner * columns * repeats / max(measure_seconds(repeats), 1e-9)
 
 
 def get_peak_memory(device: torch.device) -> float:
-    """The most memory used so far, in GiB: allocated on the GPU, or resident of this process."""
+    """Return the peak memory so far, in GiB: allocated on the GPU, or resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

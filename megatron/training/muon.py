@@ -1,42 +1,40 @@
-"""Muon: the layers' matrices move by their orthogonalised momentum, everything else by AdamW.
+"""Muon: update the layers' matrices with their orthogonalized momentum, and everything else with AdamW.
 
-Jordan et al. 2024 (kellerjordan.github.io/posts/muon), with the rate of Liu et al. 2025 (2502.16982, section 2.2). For
-a matrix W of m rows and n columns with the gradient G:
+Jordan et al. 2024 (kellerjordan.github.io/posts/muon), with the learning rate of Liu et al. 2025 (2502.16982, section
+2.2). For a matrix W of m rows and n columns with the gradient G:
 
     B ← μ·B + (1 − μ)·G
-    U = μ·B + (1 − μ)·G                          Nesterov's look ahead
+    U = μ·B + (1 − μ)·G                          Nesterov momentum
     O = NS(U)                                    nearly U's polar factor: its singular vectors, all values about 1
     W ← W − lr·λ·W − lr·0.2·√max(m, n)·O
 
-All entries of O together have the root mean square 1/√max(m, n) where its rank is full, and AdamW's updates have about
-0.2 in practice: with that factor both take steps of one size, and a learning rate and weight decay chosen for AdamW
-serve. NS is the Newton-Schulz iteration, X ← a·X + (b·XXᵀ + c·(XXᵀ)²)·X from X = U/‖U‖, in the type that the model
-computes in.
+At full rank the entries of O have the root mean square 1/√max(m, n), and AdamW's updates have about 0.2 in practice.
+The factor makes both take steps of one size, so that a learning rate and weight decay chosen for AdamW apply. NS is the
+Newton-Schulz iteration, X ← a·X + (b·XXᵀ + c·(XXᵀ)²)·X from X = U/‖U‖, in the data type of the model.
 
 Which matrices
 --------------
-`megatron.model.parameter_groups.list_hidden_matrices` says. What lies in one weight but is several matrices (queries,
-keys and values; the two halves of a gated layer) is orthogonalised one by one: otherwise the scale of each would depend
-on the others', which no layer of the model does. Megatron-core's `muon_split_qkv` does the same.
+`megatron.model.parameter_groups.list_hidden_matrices` lists them. If one weight holds several matrices (queries, keys
+and values; the two halves of a gated layer), each is orthogonalized separately. Otherwise the scale of each would
+depend on the others, which is not the case in any layer of the model. Megatron-core's `muon_split_qkv` does the same.
 
 Whole matrices under ZeRO and tensor parallelism
 ------------------------------------------------
-NS of a part is no part of NS of the whole. The momentum is elementwise and stays where the gradient is; then a rank
-needs the whole U of each matrix that it steps some elements of:
+NS of a shard is not a shard of NS of the matrix. The momentum is elementwise and stays with the gradient. A rank then
+needs the whole U of each matrix of which it updates elements:
 
-    ZeRO 1, 2       a rank steps consecutive elements of all matrices laid end to end. Most matrices are its own; of
-                    those that are cut, each rank writes its elements into a buffer of zeros, and the sum of the buffers
-                    is the whole. Each rank then orthogonalises the matrices that it steps, and takes its elements.
-    tensor          what the ranks hold of the matrices is gathered; each orthogonalises some of the matrices, and their
-                    sum with the others' zeros is what all go on with.
+    ZeRO 1, 2       A rank updates consecutive elements of all matrices, concatenated. Most matrices are its own. For
+                    each matrix that is split, every rank writes its elements into a buffer of zeros, and the sum of
+                    the buffers is the matrix. Each rank then orthogonalizes its matrices and takes its elements.
+    tensor          The shards of the matrices are gathered. Each rank orthogonalizes some of the matrices and
+                    contributes zeros for the others; the sum gives every rank all results.
 
-Sums of one number and zeros are exact, so layouts differ by the rounding of gradients alone; in bfloat16 also by that
-of what is exchanged, which is rounded before it is normalised instead of after.
-torch.optim.Muon computes the same for matrices that a process holds whole. DeepSpeed's Muon orthogonalises what a
-tensor-parallel rank holds by itself, and queries, keys and values as one; megatron-core's needs its own engine and
-another package.
+Sums of one number and zeros are exact, so layouts differ only by the rounding of gradients. In bfloat16 they also
+differ by the rounding of exchanged values, which are rounded before instead of after normalization. torch.optim.Muon
+computes the same for matrices that are not sharded. DeepSpeed's Muon orthogonalizes each tensor-parallel shard
+separately, and queries, keys and values as one matrix. Megatron-core's needs its own engine and another package.
 
-ZeRO 3 and offloading are refused (`megatron.config.validation`): there the masters' elements come and go in pieces.
+ZeRO 3 and offloading raise an error (`megatron.config.validation`): they load and store the master weights in chunks.
 """
 
 import math
@@ -56,15 +54,15 @@ from megatron.planning.memory_estimate import MUON_MATRICES_AT_ONCE
 from megatron.training.projected_optimizers import ProjectedAdamW
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Jordan's a, b, c: the steepest polynomial at 0 that keeps singular values near 1; they end in about [0.7, 1.2]."""
+"""Jordan's a, b, c: the polynomial that is steepest at 0 and keeps singular values near 1, in about [0.7, 1.2]."""
 MIN_NORM = 1e-7
-"""A matrix of a smaller norm is not blown up to full size."""
+"""Norm below which a matrix is not scaled up to full size."""
 MATCHED_RMS = 0.2
-"""Of AdamW's updates (2502.16982, section 2.2)."""
+"""Root mean square of AdamW's updates (2502.16982, section 2.2)."""
 
 
 def orthogonalize(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Newton-Schulz: nearly the polar factor of a matrix [m, n], in `dtype`."""
+    """Approximate the polar factor of a matrix [m, n] by the Newton-Schulz iteration, computed in `dtype`."""
     a, b, c = COEFFICIENTS
     x = (matrix.float() / torch.linalg.vector_norm(matrix, dtype=torch.float32).clamp(min=MIN_NORM)).to(dtype)
     is_tall = x.shape[0] > x.shape[1]
@@ -76,15 +74,15 @@ def orthogonalize(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 
 
 class MuonWithAdamW(ProjectedAdamW):
-    """Muon for the groups whose `algorithm` is Muon and which name their `matrices`; `ProjectedAdamW` for the others.
+    """Optimizer that applies Muon to groups with the `algorithm` Muon and their `matrices`, and AdamW to the others.
 
     Args:
-        groups: of parameters, as `parameter_groups` makes them.
-        ranks: those that share the model and divide its batch.
-        momentum: μ.
-        ns_steps: of the Newton-Schulz iteration.
-        dtype: in which it is computed.
-        others: AdamW's own arguments.
+        groups: parameter groups built by `parameter_groups`.
+        ranks: process groups that share the model and divide its batch.
+        momentum: momentum μ.
+        ns_steps: number of Newton-Schulz iterations.
+        dtype: data type of the Newton-Schulz iteration.
+        others: arguments of AdamW.
     """
 
     def __init__(
@@ -98,18 +96,18 @@ class MuonWithAdamW(ProjectedAdamW):
         **others: Any,
     ) -> None:
         self._ranks, self._momentum, self._ns_steps, self._dtype = ranks, momentum, ns_steps, dtype
-        # float16 has too small a range for what is not normalised yet.
+        # float16's range is too small for updates that are not normalized yet.
         self._exchange_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         super().__init__(groups, **others)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of both."""
+        """Take one step with both algorithms."""
         muon = [group for group in self.param_groups if group["algorithm"] == "Muon"]
         gradients = [[master.grad for master in group["params"]] for group in muon]
         for group in muon:
             for master in group["params"]:
-                master.grad = None  # AdamW passes over what has none
+                master.grad = None  # AdamW skips parameters without a gradient
         loss = super().step(closure)
         for group, group_gradients in zip(muon, gradients, strict=True):
             for master, gradient in zip(group["params"], group_gradients, strict=True):
@@ -133,8 +131,10 @@ class MuonWithAdamW(ProjectedAdamW):
         torch._foreach_add_(masters, updates, alpha=-lr * MATCHED_RMS)
 
     def _orthogonalize_group(self, matrices: Sequence[HiddenMatrix], updates: Sequence[Tensor]) -> None:
-        """Make updates, in place, √max(m, n)·NS(update). They are the matrices that this rank holds, or one flat
-        tensor: its part of them, laid end to end (ZeRO)."""
+        """Replace updates, in place, by √max(m, n)·NS(update).
+
+        The updates are the matrices of this rank, or one flat tensor: its shard of their concatenation (ZeRO).
+        """
         mesh = self._ranks.mesh
         for batch in batch_by_size(list_pieces(matrices, updates, mesh.dp_cp), mesh.tensor.size):
             held = [
@@ -148,7 +148,9 @@ class MuonWithAdamW(ProjectedAdamW):
                 piece.values.copy_(result.reshape(-1).narrow(0, piece.start, piece.values.numel()))
 
     def _complete(self, pieces: Sequence["_Piece"]) -> list[Tensor | None]:
-        """What this tensor-parallel rank holds of the matrices that it steps some elements of; None of the others."""
+        """Return this tensor-parallel rank's whole shard of each matrix of which it updates elements, or None for the
+        others.
+        """
         cut = [piece for piece in pieces if piece.is_cut]
         wholes = {}
         if cut:
@@ -165,7 +167,7 @@ class MuonWithAdamW(ProjectedAdamW):
         ]
 
     def _orthogonalize_held(self, held: Sequence[tuple[HiddenMatrix, Tensor]]) -> list[Tensor]:
-        """√max(m, n)·NS of matrices, of which each tensor-parallel rank has its part and gets its part."""
+        """Return √max(m, n)·NS of matrices; each tensor-parallel rank passes and receives its shard."""
         tensor = self._ranks.mesh.tensor
         wholes = [update for _, update in held] if tensor.size == 1 else self._gather_over_tensor(held)
         parts = [part for (matrix, _), whole in zip(held, wholes, strict=True) for part in matrix.split(whole)]
@@ -199,21 +201,21 @@ class MuonWithAdamW(ProjectedAdamW):
 
 @dataclass(frozen=True)
 class _Piece:
-    """The elements of a matrix that this rank steps, of what its tensor-parallel rank holds."""
+    """Elements of one matrix that this rank updates, within its tensor-parallel shard."""
 
     matrix: HiddenMatrix
     is_cut: bool
-    """Do several ranks step it?"""
+    """True if several ranks update the matrix."""
     start: int
-    """The first of its elements here."""
+    """Index of the first of these elements in the shard."""
     values: Tensor | None
-    """Flat: a view of the update. None if this rank has none of it."""
+    """Flat view of the update, or None if this rank has no elements of it."""
 
 
 def list_pieces(matrices: Sequence[HiddenMatrix], updates: Sequence[Tensor], axis: Axis) -> list[_Piece]:
-    """What this rank steps of each matrix; see `MuonWithAdamW._orthogonalize_group`.
+    """List the elements of each matrix that this rank updates; see `MuonWithAdamW._orthogonalize_group`.
 
-    axis: the ranks that ZeRO divides optimizer states among.
+    `axis` is the axis of the ranks among which ZeRO divides optimizer states.
     """
     if updates[0].dim() == 2:
         pairs = zip(matrices, updates, strict=True)
@@ -231,7 +233,9 @@ def list_pieces(matrices: Sequence[HiddenMatrix], updates: Sequence[Tensor], axi
 
 
 def batch_by_size(pieces: Sequence[_Piece], tensor_ranks: int) -> Iterator[list[_Piece]]:
-    """Pieces of matrices of at most `MUON_MATRICES_AT_ONCE` elements together, the same ones on every rank."""
+    """Batch pieces of matrices so that a batch has at most `MUON_MATRICES_AT_ONCE` elements. All ranks get the same
+    batches.
+    """
     batch: list[_Piece] = []
     elements = 0
     for piece in pieces:
@@ -246,5 +250,5 @@ def batch_by_size(pieces: Sequence[_Piece], tensor_ranks: int) -> Iterator[list[
 
 def _get_spec(matrix: HiddenMatrix) -> ShardSpec:
     spec = get_shard_spec(matrix.parameter)
-    assert spec is not None, "tensor-parallel ranks divide every matrix of a layer"
+    assert spec is not None, "every matrix of a layer is sharded over tensor-parallel ranks"
     return spec

@@ -1,4 +1,4 @@
-"""The optimizer that a configuration asks for, and which algorithm steps each of the model's parameters."""
+"""Optimizer of a configuration, and the assignment of the model's parameters to its algorithms."""
 
 import re
 import textwrap
@@ -25,15 +25,15 @@ def build_optimizer(
     ranks: ProcessGroups | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> ProjectedOptimizer:
-    """The optimizer over parameter groups (`megatron.model.parameter_groups.parameter_groups`).
+    """Build the optimizer for parameter groups (`megatron.model.parameter_groups.parameter_groups`).
 
-    Its learning rate is 0 until the loop sets the schedule's, so that no step can happen at a wrong one.
+    Its learning rate is 0 until the training loop sets the scheduled one, so that no step can use a wrong rate.
 
     Args:
-        groups: with `algorithm` and `weight_decay`, and `low` and `high` where there are bounds.
-        options: which, and its constants.
-        ranks: those that share the model and divide its batch; this process alone if None.
-        dtype: in which the model computes.
+        groups: parameter groups with `algorithm` and `weight_decay`, and with `low` and `high` if there are bounds.
+        options: choice of the optimizer, and its constants.
+        ranks: process groups that share the model and divide its batch; None for this process alone.
+        dtype: compute type of the model.
     """
     choice, params = options.optimizer, options.optimizer.params
     betas = params.betas[0], params.betas[1]
@@ -52,7 +52,7 @@ def build_optimizer(
 
 @dataclass(frozen=True)
 class GroupedWeights:
-    """The weights of one name, in all layers, that are in one group of the optimizer's."""
+    """Weights of one name, in all layers, in one parameter group of the optimizer."""
 
     group: str
     algorithm: str
@@ -60,19 +60,19 @@ class GroupedWeights:
     eps_scale: float
     weight_decay: float
     name: str
-    """Layers' numbers are `*`."""
+    """Name of the weights, with `*` for layer numbers."""
     count: int
     elements: int
-    """Of all of them, over all ranks."""
+    """Number of elements of all these weights, over all ranks."""
 
     @property
     def settings(self) -> tuple[object, ...]:
-        """What all weights of its group have in common."""
+        """Settings shared by all weights of the group."""
         return (self.group, self.algorithm, self.lr_scale, self.eps_scale, self.weight_decay)
 
 
 def list_grouped_weights(groups: Iterable[dict[str, Any]], model: nn.Module, mesh: Mesh) -> list[GroupedWeights]:
-    """Which group each parameter is in: of those that this rank is the first to hold. Before ZeRO divides them."""
+    """List the group of each parameter that this rank holds first. Call it before ZeRO divides the parameters."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return merge_grouped_weights(
         GroupedWeights(
@@ -86,15 +86,17 @@ def list_grouped_weights(groups: Iterable[dict[str, Any]], model: nn.Module, mes
 
 
 def label_parameters(groups: Iterable[dict[str, Any]], model: nn.Module) -> dict[str, str]:
-    """Of each parameter's name `decayed/attention`: its group and the part of the model that it is in. Before ZeRO
-    divides them."""
+    """Map each parameter's name to its group and module, for example `decayed/attention`.
+
+    Call it before ZeRO divides the parameters.
+    """
     names, parts = {id(parameter): name for name, parameter in model.named_parameters()}, find_model_parts(model)
     by_parameter = {names[id(parameter)]: group["name"] for group in groups for parameter in group["params"]}
     return {name: f"{group}/{parts[name]}" for name, group in by_parameter.items()}
 
 
 def merge_grouped_weights(entries: Iterable[GroupedWeights]) -> list[GroupedWeights]:
-    """Those of the same name and group as one, each group's together."""
+    """Merge entries of the same name and group, and sort them by group."""
     merged: dict[tuple[object, ...], GroupedWeights] = {}
     for entry in entries:
         key = (*entry.settings, entry.name)
@@ -112,7 +114,7 @@ _INDENTED: dict[str, Any] = {
 
 
 def format_parameter_groups(weights: Sequence[GroupedWeights]) -> list[str]:
-    """A table for people: a line per group, and below it its weights."""
+    """Format the groups as a table: one line per group, followed by its weights."""
     scaled = any((entry.lr_scale, entry.eps_scale) != (1.0, 1.0) for entry in weights)
     head = ["group", "optimizer", *(["lr ×", "eps ×"] if scaled else []), "weight decay", "parameters"]
     rows: list[list[str]] = []

@@ -1,11 +1,11 @@
-"""How large the parameters are and how far a step moves them, by the optimizer's group and the part of the model.
+"""Norms of the parameters and of their updates, by the optimizer's group and the module.
 
     param_norm     ‖θ‖₂ of the float32 masters after the step
-    update_norm    ‖θ − θ′‖₂, θ′ being the masters before it; 0 if the step was skipped
+    update_norm    ‖θ − θ′‖₂ with θ′ the masters before the step; 0 if the step was skipped
 
-Every element is counted once, on the rank that steps it, whatever the layout: ranks sum squares in float64. What it
-costs is paid in the steps that are measured alone: a copy of what this rank steps, 4 bytes per parameter divided by
-ZeRO, from before the step to its end, and one exchange on the host.
+Every element is counted once, on the rank that updates it, in any layout. Ranks sum squares in float64. Only measured
+steps pay the cost: one exchange on the host, and a copy of the masters that this rank updates during the step, 4 bytes
+per parameter divided by ZeRO.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,32 +19,32 @@ from megatron.distributed.sharding import is_counted_here
 from megatron.training.engine import Engine
 
 TOTAL = "all"
-"""The label of all parameters together."""
+"""Label of all parameters together."""
 
 
 class ParameterNorms:
-    """The norms of one step at a time. All ranks call the methods together.
+    """Norms of one step at a time. All ranks must call the methods together.
 
     Args:
-        engine: of the run.
-        groups: its ranks.
+        engine: engine of the run.
+        groups: process groups of the run.
     """
 
     def __init__(self, engine: Engine, groups: ProcessGroups) -> None:
         self._engine, self._groups = engine, groups
         self._before: dict[str, Tensor] = {}
         self.param_norm: dict[str, float] | None = None
-        """Of the last step that was measured, by label."""
+        """Norms of the last measured step, by label."""
         self.update_norm: dict[str, float] | None = None
 
     @torch.no_grad()
     def begin_step(self) -> None:
-        """Remember the parameters as they are before a step."""
+        """Copy the parameters before a step."""
         self._before = {shard.name: shard.master.clone() for shard in self._list_shards()}
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Measure the step that was taken since `begin_step`. Waits for the device."""
+        """Measure the step taken since `begin_step`. Waits for the device."""
         shards, labels = self._list_shards(), self._engine.parameter_labels
         masters = [shard.master for shard in shards]
         updates = torch._foreach_sub(masters, [self._before[shard.name] for shard in shards]) if shards else []
@@ -56,7 +56,7 @@ class ParameterNorms:
         self.param_norm, self.update_norm = _merge_norms(self._groups.gather_objects(own))
 
     def _list_shards(self) -> list[OptimizerShard]:
-        """What this rank counts of the masters."""
+        """Return the shards of the masters that this rank counts."""
         deepspeed, mesh = self._engine.deepspeed, self._groups.mesh
         shards = [shard for shard in list_optimizer_shards(deepspeed) if is_counted_here(shard.parameter, mesh)]
         if is_replicated(deepspeed):
@@ -65,7 +65,7 @@ class ParameterNorms:
 
 
 def _sum_squares(masters: Sequence[Tensor], updates: Sequence[Tensor]) -> list[tuple[float, float]]:
-    """Σ θ² and Σ (θ − θ′)² of each shard, in float64; the host reads them once."""
+    """Return Σ θ² and Σ (θ − θ′)² of each shard, in float64, with a single host synchronization."""
     if not masters:
         return []
     norms = torch._foreach_norm([*masters, *updates], 2, dtype=torch.float64)
@@ -74,7 +74,7 @@ def _sum_squares(masters: Sequence[Tensor], updates: Sequence[Tensor]) -> list[t
 
 
 def _merge_norms(parts: Sequence[Mapping[str, tuple[float, float]]]) -> tuple[dict[str, float], dict[str, float]]:
-    """The norms of the parameters and of their updates by label, of what all ranks counted."""
+    """Return the norms of the parameters and of their updates by label, from the sums of all ranks."""
     labels = [TOTAL, *sorted({label for part in parts for label in part})]
     norms: list[dict[str, float]] = []
     for kind in (0, 1):

@@ -1,9 +1,10 @@
-"""Forward and backward over the stages of a pipeline: PyTorch's 1F1B schedule around our stage of the GPT.
+"""Forward and backward passes over pipeline stages: PyTorch's 1F1B schedule around this rank's stage of the GPT.
 
-A stage works on one micro-batch while its neighbours work on others. With m micro-batches and P stages a step takes the
-time of m + P − 1 of them: the share (P − 1) / (m + P − 1), the bubble, is spent waiting.
-DeepSpeed's engine stays outside of it. It would reduce gradients over the data-parallel ranks after each micro-batch,
-before the stages have added up what they share; so it is told that there is one micro-batch, and to reduce when asked.
+A stage works on one micro-batch while its neighbors work on others. With m micro-batches and P stages a step takes the
+time of m + P − 1 micro-batches. The bubble, the fraction (P − 1) / (m + P − 1), is spent waiting. DeepSpeed's engine
+does not drive the schedule. It would reduce gradients over the data-parallel ranks after each micro-batch, before the
+stages have summed the gradients of shared parameters. It is therefore configured for one micro-batch, and reduces on
+request.
 """
 
 from collections.abc import Sequence
@@ -23,20 +24,21 @@ from megatron.model.gpt import GPT
 
 
 def compute_bubble(stages: int, micro_batches: int) -> float:
-    """The share of a step that a stage spends waiting for the others."""
+    """Return the fraction of a step that a stage spends waiting for the others."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
 def count_in_flight(stage: Axis, micro_batches: int) -> int:
-    """Micro-batches that a stage has begun and not ended, at most: one for itself and each stage after it."""
+    """Return the maximum number of micro-batches in flight on a stage: one for itself and one for each later stage."""
     return min(stage.size - stage.index, micro_batches)
 
 
 class BufferedStage(PipelineStage):
-    """PyTorch's stage, with buffers of what its neighbours send for as many micro-batches as it holds at a time.
+    """PyTorch's pipeline stage with receive buffers only for the micro-batches in flight.
 
-    PyTorch's own has a buffer for each micro-batch of a step. By 1F1B a stage receives a micro-batch only after the
-    backward pass of the one that is `in_flight` before it, and a gradient only after that of the one before.
+    PyTorch's own stage has a buffer for each micro-batch of a step. Under 1F1B a stage receives a micro-batch only
+    after the backward pass of the micro-batch `in_flight` positions earlier, and a gradient only after the previous
+    one's backward pass.
     """
 
     in_flight: int
@@ -55,8 +57,10 @@ class BufferedStage(PipelineStage):
 
 
 class PipelineSchedule:
-    """This process's stage of a GPT, and its schedule, for micro-batches of one shape [B, T] (those of training unless
-    `micro_batch` is given; T counts the positions of this rank)."""
+    """This rank's stage of a GPT and its schedule, for micro-batches of one shape [B, T].
+
+    The shape is that of training unless `micro_batch` is given; T counts the positions of this rank.
+    """
 
     def __init__(
         self, gpt: GPT, config: Config, groups: ProcessGroups, micro_batch: tuple[int, int] | None = None
@@ -66,12 +70,15 @@ class PipelineSchedule:
         self._factor = 1.0
         self.z_coefficient = training.z_loss
         self._sums = torch.zeros(2, dtype=torch.float64, device=groups.device)
-        """With a z-loss: the counted tokens' losses and z-losses of the last pass, on the last stage; elsewhere 0."""
+        """Sums of the counted tokens' losses and z-losses in the last pass, on the last stage with a z-loss; 0
+        elsewhere.
+        """
         batch, length = micro_batch or (
             training.train_micro_batch_size_per_gpu,
             config.model.seq_length // mesh.context.size,
         )
-        # Shapes that are known need not be tried out: the first step would run the stage and the loss on garbage.
+        # Known shapes avoid PyTorch's shape inference, which runs the stage and the loss on arbitrary data in the first
+        # step.
         tokens = torch.empty(batch, length, dtype=torch.int64, device="meta")
         shape = (2, batch, length) if self.z_coefficient else (batch, length)
         losses = torch.empty(shape, dtype=torch.float32, device="meta", requires_grad=True)
@@ -98,7 +105,7 @@ class PipelineSchedule:
         return (of_tokens.sum() + z_loss) * self._factor
 
     def forward_backward(self, micro_batches: Sequence[Batch], factor: float, position_seed: int | None) -> Tensor:
-        """Forward and backward of a whole step, the loss times `factor`.
+        """Run the forward and backward passes of a whole step, with the loss scaled by `factor`.
 
         Returns:
             On the last stage the sum of the counted tokens' losses, elsewhere 0: float64 on this rank's device.
@@ -113,7 +120,7 @@ class PipelineSchedule:
         return self._sums[0].clone() if self.z_coefficient else self._sum_losses(losses) / factor
 
     def evaluate_loss(self, micro_batches: Sequence[Batch]) -> Tensor:
-        """The same without gradients, and without a factor."""
+        """Run the forward passes only, without gradients and without a factor."""
         self._factor = 1.0
         self._sums.zero_()
         losses: list[Tensor] = []
@@ -123,21 +130,22 @@ class PipelineSchedule:
 
     @property
     def z_loss(self) -> Tensor:
-        """On the last stage the sum of the counted tokens' z-losses in the last step, elsewhere 0."""
+        """Sum of the counted tokens' z-losses in the last step on the last stage, 0 elsewhere."""
         return self._sums[1]
 
     def _collect_inputs(
         self, micro_batches: Sequence[Batch], position_seed: int | None
     ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """The inputs of this stage, of all micro-batches: the first one's are tokens, the last one's labels and the
-        mask."""
+        """Return the inputs of this stage for all micro-batches: tokens on the first stage, labels and the mask on the
+        last.
+        """
 
         def join(name: str) -> Tensor:
             return torch.cat([batch[name] for batch in micro_batches]).to(self.groups.device, non_blocking=True)
 
         args = (join("tokens"),) if self.gpt.is_first_stage else ()
         kwargs: dict[str, Any] = {"position_seed": position_seed}
-        if "document_starts" in micro_batches[0]:  # for every stage, and on the CPU, which lays documents out
+        if "document_starts" in micro_batches[0]:  # on the CPU, where document layouts are computed
             kwargs["document_starts"] = torch.cat([batch["document_starts"] for batch in micro_batches])
         if self.gpt.is_last_stage:
             kwargs |= {"labels": join("labels"), "target": join("loss_mask")}
@@ -152,8 +160,8 @@ class PipelineSchedule:
 
 
 def _get_gradient(parameter: torch.nn.Parameter) -> Tensor:
-    """The gradient of a parameter, wherever DeepSpeed keeps it; zeros if this stage's layers have none for it."""
-    gradient = getattr(parameter, "_hp_grad", None)  # float32, beside a parameter in half precision
+    """Return the gradient of a parameter, wherever DeepSpeed keeps it, or zeros if this stage has none."""
+    gradient = getattr(parameter, "_hp_grad", None)  # float32, next to a parameter in half precision
     if gradient is None:
         gradient = parameter.grad
     if gradient is None:

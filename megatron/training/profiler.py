@@ -1,14 +1,14 @@
 """Profiles of single steps, and snapshots of a GPU's memory, in the run's folder.
 
-    profile/steps_10-12/rank_0.pt.trace.json.gz    what ran when, of torch's profiler: for https://ui.perfetto.dev, or
+    profile/steps_10-12/rank_0.pt.trace.json.gz    trace of torch's profiler, for https://ui.perfetto.dev or
                                                    `tensorboard --logdir RUN/profile` with torch-tb-profiler
-    profile/steps_10-12/rank_0.kernels.txt         the time of each kernel, on a CPU of each operator
-    profile/memory_step_12/rank_0.pickle           what holds the memory, with the allocations before: for
+    profile/steps_10-12/rank_0.kernels.txt         time of each kernel, or of each operator on a CPU
+    profile/memory_step_12/rank_0.pickle           allocated memory, with the allocation history, for
                                                    https://docs.pytorch.org/memory_viz
-    profile/out_of_memory/rank_0.pickle            the same where it did not suffice
+    profile/out_of_memory/rank_0.pickle            the same after an out-of-memory error
 
-A name that is taken, by an earlier start of the run or by somebody else, is left as it is, and another one found.
-The phases of a step (`Watchdog.enter_phase`) are in the traces.
+Existing files are never overwritten; a new file gets an unused name. The traces include the phases of a step
+(`Watchdog.enter_phase`).
 """
 
 import itertools
@@ -29,18 +29,18 @@ from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import RunError, describe_cause, is_out_of_memory
 
 PROFILE = "profile"
-"""In the run's folder: profiles and snapshots."""
+"""Subfolder of the run's folder for profiles and snapshots."""
 TRACE_SUFFIX, TABLE_SUFFIX, SNAPSHOT_SUFFIX = ".pt.trace.json.gz", ".kernels.txt", ".pickle"
-"""The first is the one that TensorBoard's plugin looks for."""
+"""Suffixes of the files; TensorBoard's plugin looks for the first one."""
 MAX_HISTORY = 100_000
-"""Allocations that a snapshot tells of at most, the last ones: hundreds of MB on the host."""
+"""Maximum number of allocations in the history of a snapshot, the last ones: hundreds of MB on the host."""
 MAX_KERNELS = 100
-"""Rows of the table of kernels."""
+"""Maximum number of rows in the table of kernels."""
 Log = Callable[[str], None]
 
 
 def build_profiler(config: Config, groups: ProcessGroups, step: int, log: Log) -> "StepProfiler | None":
-    """What records the steps after `step`; None where there is nothing left to record for this rank."""
+    """Build the profiler for the steps after `step`, or return None if this rank has nothing left to record."""
     logging = config.logging
     is_here = config.checkpoint.save is not None and groups.rank in logging.profile.ranks
     steps = range(max(logging.profile.steps.start, step + 1), logging.profile.steps.stop)
@@ -54,8 +54,10 @@ def build_profiler(config: Config, groups: ProcessGroups, step: int, log: Log) -
 
 
 def begin_memory_history(config: Config, groups: ProcessGroups, step: int) -> None:
-    """Record this rank's allocations from now on, if a snapshot is asked for that is still to come. The device is
-    this process's already."""
+    """Start to record this rank's allocations if a memory snapshot is still to come.
+
+    This process must have selected its device before.
+    """
     snapshot, ranks = config.logging.memory_snapshot, config.logging.profile.ranks
     if groups.device.type == "cuda" and snapshot is not None and snapshot > step and groups.rank in ranks:
         torch.cuda.memory._record_memory_history(max_entries=MAX_HISTORY)
@@ -63,13 +65,15 @@ def begin_memory_history(config: Config, groups: ProcessGroups, step: int) -> No
 
 @contextmanager
 def dump_memory_if_exhausted(config: Config, rank: int) -> Iterator[None]:
-    """Write a snapshot if a GPU's memory does not suffice for what is done, while all that holds it is still there. A
-    note of the error says where it is."""
+    """Write a memory snapshot if a GPU runs out of memory, while the memory is still allocated.
+
+    A note on the error gives the path of the snapshot.
+    """
     try:
         yield
     except RuntimeError as error:
         if config.checkpoint.save is not None and is_out_of_memory(error) and torch.cuda.is_initialized():
-            with suppress(OSError, RuntimeError):  # which would hide the error
+            with suppress(OSError, RuntimeError):  # a second error would hide the first
                 path = _find_free_path(Path(config.checkpoint.save) / PROFILE / "out_of_memory", rank, SNAPSHOT_SUFFIX)
                 _dump_snapshot(path)
                 error.add_note(f"what held the memory of rank {rank} is in {path}")
@@ -77,16 +81,16 @@ def dump_memory_if_exhausted(config: Config, rank: int) -> Iterator[None]:
 
 
 class StepProfiler:
-    """Records some steps of a rank. `begin_step` and `end_step` stand around every step, whether it is recorded or not.
+    """Profiler of selected steps of a rank. Call `begin_step` and `end_step` around every step, recorded or not.
 
     Args:
-        folder: for what is recorded.
-        groups: of the run.
-        steps: to profile, counted from 1.
-        snapshot: after which step the memory is written down; None: after none.
-        first_step: the first that will be taken.
-        log: gets a line for each file.
-        with_stack: do traces say which lines of Python issued what?
+        folder: folder for the files.
+        groups: process groups of the run.
+        steps: steps to profile, counted from 1.
+        snapshot: step after which a memory snapshot is written; None for no snapshot.
+        first_step: first step that will be taken.
+        log: called with a line for each file.
+        with_stack: True if traces include the Python stack of each operation.
     """
 
     def __init__(
@@ -95,14 +99,14 @@ class StepProfiler:
     ) -> None:  # fmt: skip
         self._folder, self._groups, self._steps, self._snapshot, self._log = folder, groups, steps, snapshot, log
         self._with_stack = with_stack
-        # The step before lets the tracer start; without one the first kernels are slower.
+        # The step before warms up the tracer; otherwise the first kernels are slower.
         self._start = max(first_step, steps.start - 1)
         self._profile: profile | None = None
         self._phase: record_function | None = None
         self._last_step, self._start_time = first_step - 1, 0.0
 
     def begin_step(self, step: int) -> None:
-        """A step begins."""
+        """Start a step."""
         if self._profile is not None:
             self._profile.step()
         elif self._steps and step == self._start:
@@ -111,17 +115,17 @@ class StepProfiler:
             self._start_time = time.perf_counter()
 
     def enter_phase(self, phase: str, step: int) -> None:
-        """A phase of a step begins (`PhaseListener`)."""
+        """Start a phase of a step (`PhaseListener`)."""
         self._leave_phase()
         if self._profile is not None:
             self._phase = record_function(phase)
             self._phase.__enter__()
 
     def end_step(self, step: int) -> None:
-        """A step is over; what was recorded is written if it was the last.
+        """End a step, and write the profile after the last recorded one.
 
         Raises:
-            RunError: the disk refuses.
+            RunError: if a file cannot be written.
         """
         self._leave_phase()
         self._last_step = step
@@ -129,15 +133,15 @@ class StepProfiler:
             self._end_profile()
         if step == self._snapshot and self._groups.device.type == "cuda":
             path = self._write(f"memory_step_{step}", SNAPSHOT_SUFFIX, _dump_snapshot)
-            self._log(f"step {step}: what holds the memory of rank {self._groups.rank} is in {path}")
+            self._log(f"step {step}: wrote the memory snapshot of rank {self._groups.rank} to {path}")
             torch.cuda.memory._record_memory_history(enabled=None)
             self._snapshot = None
 
     def close(self) -> None:
-        """The run ends, perhaps within the steps to profile: those that were are written."""
+        """Write what was recorded if the run ends within the profiled steps."""
         self._leave_phase()
         if self._profile is not None and self._last_step >= self._steps.start:
-            with suppress(RunError):  # whatever ends the run is told
+            with suppress(RunError):  # the error that ends the run takes precedence
                 self._end_profile()
         elif self._profile is not None:
             self._profile.stop()
@@ -155,7 +159,7 @@ class StepProfiler:
         profiler = profile(
             activities=activities, schedule=choose_action, record_shapes=True, with_stack=self._with_stack
         )
-        # Steps are named in the trace as in the log.
+        # Number the steps in the trace as in the log.
         profiler.step_num = step
         profiler.current_action = choose_action(step)  # type: ignore[assignment]
         profiler.start()
@@ -192,19 +196,20 @@ class StepProfiler:
 
 
 def format_kernels(averages: Sequence[Any], steps: range, seconds: float, *, on_device: bool) -> str:
-    """A table of the kernels of some steps, or of the operators on a CPU, those that took longest first.
+    """Format a table of the kernels of some steps, or of the operators on a CPU, the slowest first.
 
     Args:
-        averages: of torch's profiler, by name (`key_averages`).
-        steps: that were profiled, which took so many `seconds` under the profiler.
-        on_device: kernels of a GPU rather than operators of the CPU, if there are any: a machine may not let them be
-            traced.
+        averages: averages of torch's profiler by name (`key_averages`).
+        steps: profiled steps.
+        seconds: duration of all these steps under the profiler.
+        on_device: True to list the kernels of a GPU instead of CPU operators. Operators are listed if the machine
+            does not allow kernels to be traced.
     """
     rows = _list_rows(averages, on_device)
     unit, missing = "kernel" if on_device else "operator", ""
     if on_device and not rows:
         rows, unit = _list_rows(averages, False), "operator"
-        missing = "; kernels could not be traced (CUPTI), so these are the host's"
+        missing = "; kernels could not be traced (CUPTI), so these are host operators"
     total = sum(row[0] for row in rows)
     head = (
         f"steps {steps.start} to {steps.stop - 1}, {1e3 * seconds / len(steps):,.1f} ms per step under the profiler, "
@@ -224,7 +229,7 @@ def format_kernels(averages: Sequence[Any], steps: range, seconds: float, *, on_
 
 
 def _list_rows(averages: Sequence[Any], on_device: bool) -> list[tuple[float, int, str]]:
-    """Microseconds, calls and name of each kernel, or of each operator of the host, the longest first."""
+    """Return microseconds, calls and name of each kernel, or of each host operator, the slowest first."""
     rows: list[tuple[float, int, str]] = []
     for average in averages:
         if average.is_user_annotation or (average.device_type == DeviceType.CUDA) != on_device:
@@ -242,7 +247,7 @@ def _dump_snapshot(path: Path) -> None:
 
 
 def _find_free_path(folder: Path, rank: int, suffix: str) -> Path:
-    """A name of a rank's that nobody has: TensorBoard takes the number in it for that of a later profile."""
+    """Return an unused file name for a rank. TensorBoard reads the number in it as the number of a later profile."""
     folder.mkdir(parents=True, exist_ok=True)
     names = (f"rank_{rank}{'' if number == 1 else f'.{number}'}{suffix}" for number in itertools.count(1))
     return next(path for name in names if not (path := folder / name).exists())

@@ -1,16 +1,16 @@
-"""Which rank the others wait for, and for what: times that every rank takes of itself and compares in each report.
+"""Detection of slow ranks: every rank measures its own times, and each report compares them.
 
-    data wait          until the next batch was there, in the phase `data` of every step
-    checkpoint wait    until the states of a checkpoint were copied, and the one before it was written
+    data wait          until the next batch was available, in the phase `data` of every step
+    checkpoint wait    until the states of a checkpoint were copied, and the previous checkpoint was written
     forward            the forward pass of the first micro-batch of every step
 
-Ranks of one pipeline stage do equal work, so one whose forward pass takes longer than the others' is slow itself: a GPU
-that is throttled, a core that somebody else uses. What ranks exchange within that pass (tensor and context parallelism,
-ZeRO 3) makes those that do so equally slow, and any of them may be named. Behind it, gradients are exchanged, and all
-ranks take the same time.
+Ranks of one pipeline stage do equal work, so a rank with a longer forward pass is slow itself: its GPU is throttled, or
+another process uses its core. Ranks that communicate within that pass (tensor and context parallelism, ZeRO 3) become
+equally slow, and any of them may be reported. After the forward pass the ranks exchange gradients, so all take the same
+time.
 
-None of it makes a step wait: on a GPU two events are recorded, and read when the step is long over. Ranks exchange
-their numbers with those that a report exchanges in any case.
+No step waits for the measurement: on a GPU two events are recorded, and read long after the step has finished. Ranks
+exchange their times together with the values that a report exchanges anyway.
 """
 
 import time
@@ -25,42 +25,42 @@ from torch import nn
 from megatron.distributed.process_groups import ProcessGroups
 
 FORWARD_SHARE = 1 / 3
-"""Of forward and backward; the backward pass has twice the FLOPs."""
+"""Fraction of the forward pass in the time of both passes; the backward pass has twice the FLOPs."""
 
 
 class ForwardTimer:
-    """Takes the time of this rank's first forward pass of each step.
+    """Timer of this rank's first forward pass of each step.
 
     Args:
-        model: whose passes are timed, while it trains.
-        device: where it computes.
+        model: model whose passes are timed during training.
+        device: device of the model.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.seconds, self.count = 0.0, 0
-        """Of all passes that were timed, and how many they are."""
+        """Total time of the timed passes in seconds, and their number."""
         self._is_cuda, self._is_waiting = device.type == "cuda", False
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self._is_cuda else []
         self._has_events, self._start_time = False, 0.0
         self._hooks = [model.register_forward_pre_hook(self._begin), model.register_forward_hook(self._end)]
 
     def begin_step(self) -> None:
-        """A step begins: the next pass is its first."""
+        """Start a step, whose first pass will be timed."""
         self.read()
         self._is_waiting = True
 
     def read(self) -> None:
-        """Add the last pass, if the device has done it."""
+        """Add the time of the last pass if the device has finished it."""
         if self._has_events and self._events[1].query():
             self._add(self._events[0].elapsed_time(self._events[1]) / 1e3)
         self._has_events = False
 
     def reset(self) -> None:
-        """Begin to add anew."""
+        """Reset the total to 0."""
         self.seconds, self.count = 0.0, 0
 
     def close(self) -> None:
-        """Time nothing any more."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
@@ -87,12 +87,12 @@ class ForwardTimer:
 
 @dataclass
 class RankTimes:
-    """What one rank took in an interval, in seconds."""
+    """Times of one rank in an interval, in seconds."""
 
     forward: float = 0.0
-    """On average."""
+    """Average time of a forward pass."""
     data_wait: float = 0.0
-    """Of all steps together."""
+    """Total over all steps."""
     checkpoint_wait: float = 0.0
 
     def to_numbers(self) -> tuple[float, ...]:
@@ -101,28 +101,30 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class RankComparison:
-    """What the ranks of a run took in an interval."""
+    """Comparison of the ranks of a run over an interval."""
 
     data_wait: float
-    """Seconds of all steps together, of the rank that waited most."""
+    """Seconds over all steps, of the rank that waited longest."""
     data_wait_rank: int
     checkpoint_wait: float
-    """Seconds, of the rank that waited most."""
+    """Seconds, of the rank that waited longest."""
     slowest_rank: int | None
-    """The rank whose forward pass took longest beside the median of its pipeline stage; None if all are alone."""
+    """Rank with the slowest forward pass relative to the median of its pipeline stage, or None if every stage has one
+    rank.
+    """
     slowdown: float | None
-    """By which share of that median it took longer."""
+    """Relative slowdown of that rank against the median."""
     lost: float
-    """Seconds of a step that the others may wait for it, over so many micro-batches, forward and backward."""
+    """Seconds per step that the other ranks may wait for it, over all micro-batches, forward and backward."""
 
 
 def compare_ranks(times: Sequence[RankTimes], stages: Sequence[int], micro_batches: int) -> RankComparison:
     """Compare the ranks of a run.
 
     Args:
-        times: of each rank.
-        stages: of each rank its pipeline stage.
-        micro_batches: of a step.
+        times: times of each rank.
+        stages: pipeline stage of each rank.
+        micro_batches: micro-batches per step.
     """
     medians: dict[int, float] = {}
     for stage in set(stages):
@@ -147,7 +149,7 @@ def compare_ranks(times: Sequence[RankTimes], stages: Sequence[int], micro_batch
 
 
 def exchange_times(groups: ProcessGroups, own: RankTimes, memory: float) -> tuple[list[RankTimes], float]:
-    """The times of all ranks, and the most memory of any, in one exchange. All ranks must call this."""
+    """Return the times of all ranks, and the maximum of their memory, in one exchange. All ranks must call this."""
     numbers = (memory, *own.to_numbers())
     rows = [0.0] * (len(numbers) * groups.world_size)
     rows[groups.rank * len(numbers) : (groups.rank + 1) * len(numbers)] = numbers

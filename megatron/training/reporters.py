@@ -1,8 +1,8 @@
-"""Where records go besides the console: metrics.jsonl, TensorBoard, Weights & Biases.
+"""Outputs of records besides the console: metrics.jsonl, TensorBoard, Weights & Biases.
 
-A resumed run continues its files: what they hold beyond the step it resumes from belongs to a future that did not
-happen, and is taken out, so no step occurs twice. Weights & Biases takes nothing out: there the run begins again under
-a new id, with the records that are kept. Nothing here imports torch but TensorBoard's writer.
+A resumed run continues its files. Records after the step from which it resumes are removed, so that no step occurs
+twice. Weights & Biases cannot remove records, so the run starts again there under a new id, with the records that are
+kept. Only TensorBoard's writer imports torch.
 """
 
 import importlib.util
@@ -35,12 +35,12 @@ from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import RunError, UserError, describe_cause
 
 STEP_METRIC = "step"
-"""Metric of Weights & Biases that holds the step of the run."""
-NO_TENSORBOARD = "use_tensorboard: tensorboard is not installed; pip install tensorboard, or set it false"
+"""Metric of Weights & Biases with the step of the run."""
+NO_TENSORBOARD = "use_tensorboard: tensorboard is not installed; run `pip install tensorboard`, or set it to false"
 
 
 class Reporter(Protocol):
-    """Takes records as they come."""
+    """Output of records."""
 
     def train(self, record: TrainRecord) -> None: ...
     def evaluation(self, record: ValidationRecord) -> None: ...
@@ -51,16 +51,16 @@ class Reporter(Protocol):
 def build_reporters(
     config: Config, first_step: int, log: Callable[[str], object] = lambda line: None
 ) -> list[Reporter]:
-    """Build the reporters that a configuration asks for. For the first process only.
+    """Build the reporters of a configuration. Call this in the first process only.
 
     Args:
-        config: the run's; without `save` there is no folder to write to, except one that is named.
-        first_step: the step the run starts from, 0 or a checkpoint's.
-        log: takes a line for the user.
+        config: configuration of the run. Without `save` only explicitly named folders are written.
+        first_step: step from which the run starts: 0 or the step of a checkpoint.
+        log: called with a line for the user.
 
     Raises:
-        UserError: a package that was asked for is not installed.
-        RunError: a file cannot be written.
+        UserError: if a requested package is not installed.
+        RunError: if a file cannot be written.
     """
     options, run = config.logging, config.checkpoint.save
     reporters: list[Reporter] = []
@@ -77,15 +77,15 @@ def build_reporters(
     if options.use_wandb:
         reporters.append(WeightsAndBiases(config, past))
         if past is not None:
-            log(f"use_wandb: steps after {first_step} are given up; Weights & Biases gets a new run without them")
+            log(f"use_wandb: discarding the steps after {first_step}; Weights & Biases starts a new run without them")
     return reporters
 
 
 def check_reporters(config: Config) -> None:
-    """Check that the packages and the login that a run reports with are there, without importing them.
+    """Check that the packages and the login of the reporters are available, without importing the packages.
 
     Raises:
-        UserError: a package is not installed, or an online run has no login to Weights & Biases.
+        UserError: if a package is not installed, or an online run has no login to Weights & Biases.
     """
     options = config.logging
     has_folder = options.tensorboard_dir is not None or config.checkpoint.save is not None
@@ -109,14 +109,14 @@ def _check_wandb_login(options: LoggingOptions) -> None:
         login = None
     if login is None:
         raise UserError(
-            f"wandb_mode online: no login for {host}: run `wandb login`, set WANDB_API_KEY, or take wandb_mode: offline"
+            f"wandb_mode online: no login for {host}: run `wandb login`, set WANDB_API_KEY, or set wandb_mode: offline"
         )
 
 
 def set_damage_aside(run: Path) -> list[str]:
-    """Keep the lines of a run's records that cannot be read, which `JsonLines` would drop. Returns lines to tell.
+    """Save the damaged lines of a run's records, which `JsonLines` would drop. Return lines for the user.
 
-    Raises RunError: a file cannot be written.
+    Raises RunError if a file cannot be written.
     """
     damaged = find_unreadable_lines(run / METRICS_FILE)
     if not damaged:
@@ -130,7 +130,7 @@ def set_damage_aside(run: Path) -> list[str]:
 
 
 class JsonLines:
-    """One JSON object per record and line; numbers that JSON does not know (infinity, NaN) are null."""
+    """Reporter that writes one JSON object per line and record. Numbers missing in JSON (infinity, NaN) become null."""
 
     def __init__(self, path: Path, first_step: int) -> None:
         self.path = path
@@ -163,14 +163,14 @@ class JsonLines:
 
 
 def _drop_infinities(value: Any) -> Any:
-    """The same with null for numbers that JSON does not know."""
+    """Replace numbers that JSON cannot represent by null."""
     if isinstance(value, dict):
         return {key: _drop_infinities(entry) for key, entry in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class TensorBoard:
-    """Scalars named train/loss, valid/perplexity and so on, over steps."""
+    """Reporter that writes scalars named train/loss, valid/perplexity and so on, over steps."""
 
     def __init__(self, folder: str, first_step: int) -> None:
         self._folder = folder
@@ -179,7 +179,7 @@ class TensorBoard:
         except ImportError:
             raise UserError(NO_TENSORBOARD) from None
         try:
-            # purge_step hides what an earlier session wrote beyond the step it is resumed from.
+            # purge_step hides what an earlier session wrote after the step from which the run resumes.
             self._writer = SummaryWriter(folder, purge_step=first_step + 1 if first_step else None)
         except OSError as error:
             raise RunError(f"{folder}: cannot be written ({error.strerror or error})") from None
@@ -213,14 +213,14 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Reports to Weights & Biases; offline (files only) unless `wandb_mode` is online.
+    """Reporter for Weights & Biases; offline (files only) unless `wandb_mode` is online.
 
-    Its own counter of steps ignores what is logged behind it. So the step is a metric here, over which all others are
-    drawn.
+    The step counter of Weights & Biases ignores values for earlier steps. The step is therefore a metric, over which
+    all others are plotted.
 
     Args:
-        config: the run's.
-        past: records to begin a new run with, because the one before holds steps that were given up; None continues it.
+        config: configuration of the run.
+        past: records with which to start a new run if the old one has steps that were rolled back; None continues it.
     """
 
     def __init__(self, config: Config, past: Sequence[Mapping[str, Any]] | None = None) -> None:
@@ -243,7 +243,7 @@ class WeightsAndBiases:
                 config=config.to_flat(),
                 settings=wandb.Settings(silent=True, console="off"),
             )
-        except Exception as error:  # wandb.errors.Error and what the network adds
+        except Exception as error:  # wandb.errors.Error and network errors
             raise RunError(f"use_wandb: {str(error).splitlines()[0]}") from None
         self._run.define_metric(STEP_METRIC)
         self._run.define_metric("*", step_metric=STEP_METRIC)
@@ -269,7 +269,7 @@ class WeightsAndBiases:
 
 
 def _wandb_id(run: Path, *, is_new: bool) -> str:
-    """Return the id of a run, kept in its folder so that a resumed run continues the same curves."""
+    """Return the id of a run, stored in its folder so that a resumed run continues the same curves."""
     path = run / "wandb" / "id.txt"
     if path.is_file() and not is_new:
         return path.read_text(encoding="utf-8").strip()
@@ -280,7 +280,7 @@ def _wandb_id(run: Path, *, is_new: bool) -> str:
 
 
 def report_to_all(reporters: Sequence[Reporter], record: TrainRecord | ValidationRecord | DivergenceRecord) -> None:
-    """Hand a record to every reporter."""
+    """Pass a record to every reporter."""
     for reporter in reporters:
         match record:
             case TrainRecord():

@@ -1,10 +1,10 @@
-"""What a run's data decide of its configuration: the datasets in a folder, and how many steps `train_epochs` makes.
+"""Values of a configuration that the data determine: the datasets of a folder, and the steps of `train_epochs`.
 
-The configuration that a run keeps names the datasets that a folder held when it began, so that one that is added later
-is seen when the run goes on.
+The stored configuration of a run names the datasets that a folder held at the start, so that a dataset added later is
+noticed when the run resumes.
 
-An epoch is as many sequences as the training datasets hold together. Steps are rounded down, so that nothing is read
-once more than was asked for. A run keeps the steps that it began with (`megatron.checkpoint.resume`).
+An epoch has as many sequences as all training datasets together. Steps are rounded down, so that nothing is read more
+often than requested. A run keeps the number of steps with which it started (`megatron.checkpoint.resume`).
 """
 
 from collections.abc import Sequence
@@ -20,18 +20,17 @@ from megatron.training.schedule import describe_late_warmup
 from megatron.utils.errors import UserError
 
 MAX_DIFFERENCE = 0.01
-"""Of how often a dataset is read from train_epochs: beyond it a line says so."""
+"""Relative difference between the reads of a dataset and train_epochs above which a line reports it."""
 
 
 def resolve_data(config: Config) -> tuple[Config, tuple[str, ...]]:
-    """The configuration with the datasets of its folders and the `train_iters` that its `train_epochs` make, and lines
-    worth telling.
+    """Return the configuration with the datasets of its folders and the `train_iters` of its `train_epochs`, and notes.
 
     Args:
-        config: resolved (`resolve_run`). Without folders and train_epochs nothing changes.
+        config: resolved configuration (`resolve_run`). Without folders and train_epochs nothing changes.
 
     Raises:
-        UserError: datasets that are missing or cut short, too few tokens for one step, or train_iters says otherwise.
+        UserError: if datasets are missing or truncated, the tokens are fewer than one step, or train_iters disagrees.
     """
     config, notes = _resolve_folders(config)
     config, more = _resolve_epochs(config)
@@ -39,7 +38,7 @@ def resolve_data(config: Config) -> tuple[Config, tuple[str, ...]]:
 
 
 def _resolve_folders(config: Config) -> tuple[Config, list[str]]:
-    """The datasets in the place of the folders that hold them, in stages too."""
+    """Replace folders by the datasets in them, also in stages."""
     notes: list[str] = []
     changes: dict[str, object] = {}
     for split in SPLITS:
@@ -68,7 +67,7 @@ def _names_folder(corpora: Sequence[CorpusName]) -> bool:
 
 
 def _list_datasets(key: str, names: Sequence[CorpusName], split: Split, notes: list[str]) -> list[CorpusName]:
-    """The datasets of each corpus that a key names."""
+    """Return the datasets of each corpus of a key."""
     data = DataOptions.model_validate({"data_path": names[0]} if key == "data_path" else {f"{split}_data_paths": names})
     corpora = [[str(prefix) for prefix in corpus] for corpus in list_corpora(data, split, key)]
     for name, prefixes in zip(names, corpora, strict=True):
@@ -80,7 +79,7 @@ def _list_datasets(key: str, names: Sequence[CorpusName], split: Split, notes: l
 
 
 def _resolve_epochs(config: Config) -> tuple[Config, tuple[str, ...]]:
-    """The configuration with the `train_iters` that its `train_epochs` make, and a line about them."""
+    """Return the configuration with the `train_iters` of its `train_epochs`, and a line about them."""
     training, epochs = config.training, config.training.train_epochs
     if epochs is None:
         return config, ()
@@ -90,28 +89,28 @@ def _resolve_epochs(config: Config) -> tuple[Config, tuple[str, ...]]:
     steps = _count_steps(config, num_tokens)
     if steps < 1:
         raise UserError(
-            f"train_epochs {epochs:g}: the training text has {sum(sizes):,} tokens, which are less than one step",
+            f"train_epochs {epochs:g}: the training text has {sum(sizes):,} tokens, less than one step",
             "train_epochs",
         )
     if training.train_iters and training.train_iters != steps and config.checkpoint.load is None:
         raise UserError(
-            f"train_iters is {training.train_iters}, but train_epochs {epochs:g} makes {steps} steps; leave one out",
+            f"train_iters is {training.train_iters}, but train_epochs {epochs:g} gives {steps} steps; set only one",
             "train_iters",
         )
-    line = f"train_epochs {epochs:g}: {sum(sizes):,} tokens of text make {steps:,} steps"
+    line = f"train_epochs {epochs:g}: {sum(sizes):,} tokens of text give {steps:,} steps"
     weights = [dataset_slice.weight for dataset_slice in slices]
     times = [
         epochs * sum(sizes) * weight / sum(weights) / size for weight, size in zip(weights, sizes, strict=True) if size
     ]
     if any(abs(time / epochs - 1) > MAX_DIFFERENCE for time in times):
         counts = ", ".join(f"{s.dataset.prefix.name} {time:.2f} times" for s, time in zip(slices, times, strict=True))
-        line += f"; by their weights that is {counts}"
+        line += f"; reads by weight: {counts}"
     config = config.replace(train_iters=training.train_iters or steps)
     return config, (line, *(() if training.train_iters else describe_late_warmup(config)))
 
 
 def _count_steps(config: Config, num_tokens: int) -> int:
-    """Whole steps that so many tokens are enough for, over all stages."""
+    """Return the number of whole steps, over all stages, for which a number of tokens is enough."""
     steps = 0
     for stage in build_stages(config.replace(train_iters=MAX_STEPS)):
         possible = num_tokens // stage.tokens_per_step

@@ -1,7 +1,7 @@
-"""The learning rate as a pure function of the step, so that a resumed run needs to restore nothing of it.
+"""Learning rate as a pure function of the step, so that a resumed run has no state of it to restore.
 
-With peak rate `lr`, n = lr_decay_iters and w warm-up steps (lr_warmup_iters, or warmup · n), step s (counted from 0)
-trains with
+With peak rate `lr`, n = lr_decay_iters and w warm-up steps (lr_warmup_iters, or warmup · n), the rate of step s
+(counted from 0) is
 
     s < w              lr · (s + 1) / (w + 1)
     w ≤ s < n          min_lr + (lr − min_lr) · f(x),   x = (s − w) / (n − w)
@@ -9,27 +9,27 @@ trains with
 
     cosine f(x) = (1 + cos πx) / 2      linear f(x) = 1 − x      constant f(x) = 1
 
-as in Megatron-LM. GPT-NeoX's linear is another one with min_lr > 0: it is max(min_lr, lr · (1 − x)).
+as in Megatron-LM. GPT-NeoX's linear decay differs if min_lr > 0: it is max(min_lr, lr · (1 − x)).
 
-inverse_sqrt (Vaswani et al. 2017, 1706.03762, section 5.3) knows no end: from w on it is lr · √((w + 1) / (s + 1)),
-and min_lr at least.
+inverse_sqrt (Vaswani et al. 2017, 1706.03762, section 5.3) has no end: from w on it is lr · √((w + 1) / (s + 1)), and
+at least min_lr.
 
 wsd, warm-up, stable, decay (Hu et al. 2024, MiniCPM, 2404.06395): the rate stays at lr until the last d steps before n
-(lr_wsd_decay_iters, or lr_wsd_decay_fraction · n), and falls in them as f(x), x = (s − (n − d)) / d:
+(lr_wsd_decay_iters, or lr_wsd_decay_fraction · n), and decays over them as f(x), x = (s − (n − d)) / d:
 
     linear f(x) = 1 − x         minus_sqrt f(x) = 1 − √x (Hägele et al. 2024, 2405.18392)
     cosine f(x) = (1 + cos πx) / 2         exponential f(x) = 2 · 2^(−x) − 1 (Megatron-LM)
 
-infinite (Ibrahim et al. 2024, 2403.08763): after warm-up the rate cools down over c = lr_cooldown_iters steps to
-constant_lr, x = (s − w) / c, stays there however long the run is, and anneals in the last a = lr_anneal_iters steps
-before n, x = (s − (n − a)) / a; a = 0, which is a trunk, never does:
+infinite (Ibrahim et al. 2024, 2403.08763): after warm-up the rate decays over c = lr_cooldown_iters steps to
+constant_lr, x = (s − w) / c. It stays there however long the run is, and anneals over the last a = lr_anneal_iters
+steps before n, x = (s − (n − a)) / a. With a = 0, a trunk, it never anneals:
 
     cosine          constant_lr + (lr − constant_lr) · (1 + cos πx) / 2
     inverse_sqrt    lr + (constant_lr − lr) · h(x) / h(1),   h(x) = 1 / √(1 + 10x) − 1
     annealing       constant_lr · (min_lr / constant_lr)^x
 
-A schedule may begin at a later step than 0 (`first_step`; a stage that names lr_decay_style): all of the above then
-counts from there. That is how a schedule is restarted.
+A schedule may start at a later step than 0 (`first_step`; a stage that sets lr_decay_style): all steps above then count
+from there. This is how to restart a schedule.
 """
 
 import math
@@ -40,24 +40,23 @@ from megatron.config.stages import build_stages
 from megatron.options.training import CooldownStyle, DecayStyle, OptimizerOptions, WsdDecayStyle
 
 COOLDOWN_TIMESCALE = 10
-"""Of the inverse square root: how much of the way is done early."""
+"""Time scale of the inverse square root: a larger value makes the early decay steeper."""
 
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """Warm-up, then decay. `schedule(s)` is the rate of step s of the run, counted from 0; no step before `first_step`
-    may be asked for."""
+    """Warm-up followed by decay. `schedule(s)` is the rate of the run's step s ≥ `first_step`, counted from 0."""
 
     lr: float
     min_lr: float
     warmup_steps: int
     decay_steps: int
-    """From `first_step` to where the decay ends."""
+    """Steps from `first_step` to the end of the decay."""
     style: DecayStyle
     final_steps: int = 0
-    """wsd and infinite: those before the end in which the rate falls to min_lr."""
+    """For wsd and infinite, the number of final steps over which the rate decays to min_lr."""
     final_style: WsdDecayStyle = "linear"
-    """wsd: how it falls."""
+    """For wsd, the shape of the final decay."""
     constant_lr: float = 0.0
     cooldown_steps: int = 0
     cooldown_style: CooldownStyle = "cosine"
@@ -65,13 +64,13 @@ class LearningRateSchedule:
 
     @property
     def has_decay(self) -> bool:
-        """True if the rate is at its end after `decay_steps`."""
+        """True if the rate reaches its final value after `decay_steps`."""
         return self.style not in ("constant", "inverse_sqrt") and (self.style != "infinite" or self.final_steps > 0)
 
     def __call__(self, step: int) -> float:
         step -= self.first_step
         if step < self.warmup_steps:
-            # (s + 1) / (w + 1): the first step already learns, and the peak is reached right after warm-up.
+            # (s + 1) / (w + 1): the first step has a positive rate, and the step after warm-up has the peak rate.
             return self.lr * (step + 1) / (self.warmup_steps + 1)
         match self.style:
             case "constant":
@@ -91,7 +90,9 @@ class LearningRateSchedule:
         return self.min_lr + (self.lr - self.min_lr) * share
 
     def _find_final_share(self, step: int) -> float | None:
-        """How much of the final decay is behind a step; None before it. Warm-up goes first where both would be."""
+        """Return the completed fraction of the final decay, or None before it. Warm-up takes precedence if both
+        overlap.
+        """
         start = self.decay_steps - self.final_steps
         return None if step < start or not self.final_steps else (step - start) / self.final_steps
 
@@ -109,7 +110,7 @@ class LearningRateSchedule:
 
 
 def compute_decay_share(style: str, x: float) -> float:
-    """f(x) of a decay: what is left of lr − min_lr when the share x of its steps, 0 … 1, is behind."""
+    """Return f(x) of a decay: the remaining fraction of lr − min_lr after a fraction x of its steps, 0 … 1."""
     match style:
         case "cosine":
             return (1 + math.cos(math.pi * x)) / 2
@@ -126,12 +127,12 @@ def _invert_sqrt(x: float) -> float:
 
 
 def build_schedule(options: OptimizerOptions, train_iters: int, first_step: int = 0) -> LearningRateSchedule:
-    """The schedule of a run: its decay ends at `lr_decay_iters`, or with the run.
+    """Build the schedule of a run. Its decay ends at `lr_decay_iters`, or with the run.
 
     Args:
-        options: as they are at the step that is asked for.
-        train_iters: where the schedule ends, as a step of the run.
-        first_step: where it began.
+        options: optimizer options at the requested step.
+        train_iters: last step of the schedule, as a step of the run.
+        first_step: first step of the schedule.
     """
     decay_steps = options.lr_decay_iters or train_iters - first_step
     is_wsd, is_infinite = options.lr_decay_style == "wsd", options.lr_decay_style == "infinite"
@@ -155,7 +156,7 @@ def build_schedule(options: OptimizerOptions, train_iters: int, first_step: int 
 
 
 def describe_late_warmup(config: Config) -> tuple[str, ...]:
-    """Return a line for each schedule of a run whose warm-up is longer than its decay, or than the run."""
+    """Return a line for each schedule of a run whose warm-up is longer than its decay or than the run."""
     notes = []
     for stage in build_stages(config):
         options, first, end = stage.config.optimizer, stage.schedule_first, stage.schedule_end
@@ -177,10 +178,11 @@ def describe_late_warmup(config: Config) -> tuple[str, ...]:
 
 
 def describe_rate_jump(old: LearningRateSchedule, new: LearningRateSchedule, step: int) -> str | None:
-    """One line if the rate of step `step` is far from the one before it, and how to avoid that; else None.
+    """Return a line if the rate of `step` is far from the previous one, with the way to avoid it, or None.
 
-    Extending a run does this: a decay that ends with the run ends later now, so the rate returns to where a longer
-    run would have been. What is far: more than a tenth of itself, and more than the old schedule's own next step.
+    Extending a run causes this: a decay that ends with the run now ends later, so the rate returns to that of the
+    longer run. A rate is far if it changes by more than a tenth of itself, and by more than twice the old schedule's
+    next step.
     """
     if step == 0:
         return None
@@ -190,10 +192,10 @@ def describe_rate_jump(old: LearningRateSchedule, new: LearningRateSchedule, ste
     text = f"the learning rate was {was:.2e} and {'jumps' if now > was else 'drops'} to {now:.2e}"
     extended = replace(new, decay_steps=old.decay_steps, warmup_steps=old.warmup_steps, final_steps=old.final_steps)
     if old.decay_steps == new.decay_steps or extended(step) != planned:
-        return text  # another rate was asked for by name
+        return text  # the user set another rate explicitly
     text += f": its decay now ends at step {new.decay_steps:,}; lr_decay_iters={old.decay_steps} keeps the old schedule"
     if step >= old.decay_steps:
         text += f", which is over: it stays at min_lr={new.min_lr:g}"
         if new.min_lr == 0:
-            text += ", where nothing is learned, so give a min_lr too"
+            text += ", at which nothing is learned, so set min_lr too"
     return text

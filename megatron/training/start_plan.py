@@ -1,7 +1,7 @@
-"""Plan of a run's start: its checkpoint and its data, settled and checked before anything is built.
+"""Plan of a run's start: its checkpoint and its data, determined and checked before anything is built.
 
-Every rank of a run makes a `StartPlan` before it builds data and model. A dry run and a submission to SLURM make one
-without a rank (check_start.py): so both refuse what the run would refuse, by the same code.
+Every rank of a run makes a `StartPlan` before it builds data and model. A dry run and a SLURM submission make one
+without being a rank (check_start.py), so the same code rejects what the run would reject.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from megatron.training.loss_guard import Rollback
 from megatron.utils.errors import UserError
 
 TASK_EVAL_ITERS = 100
-"""Batches of a validation on a task, whose text has no end, where eval_iters is absent."""
+"""Default of eval_iters for a task, whose text has no end: batches per validation."""
 
 
 @dataclass
@@ -34,24 +34,24 @@ class DataPosition:
     """Progress of a run in steps and in data (`Stateful`)."""
 
     step: int = 0
-    """Optimizer steps taken, skipped ones included."""
+    """Optimizer steps taken, including skipped ones."""
     samples: int = 0
     """Training sequences read."""
     tokens: int = 0
     ordered_samples: int = 0
-    """The number of samples that the order of the training data was built for."""
+    """Number of samples for which the order of the training data was built."""
     skipped_samples: int = 0
-    """Samples read that no weight has seen, because the run rolled back."""
+    """Samples read whose updates were lost, because the run rolled back."""
     order: StageOrder | None = None
-    """Order in which the stage reads the text; None without stages."""
+    """Order in which the stage reads the text, or None without stages."""
 
     @property
     def next_sequence(self) -> int:
-        """Index in the order of the sequence that is read next."""
+        """Index in the order of the next sequence to read."""
         return self.samples if self.order is None else self.order.find_sequence(self.samples)
 
     def advance(self, samples: int, tokens: int) -> None:
-        """One step, over so many sequences and tokens."""
+        """Advance by one step over the given numbers of sequences and tokens."""
         self.step += 1
         self.samples += samples
         self.tokens += tokens
@@ -99,31 +99,33 @@ def plan_start(
     sizes: ParallelSizes | None = None,
     checksums: bool = True,
 ) -> StartPlan:
-    """Settle what a run starts from and what it reads, without making anything. All processes must call this.
+    """Determine the checkpoint and the data with which a run starts, without creating anything.
+
+    All processes must call this.
 
     Args:
-        config: resolved (`resolve_run`), with what its data decide (`resolve_data`).
-        groups: the processes that call this; they share the work of reading a checkpoint.
-        rollback: set if the run went back because of its loss; the data that did it are skipped.
-        sizes: mesh of the run; that of `groups` if absent.
-        checksums: read every byte of the checkpoint; otherwise compare names and sizes of its files alone.
+        config: resolved configuration (`resolve_run`), with the values that its data determine (`resolve_data`).
+        groups: processes that call this; they share the work of reading a checkpoint.
+        rollback: rollback because of a bad loss, if any; the data that caused it are skipped.
+        sizes: mesh of the run; by default that of `groups`.
+        checksums: True to read every byte of the checkpoint; otherwise only names and sizes of its files are compared.
 
     Raises:
-        UserError: the configuration, the data and what there is to start from do not fit together.
-        RunError: a dataset or a checkpoint is damaged.
+        UserError: if the configuration, the data and the checkpoint do not match.
+        RunError: if a dataset or a checkpoint is damaged.
     """
     sizes = sizes or groups.mesh.sizes
     resume, order_notes = _enter_stage(plan_resume(config, groups, sizes=sizes, checksums=checksums))
     if rollback is not None:
         resume = replace(resume, trainer_state=rollback.skip_samples(resume.trainer_state))
     requested, config = config, resume.stage.config
-    if requested.training.train_iters != config.training.train_iters:  # epochs of a corpus that has changed since
+    if requested.training.train_iters != config.training.train_iters:  # the corpus of the epochs has changed since
         requested = requested.replace(train_iters=config.training.train_iters)
     resume.check_engine(config, sizes)
     vocabulary = read_vocabulary(config.data)
     resume.check_vocabulary(vocabulary.size, vocabulary.name, config.data.task)
     if config.checkpoint.save is not None and vocabulary.tokenizer is not None:
-        with suppress(OSError):  # a folder that cannot be read is refused where it is written
+        with suppress(OSError):  # an unreadable folder is an error when it is written
             check_tokenizer_folder(config.checkpoint.save)
     method_notes = resume.check_methods(config.position)
     check_stages(resume)
@@ -144,16 +146,18 @@ def plan_start(
 
 
 def list_eval_multiples(config: Config) -> list[int]:
-    """Return the further lengths to validate at, as multiples of seq_length."""
+    """Return the further validation lengths, as multiples of seq_length."""
     return [int(multiple.removesuffix("x")) for multiple in config.training.eval_lengths]
 
 
 def check_eval_lengths(config: Config, max_length: int | None) -> None:
-    """UserError for lengths to validate at that the model has no positions for."""
+    """Check that the model has enough positions for all validation lengths. Raises UserError."""
     for multiple in list_eval_multiples(config):
         length = multiple * config.model.seq_length
         if config.data.task is not None:
-            raise UserError("eval_lengths: a task is validated at its own lengths; leave it out", "eval_lengths")
+            raise UserError(
+                "eval_lengths: not supported for a task, which has its own lengths; remove it", "eval_lengths"
+            )
         if max_length is not None and length > max_length:
             raise UserError(
                 f"eval_lengths: {multiple}x is {length:,} tokens, but the model has {max_length:,} positions",
@@ -162,7 +166,7 @@ def check_eval_lengths(config: Config, max_length: int | None) -> None:
 
 
 def _check_later_data(resume: ResumePlan, order: SampleOrder, vocabulary: Vocabulary) -> None:
-    """Check the data that later stages read in place of those of the first, before hours pass. Raises UserError."""
+    """Check the different data of later stages at the start instead of hours later. Raises UserError."""
     checked = [resume.stage.config.data]
     for stage in resume.stages:
         config = stage.config
@@ -186,7 +190,7 @@ def _check_later_data(resume: ResumePlan, order: SampleOrder, vocabulary: Vocabu
 
 
 def check_stages(resume: ResumePlan) -> None:
-    """Check the methods of all stages, before hours pass."""
+    """Check the methods of all stages at the start instead of hours later."""
     checked: list[tuple[ModelOptions, PositionOptions]] = []
     for stage in (resume.stage, *resume.stages):
         if (options := (stage.config.model, stage.config.position)) not in checked:
@@ -195,9 +199,9 @@ def check_stages(resume: ResumePlan) -> None:
 
 
 def _enter_stage(resume: ResumePlan) -> tuple[ResumePlan, list[str]]:
-    """Return the plan of a run in stages with the order of the text in its stage, and lines for the user.
+    """Return the plan with the order of the text in its stage, and lines for the user.
 
-    Of a run without stages, or one that learns a task, nothing changes.
+    The plan of a run without stages, or on a task, does not change.
     """
     state, config = resume.trainer_state, resume.stage.config
     if config.data.task is not None or not (config.training.stages or state.data_order):
@@ -223,11 +227,11 @@ def _enter_stage(resume: ResumePlan) -> tuple[ResumePlan, list[str]]:
                 num_blocks=state.train_samples,
             )
             if left_out:
-                notes.append(f"the text goes on at the next {length:,} tokens: {left_out:,} before them are left out")
+                notes.append(f"the text continues at the next {length:,}-token block: {left_out:,} tokens are skipped")
         else:
             notes.append(
-                f"the text is cut into blocks of {block:,} tokens instead of {order.block_length:,}: a new order, "
-                "which may read again what was read before"
+                f"the text is divided into blocks of {block:,} tokens, not {order.block_length:,}, in a new order, "
+                "which may repeat text that was already read"
             )
             order = begin_order(config.data, block, num_blocks, first_sample=state.consumed_samples)
             state = replace(state, train_samples=num_blocks)
@@ -235,10 +239,10 @@ def _enter_stage(resume: ResumePlan) -> tuple[ResumePlan, list[str]]:
 
 
 def _build_sample_order(config: Config, stage: Stage, position: DataPosition) -> SampleOrder:
-    """Return how many samples of each split the run reads; `position` learns for how many its order is made."""
+    """Return how many samples of each split the run reads, and set `position.ordered_samples`."""
     training, batch = config.training, config.training.train_batch_size
     assert batch is not None
-    # A resumed run keeps the order it began with, also when it is now longer, shorter or has another batch size.
+    # A resumed run keeps its original order, even if it is now longer, shorter or has another batch size.
     total = position.next_sequence + max(0, stage.end_step - position.step) * batch
     if position.order is not None:
         total = max(1, position.order.count_blocks(total, config.model.seq_length))

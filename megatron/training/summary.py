@@ -1,5 +1,6 @@
-"""The first and the last lines of a run: what it is and how long it may take, where it was saved and what comes next,
-or what helps where memory does not suffice."""
+"""First and last lines of a run: its description and expected duration, the saved checkpoint and the next command, and
+advice if memory runs out.
+"""
 
 import re
 import shlex
@@ -29,10 +30,10 @@ from megatron.utils.formatting import format_approximate_duration, format_bytes,
 
 
 def estimate_seconds(run: TrainingRun, step: int) -> float:
-    """What the steps after `step` may take, before any of them was timed.
+    """Estimate the duration of the steps after `step`, in seconds, before any of them was timed.
 
-    Their FLOPs at the speed of one matrix product of the model's own size. The rest of a step is slower than that, so
-    the true time is rather longer: twice is usual, and a small model may take many times as long.
+    The estimate divides their FLOPs by the speed of one matrix product of the model's size. The rest of a step is
+    slower, so the true time is longer: twice is usual, and a small model may take many times as long.
     """
     training, model = run.config.training, run.config.model
     speed = measure_matmul_tflops(
@@ -53,7 +54,7 @@ def estimate_seconds(run: TrainingRun, step: int) -> float:
 
 
 def log_start(run: TrainingRun) -> None:
-    """Say what the run is and how long it may take, and begin to count."""
+    """Print the description of the run and its expected duration, and start the clock."""
     step, seconds = run.data_position.step, None
     if run.console.console is not None and step < run.config.training.train_iters:
         seconds = estimate_seconds(run, step)
@@ -69,11 +70,11 @@ def log_start(run: TrainingRun) -> None:
 
 
 MAX_VALIDATION_SHARE = 0.2
-"""Share of the training time; a longer validation is pointed out."""
+"""Fraction of the training time above which the cost of validation is reported."""
 
 
 def describe_validation(run: TrainingRun) -> list[str]:
-    """Return a line on what validation reads, and how much of the training's work it is; none of a task."""
+    """Return a line about the tokens of a validation and its share of the training work, or nothing for a task."""
     datasets, training = run.datasets, run.config.training
     sets = {"valid": datasets.valid, **datasets.further}
     texts = [(name, each) for name, each in sets.items() if each is not None]
@@ -91,12 +92,12 @@ def describe_validation(run: TrainingRun) -> list[str]:
     # A forward pass is a third of a training step's work.
     per_interval = training.eval_interval * (training.train_batch_size or 0) * run.config.model.seq_length
     if (share := targets / 3 / per_interval) > MAX_VALIDATION_SHARE:
-        line += f", about {share:.0%} of the time of these steps; eval_iters limits it"
+        line += f", about {share:.0%} of the training time; set eval_iters to limit it"
     return [line]
 
 
 def describe_start(run: TrainingRun, step: int, seconds: float) -> str:
-    """What a run is: size, device, precision, steps, layout, time."""
+    """Describe a run: size, device, precision, steps, layout, time."""
     config, device = run.config, run.groups.device
     training, lengths = config.training, run.datasets.lengths
     length = f"{min(lengths):,} to {max(lengths):,}" if len(set(lengths)) > 1 else f"{lengths[0]:,}"
@@ -120,7 +121,7 @@ def describe_start(run: TrainingRun, step: int, seconds: float) -> str:
         steps += " of"
     tokens = format_count(num_tokens)
     progress = f"from step {step:,}, " if step else ""
-    reason = run.engine.model.row_blocks_reason if device.type != "cpu" else None  # on a CPU nothing else is expected
+    reason = run.engine.model.row_blocks_reason if device.type != "cpu" else None  # on a CPU row blocks are expected
     return (
         f"{format_count(run.parameters)} parameters on {hardware} in {training.compute_dtype}; "
         f"{steps} {batch:,} × {length} tokens{layout}{', all' if len(stages) > 1 else ''} are {tokens} tokens; "
@@ -130,7 +131,7 @@ def describe_start(run: TrainingRun, step: int, seconds: float) -> str:
 
 
 def describe_layout(config: Config, sizes: ParallelSizes) -> list[str]:
-    """How several processes divide the work, and what a pipeline costs. Nothing for one process."""
+    """Describe how several processes divide the work, and the cost of a pipeline; nothing for one process."""
     if sizes.world_size == 1:
         return []
     stages, steps = sizes.pipeline, config.training.gradient_accumulation_steps
@@ -146,9 +147,9 @@ def describe_layout(config: Config, sizes: ParallelSizes) -> list[str]:
 
 
 def describe_end(config: Config, checkpoint: Path | None, *, now: bool) -> str:
-    """Where a finished run was saved, now or before, and the command that comes next."""
+    """Describe where a finished run was saved, now or before, and the next command."""
     if checkpoint is None or config.checkpoint.save is None:
-        return "no checkpoint is saved: save names no folder"
+        return "no checkpoint saved: save is not set"
     data = config.data
     has_held_out = data.data_path or data.test_data_paths or data.valid_data_paths or data.task
     option = "" if has_held_out else " --data TEXT"
@@ -157,15 +158,15 @@ def describe_end(config: Config, checkpoint: Path | None, *, now: bool) -> str:
 
 
 def describe_finished(step: int, train_iters: int, *, is_tested: bool) -> str:
-    """What is left to do for a run that has taken all its steps before."""
+    """Describe what remains for a run that has already taken all its steps."""
     if is_tested:
         return f"nothing to do: step {step} of {train_iters} is reached; raise train_iters"
-    return f"nothing to train: step {step} of {train_iters} is reached; its test, which is not on record, follows"
+    return f"nothing to train: step {step} of {train_iters} is reached; running the missing test"
 
 
 def describe_stop(config: Config, step: int, checkpoint: Path | None, signum: int) -> str:
-    """Where a run is that signal `signum` stopped, and how it goes on."""
-    saved = "no checkpoint is saved"
+    """Describe where a run that signal `signum` stopped was saved, and how to resume it."""
+    saved = "no checkpoint saved"
     if checkpoint is not None:
         is_of_this_step = parse_step(checkpoint) == step  # none is saved after a bad step
         kept = f"saved {checkpoint}" if is_of_this_step else f"the last checkpoint is {checkpoint}"
@@ -174,35 +175,34 @@ def describe_stop(config: Config, step: int, checkpoint: Path | None, signum: in
 
 
 def describe_rollbacks(rollbacks: int, skipped_samples: int) -> str:
-    """How often a run went back, and over what."""
+    """Describe the number of rollbacks and the sequences they skipped."""
     times = "once" if rollbacks == 1 else f"{rollbacks} times"
-    return f"went back {times} because of its loss, over {skipped_samples:,} sequences"
+    return f"rolled back {times} because of its loss, skipping {skipped_samples:,} sequences"
 
 
 def describe_next_action(config: Config, signum: int) -> str:
-    """How a run goes on that signal `signum` stopped: by itself in a job that SLURM requeues, or by a command."""
+    """Describe how a run stopped by signal `signum` resumes: by itself if SLURM requeues the job, or by a command."""
     requeued = config.launch.launcher == "slurm" and config.launch.slurm.requeue and signum == signal.SIGTERM
     if requeued and describe_job() is not None:
         return f"SLURM puts the job back into the queue, or, if it was cancelled: {build_resume_command(config)}"
-    return f"go on with: {build_resume_command(config)}"
+    return f"resume with: {build_resume_command(config)}"
 
 
 def build_resume_command(config: Config) -> str:
-    """The command that takes a stopped run up again."""
+    """Return the command that resumes a stopped run."""
     folder = str(config.checkpoint.save)
-    # A person's own may lack what the command line added.
+    # The user's own file may lack overrides from the command line.
     file = f"{shlex.quote(folder)}/{get_config_path(folder).name}"
     return f"./deepy.py train {file} load={shlex.quote(folder)}"
 
 
 def describe_memory_error(config: Config, world_size: int, error: BaseException) -> str:
-    """What to say where memory does not suffice: what was asked for last, what was planned of the stage that the run is
-    in, and what helps.
+    """Describe an out-of-memory error: the last request, the planned memory of the current stage, and what helps.
 
     Args:
-        config: of this start of the run, which stays in one stage.
-        world_size: its processes.
-        error: what was raised.
+        config: configuration of this start of the run, which stays in one stage.
+        world_size: number of its processes.
+        error: exception that was raised.
     """
     requested = re.search(r"allocate ([\d.,]+ ?\w*)", str(error))
     line = f"memory does not suffice{f' (for {requested[1]} more)' if requested else ''}"
@@ -216,9 +216,9 @@ def describe_memory_error(config: Config, world_size: int, error: BaseException)
             f"; {name}, train_micro_batch_size_per_gpu {training.train_micro_batch_size_per_gpu} × seq_length "
             f"{model.seq_length}, is planned to need {format_bytes(planned)} on each rank (./deepy.py plan)"
         )
-    except FarfieldError:  # an encoding of which nothing is known
+    except FarfieldError:  # the memory use of the encoding is unknown
         pass
-    line += "".join(f"; {note}" for note in getattr(error, "__notes__", []))  # where a snapshot is (profiler.py)
+    line += "".join(f"; {note}" for note in getattr(error, "__notes__", []))  # path of a snapshot (profiler.py)
     return (
         f"{line}; lower train_micro_batch_size_per_gpu or seq_length, or set checkpoint_activations to "
         "selective or true, or zero_optimization.stage"

@@ -1,12 +1,11 @@
-"""A run from its configuration to its first step, in four phases.
+"""Construction of a run, from its configuration to its first step, in four phases.
 
-The configuration was resolved by whoever starts the run (resolve_run.py).
+The code that starts the run has resolved the configuration (resolve_run.py).
 
-    begin_session          the other processes, the folder's lock, seeds and determinism
-    plan_start             what it starts from and what it reads (start_plan.py): refuses what does not fit
-    build_components       data, model, engine
-    restore_training_run   every state of the checkpoint to start from, if there is one; from then on the folder is this
-                           run's
+    begin_session          connect to the other processes, lock the folder, set seeds and determinism
+    plan_start             determine and check the checkpoint and the data (start_plan.py)
+    build_components       build data, model, engine
+    restore_training_run   restore every state of the checkpoint, if there is one; the folder then belongs to this run
 """
 
 import os
@@ -58,36 +57,36 @@ from megatron.utils.errors import FarfieldError, RunError
 from megatron.utils.progress import WaitAnnouncer
 
 MAX_SILENCE = 6.0
-"""Seconds without a line while a run is built."""
+"""Maximum time without output while a run is built, in seconds."""
 PARAMETER_GROUPS = "parameter_groups.txt"
-"""In the run's folder: which group of the optimizer's each parameter is in."""
+"""File in the run's folder that lists the parameters of each optimizer group."""
 
 
 @dataclass(frozen=True)
 class TrainingSession:
-    """One process's part in a run."""
+    """Membership of one process in a run."""
 
     groups: ProcessGroups
     lock: RunLock | None
-    """Keeps other runs out of the folder; the first process has it, if anything is saved."""
+    """Lock that keeps other runs out of the folder; held by the first process if the run saves anything."""
 
     def check_folder(self) -> None:
-        """Raise MissingFolderError if the run's folder was moved or removed. The first process alone can know."""
+        """Raise MissingFolderError if the run's folder was moved or removed. Only the first process can tell."""
         if self.lock is not None:
             self.lock.check_folder()
 
     def close(self) -> None:
-        """Let others have the folder."""
+        """Release the folder."""
         if self.lock is not None:
             self.lock.release()
 
 
 def begin_session(config: Config, rank_info: RankInfo) -> TrainingSession:
-    """Meet the other processes, take the folder, and settle how torch computes. All processes must call this.
+    """Connect to the other processes, lock the folder, and set determinism and seeds. All processes must call this.
 
     Raises:
-        UserError: another run is writing in the folder.
-        RunError: the folder cannot be written, the device cannot be used, or the others cannot be reached.
+        UserError: if another run is writing in the folder.
+        RunError: if the folder cannot be written, the device cannot be used, or the others cannot be reached.
     """
     launch = config.launch
     groups = init_distributed(
@@ -96,8 +95,8 @@ def begin_session(config: Config, rank_info: RankInfo) -> TrainingSession:
         device=launch.device,
         backend=launch.distributed_backend,
     )
-    # Before anything in the folder is looked at, and after all have met: who waited for one that was refused here, and
-    # left, would keep its machines for as long as it has patience.
+    # Lock before anything in the folder is read, and after all processes have connected. Otherwise processes would keep
+    # waiting, on their machines, for one that failed here and exited.
     lock = _take_lock(config.checkpoint.save, groups)
     try:
         _set_determinism(config.training.deterministic)
@@ -110,7 +109,7 @@ def begin_session(config: Config, rank_info: RankInfo) -> TrainingSession:
 
 
 def _take_lock(save: str | None, groups: ProcessGroups) -> RunLock | None:
-    """Take the run's folder, in the first process. Raises its error in all."""
+    """Lock the run's folder in the first process. Raise its error in all processes."""
     lock, error = None, None
     if save is not None and groups.is_main:
         try:
@@ -124,7 +123,7 @@ def _take_lock(save: str | None, groups: ProcessGroups) -> RunLock | None:
 
 def _set_determinism(deterministic: bool) -> None:
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads this when it starts
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = deterministic
@@ -132,12 +131,12 @@ def _set_determinism(deterministic: bool) -> None:
 
 @dataclass
 class TrainingRun:
-    """A run that is ready to take its next step."""
+    """Run that is ready to take its next step."""
 
     config: Config
-    """Of its stage."""
+    """Configuration of the current stage."""
     requested: Config
-    """Of all stages, as the run was started; the run's folder has it."""
+    """Configuration of all stages, as the run was started; stored in the run's folder."""
     session: TrainingSession
     resume: ResumePlan
     stage: Stage
@@ -151,14 +150,14 @@ class TrainingRun:
     console: ConsoleReporter
     reporters: list[Reporter]
     flops_per_token: dict[int, float]
-    """Forward and backward, at each length of a sequence that there is."""
+    """FLOPs per token, forward and backward, for each sequence length."""
     parameters: int
     peak_tflops: float | None
-    """The device's, if it is known."""
+    """Peak of the device in TFLOP/s, or None if unknown."""
 
     @property
     def groups(self) -> ProcessGroups:
-        """This process among all of the run."""
+        """Process groups of the run."""
         return self.session.groups
 
     def _describe_vocabulary(self) -> dict[str, Any]:
@@ -168,8 +167,10 @@ class TrainingRun:
         return described
 
     def collect_trainer_state(self, *parts: Stateful) -> TrainerState:
-        """What a checkpoint of now has to say of the run, with what these parts of the loop know of it. All processes
-        must call this."""
+        """Collect the trainer state of a checkpoint, including the state of these parts of the loop.
+
+        All processes must call this.
+        """
         training, sizes = self.config.training, self.groups.mesh.sizes
         trainer_state = TrainerState(
             vocabulary=self._describe_vocabulary(),
@@ -186,13 +187,15 @@ class TrainingRun:
         return trainer_state.collect(self.data_position, EngineCounters(self.engine.deepspeed), *parts)
 
     def report(self, record: TrainRecord | ValidationRecord | DivergenceRecord) -> None:
-        """Hand a record to all reporters. Raises MissingFolderError if the run's folder is gone."""
+        """Pass a record to all reporters. Raises MissingFolderError if the run's folder does not exist any more."""
         self.session.check_folder()
         report_to_all(self.reporters, record)
 
     def close(self) -> None:
-        """Close files, release the engine and the folder. Raises RunError if a record cannot be written, unless another
-        error is on its way."""
+        """Close files, and release the engine and the folder.
+
+        Raises RunError if a record cannot be written, unless another exception is being handled.
+        """
         ended_by, failure = sys.exception(), None
         self.console.close()
         for reporter in self.reporters:
@@ -213,19 +216,19 @@ def build_training_run(
     rollback: Rollback | None = None,
     kept_backend: str | None = None,
 ) -> TrainingRun:
-    """Build a run from its configuration. Every process calls this; only the first one's console is used.
+    """Build a run from its configuration. All processes must call this; only the first process uses its console.
 
     Args:
-        config: resolved (`resolve_run`).
-        rank_info: which of the run's processes this is.
-        console: where the first process reports.
-        rollback: the run went back because of its loss; the data that did it are skipped.
-        kept_backend: what attention is computed with if it is right, where attention_backend is auto
-            (`AttentionTarget`).
+        config: resolved configuration (`resolve_run`).
+        rank_info: rank of this process.
+        console: console of the first process.
+        rollback: rollback because of a bad loss, if any; the data that caused it are skipped.
+        kept_backend: attention backend chosen by an earlier process of this run (`AttentionTarget`); used with
+            attention_backend `auto` if it passes the check.
 
     Raises:
-        UserError: the configuration, the data and what is there to start from do not fit together.
-        RunError: a file is damaged or cannot be written, or the processes do not find each other.
+        UserError: if the configuration, the data and the checkpoint do not match.
+        RunError: if a file is damaged or cannot be written, or the processes cannot connect.
     """
     log = console.log if rank_info.rank == 0 else lambda line: None
     with WaitAnnouncer(log, "waiting for the run's processes and its folder", first=MAX_SILENCE):
@@ -244,7 +247,7 @@ def build_training_run(
 
 
 def _announce_resume(console: ConsoleReporter, session: TrainingSession, resume: ResumePlan) -> WaitAnnouncer:
-    """Building a large model takes minutes: the first process says so, on a terminal sooner than in a file."""
+    """Return an announcer for the minutes that building a large model takes; on a terminal it prints sooner."""
     work = "reading its states" if resume.resumes else "its optimizer"
     first = 3.0 if console.console is not None and console.console.is_terminal else MAX_SILENCE
     return WaitAnnouncer(
@@ -255,11 +258,11 @@ def _announce_resume(console: ConsoleReporter, session: TrainingSession, resume:
 def build_components(
     plan: StartPlan, session: TrainingSession, console: ConsoleReporter, kept_backend: str | None = None
 ) -> TrainingRun:
-    """Build data, model and engine of a run, its states still fresh. All processes must call this.
+    """Build data, model and engine of a run with fresh states. All processes must call this.
 
     Raises:
-        UserError: the data, the model and what it starts from do not fit together.
-        RunError: a file is damaged or cannot be written.
+        UserError: if the data, the model and the checkpoint do not match.
+        RunError: if a file is damaged or cannot be written.
     """
     config, resume, position, groups = plan.config, plan.resume, plan.data_position, session.groups
     training, cache = config.training, config.data.data_cache
@@ -281,7 +284,7 @@ def build_components(
     for note in (*resume.notes, *plan.notes, *datasets.notes, *_describe_rate_jump(config, resume)):
         reporter.log(note)
     if datasets.valid is None and not datasets.further and training.eval_interval and training.eval_iters != 0:
-        reporter.log("no validation: the configuration names no validation data")
+        reporter.log("no validation: the configuration has no validation data")
 
     seed = rng.derive_seed(training.seed, "initialization", groups.mesh)
     target = AttentionTarget(
@@ -297,7 +300,7 @@ def build_components(
     check_eval_lengths(config, model.max_length)
     for note in (*model.backend_choice.lines, *resume.load_weights(config, model)):
         reporter.log(note)
-    # Counted before ZeRO divides the parameters among processes.
+    # Count before ZeRO divides the parameters among processes.
     lengths = {*datasets.lengths, *(stage.config.model.seq_length for stage in resume.stages[1:])}
     flops_per_token = {length: model.flops_per_token(length) for length in sorted(lengths)}
     parameters = model.num_parameters()
@@ -332,11 +335,11 @@ def build_components(
 
 
 def restore_training_run(run: TrainingRun) -> None:
-    """Put the states of the checkpoint back, if there is one, and take the folder over. All processes must call this.
+    """Restore the states of the checkpoint, if there is one, and take over the folder. All processes must call this.
 
     Raises:
-        UserError: the folder holds something else where the copy of the tokenizer belongs.
-        RunError: files are missing or damaged, or the disk refuses.
+        UserError: if another file is in the place of the tokenizer's copy.
+        RunError: if files are missing or damaged, or the disk cannot be written.
     """
     config, resume, groups = run.config, run.resume, run.groups
     if resume.resumes:
@@ -350,7 +353,7 @@ def restore_training_run(run: TrainingRun) -> None:
     if (folder := config.checkpoint.save) is not None:
         if run.vocabulary.tokenizer is not None:
             save_tokenizer(run.vocabulary.tokenizer, folder)
-        # From here on the run is this one: nothing can be refused any more.
+        # All checks have passed: from here on the folder belongs to this run.
         prune_checkpoints(folder, None)
         for note in move_superseded_aside(resume, Path(folder) / METRICS_FILE):
             run.console.log(note)
@@ -358,7 +361,7 @@ def restore_training_run(run: TrainingRun) -> None:
             for note in set_damage_aside(Path(folder)):
                 run.console.log(note)
         if resume.trainer_state.step < config.training.train_iters:
-            # Started again from this file, it goes on; it does not go back once more.
+            # A restart from this file must resume, not roll back again.
             asked = run.requested
             again = asked.replace(rollback=False, load=folder) if asked.checkpoint.rollback else asked
             if (line := save_config(again, folder)) is not None:
@@ -369,7 +372,7 @@ def restore_training_run(run: TrainingRun) -> None:
 
 
 def _collect_parameter_groups(run: TrainingRun) -> str:
-    """The table of the optimizer's groups over all pipeline stages. All processes must call this."""
+    """Return the table of the optimizer's groups over all pipeline stages. All processes must call this."""
     mesh, own = run.groups.mesh, run.engine.grouped_weights
     if mesh.pipeline.size > 1:
         is_first = mesh.tensor.index == mesh.dp_cp.index == 0
@@ -379,12 +382,12 @@ def _collect_parameter_groups(run: TrainingRun) -> str:
 
 
 def _describe_rate_jump(config: Config, resume: ResumePlan) -> list[str]:
-    """A line if the run goes on with another learning rate than the one it had come to."""
+    """Return a line if the resumed run continues with a different learning rate."""
     step = resume.trainer_state.step
     if resume.source is None or not resume.resumes or step >= config.training.train_iters:
         return []
     if step == resume.stage.first_step:
-        return []  # a stage may begin with another rate
+        return []  # a stage may start with another rate
     stored = build_stages(resume.source.config)
     old, new = (_build_stage_schedule(stage) for stage in (find_stage(stored, step), resume.stage))
     note = describe_rate_jump(old, new, step)
@@ -396,7 +399,9 @@ def _build_stage_schedule(stage: Stage) -> LearningRateSchedule:
 
 
 def _draw_documents(config: Config, length: int, groups: ProcessGroups) -> torch.Tensor | None:
-    """Rows like the run's, on which backends are checked that keep their documents apart; None where they do not."""
+    """Draw rows like the run's, for the check of backends that mask documents, or return None if documents are not
+    masked.
+    """
     if config.position.attention_mask != "document" or config.data.task is not None or groups.device.type == "cpu":
         return None
     starts = draw_document_starts(config.data, config.training.train_micro_batch_size_per_gpu, length)

@@ -1,11 +1,11 @@
-"""The loss on held-out sequences, during training and at its end.
+"""Loss on held-out sequences, during training and at its end.
 
-Each validation scores the same tokens, all of a text once unless eval_iters limits them (`validation_dataset`), however
-they are divided among processes, so that its curve moves only because the model does. It leaves no trace: random states
-are put back, and nothing of the optimizer is touched.
+Each validation scores the same tokens: all of a text once, unless eval_iters limits them (`validation_dataset`). They
+do not depend on how they are divided among processes, so the curve changes only because the model does. Validation has
+no side effects: random states are restored, and the optimizer is not touched.
 
-The record of the validation text at the training length is named `valid`, those of named sets and of further lengths
-`valid/NAME`, `valid/4x` and `valid/NAME/4x`.
+The record of the validation text at the training length is named `valid`. Records of named sets and of further lengths
+are named `valid/NAME`, `valid/4x` and `valid/NAME/4x`.
 """
 
 import math
@@ -39,14 +39,14 @@ def validate(
     name: str,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> ValidationRecord:
-    """Return the mean loss per scored token of a dataset, NaN without one. All processes must call this.
+    """Return the mean loss per scored token of a dataset, NaN if none is scored. All processes must call this.
 
     Args:
-        engine: the model, at any length of sequences.
-        dataset: samples of one length; its masks may weigh tokens.
-        config, groups: of the run.
-        step, name: of the record.
-        progress: called with the name, the micro-batches that are done, and all there are.
+        engine: engine whose model accepts any sequence length.
+        dataset: samples of one length; their masks may weight tokens.
+        config, groups: configuration and process groups of the run.
+        step, name: step and name of the record.
+        progress: called with the name, the number of finished micro-batches, and their total.
     """
     training = config.training
     start_time = time.perf_counter()
@@ -55,12 +55,12 @@ def validate(
     losses = torch.zeros((), dtype=torch.float64, device=groups.device)
     weights, counted = 0.0, 0
     length, data_size = dataset[0]["tokens"].shape[0], groups.mesh.data.size
-    # Longer sequences come with as many tokens at a time.
+    # Longer sequences use smaller micro-batches with as many tokens.
     micro_batch = training.train_micro_batch_size_per_gpu
     if config.data.task is None:
         micro_batch = max(1, micro_batch * config.model.seq_length // length)
     steps = training.gradient_accumulation_steps
-    # A pipeline takes the micro-batches of a whole step.
+    # A pipeline needs the micro-batches of a whole step.
     batch = micro_batch * data_size * (steps if groups.mesh.pipeline.size > 1 else 1)
     padded = PaddedDataset(dataset, batch)
     order = build_dataloader(padded, micro_batch_size=micro_batch, mesh=groups.mesh)
@@ -91,12 +91,12 @@ def validate(
 
 
 class Validator:
-    """Validates and tests a run, and reports it."""
+    """Runner of a run's validations and test, which it reports."""
 
     def __init__(self, run: TrainingRun, watchdog: Watchdog) -> None:
         self._run, self._watchdog = run, watchdog
         self.last: ValidationRecord | None = None
-        """The last validation on the validation text at the training length."""
+        """Last validation on the validation text at the training length."""
 
     def validate(self, step: int) -> None:
         """Report the losses on all validation sets at all lengths. All processes must call this."""
@@ -107,13 +107,14 @@ class Validator:
             self._report(name, dataset, step)
 
     def test(self, step: int) -> ValidationRecord | None:
-        """Report and return the loss on the test text; None without text or without a scored token. All processes must
-        call this."""
+        """Report and return the loss on the test text, or None without text or scored tokens. All processes must call
+        this.
+        """
         dataset = self._run.datasets.test
         return None if dataset is None else self._report("test", dataset, step)
 
     def _report(self, name: str, dataset: Dataset, step: int) -> ValidationRecord | None:
-        """Report and return the loss on a dataset; None if no token of it is scored, which is said."""
+        """Report and return the loss on a dataset. Print a note and return None if no token is scored."""
         run = self._run
 
         def show_progress(name: str, done: int, total: int) -> None:
@@ -130,20 +131,20 @@ class Validator:
 
 
 def is_test_done(run: TrainingRun, checkpoint: Path | None) -> bool:
-    """Is a run that reached its end done with its test too? All processes must call this.
+    """Return True if a run that has taken all its steps has also run its test. All processes must call this.
 
     The test follows the last checkpoint, so a run that is killed between the two has all its steps and no test.
 
     Args:
-        run: before its first step.
-        checkpoint: that it goes on from, if there is one.
+        run: run before its first step.
+        checkpoint: checkpoint from which it resumes, if any.
     """
     step, train_iters, save = run.data_position.step, run.config.training.train_iters, run.config.checkpoint.save
     if step != train_iters:
-        return step > train_iters  # went further than it is asked to now
+        return step > train_iters  # the run went further than now requested
     if run.datasets.test is None or save is None or checkpoint is None:
         return True
     if checkpoint.resolve().parent.parent != Path(save).resolve():
-        return True  # trained elsewhere
+        return True  # trained in another run
     is_recorded = run.groups.is_main and has_logged_record(save, "test", step)
     return run.groups.find_first_error("recorded" if is_recorded else None) is not None

@@ -1,24 +1,24 @@
-"""Does a run still move? Every process tells where it is, and one watches all.
+"""Hang detection: every process reports its progress, and one process monitors all.
 
-A rank that hangs stops all others in their next collective, and the library's own timeout names nobody. So each rank
-tells its step and its phase as it goes (`Watchdog.enter_phase`, microseconds), and a thread of the first rank looks at
-what all have told. If one has told nothing new for `hang_timeout` seconds, the rank that is behind the others is named,
-every rank writes the stacks of its threads and its last collectives to the run's `stacks` folder (`hang_report.py`),
-and all end with one line, which says what each waits for, and exit code 75, which stands for "try again" and lets a
-scheduler requeue.
+A rank that hangs blocks all others in their next collective, and the library's own timeout does not tell which rank it
+is. Each rank therefore publishes its step and its phase (`Watchdog.enter_phase`, microseconds), and a thread of the
+first rank polls them. If no rank has advanced for `hang_timeout` seconds, the watchdog names the rank that is behind
+the others. Every rank writes the stacks of its threads and its last collectives to the run's `stacks` folder
+(`hang_report.py`). All exit with one line that tells what each rank waits for, and exit code 75, "try again", which
+lets a scheduler requeue the job.
 
-Three things may keep a rank from answering, and each has its own way to be found:
+A rank can fail to respond in four ways, and each is detected differently:
 
-    it waits in a collective, sleeps, reads   its thread answers, writes the stacks and ends the process
-    it computes in C with Python's lock held  a signal from another rank of its machine (SIGUSR2) has `faulthandler`
-                                              write the stacks without Python's help; of a lone one they go a little
-                                              later to a process beside it, which keeps and tells them
-    it was stopped (SIGSTOP)                  no sign of life comes, and the line says so; when all others have told
-                                              where they are, one of its machine sends SIGUSR2 and lets it go on
-                                              (SIGCONT), so that it too writes its stacks, as they were, and ends
-    its machine is gone                       no sign of life comes, and the line says so
+    it waits in a collective, sleeps, reads   its watchdog thread responds, writes the stacks and ends the process
+    it computes in C and holds the GIL        another rank of its machine sends SIGUSR2, and `faulthandler` writes the
+                                              stacks without Python. For a single process the stacks go to a helper
+                                              process a little later, which stores and reports them
+    it was stopped (SIGSTOP)                  its heartbeat stops, and the line says so. When all others have reported,
+                                              one rank of its machine sends SIGUSR2 and resumes it (SIGCONT), so that
+                                              it too writes its unchanged stacks and exits
+    its machine is down                       its heartbeat stops, and the line says so
 
-What follows when one of them concludes that another hangs is in `hang_report.py`.
+`hang_report.py` implements what follows the detection.
 """
 
 import faulthandler
@@ -58,26 +58,29 @@ if stacks:
         kept = f"; its stacks are in {path}"
     _, step, phase = beat.decode().split(" ", 2)
     print(f"error: rank {rank} hangs in {phase} of step {step} for {seconds} s (hang_timeout), in native code that "
-          f"holds Python's lock{kept}", file=sys.stderr, flush=True)
+          f"holds the GIL{kept}", file=sys.stderr, flush=True)
 """
-"""A program that reads where a rank is, line by line, and in the end what `faulthandler` writes of one that hangs: it
-says so then, which the rank itself cannot."""
+"""Program of a helper process. It reads the rank's progress, line by line, and finally the output of `faulthandler` if
+the rank hangs; it then prints the error that the rank itself cannot print.
+"""
 WRITE_INTERVAL = 10.0
-"""Seconds between two heartbeat files."""
+"""Interval between two heartbeat files, in seconds."""
 MAX_ARM_INTERVAL = 1.0
-"""Seconds at most between two settings of the timer that needs no Python: each ends a thread and starts another, for
-which a step would wait several times."""
+"""Maximum interval, in seconds, between two settings of the timer that needs no Python. Each setting ends a thread and
+starts another, which is too slow for several times a step.
+"""
 
 HangHandler = Callable[[HangError, bool], None]
-"""Ends this process at once, for its main thread may never come back. True: this rank is the one that tells it."""
+"""Function that ends this process at once, because its main thread may never return. The flag is True on the reporter.
+"""
 
 
 PhaseListener = Callable[[str, int], None]
-"""Hears of a phase of a step."""
+"""Function called with each phase of a step."""
 
 
 def exit_on_hang(error: HangError, report: bool) -> None:
-    """End the process, with a line on standard error."""
+    """End the process. The reporter prints a line on standard error."""
     if report:
         print(f"error: {error}", file=sys.stderr, flush=True)
     os._exit(error.exit_code)
@@ -85,16 +88,16 @@ def exit_on_hang(error: HangError, report: bool) -> None:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Where a rank is."""
+    """Progress of a rank."""
 
     count: int
-    """Of its beats: ranks go through the same phases, so the one with fewer is behind."""
+    """Number of heartbeats so far. Ranks go through the same phases, so the rank with the fewest is behind."""
     step: int
     phase: str
 
     @staticmethod
     def parse(text: str) -> "Heartbeat":
-        """What `str` wrote."""
+        """Parse the output of `str`."""
         count, step, phase = text.split(" ", 2)
         return Heartbeat(int(count), int(step), phase)
 
@@ -103,12 +106,12 @@ class Heartbeat:
 
 
 def diagnose_hang(heartbeats: dict[int, Heartbeat], silent: set[int], seconds: float) -> str:
-    """Which rank hangs, in one sentence.
+    """Describe in one sentence which rank hangs.
 
     Args:
-        heartbeats: the last one of every rank.
-        silent: ranks whose threads give no sign of life.
-        seconds: for which nothing has moved.
+        heartbeats: last heartbeat of every rank.
+        silent: ranks whose watchdog threads do not respond.
+        seconds: time since any rank advanced.
     """
     behind = min(beat.count for beat in heartbeats.values())
     late = sorted(silent) or sorted(rank for rank, beat in heartbeats.items() if beat.count == behind)
@@ -119,21 +122,20 @@ def diagnose_hang(heartbeats: dict[int, Heartbeat], silent: set[int], seconds: f
     ranks = f"rank {late[0]} hangs" if len(late) == 1 else f"ranks {', '.join(map(str, late))} hang"
     others = sorted({beat.phase for rank, beat in heartbeats.items() if rank not in late})
     waiting = f", while the others are in {' and '.join(others)}" if others else ""
-    dead = "; no sign of life: stopped, computing without end, or gone with its machine" if silent else ""
+    dead = "; no heartbeat: stopped, stuck in a computation, or its machine is down" if silent else ""
     return f"{ranks} {location}{waiting}{dead}"
 
 
 class Watchdog:
-    """Watches a run from its first step to its end; every rank has one.
+    """Monitor of a run from its first step to its end; every rank has one.
 
     Args:
-        groups: of the run.
-        timeout: seconds without a new beat that mean that a rank hangs; None: nothing is watched but the heartbeat
-            file is written.
-        folder: the run's, for heartbeat and stacks; None: neither is written to files.
+        groups: process groups of the run.
+        timeout: seconds without a new heartbeat after which a rank counts as hung; None writes the heartbeat file only.
+        folder: folder of the run, for heartbeat and stacks; None writes no files.
         on_hang: ends the process with the error.
-        stderr_fd: the descriptor that the user reads errors from.
-        phase_listeners: called with each phase that this rank enters, and its step, before it does.
+        stderr_fd: file descriptor of the user's standard error.
+        phase_listeners: called with each phase that this rank enters, and its step, before it starts.
     """
 
     def __init__(
@@ -152,19 +154,18 @@ class Watchdog:
         self._poll_interval = min(5.0, (timeout or 20.0) / 4)
         self._grace = min(30.0, timeout or 0.0)
         self._limit = (timeout or 0.0) + self._grace
-        """Seconds without a new beat after which a process ends that Python does not get to any more."""
+        """Seconds without a heartbeat after which a process that cannot run Python any more ends."""
         if groups.world_size > 1:
-            # Beyond the end that the others prepare: a rank that was stopped is the last to be let go on, and must not
-            # find its time over.
+            # Longer than the orderly end needs: a stopped rank is resumed last, and must not exceed its limit by then.
             self._limit += self._grace + 4 * self._poll_interval
         self._silence = 2 * self._poll_interval + 1
-        """Seconds after which a thread that gives no sign of life is taken for dead."""
+        """Seconds without a response after which a watchdog thread counts as dead."""
         self._heartbeat, self._moved = Heartbeat(0, 0, "start"), time.monotonic()
         self._answered = time.monotonic()
         self._arm_interval, self._armed_at = min(MAX_ARM_INTERVAL, (timeout or 0.0) / 10), -math.inf
         self._closed, self._ending, self._end_lock = threading.Event(), threading.Event(), threading.Lock()
         self._processes: list[tuple[str, int]] = []
-        """Of each rank its machine and the number of its process."""
+        """Host name and process ID of each rank."""
         self._stacks = StacksFile(folder, groups.rank)
         self._stderr_fd = stderr_fd
         self._reporter: subprocess.Popen[bytes] | None = None
@@ -173,7 +174,7 @@ class Watchdog:
             self._threads.append(threading.Thread(target=self._expect_answers, name="watch-store", daemon=True))
 
     def begin(self, step: int) -> None:
-        """Start to watch. Every rank must come here."""
+        """Start to monitor. All ranks must call this."""
         if self.timeout is not None:
             if self.groups.is_main:
                 self._stacks.set_earlier_aside()
@@ -192,18 +193,18 @@ class Watchdog:
             thread.start()
 
     def enter_phase(self, phase: str, step: int) -> None:
-        """This rank begins a phase of a step."""
-        if self._ending.is_set():  # it goes no further: the others stand still too, while they tell where they are
+        """Start a phase of a step on this rank."""
+        if self._ending.is_set():  # stop here: the other ranks wait too, while they report their state
             self._wait_for_end()
         for listener in self._phase_listeners:
             listener(phase, step)
         self._heartbeat, self._moved = Heartbeat(self._heartbeat.count + 1, step, phase), time.monotonic()
         self._store.set("beat", str(self._heartbeat))
         if self.timeout is not None:
-            # Should Python itself not come to its turn any more.
+            # Timer that works even if Python cannot run any more.
             file = self._stacks.open()
             if self._reporter is not None and self._reporter.stdin is not None:
-                with suppress(OSError):  # somebody ended it
+                with suppress(OSError):  # the helper process was ended
                     self._reporter.stdin.write(f"at {self._heartbeat}\n".encode())
                     file = self._reporter.stdin
             if self._moved - self._armed_at >= self._arm_interval:
@@ -211,16 +212,16 @@ class Watchdog:
                 faulthandler.dump_traceback_later(self._limit + self._arm_interval, exit=True, file=file)
 
     def close(self) -> None:
-        """The run has ended, well or not."""
+        """Stop monitoring at the end of the run, regular or not."""
         if self._ending.is_set():
-            # The end that is under way is the reason for what this thread met: a rank that is gone already.
+            # The end in progress explains the error of this thread: another rank has already exited.
             self._wait_for_end()
         self._closed.set()
         if self.timeout is not None:
             faulthandler.cancel_dump_traceback_later()
         if self._reporter is not None and self._reporter.stdin is not None:
-            # It has nothing to report. That its input ends would not tell it: processes that load batches were forked
-            # from this one, and hold the other end open as long as they live.
+            # The helper has nothing to report. Closing its input would not end it: the forked data loader workers hold
+            # the other end open as long as they live.
             self._reporter.kill()
             self._reporter.stdin.close()
             self._reporter.wait()
@@ -232,11 +233,11 @@ class Watchdog:
             (self.folder / HEARTBEAT_FILE).unlink(missing_ok=True)
 
     def _wait_for_end(self) -> None:
-        """Let the thread that ends this process do so."""
+        """Wait until the other thread ends this process."""
         time.sleep(2 * self._grace + 6 * self._poll_interval + 2)
 
     def _poll_heartbeats(self) -> None:
-        """Tell that this process lives, and look at the others or for what one has found."""
+        """Publish that this process is alive, and check the other ranks or wait for a verdict."""
         store = self._store.copy()
         heartbeats: dict[int, str] = {}
         moved_at: dict[int, float] = {}
@@ -251,7 +252,7 @@ class Watchdog:
                     return
                 self._answered = now = time.monotonic()
                 pause, polled_at = now - polled_at, now
-                if pause > self._silence:  # this process was stopped: others may have lived meanwhile
+                if pause > self._silence:  # this process was stopped: other ranks may have been alive meanwhile
                     moved_at = {rank: at + pause for rank, at in moved_at.items()}
                     signs_of_life = {rank: (sign, at + pause) for rank, (sign, at) in signs_of_life.items()}
                 if not self.groups.is_main:
@@ -279,7 +280,7 @@ class Watchdog:
                 return
 
     def _write_heartbeat(self) -> None:
-        if self.folder is None or not self.folder.is_dir():  # a folder that was moved away is not made anew
+        if self.folder is None or not self.folder.is_dir():  # a folder that was moved is not created again
             return
         heartbeat = {
             "time": time.time(), "step": self._heartbeat.step, "phase": self._heartbeat.phase,
@@ -288,30 +289,30 @@ class Watchdog:
         try:
             write_text_atomically(self.folder / HEARTBEAT_FILE, json.dumps(heartbeat) + "\n")
         except OSError:
-            return  # a full disk is told by whoever must write
+            return  # code that must write reports a full disk
 
     def _expect_answers(self) -> None:
-        """The store is served by the first rank: if nothing comes back, that one is stopped or gone."""
+        """Detect a stopped or dead first rank, which serves the store, by missing responses of the store."""
         assert self.timeout is not None
         polled_at = time.monotonic()
         while not self._closed.wait(self._poll_interval):
             now = time.monotonic()
             pause, polled_at = now - polled_at, now
-            if pause > self._silence:  # this process was stopped, and has not asked meanwhile
+            if pause > self._silence:  # this process was stopped, and sent no requests meanwhile
                 self._answered = now
             if now - self._answered > self.timeout and now - self._moved > self.timeout:
                 beat = self._heartbeat
                 line = (
-                    f"rank 0 hangs: no sign of life for {now - self._answered:.0f} s (hang_timeout), while rank "
+                    f"rank 0 hangs: no heartbeat for {now - self._answered:.0f} s (hang_timeout), while rank "
                     f"{self.groups.rank} is in {beat.phase} of step {beat.step}"
                 )
                 self._end_run(HangVerdict(line, (0,), reporter=1, time=time.time()), self._store)
                 return
 
     def _end_run(self, verdict: HangVerdict, store: HeartbeatStore) -> None:
-        """End this process with a line of what all ranks wait for."""
+        """End this process with a line about what all ranks wait for."""
         if not self._end_lock.acquire(blocking=False):
-            return  # the other thread does
+            return  # the other thread does it
         self._ending.set()
         faulthandler.cancel_dump_traceback_later()
         reporter = HangReporter(self.groups.rank, self._processes, self._stacks, self._grace, self._poll_interval)

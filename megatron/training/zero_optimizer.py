@@ -1,20 +1,20 @@
-"""ZeRO 1 and 2 with few operations a step: DeepSpeed's optimizer, whose work per parameter is done on many at once.
+"""ZeRO 1 and 2 with few operations per step: DeepSpeed's optimizer with batched instead of per-parameter work.
 
-DeepSpeed walks through all parameters in Python several times a step: it copies each gradient into a bucket and out of
-it, looks for infinities in each, takes each norm over a copy in float64, and asks the device for the outcome of each
-group. The step of a small model is then the host's. Here the same numbers come from operations on lists of tensors
+DeepSpeed loops over all parameters in Python several times per step. It copies each gradient into a bucket and out of
+it, checks each for infinities, computes each norm over a float64 copy, and synchronizes with the device for each group.
+The step of a small model is then bound by the host. Here the same values come from operations on lists of tensors
 (torch's `_foreach` functions, a few launches for hundreds of tensors) and on the flat partition of each group:
 
-    backward     gradients stay where autograd leaves them (ZeRO 1), or until a bucket is full (ZeRO 2)
+    backward     gradients stay in `.grad` until the end (ZeRO 1), or until a bucket is full (ZeRO 2)
     reduce       gradients → one bucket → its mean over the data-parallel ranks → this rank's slices → the partition
-    step         norms of all slices at once; the host reads them, once; AdamW on the partitions of all groups at once
+    step         norms of all slices at once, read once by the host; AdamW on the partitions of all groups at once
 
-Buckets, their order, and the order of every sum are DeepSpeed's, so losses and checkpoints are the same bit for bit
-(but where a parameter is larger than a bucket: it is summed over more than two ranks in one piece, not in several).
-A sum of squares in float64 is finite exactly if all gradients are (the square of float32's largest number is 1e77), so
-looking for infinities needs no pass of its own.
+Buckets, their order, and the order of every sum are DeepSpeed's, so losses and checkpoints are bitwise identical. An
+exception is a parameter larger than a bucket: it is summed over more than two ranks at once instead of in several
+chunks. A float64 sum of squares is finite exactly if all gradients are (the square of float32's largest number is
+1e77), so the check for infinities needs no separate pass.
 
-What has other needs stays DeepSpeed's own (`can_flatten`): offloading, and reduction on a stream of its own.
+Unsupported settings use DeepSpeed's own optimizer (`can_flatten`): offloading, and reduction on a separate stream.
 """
 
 import math
@@ -31,11 +31,12 @@ from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import is_counted_here
 
 CAST_ELEMENTS = 1 << 25
-"""Of gradients that are cast together, to be added to sums in another type (128 MiB in float32), or sent, at least."""
+"""Minimum number of gradient elements cast together, for sums of another data type or for sending (128 MiB in float32).
+"""
 
 
 def can_flatten(optimizer: Any) -> bool:
-    """Is an engine's optimizer one whose work can be done here?"""
+    """Return True if this class supports the engine's optimizer."""
     return (
         type(optimizer) is DeepSpeedZeroOptimizer
         and optimizer.contiguous_gradients
@@ -48,19 +49,21 @@ def can_flatten(optimizer: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Slice:
-    """The part of a parameter's gradient that this rank steps: `size` elements from `start` on, which are those of the
-    partition of `group` from `offset` on."""
+    """Elements of a parameter's gradient that this rank updates.
+
+    The `size` elements from `start` on are the elements of the partition of `group` from `offset` on.
+    """
 
     group: int
     start: int
     offset: int
     size: int
     is_counted: bool
-    """In the norm; a parameter that several model-parallel ranks hold counts on one of them."""
+    """True if the norm counts the slice on this rank; a replicated parameter counts on one model-parallel rank."""
 
 
 class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
-    """DeepSpeed's optimizer for ZeRO 1 and 2, made of one by `flatten_optimizer`."""
+    """DeepSpeed's optimizer for ZeRO 1 and 2, converted by `flatten_optimizer`."""
 
     _grad_acc_hooks: list[Any]
     _slices: dict[nn.Parameter, _Slice]
@@ -70,7 +73,7 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
     _num_norms: int
 
     def _prepare(self, groups: ProcessGroups) -> None:
-        """What there is to know before the first step."""
+        """Compute the slices and set the hooks before the first step."""
         self._groups, self._world_size = groups, groups.mesh.dp_cp.size
         self._slices = {}
         for group, parameters in enumerate(self.params_in_partition):
@@ -83,11 +86,12 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
                 self._slices[parameter] = _Slice(group, start, offset, size, is_counted_here(parameter, groups.mesh))
         self._bucket, self._bucket_numel = [], 0
         self._partitions = None
-        # Of groups. Pipeline stages may have different ones: only the last has a last norm.
+        # Number of groups. Pipeline stages may differ: only the last one has a final norm.
         self._num_norms = len(self.params_in_partition)
         if groups.mesh.pipeline.size > 1:
             self._num_norms = int(groups.all_reduce_max(self._num_norms))
-        # Between micro-batches ZeRO 2 keeps sums in the type that it is told; else masters want float32 at once.
+        # Between micro-batches ZeRO 2 keeps sums in the configured data type; otherwise masters need float32
+        # immediately.
         is_summing = self.partition_gradients and self.gradient_accumulation_steps > 1
         self._partition_dtype = self.gradient_accumulation_dtype if is_summing else torch.float32
         for hook in self._grad_acc_hooks:
@@ -100,7 +104,7 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
     # ------------------------------------------------------------------------------------------------------- reduce
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """ZeRO 1: reduce the gradients of the whole step."""
+        """Reduce the gradients of the whole step (ZeRO 1)."""
         for group in self.bit16_groups:
             for parameter in group:
                 if parameter.grad is not None:
@@ -108,7 +112,7 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
         self.overlapping_partition_gradients_reduce_epilogue()
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """Reduce what is left when a backward pass is over."""
+        """Reduce the remaining gradients at the end of a backward pass."""
         self._reduce_bucket()
         self._is_summed = True
         self._epilogue_ran_this_backward = True
@@ -122,7 +126,7 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
 
     @torch.no_grad()
     def _reduce_bucket(self) -> None:
-        """The mean over ranks of the bucket's gradients, of which this rank's slices go to the partitions."""
+        """Average the bucket's gradients over the ranks and store this rank's slices in the partitions."""
         if self._partitions is None:
             self._partitions = [
                 torch.zeros(int(size), dtype=self._partition_dtype, device=self.device) for size in self.partition_size
@@ -138,7 +142,7 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
         for parameter in parameters:
             parameter.grad = None
         if self._world_size > 1:
-            # DeepSpeed's order of the two, which rounds differently.
+            # Same order as DeepSpeed, because the rounding depends on it.
             if self.reduce_scatter:
                 bucket.div_(self._world_size)
             all_reduce_sum_(bucket, self._groups, "context", "data")
@@ -162,8 +166,10 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Clip, step the masters, and bring the weights of all ranks up to date; nothing of it if a gradient is not
-        finite (`overflow`). Waits for the device once."""
+        """Clip, update the masters, and update the weights of all ranks. Waits for the device once.
+
+        If a gradient is not finite, only set `overflow`.
+        """
         assert self._partitions is not None, "a step comes after a backward pass"
         partitions, self._partitions = [part.to(torch.float32) for part in self._partitions], None
         norm = self._compute_norm(partitions)
@@ -187,7 +193,7 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
         self.update_lp_params()
 
     def _compute_norm(self, partitions: list[Tensor]) -> Tensor:
-        """The norm of all gradients, loss scale included: float32, on the host."""
+        """Return the norm of all gradients, including the loss scale: float32, on the host."""
         pieces: list[Tensor] = []
         numbers = [0] * len(partitions)
         for part in self._slices.values():
@@ -206,7 +212,7 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
         return torch.linalg.vector_norm(torch.tensor(squares.tolist(), dtype=torch.float32).pow(0.5))
 
     def _compute_factor(self, norm: Tensor, scale: float) -> float:
-        """What the gradients are multiplied by: the loss scale is taken out, and what is too long is clipped."""
+        """Return the factor for the gradients that removes the loss scale and clips the norm."""
         if self.clip_grad == 0.0:
             return 1.0 / scale
         clip = torch.clamp((norm / scale + 1e-6) / self.clip_grad, min=1.0)
@@ -221,10 +227,10 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
 
 
 def _add_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Add to each target its source, which has as many elements and may have another type, in few launches.
+    """Add each source to its target, of the same size but maybe another data type, in few launches.
 
-    `torch._foreach_add_` of two types would be a launch for each tensor. So the sources are cast first, together as
-    many of them as have `CAST_ELEMENTS`: a cast of all would take twice what a half type's gradients do.
+    `torch._foreach_add_` with two data types would need one launch per tensor. Sources are therefore cast first, in
+    batches of at most `CAST_ELEMENTS`: casting all at once would double the memory of half-precision gradients.
     """
     dtype = targets[0].dtype
     if sources[0].dtype == dtype:
@@ -236,7 +242,7 @@ def _add_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def _list_buckets(tensors: Sequence[Tensor], max_elements: int) -> list[list[Tensor]]:
-    """Flat views of contiguous tensors, one after the other, in lists of at most so many elements together."""
+    """Return flat views of contiguous tensors, in order, in lists of at most `max_elements` elements each."""
     buckets: list[list[Tensor]] = []
     room = 0
     for piece in (piece for tensor in tensors for piece in tensor.view(-1).split(max_elements)):
@@ -249,7 +255,7 @@ def _list_buckets(tensors: Sequence[Tensor], max_elements: int) -> list[list[Ten
 
 
 def _copy_all(tensors: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """The same numbers in a type, as one tensor and as its parts, in few launches."""
+    """Copy tensors to a data type in few launches. Return the copy as one tensor and as its parts."""
     buffer = torch.empty(sum(t.numel() for t in tensors), dtype=dtype, device=tensors[0].device)
     copies = list(buffer.split([t.numel() for t in tensors]))
     torch._foreach_copy_(copies, tensors)
@@ -267,22 +273,23 @@ def average_gradients(
     dtype: torch.dtype,
     max_elements: int,
 ) -> None:
-    """The mean of gradients over the data-parallel ranks, in place: with `groups` instead of the group and its size,
-    what `DeepSpeedEngine.allreduce_no_retain` does without ZeRO, and where ZeRO 1 sums in float32.
+    """Average gradients over the data-parallel ranks, in place.
 
-    DeepSpeed's copies whole tensors until a bucket is full, once in their type and once in the type that is sent; and
-    those float32 sums are two tensors. Here a bucket never has more elements than it is told, or `CAST_ELEMENTS`.
+    This replaces `DeepSpeedEngine.allreduce_no_retain` without ZeRO, and with ZeRO 1 if it sums in float32. It uses
+    `groups` instead of the process group and its size. DeepSpeed copies whole tensors until a bucket is full, once in
+    their data type and once in the data type that is sent. Those float32 sums are two tensors. Here a bucket never has
+    more elements than the limit, or `CAST_ELEMENTS`.
 
     Args:
-        gradients: contiguous, of one type.
-        numel_per_bucket: elements that are sent at a time, at most.
-        dtype: what is sent.
-        max_elements: the same as `numel_per_bucket`, of the configuration.
+        gradients: contiguous gradients of one data type.
+        numel_per_bucket: maximum number of elements sent at a time.
+        dtype: data type in which they are sent.
+        max_elements: the same limit as `numel_per_bucket`, from the configuration.
     """
     size, is_cast = groups.mesh.dp_cp.size, gradients[0].dtype != dtype
     if size == 1 and not is_cast:
         return
-    # One rank rounds to the type that would be sent, as several do, but has nothing to send: small buckets do.
+    # One rank rounds like several ranks to the data type of the exchange, but sends nothing: small buckets are enough.
     limit = max(min(numel_per_bucket, max_elements), CAST_ELEMENTS) if size > 1 else CAST_ELEMENTS
     for bucket in _list_buckets(gradients, limit):
         sent, copies = _copy_all(bucket, dtype) if is_cast or len(bucket) > 1 else (bucket[0], [])
@@ -294,7 +301,7 @@ def average_gradients(
 
 
 def flatten_optimizer(optimizer: DeepSpeedZeroOptimizer, groups: ProcessGroups) -> FlatZeroOptimizer:
-    """Make DeepSpeed's optimizer, before its first step, one of these; see `can_flatten`."""
+    """Convert DeepSpeed's optimizer to this class, before its first step; see `can_flatten`."""
     optimizer.__class__ = FlatZeroOptimizer
     assert isinstance(optimizer, FlatZeroOptimizer)
     optimizer._prepare(groups)

@@ -139,9 +139,7 @@ def test_a_test_that_was_cut_off_is_made_up_for(corpus: Path, tmp_path: Path) ->
     lines = metrics.read_text().splitlines(keepends=True)
     assert json.loads(lines[-1])["kind"] == "test"
     metrics.write_text("".join(lines[:-1]) + lines[-1][:20])  # in the middle of a line
-    assert "nothing to train: step 4 of 4 is reached; its test, which is not on record, follows" in resumed(
-        corpus, tmp_path, **keys
-    )
+    assert "nothing to train: step 4 of 4 is reached; running the missing test" in resumed(corpus, tmp_path, **keys)
     after = records(tmp_path, "test")
     assert {**after[4], "seconds": 0} == {**before[4], "seconds": 0}
     assert losses(tmp_path) == [record["loss"] for record in map(json.loads, lines[:-1]) if record["kind"] == "train"]

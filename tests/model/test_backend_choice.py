@@ -132,7 +132,7 @@ def test_an_earlier_check_of_the_same_is_taken_for_its_word(planted) -> None:
     assert planted["calls"] == []
     assert again.backends[0] is planted["candidates"]["fast"]
     assert again.records[0].evidence == first.records[0].evidence
-    assert "found by an earlier check" in again.lines[0]
+    assert "result of an earlier check" in again.lines[0]
     choose(target=replace(TARGET, batch=1))  # another shape
     assert len(planted["calls"]) == 5
 
@@ -185,7 +185,7 @@ def test_what_is_forced_or_switched_off_or_random_is_not_checked(planted) -> Non
     assert off.backends[0] is planted["candidates"]["row blocks"]
     assert off.lines[0].startswith("attention: row blocks, kept up to 1,024 keys in training: sdpa cannot add")
     assert off.lines[0].endswith("; unchecked (attention_check: false)")
-    assert "attention_dropout draws at random" in choose(attention_dropout=0.1).lines[0]
+    assert "attention_dropout is random" in choose(attention_dropout=0.1).lines[0]
     assert choose(target=None).lines == ()
     assert planted["calls"] == []
 
@@ -193,7 +193,7 @@ def test_what_is_forced_or_switched_off_or_random_is_not_checked(planted) -> Non
 def test_what_alone_can_do_it_is_not_checked(planted) -> None:
     for name in ("wrong", "raising", "slow", "fast"):
         del planted["candidates"][name]
-    assert choose().lines[0].endswith("; nothing else can do it")
+    assert choose().lines[0].endswith("; no other backend supports this model")
     assert planted["calls"] == []
 
 
@@ -203,7 +203,7 @@ def test_nothing_right_leaves_the_default(planted) -> None:
     planted["candidates"]["row blocks"] = Wrong(8)
     choice = choose()
     assert choice.backends[0] is planted["candidates"]["row blocks"]
-    assert choice.lines[0].startswith("attention: row blocks, though no backend was found right; left: wrong errs in")
+    assert choice.lines[0].startswith("attention: row blocks, because no backend passed the check; left: wrong errs in")
 
 
 def test_a_device_that_is_lost_is_said_by_all_and_remembered(planted, monkeypatch) -> None:
@@ -242,7 +242,7 @@ def test_a_resumed_run_keeps_what_it_took(planted, tmp_path: Path) -> None:
     kept = choose(target=target)
     assert kept.backends[0] is planted["candidates"]["slow"]
     assert planted["calls"] == []
-    assert "; as before; found by an earlier check" in kept.lines[0]
+    assert "; as before; result of an earlier check" in kept.lines[0]
     assert kept.lines[0].startswith("attention: slow, 0.22 times as fast as row blocks")
     # In another layout the backend is checked again, and kept if correct.
     other = choose(target=replace(target, batch=1))
@@ -317,8 +317,8 @@ def test_ranks_on_another_card_that_would_take_something_else_are_named_once() -
     chosen, (_, line) = settle_choice(found, "sdpa", None, was_checked_earlier=True)
     assert chosen == "sdpa"
     assert line == (
-        "attention: rank 1 has another card (A100, rank 0 H100), on which triton would be faster; all ranks take what "
-        "rank 0 takes"
+        "attention: rank 1 has another card (A100, rank 0 H100), on which triton would be faster; all ranks use "
+        "rank 0's choice"
     )
 
 
@@ -326,7 +326,7 @@ def test_what_is_wrong_on_one_rank_is_taken_by_none() -> None:
     found = [evidence(sdpa=2.0, triton=1.0), evidence(sdpa=2.0, triton=1.0), evidence(sdpa=2.0, triton="errs in dq")]
     chosen, lines = settle_choice(found, "sdpa", "triton", was_checked_earlier=False)
     assert chosen == "sdpa"
-    assert lines[0].startswith("attention: sdpa, the only one that is right (2 ms for a layer)")
+    assert lines[0].startswith("attention: sdpa, the only backend that passed the check (2 ms for a layer)")
     assert lines[0].endswith("; left: triton errs in dq on rank 2")
 
 

@@ -104,7 +104,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], dict[str, object]], str]] = {
         },
         "attention_mask: document, but the documents of",
     ),
-    "no such epochs": (lambda corpus, folder: {"train_epochs": 0.001, "train_iters": 0}, "are less than one step"),
+    "no such epochs": (lambda corpus, folder: {"train_epochs": 0.001, "train_iters": 0}, "tokens, less than one step"),
     "positions": (
         lambda corpus, folder: {"pos_emb": "learned", "eval_lengths": ["4x"]},
         "eval_lengths: 4x is 64 tokens, but the model has 16 positions",

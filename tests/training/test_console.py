@@ -215,7 +215,7 @@ def test_ends_name_the_next_command(corpus: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoints" / "step_0000004"
     without = config.replace(valid_data_paths=[])
     assert summary.describe_end(without, checkpoint, now=True).endswith(f"./deepy.py evaluate {tmp_path} --data TEXT")
-    assert summary.describe_end(tiny_config(corpus), None, now=False) == "no checkpoint is saved: save names no folder"
+    assert summary.describe_end(tiny_config(corpus), None, now=False) == "no checkpoint saved: save is not set"
     assert summary.build_resume_command(config) == f"./deepy.py train {tmp_path}/config.yml load={tmp_path}"
     config.save(tmp_path / RESOLVED_CONFIG)  # beside the user's own, which may lack command-line keys
     assert summary.build_resume_command(config) == f"./deepy.py train {tmp_path}/{RESOLVED_CONFIG} load={tmp_path}"
@@ -258,7 +258,7 @@ def test_a_rate_that_ends_at_zero_needs_more_than_the_old_schedule() -> None:
     from megatron.training.schedule import LearningRateSchedule, describe_rate_jump
 
     old, new = LearningRateSchedule(1.0, 0.0, 0, 100, "linear"), LearningRateSchedule(1.0, 0.0, 0, 200, "linear")
-    assert "nothing is learned, so give a min_lr too" in (describe_rate_jump(old, new, 100) or "")
+    assert "nothing is learned, so set min_lr too" in (describe_rate_jump(old, new, 100) or "")
     assert describe_rate_jump(old, old, 50) is None
     assert describe_rate_jump(old, new, 0) is None
     middle = describe_rate_jump(old, new, 50) or ""

@@ -77,9 +77,9 @@ def test_a_spike_goes_back_as_a_restart_would_and_on_behind_the_data(
     spike(monkeypatch, 6)
     text = printed(tiny_config(corpus, went_back, on_bad_loss="rollback", loss_spike=3.0, **KEYS))
     assert "step 6: its loss " in text
-    assert "going back to " in text
-    assert "step_0000004, behind the data until here" in text
-    assert "went back once because of its loss, over 8 sequences" in text
+    assert "rolling back to " in text
+    assert "step_0000004 and skipping the data read since" in text
+    assert "rolled back once because of its loss, skipping 8 sequences" in text
     assert losses(went_back) == losses(by_hand)
     assert sorted(records(went_back)) == list(range(1, 9))
     assert same_weights(went_back, by_hand)
@@ -100,7 +100,7 @@ def test_what_was_stepped_over_stays_so_when_the_run_is_resumed(
     text = printed(tiny_config(corpus, tmp_path / "parts", load=str(tmp_path / "parts"), **keys))
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert same_weights(tmp_path / "parts", tmp_path / "whole")
-    assert "went back once because of its loss, over 8 sequences" in text
+    assert "rolled back once because of its loss, skipping 8 sequences" in text
 
 
 def test_steps_that_are_not_finite_go_back_too(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_steps_that_are_not_finite_go_back_too(corpus: Path, tmp_path: Path, mon
     monkeypatch.setattr(Engine, "forward_backward", accumulate)
     text = printed(tiny_config(corpus, tmp_path, on_bad_loss="rollback", max_bad_steps=2, **KEYS))
     assert "step 4 skipped: its loss is nan (1 in a row, stop at 2)" in text
-    assert "step 5: its loss is nan, for 2 steps in a row (max_bad_steps); going back to" in text
+    assert "step 5: its loss is nan, for 2 steps in a row (max_bad_steps); rolling back to" in text
     assert all(json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[4:])
 
 
@@ -124,18 +124,18 @@ def test_it_ends_where_going_back_does_not_help(corpus: Path, tmp_path: Path, mo
     config = tiny_config(corpus, tmp_path, on_bad_loss="rollback", loss_spike=3.0, **KEYS)
     with pytest.raises(
         RunError,
-        match=r"gone back 3 times, and no new checkpoint was followed by a good step; the last checkpoint is",
+        match=r"rolled back 3 times without a good step after a new checkpoint; the last checkpoint is",
     ):
         train(config)
 
 
 def test_nowhere_to_go_back_to(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spike(monkeypatch, 2)
-    with pytest.raises(RunError, match=r"^step 2: its loss .* is more than loss_spike × the usual .*; no checkpoint"):
+    with pytest.raises(RunError, match=r"^step 2: its loss .* exceeds loss_spike × the usual .*; no checkpoint"):
         train(tiny_config(corpus, tmp_path, on_bad_loss="rollback", loss_spike=3.0, **KEYS))
     step, why = find_divergence(tmp_path) or (0, "")
     assert step == 2
-    assert "is more than loss_spike" in why
+    assert "exceeds loss_spike" in why
     monkeypatch.undo()
     train(tiny_config(corpus, tmp_path, on_bad_loss="rollback", loss_spike=3.0, **KEYS))
     assert find_divergence(tmp_path) is None  # it was restarted, and finished
@@ -187,13 +187,13 @@ def test_the_guard_says_what_is_to_be_done_and_remembers_it(corpus: Path, tmp_pa
     assert other.state_dict() == {"usual_loss": 2.0, "rollbacks": 1}
     stop = other.check(6, 24, torch.tensor(7.0))
     assert stop == Stop(
-        "its loss 7 is more than loss_spike × the usual 2",
-        "step 6: its loss 7 is more than loss_spike × the usual 2; no checkpoint was saved",
+        "its loss 7 exceeds loss_spike × the usual loss 2",
+        "step 6: its loss 7 exceeds loss_spike × the usual loss 2; no checkpoint was saved",
     )
     assert cast(Rollback, build_guard(checkpoint, rollback).check(7, 28, torch.tensor(math.nan))).count == 2
     third = build_guard(checkpoint, Rollback(str(tmp_path), 4, 24, count=3))
     assert (
-        "gone back 3 times, and no new checkpoint was followed by a good step"
+        "rolled back 3 times without a good step after a new checkpoint"
         in cast(Stop, third.check(7, 28, torch.tensor(math.nan))).message
     )
 
@@ -267,9 +267,9 @@ def test_a_rollback_that_fails_tries_the_checkpoint_before(
     config = tiny_config(corpus, tmp_path, on_bad_loss="rollback", max_bad_steps=1, **KEYS)
     text = printed(config)
     if factor != math.inf:  # the broken state is saved, loaded once, and moved aside
-        assert "going back to " in text
+        assert "rolling back to " in text
         assert list((tmp_path / "checkpoints" / "abandoned").rglob("step_0000004"))
-    assert f"going back to {tmp_path / 'checkpoints' / 'step_0000002'}" in text
+    assert f"rolling back to {tmp_path / 'checkpoints' / 'step_0000002'}" in text
     assert list_steps(tmp_path) == [2, 4, 6, 8]
     assert all(math.isfinite(loss) for loss in losses(tmp_path))
 
@@ -281,7 +281,7 @@ def test_rollbacks_end_if_every_step_breaks_the_weights(
     progress."""
     break_weights(monkeypatch, 3, 1e25, persistent=True)
     keys = {**KEYS, "checkpoint_factor": 1, "on_bad_loss": "rollback", "max_bad_steps": 1}
-    with pytest.raises(RunError, match="gone back 3 times, and no new checkpoint was followed by a good step"):
+    with pytest.raises(RunError, match="rolled back 3 times without a good step after a new checkpoint"):
         train(tiny_config(corpus, tmp_path, **keys))
     assert len(list((tmp_path / "checkpoints" / "abandoned").iterdir())) <= 3
 
@@ -307,4 +307,4 @@ def test_a_run_says_which_checkpoint_is_left_after_bad_steps(corpus: Path, tmp_p
     guard = LossGuard(config.replace(**keys), cast(Engine, engine), single_process(), lambda: [second, fourth])
     stop = guard.check(5, 20, torch.tensor(math.nan))
     assert isinstance(stop, Stop)
-    assert stop.message.endswith(f"{fourth}, and no good step followed it; one before it is {second}")
+    assert stop.message.endswith(f"{fourth}, and no good step followed it; the previous one is {second}")

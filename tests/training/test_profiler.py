@@ -141,6 +141,6 @@ def test_the_table_of_a_gpu_has_its_kernels() -> None:
     ]
     untraced = format_kernels([operator], range(5, 7), 0.01, on_device=True).splitlines()
     assert untraced[0].endswith(
-        "0.0 ms of it in operators; kernels could not be traced (CUPTI), so these are the host's"
+        "0.0 ms of it in operators; kernels could not be traced (CUPTI), so these are host operators"
     )
     assert untraced[-1].split() == ["0.025", "100.0%", "3.0", "8.3", "aten::mm"]

@@ -178,7 +178,7 @@ def test_wandb_gets_a_new_run_without_the_steps_that_were_given_up(
         *((1, 10.0), (2, 10.0), (3, 10.0), (3, "valid"), (4, 20.0)),
         *((5, 30.0), (5, "valid")),
     ]
-    assert said == ["use_wandb: steps after 4 are given up; Weights & Biases gets a new run without them"]
+    assert said == ["use_wandb: discarding the steps after 4; Weights & Biases starts a new run without them"]
     one, two, three = (keys["id"] for keys in wandb.inits)
     assert one == two != three
     assert report(5, 6) == [(6, 40.0), (6, "valid")]

@@ -244,7 +244,7 @@ def test_a_stage_that_ends_within_a_sequence_says_what_is_left_out(corpus: Path,
     )  # fmt: skip
     # 3 steps of 3 × 8 tokens are 72: a block of 32 and more than two.
     lines = printed(config)
-    assert "the text goes on at the next 32 tokens: 24 before them are left out" in lines
+    assert "the text continues at the next 32-token block: 24 tokens are skipped" in lines
 
 
 def test_a_branch_is_the_run_whose_schedule_decayed_there(corpus: Path, tmp_path: Path) -> None:
@@ -404,7 +404,7 @@ def test_epochs_make_the_steps_and_a_run_keeps_them(
     config = tiny_config(tmp_path, tmp_path / "run", train_data_paths=[path], train_epochs=1.0, **keys)
     lines = printed_with_large_vocabulary(config)
     # 999 / 16 gives 62 sequences of 16 (a label follows the last token), and 15 steps of 4.
-    assert "train_epochs 1: 1,000 tokens of text make 15 steps" in lines
+    assert "train_epochs 1: 1,000 tokens of text give 15 steps" in lines
     read = torch.cat(read_text())
     assert len(read) == 15 * 64 == len(read.unique())
     assert load_checkpoint_config(layout.resolve_checkpoint_path(tmp_path / "run")).training.train_iters == 15
@@ -419,10 +419,10 @@ def test_epochs_make_the_steps_and_a_run_keeps_them(
     )
     settled, (line,) = resolve_data(resolve_run(twice, LocalHardware.detect()).config)
     assert settled.training.train_iters == (62 + 187) // 4
-    assert line.endswith("by their weights that is a 2.00 times, b 0.67 times")
-    with pytest.raises(UserError, match="train_iters is 7, but train_epochs 1 makes 15 steps; leave one out"):
+    assert line.endswith("reads by weight: a 2.00 times, b 0.67 times")
+    with pytest.raises(UserError, match="train_iters is 7, but train_epochs 1 gives 15 steps; set only one"):
         resolve_data(resolve_run(config.replace(train_iters=7), LocalHardware.detect()).config)
-    with pytest.raises(UserError, match="which are less than one step"):
+    with pytest.raises(UserError, match="tokens, less than one step"):
         resolve_data(resolve_run(config.replace(train_epochs=0.05), LocalHardware.detect()).config)
 
     write_numbered(tmp_path / "a", 0, 2000)
@@ -453,7 +453,7 @@ def test_a_run_goes_back_within_its_stage(corpus: Path, tmp_path: Path, monkeypa
     config = staged(corpus, tmp_path / "run", stages=stages, on_bad_loss="rollback", max_bad_steps=1)
     monkeypatch.setattr(Engine, "forward_backward", forward_backward)
     lines = printed(config)
-    assert any("going back to" in line and "step_0000003" in line for line in lines)
+    assert any("rolling back to" in line and "step_0000003" in line for line in lines)
     # Steps 1 to 4, the bad fifth, and then 4 to 8 again after it.
     assert len(labels) == 10
     state = TrainerState.read(layout.resolve_checkpoint_path(tmp_path / "run"))
