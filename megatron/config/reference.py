@@ -198,7 +198,7 @@ def _format_method_names() -> str:
         if (others := method_names.list_other_names(method))
     ]
     keys = ", in ".join(f"`{key}`" for key in METHODS)
-    text = f"Not accepted in {keys} or as file names; the error message gives our name.\n"
+    text = f"Not accepted in {keys} or as file names;\nthe error message gives our name.\n"
     return f"### Other names of methods\n\n{text}\n{format_table(['also called', 'here'], rows)}"
 
 

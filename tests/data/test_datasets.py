@@ -245,8 +245,8 @@ def test_data_that_cannot_be_used_are_refused(dataset, words, tmp_path):
         ),
         ({"train_data_paths": [good], "train_data_weights": [0.0]}, "each must be greater than 0"),
         ({"data_path": good, "train_data_weights": [1.0]}, "train_data_weights has 1 values for 0 paths"),
-        ({"data_path": good, "split": "1,-1"}, "split is '1,-1'; it must be up to three shares"),
-        ({"data_path": good, "split": "a"}, "split is 'a'; it must be up to three shares"),
+        ({"data_path": good, "split": "1,-1"}, "split is '1,-1'; it must be up to three fractions"),
+        ({"data_path": good, "split": "a"}, "split is 'a'; it must be up to three fractions"),
         ({"data_path": good, "split": "0.001,1,1"}, r"the train split of .*good has no tokens \(30 documents in all\)"),
     ]:
         with pytest.raises(UserError, match=message) as error:
