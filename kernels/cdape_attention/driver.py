@@ -259,14 +259,14 @@ def launch_softmax(
 
 
 class Attended(NamedTuple):
-    """What the forward pass returns and leaves to the backward pass."""
+    """Results of the forward pass that the backward pass reads."""
 
     output: Tensor
     """[B, H, R, d]."""
     stats: Tensor
     """The softmax's maximum and sum of exponentials, float32 [2, B, H, R]."""
     residue: Tensor | None
-    """What the output's rounding left over, if the backward pass reads the output."""
+    """Rounding error of the output, in its type and shape, or None if the backward pass does not read the output."""
 
 
 def forward(scaled: Tensor, k: Tensor, v: Tensor, problem: CdapeProblem, chunk_rows: int) -> Attended:

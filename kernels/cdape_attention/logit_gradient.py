@@ -32,14 +32,14 @@ class LogitGradientArgs(ctypes.Structure):
 
 
 class AttendedChunk(NamedTuple):
-    """What the softmax of a chunk read and returned. The last two dimensions of all but `stats` are contiguous."""
+    """Inputs and results of a chunk's softmax. The last two dimensions of all but `stats` are contiguous."""
 
     values: Tensor
     """bfloat16 [B, H, C or more, 64]."""
     output: Tensor
     """bfloat16 [B, H, R, 64]."""
     residue: Tensor
-    """What the output's rounding left over, bfloat16, with the output's strides."""
+    """Rounding error of the output, bfloat16, with the output's strides."""
     doutput: Tensor
     """The output's gradient, alike."""
     stats: Tensor

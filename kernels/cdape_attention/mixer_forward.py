@@ -36,7 +36,7 @@ GROUP = 8
 
 
 class LogitArgs(ctypes.Structure):
-    """What the logits are computed from, as `cuda/logits.h` declares it."""
+    """Inputs of the logits, as `cuda/logits.h` declares them."""
 
     _fields_ = (
         ("scores", ScoreInputs),

@@ -120,7 +120,7 @@ def _attend_fwd_columns(
 
 @triton.jit
 def find_residue(x, ptr):
-    """What is left over of float32 x when it is rounded to the type that `ptr` points to."""
+    """Return the rounding error of float32 x in the type that `ptr` points to: x minus its rounded value."""
     return x - x.to(ptr.dtype.element_ty).to(tl.float32)
 
 

@@ -1,8 +1,8 @@
-"""Regions of a training step that torch.compile makes into few kernels: what is not attention.
+"""Regions of a training step that torch.compile fuses: everything but attention.
 
-On a GPU biases, residual sums, norms, activations, rotation and the loss read and write activations and do little else,
-and each is a launch or several. So each layer has two regions, before and after its attention, and the loss is a third:
-torch.compile makes kernels of them in both directions, the gradients of biases and norms among them.
+On a GPU, biases, residual sums, norms, activations, rotation and the loss are bound by memory and launches. Each layer
+therefore has two regions, before and after its attention, and the loss is a third. torch.compile generates the kernels
+of their forward and backward passes.
 
 The regions are the layer's own code (`layer.py`), so there are no other formulas. Evaluation, generation and CPUs run
 it eagerly; so does a GPU with `compile_regions: false`, with hidden dropout, and where tensor parallelism or ZeRO 3
@@ -59,7 +59,7 @@ def can_compile(config: TransformerConfig, x: Tensor) -> bool:
 
 @cache
 def compile_region(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a region that is compiled when it is called with new shapes, and is eager once that has failed."""
+    """Return a region that compiles for each new shape. After a failed compilation it runs eagerly."""
     # Only now: Dynamo and Inductor take seconds to import.
     for message in IGNORED_WARNINGS:
         warnings.filterwarnings("ignore", message)

@@ -364,13 +364,17 @@ class GPTLayer(TransformerLayer):
         return output
 
     def _begin(self, hidden: Tensor, rotation: Rotation | None) -> tuple[Tensor | None, Heads, Tensor | None]:
-        """What comes before attention: the norm of hidden states, if it is read later, and what attention reads."""
+        """Compute the region before attention.
+
+        Returns:
+            The norm of the hidden states, or None if nothing reads it later, and the results of `project`.
+        """
         normed = self.input_layernorm(hidden)
         heads, output_gate = self.self_attention.project(normed, rotation)
         return normed if self.keeps_normed else None, heads, output_gate
 
     def _end(self, hidden: Tensor, normed: Tensor | None, attended: Tensor) -> Tensor:
-        """What comes after attention."""
+        """Compute the region after attention, from the output projection to the layer's output."""
         projected = self.self_attention.linear_proj(attended)
         after_attention = self._add(projected, hidden, self.post_self_attn_layernorm)
         if not self.parallel:

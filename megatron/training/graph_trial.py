@@ -1,4 +1,4 @@
-"""Decides on the device whether micro-batches are CUDA graphs (`cuda_graph`), as attention's check decides its backend.
+"""Decide on the device whether micro-batches run as CUDA graphs (`cuda_graph`), like attention's check of backends.
 
 The first step of a process runs as ever. Before the second one its first micro-batch is computed some times more, and
 leaves no trace: no batch is consumed, no random number is drawn and no gradient is accumulated.
@@ -34,14 +34,11 @@ from megatron.distributed.process_groups import ProcessGroups
 from megatron.training.graphed_model import CudaCapture, GraphedModel, TrainingPasses
 from megatron.utils.errors import UserError, describe_error, is_out_of_memory
 from megatron.utils.formatting import format_bytes
+from megatron.utils.rounding import SAFETY_FACTOR
 
 TIMED_PASSES = 3
 MIN_GAIN = 0.03
 """Share of a micro-batch's time that graphs must save: they keep memory."""
-SAFETY_FACTOR = 4.0
-"""Times the rounding of the compute type, or the difference of two eager results, that a graph's result may differ."""
-
-
 SYNC_ERROR = "called a synchronizing CUDA operation"
 """Text of the error that PyTorch raises where the host would wait for the device."""
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,10 +46,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class GraphTrial:
-    """What one rank found out about its micro-batch as graphs."""
+    """Result of one rank's trial of CUDA graphs on its micro-batch."""
 
     refusal: str | None = None
-    """Why there can be no graphs here."""
+    """Reason why this rank cannot capture graphs, or None if it can."""
     eager_seconds: float = 0.0
     """Forward and backward of a micro-batch, launched one by one."""
     graph_seconds: float = 0.0
@@ -216,6 +213,7 @@ def _try_graphs(
     sizes = torch.stack([torch.linalg.vector_norm(tensor.float()) for tensor in expected]).tolist()
     epsilon = torch.finfo(expected[-1].dtype).eps
     for number, (difference, own, size) in enumerate(zip(differences, noise, sizes, strict=True)):
+        # As many times the rounding of the type, or the difference of two eager results, as attention's check allows.
         allowed = 0.0 if is_exact_wanted else SAFETY_FACTOR * max(own, epsilon * size)
         if not difference <= allowed:
             name = "the losses" if number == 0 else "the gradient of " + _name(graphed, number - 1)

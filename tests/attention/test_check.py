@@ -9,7 +9,9 @@ import pytest
 import torch
 from position_methods import build
 
+from kernels.cdape_attention import mixer
 from megatron.attention.backends.pytorch import EagerBackend, RowBlockBackend
+from megatron.attention.check import machine
 from megatron.attention.check import problem as problem_module
 from megatron.attention.check import trials as trials_module
 from megatron.attention.check.evidence import (
@@ -445,6 +447,24 @@ def test_software_is_told_apart_by_its_sources() -> None:
     assert software["torch"] == torch.__version__
     assert len(software["sources"]) == 16
     assert json.loads(json.dumps(software)) == software
+
+
+def test_a_check_is_repeated_with_other_cuda_sources_or_another_switch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert machine.KERNEL_VARIABLE == mixer.VARIABLE
+    monkeypatch.delenv(mixer.VARIABLE, raising=False)
+    before = describe_software()
+    monkeypatch.setenv(mixer.VARIABLE, "0")
+    assert describe_software() != before
+    header = tmp_path / machine.SOURCES[0] / "kernel.h"
+    header.parent.mkdir()
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    hashes = set()
+    for source in ("int one;", "int two;"):
+        header.write_text(source, encoding="utf-8")
+        hashes.add(machine.hash_attention_sources.__wrapped__())
+    assert len(hashes) == 2
 
 
 def test_a_trial_of_other_shapes_is_another_problem() -> None:

@@ -391,3 +391,13 @@ def test_it_starts_on_a_bare_gpu_machine_and_refuses_as_a_user_sees_it(run_tool:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: argument --peers: nobody not available; choose from eager, chunked")
     assert done.stderr.count("\n") == 1
+
+
+def test_the_gate_judges_as_many_rows_as_a_longer_problem_has() -> None:
+    """The number of rows decides between kernels: a gate of fewer rows would judge others than are timed."""
+    problem = AttentionProblem("cdape", 2, 4, 16, 1024)
+    judged = attention_bench.shorten_problem(problem)
+    assert (judged.batch, judged.length) == (8, 256)
+    assert attention_bench.shorten_problem(judged) == judged
+    longer = attention_bench.shorten_problem(replace(problem, length=1 << 17))
+    assert (longer.batch, longer.length) == (attention_bench.MAX_GATE_SEQUENCES, 256)

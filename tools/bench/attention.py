@@ -60,6 +60,8 @@ MAX_GATE_LENGTH = {"cpu": 256, "cuda": 512}
 """Maximum length for the gate; longer problems are judged at this length. A dozen passes in float64 would take minutes
 (CDAPE at 2,048 tokens takes over 45 s on an H200) and reveal nothing new. Both lengths cover several tiles of every
 kernel."""
+MAX_GATE_SEQUENCES = 32
+"""Maximum number of sequences into which the gate divides the rows of a longer problem."""
 Times = dict[str, list[Timing]]
 
 
@@ -68,8 +70,7 @@ def benchmark_problem(
 ) -> list[dict[str, Any]]:
     """Return one record per peer. With 0 rounds only the gate runs. Records of an interrupted problem contain `cut`."""
     torch.compiler.reset()  # each problem compiles separately, far from Dynamo's recompilation limit
-    longest = MAX_GATE_LENGTH[problem.device]
-    judged = problem if problem.length <= longest else replace(problem, length=longest)
+    judged = shorten_problem(problem)
     verdicts = _judge_problem(judged, wanted)
     found = _select_peers(problem, wanted)
     times: Times = {name: [] for name in found if verdicts[name].refusal is None} if rounds else {}
@@ -100,6 +101,18 @@ def benchmark_problem(
         records.append(record)
         say(format_console_line(record))
     return records
+
+
+def shorten_problem(problem: AttentionProblem) -> AttentionProblem:
+    """Return the problem that the gate judges: as many rows, in sequences that float64 can afford.
+
+    The number of rows stays, up to a limit, since kernels are chosen by it: CDAPE's CUDA kernels need enough of them.
+    """
+    longest = MAX_GATE_LENGTH[problem.device]
+    if problem.length <= longest:
+        return problem
+    sequences = min(problem.batch * problem.length // longest, MAX_GATE_SEQUENCES)
+    return replace(problem, length=longest, batch=max(problem.batch, sequences))
 
 
 def _judge_problem(problem: AttentionProblem, wanted: list[str] | None) -> dict[str, GateVerdict]:

@@ -25,4 +25,14 @@ struct Geometry {
   static constexpr int HEADS = 16, PAIRS = 8, WIDTH = 32, HEAD_DIM = 64, ROW_BYTES = 2 * HEAD_DIM;
   static constexpr int QUERY_BYTES = ROWS * HEADS * ROW_BYTES;
   static_assert(COLUMNS == 16 || COLUMNS == 32, "strides in shared memory are for tiles of 16 or 32 columns");
+
+  // Loads a convolution's weights, B fragments in memory as [taps][4][32 lanes][2].
+  static KERNEL_CODE void load_weights(u32 (&weights)[TAPS][4][2], const void* from) {
+    i32 lane = lane_id();
+    UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
+      UNROLL_FOR (int n = 0; n < 4; n++) {
+        Words<2> words = load_global<2>(address(from, lane * 8), (tap * 4 + n) * 256);
+        UNROLL_FOR (int x = 0; x < 2; x++) weights[tap][n][x] = words.x[x];
+      }
+  }
 };

@@ -36,7 +36,7 @@ struct Logits {
   static constexpr int MEMORY_BYTES = G::QUERY_BYTES + W::MEMORY_BYTES + R::MEMORY_BYTES;
 
   struct State {
-    u32 w1[TAPS][4][2], w2[TAPS][2][2][2];
+    u32 w1[TAPS][4][2], w2[TAPS][4][2];
     typename R::Words4 carry[R::CARRY];
     typename S::Keys keys[4];         // of the next tile
     typename T::Distances distances;  // of this one
@@ -106,16 +106,8 @@ struct Logits {
   }
 
   static KERNEL_CODE void begin(State& st, Context& c) {
-    i32 lane = lane_id();
-    UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
-      UNROLL_FOR (int n = 0; n < 4; n++) {
-        Words<2> w1 = load_global<2>(address(c.in.w1, lane * 8), (tap * 4 + n) * 256);
-        Words<2> w2 = load_global<2>(address(c.in.w2, lane * 8), (tap * 4 + n) * 256);
-        UNROLL_FOR (int x = 0; x < 2; x++) {
-          st.w1[tap][n][x] = w1.x[x];
-          st.w2[tap][n / 2][n % 2][x] = w2.x[x];
-        }
-      }
+    G::load_weights(st.w1, c.in.w1);
+    G::load_weights(st.w2, c.in.w2);
     S::load_queries(c.in.scores, c.queries, c.warp, c.first_row);
     UNROLL_FOR (int h = 0; h < 4; h++) load_keys(st, c, h, -1);
   }
@@ -184,7 +176,7 @@ struct Logits {
         const u32 a[4] = {active[2 * step][0], active[2 * step][1], active[2 * step + 1][0], active[2 * step + 1][1]};
         UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
           UNROLL_FOR (int n = 0; n < 2; n++) {
-            const u32(&w)[2] = st.w2[tap][step][n];
+            const u32(&w)[2] = st.w2[tap][2 * step + n];
             f32(&sum)[4] = sums[(jj + KEPT - tap) % TAPS][n];
             if (step == 0 && tap == 0) mma_exchange_from_zero(sum, a, w[0], w[1]);
             else mma_exchange(sum, a, w[0], w[1]);

@@ -48,7 +48,7 @@ struct MixerBackward {
       G::QUERY_BYTES + 2 * W::MEMORY_BYTES + (SCORES ? R::MEMORY_BYTES + D::MEMORY_BYTES : 0);
 
   struct State {
-    u32 w1[TAPS][4][2], w2[TAPS][4][2], w1_back[SCORES ? TAPS : 1][2][2][2];
+    u32 w1[TAPS][4][2], w2[TAPS][4][2], w1_back[SCORES ? TAPS : 1][4][2];
     typename R::Words4 carry[R::CARRY];
     f32 dw1[WEIGHTS ? TAPS : 1][4][4], dw2[WEIGHTS ? TAPS : 1][4][4];
     typename D::Sums diagonals;
@@ -108,26 +108,19 @@ struct MixerBackward {
   }
 
   static KERNEL_CODE void begin(State& st, Context& c) {
-    i32 lane = lane_id();
-    UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
-      UNROLL_FOR (int n = 0; n < 4; n++) {
-        Words<2> w1 = load_global<2>(address(c.args.w1, lane * 8), (tap * 4 + n) * 256);
-        Words<2> w2 = load_global<2>(address(c.args.w2, lane * 8), (tap * 4 + n) * 256);
-        UNROLL_FOR (int x = 0; x < 2; x++) {
-          st.w1[tap][n][x] = w1.x[x];
-          st.w2[tap][n][x] = w2.x[x];
-        }
-        if constexpr (SCORES) {
-          Words<2> back = load_global<2>(address(c.args.w1_back, lane * 8), (tap * 4 + n) * 256);
-          UNROLL_FOR (int x = 0; x < 2; x++) st.w1_back[tap][n / 2][n % 2][x] = back.x[x];
-        }
-        if constexpr (WEIGHTS)
+    G::load_weights(st.w1, c.args.w1);
+    G::load_weights(st.w2, c.args.w2);
+    if constexpr (SCORES) {
+      G::load_weights(st.w1_back, c.args.w1_back);
+      D::clear(st.diagonals);
+    }
+    if constexpr (WEIGHTS)
+      UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
+        UNROLL_FOR (int n = 0; n < 4; n++)
           UNROLL_FOR (int x = 0; x < 4; x++) {
             st.dw1[tap][n][x] = f32(0.0f);
             st.dw2[tap][n][x] = f32(0.0f);
           }
-      }
-    if constexpr (SCORES) D::clear(st.diagonals);
     S::load_queries(c.args.scores, c.queries, c.warp, c.first_row);
   }
 
@@ -297,7 +290,7 @@ struct MixerBackward {
           u32 a[4] = {before[0][0], before[0][1], before[1][0], before[1][1]};
           UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
             UNROLL_FOR (int n = 0; n < 2; n++) {
-              const u32(&w)[2] = st.w1_back[tap][step][n];
+              const u32(&w)[2] = st.w1_back[tap][2 * step + n];
               f32(&sum)[4] = ds[(jj + tap) % TAPS][n];
               if (step == 0 && tap == KEPT) mma_bf16_from_zero(sum, a, w[0], w[1]);
               else mma_bf16(sum, a, w[0], w[1]);

@@ -1,6 +1,7 @@
 """Conditions of a check's result: the card, and the software that runs on it."""
 
 import hashlib
+import os
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,6 +12,10 @@ import torch
 ROOT = Path(__file__).parents[3]
 SOURCES = ("kernels", "megatron/attention", "megatron/position")
 """Folders with the source files that determine the results of backends."""
+SUFFIXES = (".py", ".h")
+"""Suffixes of these files: Python, and the headers of CUDA kernels."""
+KERNEL_VARIABLE = "FARFIELD_CUDA_MIXER"
+"""Environment variable that chooses between kernels (`kernels/cdape_attention/mixer.py`)."""
 DRIVER_VERSION = Path("/sys/module/nvidia/version")
 
 
@@ -28,7 +33,7 @@ def describe_card(device: torch.device) -> dict[str, Any]:
 
 
 def describe_software() -> dict[str, Any]:
-    """Describe the driver, the versions and the sources of the attention code, in JSON types."""
+    """Describe the driver, the versions, the sources of the attention code and their switch, in JSON types."""
     try:
         driver = DRIVER_VERSION.read_text(encoding="utf-8").strip()
     except OSError:
@@ -43,15 +48,16 @@ def describe_software() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "triton": triton,
         "sources": hash_attention_sources(),
+        "cuda_mixer": os.environ.get(KERNEL_VARIABLE),
     }
 
 
 @cache
 def hash_attention_sources() -> str:
-    """Return a hash of all Python files that determine the results of backends."""
+    """Return a hash of all files that determine the results of backends."""
     digest = hashlib.sha256()
     for folder in SOURCES:
-        for path in sorted((ROOT / folder).rglob("*.py")):
+        for path in sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES):
             digest.update(str(path.relative_to(ROOT)).encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
