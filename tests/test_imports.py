@@ -114,6 +114,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.config",
         "megatron.data",
         "megatron.model",
+        "megatron.position.captured_tensors",
         "megatron.distributed",
         "megatron.checkpoint",
         *OURS,

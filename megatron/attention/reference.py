@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
 from megatron.attention.softmax import break_sticks, compute_softmax
+from megatron.position.captured_tensors import keep_for_capture
 from megatron.position.encoding import Encoding, ScoreTerms, join_heads
 from megatron.position.numerics import promote_to_float32, soft_cap, toeplitz
 from megatron.position.token_range import ALL_HEADS, TokenRange, causal_mask, count_distances, select_heads
@@ -64,10 +65,11 @@ def compute_table_of_ranges(
 
 
 def _get_distances(count: int, device: torch.device | str | None) -> Tensor:
-    is_kept = isinstance(device, torch.device) and device.type == "cuda"
-    if is_kept and torch.cuda.is_current_stream_capturing():
-        is_kept = False  # a CUDA graph would still read what the cache has dropped
-    return _keep_distances(count, device) if is_kept else arange_distances(count, device)
+    if not (isinstance(device, torch.device) and device.type == "cuda"):
+        return arange_distances(count, device)
+    distances = _keep_distances(count, device)
+    keep_for_capture(distances)
+    return distances
 
 
 def compute_tables_of_layers(

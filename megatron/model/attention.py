@@ -112,6 +112,10 @@ class LayerAttention:
     """Of the softmax, if it has one."""
 
 
+ROTATION = ("rotate", "rotate_keys", "get_cos_sin")
+"""Functions of an encoding that describe the same rotation."""
+
+
 @dataclass(frozen=True)
 class AttentionContext:
     """What a forward pass reads: where its tokens stand in their sequences, and what came before them.
@@ -201,15 +205,18 @@ class PositionedAttention(MegatronModule):
         return self.encoding.gate(sum_grad(hidden, self.groups).transpose(0, 1), self.heads)
 
     def get_rotation(self, like: Tensor, context: AttentionContext | None) -> tuple[Tensor, Tensor] | None:
-        """Return cos and sin float32 [T, r] by which a region may turn the queries and keys of a pass, or None if the
-        encoding turns them itself, or not at all.
+        """Return cos and sin float32 [T, r] by which a region rotates the queries and keys of a pass, or None if the
+        encoding rotates them itself or not at all.
 
         like: activations [T, B, …] of the pass.
         """
         segments = build_segments(like.shape[0]) if context is None else context.segments
         if len(segments) > 1 or not hide_nothing(segments) or (context is not None and context.restarted is not None):
             return None
-        return self.encoding.get_turns(like, segments[0].tokens)
+        owners = {next(kind for kind in type(self.encoding).__mro__ if name in vars(kind)) for name in ROTATION}
+        if len(owners) > 1:
+            return None  # a subclass has replaced one of the functions, so they may differ
+        return self.encoding.get_cos_sin(like, segments[0].tokens)
 
     def forward(
         self,
@@ -223,7 +230,7 @@ class PositionedAttention(MegatronModule):
         **_: object,
     ) -> Tensor:
         """megatron-core's call: query [T, B, h, d], key and value [T, B, g, d] → [T or num_logits, B, h·d]; and gates
-        [B, h, T] from `compute_gates`. is_rotated: queries and keys are turned already (`get_rotation`).
+        [B, h, T] from `compute_gates`. is_rotated: True if queries and keys are rotated already (`get_rotation`).
 
         megatron-core's attention passes a mask alone through its layers, so `attention_mask` is no mask here but the
         `AttentionContext`, which holds the masks of its segments. What else it passes (mask type, bias, packing) its

@@ -41,7 +41,7 @@ from megatron.position.numerics import is_divided_by_zero_3, promote_to_float32
 Heads = tuple[Tensor, ...]
 """Queries [T, B, h, d], keys and values [T, B, g, d], or one tensor [T, B, g·(n + 2)·d] of all of them."""
 Rotation = tuple[Tensor, Tensor]
-"""cos and sin [T, r], see `Encoding.get_turns`."""
+"""cos and sin [T, r], see `Encoding.get_cos_sin`."""
 
 
 def recompute_in_backward(function: Callable[..., Tensor], *arguments: Any, draws: bool) -> Tensor:
@@ -275,7 +275,7 @@ class BiasedSelfAttention(SelfAttention):
 
 
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x·cos + swap(x)·sin of x [T, B, h, d], where `Encoding.get_turns` gives cos and sin [T, r]: as `rotate_halves`,
+    """x·cos + swap(x)·sin of x [T, B, h, d], where `Encoding.get_cos_sin` gives cos and sin [T, r]: as `rotate_halves`,
     in operations that torch.compile fuses."""
     turned = x[..., : cos.shape[-1]].to(cos.dtype)
     first, second = turned.chunk(2, dim=-1)

@@ -158,7 +158,7 @@ class Encoding(PositionModule):
         key."""
         return self.rotate(x, tokens) if self.rotates_alike else self.rotate(x, tokens, heads)
 
-    def get_turns(self, like: Tensor, tokens: TokenRange) -> tuple[Tensor, Tensor] | None:
+    def get_cos_sin(self, like: Tensor, tokens: TokenRange) -> tuple[Tensor, Tensor] | None:
         """Return cos and sin [T, r] of `rotate`, if x·cos + swap(x)·sin is all that it does to queries and keys, swap
         exchanging the halves of the first r dimensions; else None.
 

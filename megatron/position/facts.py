@@ -17,6 +17,7 @@ ORDER_FREE_HOOKS = ("embed", "rotate")
 OVERRIDABLE = (
     *HOOKS,
     "rotate_keys",
+    "get_cos_sin",
     "bias_tails",
     "describe_unsupported_reach",
     "product_flops",

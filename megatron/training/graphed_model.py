@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.position.captured_tensors import collect_captured_tensors
+
 STEP_OPTIONS = frozenset({"labels", "position_seed", "with_log_z"})
 """Keyword arguments of a forward pass that a graph can repeat. A position seed matters to models alone that no graph is
 made of (`megatron/config/cuda_graph.py`)."""
@@ -158,7 +160,8 @@ class GraphedModel:
             attached = passes.compute_losses(self._tokens, self._labels)
             return [attached]
 
-        self._replay_forward, (losses,) = capture.capture(run_forward)
+        with collect_captured_tensors() as self._cached:
+            self._replay_forward, (losses,) = capture.capture(run_forward)
         self._losses = losses.detach()
         self._upstream = torch.empty_like(self._losses)
         names: list[str] = []
@@ -169,7 +172,9 @@ class GraphedModel:
             names[:] = [name for name, gradient in zip(passes.parameters, found, strict=True) if gradient is not None]
             return [gradient for gradient in found if gradient is not None]
 
-        self._replay_backward, gradients = capture.capture(run_backward)
+        with collect_captured_tensors() as cached:  # recomputation
+            self._replay_backward, gradients = capture.capture(run_backward)
+        self._cached += cached
         self._gradients = list(gradients)
         self.used = [passes.parameters[name] for name in names]
         """The parameters that have a gradient, in the order of `_gradients`."""

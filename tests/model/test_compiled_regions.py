@@ -14,7 +14,9 @@ from megatron.model.compiled_regions import compute_log_z
 from megatron.model.layer import rotate_heads
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
+from megatron.position.encodings.rotary import Rotary
 from megatron.position.numerics import rotate_halves, soft_cap
+from megatron.position.token_range import ALL_HEADS, TokenRange
 
 VOCABULARY, LENGTH, BATCH = 37, 6, 2
 TOLERANCE = 3e-5
@@ -192,3 +194,26 @@ def test_rotate_heads(rotated: int) -> None:
     cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([-angle.sin(), angle.sin()], -1)
     expected = rotate_halves(x.permute(1, 2, 0, 3), cos, sin).permute(2, 0, 1, 3)
     torch.testing.assert_close(rotate_heads(x, cos, sin), expected)
+
+
+class _Backward(Rotary):
+    """Rotation in the other direction: one function replaced, the cosines and sines inherited."""
+
+    def rotate(self, x: Tensor, tokens: TokenRange, heads: slice = ALL_HEADS) -> Tensor:
+        cos, sin = self._compute_cos_sin(x, tokens, are_queries=True)
+        return rotate_halves(x, cos, -sin)
+
+
+def test_a_subclass_that_replaces_the_rotation_alone_keeps_it(compiled: None) -> None:
+    found = []
+    for compiles in (False, True):
+        gpt = _build("as LLaMA", compile_regions=compiles)
+        encodings = [module for module in gpt.modules() if isinstance(module, Rotary)]
+        assert encodings
+        before = _train(gpt)["losses"]
+        for encoding in encodings:
+            encoding.__class__ = _Backward
+        gpt.zero_grad()
+        found.append(_train(gpt))
+        assert not torch.allclose(found[-1]["losses"], before)
+    _assert_close(found[1], found[0])

@@ -294,7 +294,7 @@ def test_pages_say_the_same(tmp_path: Path) -> None:
         combine_results([tmp_path], Console(quiet=True), output=tmp_path / "mine.md")
     for picture in ("other.png", "other_cost.png"):
         (tmp_path / picture).write_text("mine")
-        with pytest.raises(UserError, match=rf"--output: .*{picture} is there"):
+        with pytest.raises(UserError, match=rf"--output: .*{picture} exists and is not"):
             combine_results([tmp_path], Console(quiet=True), output=tmp_path / "other.md")
         assert (tmp_path / picture).read_text() == "mine"
         assert not (tmp_path / "other.md").exists()

@@ -94,7 +94,7 @@ def test_checkpoints_of_all_runs_must_fit_the_disk(
     with pytest.raises(UserError, match=r"^sweep.output: out: the checkpoints of the 2 remaining runs need at l"):
         run(*keys)
     assert not (place / "out").exists()
-    with pytest.raises(UserError, match=r"this machine's memory .*; check_resources=false starts"):
+    with pytest.raises(UserError, match=r"this machine's memory .*; set check_resources=false to start"):
         run(*keys, "num_layers=1000000")
     assert not (place / "out").exists()
     monkeypatch.setattr(check_resources, "measure_free_bytes", lambda folder: free)

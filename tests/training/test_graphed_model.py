@@ -1,5 +1,7 @@
 """Training passes as graphs: what a replay gives is what eager launches give, whatever stands around it."""
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import ParallelSizes
 from megatron.distributed.process_groups import init_distributed
+from megatron.position.encodings.rotary import Rotary
 from megatron.training.engine import Engine
 from megatron.training.graph_trial import GraphTrial, decide, plan_trial, try_graphs
 from megatron.training.graphed_model import GraphedModel, TrainingPasses
@@ -303,3 +306,23 @@ def test_graphs_on_a_cpu_are_refused() -> None:
     with pytest.raises(UserError, match="cuda_graph on: this run computes on the CPU"):
         resolve_run(tiny_config(Path(), cuda_graph="on", device="auto"), LocalHardware(num_gpus=0, num_cores=4))
     assert "device cpu" in dict(validate_config(tiny_config(Path(), cuda_graph="on", device="cpu")))["cuda_graph"]
+
+
+def test_cached_tensors_live_as_long_as_the_graphs_that_read_them() -> None:
+    """Evaluation at other lengths evicts cosines and sines from a cache; a replay still reads them."""
+    chosen = tiny_config(Path(), pos_emb="rotary")
+    model = build_model(chosen.model, chosen.position, VOCABULARY, seed=1).train()
+    sample = batch(0)
+    graphed = GraphedModel(TrainingPasses(model, with_log_z=False), sample["tokens"], sample["labels"], Rerun())
+    encoding = next(module for module in model.modules() if isinstance(module, Rotary))
+    length = sample["tokens"].shape[1]
+    used = [turns for (tokens, *_), turns in encoding._turns.items() if tokens.length == length]
+    cached = [weakref.ref(x) for turns in used for x in turns]
+    del used
+    encoding._turns.clear()
+    gc.collect()
+    assert cached
+    assert all(reference() is not None for reference in cached)
+    del graphed
+    gc.collect()
+    assert all(reference() is None for reference in cached)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.position.captured_tensors import keep_for_capture
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims, EncodingCost, OptionError
 from megatron.position.numerics import rotary_frequencies, rotate_halves
@@ -140,18 +141,18 @@ class Rotary(Encoding):
     def rotate_keys(self, x: Tensor, tokens: TokenRange, heads: slice = ALL_HEADS) -> Tensor:
         return self._rotate(x, tokens, are_queries=False)
 
-    def get_turns(self, like: Tensor, tokens: TokenRange) -> tuple[Tensor, Tensor] | None:
-        return self._get_turns(like, tokens, are_queries=True) if self.rotates_alike else None
+    def get_cos_sin(self, like: Tensor, tokens: TokenRange) -> tuple[Tensor, Tensor] | None:
+        return self._compute_cos_sin(like, tokens, are_queries=True) if self.rotates_alike else None
 
     def _rotate(self, x: Tensor, tokens: TokenRange, *, are_queries: bool) -> Tensor:
         if self.xpos_scale is not None and (reason := self._describe_xpos_overflow(x.dtype, tokens.reach)):
             raise OptionError("xpos_scale_base", f"is {self.xpos_scale:g}: {reason}")
-        near = rotate_halves(x, *self._get_turns(x, tokens, are_queries))
+        near = rotate_halves(x, *self._compute_cos_sin(x, tokens, are_queries))
         if self.far_distance is None:
             return near
-        return torch.cat([near, rotate_halves(x, *self._get_turns(x, tokens, are_queries, are_far=True))], dim=-1)
+        return torch.cat([near, rotate_halves(x, *self._compute_cos_sin(x, tokens, are_queries, are_far=True))], dim=-1)
 
-    def _get_turns(
+    def _compute_cos_sin(
         self, x: Tensor, tokens: TokenRange, are_queries: bool, are_far: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return cos and sin [T, r] of each dimension's angle, with negative sines in the first half.
@@ -168,6 +169,7 @@ class Rotary(Encoding):
             if len(self._turns) >= TURNS_KEPT:
                 del self._turns[next(iter(self._turns))]
             self._turns[key] = turns
+        keep_for_capture(*turns)
         return turns
 
     def _compute_turns(
