@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.attention.backends.capabilities import BACKEND_CAPABILITIES
 from megatron.config.schema import Config
 from megatron.options.model import DROPOUT_KEYS
 
@@ -18,6 +19,16 @@ TRIAL_PHASE = "graph trial"
 def find_graph_obstacle(config: Config) -> str | None:
     """Return why a configuration cannot compute its micro-batches as CUDA graphs, or None if no key prevents it."""
     return next(_list_obstacles(config), None)
+
+
+def find_backend_obstacle(names: str) -> str | None:
+    """Return why a CUDA graph cannot contain the calls of attention backends, or None if it can.
+
+    Args:
+        names: values of `attention_backend`, separated by commas.
+    """
+    found = (BACKEND_CAPABILITIES.get(name.strip()) for name in names.split(","))
+    return next((backend.graph_obstacle for backend in found if backend and backend.graph_obstacle), None)
 
 
 def _list_obstacles(config: Config) -> Iterator[str]:
@@ -39,8 +50,8 @@ def _list_obstacles(config: Config) -> Iterator[str]:
     for key in DROPOUT_KEYS:
         if (rate := getattr(model, key)) > 0:
             yield f"{key} {rate:g}: random numbers inside a graph are not supported"
-    if model.attention_backend == "flex":
-        yield "attention_backend flex: FlexAttention keeps its masks outside of the graph"
+    if (reason := find_backend_obstacle(model.attention_backend)) is not None:
+        yield f"attention_backend {model.attention_backend}: {reason}"
 
 
 def _list_zero_obstacles(config: Config) -> Iterator[str]:

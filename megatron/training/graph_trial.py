@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.config.cuda_graph import find_graph_obstacle
+from megatron.config.cuda_graph import find_backend_obstacle, find_graph_obstacle
 from megatron.config.schema import Config
 from megatron.data.dataloader import Batch
 from megatron.distributed.process_groups import ProcessGroups
@@ -181,8 +181,9 @@ def _try_graphs(
 ) -> tuple[GraphedModel | None, GraphTrial]:
     if hooked := next((name for name, module in model.named_modules() if name and _has_hooks(module)), None):
         return None, GraphTrial(f"a hook on {hooked} wants to see every pass")
-    if "flex" in (getattr(getattr(model, "backend_choice", None), "name", None) or ""):
-        return None, GraphTrial("FlexAttention keeps its masks outside of the graph")
+    names = getattr(getattr(model, "backend_choice", None), "name", None) or ""
+    if (obstacle := find_backend_obstacle(names)) is not None:
+        return None, GraphTrial(obstacle)
     needed = capture.measure_needed()
     passes = TrainingPasses(model, with_log_z=with_log_z)
     upstream = upstream.expand(2, *upstream.shape) if with_log_z else upstream

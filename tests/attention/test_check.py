@@ -9,7 +9,6 @@ import pytest
 import torch
 from position_methods import build
 
-from kernels.cdape_attention import mixer
 from megatron.attention.backends.pytorch import EagerBackend, RowBlockBackend
 from megatron.attention.check import machine
 from megatron.attention.check import problem as problem_module
@@ -452,10 +451,9 @@ def test_software_is_told_apart_by_its_sources() -> None:
 def test_a_check_is_repeated_with_other_cuda_sources_or_another_switch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert machine.KERNEL_VARIABLE == mixer.VARIABLE
-    monkeypatch.delenv(mixer.VARIABLE, raising=False)
+    monkeypatch.delenv(machine.KERNEL_VARIABLE, raising=False)
     before = describe_software()
-    monkeypatch.setenv(mixer.VARIABLE, "0")
+    monkeypatch.setenv(machine.KERNEL_VARIABLE, "0")
     assert describe_software() != before
     header = tmp_path / machine.SOURCES[0] / "kernel.h"
     header.parent.mkdir()

@@ -4,7 +4,9 @@ import pytest
 import torch
 from position_methods import build
 
+from kernels.cdape_attention import mixer
 from megatron.attention.backends.registry import list_candidates
+from megatron.attention.check import machine
 from megatron.attention.check.evidence import Trial
 from megatron.attention.check.problem import CheckedDocuments, build_problem
 from megatron.attention.check.trials import try_backends
@@ -78,3 +80,7 @@ def test_a_kernel_whose_table_gradient_is_off_by_one_is_left(monkeypatch) -> Non
     assert kernel.refusal.startswith("errs in encoding.r")
     assert kernel.excess is not None
     assert max(kernel.excess[name] for name in ("output", "dq", "dk", "dv")) < 4
+
+
+def test_the_switch_of_the_kernels_is_a_condition_of_a_check() -> None:
+    assert machine.KERNEL_VARIABLE == mixer.VARIABLE

@@ -50,11 +50,13 @@ class BackendCapabilities:
         unsupported: features that the backend does not support. The first one that a method has is the reason given.
         requires: features of which a method must have at least one, or empty.
         requires_reason: reason given for a method with none of them.
+        graph_obstacle: why a CUDA graph cannot contain the backend's calls, or None if it can.
     """
 
     unsupported: tuple[str, ...] = ()
     requires: frozenset[str] = frozenset()
     requires_reason: str = ""
+    graph_obstacle: str | None = None
 
 
 BACKEND_CAPABILITIES = {
@@ -63,6 +65,7 @@ BACKEND_CAPABILITIES = {
         ("processor", "two rotations", "matrix", "kernel matrix", "contextual", "weight", "stick-breaking"),
         frozenset({"bias", "softcap", "sink"}),
         "it needs a bias, a soft cap or a sink",
+        graph_obstacle="FlexAttention keeps its masks outside of the graph",
     ),
     "native": BackendCapabilities(
         (
