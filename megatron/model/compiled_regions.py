@@ -53,16 +53,23 @@ def runs_compiled(x: Tensor) -> bool:
 
 
 def can_compile(config: TransformerConfig, x: Tensor) -> bool:
-    """Return whether a region that reads a tensor is to be compiled."""
-    return runs_compiled(x) and torch.is_grad_enabled() and getattr(config, "compile_regions", False)
+    """Return whether a region that reads a tensor is to be compiled. Not under a `TorchDispatchMode`, such as PyTorch's
+    counter of operations: Dynamo refuses to compile there, and would never compile the region again."""
+    is_wanted = runs_compiled(x) and torch.is_grad_enabled() and getattr(config, "compile_regions", False)
+    return is_wanted and torch._C._len_torch_dispatch_stack() == 0
+
+
+def ignore_compiler_warnings() -> None:
+    """Silence what compiling warns of and no user can act on."""
+    for message in IGNORED_WARNINGS:
+        warnings.filterwarnings("ignore", message)
 
 
 @cache
 def compile_region(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a region that compiles for each new shape. After a failed compilation it runs eagerly."""
     # Only now: Dynamo and Inductor take seconds to import.
-    for message in IGNORED_WARNINGS:
-        warnings.filterwarnings("ignore", message)
+    ignore_compiler_warnings()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_COMPILATIONS)
     torch._functorch.config.force_non_lazy_backward_lowering = True  # a backward pass that fails does so here
     compiled = torch.compile(function, fullgraph=True, dynamic=False, **COMPILE_ARGUMENTS)

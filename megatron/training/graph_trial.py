@@ -3,7 +3,7 @@
 The first step of a process runs as ever. Before the second one its first micro-batch is computed some times more, and
 leaves no trace: no batch is consumed, no random number is drawn and no gradient is accumulated.
 
-    eager, three times    finds operations that wait for the device or copy from the host, which no graph repeats;
+    eager, several times  finds operations that wait for the device or copy from the host, which no graph repeats;
                           how much two results of the same micro-batch differ; its time
     captured              from other tokens of the same shape
     replayed              equal to eager? its time; the memory that the graphs keep
@@ -198,9 +198,10 @@ def _try_graphs(
         with ExitStack() as stack:
             stack.enter_context(capture.find_waits())
             copies = stack.enter_context(_HostCopies())
-            expected = compute_eagerly()
+            compute_eagerly()
         if copies.found:
             return None, GraphTrial(f"the host copies to or from the device within a pass ({copies.found[0]})")
+        expected = compute_eagerly()
         noise = _measure_differences(compute_eagerly(), expected)
         eager_seconds = _measure_seconds(compute_eagerly, capture)
     reserved = capture.measure_reserved()

@@ -9,6 +9,7 @@ import torch
 from models import build_model
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.model import compiled_regions
 from megatron.model.compiled_regions import compute_log_z
@@ -146,6 +147,23 @@ def test_only_training_compiles(compiled: None) -> None:
         gpt(tokens[:, :-1], tokens[:, 1:])
         gpt.eval()(tokens)
     assert _count_graphs() == 0
+
+
+class _Counter(TorchDispatchMode):
+    """Sees every operation, as PyTorch's counter of floating-point operations does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_operations_and_later_steps_compile(compiled: None) -> None:
+    gpt = _build("as GPT-2")
+    with _Counter():
+        expected = _train(gpt)
+    assert _count_graphs() == 0
+    gpt.zero_grad()
+    _assert_close(_train(gpt), expected)
+    assert _count_graphs() == 3
 
 
 def test_weights_that_zero_3_divides_are_left_to_their_modules(compiled: None) -> None:

@@ -306,6 +306,8 @@ FOREIGN = re.compile(r"site-packages/(?!torch/|triton/)")
 @contextmanager
 def _listen() -> Iterator[_Heard]:
     """Collect Python warnings, the project's log messages and C++ messages, and keep them off the terminal."""
+    from megatron.model.compiled_regions import ignore_compiler_warnings
+
     heard, logger = _Heard(), logging.getLogger("megatron")
     logger.addHandler(heard)
     sys.stderr.flush()
@@ -315,6 +317,7 @@ def _listen() -> Iterator[_Heard]:
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
+                ignore_compiler_warnings()  # a run does so once, when it compiles
                 yield heard
         finally:
             sys.stderr.flush()
