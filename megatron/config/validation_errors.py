@@ -97,7 +97,7 @@ def describe_validation_error(
         prefix = f"{source}: " if source else ""
         if item["type"] == "missing":
             key = keys.get(path)
-            yield f"{prefix}{name} is missing ({key.doc if key else 'required'}); give it in a file or as {name}=…"
+            yield f"{prefix}{name} is missing ({key.doc if key else 'required'}); set it in a file or as {name}=…"
             continue
         if item["type"] == "empty_item":
             yield f"{prefix}item {item['ctx']['number']} of {name} is empty; leave it out"

@@ -264,7 +264,7 @@ def _get_method(key: CheckKey) -> Mapping[str, Any]:
 def describe_check(
     model: ModelOptions, position: PositionOptions, groups: ProcessGroups, target: AttentionTarget
 ) -> CheckKey:
-    """Return everything on which the result of a rank's check depends, in JSON types."""
+    """Return everything on which the result of a rank's check depends, as JSON types."""
     sizes, softcap = groups.mesh.sizes, model.attn_logit_softcapping
     return {
         "card": describe_card(target.device),

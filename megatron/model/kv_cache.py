@@ -18,8 +18,8 @@ MIN_CAPACITY = 2048
 """Initial number of tokens that a cache allocates, unless fewer may come."""
 
 WINDOW_SLACK = 256
-"""Additional tokens that a layer with a window allocates beyond the window: it moves the window once per so many
-tokens.
+"""Number of tokens that a layer with a window allocates beyond the window. The layer moves its window once per this
+many tokens.
 """
 
 
@@ -58,7 +58,7 @@ class KVCache:
         """Check that new tokens fit and that gradients are off, because writes in place would corrupt them."""
         if self.length + tokens > self.capacity:
             raise UserError(
-                f"the cache has room for {self.capacity} tokens; {self.length} are in it and {tokens} more were given"
+                f"the cache has room for {self.capacity} tokens; {self.length} are in it and {tokens} more do not fit"
             )
         if torch.is_grad_enabled():
             raise RuntimeError("a cache is for inference: use it under torch.no_grad() or torch.inference_mode()")

@@ -101,7 +101,7 @@ def _check_gpu_memory(
         raise UserError(
             f"{name}{_describe_size(config)}: a rank needs at least {format_bytes(needed)} of GPU memory "
             f"({format_bytes(estimate.weights)} of weights, {format_bytes(estimate.optimizer)} of optimizer states), "
-            f"and a GPU has {format_bytes(gpu_memory)}; find layouts that fit with `./deepy.py plan`, or {OVERRULE}",
+            f"but a GPU has {format_bytes(gpu_memory)}; find layouts that fit with `./deepy.py plan`, or {OVERRULE}",
             "num_layers" if estimate.weights + estimate.optimizer > gpu_memory else "seq_length",
         )
     planned = estimate_memory(config, sizes, vocab_size, gpu_bytes=gpu_memory)
@@ -146,7 +146,7 @@ def _check_host_memory(
         processes = "1 process" if ranks_on_node == 1 else f"{ranks_on_node} processes"
         raise UserError(
             f"{name}{_describe_size(config)}: {work} at least {format_bytes(needed)} of this machine's memory for its "
-            f"{processes}, and it has {format_bytes(hardware.memory)}; {OVERRULE}",
+            f"{processes}, but it has {format_bytes(hardware.memory)}; {OVERRULE}",
             key,
         )
 
@@ -374,7 +374,7 @@ def refuse_full_disk(key: str, folder: str | Path, needed: int, text: str) -> No
     free = measure_free_bytes(folder)
     if free is not None and needed > free:
         raise UserError(
-            f"{key}: {folder}: the checkpoints of {text.format(f'at least {format_bytes(needed)}')}, and the disk has "
+            f"{key}: {folder}: the checkpoints of {text.format(f'at least {format_bytes(needed)}')}, but the disk has "
             f"{format_bytes(free)} free; keep fewer (keep_last_n_checkpoints), save less often (checkpoint_factor) or "
             f"elsewhere, or {OVERRULE}",
             key,

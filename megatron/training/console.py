@@ -31,7 +31,7 @@ def describe_waits(record: TrainRecord) -> list[str]:
     if record.checkpoint_wait >= MIN_WAIT:
         waits.append(f"checkpoint {record.checkpoint_wait:.0%}")
     if record.slowest_rank_wait >= MIN_WAIT and (record.slowdown or 0.0) >= MIN_SLOWDOWN:
-        waits.append(f"rank {record.slowest_rank} slower by {record.slowdown:.0%}")
+        waits.append(f"rank {record.slowest_rank} is {record.slowdown:.0%} slower")
     return waits
 
 

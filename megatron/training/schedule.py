@@ -195,7 +195,7 @@ def describe_rate_jump(old: LearningRateSchedule, new: LearningRateSchedule, ste
         return text  # the user set another rate explicitly
     text += f": its decay now ends at step {new.decay_steps:,}; lr_decay_iters={old.decay_steps} keeps the old schedule"
     if step >= old.decay_steps:
-        text += f", which is over: it stays at min_lr={new.min_lr:g}"
+        text += f", which has ended: the rate stays at min_lr={new.min_lr:g}"
         if new.min_lr == 0:
-            text += ", at which nothing is learned, so set min_lr too"
+            text += ", so nothing is learned; set min_lr too"
     return text

@@ -184,7 +184,7 @@ def describe_next_action(config: Config, signum: int) -> str:
     """Describe how a run stopped by signal `signum` resumes: by itself if SLURM requeues the job, or by a command."""
     requeued = config.launch.launcher == "slurm" and config.launch.slurm.requeue and signum == signal.SIGTERM
     if requeued and describe_job() is not None:
-        return f"SLURM puts the job back into the queue, or, if it was cancelled: {build_resume_command(config)}"
+        return f"SLURM requeues the job; if it was cancelled, resume with: {build_resume_command(config)}"
     return f"resume with: {build_resume_command(config)}"
 
 
@@ -205,7 +205,7 @@ def describe_memory_error(config: Config, world_size: int, error: BaseException)
         error: exception that was raised.
     """
     requested = re.search(r"allocate ([\d.,]+ ?\w*)", str(error))
-    line = f"memory does not suffice{f' (for {requested[1]} more)' if requested else ''}"
+    line = f"out of memory{f' ({requested[1]} more requested)' if requested else ''}"
     try:
         sizes, stages = resolve_mesh_shape(config, world_size), build_stages(config)
         stage = find_stage(stages, find_start_step(config.checkpoint))
@@ -213,13 +213,13 @@ def describe_memory_error(config: Config, world_size: int, error: BaseException)
         training, model = stage.config.training, stage.config.model
         name = f"stage {stage.index + 1} of {len(stages)} of this run" if len(stages) > 1 else "this run"
         line += (
-            f"; {name}, train_micro_batch_size_per_gpu {training.train_micro_batch_size_per_gpu} × seq_length "
-            f"{model.seq_length}, is planned to need {format_bytes(planned)} on each rank (./deepy.py plan)"
+            f"; the plan of {name}, train_micro_batch_size_per_gpu {training.train_micro_batch_size_per_gpu} × "
+            f"seq_length {model.seq_length}, needs {format_bytes(planned)} on each rank (./deepy.py plan)"
         )
     except FarfieldError:  # the memory use of the encoding is unknown
         pass
     line += "".join(f"; {note}" for note in getattr(error, "__notes__", []))  # path of a snapshot (profiler.py)
     return (
         f"{line}; lower train_micro_batch_size_per_gpu or seq_length, or set checkpoint_activations to "
-        "selective or true, or zero_optimization.stage"
+        "selective or true, or raise zero_optimization.stage"
     )

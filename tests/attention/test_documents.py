@@ -194,7 +194,7 @@ def test_documents_at_randomized_positions_and_in_a_window(
 ) -> None:
     """Positions are randomized within each document's own length."""
     if place is CONTINUOUS and encoding == "learned":
-        with pytest.raises(UserError, match="continuous_positions: true, but pos_emb learned knows whole positions"):
+        with pytest.raises(UserError, match="continuous_positions: true, but pos_emb learned supports only integers"):
             small_gpt(LENGTH, encoding, processor, **place)
         return
     gpt = small_gpt(LENGTH, encoding, processor, **place).double()

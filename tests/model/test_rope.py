@@ -111,11 +111,11 @@ def assert_documents_are_refused(gpt: GPT) -> None:
     The results of a document would depend on the row that contains it.
     """
     x, starts = tokens(1, 6), torch.tensor([[0, 0, 2, 2, 2, 2]])
-    with pytest.raises(UserError, match=r"documents cannot be kept apart: .* depends on the length of the whole row"):
+    with pytest.raises(UserError, match=r"documents cannot be masked: .* depends on the length of the whole row"):
         gpt(x, document_starts=starts)
     gpt(x, document_starts=torch.zeros_like(starts))
     gpt.end_of_document = int(x[0, 1])
-    with pytest.raises(UserError, match="documents cannot be kept apart"):
+    with pytest.raises(UserError, match="documents cannot be masked"):
         gpt(x)
     gpt.end_of_document = None
 

@@ -104,7 +104,7 @@ def test_a_run_that_is_stopped_within_its_profile_and_one_that_goes_on(corpus: P
             True,
             r"profile.ranks are \[0, 1\], but the run has 1 rank,",
         ),
-        ({"memory_snapshot": 2}, True, "memory_snapshot is 2, but this run computes on the CPU"),
+        ({"memory_snapshot": 2}, True, "memory_snapshot is 2, but this run uses the CPU"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(keys: dict[str, Any], save: bool, why: str, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_what_cannot_be_recorded_is_refused(keys: dict[str, Any], save: bool, wh
 def test_what_is_beyond_the_last_step_is_said(tmp_path: Path) -> None:
     config: Config = tiny_config(tmp_path, tmp_path, profile={"from": 5, "to": 6})
     (note,) = [note for note in resolve_run(config, CPU).notes if "profile" in note]
-    assert note == "profile.from 5: beyond train_iters 4, so nothing is profiled"
+    assert note == "profile.from 5: after train_iters 4, so nothing is profiled"
 
 
 def test_the_table_of_a_gpu_has_its_kernels() -> None:

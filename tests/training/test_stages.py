@@ -331,7 +331,7 @@ def test_memory_that_does_not_suffice_is_told_of_the_stage_that_the_run_is_in(
     planned = estimate_memory(second, ParallelSizes(), VOCABULARY).total
     assert planned > 1.01 * estimate_memory(resolved, ParallelSizes(), VOCABULARY).total
     said = re.escape(
-        "stage 2 of 3 of this run, train_micro_batch_size_per_gpu 2 × seq_length 32, is planned to need "
+        "the plan of stage 2 of 3 of this run, train_micro_batch_size_per_gpu 2 × seq_length 32, needs "
         f"{format_bytes(planned)} on each rank"
     )
     usual_step, usual_build = Trainer.train_step, training_run.build_model

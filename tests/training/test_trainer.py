@@ -243,7 +243,7 @@ def test_a_signal_saves_after_the_step_and_resuming_goes_on(
     [
         ({"train_data_paths": []}, "data"),
         ({"precision": "fp16"}, "precision is fp16, which needs a GPU"),
-        ({"device": "cuda"}, "device is cuda, but there is no CUDA device here"),
+        ({"device": "cuda"}, "device is cuda, but this machine has no CUDA device"),
         ({"valid_data_paths": ["no/such"], "eval_interval": 1}, "no/such"),
         ({"pos_emb": "kerple_lag"}, "kerple_lag"),
     ],
@@ -301,7 +301,7 @@ def test_memory_that_does_not_suffice_is_told_with_what_was_planned(
         )
 
     monkeypatch.setattr(Engine, "forward_backward", fail)
-    said = r"memory does not suffice \(for 123456789012 bytes more\); this run, train_micro_batch_size_per_gpu 4 × "
-    said += r"seq_length 16, is planned to need [\d.]+ "
+    said = r"out of memory \(123456789012 bytes more requested\); the plan of this run, "
+    said += r"train_micro_batch_size_per_gpu 4 × seq_length 16, needs [\d.]+ "
     with pytest.raises(RunError, match=said):
         train(tiny_config(corpus, tmp_path))
