@@ -105,7 +105,7 @@ app = typer.Typer(
 
       ./deepy.py evaluate runs/cdape --lengths 1x,2x,4x,8x,16x
 
-    Help on a command: ./deepy.py train --help""",
+    Help for a command: ./deepy.py train --help""",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",

@@ -42,7 +42,7 @@ def evaluate(
 
       ./deepy.py evaluate runs/kerple --tasks lambada_openai,piqa --lengths 1x,4x
 
-    A run trained on a task (docs/tasks.md) is evaluated on that task: its accuracy at lengths of the input.
+    A run trained on a task (docs/tasks.md) is evaluated on that task: accuracy at several input lengths.
 
     With --tasks, a length is the maximum context in tokens; the training length is the default.
 

@@ -58,7 +58,10 @@ def describe_unknown_method(key: str, name: str, methods: list[str]) -> Iterator
             yield key, f"{key} {name} {reason}; pass it with the other files: ./deepy.py train CONFIG {overlay}"
         case None:
             choices = format_choices(name, methods)
-            yield key, f"{key} {name} is not available; {choices}; list folders of your own in {METHODS_VARIABLE}"
+            yield (
+                key,
+                f"{key} {name} is not available; {choices}; list folders of other methods in {METHODS_VARIABLE}",
+            )
 
 
 def validate_methods(

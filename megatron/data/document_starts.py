@@ -37,7 +37,7 @@ def check_document_ends(dataset_slice: DatasetSlice, vocabulary: Vocabulary) -> 
 
 def describe_crossing_share(attention_mask: str, share: float | None) -> list[str]:
     """Return a line on the fraction of rows with several documents and how attention treats them, if there are rows."""
-    then = "each attends only to itself" if attention_mask == "document" else "attention crosses them"
+    then = "each attends only to itself" if attention_mask == "document" else "attention crosses document boundaries"
     return (
         []
         if share is None

@@ -128,8 +128,8 @@ class EvaluationOptions(LengthOptions):
     protocol: Protocol = config_field(
         "last",
         "which tokens are scored: last (the last tokens of windows that end at the same positions), nonoverlapping "
-        "(all, as KERPLE), overlapping (all with at least min_context tokens before them, as LongPPL), strided (the "
-        "last tokens of consecutive windows); or a probe: repeated (random tokens, copied) or passkey",
+        "(all, as in KERPLE), overlapping (all with at least min_context tokens before them, as in LongPPL), "
+        "strided (the last tokens of consecutive windows); or a probe: repeated (random tokens, copied) or passkey",
     )
     windows: int | None = config_field(
         None, "windows per length; if absent, 64 (last, probes), 512 (learned tasks) or all (other protocols)", ge=1
@@ -157,7 +157,7 @@ class EvaluationOptions(LengthOptions):
         None, "with strided: tokens from one window to the next, all of which are scored", ge=1
     )
     min_context: int | None = config_field(
-        None, "with overlapping: fewest tokens before each scored token; windows overlap by this many", ge=1
+        None, "with overlapping: minimum number of tokens before each scored token; windows overlap by this many", ge=1
     )
     measures: Annotated[list[Measure] | None, CommaSeparated] = config_field(
         None,

@@ -185,14 +185,14 @@ class ComparisonTable:
                 at_last = "" if self.metric.length_summary else f" at {self.axis.format_value(self.x_values[-1])}"
                 notes.append(f"Best seed{at_last}: {', '.join(self._format_best_seeds())}.")
         if any(cell.is_best for cell in self.cells.values()):
-            notes.append("* best of its column.")
+            notes.append("* best in its column.")
         metric = self.metric
         relative_bounds = [
             metric.compute_change(bound, cell.mean) for cell in self.cells.values() for bound in cell.interval or ()
         ]
         if relative_bounds:
             low, high = map(metric.format_relative_change, (min(relative_bounds), max(relative_bounds)))
-            notes.append(f"95% bootstrap intervals of single cells are within {low} and {high}.")
+            notes.append(f"95% bootstrap intervals of individual cells are within {low} and {high}.")
         if self.changes:
             value_name = metric.inline_title
             change_note = (

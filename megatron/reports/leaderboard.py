@@ -183,7 +183,7 @@ class LeaderboardReport:
                 'With few seeds only large and consistent differences are significant: "not significant" does not mean '
                 "equal.",
                 *(
-                    ["Intervals: 95%, over blocks of the text, for two models of one seed, not for methods."]
+                    ["Intervals: 95%, over blocks of the text, for two models with the same seed, not for methods."]
                     if any(c.text_interval is not None for length in lengths for c in self.ablations[length].values())
                     else []
                 ),

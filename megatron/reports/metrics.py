@@ -224,8 +224,8 @@ class Metric:
 
     @property
     def change_operator(self) -> str:
-        """Word between the two values of a change."""
-        return "over" if self.comparison == "ratio" else "minus"
+        """Operator between the two values of a change, in words."""
+        return "divided by" if self.comparison == "ratio" else "minus"
 
 
 METRICS = {

@@ -88,7 +88,7 @@ def describe_validation(run: TrainingRun) -> list[str]:
         targets += scored
         amount = f"all {scored:,} tokens" if text.is_whole else f"{scored:,} of {text.num_targets:,} tokens"
         parts.append(f"{name} {amount}")
-    line = f"validation every {format_quantity(training.eval_interval, 'step')} reads {', '.join(parts)}"
+    line = f"validation every {format_quantity(training.eval_interval, 'step')}: {', '.join(parts)}"
     # A forward pass is a third of a training step's work.
     per_interval = training.eval_interval * (training.train_batch_size or 0) * run.config.model.seq_length
     if (share := targets / 3 / per_interval) > MAX_VALIDATION_SHARE:
@@ -124,7 +124,7 @@ def describe_start(run: TrainingRun, step: int, seconds: float) -> str:
     reason = run.engine.model.row_blocks_reason if device.type != "cpu" else None  # on a CPU row blocks are expected
     return (
         f"{format_count(run.parameters)} parameters on {hardware} in {training.compute_dtype}; "
-        f"{steps} {batch:,} × {length} tokens{layout}{', all' if len(stages) > 1 else ''} are {tokens} tokens; "
+        f"{steps} {batch:,} × {length} tokens{layout}{', in total' if len(stages) > 1 else ' ='} {tokens} tokens; "
         f"{progress}{format_approximate_duration(seconds)}"
         f"{f'; attention in {reason}' if reason else ''}"
     )

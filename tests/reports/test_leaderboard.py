@@ -149,7 +149,7 @@ def test_words_follow_the_numbers() -> None:
     assert "Of 5 methods 4 hold" in holds
     assert "cdape+alibi, cdape+fox, fox and alibi" in holds
     assert "least for rotary (+447%" in holds.replace("+448%", "+447%")
-    assert "The lowest mean perplexity at 32× is from cdape+alibi, 4.5" in holds
+    assert "The lowest mean perplexity at 32× is that of cdape+alibi: 4.5" in holds
     assert "Tested over seeds, 1 of 1 other methods is significantly worse (alibi)." in holds
     assert "the best is cdape+alibi and fox with 90.00; 3 of 4 beat the best trivial baseline (40.00%)" in holds
     assert "At 32× cdape significantly lowers perplexity on 1 of 2 (alibi -10." in adds
@@ -161,7 +161,7 @@ def test_words_follow_the_numbers() -> None:
     swap = {"cdape+alibi": "alibi", "alibi": "cdape+alibi", "rotary": "fox", "fox": "rotary"}
     turned = board_of([r.replace(method=swap.get(r.method, r.method)) for r in records()])
     holds, adds, _ = (" ".join(answer.sentences) for answer in build_answers(turned))
-    assert "The lowest mean perplexity at 32× is from alibi" in holds
+    assert "The lowest mean perplexity at 32× is that of alibi" in holds
     assert "least for fox (+44" in holds
     assert "significantly raises perplexity on 1 of 2 (alibi +11." in adds
     assert "is not tested (only one seed) on 1 of 2 (fox -" in adds
@@ -231,14 +231,14 @@ def test_a_failed_method_is_last_and_told() -> None:
     failed = RunFailure("gone", 1, "the loss is not finite", 7, 64)
     board = board_of(records(), (failed,))
     assert board.ranking[-1] == "gone"
-    assert "No result there: gone." in " ".join(build_answers(board)[0].sentences)
+    assert "No result at this length: gone." in " ".join(build_answers(board)[0].sentences)
     assert dict(board.build_tables()[0].rows)["gone"][-1] == "–"
 
 
 def test_positions_that_end_are_why_a_number_is_missing() -> None:
     ended = [record.replace(max_length=64) for record in text("learned", (1.6, 1.6)) if record.length == 64]
     told = " ".join(build_answers(board_of([*records(), *ended]))[0].sentences)
-    assert "learned cannot be evaluated there, because its maximum length is 64 tokens." in told
+    assert "learned cannot be evaluated at this length, because its maximum length is 64 tokens." in told
     assert "Without a number" not in told
 
 

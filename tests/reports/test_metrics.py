@@ -64,8 +64,8 @@ def test_accuracy_from_file_to_table(tmp_path: Path) -> None:
         "rotary  100.0*  50.00   -50.00 [-56.00, -44.00] falls",
         "cdape   96.00   97.00*  +1.00 [-1.00, +3.00] holds",
         "512 tokens scored at every length; higher is better.",
-        "* best of its column.",
-        "95% bootstrap intervals of single cells are within -5.00 and +3.00.",
+        "* best in its column.",
+        "95% bootstrap intervals of individual cells are within -5.00 and +3.00.",
         "Change: accuracy at 160 minus that at 40 tokens [95% bootstrap interval].",
         "“holds”: the interval contains 0 or the change is under 0.5.",
     ]

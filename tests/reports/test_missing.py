@@ -122,7 +122,7 @@ def test_comparisons_take_paired_seeds_only_and_say_how_many(holes: list[Record]
     assert cells[0].endswith("(n 1)")
     assert cells[1] == "no seed in common"
     assert "Unless n is shown, 2 seeds are paired." in grid.notes
-    assert "The ratio to log: the geometric mean over the seeds that both methods have." in grid.notes
+    assert "Ratio to log: geometric mean over the seeds that both methods have." in grid.notes
 
 
 def test_an_order_is_compared_over_shared_seeds(holes: list[Record]) -> None:

@@ -175,7 +175,7 @@ def test_a_run_begins_with_what_it_is_and_ends_with_where_it_is(
     threads = format_quantity(torch.get_num_threads(), "thread")
     assert first == (
         f"{format_count(model.num_parameters())} parameters on CPU ({threads}) "
-        "in fp32; 2 steps of 8 × 16 tokens (micro-batches of 4, 2 accumulated, ZeRO 1) are 256 tokens; about 23 days"
+        "in fp32; 2 steps of 8 × 16 tokens (micro-batches of 4, 2 accumulated, ZeRO 1) = 256 tokens; about 23 days"
     )
     assert last == f"saved {result.checkpoint}; next: ./deepy.py evaluate '{tmp_path}/a run'"
 

@@ -153,7 +153,7 @@ def test_a_dry_run_on_a_login_node_resolves_and_says_what_it_could_not_check(
     assert (launch.device, launch.num_gpus, launch.distributed_backend) == ("cuda", None, "nccl")
     assert (training.train_batch_size, training.train_micro_batch_size_per_gpu) == (8, 2)
     assert settled.world_size is None
-    assert [note for note in settled.notes if "how many there will be (num_gpus), the batch" in note] == list(
+    assert [note for note in settled.notes if "the number of GPUs (num_gpus), the batch size" in note] == list(
         settled.notes
     )
     there = resolve_run(reloaded(settled.config, tmp_path), LocalHardware(num_gpus=4, num_cores=8)).config

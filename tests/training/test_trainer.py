@@ -63,9 +63,9 @@ def test_a_run_learns_and_reports(corpus: Path, tmp_path: Path) -> None:
     assert result.checkpoint == tmp_path / "checkpoints" / "step_0000030"
     begins, rows, epochs, validation, *lines, ends = text.splitlines()
     assert epochs == "training text: 4,071 tokens, read 0.472 times"
-    assert re.match(r"validation every 20 steps reads valid 128 of \d+ tokens", validation)
+    assert re.match(r"validation every 20 steps: valid 128 of \d+ tokens", validation)
     assert " parameters on " in begins
-    assert rows.endswith("% of rows contain several documents; attention crosses them")
+    assert rows.endswith("% of rows contain several documents; attention crosses document boundaries")
     assert ends == f"saved {result.checkpoint}; next: ./deepy.py evaluate {tmp_path}"
     assert [line.split()[1] for line in lines] == ["10/30", "20/30", "20/30", "30/30", "30/30", "30/30"]
     assert "\x1b" not in text

@@ -145,7 +145,7 @@ class Passkey(Probe):
     @property
     def remark(self) -> str:
         return (
-            "Scored are the five digits of a pass key (and the space before them) at the end of the window. Depth is "
+            "The five digits of a pass key at the end of the window (and the space before them) are scored. Depth is "
             "the share of the filler before the key. Guessed digits have a loss of ln 10 = 2.30 for each token "
             "of one digit."
         )

@@ -54,8 +54,8 @@ class RepeatedTokens(Probe):
     def remark(self) -> str:
         chance = math.log(self.vocabulary.size - (self.vocabulary.eod is not None))
         return (
-            f"Scored are the last {self.num_copied} tokens of a window of random tokens, which repeat earlier tokens "
-            f"at the given distance. A model that does not copy cannot be below {chance:.2f}."
+            f"The last {self.num_copied} tokens of a window of random tokens are scored. They repeat earlier tokens at "
+            f"the given distance. A model that does not copy has a loss of at least {chance:.2f}."
         )
 
     @property
