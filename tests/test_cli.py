@@ -187,7 +187,7 @@ MISTAKES = {
     ): "--device is tpu; did you mean cpu? choose from auto, cpu",
     ("evaluate", "run", "--lengths", "16", "--backend", "fast"): "--backend is fast; choose from auto, eager",
     ("evaluate", "run", "--num-fewshot", "0"): "--num-fewshot requires --tasks",
-    ("evaluate", "run", "--tasks", "piqa", "--windows", "3"): "--windows is for texts, and tasks have",
+    ("evaluate", "run", "--tasks", "piqa", "--windows", "3"): "--windows applies to texts only, but --tasks is",
     ("analyze",): "no run given; expected a run folder, or a configuration with --config",
     ("analyze", "run", "--only", "kernel"): "--only: unknown analysis 'kernel'; did you mean kernels? choose from",
     ("analyze", "run", "--layers", "a"): "error: item 1 of --layers is a; it must be a whole number",

@@ -70,5 +70,7 @@ def _find_vocab_size(config: Config, vocab_size: int | None) -> int:
     try:
         return read_vocabulary(config.data).size
     except FarfieldError:
-        print_notes((f"the data's tokenizer was not found; assuming {GPT2_VOCAB_SIZE} tokens (--vocabulary)",))
+        print_notes(
+            (f"the data's tokenizer was not found; assuming a vocabulary of {GPT2_VOCAB_SIZE} tokens (--vocabulary)",)
+        )
         return GPT2_VOCAB_SIZE

@@ -363,7 +363,7 @@ class ConfigLayers:
         """Describe an unknown key: `unknown key 'num_layrs'; did you mean num_layers?`"""
         name = ".".join(path)
         if path == ("sweep",):
-            return "sweep: run a file with a sweep section by `./deepy.py sweep`"
+            return "sweep: use `./deepy.py sweep` to run a file with this section"
         key, _, value = path[-1].partition(":")
         if value:
             return f"unknown key {name!r}; YAML needs a space after the colon: {{{key}: {value}}}"

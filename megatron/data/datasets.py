@@ -327,7 +327,7 @@ def check_dataset_slice(dataset_slice: DatasetSlice, split: Split, seq_length: i
     key, dataset, num_tokens = dataset_slice.key, dataset_slice.dataset, dataset_slice.num_tokens()
     name = f"{key}: the {split} split of {dataset.prefix}" if key == "data_path" else f"{key}: {dataset.prefix}"
     if num_tokens == 0:
-        total = f" ({len(dataset.lengths)} documents in all)" if key == "data_path" else ""
+        total = f" ({len(dataset.lengths)} documents in total)" if key == "data_path" else ""
         raise UserError(f"{name} has no tokens{total}", key)
     if num_tokens < seq_length + 1:
         raise UserError(

@@ -95,7 +95,7 @@ def evaluate_tasks(
             are kept.
     """
     options = options or EvaluationOptions()
-    refuse_choices_of_text(options, OPTIONS_UNUSED_BY_HARNESS, "tasks have their own")
+    refuse_choices_of_text(options, OPTIONS_UNUSED_BY_HARNESS, "--tasks is given")
     refuse_task_options(options)
     require_package("lm_eval", "--tasks")
     request = read_eval_request(runs, options, output)

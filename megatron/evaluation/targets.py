@@ -174,7 +174,7 @@ def build_probe(options: EvaluationOptions, lengths: Sequence[int], tokenizer: T
         UserError: an option applies to texts only, or a length is too short.
     """
     unused = ("data", "stride", "min_context", "measures", "attention_mask", *LOSS_OPTIONS)
-    refuse_choices_of_text(options, unused, f"protocol {options.protocol} generates its own")
+    refuse_choices_of_text(options, unused, f"protocol {options.protocol} generates its own text")
     num_sequences = options.windows or DEFAULT_PROBE_SEQUENCES
     probe = PROBES[options.protocol].from_options(options, lengths, num_sequences, tokenizer)
     probe.check_lengths()

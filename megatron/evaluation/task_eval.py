@@ -288,7 +288,7 @@ def build_task_eval(options: EvaluationOptions, configs: Sequence[Config]) -> Ta
     Raises:
         UserError: the task does not support a length, or an option applies to texts only.
     """
-    refuse_choices_of_text(options, OPTIONS_UNUSED_BY_TASKS, "a task is none")
+    refuse_choices_of_text(options, OPTIONS_UNUSED_BY_TASKS, "the runs were trained on a task")
     task_configs = [read_task_config(config.data) for config in configs]
     are_given = options.lengths is not None or options.multiples is not None
     if not are_given:

@@ -37,7 +37,7 @@ class AnalysisOptions(LengthOptions):
     data: str | None = config_field(
         None,
         "text to analyze: .txt or .jsonl file, corpus folder or dataset; if absent, each run's test split, or "
-        "sequences of the task that a run learned",
+        "sequences of the task that a run was trained on",
     )
     windows: int = config_field(4, "windows per length over which attention is averaged", ge=1)
     window: int | None = config_field(

@@ -175,7 +175,7 @@ class ComparisonTable:
         """Notes on the scored tokens and on how to read the cells, one sentence each."""
         tokens = sorted({record.tokens for record in self.records})
         token_text = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
-        column_phrase = "in all" if self.metric.length_summary else self.axis.column_phrase
+        column_phrase = "in total" if self.metric.length_summary else self.axis.column_phrase
         notes = [f"{token_text} tokens scored {column_phrase}; {self.metric.better} is better."]
         if self.max_seeds > 1:
             has_partial_cells = any(cell.partial_num_seeds is not None for cell in self.cells.values())

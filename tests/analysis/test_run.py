@@ -329,7 +329,7 @@ def test_tasks_and_texts_are_not_read_side_by_side(place: Path, corpus: Path, pi
         UserError, match="runs/text was trained on a text, runs/task on the task reverse_string; evaluate"
     ):
         analyzed(runs, "out")
-    with pytest.raises(UserError, match="--data is for texts, and a task is none"):
+    with pytest.raises(UserError, match="--data applies to texts only, but the runs were trained on a task"):
         analyzed(runs[:1], "out", data="x.txt")
     assert not (place / "out").exists()
     assert "runs/text" in analyzed(runs, "out", lengths=[8], only=["convergence"])

@@ -302,8 +302,8 @@ def test_what_cannot_be_done_is_one_line(place: Path, run: Path, monkeypatch: py
     )
     for tasks, options, message in (
         ("text", {}, r"unknown task 'text'; did you mean .*texts"),
-        ("texts", {"data": "x.txt"}, "--data is for texts, and tasks have their own"),
-        ("texts", {"protocol": "nonoverlapping"}, "--protocol is for texts"),
+        ("texts", {"data": "x.txt"}, "--data applies to texts only, but --tasks is given"),
+        ("texts", {"protocol": "nonoverlapping"}, "--protocol applies to texts only"),
         (
             "written",
             {"lengths": [8]},

@@ -200,10 +200,10 @@ def test_positions_that_end() -> None:
     ("options", "why"),
     [
         ({"lengths": [7]}, "lengths: 7 is not valid for the task mqar: 8 pairs"),
-        ({"data": "book.txt"}, "--data is for texts, and a task is none"),
-        ({"attention_mask": "document"}, "--attention-mask is for texts, and a task is none"),
-        ({"protocol": "nonoverlapping"}, "--protocol is for texts"),
-        ({"targets": 3}, "--targets is for texts"),
+        ({"data": "book.txt"}, "--data applies to texts only, but the runs were trained on a task"),
+        ({"attention_mask": "document"}, "--attention-mask applies to texts only, but the runs were trained on a task"),
+        ({"protocol": "nonoverlapping"}, "--protocol applies to texts only"),
+        ({"targets": 3}, "--targets applies to texts only"),
         ({"multiples": [0.3]}, "'0.3x' is not a length"),
     ],
 )
