@@ -52,7 +52,7 @@ def describe_unknown_method(key: str, name: str, methods: list[str]) -> Iterator
         case (other_key, own_name) if other_key == key:
             yield key, f"{key}: no method is called {name!r}; it is {own_name!r} here"
         case (other_key, own_name):
-            yield key, f"{key}: {name!r} is not a value of it but of {other_key}: {other_key}={own_name}"
+            yield key, f"{key}: {name!r} is a value of another key, {other_key}: {other_key}={own_name}"
         case None if (overlay := name.replace("-", "_")) in method_names.list_overlays():
             reason = f"is not a method but an overlay, configs/position/{overlay}.yml"
             yield key, f"{key} {name} {reason}; pass it with the other files: ./deepy.py train CONFIG {overlay}"

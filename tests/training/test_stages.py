@@ -375,7 +375,7 @@ def test_stages_in_tokens_end_at_steps_and_resolving_again_changes_nothing(corpu
         ends = [[(s.first_step, s.end_step) for s in some] for some in (later, stages[stage.index :])]
         assert ends[0] == ends[1]
         assert later[0].config == stage.config
-    with pytest.raises(UserError, match="the last stage ends at step 14, but train_iters is 20; leave one out"):
+    with pytest.raises(UserError, match="the last stage ends at step 14, but train_iters is 20; remove one"):
         resolve_run(config.replace(train_iters=20), LocalHardware.detect())
     with pytest.raises(UserError, match="stages need save"):
         resolve_run(config.replace(save=None), LocalHardware.detect())
