@@ -326,8 +326,8 @@ class GPT(GPTModel):
             position_ids: int64 [B, T] on the CPU, positions passed to the encoding instead of token indices, in any
                 order and with repetitions. Causality still follows the indices. Supported by encodings that define only
                 `embed` or `rotate`: distances may be negative, for which no bias is defined.
-            with_log_z: True to return log Z of each token besides the losses, where Z is the sum of the softmax over
-                the vocabulary. Requires labels.
+            with_log_z: True to return log Z of each token besides the losses, where Z is the denominator of the
+                softmax over the vocabulary. Requires labels.
 
         Returns:
             Without labels, logits [B, T or num_logits, V]. With labels, the cross entropy in nats, float32
@@ -556,9 +556,10 @@ class GPT(GPTModel):
 
 
 def select_label_logits(logits: Tensor, labels: Tensor, groups: ProcessGroups) -> Tensor:
-    """Return the logit of each token's label [B, T] from each rank's logits [T, B, V]; all ranks get the same result.
+    """Return the logit of each token's label [B, T] from each rank's logits [T, B, V].
 
-    `gather` is avoided because it would keep the logits for its backward pass.
+    Ranks continue identically with the result, so its gradient is not summed. `gather` is avoided because it would keep
+    the logits for its backward pass.
     """
     size = logits.shape[-1]
     index = labels.t().flatten() - groups.mesh.tensor.index * size
@@ -595,5 +596,8 @@ def chunked_cross_entropy(
 
 
 def gather_vocabulary(logits: Tensor, groups: ProcessGroups) -> Tensor:
-    """Gather logits over the whole vocabulary from each rank's shard, along the last dimension, on all ranks."""
+    """Gather logits over the whole vocabulary from each rank's shard, along the last dimension.
+
+    Ranks continue identically with the result, so its gradient is not summed.
+    """
     return all_gather(logits, logits.dim() - 1, groups, "tensor", reduce_grad=False)

@@ -91,7 +91,7 @@ class CudaCapture:
         return torch.cuda.memory_reserved()
 
     def measure_reserved(self) -> int:
-        """Return the bytes that the allocator reserves after releasing unused memory."""
+        """Return the bytes that the allocator still reserves after it released unused memory."""
         gc.collect()
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
