@@ -85,7 +85,7 @@ def test_a_model_that_copies_so_far_is_seen_to() -> None:
         assert (record.axis, record.tokens, record.windows) == ("distance", 24, 6)
     tables = build_comparison_tables(found)
     assert [(table.axis.name, table.records[0].length) for table in tables] == [("distance", 40), ("distance", 80)]
-    assert "below 8.29" in tables[0].notes[-1]
+    assert "at least 8.29" in tables[0].notes[-1]
 
 
 @pytest.mark.parametrize("model", [RunningMean(), tiny_gpt(pos_emb="kerple_log")], ids=["running mean", "kerple_log"])

@@ -193,7 +193,7 @@ def test_a_narrow_interval_shows_its_ends() -> None:
     assert str(layout.cells["a", 40]) == "5.0000"
     assert layout.cells["a", 40].interval_texts == ("4.9994", "5.0006")
     assert str(layout.changes["a"]) == "1.0002 [0.9999, 1.0004] holds"
-    assert "single cells are within -0.01% and +0.01%" in table_formats.render_comparison_text(layout)
+    assert "individual cells are within -0.01% and +0.01%" in table_formats.render_comparison_text(layout)
     assert "+0.02% from 40 tokens" in page_of(found)
 
 
