@@ -66,7 +66,7 @@ from megatron.utils.errors import UserError
 
 
 def tensor_parallel_heads(tensor: Axis, num_heads: int) -> slice:
-    """Return the heads that a tensor-parallel rank computes. The number of ranks must divide num_heads."""
+    """Return the heads that a tensor-parallel rank computes; the number of ranks must divide num_heads."""
     if tensor.size == 1:
         return ALL_HEADS
     count = num_heads // tensor.size
@@ -112,7 +112,6 @@ class LayerAttention:
     softmax_type: str = "vanilla"
     """Function that turns logits into weights (`megatron/attention/softmax.py`)."""
     sink: SoftmaxSink | None = None
-    """Sink of the softmax, if it has one."""
 
 
 ROTATION = ("rotate", "rotate_keys", "get_cos_sin")
@@ -177,7 +176,6 @@ class PositionedAttention(MegatronModule):
 
     @property
     def encoding(self) -> Encoding:
-        """Position encoding of this layer."""
         return self._shared[0] if self.position is None else self.position
 
     @property
@@ -214,11 +212,7 @@ class PositionedAttention(MegatronModule):
     def get_rotation(self, like: Tensor, context: AttentionContext | None) -> tuple[Tensor, Tensor] | None:
         """Return cos and sin, float32 [T, r], with which a region rotates queries and keys.
 
-        Return None if the encoding rotates them itself or not at all.
-
-        Args:
-            like: activations [T, B, …] of the pass.
-            context: context of the pass, or None for one full causal sequence.
+        Return None if the encoding rotates them itself or not at all. `like` has the shape [T, B, …] of the pass.
         """
         segments = build_segments(like.shape[0]) if context is None else context.segments
         if len(segments) > 1 or not hide_nothing(segments) or (context is not None and context.restarted is not None):
@@ -243,13 +237,8 @@ class PositionedAttention(MegatronModule):
 
         megatron-core passes only a mask through its layers, so `attention_mask` is the `AttentionContext`, which holds
         the masks of its segments. Other arguments of megatron-core (mask type, bias, packing) keep their causal
-        defaults.
-
-        Args:
-            query, key, value: projections of the layer's input.
-            attention_mask: context of the forward pass, or None for one full causal sequence.
-            gates: [B, h, T] from `compute_gates`.
-            is_rotated: True if queries and keys are already rotated (`get_rotation`).
+        defaults. `gates` [B, h, T] is from `compute_gates`; `is_rotated` tells that queries and keys are already
+        rotated (`get_rotation`).
         """
         context = attention_mask if attention_mask is not None else AttentionContext(build_segments(query.shape[0]))
         turns_multiples = self.encoding.rotates_linearly and not is_rotated
@@ -427,14 +416,11 @@ def compute_layer_masks(
     """Compute the document masks of layers with the same backend and window once, for all of them and for
     recomputation.
 
+    Return the segments with their masks, by layer index.
+
     Args:
-        attentions: attention of these layers.
-        segments: segments of the forward pass.
         starts: int64 [B, all tokens so far] on the CPU, the column at which each token's document begins.
         like: tensor with the data type and device of the queries.
-
-    Returns:
-        Segments with their masks, by layer index.
     """
     first = attentions[0]
     dropout = first.training and first.config.attention_dropout > 0
@@ -468,8 +454,6 @@ def compute_processor_terms(
     heads.
 
     Args:
-        attentions: attention of these layers.
-        segments: segments of the forward pass.
         tables: tables from `compute_tables`.
         like: tensor with the data type and device of the queries.
     """

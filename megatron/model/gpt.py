@@ -504,7 +504,6 @@ class GPT(GPTModel):
 
     @property
     def local_layers(self) -> list[Any]:
-        """Layers of this pipeline stage."""
         return [self.decoder.layers[i] for i in pipeline_layer_range(self.config.num_layers, self.groups.mesh.pipeline)]
 
     def num_parameters(self) -> int:

@@ -211,12 +211,7 @@ class BiasedSelfAttention(SelfAttention):
         return output
 
     def project(self, hidden: Tensor, rotation: Rotation | None = None) -> tuple[Heads, Tensor | None]:
-        """Return the inputs of `attend` computed from hidden states, and the output gates or None.
-
-        Args:
-            hidden: hidden states [T, B, D].
-            rotation: see `split_heads`.
-        """
+        """Return the inputs of `attend` computed from hidden states, and the output gates or None."""
         mixed, _ = self.linear_qkv(hidden)
         output_gate = None if self.linear_gate is None else self.linear_gate(hidden)[0]
         heads = (mixed,) if self._recomputes_now else self.split_heads(mixed, rotation)
@@ -234,11 +229,8 @@ class BiasedSelfAttention(SelfAttention):
         return self.recomputes and self.training and torch.is_grad_enabled()
 
     def split_heads(self, mixed: Tensor, rotation: Rotation | None = None) -> Heads:
-        """Split one tensor into queries [T, B, h, d], keys and values [T, B, g, d].
-
-        Args:
-            mixed: output of the linear layer.
-            rotation: rotation of queries and keys, or None if they are rotated later or not at all.
+        """Split one tensor into queries [T, B, h, d], keys and values [T, B, g, d], and rotate queries and keys if a
+        rotation is given.
         """
         mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
         query, key, value = mixed.split(self.group_sizes, dim=3)
@@ -262,8 +254,6 @@ class BiasedSelfAttention(SelfAttention):
 
         Args:
             hidden: input of `project`, if the encoding has gates.
-            heads, output_gate: results of `project`.
-            context: see `forward`.
             rotation: rotation that `project` applied to queries and keys.
         """
         gates = None if hidden is None else self.core_attention.compute_gates(hidden)
