@@ -237,7 +237,7 @@ class PositionedAttention(MegatronModule):
 
         megatron-core passes only a mask through its layers, so `attention_mask` is the `AttentionContext`, which holds
         the masks of its segments. Other arguments of megatron-core (mask type, bias, packing) keep their causal
-        defaults. `gates` [B, h, T] is from `compute_gates`; `is_rotated` tells that queries and keys are already
+        defaults. `gates` [B, h, T] is from `compute_gates`; `is_rotated` is True if queries and keys are already
         rotated (`get_rotation`).
         """
         context = attention_mask if attention_mask is not None else AttentionContext(build_segments(query.shape[0]))
