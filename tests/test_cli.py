@@ -307,7 +307,7 @@ def test_a_plan_comes_without_torch(corpus):
     found = calls_without(("torch",), [plan, (*plan, "--json")], corpus)
     (shown_code, shown, _), (code, text, notes) = found[plan], found[*plan, "--json"]
     assert (shown_code, code) == (0, 0)
-    assert "assuming 50257 tokens" in notes
+    assert "assuming a vocabulary of 50257 tokens" in notes
     made = json.loads(text)
     layer, ends = 12 * 768**2 + 13 * 768, 2 * 50304 * 768 + 2 * 768  # GPT-2's vocabulary, separate output layer
     assert made["parameters"] == 12 * layer + ends + 24  # and KERPLE's two parameters per head
