@@ -59,7 +59,7 @@ def test_images_install_nothing_in_a_version_that_nobody_named() -> None:
     while asked:
         requirement = asked.pop()
         name = canonicalize_name(requirement.name)
-        if name in seen or name.startswith("nvidia-"):  # a CUDA build of torch pins those itself
+        if name in seen or name.startswith(("nvidia-", "cuda-")):  # a CUDA build of torch asks for those itself
             continue
         seen.add(name)
         try:
@@ -90,3 +90,28 @@ def test_an_editable_installation_puts_the_project_on_the_path(tmp_path: Path) -
     with zipfile.ZipFile(wheel) as files:
         (paths,) = (files.read(name).decode().split() for name in files.namelist() if name.endswith(".pth"))
     assert paths == [str(tmp_path)]
+
+
+@pytest.mark.parametrize(
+    ("version", "compiler", "message"),
+    [
+        ("(3, 10)", True, "error: Farfield needs Python 3.11 to 3.14; set PYTHON="),
+        ("(3, 15)", True, "error: Farfield needs Python 3.11 to 3.14; set PYTHON="),
+        ("(3, 14)", False, "error: megatron-core is compiled on Python 3.14: install g++ and Python's headers"),
+    ],
+)
+def test_make_refuses_a_python_that_pip_would_fail_on(
+    version: str, compiler: bool, message: str, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    hidden = "" if compiler else "import shutil; shutil.which = lambda name: None; "
+    python.write_text(
+        f"#!{sys.executable}\nimport sys; {hidden}sys.version_info = (*{version}, 0, 'final', 0); exec(sys.argv[2])\n"
+    )
+    python.chmod(0o755)
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "requirements.txt").touch()
+    made = subprocess.run(["make", "setup", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True)
+    assert made.returncode == 2
+    assert made.stderr.startswith(message)
+    assert not (tmp_path / ".venv").exists()
