@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import sys
-import zipfile
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
@@ -77,19 +76,6 @@ def test_a_package_that_is_missing_is_asked_for_in_one_line() -> None:
         UserError, match=r"^--tasks needs the package lm_evil, .*: pip install -r requirements-eval\.txt$"
     ):
         require_package("lm_evil", "--tasks")
-
-
-def test_an_editable_installation_puts_the_project_on_the_path(tmp_path: Path) -> None:
-    """An editable installation puts the project on the path, so that `farfield` finds megatron/ from any folder."""
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    shutil.copytree(ROOT / "farfield", tmp_path / "farfield")
-    (tmp_path / "megatron").mkdir()
-    build = "from setuptools import build_meta; build_meta.build_editable('wheel')"
-    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
-    (wheel,) = (tmp_path / "wheel").glob("*.whl")
-    with zipfile.ZipFile(wheel) as files:
-        (paths,) = (files.read(name).decode().split() for name in files.namelist() if name.endswith(".pth"))
-    assert paths == [str(tmp_path)]
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def list_versions() -> dict[str, str]:
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
-    from megatron.utils.atomic_io import get_farfield_version
+    from megatron.utils.project import get_farfield_version
 
     versions = {"farfield": get_farfield_version(), "python": platform.python_version()}
     for name in PACKAGES:

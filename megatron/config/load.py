@@ -28,12 +28,13 @@ from megatron.config.schema import SECTIONS, Config, KeyPath, list_config_keys, 
 from megatron.config.stages import ENDS
 from megatron.config.validation import describe_unknown_method, validate_config
 from megatron.config.validation_errors import describe_validation_error
-from megatron.config.yaml_files import SHIPPED_CONFIGS, YamlDocument, format_value, parse_scalar, read_yaml
+from megatron.config.yaml_files import YamlDocument, format_value, parse_scalar, read_yaml
 from megatron.options.data import DataOptions
 from megatron.options.model import GATED_ACTIVATIONS, MAX_SIZE, ModelOptions, ffn_hidden_size
 from megatron.options.training import SCHEDULE_KEYS
 from megatron.position.catalog import list_encodings
 from megatron.utils.errors import UserError
+from megatron.utils.project import SHIPPED_CONFIGS
 from megatron.utils.suggestions import suggest_names
 
 CONFIG_SUFFIXES = ("", ".yml", ".yaml")

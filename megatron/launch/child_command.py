@@ -2,12 +2,9 @@
 
 import subprocess
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from megatron.utils.errors import FarfieldError, RunError, UserError
-
-DEEPY = Path(__file__).resolve().parents[2] / "deepy.py"
 
 
 def stop_child(child: subprocess.Popen[Any]) -> None:

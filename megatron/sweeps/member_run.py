@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from megatron.launch.child_command import DEEPY, build_command_error, stop_child
+from megatron.launch.child_command import build_command_error, stop_child
 from megatron.reports.records import Record
 from megatron.sweeps.remaining_work import (
     MemberWork,
@@ -26,6 +26,7 @@ from megatron.training.metrics_log import METRICS_FILE, read_metrics_log
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError
 from megatron.utils.progress import WorkItem
+from megatron.utils.project import COMMAND
 from megatron.utils.signals import get_parent_variable
 
 POLL_SECONDS = 0.2
@@ -144,7 +145,7 @@ def train_in_subprocess(
     with open(output, "w", encoding="utf-8") as file:
         start_time = time.time()
         child = subprocess.Popen(
-            [sys.executable, str(DEEPY), "train", str(configuration)],
+            [sys.executable, *COMMAND, "train", str(configuration)],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

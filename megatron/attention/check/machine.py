@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parents[3]
+from megatron.utils.project import PACKAGES_FOLDER
+
 SOURCES = ("kernels", "megatron/attention", "megatron/position")
 """Folders with the source files that determine the results of backends."""
 SUFFIXES = (".py", ".h")
@@ -57,7 +58,7 @@ def hash_attention_sources() -> str:
     """Return a hash of all files that determine the results of backends."""
     digest = hashlib.sha256()
     for folder in SOURCES:
-        for path in sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES):
-            digest.update(str(path.relative_to(ROOT)).encode())
+        for path in sorted(path for path in (PACKAGES_FOLDER / folder).rglob("*") if path.suffix in SUFFIXES):
+            digest.update(str(path.relative_to(PACKAGES_FOLDER)).encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
