@@ -1,7 +1,7 @@
 """Check of the namespace `megatron`, which Farfield shares with megatron-core.
 
 Other projects have packages of the same names: a checkout of Megatron-LM on PYTHONPATH has `megatron.training`, and old
-versions of it, GPT-NeoX and their wheels have a `megatron/__init__.py`, which hides every other part of a namespace.
+versions of it are a regular package, which hides every other part of a namespace.
 """
 
 from importlib.machinery import PathFinder

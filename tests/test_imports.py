@@ -178,6 +178,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.analysis",
         "megatron.attention",
         "megatron.checkpoint",
+        "megatron.cli.app",
         "megatron.config",
         "megatron.data",
         "megatron.evaluation",
