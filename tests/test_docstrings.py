@@ -21,7 +21,6 @@ ROOMS = [
     "megatron/evaluation",
     "megatron/generation",
     "megatron/launch",
-    "megatron/monitoring",
     "megatron/options",
     "megatron/planning",
     "megatron/position",

@@ -200,13 +200,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.distributed",
         "megatron.checkpoint",
         "megatron.training",
-        *OURS,
-    ),
-    "megatron/monitoring": (
-        "megatron.checkpoint.run_folder",
-        "megatron.launch.run_status",
         "megatron.reports",
-        "megatron.training.metrics_log",
         *OURS,
     ),
     "megatron/rehearsal": (
@@ -241,7 +235,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.evaluation",
         "megatron.reports",
         "megatron.tasks",
-        "megatron.monitoring",
         "megatron.launch",
         *OURS,
     ),

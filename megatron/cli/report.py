@@ -56,7 +56,7 @@ def report(
 
     request = parse_section(ReportOptions, options)
     if serve:
-        from megatron.monitoring.live_server import serve_report
+        from megatron.launch.live_server import serve_report
 
         if output is not None:
             raise UserError("--serve and --output cannot be combined")

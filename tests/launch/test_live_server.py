@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.run_folder import SWEEP_LOCK, RunLock
-from megatron.monitoring import live_server
-from megatron.monitoring.live_server import LivePage, build_server, serve_report
+from megatron.launch import live_server
+from megatron.launch.live_server import LivePage, build_server, serve_report
 from megatron.options.commands import ReportOptions
 from megatron.reports.records import Record, write_records
 from megatron.utils.errors import UserError

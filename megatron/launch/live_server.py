@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.checkpoint.run_folder import is_sweep_running
 from megatron.launch.run_status import find_runs, is_alive
-from megatron.monitoring.training_curves import TrainingMonitor
+from megatron.launch.training_curves import TrainingMonitor
 from megatron.options.commands import ReportOptions
 from megatron.reports.combine import build_sections
 from megatron.reports.records import RESULTS_FILE, Record
