@@ -189,7 +189,7 @@ class Model:
                 supports.
         """
         from megatron.config.validation_errors import parse_section
-        from megatron.generation.text_generator import TextGenerator
+        from megatron.evaluation.text_generator import TextGenerator
 
         own_names = [name for name in GenerationOptions.model_fields if name not in LOADED_OPTIONS]
         for name in options:

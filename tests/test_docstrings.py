@@ -19,7 +19,6 @@ ROOMS = [
     "megatron/data",
     "megatron/distributed",
     "megatron/evaluation",
-    "megatron/generation",
     "megatron/launch",
     "megatron/options",
     "megatron/planning",

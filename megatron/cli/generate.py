@@ -42,7 +42,7 @@ def generate(
       ./deepy.py generate runs/kerple
     """
     from megatron.config.validation_errors import parse_section
-    from megatron.generation import generate_text as generation
+    from megatron.evaluation import generate_text as generation
     from megatron.launch.console import log_traceback, run_console, temporary_log
     from megatron.utils.progress import WaitAnnouncer
 

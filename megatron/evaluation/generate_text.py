@@ -21,7 +21,7 @@ from megatron.utils.imports import pause_garbage_collection
 from megatron.utils.progress import WaitAnnouncer
 
 if TYPE_CHECKING:
-    from megatron.generation.text_generator import Completion, TextGenerator
+    from megatron.evaluation.text_generator import Completion, TextGenerator
 
 # torch is imported inside functions, so that errors in a request are reported at once.
 
@@ -100,8 +100,8 @@ def load_text_generator(request: GenerationRequest) -> TextGenerator:
     with pause_garbage_collection():
         from megatron.checkpoint.load_model import load_model
     from megatron.distributed.process_groups import single_process
-    from megatron.generation.decoding import check_prompt_length
-    from megatron.generation.text_generator import TextGenerator
+    from megatron.evaluation.decoding import check_prompt_length
+    from megatron.evaluation.text_generator import TextGenerator
     from megatron.model.build import build_model
 
     run, options = request.run, request.options

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from megatron.data.tokenizers import Tokenizer
-from megatron.generation.decoding import decode_tokens, group_prompts
-from megatron.generation.sampling import TokenSampler
+from megatron.evaluation.decoding import TokenSampler, decode_tokens, group_prompts
 from megatron.model.gpt import GPT
 from megatron.options.commands import GenerationOptions
 
