@@ -26,7 +26,6 @@ ROOMS = [
     "megatron/rehearsal",
     "megatron/reports",
     "megatron/sweeps",
-    "megatron/tasks",
     "megatron/utils",
     "tests",
     "tools",

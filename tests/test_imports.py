@@ -26,8 +26,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megatron/utils": ("rich", "torch"),
     "megatron/position": ("torch",),
     "megatron/attention": ("torch", "megatron.position", "megatron.utils", "kernels"),
-    "megatron/tasks": ("numpy", "pydantic", *OURS),
-    "kernels": ("torch", "triton"),
     "megatron/distributed": (*NUMERIC, *OURS),
     "megatron/config": (
         "pydantic",
@@ -35,7 +33,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.attention.backends.capabilities",
         "megatron.distributed.mesh",
         "megatron.position.catalog",
-        "megatron.tasks",
+        "megatron.data.tasks",
         *OURS,
     ),
     "megatron/planning": (
@@ -80,7 +78,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "pydantic",
         "megatron.attention.documents",
         "megatron.distributed",
-        "megatron.tasks",
         *OURS,
     ),
     "megatron/model": (
@@ -143,7 +140,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.position",
         "megatron.attention",
         "megatron.checkpoint",
-        "megatron.tasks",
         "lm_eval",
         "readline",
         *OURS,
@@ -222,7 +218,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.training",
         "megatron.evaluation",
         "megatron.reports",
-        "megatron.tasks",
         "megatron.launch",
         *OURS,
     ),

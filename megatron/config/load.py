@@ -358,7 +358,7 @@ def _resolve_task(layers: ConfigLayers) -> None:
     task = layers.values.get(("task",))
     if task is None or task.value is None or ("seq_length",) in layers.values:
         return
-    from megatron.tasks.task_config import read_task_config  # imports numpy, and most configurations have no task
+    from megatron.data.tasks.task_config import read_task_config  # imports numpy, and most configurations have no task
 
     paths = [path for path in layers.values if path[0].startswith("task")]
     flat: dict[str, Any] = {"task_options": {path[1]: layers.values[path].value for path in paths if path[1:]}}

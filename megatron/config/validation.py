@@ -265,7 +265,7 @@ def _validate_task(config: Config) -> Iterator[ConfigProblem]:
     data, launch = config.data, config.launch
     if data.task is None:
         return
-    from megatron.tasks import task_config as tasks  # imports numpy, and most configurations have no task
+    from megatron.data.tasks import task_config as tasks  # imports numpy, and most configurations have no task
 
     task_problems = list(tasks.find_task_problems(data))
     yield from task_problems

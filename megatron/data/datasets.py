@@ -32,9 +32,9 @@ from megatron.data.document_starts import check_document_ends
 from megatron.data.indexed_dataset import check_dataset_content, find_token_range
 from megatron.data.load_tokenizer import Vocabulary, read_vocabulary
 from megatron.data.stage_order import StageOrder
+from megatron.data.tasks.task_config import read_task_config
 from megatron.data.token_check import check_all_tokens, check_token_range
 from megatron.options.data import SPLITS, DataOptions, Split
-from megatron.tasks.task_config import read_task_config
 from megatron.utils.errors import FarfieldError, UserError
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from pathlib import Path
 from megatron.data.blend import list_all_prefixes
 from megatron.data.corpus_metadata import TOKENIZER_FILE, TOKENIZER_FILES, read_tokenizer_folder
 from megatron.data.indexed_dataset import find_corpus_metadata
+from megatron.data.tasks.task_config import read_task_config
 from megatron.data.tokenizers import ByteTokenizer, Tokenizer, tokenizer_from_files
 from megatron.options.data import DataOptions
-from megatron.tasks.task_config import read_task_config
 from megatron.utils.atomic_directory import atomic_directory, describe_write_errors, read_folder_version
 from megatron.utils.errors import FarfieldError, RunError, UserError
 

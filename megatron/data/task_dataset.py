@@ -10,9 +10,9 @@ Reading any sample generates the batch of its whole step, which takes little lon
 import numpy as np
 import torch
 
+from megatron.data.tasks.task import TaskBatch
+from megatron.data.tasks.task_config import TaskConfig
 from megatron.options.data import SPLITS, Split
-from megatron.tasks.task import TaskBatch
-from megatron.tasks.task_config import TaskConfig
 
 
 class TaskDataset(torch.utils.data.Dataset):

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from models import build_model
 from torch import nn
 
+from megatron.data.tasks.task import Task, TaskBatch
+from megatron.data.tasks.task_config import TaskConfig
 from megatron.data.tokenizers import ByteTokenizer
 from megatron.evaluation import accuracy
 from megatron.evaluation.eval_target import ScoringContext
@@ -27,8 +29,6 @@ from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.plots import render_plots_png
 from megatron.reports.records import Record
-from megatron.tasks.task import Task, TaskBatch
-from megatron.tasks.task_config import TaskConfig
 from megatron.utils.errors import UserError
 from tools.rounding import compute_tolerance, count_gpt_sums
 

@@ -79,8 +79,12 @@ API_PAGES: dict[str, ApiPage] = {
         "Tasks from scratch",
         "Interface of tasks, kinds of tasks, and tasks by name. [Tasks](../tasks.md) lists them.",
         (
-            *("megatron.tasks.task", "megatron.tasks.transduction_task", "megatron.tasks.autoregressive_task"),
-            *("megatron.tasks.needle_task", "megatron.tasks.task_config"),
+            *(
+                "megatron.data.tasks.task",
+                "megatron.data.tasks.transduction_task",
+                "megatron.data.tasks.autoregressive_task",
+            ),
+            *("megatron.data.tasks.needle_task", "megatron.data.tasks.task_config"),
         ),
     ),
     "kernels": ApiPage(
