@@ -164,8 +164,8 @@ def analyze(runs: str | Path | Sequence[str | Path], output: str | Path | None =
     Raises:
         UserError, RunError: the command failed.
     """
-    from megatron.analysis.run import analyze as analyze_runs
     from megatron.config.validation_errors import parse_section
+    from megatron.evaluation.analysis.run import analyze as analyze_runs
     from megatron.options.commands import AnalysisOptions
 
     return analyze_runs(

@@ -10,7 +10,6 @@ ROOT = Path(__file__).resolve().parents[1]
 FORBIDDEN = re.compile(r"(Of|What|Where|That|Those|How|Whose|Why|When|Is|Are|Does|Do|Has|Have|May|Can|Must|Should)\b")
 ROOMS = [
     "farfield",
-    "megatron/analysis",
     "megatron/attention",
     "megatron/checkpoint",
     "megatron/cli",

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.analysis.analysis import Analysis, AnalysisContext, Block, NotApplicable, Table
-from megatron.analysis.bias_series import compute_terms, to_float64
+from megatron.evaluation.analysis.analysis import Analysis, AnalysisContext, Block, NotApplicable, Table
+from megatron.evaluation.analysis.bias_series import compute_terms, to_float64
 from megatron.position.encoding import Encoding
 from megatron.reports.charts import Chart
 from megatron.reports.line_chart import HorizontalAxis, Line, build_line_chart

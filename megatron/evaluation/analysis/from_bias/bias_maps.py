@@ -5,9 +5,16 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, NotApplicable, format_triangle
-from megatron.analysis.bias_series import to_float64
 from megatron.attention.reference import arange_distances, compute_dense_terms
+from megatron.evaluation.analysis.analysis import (
+    Analysis,
+    AnalysisContext,
+    Block,
+    Figure,
+    NotApplicable,
+    format_triangle,
+)
+from megatron.evaluation.analysis.bias_series import to_float64
 from megatron.position.token_range import TokenRange, causal_mask
 
 MAP_SIZE = 64
@@ -82,7 +89,7 @@ def _first_and_last(result: BiasMapResult) -> list[int]:
 def _draw(panels: list[tuple[str, BiasMapResult, int]], narrow: bool) -> bytes:
     from matplotlib.colors import LogNorm
 
-    from megatron.analysis.drawing import add_color_bar, add_titles, create_panels, draw_heatmap, save_png
+    from megatron.evaluation.analysis.drawing import add_color_bar, add_titles, create_panels, draw_heatmap, save_png
 
     figure, axes = create_panels(len(panels), narrow, columns=4, width=2.0 if narrow else 2.5, height=2.1)
     values = torch.cat([result.maps[head].flatten() for _, result, head in panels])

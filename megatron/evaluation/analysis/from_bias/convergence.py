@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron.analysis.analysis import Analysis, AnalysisContext, Block, HeadRow, build_head_table
-from megatron.analysis.bias_series import NUM_TERMS, BiasSeries, sum_bias_series
+from megatron.evaluation.analysis.analysis import Analysis, AnalysisContext, Block, HeadRow, build_head_table
+from megatron.evaluation.analysis.bias_series import NUM_TERMS, BiasSeries, sum_bias_series
 
 REPORTED_TERMS = (1_000, NUM_TERMS)
 """Numbers of terms whose sums are reported."""

@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, NotApplicable, format_triangle
-from megatron.analysis.attention_capture import choose_block_size, compute_attention_weights, run_forward
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
 from megatron.attention.reference import (
     compute_logits,
@@ -25,6 +23,15 @@ from megatron.attention.reference import (
     compute_visible_mask,
     precompute_terms,
 )
+from megatron.evaluation.analysis.analysis import (
+    Analysis,
+    AnalysisContext,
+    Block,
+    Figure,
+    NotApplicable,
+    format_triangle,
+)
+from megatron.evaluation.analysis.attention_capture import choose_block_size, compute_attention_weights, run_forward
 from megatron.model.gpt import GPT
 
 MAP_SIZE = 64
@@ -160,7 +167,7 @@ def _build_figure(name: str, head: int, row: int, by_length: Mapping[int, LayerM
     layer = by_length[lengths[0]].layer
 
     def draw(narrow: bool) -> bytes:
-        from megatron.analysis.drawing import draw_map_grid
+        from megatron.evaluation.analysis.drawing import draw_map_grid
 
         grid = {KIND_TITLES[kind]: [by_length[length].cells[kind][row].numpy() for length in lengths] for kind in kinds}
         title = f"{name}\nlayer {layer}, head {head}"

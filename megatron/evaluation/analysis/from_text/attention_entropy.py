@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, Table
-from megatron.analysis.attention_capture import choose_block_size, compute_attention_weights, run_forward
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
 from megatron.attention.reference import compute_visible_mask, precompute_terms
+from megatron.evaluation.analysis.analysis import Analysis, AnalysisContext, Block, Figure, Table
+from megatron.evaluation.analysis.attention_capture import choose_block_size, compute_attention_weights, run_forward
 from megatron.evaluation.loss_records import list_position_bins
 from megatron.model.gpt import GPT
 from megatron.reports.charts import Chart
@@ -239,7 +239,7 @@ def _build_charts(results: Mapping[str, EntropyResult], names: Sequence[str], al
 def _draw_heads(results: Mapping[str, EntropyResult], narrow: bool) -> bytes:
     from matplotlib.colors import Normalize
 
-    from megatron.analysis.drawing import add_color_bar, add_titles, create_panels, draw_heatmap, save_png
+    from megatron.evaluation.analysis.drawing import add_color_bar, add_titles, create_panels, draw_heatmap, save_png
 
     figure, axes = create_panels(len(results), narrow, width=2.6, height=2.3)
     for panel, (name, result) in zip(axes, results.items(), strict=True):

@@ -240,7 +240,7 @@ def load_analyses() -> dict[str, Analysis]:
     analyses: dict[str, Analysis] = {}
     for folder in ANALYSIS_FOLDERS:
         for name in list_analysis_names(folder):
-            module = importlib.import_module(f"megatron.analysis.{folder}.{name}")
+            module = importlib.import_module(f"megatron.evaluation.analysis.{folder}.{name}")
             classes = [
                 value
                 for value in vars(module).values()

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megatron.analysis.analysis import Analysis, AnalysisContext, Block, build_head_table
-from megatron.analysis.bias_series import compute_bias_by_distance, mask_window, sum_bias_series
-from megatron.analysis.receptive_field import (
+from megatron.evaluation.analysis.analysis import Analysis, AnalysisContext, Block, build_head_table
+from megatron.evaluation.analysis.bias_series import compute_bias_by_distance, mask_window, sum_bias_series
+from megatron.evaluation.analysis.receptive_field import (
     PLOTTED_EPSILONS,
     ReceptiveField,
     compute_finite_field,

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, NotApplicable, Table
-from megatron.analysis.attention_capture import list_attention_layers, run_forward
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_scores_and_bias, compute_table, compute_visible_mask
+from megatron.evaluation.analysis.analysis import Analysis, AnalysisContext, Block, Figure, NotApplicable, Table
+from megatron.evaluation.analysis.attention_capture import list_attention_layers, run_forward
 from megatron.model.gpt import GPT
 
 MAX_OFFSET = 16
@@ -255,7 +255,7 @@ def _format_shares(jacobian: ProcessorJacobian) -> list[str]:
 
 def _build_figure(name: str, length: int, drawn: list[ProcessorJacobian]) -> Figure:
     def draw(narrow: bool) -> bytes:
-        from megatron.analysis.drawing import (
+        from megatron.evaluation.analysis.drawing import (
             add_color_bar,
             add_titles,
             choose_norm,

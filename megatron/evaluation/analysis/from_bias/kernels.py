@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.analysis.analysis import Analysis, AnalysisContext, Block, LayerEncoding, NotApplicable, Table
-from megatron.analysis.bias_series import compute_terms, to_float64
+from megatron.evaluation.analysis.analysis import Analysis, AnalysisContext, Block, LayerEncoding, NotApplicable, Table
+from megatron.evaluation.analysis.bias_series import compute_terms, to_float64
 from megatron.reports.charts import Chart
 from megatron.reports.line_chart import HorizontalAxis, Line, build_line_chart
 from megatron.reports.metrics import format_number

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.analysis.analysis import (
+from megatron.evaluation.analysis.analysis import (
     Analysis,
     AnalysisContext,
     Block,
@@ -25,7 +25,7 @@ from megatron.analysis.analysis import (
     Table,
     load_analyses,
 )
-from megatron.analysis.jobs import (
+from megatron.evaluation.analysis.jobs import (
     PAGE_FILE,
     AnalysisJob,
     AnalysisRequest,
@@ -44,7 +44,7 @@ from megatron.utils.progress import IMPORTING, ProgressMeter, WaitAnnouncer, Wor
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron.analysis.page import PageSection
+    from megatron.evaluation.analysis.page import PageSection
 
 # torch and matplotlib are imported inside functions, so that errors in the options are reported at once.
 
@@ -158,7 +158,7 @@ class AnalysisResults:
 
     def to_section(self, models: Sequence[str]) -> PageSection:
         """Build the section of the page, given the names of all models on it."""
-        from megatron.analysis.page import PageSection
+        from megatron.evaluation.analysis.page import PageSection
 
         return PageSection(
             self.name,
@@ -176,7 +176,7 @@ def _build_page(
     analyses: Sequence[AnalysisResults],
     console: Console | None,
 ) -> str:
-    from megatron.analysis.page import render_analysis_page
+    from megatron.evaluation.analysis.page import render_analysis_page
     from megatron.reports.citation import format_command
 
     names = [job.name for job in jobs]

@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron.analysis.analysis import (
+from megatron.checkpoint.trained_run import TrainedRun, open_runs
+from megatron.config.load import load_config
+from megatron.config.position_overrides import list_overrides, override_position
+from megatron.evaluation.analysis.analysis import (
     AnalysisContext,
     LayerEncoding,
     check_analysis_names,
@@ -23,9 +26,6 @@ from megatron.analysis.analysis import (
     list_analysis_names,
     needs_text,
 )
-from megatron.checkpoint.trained_run import TrainedRun, open_runs
-from megatron.config.load import load_config
-from megatron.config.position_overrides import list_overrides, override_position
 from megatron.evaluation.jobs import RunJob, build_run_jobs, name_runs
 from megatron.evaluation.lengths import choose_lengths
 from megatron.evaluation.protocols import build_scoring_plan
@@ -311,7 +311,7 @@ def load_analysis_context(job: AnalysisJob, request: AnalysisRequest) -> Analysi
     if isinstance(job, UntrainedJob):
         encodings = _build_untrained_encodings(config, options)
         return AnalysisContext(job.name, config, encodings, options, request.lengths)
-    from megatron.analysis.attention_capture import list_attention_layers
+    from megatron.evaluation.analysis.attention_capture import list_attention_layers
 
     model = job.load("chunked", **list_overrides(options)).model
     model.end_of_document = None  # each window is treated as one document (`inputs_from_text`)

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import cast
 
-from megatron.analysis.analysis import Block, Figure, Table
+from megatron.evaluation.analysis.analysis import Block, Figure, Table
 from megatron.reports.charts import Chart
 from megatron.reports.citation import describe_reproduction
 from megatron.reports.html_page import (
