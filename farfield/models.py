@@ -20,8 +20,8 @@ from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.options.commands import GenerationOptions
 from megatron.options.model import MAX_LENGTH
 from megatron.utils.errors import UserError
+from megatron.utils.formatting import format_choices
 from megatron.utils.imports import pause_garbage_collection
-from megatron.utils.suggestions import format_choices
 
 if TYPE_CHECKING:
     from megatron.attention.inputs import AttentionInputs

@@ -95,7 +95,7 @@ def tasks(
     import json
 
     from megatron.data.tasks.task_config import describe_task, list_tasks
-    from megatron.utils.suggestions import format_choices
+    from megatron.utils.formatting import format_choices
 
     records = [describe_task(each) for each in list_tasks() if name in each]
     if not records:

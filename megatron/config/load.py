@@ -34,7 +34,7 @@ from megatron.options.model import GATED_ACTIVATIONS, MAX_SIZE, ModelOptions, ff
 from megatron.options.training import SCHEDULE_KEYS
 from megatron.position.catalog import list_encodings
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import suggest_names
+from megatron.utils.formatting import suggest_names
 
 CONFIG_SUFFIXES = ("", ".yml", ".yaml")
 _DEFAULT = "default"

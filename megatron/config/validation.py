@@ -27,7 +27,7 @@ from megatron.position.catalog import (
     read_temperature_facts,
 )
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import format_choices, suggest_names
+from megatron.utils.formatting import format_choices, suggest_names
 
 ConfigProblem = tuple[str, str]
 

@@ -41,7 +41,7 @@ from megatron.options.model import padded_vocab_size
 from megatron.utils.atomic_directory import atomic_directory, describe_write_errors, read_folder_version
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError, UserError, describe_cause
-from megatron.utils.suggestions import format_choices
+from megatron.utils.formatting import format_choices
 
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 

@@ -15,7 +15,7 @@ from megatron.conversion.families.qwen3 import QWEN3
 from megatron.conversion.families.smollm3 import SMOLLM3
 from megatron.conversion.model_family import ModelFamily
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import format_choices
+from megatron.utils.formatting import format_choices
 
 HF_FAMILIES: dict[str, ModelFamily] = {
     family.model_type: family

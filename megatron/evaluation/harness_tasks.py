@@ -47,9 +47,9 @@ from megatron.options.evaluation import (
 from megatron.reports.metrics import METRICS
 from megatron.reports.records import Record
 from megatron.utils.errors import RunError, UserError, describe_cause
+from megatron.utils.formatting import suggest_names
 from megatron.utils.imports import require_package
 from megatron.utils.progress import IMPORTING, WaitAnnouncer
-from megatron.utils.suggestions import suggest_names
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel

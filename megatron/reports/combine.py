@@ -24,7 +24,7 @@ from megatron.reports.report_markdown import is_generated_markdown
 from megatron.reports.verdict_tables import DEFAULT_DELTA, build_verdict_tables
 from megatron.utils.atomic_io import check_folder, refuse_foreign_files, write_page_atomically
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import format_choices
+from megatron.utils.formatting import format_choices
 
 MARKDOWN_SUFFIX, LATEX_SUFFIX = ".md", ".tex"
 

@@ -30,7 +30,7 @@ from megatron.reports import metrics, x_axes
 from megatron.reports.metrics import METRICS, Metric
 from megatron.utils.atomic_io import parse_json, write_text_atomically
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import suggest_names
+from megatron.utils.formatting import suggest_names
 
 RESULTS_FILE = "results.json"
 DEFAULT_AXIS_FIELD = ("axis", "length")

@@ -23,8 +23,8 @@ import zstandard
 
 from megatron.utils.atomic_io import parse_json, write_bytes_atomically
 from megatron.utils.errors import RunError, UserError, describe_cause
+from megatron.utils.formatting import format_choices
 from megatron.utils.imports import require_package
-from megatron.utils.suggestions import format_choices
 
 HUB_PREFIX = "hf:"
 SHARD_BYTES = 1 << 24

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import format_choices
+from megatron.utils.formatting import format_choices
 
 DEFAULT_SPLIT = "train"
 _STATE, _DICT, _INFO = "state.json", "dataset_dict.json", "dataset_info.json"

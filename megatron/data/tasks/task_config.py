@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from megatron.data.tasks.task import Task
 from megatron.options.data import DataOptions
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import format_choices
+from megatron.utils.formatting import format_choices
 
 
 def list_tasks() -> list[str]:
