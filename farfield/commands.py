@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from farfield.arguments import check_characters, describe_value, method_errors, to_optional_path, to_path, to_paths
-from megatron.launch.child_command import DEEPY, build_command_error, stop_child
+from megatron.sweeps.member_run import DEEPY, build_command_error, stop_child
 from megatron.utils.errors import UserError
 from megatron.utils.signals import get_parent_variable
 
