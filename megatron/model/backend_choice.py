@@ -29,12 +29,13 @@ from megatron.attention.check.evidence import (
     CheckRecord,
     Evidence,
     Trial,
+    describe_card,
+    describe_software,
     read_cache,
     read_records,
     write_cache,
     write_records,
 )
-from megatron.attention.check.machine import describe_card, describe_software
 from megatron.attention.check.problem import CheckedDocuments, CheckProblem, build_problem
 from megatron.attention.check.trials import DeviceLostError, free_memory, try_backends
 from megatron.attention.document_masks import can_mask_documents

@@ -6,8 +6,7 @@ type, and timed.
     problem.py           one layer's attention at the run's shapes, and the part of it that float64 computes too
     fused_reference.py   the formula with the gradient of fused kernels
     trials.py            runs, judges and times each backend
-    evidence.py          the results, as stored in files
-    machine.py           the conditions of a result: card, driver, versions, sources
+    evidence.py          the results, as stored in files with their conditions: card, driver, versions, sources
 
 `megatron/model/backend_choice.py` runs it when a model is built, and makes all ranks agree.
 """
