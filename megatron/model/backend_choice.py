@@ -24,6 +24,7 @@ from megatron.attention.backends.registry import (
     row_blocks_reason,
     select_backend,
 )
+from megatron.attention.check.compared_rows import CheckedDocuments
 from megatron.attention.check.evidence import (
     CheckKey,
     CheckRecord,
@@ -36,7 +37,7 @@ from megatron.attention.check.evidence import (
     write_cache,
     write_records,
 )
-from megatron.attention.check.problem import CheckedDocuments, CheckProblem, build_problem
+from megatron.attention.check.problem import CheckProblem, build_problem
 from megatron.attention.check.trials import DeviceLostError, free_memory, try_backends
 from megatron.attention.document_masks import can_mask_documents
 from megatron.attention.segments import SampleFunction, concatenate_ranges, no_sampling, select_chunks

@@ -13,6 +13,7 @@ from megatron.attention.backends.pytorch import EagerBackend, RowBlockBackend
 from megatron.attention.check import evidence
 from megatron.attention.check import problem as problem_module
 from megatron.attention.check import trials as trials_module
+from megatron.attention.check.compared_rows import CheckedDocuments
 from megatron.attention.check.evidence import (
     CheckRecord,
     Evidence,
@@ -24,7 +25,7 @@ from megatron.attention.check.evidence import (
     write_cache,
     write_records,
 )
-from megatron.attention.check.problem import CheckedDocuments, CheckProblem, build_problem
+from megatron.attention.check.problem import CheckProblem, build_problem
 from megatron.attention.check.trials import DeviceLostError, Judge, is_within_rounding, try_backends
 from megatron.attention.inputs import AttentionInputs
 from megatron.position.facts import AttentionDims

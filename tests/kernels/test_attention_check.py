@@ -7,8 +7,9 @@ from position_methods import build
 from kernels.cdape_attention import mixer
 from megatron.attention.backends.registry import list_candidates
 from megatron.attention.check import evidence
+from megatron.attention.check.compared_rows import CheckedDocuments
 from megatron.attention.check.evidence import Trial
-from megatron.attention.check.problem import CheckedDocuments, build_problem
+from megatron.attention.check.problem import build_problem
 from megatron.attention.check.trials import try_backends
 from megatron.position.facts import AttentionDims
 from megatron.position.token_range import ALL_HEADS, TokenRange
