@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.backends.backend import AttentionBackend, can_mask_documents
 from megatron.attention.backends.registry import (
     REUSED_BACKENDS,
     find_fallback_reason,
@@ -39,7 +39,6 @@ from megatron.attention.check.evidence import (
 )
 from megatron.attention.check.problem import CheckProblem, build_problem
 from megatron.attention.check.trials import DeviceLostError, free_memory, try_backends
-from megatron.attention.document_masks import can_mask_documents
 from megatron.attention.segments import SampleFunction, concatenate_ranges, no_sampling, select_chunks
 from megatron.distributed.mesh import list_context_chunks
 from megatron.distributed.process_groups import ProcessGroups

@@ -35,7 +35,7 @@ class CheckedDocuments:
     starts: Tensor
     """int64 [B, T] on the CPU: the column at which the document of each token of the whole rows begins."""
     masked: bool
-    """True if attention is computed for whole rows (`document_masks.can_mask_documents`), not for each document."""
+    """True if attention is computed for whole rows (`backend.can_mask_documents`), not for each document."""
     sample: SampleFunction = no_sampling
     """Sampling function of randomized positions."""
 

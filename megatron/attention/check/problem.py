@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.backends.backend import AttentionBackend, compute_document_masks
 from megatron.attention.check.compared_rows import (
     ROWS_PER_SLAB,
     CheckedDocuments,
@@ -27,7 +27,6 @@ from megatron.attention.check.compared_rows import (
     count_pairs,
 )
 from megatron.attention.check.fused_reference import attend_as_fused
-from megatron.attention.document_masks import compute_document_masks
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import precompute_terms, sum_gates
 from megatron.attention.segments import (
