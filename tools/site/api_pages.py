@@ -42,7 +42,7 @@ API_PAGES: dict[str, ApiPage] = {
         "Reference implementation in plain PyTorch, its inputs, and the interface of faster backends.",
         (
             *("megatron.attention.inputs", "megatron.attention.segments", "megatron.attention.reference"),
-            *("megatron.attention.softmax", "megatron.attention.query_scale", "megatron.attention.documents"),
+            *("megatron.attention.softmax", "megatron.attention.query_rows", "megatron.attention.documents"),
             *("megatron.attention.backends.backend", "megatron.attention.backends.registry"),
         ),
     ),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.attention.documents import find_document_starts, mask_documents, split_documents
-from megatron.attention.query_scale import describe_query_rows
+from megatron.attention.query_rows import describe_query_rows
 from megatron.attention.segments import Segment, build_segments, concatenate_ranges, select_chunks, select_last_tokens
 from megatron.distributed.mesh import Axis, list_context_chunks
 from megatron.position.token_range import TokenRange, sample_positions
