@@ -51,7 +51,7 @@ from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
-from megatron.evaluation.lengths import choose_lengths, count_flops_by_length
+from megatron.evaluation.eval_target import choose_lengths, count_flops_by_length
 from megatron.options.evaluation import PROBE_PROTOCOLS, EvaluationOptions, Protocol
 from megatron.utils.errors import UserError
 from megatron.utils.formatting import format_choices

@@ -28,8 +28,7 @@ from megatron.config.yaml_files import parse_scalar
 from megatron.data.tasks.task import Array, Task, TaskBatch
 from megatron.data.tasks.task_config import TaskConfig, build_task, read_task_config
 from megatron.evaluation.accuracy import AccuracySample, aggregate_accuracies, compute_accuracies, score_answers
-from megatron.evaluation.eval_target import ScoringContext
-from megatron.evaluation.lengths import choose_lengths, count_forward_flops, limit_lengths
+from megatron.evaluation.eval_target import ScoringContext, choose_lengths, count_forward_flops, limit_lengths
 from megatron.evaluation.needle_map import (
     DEFAULT_EFFECTIVE_SCORE,
     DEFAULT_NEEDLE_SEQUENCES,

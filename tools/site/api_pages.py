@@ -69,7 +69,7 @@ API_PAGES: dict[str, ApiPage] = {
         "Selection of scored tokens, scoring, and records of the results.",
         (
             *("megatron.evaluation.run", "megatron.evaluation.protocols", "megatron.evaluation.perplexity"),
-            *("megatron.evaluation.loss_records", "megatron.evaluation.lengths", "megatron.evaluation.texts"),
+            *("megatron.evaluation.loss_records", "megatron.evaluation.eval_target", "megatron.evaluation.texts"),
             *("megatron.evaluation.needle_map", "megatron.evaluation.accuracy", "megatron.reports.records"),
             *("megatron.reports.comparison_table", "megatron.reports.table_formats", "megatron.reports.plots"),
             "megatron.reports.metrics",

@@ -26,8 +26,8 @@ from megatron.evaluation.analysis.analysis import (
     list_analysis_names,
     needs_text,
 )
+from megatron.evaluation.eval_target import choose_lengths
 from megatron.evaluation.jobs import RunJob, build_run_jobs, name_runs
-from megatron.evaluation.lengths import choose_lengths
 from megatron.evaluation.protocols import build_scoring_plan
 from megatron.evaluation.provenance import format_method_name
 from megatron.evaluation.task_eval import TaskEval, build_task_eval, is_task_run

@@ -21,7 +21,7 @@ from megatron.data.tasks.task import TaskBatch
 from megatron.data.tokenizers import Tokenizer
 from megatron.evaluation.eval_target import ScoringContext
 from megatron.evaluation.needle_map import DEFAULT_EFFECTIVE_SCORE, NeedleMap, hash_depths, score_needle_map
-from megatron.evaluation.probes.probe import PROBE_SEED, Probe
+from megatron.evaluation.probe import PROBE_SEED, Probe
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.records import Record
 from megatron.utils.errors import UserError
