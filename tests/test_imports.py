@@ -112,7 +112,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.config",
         "megatron.data",
         "megatron.model",
-        "megatron.position.captured_tensors",
+        "megatron.position.numerics",
         "megatron.distributed",
         "megatron.checkpoint",
         *OURS,
