@@ -28,8 +28,7 @@ from megatron.data.tasks.task_config import read_task_config
 from megatron.launch import slurm
 from megatron.options.data import DataOptions
 from megatron.options.evaluation import EvaluationOptions
-from megatron.reports.failures import RunFailure
-from megatron.reports.records import RESULTS_FILE, Record, read_records
+from megatron.reports.records import RESULTS_FILE, Record, RunFailure, read_records
 from megatron.sweeps.spec import Sweep, SweepMember
 from megatron.training import metrics_log
 from megatron.training.check_resources import estimate_disk_need, refuse_full_disk

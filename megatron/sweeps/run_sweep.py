@@ -43,9 +43,8 @@ from megatron.launch.console import log_traceback, run_console
 from megatron.launch.dispatch import uses_slurm
 from megatron.options.sweep import SweepCorpusOptions
 from megatron.reports.comparison_table import build_comparison_tables
-from megatron.reports.failures import RunFailure
 from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
-from megatron.reports.records import RESULTS_FILE, Record
+from megatron.reports.records import RESULTS_FILE, Record, RunFailure
 from megatron.reports.results_output import check_no_foreign_results, print_comparison_tables, print_leaderboard
 from megatron.sweeps.member_run import run_member
 from megatron.sweeps.remaining_work import (
