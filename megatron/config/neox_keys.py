@@ -11,27 +11,29 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.config.method_names import changes_scores
-from megatron.config.neox_rules import (
-    Alias,
-    ChosenMethods,
+from megatron.config.neox_deferred_rules import (
     FractionOf,
-    Ignored,
     JointSwitches,
     LayerFrequency,
     MethodOption,
     MethodOptionAlias,
-    NeoxRule,
-    PositionAlias,
     StepKey,
     StepKeyRule,
     StepSwitch,
+    ValueSwitch,
+    WindowSize,
+)
+from megatron.config.neox_rules import (
+    Alias,
+    ChosenMethods,
+    Ignored,
+    NeoxRule,
+    PositionAlias,
     Unsupported,
     UnsupportedValue,
     ValidatedNoop,
     ValueAlias,
     ValueRule,
-    ValueSwitch,
-    WindowSize,
 )
 
 _OFFLOAD = ("cpu", "none")
