@@ -34,8 +34,8 @@ from megatron.options.model import GATED_ACTIVATIONS, MAX_SIZE, ModelOptions, ff
 from megatron.options.training import SCHEDULE_KEYS
 from megatron.position.catalog import list_encodings
 from megatron.utils.errors import UserError
+from megatron.utils.formatting import suggest_names
 from megatron.utils.project import SHIPPED_CONFIGS
-from megatron.utils.suggestions import suggest_names
 
 CONFIG_SUFFIXES = ("", ".yml", ".yaml")
 _DEFAULT = "default"
@@ -359,7 +359,7 @@ def _resolve_task(layers: ConfigLayers) -> None:
     task = layers.values.get(("task",))
     if task is None or task.value is None or ("seq_length",) in layers.values:
         return
-    from megatron.tasks.task_config import read_task_config  # imports numpy, and most configurations have no task
+    from megatron.data.tasks.task_config import read_task_config  # imports numpy, and most configurations have no task
 
     paths = [path for path in layers.values if path[0].startswith("task")]
     flat: dict[str, Any] = {"task_options": {path[1]: layers.values[path].value for path in paths if path[1:]}}

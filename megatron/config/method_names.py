@@ -21,8 +21,8 @@ from megatron.position.catalog import (
     read_temperature_facts,
 )
 from megatron.utils.errors import UserError
+from megatron.utils.formatting import suggest_names
 from megatron.utils.project import SHIPPED_CONFIGS
-from megatron.utils.suggestions import suggest_names
 
 
 def list_processor_values() -> list[str]:

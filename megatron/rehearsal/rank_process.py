@@ -2,7 +2,7 @@
 
 `python -m megatron.rehearsal.rank_process JOB`, with the null device's environment and torchrun's variables. Besides
 the changes of the null device, weights have no values (`unset_weights`) and checkpoint files store no zeros
-(`sparse_files`). Before publishing a checkpoint, the first rank waits until the other rehearsed ranks have written
+(`SparseFile`). Before publishing a checkpoint, the first rank waits until the other rehearsed ranks have written
 their shards, and then writes the shards of the remaining ranks (`missing_ranks`). Training and saving offer hooks for
 this (`TrainingHooks`, `SaveHooks`), which no command or key sets.
 """
@@ -258,7 +258,7 @@ class RankHooks:
     def build_hooks(self) -> "TrainingHooks":
         """Build the hooks for this rank's training."""
         from megatron.checkpoint.saver import SaveHooks
-        from megatron.rehearsal.sparse_files import SparseFile
+        from megatron.rehearsal.missing_ranks import SparseFile
         from megatron.rehearsal.unset_weights import ZeroStagingBuffers
         from megatron.training.trainer import TrainingHooks
 

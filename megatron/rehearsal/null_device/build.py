@@ -2,7 +2,7 @@
 
 `native/` implements the functions that need an answer. This module generates a stub that returns success for every
 other function that torch's libraries import from CUDA, cuBLAS, cuDNN and NCCL. It reads the names from the undefined
-symbols of the installed libraries, so the stubs always match the installed torch. `summary.py` reports at exit which
+symbols of the installed libraries, so the stubs always match the installed torch. `library.py` reports at exit which
 stubs were called.
 """
 

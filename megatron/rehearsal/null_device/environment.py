@@ -33,7 +33,7 @@ def build_environment(
     Args:
         card: GPU that each device emulates.
         devices: number of devices of the node.
-        ledger: folder for the records of each rank (`recorder.py`, `summary.py`); None writes none.
+        ledger: folder for the records of each rank (`recorder.py`, `library.py`); None writes none.
         is_lone_rank: True if the child is one of many ranks (by torchrun's variables) and the others do not run.
         base: environment to extend; by default this process's.
 
