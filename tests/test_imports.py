@@ -283,7 +283,7 @@ def test_no_circle_of_imports() -> None:
 
 
 def test_every_part_has_a_rule() -> None:
-    folders = {p.name for p in (ROOT / "megatron").iterdir() if p.is_dir() and p.name != "__pycache__"}
+    folders = {p.name for p in (ROOT / "megatron").iterdir() if any(p.rglob("*.py"))}  # others are left of old commits
     assert folders == {Path(part).name for part in PARTS if not part.endswith(".py")} - {"farfield", "kernels"}
 
 
