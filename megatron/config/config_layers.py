@@ -18,7 +18,7 @@ from typing import Any, ClassVar, get_args
 from megatron.config.schema import KeyPath, get_default_value, list_config_keys
 from megatron.config.yaml_files import YamlDocument, format_value
 from megatron.options.data import SPLITS, TASK_KEYS, TEXT_KEYS
-from megatron.utils.suggestions import suggest_names
+from megatron.utils.formatting import suggest_names
 
 COMMAND_LINE = "command line"
 PRECISION = ("precision",)

@@ -14,8 +14,9 @@ from megatron.config.stages import find_stage_problems, list_stage_configs
 from megatron.options.data import find_data_conflicts, parse_split_fractions
 from megatron.options.launch import find_launch_conflicts
 from megatron.options.model_conflicts import find_model_conflicts
+from megatron.options.output import find_logging_conflicts
 from megatron.options.position import PositionOptions
-from megatron.options.training import find_logging_conflicts, find_schedule_conflicts, find_training_conflicts
+from megatron.options.training import find_schedule_conflicts, find_training_conflicts
 from megatron.position.catalog import (
     METHODS_VARIABLE,
     MethodFileError,
@@ -27,7 +28,7 @@ from megatron.position.catalog import (
     read_temperature_facts,
 )
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import format_choices, suggest_names
+from megatron.utils.formatting import format_choices, suggest_names
 
 ConfigProblem = tuple[str, str]
 
@@ -268,7 +269,7 @@ def _validate_task(config: Config) -> Iterator[ConfigProblem]:
     data, launch = config.data, config.launch
     if data.task is None:
         return
-    from megatron.tasks import task_config as tasks  # imports numpy, and most configurations have no task
+    from megatron.data.tasks import task_config as tasks  # imports numpy, and most configurations have no task
 
     task_problems = list(tasks.find_task_problems(data))
     yield from task_problems

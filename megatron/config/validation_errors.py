@@ -13,7 +13,7 @@ from megatron.config.schema import ConfigKey, KeyPath, list_config_keys
 from megatron.config.yaml_files import format_value
 from megatron.options.section import ConfigSection
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import format_choices
+from megatron.utils.formatting import format_choices
 
 SectionT = TypeVar("SectionT", bound=ConfigSection)
 

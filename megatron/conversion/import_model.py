@@ -28,7 +28,7 @@ from megatron.planning.model_costs import count_parameters
 from megatron.utils.atomic_directory import atomic_directory, describe_write_errors
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError, UserError
-from megatron.utils.suggestions import format_choices
+from megatron.utils.formatting import format_choices
 
 if TYPE_CHECKING:
     from torch import Tensor

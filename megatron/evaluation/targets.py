@@ -17,14 +17,12 @@ from megatron.config.position_overrides import list_overrides, locate_rope_error
 from megatron.config.schema import Config
 from megatron.data.load_tokenizer import load_data_tokenizer, load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
-from megatron.evaluation.eval_target import EvalTarget, ScoringContext
+from megatron.evaluation.eval_target import EvalTarget, ScoringContext, choose_lengths, limit_lengths
 from megatron.evaluation.jobs import check_end_of_document
 from megatron.evaluation.key_tokens import KeyTokenFile, open_key_tokens
-from megatron.evaluation.lengths import choose_lengths, limit_lengths
 from megatron.evaluation.loss_records import check_measures
-from megatron.evaluation.probes.passkey import Passkey
-from megatron.evaluation.probes.probe import Probe
-from megatron.evaluation.probes.repeated import RepeatedTokens
+from megatron.evaluation.passkey import Passkey
+from megatron.evaluation.probe import Probe, RepeatedTokens
 from megatron.evaluation.protocols import ScoringPlan, plan_from_options
 from megatron.evaluation.task_eval import build_task_eval, is_task_run
 from megatron.evaluation.texts import EvalText, check_tokenizer, load_common_text, load_text

@@ -30,16 +30,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.attention.backends.backend import AttentionBackend, reads_whole_table
-from megatron.attention.document_masks import compute_document_masks
+from megatron.attention.backends.backend import AttentionBackend, compute_document_masks, reads_whole_table
 from megatron.attention.inputs import AttentionInputs
-from megatron.attention.query_scale import QueryRows, describe_query_rows, scale_queries
+from megatron.attention.query_rows import QueryRows, RowsAbove, describe_query_rows, scale_queries
 from megatron.attention.reference import (
     compute_table_of_ranges,
     compute_tables_of_layers,
     sum_gates,
 )
-from megatron.attention.rows_above import RowsAbove
 from megatron.attention.segments import (
     Segment,
     attend_segments,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.backends.backend import AttentionBackend, can_mask_documents
 from megatron.attention.backends.registry import (
     REUSED_BACKENDS,
     find_fallback_reason,
@@ -24,20 +24,21 @@ from megatron.attention.backends.registry import (
     row_blocks_reason,
     select_backend,
 )
+from megatron.attention.check.compared_rows import CheckedDocuments
 from megatron.attention.check.evidence import (
     CheckKey,
     CheckRecord,
     Evidence,
     Trial,
+    describe_card,
+    describe_software,
     read_cache,
     read_records,
     write_cache,
     write_records,
 )
-from megatron.attention.check.machine import describe_card, describe_software
-from megatron.attention.check.problem import CheckedDocuments, CheckProblem, build_problem
+from megatron.attention.check.problem import CheckProblem, build_problem
 from megatron.attention.check.trials import DeviceLostError, free_memory, try_backends
-from megatron.attention.document_masks import can_mask_documents
 from megatron.attention.segments import SampleFunction, concatenate_ranges, no_sampling, select_chunks
 from megatron.distributed.mesh import list_context_chunks
 from megatron.distributed.process_groups import ProcessGroups

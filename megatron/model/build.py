@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.backends.backend import AttentionBackend, can_mask_documents
 from megatron.attention.backends.registry import select_backend
-from megatron.attention.document_masks import can_mask_documents
 from megatron.attention.softmax import build_softmax_sink
 from megatron.distributed.collectives import register_grad_all_reduce
 from megatron.distributed.mesh import ParallelSizes, pipeline_layer_range

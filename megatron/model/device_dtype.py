@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, get_args
 
 from megatron.options.model import ModelOptions
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import format_choices
+from megatron.utils.formatting import format_choices
 
 if TYPE_CHECKING:
     import torch

@@ -28,10 +28,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron.reports import x_axes
-from megatron.reports.failures import RunFailure
 from megatron.reports.method_rows import disambiguate_methods, get_table_key, list_unproven_methods
 from megatron.reports.metrics import Metric
-from megatron.reports.records import Record
+from megatron.reports.records import Record, RunFailure
 from megatron.reports.x_axes import XAxis, format_multiple
 
 MAX_NAMED_METHODS = 4

@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import stdev
 from typing import Literal
 
-from megatron.utils.suggestions import format_choices
+from megatron.utils.formatting import format_choices
 
 MAX_NLL = 700.0
 """Maximum loss in nats per token that still has a perplexity; exp overflows at 709."""

@@ -25,7 +25,7 @@ from megatron.reports.records import Record
 from megatron.reports.table_formats import TextTable
 from megatron.reports.x_axes import join_headers
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import format_choices
+from megatron.utils.formatting import format_choices
 
 SIGNIFICANCE_LEVEL = 0.05
 WORSE_MARK = "†"

@@ -22,7 +22,7 @@ from megatron.reports import significance
 from megatron.reports.comparison_table import Change, ComparisonTable, format_partial_seeds
 from megatron.reports.table_formats import TextTable
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import format_choices
+from megatron.utils.formatting import format_choices
 
 DEFAULT_DELTA = 0.1
 """Bound of the extrapolation criterion."""

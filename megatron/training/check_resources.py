@@ -29,8 +29,8 @@ from megatron.config.stages import Stage, build_stages
 from megatron.data.load_tokenizer import read_vocab_size
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.mesh import ParallelSizes
-from megatron.options.checkpoint import CheckpointOptions
 from megatron.options.data import DataOptions
+from megatron.options.output import CheckpointOptions
 from megatron.planning.activations import DEFAULT_GPU_BYTES
 from megatron.planning.attention_memory import list_common_backends
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory

@@ -13,13 +13,11 @@ result. All ranks use graphs only if every rank can.
 """
 
 import gc
-import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -34,6 +32,7 @@ from megatron.distributed.process_groups import ProcessGroups
 from megatron.training.graphed_model import CudaCapture, GraphedModel, TrainingPasses
 from megatron.utils.errors import UserError, describe_error, is_out_of_memory
 from megatron.utils.formatting import format_bytes
+from megatron.utils.project import find_own_path
 from megatron.utils.rounding import SAFETY_FACTOR
 
 TIMED_PASSES = 3
@@ -41,7 +40,6 @@ MIN_GAIN = 0.03
 """Minimum fraction of a micro-batch's time that graphs must save, because they keep memory."""
 SYNC_ERROR = "called a synchronizing CUDA operation"
 """Text of PyTorch's error for operations that make the host wait for the device."""
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -166,7 +164,7 @@ def _describe_failure(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if "site-packages" not in frame.filename and frame.filename != __file__
     ]
-    name = os.path.relpath(frames[-1].filename, ROOT)
+    name = find_own_path(frames[-1].filename) or frames[-1].filename
     where = "the backward pass" if frames[-1].name == "compute_gradients" else f"{name}:{frames[-1].lineno}"
     return f"{where} waits for the device, which no graph can repeat"
 

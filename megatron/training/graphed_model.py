@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.position.captured_tensors import collect_captured_tensors
+from megatron.position.numerics import collect_captured_tensors
 
 STEP_OPTIONS = frozenset({"labels", "position_seed", "with_log_z"})
 """Keyword arguments of a forward pass that a graph can repeat. A position seed only matters to models that are never

@@ -40,8 +40,8 @@ from torch._C import _distributed_c10d
 from megatron.distributed.process_groups import HeartbeatStore, get_group_ranks
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.formatting import format_ranks
+from megatron.utils.project import find_own_path
 
-ROOT = Path(__file__).parents[2]
 STACKS = "stacks"
 """Subfolder of the run's folder for the dumps of a hang. Those of earlier starts are in `stacks_1`, `stacks_2` …"""
 DUMP_SIGNAL = signal.SIGUSR2
@@ -243,10 +243,9 @@ def _find_location(frames: Iterable[tuple[str, int, str]]) -> str:
     innermost = ""
     for filename, line, function in frames:
         innermost = innermost or f"{filename}:{line} {function}"
-        with suppress(ValueError):
-            path = Path(filename).relative_to(ROOT)
-            if "site-packages" not in path.parts and not path.as_posix().startswith(WRAPPERS):
-                return f"{path.as_posix()}:{line} {function}"
+        path = find_own_path(filename)
+        if path is not None and not path.as_posix().startswith(WRAPPERS):
+            return f"{path.as_posix()}:{line} {function}"
     return innermost
 
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from megatron.config.schema import Config
-from megatron.options.training import LoggingOptions
+from megatron.options.output import LoggingOptions
 from megatron.training.metrics_log import (
     DIVERGED_KIND,
     METRICS_FILE,

@@ -20,13 +20,13 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny_runs import make_run, write_corpora
 
-from megatron.analysis import page
-from megatron.analysis.analysis import Analysis, Figure, list_analysis_names, load_analyses, needs_text
-from megatron.analysis.from_text.empirical_receptive_field import measure_attention_mass
-from megatron.analysis.jobs import PAGE_FILE, find_ends_inside_documents, read_analysis_request
-from megatron.analysis.run import LOCK_FILE, analyze
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trained_run import open_run
+from megatron.evaluation.analysis import page
+from megatron.evaluation.analysis.analysis import Analysis, Figure, list_analysis_names, load_analyses, needs_text
+from megatron.evaluation.analysis.from_text.empirical_receptive_field import measure_attention_mass
+from megatron.evaluation.analysis.jobs import PAGE_FILE, find_ends_inside_documents, read_analysis_request
+from megatron.evaluation.analysis.run import LOCK_FILE, analyze
 from megatron.evaluation.texts import load_text
 from megatron.options.commands import AnalysisOptions
 from megatron.reports.html_page import HtmlPicture
@@ -277,7 +277,8 @@ def test_two_analyses_never_write_into_one_folder(place: Path, corpus: Path, pic
 
 
 def test_torch_waits_until_all_was_read() -> None:
-    code = "import sys, megatron.analysis.run, megatron.analysis.jobs; sys.exit('torch' in sys.modules)"
+    modules = "megatron.evaluation.analysis.run, megatron.evaluation.analysis.jobs"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

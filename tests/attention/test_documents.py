@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from megatron.attention.backends import pytorch
+from megatron.attention.backends.backend import can_mask_documents, depends_on_document_start
 from megatron.attention.backends.pytorch import (
     ChunkedBackend,
     EagerBackend,
@@ -19,7 +20,6 @@ from megatron.attention.backends.pytorch import (
     SdpaBackend,
     pack_documents,
 )
-from megatron.attention.document_masks import can_mask_documents, depends_on_document_start
 from megatron.attention.documents import find_document_starts, restart_positions
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.segments import rotate_segments

@@ -13,9 +13,8 @@ from torch import nn
 from megatron.data.load_tokenizer import Vocabulary
 from megatron.data.tokenizers import ByteTokenizer
 from megatron.evaluation.eval_target import ScoringContext
-from megatron.evaluation.probes.passkey import DEPTHS, QUESTION, Passkey
-from megatron.evaluation.probes.probe import Probe
-from megatron.evaluation.probes.repeated import RepeatedTokens
+from megatron.evaluation.passkey import DEPTHS, QUESTION, Passkey
+from megatron.evaluation.probe import Probe, RepeatedTokens
 from megatron.evaluation.targets import PROBES, build_probe
 from megatron.options import evaluation
 from megatron.options.evaluation import EvaluationOptions as Options

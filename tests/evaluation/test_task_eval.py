@@ -15,16 +15,22 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.trained_run import TrainedRun
 from megatron.config.schema import Config
+from megatron.data.tasks.task_config import read_task_config
 from megatron.evaluation.accuracy import score_answers
 from megatron.evaluation.eval_target import ScoringContext
-from megatron.evaluation.task_eval import NUM_FITTING_SEQUENCES, TaskEval, build_task_eval, is_task_run
+from megatron.evaluation.task_eval import (
+    CONSTANT,
+    NUM_FITTING_SEQUENCES,
+    POSITION,
+    TaskEval,
+    build_task_eval,
+    is_task_run,
+)
 from megatron.options.data import DataOptions
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.position import PositionOptions
 from megatron.reports import table_formats
 from megatron.reports.comparison_table import build_comparison_tables
-from megatron.tasks.task_config import read_task_config
-from megatron.tasks.trivial_baselines import CONSTANT, POSITION
 from megatron.utils.errors import RunError, UserError
 
 
@@ -300,7 +306,7 @@ def test_a_trained_run_from_the_command_line_on(tmp_path: Path, monkeypatch: pyt
 
 def test_positions_of_a_task_are_learned_and_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Position ids drawn in training reach the model also beyond the training length: 43 tokens, 16 positions."""
-    from megatron.data.task_dataset import TaskDataset
+    from megatron.data.datasets import TaskDataset
     from megatron.evaluation.run import evaluate_runs
     from megatron.model.gpt import GPT
     from megatron.training.trainer import train

@@ -10,8 +10,8 @@ from models import build_model
 from tiny_runs import tiny_config
 
 from kernels.cdape_attention import cpu
+from megatron.attention.backends.backend import compute_document_masks
 from megatron.attention.backends.pytorch import SdpaBackend
-from megatron.attention.document_masks import compute_document_masks
 from megatron.attention.documents import mask_documents, restart_positions
 from megatron.attention.segments import build_segments, concatenate_ranges
 from megatron.config.schema import Config

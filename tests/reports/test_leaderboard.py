@@ -12,13 +12,12 @@ from scipy import stats
 from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.contests import Contest
-from megatron.reports.failures import RunFailure
 from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
 from megatron.reports.leaderboard_answers import build_answers
 from megatron.reports.leaderboard_plot import find_frontier
 from megatron.reports.metrics import get_metric
 from megatron.reports.paper_experiment import Experiment, write_experiment
-from megatron.reports.records import Record, record_from_row, write_records
+from megatron.reports.records import Record, RunFailure, record_from_row, write_records
 from megatron.reports.report import ReportSection, render_report
 from megatron.reports.significance import compare_methods
 from megatron.utils.errors import UserError

@@ -8,7 +8,6 @@ from pages import page_of, table_html
 from rich.console import Console
 
 from megatron.reports import (
-    failures,
     paper_experiment,
     plots,
     records,
@@ -20,10 +19,9 @@ from megatron.reports import (
 )
 from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables
-from megatron.reports.failures import RunFailure
 from megatron.reports.leaderboard import Ablation, Leaderboard
 from megatron.reports.paper_experiment import Experiment, PublishedTable
-from megatron.reports.records import Record
+from megatron.reports.records import Record, RunFailure
 from megatron.reports.report import ReportSection
 from megatron.reports.results_output import write_results
 from megatron.reports.significance import compare_methods
@@ -213,7 +211,7 @@ def test_a_failed_method_is_in_tables_of_its_training_length_alone(holes: list[R
 
 def test_failures_lie_beside_results_and_a_report_reads_them(holes: list[Record], tmp_path: Path) -> None:
     write_results(tmp_path, holes, [DIVERGED])
-    assert failures.read_failures(tmp_path / "results.json") == [DIVERGED]
+    assert records.read_failures(tmp_path / "results.json") == [DIVERGED]
     assert "| gone | failed | failed | failed |" in (tmp_path / "results.md").read_text()
     assert "failed at step 1,200" in (tmp_path / "results.md").read_text()
     console = Console(record=True, width=200)
@@ -230,12 +228,12 @@ def test_failures_lie_beside_results_and_a_report_reads_them(holes: list[Record]
 )
 def test_a_list_of_failures_that_is_none_is_refused(text: str, holes: list[Record], tmp_path: Path) -> None:
     path = records.write_records(tmp_path / "results.json", holes)
-    failures.get_failures_path(path).write_text(text)
+    records.get_failures_path(path).write_text(text)
     with pytest.raises(UserError, match=r"results\.failures\.json: not a list of failed runs"):
         combine_results([path], Console(record=True))
     with pytest.raises(UserError, match="not a list of failed runs"):
         write_results(tmp_path, holes)
-    assert failures.get_failures_path(path).read_text() == text, "somebody's own file"
+    assert records.get_failures_path(path).read_text() == text, "somebody's own file"
 
 
 def test_what_learned_nothing_never_has_the_mark_of_the_best() -> None:

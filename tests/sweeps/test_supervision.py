@@ -15,7 +15,7 @@ from megatron.utils.errors import RunError, UserError
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(member_run, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(member_run, "DEEPY", tmp_path / "trainer.py")
+    monkeypatch.setattr(member_run, "COMMAND", [str(tmp_path / "trainer.py")])
     return tmp_path
 
 
