@@ -98,19 +98,14 @@ def load_text_generator(request: GenerationRequest) -> TextGenerator:
         RunError: the checkpoint is damaged.
     """
     with pause_garbage_collection():
-        from megatron.checkpoint.load_model import load_model
-    from megatron.distributed.process_groups import single_process
+        from megatron.checkpoint.load_model import build_meta_model, load_model
     from megatron.evaluation.decoding import check_prompt_length
     from megatron.evaluation.text_generator import TextGenerator
-    from megatron.model.build import build_model
 
     run, options = request.run, request.options
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.precision, run.config.training.precision, device)
-    meta_model = build_model(
-        run.config.model, run.config.position, request.tokenizer.vocab_size, groups=single_process(), device="meta",
-        backend=options.backend,
-    )  # fmt: skip
+    meta_model = build_meta_model(run.config, request.tokenizer.vocab_size, backend=options.backend)
     for prompt in request.prompts or ("",):
         check_prompt_length(meta_model, len(request.tokenizer.encode_with_bos(prompt)) or 1, options.maximum_tokens)
     # Training's self-check does not cover decoding one row per step.

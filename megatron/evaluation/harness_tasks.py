@@ -35,7 +35,7 @@ from megatron.evaluation.jobs import (
     run_eval_jobs,
 )
 from megatron.evaluation.provenance import describe_model, start_stopwatch
-from megatron.evaluation.targets import build_meta_model, describe_length_limit
+from megatron.evaluation.targets import build_evaluated_model, describe_length_limit
 from megatron.options.evaluation import (
     LOSS_OPTIONS,
     EvaluationOptions,
@@ -111,7 +111,7 @@ def evaluate_tasks(
     log(describe_output_folder(request))
     with WaitAnnouncer(log, IMPORTING):
         notes = [
-            describe_length_limit(run.name, run.config, build_meta_model(run.config, options), lengths)
+            describe_length_limit(run.name, run.config, build_evaluated_model(run.config, options), lengths)
             for run in request.runs
         ]
         jobs = build_eval_jobs(request, [(float(len(lengths)), note) for note in notes])

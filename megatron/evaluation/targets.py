@@ -195,7 +195,7 @@ def estimate_evaluation(name: str, config: Config, target: EvalTarget, options: 
     Raises:
         UserError: the model supports none of the lengths.
     """
-    model = build_meta_model(config, options)
+    model = build_evaluated_model(config, options)
     notes = [describe_length_limit(name, config, model, target.sequence_lengths)]  # raises if no length is supported
     if isinstance(target, TextEval):
         notes.append(target.describe_documents(config.position.attention_mask, options.attention_mask))
@@ -211,19 +211,18 @@ def estimate_untrained(name: str, config: Config, options: EvaluationOptions) ->
     return estimate_evaluation(name, config, build_eval_target_of_config(name, config, options), options)
 
 
-def build_meta_model(config: Config, options: EvaluationOptions) -> GPT:
+def build_evaluated_model(config: Config, options: EvaluationOptions) -> GPT:
     """Build a model without weights.
 
     Raises:
         UserError: the backend does not support the model.
     """
-    from megatron.distributed.process_groups import single_process
-    from megatron.model.build import build_model
+    from megatron.checkpoint.load_model import build_meta_model
 
     check_backend(options.backend)
     position = override_position(config.model, config.position, **list_overrides(options))
     with locate_rope_errors(options.rope):
-        return build_model(config.model, position, 1, groups=single_process(), device="meta", backend=options.backend)
+        return build_meta_model(config, 1, position=position, backend=options.backend)
 
 
 def describe_length_limit(name: str, config: Config, model: GPT, lengths: Sequence[int]) -> str | None:

@@ -1,8 +1,6 @@
 """Training curves of runs, read from their metrics.jsonl as it grows, as charts and a table of a page.
 
-Each read continues where the last one ended. An incomplete line at the end is left for the next read. A file that
-became shorter or was replaced is read from its beginning. A step that was recorded before belongs to a resumed run, and
-later points of the earlier attempt are dropped.
+A step that was recorded before belongs to a resumed run, and later points of the earlier attempt are dropped.
 """
 
 import os
@@ -15,7 +13,7 @@ from megatron.reports.charts import Chart
 from megatron.reports.line_chart import HorizontalAxis, Line, build_line_chart
 from megatron.reports.report import TrainingSection
 from megatron.reports.table_formats import TextTable
-from megatron.training.metrics_log import METRICS_FILE, parse_record
+from megatron.training.metrics_log import METRICS_FILE, MetricsFollower, parse_record
 
 MAX_POINTS = 160
 """Maximum number of points per curve."""
@@ -41,27 +39,18 @@ class CurveReader:
     validations: list[tuple[int, float]] = field(default_factory=list)
     speeds: list[tuple[int, float]] = field(default_factory=list)
     """Step and tokens per second."""
-    _offset: int = 0
-    _inode: int = 0
+
+    def __post_init__(self) -> None:
+        self._follower = MetricsFollower(self.run / METRICS_FILE)
 
     def read(self) -> bool:
         """Read new records. Returns True if there were any."""
-        if not (self.run / METRICS_FILE).is_file():  # opening a pipe would wait for a writer
-            return False
-        try:
-            with open(self.run / METRICS_FILE, "rb") as file:
-                status = os.fstat(file.fileno())
-                if status.st_size < self._offset or status.st_ino != self._inode:
-                    self._forget_from(0)
-                    self._offset, self._inode = 0, status.st_ino
-                file.seek(self._offset)
-                whole, end, _ = file.read().rpartition(b"\n")
-        except OSError:
-            return False
-        self._offset += len(whole) + len(end)
-        for line in whole.split(b"\n") if end else ():
+        lines, is_replaced = self._follower.read_lines()
+        if is_replaced:
+            self._forget_from(0)
+        for line in lines:
             self._add(line)
-        return bool(end)
+        return bool(lines)
 
     def _add(self, line: bytes) -> None:
         record = parse_record(line)

@@ -18,8 +18,7 @@ from megatron.sweeps.remaining_work import (
     write_evaluation_marker,
 )
 from megatron.sweeps.spec import SweepMember
-from megatron.training.metrics_log import METRICS_FILE, read_metrics_log
-from megatron.utils.atomic_io import parse_json
+from megatron.training.metrics_log import METRICS_FILE, read_last_step, read_metrics_log
 from megatron.utils.errors import FarfieldError, RunError, UserError
 from megatron.utils.progress import WorkItem
 from megatron.utils.project import COMMAND
@@ -158,24 +157,6 @@ def train_in_subprocess(
         lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
         otherwise = f"training failed with exit code {child.returncode}; output: {output}"
         raise build_command_error(child.returncode, lines, otherwise)
-
-
-def read_last_step(metrics: Path, since: float) -> int | None:
-    """Return the newest step in a run's metrics.jsonl if the file was written after `since`, else None."""
-    try:
-        if metrics.stat().st_mtime < since:
-            return None
-        with open(metrics, "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - (1 << 14)))
-            lines = file.read().split(b"\n")[:-1]  # the last line may still be incomplete
-    except OSError:
-        return None
-    for line in reversed(lines):
-        try:
-            return int(parse_json(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
-    return None
 
 
 def stop_child(child: subprocess.Popen[Any]) -> None:

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.layout import list_checkpoints, parse_step, resolve_checkpoint_path
-from megatron.config.parallelism import resolve_mesh_shape
 from megatron.config.schema import Config
 from megatron.config.stages import Stage, build_stages
 from megatron.data.load_tokenizer import read_vocab_size
@@ -50,22 +49,23 @@ OVERRULE = "set check_resources=false to start anyway"
 
 
 def check_memory(
-    config: Config, hardware: LocalHardware, *, device: str, ranks_on_node: int, ranks: int
+    config: Config, hardware: LocalHardware, sizes: ParallelSizes, *, device: str, ranks_on_node: int
 ) -> Iterator[str]:
     """Reject a configuration that cannot fit in memory. Yield a note if it is planned to nearly fill a GPU.
 
     Args:
         config: resolved configuration, with its batch and stages.
         hardware: hardware of this machine; unknown values are not checked.
+        sizes: mesh of the run.
         device: cpu or cuda.
-        ranks_on_node, ranks: number of processes on this machine, and in total.
+        ranks_on_node: number of processes on this machine.
 
     Raises:
         UserError: if memory is too small; the message gives the bytes needed and available.
     """
     if not config.launch.check_resources or (hardware.memory is None and hardware.gpu_memory is None):
         return
-    sizes, vocab_size = resolve_mesh_shape(config, ranks), find_vocab_size(config.data)
+    vocab_size = find_vocab_size(config.data)
     stages, start = _list_stages(config), find_start_step(config.checkpoint)
     for stage in stages:
         if stage.end_step <= start and stage is not stages[-1]:

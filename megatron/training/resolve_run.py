@@ -62,22 +62,14 @@ def resolve_run(
     )
     config, more = resolve_zero(config)
     notes += [*more, *_describe_unused_keys(config)]
-    if topology.ranks is not None:
-        config = resolve_stages(resolve_batch_size(config, resolve_mesh_shape(config, topology.ranks).data))
-    if topology.ranks is not None and topology.ranks_on_node is not None and topology.is_here:
-        notes += check_memory(
-            config,
-            hardware,
-            device=topology.device,
-            ranks_on_node=topology.ranks_on_node,
-            ranks=topology.ranks,
-        )
-    if topology.ranks is not None and (num_late := count_unreached_stages(config)):
-        train_iters = config.training.train_iters
-        notes.append(f"stages: the last {num_late} would start at train_iters {train_iters} or later and never run")
-    if topology.ranks is not None and config.training.train_iters:
-        notes += describe_late_warmup(config)
-    return ResolvedRun(config, topology.ranks, tuple(notes))
+    if topology.ranks is None:
+        return ResolvedRun(config, None, tuple(notes))
+    sizes = resolve_mesh_shape(config, topology.ranks)
+    config = resolve_stages(resolve_batch_size(config, sizes.data))
+    late = list(_describe_late_keys(config))
+    if topology.ranks_on_node is not None and topology.is_here:  # last, for it needs all that was resolved
+        notes += check_memory(config, hardware, sizes, device=topology.device, ranks_on_node=topology.ranks_on_node)
+    return ResolvedRun(config, topology.ranks, (*notes, *late))
 
 
 def resolve_remote_run(
@@ -241,6 +233,15 @@ def _describe_late_instruments(config: Config) -> Iterator[str]:
     snapshot = config.logging.memory_snapshot
     if train_iters and snapshot is not None and snapshot > train_iters:
         yield (f"memory_snapshot {snapshot}: after train_iters {train_iters}, so written only if memory runs out")
+
+
+def _describe_late_keys(config: Config) -> Iterator[str]:
+    """Yield notes about stages and a warmup that the run ends before."""
+    train_iters = config.training.train_iters
+    if num_late := count_unreached_stages(config):
+        yield f"stages: the last {num_late} would start at train_iters {train_iters} or later and never run"
+    if train_iters:
+        yield from describe_late_warmup(config)
 
 
 def _describe_unused_keys(config: Config) -> Iterator[str]:

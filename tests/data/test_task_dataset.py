@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.dataloader import build_dataloader
-from megatron.data.datasets import SampleOrder, TaskDataset, build_datasets
+from megatron.data.datasets import SampleOrder, build_datasets
 from megatron.data.load_tokenizer import read_vocabulary
+from megatron.data.task_dataset import TaskDataset
 from megatron.data.tasks.task_config import read_task_config
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import single_process

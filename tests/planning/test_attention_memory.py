@@ -74,7 +74,7 @@ def test_blocks_of_rows_are_those_that_are_counted_one_by_one(
     total, largest, saved = 0, 0, 0
     for start, length in segments:
         is_saved = start + length <= kept
-        size = max(block_rows, attention_memory.MIN_ROWS_KEPT) if is_saved and processor is None else block_rows
+        size = max(block_rows, row_block_memory.MIN_ROWS_KEPT) if is_saved and processor is None else block_rows
         for first in range(start, start + length, size):
             last = min(first + size, start + length)
             reach = last if window is None else window - 1 + (0 if processor is None else processor.left_context)
