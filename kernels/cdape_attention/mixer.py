@@ -10,30 +10,36 @@ import os
 import warnings
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.cdape_attention.geometry import ELEMENTS, HEADS, WIDTH, KernelFamily, MixerKernel, Tile
 from kernels.cdape_attention.weights import PackedWeights, WeightShape
 from kernels.cuda.compile import load_nvrtc
 from kernels.cuda.kernel import CudaKernel
 from kernels.jit_build import CompileError
 from kernels.runtime import DeviceProperties, cdiv
 
-FOLDER = Path(__file__).with_name("cuda")
 VARIABLE = "FARFIELD_CUDA_MIXER"
 """Environment variable that turns all CUDA kernels off if it is 0: Triton's then compute everything."""
-ARCHS = (90,)
-"""Compute capabilities whose shared memory holds a block of the kernels."""
-BLOCK_ROWS, HEADS, WIDTH = 32, 16, 32
-TABLE_FRONT = 64
+BLOCK_ROWS = 32
+"""The most rows that a block takes."""
+MAX_HEAD_DIM = 128
+TABLE_FRONT = 96
 """Entries of U in front of distance 0: tiles at the diagonal look so far ahead."""
 LARGEST_EXCHANGED = torch.finfo(torch.float16).max
-TO_SCORES = CudaKernel(FOLDER, "mixer_backward.h", "MixerBackward<1, true, false>", "MixerBackwardArgs", 256, 230912)
-TO_WEIGHTS = CudaKernel(FOLDER, "mixer_backward.h", "MixerBackward<1, false, true>", "MixerBackwardArgs", 256, 152576)
+TO_SCORES = KernelFamily(
+    *("mixer_backward.h", "MixerBackward<{}, true, false>", "MixerBackwardArgs", 1),
+    ((Tile(32, 32), 165376), (Tile(16, 64), 166656), (Tile(16, 32), 82688)),
+)
+TO_WEIGHTS = KernelFamily(
+    *("mixer_backward.h", "MixerBackward<{}, false, true>", "MixerBackwardArgs", 1),
+    ((Tile(32, 32), 87040), (Tile(16, 64), 76288), (Tile(16, 32), 43520)),
+)
 
 
 Launch = Callable[[CudaKernel, tuple[int, int], ctypes.Structure], None]
@@ -65,11 +71,11 @@ class MixerInputs(NamedTuple):
     """Inputs of both kernels for one chunk of rows."""
 
     queries: Tensor
-    """bfloat16 [B, H, R, 64], scaled: rows of a tensor whose last two dimensions are contiguous."""
+    """[B, H, R, d], scaled: rows of a tensor whose last two dimensions are contiguous."""
     keys: Tensor
-    """bfloat16 [B, H, C or more, 64], alike."""
+    """[B, H, C or more, d], alike."""
     dlogits: Tensor
-    """bfloat16 [B, R, 8, C, 2], heads in pairs; undefined where a row does not see the column."""
+    """[B, R, 8, C, 2], heads in pairs; undefined where a row does not see the column."""
     contributions: Tensor
     """float32 [p + N + …, D]: U from distance −p on (`bias_product.py`)."""
     edge: Tensor
@@ -119,10 +125,12 @@ def fills_device(rows: int, batch: int, device: DeviceProperties) -> bool:
 
 
 def is_supported(shape: WeightShape, dtype: torch.dtype, dim: int, columns: int) -> bool:
-    """True if the kernels compute these shapes: three taps, 9 to 16 heads of 64, widths of 17 to 32."""
+    """True if some GPU has kernels for these shapes: half precision, three taps, 9 to 16 heads of dimensions that are a
+    multiple of 16, widths of 17 to 32."""
     return (
-        dtype == torch.bfloat16
-        and dim == 64
+        dtype in ELEMENTS
+        and dim % 16 == 0
+        and dim <= MAX_HEAD_DIM
         and shape.kernel_size == 3
         and HEADS // 2 < shape.heads <= HEADS
         and WIDTH // 2 < shape.width <= WIDTH
@@ -131,37 +139,41 @@ def is_supported(shape: WeightShape, dtype: torch.dtype, dim: int, columns: int)
 
 
 def build_score_inputs(queries: Tensor, keys: Tensor, columns: int, position: int) -> ScoreInputs:
-    """Describe a chunk's queries [B, H, R, 64] and keys [B, H, C or more, 64] for a kernel."""
+    """Describe a chunk's queries [B, H, R, d] and keys [B, H, C or more, d] for a kernel."""
     heads, rows = queries.shape[1:3]
     strides = (x.stride(1) * x.element_size() for x in (queries, keys))
     return ScoreInputs(queries.data_ptr(), keys.data_ptr(), *strides, heads, rows, columns, position)
 
 
-def differentiate_mixer(inputs: MixerInputs, dscores: Tensor, launch: Launch) -> MixerGradients:
+def differentiate_mixer(
+    inputs: MixerInputs, dscores: Tensor, kernels: tuple[MixerKernel, MixerKernel], launch: Launch
+) -> MixerGradients:
     """Run both kernels for a chunk.
 
     Args:
-        dscores: bfloat16 [B, H, R, C], written where a row sees a column, and zero in the rest of the diagonal tiles.
+        kernels: of `TO_SCORES` and `TO_WEIGHTS`.
+        dscores: [B, H, R, C], written where a row sees a column, and zero in the rest of the diagonal tiles.
         launch: runs a kernel on a grid of (blocks, sequences): on a GPU, or in a test's emulator.
     """
     shape, padding = inputs.shape, inputs.shape.padding
     batch, rows, _, columns, _ = inputs.dlogits.shape
-    blocks = cdiv(rows, BLOCK_ROWS)
-    table = build_table(inputs.contributions, padding, inputs.position + blocks * BLOCK_ROWS)
+    to_scores, to_weights = ((cdiv(rows, kernel.tile.rows), batch) for kernel in kernels)
+    distances = inputs.position + cdiv(rows, BLOCK_ROWS) * BLOCK_ROWS
+    table = build_table(inputs.contributions, padding, distances)
     edge = F.pad(inputs.edge, (0, WIDTH - shape.width))
     fragments = build_fragments(inputs.weights)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": table.device}
-    dtables = torch.zeros(batch * blocks, inputs.position + blocks * BLOCK_ROWS + padding, WIDTH + HEADS, **float32)
+    dtables = torch.zeros(prod(to_scores), distances + padding, WIDTH + HEADS, **float32)
     dedge = torch.empty(batch, rows, padding, WIDTH, **float32)
-    dweights = torch.empty(batch * blocks, 2 * shape.kernel_size * 4 * 32 * 4, **float32)
+    dweights = torch.empty(prod(to_weights), 2 * shape.kernel_size * 4 * 32 * 4, **float32)
     args = MixerBackwardArgs(
         build_score_inputs(inputs.queries, inputs.keys, columns, inputs.position),
         *(x.data_ptr() for x in (inputs.dlogits, table, edge, *fragments, dscores, dtables, dedge, dweights)),
         *(TABLE_FRONT, dtables.shape[1]),
         *(x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, inputs.dlogits, dedge, dscores)),
     )
-    launch(TO_SCORES, (blocks, batch), args)
-    launch(TO_WEIGHTS, (blocks, batch), args)
+    for kernel, grid in zip(kernels, (to_scores, to_weights), strict=True):
+        launch(kernel.code, grid, args)
     sums = dtables.sum(0)
     return MixerGradients(
         sums[:, : shape.width],

@@ -3,9 +3,10 @@
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.cdape_attention.bias_product import get_bias_product
+from kernels.cdape_attention.geometry import KernelFamily, MixerKernel, Tile
 from kernels.cdape_attention.mixer_forward import LogitInputs
 from kernels.cdape_attention.weights import PackedWeights, WeightShape, get_weight_shape, pack_weights
 from kernels.cuda.emulate import Emulator
@@ -35,6 +37,8 @@ class Shape:
     width: int
     rows: int
     position: int
+    dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def columns(self) -> int:
@@ -44,6 +48,31 @@ class Shape:
 SHAPES = st.builds(
     Shape, st.integers(1, 2), st.integers(9, 16), st.integers(17, 32), st.integers(1, 80), st.integers(0, 12)
 ).map(lambda s: Shape(s.batch, s.heads, s.width, s.rows, s.position * 8 + -(s.rows + s.position * 8) % 8))
+
+
+class Case(NamedTuple):
+    """What a kernel is compiled for."""
+
+    rows: int
+    columns: int
+    dim: int
+    dtype: torch.dtype
+
+    def build(self, family: KernelFamily) -> MixerKernel:
+        return family.build(Tile(self.rows, self.columns), self.dim, self.dtype, 90)
+
+    def adapt(self, shape: Shape) -> Shape:
+        return replace(shape, dim=self.dim, dtype=self.dtype)
+
+
+CASES = [
+    Case(32, 32, 64, torch.bfloat16),
+    Case(16, 64, 80, torch.float16),
+    Case(16, 64, 128, torch.bfloat16),
+    Case(16, 32, 96, torch.bfloat16),
+]
+ROUNDINGS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+"""Relative to a number, half a unit in the last place of the types."""
 
 
 def find_seen(shape: Shape) -> Tensor:
@@ -76,15 +105,15 @@ def draw_call(shape: Shape, generator: torch.Generator) -> Call:
         draw(heads, shape.width, 1, TAPS, scale=0.1),
         draw(heads),
     )
-    packed = pack_weights(weight_shape, [weights], torch.bfloat16)
-    product = get_bias_product(weight_shape, rows, shape.position, None, torch.bfloat16)
+    packed = pack_weights(weight_shape, [weights], shape.dtype)
+    product = get_bias_product(weight_shape, rows, shape.position, None, shape.dtype)
     bias = draw(heads, columns)
     contributions = product.compute(product.build_neighbourhoods(bias[None]), packed)[0]
     edge_start = columns + PADDING
     return Call(
         shape,
-        draw(batch, heads, rows, 64, scale=0.35).bfloat16(),
-        draw(batch, heads, columns + 3, 64).bfloat16(),  # a cache may hold more
+        draw(batch, heads, rows, shape.dim, scale=2.8 / shape.dim**0.5).to(shape.dtype),
+        draw(batch, heads, columns + 3, shape.dim).to(shape.dtype),  # a cache may hold more
         contributions[:edge_start].clone(),
         contributions[edge_start:].view(rows, PADDING, -1).clone(),
         bias,

@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixer_emulation import (
+    CASES,
     NO_ERRORS,
     SHAPES,
+    Case,
     Launcher,
     Shape,
     build_logit_inputs,
@@ -21,19 +23,21 @@ from mixer_emulation import (
 )
 from torch import Tensor
 
-from kernels.cdape_attention import mixer, mixer_forward
+from kernels.cdape_attention import mixer_forward
+from kernels.cdape_attention.geometry import FOLDER
 from kernels.cdape_attention.mixer_forward import KERNELS, LogitInputs, compute_logits
 from kernels.cuda.emulate import Faults, find_compiler
-from kernels.cuda.kernel import CudaKernel
+
+FORWARD_CASES = [Case(32, 16, 64, torch.bfloat16), *CASES]
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)")
 
 
-def run(inputs: LogitInputs, kernel: CudaKernel, launcher: Launcher) -> tuple[Tensor, Faults]:
+def run(inputs: LogitInputs, case: Case, launcher: Launcher) -> tuple[Tensor, Faults]:
     """The logits, and what the emulator counted. The kernel may access only what it is given."""
     builders = ["build_group_table", "build_bias", "exchange_fragments"]
     with launcher.watch([inputs.queries, inputs.keys], mixer_forward, builders):
-        logits = compute_logits(inputs, kernel, launcher)
+        logits = compute_logits(inputs, case.build(KERNELS), launcher)
     return logits, launcher.emulator.get_faults()
 
 
@@ -42,32 +46,33 @@ def is_right(found: Tensor, inputs: LogitInputs, shape: Shape) -> bool:
     return bool(((found.double() - true).abs() <= bound)[..., find_seen(shape)].all())
 
 
-@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda kernel: kernel.name)
-@settings(max_examples=8, deadline=None)
+@pytest.mark.parametrize("case", FORWARD_CASES, ids=str)
+@settings(max_examples=6, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 1000), residual_bias=st.booleans())
 def test_logits_are_those_of_float64_and_no_access_is_wrong(
-    kernel: CudaKernel, shape: Shape, seed: int, residual_bias: bool
+    case: Case, shape: Shape, seed: int, residual_bias: bool
 ) -> None:
+    shape = case.adapt(shape)
     inputs = build_logit_inputs(shape, seed, residual_bias=residual_bias)
-    found, faults = run(inputs, kernel, Launcher(mixer.FOLDER))
+    found, faults = run(inputs, case, Launcher(FOLDER))
     assert faults.errors == NO_ERRORS, faults
     assert is_right(found, inputs, shape)
 
 
-@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda kernel: kernel.name)
-def test_the_order_of_warps_changes_no_bit(kernel: CudaKernel) -> None:
-    shape = Shape(1, 12, 32, 72, 0)
+@pytest.mark.parametrize("case", FORWARD_CASES, ids=str)
+def test_the_order_of_warps_changes_no_bit(case: Case) -> None:
+    shape = case.adapt(Shape(1, 12, 32, 72, 0))
     inputs = build_logit_inputs(shape)
-    found, _ = run(inputs, kernel, Launcher(mixer.FOLDER))
-    again, faults = run(inputs, kernel, Launcher(mixer.FOLDER, backwards=True))
+    found, _ = run(inputs, case, Launcher(FOLDER))
+    again, faults = run(inputs, case, Launcher(FOLDER, backwards=True))
     assert faults.errors == NO_ERRORS
     seen = find_seen(shape)
     assert torch.equal(found[..., seen], again[..., seen])
 
 
-@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda kernel: kernel.name)
-def test_shared_memory_has_few_bank_conflicts(kernel: CudaKernel) -> None:
-    _, faults = run(build_logit_inputs(Shape(1, 16, 32, 96, 0)), kernel, Launcher(mixer.FOLDER))
+@pytest.mark.parametrize("case", FORWARD_CASES, ids=str)
+def test_shared_memory_has_few_bank_conflicts(case: Case) -> None:
+    _, faults = run(build_logit_inputs(case.adapt(Shape(1, 16, 32, 128, 0))), case, Launcher(FOLDER))
     assert faults.clocks < 1.1 * faults.accesses
 
 
@@ -75,7 +80,7 @@ def test_large_numbers_saturate() -> None:
     shape = Shape(1, 9, 17, 16, 0)
     inputs = build_logit_inputs(shape)
     inputs = inputs._replace(contributions=inputs.contributions * 1e6, queries=inputs.queries * 1e5)
-    found, _ = run(inputs, KERNELS[90], Launcher(mixer.FOLDER))
+    found, _ = run(inputs, FORWARD_CASES[0], Launcher(FOLDER))
     assert found[..., find_seen(shape)].isfinite().all()
 
 
@@ -95,7 +100,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "cuda"
-    shutil.copytree(mixer.FOLDER, folder)
+    shutil.copytree(FOLDER, folder)
     file, right, wrong = FAULTS[name]
     header = folder / file
     source = header.read_text(encoding="utf-8")
@@ -103,5 +108,5 @@ def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     header.write_text(source.replace(right, wrong), encoding="utf-8")
     shape = Shape(1, 16, 32, 64, 0)
     inputs = build_logit_inputs(shape)
-    found, faults = run(inputs, KERNELS[90], Launcher(folder))
+    found, faults = run(inputs, FORWARD_CASES[0], Launcher(folder))
     assert faults.errors != NO_ERRORS or not is_right(found, inputs, shape)
