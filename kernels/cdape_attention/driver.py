@@ -192,7 +192,7 @@ def compute_logits(
     Args:
         scores: from `compute_scores`, if there are any.
     """
-    if _uses_mixer(problem, chunk, k, mixer_forward.KERNELS):
+    if _uses_mixer(problem, chunk, k, mixer_forward.TILE_COLUMNS):
         return _compute_mixer_logits(problem, chunk, scaled, k)
     return _process_scores(problem, chunk, compute_scores(problem, chunk, scaled, k) if scores is None else scores)
 
@@ -201,7 +201,7 @@ def _compute_mixer_logits(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k
     arch = get_arch(k)
     assert arch is not None
     return mixer_forward.compute_logits(
-        _build_logit_inputs(problem, chunk, scaled, k), mixer_forward.KERNELS[arch], launch_kernel
+        _build_logit_inputs(problem, chunk, scaled, k), mixer_forward.TILE_COLUMNS[arch], launch_kernel
     )
 
 
@@ -213,15 +213,24 @@ def _build_logit_inputs(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: 
         problem.bias_table,
         problem.weights,
         problem.shape,
-        chunk.position,
+        chunk.position - chunk.left,
+        _find_spans(problem, chunk),
     )
 
 
+def _find_spans(problem: CdapeProblem, chunk: Chunk) -> mixer.Spans | None:
+    """The columns that the chunk's rows see, or None if each sees all from position 0 on."""
+    if chunk.first_keys is None and chunk.right <= problem.window:
+        return None
+    return mixer.Spans(problem.window, chunk.left, chunk.first_keys)
+
+
 def _split_contributions(problem: CdapeProblem, chunk: Chunk) -> tuple[Tensor, Tensor]:
-    """U by distance, and E of the chunk's rows, [R, p, D]."""
-    contributions, padding = problem.bias_contributions, problem.padding
-    edge = contributions[chunk.edge_start + chunk.first * padding :][: chunk.rows * padding]
-    return contributions[: chunk.edge_start], edge.view(chunk.rows, padding, -1)
+    """U by distance, and E of the chunk's rows, or with documents of all positions in one, [R, p, D]."""
+    contributions, edge = problem.bias_contributions.tensor_split([chunk.edge_start])
+    rows = slice(chunk.first, chunk.last) if chunk.first_keys is None else slice(None)
+    known = problem.rows if chunk.first_keys is None else problem.offset + problem.rows
+    return contributions, edge.view(known, problem.padding, problem.shape.width)[rows]
 
 
 def _process_scores(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tensor:
@@ -509,8 +518,6 @@ def _uses_mixer(problem: CdapeProblem, chunk: Chunk, k: Tensor, archs: Collectio
     return (
         problem.uses_mixer
         and k.is_cuda
-        and problem.window == NO_WINDOW_INT32
-        and chunk.first_keys is None
         and mixer.is_supported(problem.shape, problem.dtype, k.shape[3], chunk.right - chunk.left)
         and get_arch(k) in archs
         and mixer.fills_device(chunk.rows, k.shape[0], get_device_properties(k))
@@ -537,11 +544,12 @@ def _mixer_backward(
         *_split_contributions(problem, chunk),
         problem.weights,
         problem.shape,
-        chunk.position,
+        chunk.position - chunk.left,
+        _find_spans(problem, chunk),
     )
     gradients = mixer.differentiate_mixer(inputs, maps.probabilities, launch_kernel)
     product.add_gradient(sums.terms.bias_product, gradients.contributions[None], is_first=is_first)
-    product.set_edge_gradient(sums.terms.bias_product, gradients.edge, chunk.first)
+    _take_edge_gradient(product, chunk, gradients.edge, sums)
     if problem.has_bias:
         covered = min(len(gradients.bias_table), len(sums.terms.bias_table))
         add_sum(sums.terms.bias_table[:covered], gradients.bias_table[None, :covered], is_first=is_first)
@@ -579,13 +587,17 @@ def _processor_backward(
         tile.options,
     )
     product.add_gradient(sums.terms.bias_product, dbias_contributions, is_first=is_first)
+    _take_edge_gradient(product, chunk, dedge, sums)
+    if has_bias:
+        covered = min(blocks * kept_distances, len(sums.terms.bias_table))
+        add_sum(sums.terms.bias_table[:covered], dbias[:, :covered], is_first=is_first)
+
+
+def _take_edge_gradient(product: BiasProduct, chunk: Chunk, dedge: Tensor, sums: GradientSums) -> None:
     if chunk.first_keys is None:
         product.set_edge_gradient(sums.terms.bias_product, dedge, chunk.first)
     else:
         product.add_edge_gradient(sums.terms.bias_product, dedge, chunk.position, chunk.first_keys)
-    if has_bias:
-        covered = min(blocks * kept_distances, len(sums.terms.bias_table))
-        add_sum(sums.terms.bias_table[:covered], dbias[:, :covered], is_first=is_first)
 
 
 def _weights_backward(

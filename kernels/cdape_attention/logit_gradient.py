@@ -14,7 +14,11 @@ from kernels.cdape_attention.mixer_forward import LogitArgs, LogitInputs, pack_i
 from kernels.cuda.kernel import CudaKernel
 from kernels.runtime import cdiv
 
-KERNEL = CudaKernel(FOLDER, "logit_gradient.h", "LogitGradient<1>", "LogitGradientArgs", 256, 229888)
+
+def get_kernel(*, is_local: bool) -> CudaKernel:
+    """The kernel; `is_local` is for rows with `mixer.Spans`."""
+    name = f"LogitGradient<1, {str(is_local).lower()}>"
+    return CudaKernel(FOLDER, "logit_gradient.h", name, "LogitGradientArgs", 256, 229888)
 
 
 class LogitGradientArgs(ctypes.Structure):
@@ -78,5 +82,5 @@ def differentiate_softmax(inputs: LogitInputs, attended: AttendedChunk, sums: Te
         *(x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, values, doutput)),
         *(sums.stride(0) * 4, probabilities.stride(0) * 2, dlogits.stride(0) * 2),
     )
-    launch(KERNEL, (cdiv(rows, BLOCK_ROWS), batch), args)
+    launch(get_kernel(is_local=inputs.spans is not None), (cdiv(rows, BLOCK_ROWS), batch), args)
     return LogitGradients(probabilities, dlogits)

@@ -32,8 +32,21 @@ BLOCK_ROWS, HEADS, WIDTH = 32, 16, 32
 TABLE_FRONT = 64
 """Entries of U in front of distance 0: tiles at the diagonal look so far ahead."""
 LARGEST_EXCHANGED = torch.finfo(torch.float16).max
-TO_SCORES = CudaKernel(FOLDER, "mixer_backward.h", "MixerBackward<1, true, false>", "MixerBackwardArgs", 256, 230912)
-TO_WEIGHTS = CudaKernel(FOLDER, "mixer_backward.h", "MixerBackward<1, false, true>", "MixerBackwardArgs", 256, 152576)
+
+
+def get_kernels(*, is_local: bool) -> tuple[CudaKernel, CudaKernel]:
+    """The kernels for the gradients of scores and tables, and for those of weights.
+
+    Args:
+        is_local: for rows with `Spans`.
+    """
+    return tuple(
+        CudaKernel(FOLDER, "mixer_backward.h", f"MixerBackward<1, {which}, {str(is_local).lower()}>", *rest)
+        for which, *rest in (
+            ("true, false", "MixerBackwardArgs", 256, 230912),
+            ("false, true", "MixerBackwardArgs", 256, 152576),
+        )
+    )  # type: ignore[return-value]
 
 
 Launch = Callable[[CudaKernel, tuple[int, int], ctypes.Structure], None]
@@ -44,8 +57,10 @@ class ScoreInputs(ctypes.Structure):
     """Inputs of scores, as `cuda/scores.h` declares them."""
 
     _fields_ = (
+        *(("first_keys", ctypes.c_void_p), ("first_keys_batch", ctypes.c_longlong)),
+        *((name, ctypes.c_int) for name in ("rows", "columns", "position", "window", "origin", "edge_position")),
         *((name, ctypes.c_void_p) for name in ("q", "k")),
-        *((name, ctypes.c_int) for name in ("q_stride", "k_stride", "heads", "rows", "columns", "position")),
+        *((name, ctypes.c_int) for name in ("q_stride", "k_stride", "heads")),
     )
 
 
@@ -61,6 +76,16 @@ class MixerBackwardArgs(ctypes.Structure):
     )
 
 
+class Spans(NamedTuple):
+    """The columns that a chunk's rows see, if not all from column 0 on: those of a window, of a document, or of both."""
+
+    window: int
+    left: int
+    """Position of the maps' first column."""
+    first_keys: Tensor | None
+    """int32 [B, R], contiguous: positions at which the rows' documents begin; None if that is 0."""
+
+
 class MixerInputs(NamedTuple):
     """Inputs of both kernels for one chunk of rows."""
 
@@ -73,11 +98,12 @@ class MixerInputs(NamedTuple):
     contributions: Tensor
     """float32 [p + N + …, D]: U from distance −p on (`bias_product.py`)."""
     edge: Tensor
-    """float32 [R, p, D]: E of the chunk's rows."""
+    """float32 [R, p, D]: E of the chunk's rows, or with documents of all positions in one."""
     weights: PackedWeights
     shape: WeightShape
     position: int
-    """Position of the chunk's first row."""
+    """Column of the chunk's first row: its position, if the maps begin at position 0."""
+    spans: Spans | None = None
 
 
 class MixerGradients(NamedTuple):
@@ -130,11 +156,26 @@ def is_supported(shape: WeightShape, dtype: torch.dtype, dim: int, columns: int)
     )
 
 
-def build_score_inputs(queries: Tensor, keys: Tensor, columns: int, position: int) -> ScoreInputs:
+def build_score_inputs(
+    queries: Tensor, keys: Tensor, columns: int, position: int, spans: Spans | None = None
+) -> ScoreInputs:
     """Describe a chunk's queries [B, H, R, 64] and keys [B, H, C or more, 64] for a kernel."""
     heads, rows = queries.shape[1:3]
     strides = (x.stride(1) * x.element_size() for x in (queries, keys))
-    return ScoreInputs(queries.data_ptr(), keys.data_ptr(), *strides, heads, rows, columns, position)
+    own: tuple[int, ...] = (0, 0, 0)
+    documents: tuple[int | None, int] = (None, 0)
+    if spans is not None:
+        own = (spans.window, spans.left, position + spans.left if spans.first_keys is None else 0)
+        if spans.first_keys is not None:
+            documents = (spans.first_keys.data_ptr(), spans.first_keys.stride(0) * 4)
+    tensors = (queries.data_ptr(), keys.data_ptr())
+    return ScoreInputs(*documents, rows, columns, position, *own, *tensors, *strides, heads)
+
+
+def count_distances(rows: int, position: int, spans: Spans | None) -> int:
+    """How many distances kernels may look up for a chunk whose first row stands at this column."""
+    before = 0 if spans is None else BLOCK_ROWS  # a tile may begin left of column 0
+    return position + cdiv(rows, BLOCK_ROWS) * BLOCK_ROWS + before
 
 
 def differentiate_mixer(inputs: MixerInputs, dscores: Tensor, launch: Launch) -> MixerGradients:
@@ -147,21 +188,23 @@ def differentiate_mixer(inputs: MixerInputs, dscores: Tensor, launch: Launch) ->
     shape, padding = inputs.shape, inputs.shape.padding
     batch, rows, _, columns, _ = inputs.dlogits.shape
     blocks = cdiv(rows, BLOCK_ROWS)
-    table = build_table(inputs.contributions, padding, inputs.position + blocks * BLOCK_ROWS)
+    is_local = inputs.spans is not None
+    table = build_table(inputs.contributions, padding, count_distances(rows, inputs.position, inputs.spans))
     edge = F.pad(inputs.edge, (0, WIDTH - shape.width))
     fragments = build_fragments(inputs.weights)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": table.device}
     dtables = torch.zeros(batch * blocks, inputs.position + blocks * BLOCK_ROWS + padding, WIDTH + HEADS, **float32)
-    dedge = torch.empty(batch, rows, padding, WIDTH, **float32)
+    new_edge = torch.zeros if is_local else torch.empty  # rows may not see their document's begin
+    dedge = new_edge(batch, rows, padding, WIDTH, **float32)
     dweights = torch.empty(batch * blocks, 2 * shape.kernel_size * 4 * 32 * 4, **float32)
     args = MixerBackwardArgs(
-        build_score_inputs(inputs.queries, inputs.keys, columns, inputs.position),
+        build_score_inputs(inputs.queries, inputs.keys, columns, inputs.position, inputs.spans),
         *(x.data_ptr() for x in (inputs.dlogits, table, edge, *fragments, dscores, dtables, dedge, dweights)),
         *(TABLE_FRONT, dtables.shape[1]),
         *(x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, inputs.dlogits, dedge, dscores)),
     )
-    launch(TO_SCORES, (blocks, batch), args)
-    launch(TO_WEIGHTS, (blocks, batch), args)
+    for kernel in get_kernels(is_local=is_local):
+        launch(kernel, (blocks, batch), args)
     sums = dtables.sum(0)
     return MixerGradients(
         sums[:, : shape.width],

@@ -421,6 +421,9 @@ Words<N> load_global(const Address& a, int constant) {
   }
   return v;
 }
+inline int load_uniform(const void* array, int index) {
+  return (int)load_global<1>(address(array, i32(4 * index)), 0).x[0].v[0];
+}
 inline Words<4> request_global(const Address& a, int constant) { return load_global<4>(a, constant); }
 template <int N>
 void store_global(const Address& a, int constant, const Words<N>& v, const pred& is_stored) {

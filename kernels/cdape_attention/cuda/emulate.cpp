@@ -17,12 +17,11 @@ extern "C" void get_faults(long long* counts) { memcpy(counts, &faults(), sizeof
   }                                                                                        \
   extern "C" int NAME##_memory_bytes() { return __VA_ARGS__::MEMORY_BYTES; }               \
   extern "C" int NAME##_num_threads() { return __VA_ARGS__::NUM_THREADS; }
-typedef MixerBackward<1, true, false> BackwardToScores;
-typedef MixerBackward<1, false, true> BackwardToWeights;
-typedef MixerForward<1, 16> Forward16;
-typedef MixerForward<1, 32> Forward32;
-EMULATE(MixerBackward_1_true_false, MixerBackwardArgs, BackwardToScores)
-EMULATE(MixerBackward_1_false_true, MixerBackwardArgs, BackwardToWeights)
-EMULATE(MixerForward_1_16, MixerForwardArgs, Forward16)
-EMULATE(MixerForward_1_32, MixerForwardArgs, Forward32)
-EMULATE(LogitGradient_1, LogitGradientArgs, LogitGradient<1>)
+#define EMULATE_ALL(LOCAL)                                                                             \
+  EMULATE(MixerBackward_1_true_false_##LOCAL, MixerBackwardArgs, MixerBackward<1, true, false, LOCAL>) \
+  EMULATE(MixerBackward_1_false_true_##LOCAL, MixerBackwardArgs, MixerBackward<1, false, true, LOCAL>) \
+  EMULATE(MixerForward_1_16_##LOCAL, MixerForwardArgs, MixerForward<1, 16, LOCAL>)                     \
+  EMULATE(MixerForward_1_32_##LOCAL, MixerForwardArgs, MixerForward<1, 32, LOCAL>)                     \
+  EMULATE(LogitGradient_1_##LOCAL, LogitGradientArgs, LogitGradient<1, LOCAL>)
+EMULATE_ALL(false)
+EMULATE_ALL(true)

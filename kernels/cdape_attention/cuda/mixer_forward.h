@@ -10,9 +10,9 @@ struct MixerForwardArgs {
 
 // Stores logits. A warp takes an equal share of a tile's rows, a lane 4 columns of a pair, and in tiles of 32 columns
 // of pair + 4 after it.
-template <int PADDING, int COLUMNS>
+template <int PADDING, int COLUMNS, bool LOCAL>
 struct StoreLogits {
-  typedef Logits<PADDING, COLUMNS, false> L;
+  typedef Logits<PADDING, COLUMNS, false, LOCAL> L;
   typedef typename L::G G;
   typedef typename L::R R;
   typedef typename L::Context Context;
@@ -26,7 +26,8 @@ struct StoreLogits {
   }
   KERNEL_CODE void begin(const Context& c) {
     const long long row_bytes = (long long)c.in.scores.columns * 4, head_bytes = c.in.scores.rows * row_bytes;
-    Address rows = advance(address(map, lane_id() % CHUNKS * 16), (c.first_row + WARP_ROWS * c.warp) * row_bytes);
+    Address rows = advance(address(map, lane_id() % CHUNKS * 16),
+                           (c.first_row + WARP_ROWS * c.warp) * row_bytes + c.tiles.first * (COLUMNS * 4));
     UNROLL_FOR (int h = 0; h < 2; h++)
       logits[h] = advance(advance_heads(rows, find_pair() * 2, head_bytes), h * head_bytes);
   }
@@ -62,6 +63,7 @@ struct StoreLogits {
           pred is_stored = pair * 2 + (8 * upper + h) < c.in.scores.heads;
           if (MASKED)
             is_stored = is_stored && chunk * 4 + first <= c.position() + row && c.first_row + row < c.in.scores.rows;
+          if (MASKED && LOCAL) is_stored = is_stored && chunk * 4 + first >= 0;
           store_global<4>(to[h], 0, v, is_stored);
           to[h] = advance(to[h], row_bytes);
         }
@@ -71,9 +73,9 @@ struct StoreLogits {
   }
 };
 
-template <int PADDING, int COLUMNS>
+template <int PADDING, int COLUMNS, bool LOCAL>
 struct MixerForward {
-  typedef Logits<PADDING, COLUMNS, false> L;
+  typedef Logits<PADDING, COLUMNS, false, LOCAL> L;
   static constexpr int NUM_THREADS = L::NUM_THREADS, MEMORY_BYTES = L::MEMORY_BYTES;
   static constexpr int BLOCKS_PER_SM = COLUMNS == 16 ? 2 : 1;
 
@@ -81,7 +83,8 @@ struct MixerForward {
     ScoreInputs& scores = args.inputs.scores;
     scores.q = (const char*)scores.q + batch * args.q_batch;
     scores.k = (const char*)scores.k + batch * args.k_batch;
-    StoreLogits<PADDING, COLUMNS> last;
+    scores.select_sequence(batch);
+    StoreLogits<PADDING, COLUMNS, LOCAL> last;
     last.map = (char*)args.logits + batch * args.logits_batch;
     L::go_over_tiles(args.inputs, memory, warp, block, last);
   }

@@ -1,13 +1,12 @@
 // Scores S = q·k of a block's rows, for all heads.
 #pragma once
-#include "geometry.h"
+#include "spans.h"
 
-struct ScoreInputs {
-  const void* q;             // bfloat16 [H, …, 64], scaled: the chunk's first row
-  const void* k;             // bfloat16 [H, …, 64]: column 0
-  int q_stride, k_stride;    // bytes from one head to the next
-  int heads, rows, columns;  // rows of the chunk, and columns that its last row sees
-  int position;              // of the chunk's first row: row r sees columns 0 … position + r
+struct ScoreInputs : RowSpans {
+  const void* q;           // bfloat16 [H, …, 64], scaled: the chunk's first row
+  const void* k;           // bfloat16 [H, …, 64]: column 0
+  int q_stride, k_stride;  // bytes from one head to the next
+  int heads;
 };
 
 // A warp computes a head's scores of 32 rows and 16 columns at a time: two n-tiles. Lane g of n-tile n holds the column
@@ -78,10 +77,14 @@ struct Scores {
 
   // The words of a pair of heads: words[row tile][x][r] is of column `first` + x of the lane's, and row g + 8r. MASKED:
   // some row does not see some of the columns, and its scores are zero.
-  template <bool MASKED>
+  template <bool MASKED, bool LOCAL>
   static KERNEL_CODE void pack(u32 (&words)[G::ROW_TILES][4][2], const Sums (&sums)[2], const ScoreInputs& in,
                                int first_row, int first) {
-    i32 lane = lane_id(), g = lane / 4, t = lane % 4;
+    i32 lane = lane_id(), g = lane / 4, t = lane % 4, begin[G::ROW_TILES][2];
+    if constexpr (MASKED)
+      UNROLL_FOR (int tile = 0; tile < G::ROW_TILES; tile++)
+        UNROLL_FOR (int r = 0; r < 2; r++)
+          begin[tile][r] = LOCAL ? in.find_lanes_first(g + (first_row + 16 * tile + 8 * r)) : i32(0);
     UNROLL_FOR (int tile = 0; tile < G::ROW_TILES; tile++)
       UNROLL_FOR (int x = 0; x < 4; x++)
         UNROLL_FOR (int r = 0; r < 2; r++) {
@@ -90,7 +93,8 @@ struct Scores {
           word = pack_exchange(sums[0].tile[tile][y][z], sums[1].tile[tile][y][z]);
           if (MASKED) {
             i32 column = t * LANE_COLUMNS + (first + x);
-            word = select(column <= g + (in.position + first_row + 16 * tile + 8 * r) && column >= 0, word, u32(0u));
+            const int position = in.position + first_row + 16 * tile + 8 * r;
+            word = select(column <= g + position && column >= begin[tile][r], word, u32(0u));
           }
         }
   }
