@@ -209,15 +209,24 @@ def _build_logit_inputs(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: 
         problem.bias_table,
         problem.weights,
         problem.shape,
-        chunk.position,
+        chunk.position - chunk.left,
+        _find_spans(problem, chunk),
     )
 
 
+def _find_spans(problem: CdapeProblem, chunk: Chunk) -> mixer.Spans | None:
+    """The columns that the chunk's rows see, or None if each sees all from position 0 on."""
+    if chunk.first_keys is None and chunk.right <= problem.window:
+        return None
+    return mixer.Spans(problem.window, chunk.left, chunk.first_keys)
+
+
 def _split_contributions(problem: CdapeProblem, chunk: Chunk) -> tuple[Tensor, Tensor]:
-    """U by distance, and E of the chunk's rows, [R, p, D]."""
-    contributions, padding = problem.bias_contributions, problem.padding
-    edge = contributions[chunk.edge_start + chunk.first * padding :][: chunk.rows * padding]
-    return contributions[: chunk.edge_start], edge.view(chunk.rows, padding, -1)
+    """U by distance, and E of the chunk's rows, or with documents of all positions in one, [R, p, D]."""
+    contributions, edge = problem.bias_contributions.tensor_split([chunk.edge_start])
+    rows = slice(chunk.first, chunk.last) if chunk.first_keys is None else slice(None)
+    known = problem.rows if chunk.first_keys is None else problem.offset + problem.rows
+    return contributions, edge.view(known, problem.padding, problem.shape.width)[rows]
 
 
 def _process_scores(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tensor:
@@ -511,8 +520,6 @@ def _choose_kernels(
     takes = (
         problem.uses_mixer
         and k.is_cuda
-        and problem.window == NO_WINDOW_INT32
-        and chunk.first_keys is None
         and mixer.is_supported(problem.shape, problem.dtype, k.shape[3], chunk.right - chunk.left)
         and mixer.fills_device(chunk.rows, k.shape[0], get_device_properties(k))
         and mixer.has_compiler()
@@ -520,7 +527,8 @@ def _choose_kernels(
     arch = get_arch(k) if takes else None
     if arch is None:
         return None
-    kernels = [choose_kernel(family, k.shape[3], problem.dtype, arch) for family in families]
+    is_local = _find_spans(problem, chunk) is not None
+    kernels = [choose_kernel(family, k.shape[3], problem.dtype, arch, is_local=is_local) for family in families]
     found = tuple(kernel for kernel in kernels if kernel is not None)
     return found if len(found) == len(kernels) else None
 
@@ -545,11 +553,12 @@ def _mixer_backward(
         *_split_contributions(problem, chunk),
         problem.weights,
         problem.shape,
-        chunk.position,
+        chunk.position - chunk.left,
+        _find_spans(problem, chunk),
     )
     gradients = mixer.differentiate_mixer(inputs, maps.probabilities, kernels, launch_kernel)
     product.add_gradient(sums.terms.bias_product, gradients.contributions[None], is_first=is_first)
-    product.set_edge_gradient(sums.terms.bias_product, gradients.edge, chunk.first)
+    _take_edge_gradient(product, chunk, gradients.edge, sums)
     if problem.has_bias:
         covered = min(len(gradients.bias_table), len(sums.terms.bias_table))
         add_sum(sums.terms.bias_table[:covered], gradients.bias_table[None, :covered], is_first=is_first)
@@ -587,13 +596,17 @@ def _processor_backward(
         tile.options,
     )
     product.add_gradient(sums.terms.bias_product, dbias_contributions, is_first=is_first)
+    _take_edge_gradient(product, chunk, dedge, sums)
+    if has_bias:
+        covered = min(blocks * kept_distances, len(sums.terms.bias_table))
+        add_sum(sums.terms.bias_table[:covered], dbias[:, :covered], is_first=is_first)
+
+
+def _take_edge_gradient(product: BiasProduct, chunk: Chunk, dedge: Tensor, sums: GradientSums) -> None:
     if chunk.first_keys is None:
         product.set_edge_gradient(sums.terms.bias_product, dedge, chunk.first)
     else:
         product.add_edge_gradient(sums.terms.bias_product, dedge, chunk.position, chunk.first_keys)
-    if has_bias:
-        covered = min(blocks * kept_distances, len(sums.terms.bias_table))
-        add_sum(sums.terms.bias_table[:covered], dbias[:, :covered], is_first=is_first)
 
 
 def _weights_backward(

@@ -49,30 +49,38 @@ class KernelFamily(NamedTuple):
 
     header: str
     name: str
-    """With {} for the geometry."""
+    """With {geometry} and {local}, for `build`."""
     arguments: str
     num_queries: int
     """Number of tensors of which a block holds its rows, all heads, in shared memory."""
     tiles: tuple[tuple[Tile, int], ...]
     """Each tile, and the rest of the shared memory that a block needs for it."""
 
-    def build(self, tile: Tile, dim: int, dtype: torch.dtype, arch: int) -> MixerKernel:
+    def build(self, tile: Tile, dim: int, dtype: torch.dtype, arch: int, *, is_local: bool = False) -> MixerKernel:
         """Describe the kernel of a geometry.
 
         Args:
             arch: compute capability as major · 10 + minor, which decides how many blocks share a multiprocessor.
+            is_local: for rows with `mixer.Spans`.
         """
         shared_bytes = self.num_queries * tile.rows * HEADS * 2 * dim + dict(self.tiles)[tile]
         geometry = f"Geometry<1, {tile.columns}, {tile.rows // 16}, {dim}, {ELEMENTS[dtype]}>"
         code = CudaKernel(
-            FOLDER, self.header, self.name.format(geometry), self.arguments, 32 * tile.warps, shared_bytes
+            FOLDER,
+            self.header,
+            self.name.format(geometry=geometry, local=str(is_local).lower()),
+            self.arguments,
+            32 * tile.warps,
+            shared_bytes,
         )
         room = (BLOCK_BYTES[arch] + RESERVED_BYTES) // (shared_bytes + RESERVED_BYTES)
         return MixerKernel(code, tile, min(room, MAX_WARPS // tile.warps))
 
 
 @cache
-def choose_kernel(family: KernelFamily, dim: int, dtype: torch.dtype, arch: int) -> MixerKernel | None:
+def choose_kernel(
+    family: KernelFamily, dim: int, dtype: torch.dtype, arch: int, *, is_local: bool = False
+) -> MixerKernel | None:
     """Return the kernel for a GPU, or None if no geometry fits its shared memory.
 
     Most warps on a multiprocessor come first, since few hide little latency; then the most rows, which share keys; then
@@ -80,7 +88,7 @@ def choose_kernel(family: KernelFamily, dim: int, dtype: torch.dtype, arch: int)
     """
     if arch not in BLOCK_BYTES:
         return None
-    kernels = [family.build(tile, dim, dtype, arch) for tile, _ in family.tiles]
+    kernels = [family.build(tile, dim, dtype, arch, is_local=is_local) for tile, _ in family.tiles]
 
     def rank(kernel: MixerKernel) -> tuple[int, int, int]:
         return kernel.resident_blocks * kernel.tile.warps, kernel.tile.rows, kernel.resident_blocks

@@ -26,18 +26,18 @@ from kernels.runtime import DeviceProperties, cdiv
 
 VARIABLE = "FARFIELD_CUDA_MIXER"
 """Environment variable that turns all CUDA kernels off if it is 0: Triton's then compute everything."""
-BLOCK_ROWS = 32
-"""The most rows that a block takes."""
+BLOCK_ROWS, MAX_COLUMNS = 32, 64
+"""The most rows that a block takes, and columns of a tile."""
 MAX_HEAD_DIM = 128
 TABLE_FRONT = 96
 """Entries of U in front of distance 0: tiles at the diagonal look so far ahead."""
 LARGEST_EXCHANGED = torch.finfo(torch.float16).max
 TO_SCORES = KernelFamily(
-    *("mixer_backward.h", "MixerBackward<{}, true, false>", "MixerBackwardArgs", 1),
+    *("mixer_backward.h", "MixerBackward<{geometry}, true, false, {local}>", "MixerBackwardArgs", 1),
     ((Tile(32, 32), 165376), (Tile(16, 64), 166656), (Tile(16, 32), 82688)),
 )
 TO_WEIGHTS = KernelFamily(
-    *("mixer_backward.h", "MixerBackward<{}, false, true>", "MixerBackwardArgs", 1),
+    *("mixer_backward.h", "MixerBackward<{geometry}, false, true, {local}>", "MixerBackwardArgs", 1),
     ((Tile(32, 32), 87040), (Tile(16, 64), 76288), (Tile(16, 32), 43520)),
 )
 
@@ -50,8 +50,10 @@ class ScoreInputs(ctypes.Structure):
     """Inputs of scores, as `cuda/scores.h` declares them."""
 
     _fields_ = (
+        *(("first_keys", ctypes.c_void_p), ("first_keys_batch", ctypes.c_longlong)),
+        *((name, ctypes.c_int) for name in ("rows", "columns", "position", "window", "origin", "edge_position")),
         *((name, ctypes.c_void_p) for name in ("q", "k")),
-        *((name, ctypes.c_int) for name in ("q_stride", "k_stride", "heads", "rows", "columns", "position")),
+        *((name, ctypes.c_int) for name in ("q_stride", "k_stride", "heads")),
     )
 
 
@@ -67,6 +69,16 @@ class MixerBackwardArgs(ctypes.Structure):
     )
 
 
+class Spans(NamedTuple):
+    """The columns that a chunk's rows see, if not all from column 0 on: those of a window, a document, or both."""
+
+    window: int
+    left: int
+    """Position of the maps' first column."""
+    first_keys: Tensor | None
+    """int32 [B, R], contiguous: positions at which the rows' documents begin; None if that is 0."""
+
+
 class MixerInputs(NamedTuple):
     """Inputs of both kernels for one chunk of rows."""
 
@@ -79,11 +91,12 @@ class MixerInputs(NamedTuple):
     contributions: Tensor
     """float32 [p + N + …, D]: U from distance −p on (`bias_product.py`)."""
     edge: Tensor
-    """float32 [R, p, D]: E of the chunk's rows."""
+    """float32 [R, p, D]: E of the chunk's rows, or with documents of all positions in one."""
     weights: PackedWeights
     shape: WeightShape
     position: int
-    """Position of the chunk's first row."""
+    """Column of the chunk's first row: its position, if the maps begin at position 0."""
+    spans: Spans | None = None
 
 
 class MixerGradients(NamedTuple):
@@ -138,11 +151,26 @@ def is_supported(shape: WeightShape, dtype: torch.dtype, dim: int, columns: int)
     )
 
 
-def build_score_inputs(queries: Tensor, keys: Tensor, columns: int, position: int) -> ScoreInputs:
+def build_score_inputs(
+    queries: Tensor, keys: Tensor, columns: int, position: int, spans: Spans | None = None
+) -> ScoreInputs:
     """Describe a chunk's queries [B, H, R, d] and keys [B, H, C or more, d] for a kernel."""
     heads, rows = queries.shape[1:3]
     strides = (x.stride(1) * x.element_size() for x in (queries, keys))
-    return ScoreInputs(queries.data_ptr(), keys.data_ptr(), *strides, heads, rows, columns, position)
+    own: tuple[int, ...] = (0, 0, 0)
+    documents: tuple[int | None, int] = (None, 0)
+    if spans is not None:
+        own = (spans.window, spans.left, position + spans.left if spans.first_keys is None else 0)
+        if spans.first_keys is not None:
+            documents = (spans.first_keys.data_ptr(), spans.first_keys.stride(0) * 4)
+    tensors = (queries.data_ptr(), keys.data_ptr())
+    return ScoreInputs(*documents, rows, columns, position, *own, *tensors, *strides, heads)
+
+
+def count_distances(rows: int, position: int, spans: Spans | None) -> int:
+    """How many distances kernels may look up for a chunk whose first row stands at this column."""
+    before = 0 if spans is None else MAX_COLUMNS  # a tile may begin left of column 0
+    return position + cdiv(rows, BLOCK_ROWS) * BLOCK_ROWS + before
 
 
 def differentiate_mixer(
@@ -158,16 +186,17 @@ def differentiate_mixer(
     shape, padding = inputs.shape, inputs.shape.padding
     batch, rows, _, columns, _ = inputs.dlogits.shape
     to_scores, to_weights = ((cdiv(rows, kernel.tile.rows), batch) for kernel in kernels)
-    distances = inputs.position + cdiv(rows, BLOCK_ROWS) * BLOCK_ROWS
-    table = build_table(inputs.contributions, padding, distances)
+    table = build_table(inputs.contributions, padding, count_distances(rows, inputs.position, inputs.spans))
     edge = F.pad(inputs.edge, (0, WIDTH - shape.width))
     fragments = build_fragments(inputs.weights)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": table.device}
-    dtables = torch.zeros(prod(to_scores), distances + padding, WIDTH + HEADS, **float32)
-    dedge = torch.empty(batch, rows, padding, WIDTH, **float32)
+    table_rows = count_distances(rows, inputs.position, None) + padding
+    dtables = torch.zeros(prod(to_scores), table_rows, WIDTH + HEADS, **float32)
+    new_edge = torch.empty if inputs.spans is None else torch.zeros  # rows may not see their document's begin
+    dedge = new_edge(batch, rows, padding, WIDTH, **float32)
     dweights = torch.empty(prod(to_weights), 2 * shape.kernel_size * 4 * 32 * 4, **float32)
     args = MixerBackwardArgs(
-        build_score_inputs(inputs.queries, inputs.keys, columns, inputs.position),
+        build_score_inputs(inputs.queries, inputs.keys, columns, inputs.position, inputs.spans),
         *(x.data_ptr() for x in (inputs.dlogits, table, edge, *fragments, dscores, dtables, dedge, dweights)),
         *(TABLE_FRONT, dtables.shape[1]),
         *(x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, inputs.dlogits, dedge, dscores)),

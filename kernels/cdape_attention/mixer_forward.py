@@ -13,19 +13,20 @@ from torch.nn import functional as F
 
 from kernels.cdape_attention.geometry import HEADS, WIDTH, KernelFamily, MixerKernel, Tile
 from kernels.cdape_attention.mixer import (
-    BLOCK_ROWS,
     LARGEST_EXCHANGED,
     TABLE_FRONT,
     Launch,
     ScoreInputs,
+    Spans,
     build_score_inputs,
+    count_distances,
     exchange_fragments,
 )
 from kernels.cdape_attention.weights import PackedWeights, WeightShape
 from kernels.runtime import cdiv
 
 KERNELS = KernelFamily(
-    *("mixer_forward.h", "MixerForward<{}>", "MixerForwardArgs", 1),
+    *("mixer_forward.h", "MixerForward<{geometry}, {local}>", "MixerForwardArgs", 1),
     ((Tile(32, 16), 48640), (Tile(32, 32), 87808), (Tile(16, 64), 97152), (Tile(16, 32), 43904)),
 )
 GROUP = 8
@@ -62,13 +63,14 @@ class LogitInputs(NamedTuple):
     contributions: Tensor
     """float32 [p + N, D]: U from distance −p on (`bias_product.py`)."""
     edge: Tensor
-    """float32 [R, p, D]: E of the chunk's rows."""
+    """float32 [R, p, D]: E of the chunk's rows, or with documents of all positions in one."""
     bias_table: Tensor
     """float32 [H, N], added to the logits; [H, 0] where there is none."""
     weights: PackedWeights
     shape: WeightShape
     position: int
-    """Position of the chunk's first row."""
+    """Column of the chunk's first row: its position, if the maps begin at position 0."""
+    spans: Spans | None = None
 
 
 def compute_logits(inputs: LogitInputs, kernel: MixerKernel, launch: Launch) -> Tensor:
@@ -104,13 +106,13 @@ def pack_inputs(inputs: LogitInputs, bias_copies: int = 1) -> PackedInputs:
     """
     shape, padding, position = inputs.shape, inputs.shape.padding, inputs.position
     rows = inputs.queries.shape[2]
-    distances = position + cdiv(rows, BLOCK_ROWS) * BLOCK_ROWS
+    distances = count_distances(rows, position, inputs.spans)
     table, group = build_group_table(inputs.contributions, padding, position, distances)
     bias, bias_front = build_bias(inputs.bias_table, inputs.weights.b2, position, distances, bias_copies)
     edge = F.pad(inputs.edge, (0, WIDTH - shape.width))
     tensors = (table, edge, *exchange_fragments(inputs.weights), bias)
     args = LogitArgs(
-        build_score_inputs(inputs.queries, inputs.keys, position + rows, position),
+        build_score_inputs(inputs.queries, inputs.keys, position + rows, position, inputs.spans),
         *(x.data_ptr() for x in tensors),
         *(group, bias_front, bias.shape[-1]),
     )

@@ -177,6 +177,8 @@ KERNEL_CODE Words<N> load_global(Address a, int constant) {
   *(Vector*)v.x = __ldg((const Vector*)(a.p + constant));
   return v;
 }
+// A number that all lanes read, on which control flow may depend.
+KERNEL_CODE int load_uniform(const void* array, int index) { return __ldg((const int*)array + index); }
 // The same, not moved beyond a barrier: where registers are scarce, a compiler else delays it until just before its
 // use.
 template <int N>

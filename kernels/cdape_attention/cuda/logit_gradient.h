@@ -23,9 +23,9 @@ struct LogitGradientArgs {
   long long q_batch, k_batch, value_batch, dout_batch, stats_batch, probabilities_batch, dlogits_batch;
 };
 
-template <class G>
+template <class G, bool LOCAL>
 struct DifferentiateSoftmax {
-  typedef Logits<G, true> L;
+  typedef Logits<G, true, LOCAL> L;
   typedef typename G::Element Element;
   typedef typename L::R R;
   typedef typename L::S S;
@@ -111,7 +111,12 @@ struct DifferentiateSoftmax {
         f32 logits[2][4], dlogits[2][4];
         L::load(logits, c.sums, at + (R::row_offset(row) + pair * R::PAIR_STRIDE * 4), chunk + behind / 4);
         pred is_stored = lane >= 0;
+        i32 begin = i32(0);
         if (MASKED) is_stored = t * 4 + column <= g + (c.position() + row) && g + (c.first_row + row) < rows;
+        if (MASKED && LOCAL) {
+          is_stored = is_stored && t * 4 + column >= 0;
+          begin = c.in.scores.find_lanes_first(g + (c.first_row + row));
+        }
         UNROLL_FOR (int h = 0; h < 2; h++) {
           Words<4> b = load_global<4>(advance(bias, ((long long)(head + h) * c.in.bias_stride + row - behind) * 4), 0);
           Words<2> of_row = load_shared<2>(stats, g * 8 + ((head + h) * G::ROWS + row) * 8);
@@ -119,6 +124,7 @@ struct DifferentiateSoftmax {
           UNROLL_FOR (int y = 0; y < 4; y++) {
             p[y] = exponential2((logits[h][y] + as_f32(b.x[3 - y])) * LOG2E - as_f32(of_row.x[0]));
             if (MASKED) p[y] = select(t * 4 + (column + y) <= g + (c.position() + row), p[y], f32(0.0f));
+            if (MASKED && LOCAL) p[y] = select(t * 4 + (column + y) >= begin, p[y], f32(0.0f));
             f32 gradient = dp[h].tile[block][y / 2][2 * (quarter % 2) + y % 2];
             dlogits[h][y] = p[y] * (gradient - as_f32(of_row.x[1]));
           }
@@ -135,9 +141,9 @@ struct DifferentiateSoftmax {
   }
 };
 
-template <class G>
+template <class G, bool LOCAL>
 struct LogitGradient {
-  typedef DifferentiateSoftmax<G> Last;
+  typedef DifferentiateSoftmax<G, LOCAL> Last;
   typedef typename Last::L L;
   static constexpr int NUM_THREADS = L::NUM_THREADS, BLOCKS_PER_SM = 8 / G::WARPS;
   static constexpr int MEMORY_BYTES = L::MEMORY_BYTES + G::QUERY_BYTES + Last::STATS_BYTES;
@@ -146,6 +152,7 @@ struct LogitGradient {
     ScoreInputs &scores = args.inputs.scores, &values = args.values;
     scores.q = (const char*)scores.q + batch * args.q_batch;
     scores.k = (const char*)scores.k + batch * args.k_batch;
+    scores.select_sequence(batch);
     values.q = (const char*)values.q + batch * args.dout_batch;
     values.k = (const char*)values.k + batch * args.value_batch;
     args.output = (const char*)args.output + batch * args.dout_batch;

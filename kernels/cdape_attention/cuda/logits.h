@@ -24,8 +24,8 @@ struct LogitInputs {
   int bias_front, bias_stride;  // bias_front + position is a multiple of 4
 };
 
-// BY_ROWS: the last phase reads its words by rows and columns, not by columns and pairs.
-template <class G_, bool BY_ROWS>
+// BY_ROWS: the last phase reads its words by rows and columns, not by columns and pairs. LOCAL: see spans.h.
+template <class G_, bool BY_ROWS, bool LOCAL>
 struct Logits {
   typedef G_ G;
   typedef Scores<G, 4> S;
@@ -46,7 +46,8 @@ struct Logits {
   struct Context {
     LogitInputs in;
     SharedMemory queries, scores, sums;
-    int warp, first_row, num_tiles;
+    int warp, first_row;
+    Tiles tiles;
     KERNEL_CODE int position() const { return in.scores.position + first_row; }
     // The last column that one of the block's rows sees.
     KERNEL_CODE int last_column() const {
@@ -58,23 +59,25 @@ struct Logits {
   // Goes over the tiles of the block's rows; after each, take<MASKED>(context, first column) of the last phase.
   template <class Last>
   static KERNEL_CODE void go_over_tiles(const LogitInputs& in, SharedMemory memory, int warp, int block, Last& last) {
-    Context c{in, memory, memory, memory, warp, block * G::ROWS, 0};
+    Context c{in, memory, memory, memory, warp, block * G::ROWS, {}};
     c.scores = advance(memory, G::QUERY_BYTES);
     c.sums = advance(c.scores, W::MEMORY_BYTES);
-    c.num_tiles = (c.position() + G::ROWS + COLUMNS - 1) / COLUMNS;
+    c.tiles = in.scores.find_tiles<G, LOCAL>(c.first_row);
     last.begin(c);
     State st;
     begin(st, c);
     barrier(memory);
-    compute_scores<true>(st, c, -1);
-    barrier(memory);
-    mix<true>(st, c, -COLUMNS);
-    barrier(memory);
-    // Plain tiles: every row sees all of their scores.
-    const bool is_ragged = c.first_row + G::ROWS > in.scores.rows;
-    const int num_plain = is_ragged || c.position() < 2 * PADDING ? 0 : (c.position() - 2 * PADDING + 1) / COLUMNS;
-    NO_UNROLL_FOR (int tile = 0; tile < num_plain; tile++) take_tile<false>(st, c, memory, tile, last);
-    NO_UNROLL_FOR (int tile = num_plain; tile < c.num_tiles; tile++) take_tile<true>(st, c, memory, tile, last);
+    if constexpr (LOCAL) {
+      R::clear(st.carry);
+      if (owns_last_columns(c)) W::clear_last_columns(c.scores, warp % 4);
+    } else {
+      compute_scores<true>(st, c, -1);
+      barrier(memory);
+      mix<true, false>(st, c, -COLUMNS);
+      barrier(memory);
+    }
+    Step<Last> step{st, c, memory, last};
+    RowSpans::go_over<G, LOCAL>(c.tiles, step);
   }
 
   // The words of pair `pair` in four columns of a tile, `at` being their row's offset: both heads' logits without bias.
@@ -96,14 +99,25 @@ struct Logits {
   static KERNEL_CODE int find_head(int warp, int h) { return 2 * (warp % 4) + 8 * (h / 2) + h % 2; }
 
  private:
+  template <class Last>
+  struct Step {
+    State& st;
+    Context& c;
+    SharedMemory memory;
+    Last& last;
+    template <bool MASKED>
+    KERNEL_CODE void take(int tile) {
+      take_tile<MASKED>(st, c, memory, tile, last);
+    }
+  };
   template <bool MASKED, class Last>
   static KERNEL_CODE void take_tile(State& st, Context& c, SharedMemory memory, int tile, Last& last) {
     const int first = tile * COLUMNS, row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
     T::load_distances(st.distances, c.in.table, c.in.table_group + (c.first_row - first) / 8 + 2 * row_tile - run);
-    if (c.warp / 4 == G::WARPS / 4 - 1) W::keep_last_columns(c.scores, c.warp % 4);
+    if (owns_last_columns(c)) W::keep_last_columns(c.scores, c.warp % 4);
     compute_scores<MASKED>(st, c, tile);
     barrier(memory);
-    mix<false>(st, c, first);
+    mix<false, LOCAL && MASKED>(st, c, first);
     barrier(memory);
     last.template take<MASKED>(c, first);
   }
@@ -112,8 +126,10 @@ struct Logits {
     G::load_weights(st.w1, c.in.w1);
     G::load_weights(st.w2, c.in.w2);
     S::load_queries(c.in.scores, c.queries, c.warp, c.first_row);
-    UNROLL_FOR (int h = 0; h < HELD; h++) load_keys(st, c, h, -1);
+    UNROLL_FOR (int h = 0; h < HELD; h++) load_keys(st, c, h, LOCAL ? c.tiles.first : -1);
   }
+
+  static KERNEL_CODE bool owns_last_columns(const Context& c) { return c.warp / 4 == G::WARPS / 4 - 1; }
 
   static KERNEL_CODE int find_column(Context& c, int tile) {
     return tile * COLUMNS + 2 * PADDING + 16 * G::GROUPS * (c.warp / 4);
@@ -131,7 +147,7 @@ struct Logits {
         S::multiply(sums[h], st.keys[now % HELD], c.queries, find_head(c.warp, now));
         load_keys(st, c, next % 4, next < 4 ? tile : tile + 1);
       }
-      S::template pack<MASKED>(words[upper], sums, c.in.scores, c.first_row, find_column(c, tile));
+      S::template pack<MASKED, LOCAL>(words[upper], sums, c.in.scores, c.first_row, find_column(c, tile));
     }
     W::store(c.scores, words, c.warp % 4, 16 * G::GROUPS * (c.warp / 4));
   }
@@ -140,8 +156,9 @@ struct Logits {
     S::template load_keys_inside<true>(st.keys[h % HELD], c.in.scores, head, first, c.last_column());
   }
 
-  // Mixes the warp's 16 rows and run of 8 columns. EDGE: only the hidden values of the columns left of p.
-  template <bool EDGE>
+  // Mixes the warp's 16 rows and run of 8 columns. EDGE: only the hidden values of the columns left of p. BEGINS: rows'
+  // documents may begin here.
+  template <bool EDGE, bool BEGINS>
   static KERNEL_CODE void mix(State& st, Context& c, int first) {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;
     const int row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
@@ -158,6 +175,13 @@ struct Logits {
     typename R::Words4 done[4];
     u32 unit = select(t == g / 2, select(g % 2 == 0, u32(0x3c00u), u32(0x3c000000u)), u32(0u));
     u32 slope = u32(0x211f211fu);  // 0.01 twice
+    const int hidden_column = first + PADDING + 8 * run;
+    typename T::Places places;
+    bool has_begin = false;
+    if constexpr (BEGINS) {
+      has_begin = hidden_column < c.in.scores.find_document(c.first_row + 16 * row_tile + 15) + PADDING;
+      if (has_begin) T::find_places(places, c.in.scores, c.first_row + 16 * row_tile);
+    }
     UNROLL_FOR (int jj = BEGIN; jj < 8; jj++) {
       f32 hidden[4][4];
       if constexpr (EDGE) {
@@ -170,6 +194,8 @@ struct Logits {
       } else {
         T::begin_hidden(hidden, st.distances, jj);
       }
+      if constexpr (BEGINS && PADDING > 0)
+        if (has_begin) T::select_edges(hidden, c.in.edge, places, hidden_column + jj);
       UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
         UNROLL_FOR (int n = 0; n < 4; n++)
           mma_exchange(hidden[n], scores[jj + tap], st.w1[tap][n][0], st.w1[tap][n][1]);
@@ -178,6 +204,8 @@ struct Logits {
         UNROLL_FOR (int r = 0; r < 2; r++) {
           u32 word = pack_exchange(hidden[n][2 * r], hidden[n][2 * r + 1]);
           active[n][r] = maximum_exchange(word, multiply_exchange(word, slope));
+          if (BEGINS && has_begin)
+            active[n][r] = select(T::is_inside(places, r, hidden_column + jj), active[n][r], u32(0u));
         }
       UNROLL_FOR (int step = 0; step < 2; step++) {
         const u32 a[4] = {active[2 * step][0], active[2 * step][1], active[2 * step + 1][0], active[2 * step + 1][1]};

@@ -33,8 +33,10 @@ struct MixerBackwardArgs {
       dscores_batch;  // bytes from one sequence to the next; of both maps
 };
 
-template <class G, bool SCORES, bool WEIGHTS>
+// LOCAL: see spans.h.
+template <class G, bool SCORES, bool WEIGHTS, bool LOCAL>
 struct MixerBackward {
+  static_assert(SCORES != WEIGHTS, "a kernel returns one of both");
   typedef typename G::Element Element;
   typedef Scores<G, 8> S;
   typedef PairWindow<G> W;
@@ -58,6 +60,7 @@ struct MixerBackward {
     SharedMemory queries, scores, dlogits, sums, diagonals;
     int warp, first_row;
     long long program;
+    Tiles tiles;
     KERNEL_CODE int position() const { return args.scores.position + first_row; }
   };
 
@@ -65,40 +68,59 @@ struct MixerBackward {
                               int batch) {
     args.scores.q = (const char*)args.scores.q + batch * args.q_batch;
     args.scores.k = (const char*)args.scores.k + batch * args.k_batch;
+    args.scores.select_sequence(batch);
     args.dlogits = (const char*)args.dlogits + batch * args.map_batch;
     args.dscores = (char*)args.dscores + batch * args.dscores_batch;
     args.dedge = (char*)args.dedge + batch * args.edge_batch;
-    Context c{
-        args, memory, memory, memory, memory, memory, warp, block * G::ROWS, (long long)batch * num_blocks + block};
+    Context c{args,
+              memory,
+              memory,
+              memory,
+              memory,
+              memory,
+              warp,
+              block * G::ROWS,
+              (long long)batch * num_blocks + block,
+              args.scores.find_tiles<G, LOCAL>(block * G::ROWS)};
     c.scores = advance(memory, G::QUERY_BYTES);
     c.dlogits = advance(c.scores, W::MEMORY_BYTES);
     c.sums = advance(c.dlogits, W::MEMORY_BYTES);
     c.diagonals = advance(c.sums, R::MEMORY_BYTES);
     State st;
     begin(st, c);
+    if constexpr (LOCAL) {
+      R::clear(st.carry);
+      clear_columns(c);
+    }
     barrier(memory);
-    load_tile<true>(c, 2 * PADDING - G::COLUMNS);
-    barrier(memory);
-    mix<true>(st, c, -G::COLUMNS);
-    barrier(memory);
-    const int num_tiles = (c.position() + G::ROWS + G::COLUMNS - 1) / G::COLUMNS;
-    // Plain tiles: every row sees all of their scores.
-    const bool is_ragged = c.first_row + G::ROWS > args.scores.rows;
-    const int num_plain = is_ragged || c.position() < 2 * PADDING ? 0 : (c.position() - 2 * PADDING + 1) / G::COLUMNS;
-    NO_UNROLL_FOR (int tile = 0; tile < num_plain; tile++) take_tile<false>(st, c, memory, tile, false);
-    NO_UNROLL_FOR (int tile = num_plain; tile < num_tiles; tile++)
-      take_tile<true>(st, c, memory, tile, tile + 1 == num_tiles);
+    if constexpr (!LOCAL) {
+      load_tile<true>(c, 2 * PADDING - G::COLUMNS);
+      barrier(memory);
+      mix<true, false>(st, c, -G::COLUMNS);
+      barrier(memory);
+    }
+    Step step{st, c, memory};
+    RowSpans::go_over<G, LOCAL>(c.tiles, step);
     if constexpr (WEIGHTS) store_weights(st, c, memory);
   }
 
  private:
+  struct Step {
+    State& st;
+    Context& c;
+    SharedMemory memory;
+    template <bool MASKED>
+    KERNEL_CODE void take(int tile) {
+      take_tile<MASKED>(st, c, memory, tile, MASKED && tile + 1 == c.tiles.end);
+    }
+  };
   template <bool MASKED>
   static KERNEL_CODE void take_tile(State& st, Context& c, SharedMemory memory, int tile, bool is_last) {
     const int first = tile * G::COLUMNS;
     keep_columns(c);
     load_tile<MASKED>(c, first + 2 * PADDING);
     barrier(memory);
-    mix<false>(st, c, first);
+    mix<false, LOCAL && MASKED>(st, c, first);
     barrier(memory);
     if constexpr (SCORES) {
       store_scores<MASKED>(c, first);
@@ -135,6 +157,7 @@ struct MixerBackward {
       const int row = G::WARP_ROWS * c.warp + r, in_map = c.first_row + row;
       const int bounded = in_map < c.args.scores.rows ? in_map : c.args.scores.rows - 1;
       const int last = in_map < c.args.scores.rows ? c.position() + row : -1;
+      const int begin = MASKED && LOCAL ? c.args.scores.find_first(in_map) : 0;
       UNROLL_FOR (int part = 0; part < G::PAIRS; part += 32 / LANES) {
         Words<2> v;
         if (MASKED) {
@@ -142,6 +165,8 @@ struct MixerBackward {
           Address from = advance_heads(address(c.args.dlogits, inside * 4), pair, columns * 4);
           v = load_global<2>(advance(from, ((long long)bounded * G::PAIRS + part) * columns * 4), 0);
           UNROLL_FOR (int x = 0; x < 2; x++) v.x[x] = select(j >= 0 && j + x <= last, v.x[x], u32(0u));
+          if (LOCAL)
+            UNROLL_FOR (int x = 0; x < 2; x++) v.x[x] = select(j + x >= begin, v.x[x], u32(0u));
         } else {
           Address from = advance_heads(address(c.args.dlogits, column * 4), pair, columns * 4);
           v = load_global<2>(advance(from, (((long long)in_map * G::PAIRS + part) * columns + first) * 4), 0);
@@ -173,7 +198,7 @@ struct MixerBackward {
           S::multiply(sums[h], keys, c.queries, head);
         }
         u32 words[2][4][2];
-        S::template pack<MASKED>(words, sums, in, c.first_row, first + column);
+        S::template pack<MASKED, LOCAL>(words, sums, in, c.first_row, first + column);
         UNROLL_FOR (int block = 0; block < 2; block++)
           UNROLL_FOR (int r = 0; r < 2; r++) {
             Words<4> v;
@@ -187,13 +212,25 @@ struct MixerBackward {
 
   // Makes the tile's last columns those before the next tile: of scores by pairs, of dL by rows, as warps own them.
   static KERNEL_CODE void keep_columns(Context& c) {
-    if (c.warp / PAIR_WARPS == G::COLUMNS / 32 - 1) W::keep_last_columns(c.scores, c.warp % PAIR_WARPS);
-    i32 lane = lane_id(), pair = lane % 8;
-    i32 at = W::row_offset(lane / 8 % G::WARP_ROWS + G::WARP_ROWS * c.warp) + W::pair_offset(pair);
+    if (owns_last_columns(c)) W::keep_last_columns(c.scores, c.warp % PAIR_WARPS);
+    i32 at = locate_rows(c.warp);
     UNROLL_FOR (int x = 0; x < 2 * PADDING; x += 2) {
       Words<2> v = load_shared<2>(c.dlogits, at + (G::COLUMNS + W::FIRST - 2 * PADDING + x) * 4);
       store_shared<2>(c.dlogits, at + (W::FIRST - 2 * PADDING + x) * 4, v);
     }
+  }
+
+  // Zeros what `keep_columns` takes for the first tile.
+  static KERNEL_CODE void clear_columns(Context& c) {
+    if (owns_last_columns(c)) W::clear_last_columns(c.scores, c.warp % PAIR_WARPS);
+    i32 at = locate_rows(c.warp);
+    UNROLL_FOR (int x = G::COLUMNS - 2 * PADDING; x < G::COLUMNS; x += 2)
+      store_shared<2>(c.dlogits, at + (W::FIRST + x) * 4, Words<2>{u32(0u), u32(0u)});
+  }
+  static KERNEL_CODE bool owns_last_columns(const Context& c) { return c.warp / PAIR_WARPS == G::COLUMNS / 32 - 1; }
+  static KERNEL_CODE i32 locate_rows(int warp) {
+    i32 lane = lane_id();
+    return W::row_offset(lane / 8 % G::WARP_ROWS + G::WARP_ROWS * warp) + W::pair_offset(lane % 8);
   }
 
   // Rows (heads) by columns (pixels' rows) instead of the reverse, as an A fragment.
@@ -209,8 +246,9 @@ struct MixerBackward {
     transpose(a, y);
   }
 
-  // Mixes the warp's 16 rows and run of 8 columns. EDGE: only the hidden values of the columns left of p.
-  template <bool EDGE>
+  // Mixes the warp's 16 rows and run of 8 columns. EDGE: only the hidden values of the columns left of p. BEGINS: rows'
+  // documents may begin here.
+  template <bool EDGE, bool BEGINS>
   static KERNEL_CODE void mix(State& st, Context& c, int first) {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;
     const int row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
@@ -250,6 +288,13 @@ struct MixerBackward {
       entries[n] = address(c.args.table, entry * 256 + ((entry & 1) ^ n) * 64 + t * 16);
     typename R::Words4 done[4];
     u32 unit = select(t == g / 2, select(g % 2 == 0, u32(Element::ONE), u32(Element::ONE << 16)), u32(0u));
+    const int hidden_column = first + PADDING + 8 * run;
+    typename T::Places places;
+    bool has_begin = false;
+    if constexpr (BEGINS) {
+      has_begin = hidden_column < c.args.scores.find_document(c.first_row + 16 * row_tile + 15) + PADDING;
+      if (has_begin) T::find_places(places, c.args.scores, c.first_row + 16 * row_tile);
+    }
     UNROLL_FOR (int jj = BEGIN; jj < 8; jj++) {
       if (!EDGE && jj == 0) {
         s.template load<KEPT, 4 + KEPT>(c.scores, at);
@@ -275,6 +320,8 @@ struct MixerBackward {
         if constexpr (EDGE)
           T::load_edge(hidden, c.args.edge, c.args.scores.rows, c.first_row + 16 * row_tile, jj - BEGIN, step);
         else T::load_entries(hidden, entries, jj, step);
+        if constexpr (BEGINS && PADDING > 0)
+          if (has_begin) T::select_edge(hidden, c.args.edge, places, hidden_column + jj, step);
         UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
           UNROLL_FOR (int n = 0; n < 2; n++) {
             const int w = 2 * step + n;
@@ -289,11 +336,18 @@ struct MixerBackward {
               f32 h = hidden[n][x], d = gradient[n][x];
               gradient[n][x] = select(h > 0.0f, d, d * SLOPE);
               hidden[n][x] = maximum(h, h * SLOPE);
+              if (BEGINS && has_begin) {
+                pred is_inside = T::is_inside(places, r, hidden_column + jj);
+                gradient[n][x] = select(is_inside, gradient[n][x], f32(0.0f));
+                hidden[n][x] = select(is_inside, hidden[n][x], f32(0.0f));
+              }
             }
             before[n][r] = Element::pack(gradient[n][2 * r], gradient[n][2 * r + 1]);
             if constexpr (WEIGHTS) active[n][r] = Element::pack(hidden[n][2 * r], hidden[n][2 * r + 1]);
           }
         if constexpr (SCORES) {
+          if constexpr (BEGINS && PADDING > 0)
+            if (has_begin) store_edge(gradient, c, places, hidden_column + jj, step);
           if constexpr (EDGE) store_edge(gradient, c, row_tile, jj - BEGIN, step);
           u32 a[4] = {before[0][0], before[0][1], before[1][0], before[1][1]};
           UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
@@ -305,7 +359,12 @@ struct MixerBackward {
             }
         }
         UNROLL_FOR (int n = 0; n < 2; n++)
-          UNROLL_FOR (int r = 0; r < 2; r++) before[n][r] = transpose_8x8(before[n][r]);
+          UNROLL_FOR (int r = 0; r < 2; r++) {
+            // E is no function of the distance.
+            if (SCORES && BEGINS && has_begin)
+              before[n][r] = select(T::is_at_edge(places, r, hidden_column + jj), u32(0u), before[n][r]);
+            before[n][r] = transpose_8x8(before[n][r]);
+          }
         if constexpr (WEIGHTS) {
           UNROLL_FOR (int n = 0; n < 2; n++)
             UNROLL_FOR (int r = 0; r < 2; r++) active[n][r] = transpose_8x8(active[n][r]);
@@ -347,6 +406,16 @@ struct MixerBackward {
     }
   }
 
+  static KERNEL_CODE void store_edge(const f32 (&gradient)[2][4], Context& c, const typename T::Places& places,
+                                     int column, int step) {
+    UNROLL_FOR (int r = 0; r < 2; r++) {
+      Words<4> v;
+      UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = as_u32(gradient[x / 2][2 * r + x % 2]);
+      store_global<4>(address(c.args.dedge, T::locate_edge(places.row[r], places, r, column, step)), 0, v,
+                      T::is_at_edge(places, r, column) && places.row[r] < c.args.scores.rows);
+    }
+  }
+
   // Stores dS of a tile's columns. A warp takes an equal share of the rows, a lane 4 columns of a pair.
   template <bool MASKED>
   static KERNEL_CODE void store_scores(Context& c, int first) {
@@ -357,6 +426,7 @@ struct MixerBackward {
     Address lanes = advance_heads(address(c.args.dscores, chunk * 8), pair * 2, head_bytes);
     UNROLL_FOR (int r = 0; r < G::WARP_ROWS; r++) {
       const int row = G::WARP_ROWS * c.warp + r, in_map = c.first_row + row;
+      const int begin = MASKED && LOCAL ? c.args.scores.find_first(in_map) : 0;
       UNROLL_FOR (int others = 0; others < G::PAIRS; others += AT_ONCE) {
         i32 at = pair * (R::PAIR_STRIDE * 4) + (R::row_offset(row) + others * R::PAIR_STRIDE * 4);
         Words<4> sum, passed;
@@ -368,6 +438,8 @@ struct MixerBackward {
         i32 j = chunk * 4 + first;
         if (MASKED)
           UNROLL_FOR (int y = 0; y < 4; y++) sum.x[y] = select(j + y <= c.position() + row, sum.x[y], u32(0u));
+        if (MASKED && LOCAL)
+          UNROLL_FOR (int y = 0; y < 4; y++) sum.x[y] = select(j + y >= begin, sum.x[y], u32(0u));
         Words<2> v[2];
         UNROLL_FOR (int z = 0; z < 2; z++) {
           v[0].x[z] = low_halves(sum.x[2 * z], sum.x[2 * z + 1]);
@@ -376,6 +448,7 @@ struct MixerBackward {
         UNROLL_FOR (int h = 0; h < 2; h++) {
           pred is_stored = pair * 2 + (2 * others + h) < c.args.scores.heads;
           if (MASKED) is_stored = is_stored && j < columns && in_map < rows;
+          if (MASKED && LOCAL) is_stored = is_stored && j >= 0;
           store_global<2>(advance(lanes, ((long long)in_map * columns + first) * 2 + (2 * others + h) * head_bytes), 0,
                           v[h], is_stored);
         }

@@ -1,13 +1,12 @@
 // Scores S = q·k of a block's rows, for all heads.
 #pragma once
-#include "geometry.h"
+#include "spans.h"
 
-struct ScoreInputs {
-  const void* q;             // [H, …, d], scaled: the chunk's first row
-  const void* k;             // [H, …, d]: column 0
-  int q_stride, k_stride;    // bytes from one head to the next
-  int heads, rows, columns;  // rows of the chunk, and columns that its last row sees
-  int position;              // of the chunk's first row: row r sees columns 0 … position + r
+struct ScoreInputs : RowSpans {
+  const void* q;           // [H, …, d], scaled: the chunk's first row
+  const void* k;           // [H, …, d]: column 0
+  int q_stride, k_stride;  // bytes from one head to the next
+  int heads;
 };
 
 // A row of a head, divided among four lanes. A product's step takes the words 2·step and 2·step + 1 of queries and keys
@@ -114,10 +113,14 @@ struct Scores {
 
   // The words of a pair of heads: words[block][x][r] is of column `first` + x of the lane's in the block, and row
   // g + 8r. MASKED: some row does not see some of the columns, and its scores are zero.
-  template <bool MASKED>
+  template <bool MASKED, bool LOCAL>
   static KERNEL_CODE void pack(u32 (&words)[2][4][2], const Sums (&sums)[2], const ScoreInputs& in, int first_row,
                                int first) {
-    i32 lane = lane_id(), g = lane / 4, t = lane % 4;
+    i32 lane = lane_id(), g = lane / 4, t = lane % 4, begin[2][2];
+    if constexpr (MASKED)
+      UNROLL_FOR (int block = 0; block < 2; block++)
+        UNROLL_FOR (int r = 0; r < 2; r++)
+          begin[block][r] = LOCAL ? in.find_lanes_first(g + (first_row + block_row(block) + 8 * r)) : i32(0);
     UNROLL_FOR (int block = 0; block < 2; block++)
       UNROLL_FOR (int x = 0; x < 4; x++)
         UNROLL_FOR (int r = 0; r < 2; r++) {
@@ -126,8 +129,8 @@ struct Scores {
           word = pack_exchange(sums[0].tile[block][y][z], sums[1].tile[block][y][z]);
           if (MASKED) {
             i32 column = t * LANE_COLUMNS + (first + block_column(block) + x);
-            word = select(column <= g + (in.position + first_row + block_row(block) + 8 * r) && column >= 0, word,
-                          u32(0u));
+            const int position = in.position + first_row + block_row(block) + 8 * r;
+            word = select(column <= g + position && column >= begin[block][r], word, u32(0u));
           }
         }
   }

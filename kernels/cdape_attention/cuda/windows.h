@@ -53,15 +53,26 @@ struct PairWindow {
     }
   }
 
-  // Makes a pair's last 2p columns those before its first. A lane takes a row; of 16 rows, half of the lanes those of
-  // pair + 4.
+  // Zeros a pair's last 2p columns, as if a tile went before that no row sees. A lane takes a row; of 16 rows, half of
+  // the lanes take those of pair + 4.
+  static KERNEL_CODE void clear_last_columns(SharedMemory window, int pair) {
+    i32 at = locate_rows(pair);
+    UNROLL_FOR (int x = G::COLUMNS - 2 * G::PADDING; x < G::COLUMNS; x += 2)
+      store_shared<2>(window, at + (FIRST + x) * 4, Words<2>{u32(0u), u32(0u)});
+  }
+  // Makes the same columns those before the first.
   static KERNEL_CODE void keep_last_columns(SharedMemory window, int pair) {
-    i32 lane = lane_id();
-    i32 at = row_offset(lane % G::ROWS) + lane / G::ROWS * (pair_offset(4) - pair_offset(0)) + pair_offset(pair);
+    i32 at = locate_rows(pair);
     UNROLL_FOR (int x = 0; x < 2 * G::PADDING; x += 2) {
       Words<2> v = load_shared<2>(window, at + (G::COLUMNS + FIRST - 2 * G::PADDING + x) * 4);
       store_shared<2>(window, at + (FIRST - 2 * G::PADDING + x) * 4, v);
     }
+  }
+
+ private:
+  static KERNEL_CODE i32 locate_rows(int pair) {
+    i32 lane = lane_id();
+    return row_offset(lane % G::ROWS) + lane / G::ROWS * (pair_offset(4) - pair_offset(0)) + pair_offset(pair);
   }
 };
 
@@ -101,13 +112,24 @@ struct FragmentWindow {
       }
   }
 
+  // Zeros the last 2p columns of pairs `pair` and `pair` + 4, as if a tile went before that no row sees.
+  static KERNEL_CODE void clear_last_columns(SharedMemory window, int pair) {
+    UNROLL_FOR (int x = -2 * G::PADDING; x < 0; x += 2)
+      store_shared<4>(window, locate_columns(pair) + column_offset(G::COLUMNS + x),
+                      Words<4>{u32(0u), u32(0u), u32(0u), u32(0u)});
+  }
   // Makes the last 2p columns of pairs `pair` and `pair` + 4 those before the first. A lane takes a row and a column.
   static KERNEL_CODE void keep_last_columns(SharedMemory window, int pair) {
-    i32 lane = lane_id();
+    i32 at = locate_columns(pair);
     UNROLL_FOR (int x = -2 * G::PADDING; x < 0; x += 2) {
-      i32 at = lane % 8 * 16 + lane / 8 % G::ROW_TILES * ROW_TILE_BYTES + lane / 16 * COLUMN_BYTES + pair * PAIR_BYTES;
       Words<4> v = load_shared<4>(window, at + column_offset(G::COLUMNS + x));
       store_shared<4>(window, at + column_offset(x), v);
     }
+  }
+
+ private:
+  static KERNEL_CODE i32 locate_columns(int pair) {
+    i32 lane = lane_id();
+    return lane % 8 * 16 + lane / 8 % G::ROW_TILES * ROW_TILE_BYTES + lane / 16 * COLUMN_BYTES + pair * PAIR_BYTES;
   }
 };

@@ -14,6 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixer_emulation import (
     CASES,
+    LOCAL_CASES,
+    LOCAL_EXAMPLES,
+    LOCAL_SHAPES,
     NO_ERRORS,
     PADDING,
     ROUNDINGS,
@@ -22,7 +25,10 @@ from mixer_emulation import (
     Case,
     Launcher,
     Shape,
+    begin_hidden,
     draw_call,
+    find_documents,
+    find_inputs,
     find_seen,
 )
 from torch import Tensor
@@ -46,26 +52,27 @@ def build_inputs(shape: Shape, seed: int = 0) -> MixerInputs:
     call = draw_call(shape, generator)
     dlogits = torch.randn(shape.batch, shape.rows, shape.columns, 16, generator=generator).to(shape.dtype)
     dlogits[..., shape.heads :] = 0
-    dlogits[:, ~find_seen(shape)] = torch.nan
-    dlogits = dlogits.unflatten(3, (8, 2)).transpose(2, 3).contiguous()
-    bias = (call.contributions, call.edge)
-    return MixerInputs(call.queries, call.keys, dlogits, *bias, call.weights, call.weight_shape, shape.position)
+    dlogits[~find_seen(shape)[:, 0]] = torch.nan
+    dlogits = dlogits[:, :, shape.left :].unflatten(3, (8, 2)).transpose(2, 3).contiguous()
+    bias, of_weights = (call.contributions, call.edge), (call.weights, call.weight_shape)
+    position = shape.position - shape.left
+    return MixerInputs(call.queries, call.keys, dlogits, *bias, *of_weights, position, shape.spans)
 
 
 def run(inputs: MixerInputs, launcher: Launcher, case: Case = CASES[0]) -> tuple[dict[str, Tensor], Faults]:
     """All gradients by name, and what the emulator counted. Kernels may access only what they are given."""
     batch, rows, _, columns, _ = inputs.dlogits.shape
     dscores = torch.zeros(batch, inputs.shape.heads, rows, columns, dtype=case.dtype)
-    kernels = case.build(mixer.TO_SCORES), case.build(mixer.TO_WEIGHTS)
-    with launcher.watch(
-        [inputs.queries, inputs.keys, inputs.dlogits, dscores], mixer, ["build_fragments", "build_table"]
-    ):
+    kernels = case.build(mixer.TO_SCORES, inputs), case.build(mixer.TO_WEIGHTS, inputs)
+    tensors = [*find_inputs(inputs), inputs.dlogits, dscores]
+    with launcher.watch(tensors, mixer, ["build_fragments", "build_table"]):
         gradients = differentiate_mixer(inputs, dscores, kernels, launcher)
     return name_gradients(gradients, dscores, inputs), launcher.emulator.get_faults()
 
 
 def name_gradients(gradients: MixerGradients, dscores: Tensor, inputs: MixerInputs) -> dict[str, Tensor]:
-    heads, width, columns = inputs.shape.heads, inputs.shape.width, inputs.dlogits.shape[3]
+    heads, width = inputs.shape.heads, inputs.shape.width
+    columns = inputs.dlogits.shape[3]
     by_tap = gradients.patches[:, : TAPS * 16].view(2, TAPS, 16, -1)[:, :, :heads, :width]
     return {
         "scores": dscores,
@@ -83,20 +90,15 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
     seen = find_seen(shape)
     heads, width, columns = shape.heads, shape.width, shape.columns
     hidden_columns = columns + PADDING
-    scores = torch.einsum("bhid,bhjd->bhij", inputs.queries.double(), inputs.keys[:, :, :columns].double())
-    scores = torch.where(seen, scores.float().half().double(), 0.0)
+    scores, hidden, alive, at_edge, distance = begin_hidden(inputs, shape)
+    scores = scores.float().half().double()
     by_head = inputs.dlogits.permute(0, 2, 4, 1, 3).flatten(1, 2)[:, :heads]
-    dlogits = torch.where(seen, by_head.double(), 0.0)
+    dlogits = torch.where(seen, pad(by_head.double(), (shape.left, 0)), 0.0)
     w1, w2 = inputs.weights.w1[:, :heads, :width].double(), inputs.weights.w2[:, :width, :heads].double()
 
-    distance = torch.arange(shape.rows)[:, None] + shape.position - torch.arange(hidden_columns)
-    alive, inner = distance >= -PADDING, torch.arange(hidden_columns) >= PADDING
-    hidden = inputs.contributions.double()[(distance + PADDING).clamp(min=0)]
-    hidden[:, :PADDING] = inputs.edge.double()
-    hidden = hidden.expand(shape.batch, -1, -1, -1).clone()
     wide_scores, wide_dlogits = pad(scores, (PADDING, 2 * PADDING)), pad(dlogits, (PADDING, 2 * PADDING))
     for tap in range(TAPS):
-        hidden += torch.einsum("bhij,hd->bijd", wide_scores[..., tap : tap + hidden_columns], w1[tap])
+        hidden = hidden + torch.einsum("bhij,hd->bijd", wide_scores[..., tap : tap + hidden_columns], w1[tap])
 
     def reversed_tap(x: Tensor, tap: int, size: int) -> Tensor:
         return x[..., 2 * PADDING - tap : 2 * PADDING - tap + size]
@@ -117,7 +119,7 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
 
     def to_table(x: Tensor, at: Tensor, rows: int, kept: Tensor) -> Tensor:
         total = torch.zeros(rows, x.shape[-1], dtype=torch.float64)
-        return total.index_add_(0, at[kept], x.sum(0)[kept])
+        return total.index_add_(0, at.expand_as(kept)[kept], x[kept])
 
     def to_weight(left: Tensor, right: Tensor, shift: Callable[[Tensor, int, int], Tensor]) -> Tensor:
         return torch.stack(
@@ -129,27 +131,34 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
 
     dscores = dlogits + to_scores(gradient, w1)
     size = dlogits.abs() + to_scores(gradient.abs(), w1.abs())
-    kept = alive & inner
+    kept = alive & ~at_edge
     rows = columns + PADDING
-    dbias = to_table(dlogits.permute(0, 2, 3, 1), distance[:, :columns], columns, seen)
+    dbias = to_table(dlogits.permute(0, 2, 3, 1), distance[:, :columns], columns, seen[:, 0])
     tiny = 2.0**-20  # of sums in float32
-    bias_size = to_table(dlogits.abs().permute(0, 2, 3, 1), distance[:, :columns], columns, seen)
+    bias_size = to_table(dlogits.abs().permute(0, 2, 3, 1), distance[:, :columns], columns, seen[:, 0])
     w1_size = to_weight(wide_scores.abs(), gradient.abs(), forward_tap)
     w2_size = to_weight(wide_dlogits.abs(), active.abs(), reversed_tap)
-    return {
+    left, count = shape.left, inputs.dlogits.shape[3]  # what lies further away is zero
+    edge_columns = (find_documents(shape).long() + torch.arange(PADDING))[..., None].expand(-1, -1, -1, width)
+    exact = {
         "scores": (dscores, 3 * rounding * size + to_scores(doubt, w1.abs())),
         "table": (
             to_table(gradient, distance + PADDING, rows, kept),
             to_table(doubt, distance + PADDING, rows, kept) + tiny,
         ),
         "bias": (dbias, bias_size * tiny),
-        "edge": (gradient[:, :, :PADDING], doubt[:, :, :PADDING] + tiny),
+        "edge": (gradient.gather(2, edge_columns), doubt.gather(2, edge_columns) + tiny),
         "w1": (
             to_weight(wide_scores, gradient, forward_tap),
             to_weight(wide_scores.abs(), doubt, forward_tap) + 2 * rounding * w1_size + tiny,
         ),
         "w2": (to_weight(wide_dlogits, active, reversed_tap), 2 * rounding * w2_size + tiny),
     }
+    for name, beyond in (("table", count + PADDING), ("bias", count)):
+        assert not exact[name][0][beyond:].any()
+        exact[name] = (exact[name][0][:beyond], exact[name][1][:beyond])
+    exact["scores"] = (dscores[..., left:], exact["scores"][1][..., left:])
+    return exact
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +170,10 @@ def launcher() -> Launcher:
 @settings(max_examples=6, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 1000))
 def test_gradients_are_those_of_float64_and_no_access_is_wrong(case: Case, shape: Shape, seed: int) -> None:
+    check_gradients(case, shape, seed)
+
+
+def check_gradients(case: Case, shape: Shape, seed: int) -> None:
     shape = case.adapt(shape)
     inputs = build_inputs(shape, seed)
     found, faults = run(inputs, Launcher(FOLDER), case)
@@ -168,6 +181,19 @@ def test_gradients_are_those_of_float64_and_no_access_is_wrong(case: Case, shape
     for name, (true, bound) in compute_truth(inputs, shape).items():
         error = (found[name].double() - true).abs()
         assert (error <= bound).all(), (name, (error / bound.clamp(min=1e-30)).max())
+
+
+@pytest.mark.parametrize("case", LOCAL_CASES, ids=str)
+@settings(max_examples=6, deadline=None)
+@given(shape=LOCAL_SHAPES, seed=st.integers(0, 1000))
+def test_gradients_of_windows_and_documents_are_those_of_float64(case: Case, shape: Shape, seed: int) -> None:
+    check_gradients(case, shape, seed)
+
+
+@pytest.mark.parametrize("case", LOCAL_CASES, ids=str)
+@pytest.mark.parametrize("shape", LOCAL_EXAMPLES, ids=str)
+def test_gradients_where_windows_and_documents_begin_are_those_of_float64(case: Case, shape: Shape) -> None:
+    check_gradients(case, shape, 0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -187,23 +213,34 @@ def test_shared_memory_has_few_bank_conflicts(launcher: Launcher, case: Case) ->
 
 
 FAULTS = {
-    "a missing barrier": ("    mix<false>(st, c, first);\n    barrier(memory);\n", "    mix<false>(st, c, first);\n"),
+    "a missing barrier": ("first);\n    barrier(memory);\n    if", "first);\n    if"),
     "a wrong lane": ("a[1] = transpose_8x8(x[2]);", "a[1] = transpose_8x8(x[1]);"),
     "a wrong edge": ("j >= 0 && j + x <= last", "j >= 0 && j + x <= last + 1"),
     "a wrong distance": ("- (G::COLUMNS - 1);", "- G::COLUMNS;"),
 }
+LOCAL_FAULTS = {
+    "a gradient beyond the window": ("select(j + x >= begin, v.x[x]", "select(j + x >= begin - 1, v.x[x]"),
+    "a gradient before the document": ("gradient[n][x] = select(is_inside,", "gradient[n][x] = select(true,"),
+    "hidden values before the document": ("hidden[n][x] = select(is_inside,", "hidden[n][x] = select(true,"),
+    "E among distances": ("select(T::is_at_edge(places, r, hidden_column + jj)", "select(false"),
+    "another row's edge": ("T::locate_edge(places.row[r],", "T::locate_edge(places.of_row[r],"),
+    "a wrong last tile": ("MASKED && tile + 1 == c.tiles.end", "MASKED && tile == c.tiles.end"),
+    "what was before": ("      clear_columns(c);\n", ""),
+    "stores left of the map": ("is_stored = is_stored && j >= 0;", ""),
+}
+LOCAL_FAULT_SHAPE = Shape(1, 16, 32, 120, 40, 50, frozenset({33, 70, 72, 97}))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [*FAULTS, *LOCAL_FAULTS])
 def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "cuda"
     shutil.copytree(FOLDER, folder)
     header = folder / "mixer_backward.h"
-    source, (right, wrong) = header.read_text(encoding="utf-8"), FAULTS[name]
+    source, (right, wrong) = header.read_text(encoding="utf-8"), (FAULTS | LOCAL_FAULTS)[name]
     assert source.count(right) == 1
     header.write_text(source.replace(right, wrong), encoding="utf-8")
-    shape = Shape(1, 16, 32, 64, 0)
+    shape = Shape(1, 16, 32, 64, 0) if name in FAULTS else LOCAL_FAULT_SHAPE
     inputs = build_inputs(shape)
     found, faults = run(inputs, Launcher(folder))
     truth = compute_truth(inputs, shape)
