@@ -49,7 +49,7 @@ class KernelFamily(NamedTuple):
 
     header: str
     name: str
-    """With {geometry} and {local}, for `build`."""
+    """With {} for the geometry."""
     arguments: str
     num_queries: int
     """Number of tensors of which a block holds its rows, all heads, in shared memory."""
@@ -60,18 +60,14 @@ class KernelFamily(NamedTuple):
         """Describe the kernel of a geometry.
 
         Args:
+            is_local: for rows that see columns from one of their own on (`mixer.Spans`).
             arch: compute capability as major · 10 + minor, which decides how many blocks share a multiprocessor.
-            is_local: for rows with `mixer.Spans`.
         """
         shared_bytes = self.num_queries * tile.rows * HEADS * 2 * dim + dict(self.tiles)[tile]
-        geometry = f"Geometry<1, {tile.columns}, {tile.rows // 16}, {dim}, {ELEMENTS[dtype]}>"
+        local = str(is_local).lower()
+        geometry = f"Geometry<1, {tile.columns}, {tile.rows // 16}, {dim}, {ELEMENTS[dtype]}, {local}>"
         code = CudaKernel(
-            FOLDER,
-            self.header,
-            self.name.format(geometry=geometry, local=str(is_local).lower()),
-            self.arguments,
-            32 * tile.warps,
-            shared_bytes,
+            FOLDER, self.header, self.name.format(geometry), self.arguments, 32 * tile.warps, shared_bytes
         )
         room = (BLOCK_BYTES[arch] + RESERVED_BYTES) // (shared_bytes + RESERVED_BYTES)
         return MixerKernel(code, tile, min(room, MAX_WARPS // tile.warps))

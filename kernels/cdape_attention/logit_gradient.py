@@ -15,7 +15,7 @@ from kernels.cdape_attention.mixer_forward import LogitArgs, LogitInputs, pack_i
 from kernels.runtime import cdiv
 
 KERNELS = KernelFamily(
-    *("logit_gradient.h", "LogitGradient<{geometry}, {local}>", "LogitGradientArgs", 2),
+    *("logit_gradient.h", "LogitGradient<{}>", "LogitGradientArgs", 2),
     ((Tile(32, 32), 98816), (Tile(16, 64), 90880), (Tile(16, 32), 49408)),
 )
 

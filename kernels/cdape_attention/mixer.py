@@ -26,18 +26,19 @@ from kernels.runtime import DeviceProperties, cdiv
 
 VARIABLE = "FARFIELD_CUDA_MIXER"
 """Environment variable that turns all CUDA kernels off if it is 0: Triton's then compute everything."""
-BLOCK_ROWS, MAX_COLUMNS = 32, 64
-"""The most rows that a block takes, and columns of a tile."""
+BLOCK_ROWS = 32
+"""The most rows that a block takes."""
+MAX_TILE_COLUMNS = 64
 MAX_HEAD_DIM = 128
 TABLE_FRONT = 96
 """Entries of U in front of distance 0: tiles at the diagonal look so far ahead."""
 LARGEST_EXCHANGED = torch.finfo(torch.float16).max
 TO_SCORES = KernelFamily(
-    *("mixer_backward.h", "MixerBackward<{geometry}, true, false, {local}>", "MixerBackwardArgs", 1),
+    *("mixer_backward.h", "MixerBackward<{}, true, false>", "MixerBackwardArgs", 1),
     ((Tile(32, 32), 165376), (Tile(16, 64), 166656), (Tile(16, 32), 82688)),
 )
 TO_WEIGHTS = KernelFamily(
-    *("mixer_backward.h", "MixerBackward<{geometry}, false, true, {local}>", "MixerBackwardArgs", 1),
+    *("mixer_backward.h", "MixerBackward<{}, false, true>", "MixerBackwardArgs", 1),
     ((Tile(32, 32), 87040), (Tile(16, 64), 76288), (Tile(16, 32), 43520)),
 )
 
@@ -70,7 +71,7 @@ class MixerBackwardArgs(ctypes.Structure):
 
 
 class Spans(NamedTuple):
-    """The columns that a chunk's rows see, if not all from column 0 on: those of a window, a document, or both."""
+    """The columns that a chunk's rows see, if not all from position 0 on: of a window, of a document, or of both."""
 
     window: int
     left: int
@@ -169,7 +170,7 @@ def build_score_inputs(
 
 def count_distances(rows: int, position: int, spans: Spans | None) -> int:
     """How many distances kernels may look up for a chunk whose first row stands at this column."""
-    before = 0 if spans is None else MAX_COLUMNS  # a tile may begin left of column 0
+    before = 0 if spans is None else MAX_TILE_COLUMNS  # a tile may begin left of column 0
     return position + cdiv(rows, BLOCK_ROWS) * BLOCK_ROWS + before
 
 
@@ -186,12 +187,12 @@ def differentiate_mixer(
     shape, padding = inputs.shape, inputs.shape.padding
     batch, rows, _, columns, _ = inputs.dlogits.shape
     to_scores, to_weights = ((cdiv(rows, kernel.tile.rows), batch) for kernel in kernels)
-    table = build_table(inputs.contributions, padding, count_distances(rows, inputs.position, inputs.spans))
+    distances = count_distances(rows, inputs.position, inputs.spans)
+    table = build_table(inputs.contributions, padding, distances)
     edge = F.pad(inputs.edge, (0, WIDTH - shape.width))
     fragments = build_fragments(inputs.weights)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": table.device}
-    table_rows = count_distances(rows, inputs.position, None) + padding
-    dtables = torch.zeros(prod(to_scores), table_rows, WIDTH + HEADS, **float32)
+    dtables = torch.zeros(prod(to_scores), distances + padding, WIDTH + HEADS, **float32)
     new_edge = torch.empty if inputs.spans is None else torch.zeros  # rows may not see their document's begin
     dedge = new_edge(batch, rows, padding, WIDTH, **float32)
     dweights = torch.empty(prod(to_weights), 2 * shape.kernel_size * 4 * 32 * 4, **float32)

@@ -92,6 +92,12 @@ LOCAL_EXAMPLES = (
 )
 
 
+def find_documents(shape: Shape) -> Tensor:
+    """Where each row's document begins, [B, R, 1]."""
+    first_keys = shape.first_keys
+    return torch.zeros(shape.batch, shape.rows, 1, dtype=torch.int32) if first_keys is None else first_keys[..., None]
+
+
 class Case(NamedTuple):
     """What a kernel is compiled for."""
 
@@ -101,9 +107,8 @@ class Case(NamedTuple):
     dtype: torch.dtype
 
     def build(self, family: KernelFamily, inputs: LogitInputs | MixerInputs) -> MixerKernel:
-        """Describe the kernel for these inputs."""
-        is_local = inputs.spans is not None
-        return family.build(Tile(self.rows, self.columns), self.dim, self.dtype, 90, is_local=is_local)
+        tile, is_local = Tile(self.rows, self.columns), inputs.spans is not None
+        return family.build(tile, self.dim, self.dtype, 90, is_local=is_local)
 
     def adapt(self, shape: Shape) -> Shape:
         return replace(shape, dim=self.dim, dtype=self.dtype)
@@ -118,12 +123,6 @@ CASES = [
 LOCAL_CASES = CASES[:2]
 ROUNDINGS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 """Relative to a number, half a unit in the last place of the types."""
-
-
-def find_documents(shape: Shape) -> Tensor:
-    """Where each row's document begins, [B, R, 1]."""
-    first_keys = shape.first_keys
-    return torch.zeros(shape.batch, shape.rows, 1, dtype=torch.int32) if first_keys is None else first_keys[..., None]
 
 
 def find_seen(shape: Shape) -> Tensor:

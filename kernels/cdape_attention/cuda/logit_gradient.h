@@ -23,9 +23,9 @@ struct LogitGradientArgs {
   long long q_batch, k_batch, value_batch, dout_batch, stats_batch, probabilities_batch, dlogits_batch;
 };
 
-template <class G, bool LOCAL>
+template <class G>
 struct DifferentiateSoftmax {
-  typedef Logits<G, true, LOCAL> L;
+  typedef Logits<G, true> L;
   typedef typename G::Element Element;
   typedef typename L::R R;
   typedef typename L::S S;
@@ -113,7 +113,7 @@ struct DifferentiateSoftmax {
         pred is_stored = lane >= 0;
         i32 begin = i32(0);
         if (MASKED) is_stored = t * 4 + column <= g + (c.position() + row) && g + (c.first_row + row) < rows;
-        if (MASKED && LOCAL) {
+        if (MASKED && G::LOCAL) {
           is_stored = is_stored && t * 4 + column >= 0;
           begin = c.in.scores.find_lanes_first(g + (c.first_row + row));
         }
@@ -124,7 +124,7 @@ struct DifferentiateSoftmax {
           UNROLL_FOR (int y = 0; y < 4; y++) {
             p[y] = exponential2((logits[h][y] + as_f32(b.x[3 - y])) * LOG2E - as_f32(of_row.x[0]));
             if (MASKED) p[y] = select(t * 4 + (column + y) <= g + (c.position() + row), p[y], f32(0.0f));
-            if (MASKED && LOCAL) p[y] = select(t * 4 + (column + y) >= begin, p[y], f32(0.0f));
+            if (MASKED && G::LOCAL) p[y] = select(t * 4 + (column + y) >= begin, p[y], f32(0.0f));
             f32 gradient = dp[h].tile[block][y / 2][2 * (quarter % 2) + y % 2];
             dlogits[h][y] = p[y] * (gradient - as_f32(of_row.x[1]));
           }
@@ -141,9 +141,9 @@ struct DifferentiateSoftmax {
   }
 };
 
-template <class G, bool LOCAL>
+template <class G>
 struct LogitGradient {
-  typedef DifferentiateSoftmax<G, LOCAL> Last;
+  typedef DifferentiateSoftmax<G> Last;
   typedef typename Last::L L;
   static constexpr int NUM_THREADS = L::NUM_THREADS, BLOCKS_PER_SM = 8 / G::WARPS;
   static constexpr int MEMORY_BYTES = L::MEMORY_BYTES + G::QUERY_BYTES + Last::STATS_BYTES;

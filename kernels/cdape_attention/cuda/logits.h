@@ -24,8 +24,8 @@ struct LogitInputs {
   int bias_front, bias_stride;  // bias_front + position is a multiple of 4
 };
 
-// BY_ROWS: the last phase reads its words by rows and columns, not by columns and pairs. LOCAL: see spans.h.
-template <class G_, bool BY_ROWS, bool LOCAL>
+// BY_ROWS: the last phase reads its words by rows and columns, not by columns and pairs.
+template <class G_, bool BY_ROWS>
 struct Logits {
   typedef G_ G;
   typedef Scores<G, 4> S;
@@ -62,12 +62,12 @@ struct Logits {
     Context c{in, memory, memory, memory, warp, block * G::ROWS, {}};
     c.scores = advance(memory, G::QUERY_BYTES);
     c.sums = advance(c.scores, W::MEMORY_BYTES);
-    c.tiles = in.scores.find_tiles<G, LOCAL>(c.first_row);
+    c.tiles = in.scores.find_tiles<G>(c.first_row);
     last.begin(c);
     State st;
     begin(st, c);
     barrier(memory);
-    if constexpr (LOCAL) {
+    if constexpr (G::LOCAL) {
       R::clear(st.carry);
       if (owns_last_columns(c)) W::clear_last_columns(c.scores, warp % 4);
     } else {
@@ -77,7 +77,7 @@ struct Logits {
       barrier(memory);
     }
     Step<Last> step{st, c, memory, last};
-    RowSpans::go_over<G, LOCAL>(c.tiles, step);
+    RowSpans::go_over<G>(c.tiles, step);
   }
 
   // The words of pair `pair` in four columns of a tile, `at` being their row's offset: both heads' logits without bias.
@@ -117,7 +117,7 @@ struct Logits {
     if (owns_last_columns(c)) W::keep_last_columns(c.scores, c.warp % 4);
     compute_scores<MASKED>(st, c, tile);
     barrier(memory);
-    mix<false, LOCAL && MASKED>(st, c, first);
+    mix<false, G::LOCAL && MASKED>(st, c, first);
     barrier(memory);
     last.template take<MASKED>(c, first);
   }
@@ -126,7 +126,7 @@ struct Logits {
     G::load_weights(st.w1, c.in.w1);
     G::load_weights(st.w2, c.in.w2);
     S::load_queries(c.in.scores, c.queries, c.warp, c.first_row);
-    UNROLL_FOR (int h = 0; h < HELD; h++) load_keys(st, c, h, LOCAL ? c.tiles.first : -1);
+    UNROLL_FOR (int h = 0; h < HELD; h++) load_keys(st, c, h, G::LOCAL ? c.tiles.first : -1);
   }
 
   static KERNEL_CODE bool owns_last_columns(const Context& c) { return c.warp / 4 == G::WARPS / 4 - 1; }
@@ -147,7 +147,7 @@ struct Logits {
         S::multiply(sums[h], st.keys[now % HELD], c.queries, find_head(c.warp, now));
         load_keys(st, c, next % 4, next < 4 ? tile : tile + 1);
       }
-      S::template pack<MASKED, LOCAL>(words[upper], sums, c.in.scores, c.first_row, find_column(c, tile));
+      S::template pack<MASKED>(words[upper], sums, c.in.scores, c.first_row, find_column(c, tile));
     }
     W::store(c.scores, words, c.warp % 4, 16 * G::GROUPS * (c.warp / 4));
   }

@@ -33,8 +33,7 @@ struct MixerBackwardArgs {
       dscores_batch;  // bytes from one sequence to the next; of both maps
 };
 
-// LOCAL: see spans.h.
-template <class G, bool SCORES, bool WEIGHTS, bool LOCAL>
+template <class G, bool SCORES, bool WEIGHTS>
 struct MixerBackward {
   static_assert(SCORES != WEIGHTS, "a kernel returns one of both");
   typedef typename G::Element Element;
@@ -81,26 +80,25 @@ struct MixerBackward {
               warp,
               block * G::ROWS,
               (long long)batch * num_blocks + block,
-              args.scores.find_tiles<G, LOCAL>(block * G::ROWS)};
+              args.scores.find_tiles<G>(block * G::ROWS)};
     c.scores = advance(memory, G::QUERY_BYTES);
     c.dlogits = advance(c.scores, W::MEMORY_BYTES);
     c.sums = advance(c.dlogits, W::MEMORY_BYTES);
     c.diagonals = advance(c.sums, R::MEMORY_BYTES);
     State st;
     begin(st, c);
-    if constexpr (LOCAL) {
+    barrier(memory);
+    if constexpr (G::LOCAL) {
       R::clear(st.carry);
       clear_columns(c);
-    }
-    barrier(memory);
-    if constexpr (!LOCAL) {
+    } else {
       load_tile<true>(c, 2 * PADDING - G::COLUMNS);
       barrier(memory);
       mix<true, false>(st, c, -G::COLUMNS);
       barrier(memory);
     }
     Step step{st, c, memory};
-    RowSpans::go_over<G, LOCAL>(c.tiles, step);
+    RowSpans::go_over<G>(c.tiles, step);
     if constexpr (WEIGHTS) store_weights(st, c, memory);
   }
 
@@ -120,7 +118,7 @@ struct MixerBackward {
     keep_columns(c);
     load_tile<MASKED>(c, first + 2 * PADDING);
     barrier(memory);
-    mix<false, LOCAL && MASKED>(st, c, first);
+    mix<false, G::LOCAL && MASKED>(st, c, first);
     barrier(memory);
     if constexpr (SCORES) {
       store_scores<MASKED>(c, first);
@@ -157,7 +155,7 @@ struct MixerBackward {
       const int row = G::WARP_ROWS * c.warp + r, in_map = c.first_row + row;
       const int bounded = in_map < c.args.scores.rows ? in_map : c.args.scores.rows - 1;
       const int last = in_map < c.args.scores.rows ? c.position() + row : -1;
-      const int begin = MASKED && LOCAL ? c.args.scores.find_first(in_map) : 0;
+      const int begin = MASKED && G::LOCAL ? c.args.scores.find_first(in_map) : 0;
       UNROLL_FOR (int part = 0; part < G::PAIRS; part += 32 / LANES) {
         Words<2> v;
         if (MASKED) {
@@ -165,7 +163,7 @@ struct MixerBackward {
           Address from = advance_heads(address(c.args.dlogits, inside * 4), pair, columns * 4);
           v = load_global<2>(advance(from, ((long long)bounded * G::PAIRS + part) * columns * 4), 0);
           UNROLL_FOR (int x = 0; x < 2; x++) v.x[x] = select(j >= 0 && j + x <= last, v.x[x], u32(0u));
-          if (LOCAL)
+          if (G::LOCAL)
             UNROLL_FOR (int x = 0; x < 2; x++) v.x[x] = select(j + x >= begin, v.x[x], u32(0u));
         } else {
           Address from = advance_heads(address(c.args.dlogits, column * 4), pair, columns * 4);
@@ -198,7 +196,7 @@ struct MixerBackward {
           S::multiply(sums[h], keys, c.queries, head);
         }
         u32 words[2][4][2];
-        S::template pack<MASKED, LOCAL>(words, sums, in, c.first_row, first + column);
+        S::template pack<MASKED>(words, sums, in, c.first_row, first + column);
         UNROLL_FOR (int block = 0; block < 2; block++)
           UNROLL_FOR (int r = 0; r < 2; r++) {
             Words<4> v;
@@ -212,8 +210,8 @@ struct MixerBackward {
 
   // Makes the tile's last columns those before the next tile: of scores by pairs, of dL by rows, as warps own them.
   static KERNEL_CODE void keep_columns(Context& c) {
-    if (owns_last_columns(c)) W::keep_last_columns(c.scores, c.warp % PAIR_WARPS);
-    i32 at = locate_rows(c.warp);
+    if (owns_last_scores(c)) W::keep_last_columns(c.scores, c.warp % PAIR_WARPS);
+    i32 at = locate_dlogits(c);
     UNROLL_FOR (int x = 0; x < 2 * PADDING; x += 2) {
       Words<2> v = load_shared<2>(c.dlogits, at + (G::COLUMNS + W::FIRST - 2 * PADDING + x) * 4);
       store_shared<2>(c.dlogits, at + (W::FIRST - 2 * PADDING + x) * 4, v);
@@ -222,15 +220,15 @@ struct MixerBackward {
 
   // Zeros what `keep_columns` takes for the first tile.
   static KERNEL_CODE void clear_columns(Context& c) {
-    if (owns_last_columns(c)) W::clear_last_columns(c.scores, c.warp % PAIR_WARPS);
-    i32 at = locate_rows(c.warp);
+    if (owns_last_scores(c)) W::clear_last_columns(c.scores, c.warp % PAIR_WARPS);
     UNROLL_FOR (int x = G::COLUMNS - 2 * PADDING; x < G::COLUMNS; x += 2)
-      store_shared<2>(c.dlogits, at + (W::FIRST + x) * 4, Words<2>{u32(0u), u32(0u)});
+      store_shared<2>(c.dlogits, locate_dlogits(c) + (W::FIRST + x) * 4, Words<2>{u32(0u), u32(0u)});
   }
-  static KERNEL_CODE bool owns_last_columns(const Context& c) { return c.warp / PAIR_WARPS == G::COLUMNS / 32 - 1; }
-  static KERNEL_CODE i32 locate_rows(int warp) {
+  static KERNEL_CODE bool owns_last_scores(const Context& c) { return c.warp / PAIR_WARPS == G::COLUMNS / 32 - 1; }
+  // The offset of dL of the warp's rows: a lane takes a row and a pair.
+  static KERNEL_CODE i32 locate_dlogits(const Context& c) {
     i32 lane = lane_id();
-    return W::row_offset(lane / 8 % G::WARP_ROWS + G::WARP_ROWS * warp) + W::pair_offset(lane % 8);
+    return W::row_offset(lane / 8 % G::WARP_ROWS + G::WARP_ROWS * c.warp) + W::pair_offset(lane % 8);
   }
 
   // Rows (heads) by columns (pixels' rows) instead of the reverse, as an A fragment.
@@ -426,7 +424,7 @@ struct MixerBackward {
     Address lanes = advance_heads(address(c.args.dscores, chunk * 8), pair * 2, head_bytes);
     UNROLL_FOR (int r = 0; r < G::WARP_ROWS; r++) {
       const int row = G::WARP_ROWS * c.warp + r, in_map = c.first_row + row;
-      const int begin = MASKED && LOCAL ? c.args.scores.find_first(in_map) : 0;
+      const int begin = MASKED && G::LOCAL ? c.args.scores.find_first(in_map) : 0;
       UNROLL_FOR (int others = 0; others < G::PAIRS; others += AT_ONCE) {
         i32 at = pair * (R::PAIR_STRIDE * 4) + (R::row_offset(row) + others * R::PAIR_STRIDE * 4);
         Words<4> sum, passed;
@@ -438,7 +436,7 @@ struct MixerBackward {
         i32 j = chunk * 4 + first;
         if (MASKED)
           UNROLL_FOR (int y = 0; y < 4; y++) sum.x[y] = select(j + y <= c.position() + row, sum.x[y], u32(0u));
-        if (MASKED && LOCAL)
+        if (MASKED && G::LOCAL)
           UNROLL_FOR (int y = 0; y < 4; y++) sum.x[y] = select(j + y >= begin, sum.x[y], u32(0u));
         Words<2> v[2];
         UNROLL_FOR (int z = 0; z < 2; z++) {
@@ -448,7 +446,7 @@ struct MixerBackward {
         UNROLL_FOR (int h = 0; h < 2; h++) {
           pred is_stored = pair * 2 + (2 * others + h) < c.args.scores.heads;
           if (MASKED) is_stored = is_stored && j < columns && in_map < rows;
-          if (MASKED && LOCAL) is_stored = is_stored && j >= 0;
+          if (MASKED && G::LOCAL) is_stored = is_stored && j >= 0;
           store_global<2>(advance(lanes, ((long long)in_map * columns + first) * 2 + (2 * others + h) * head_bytes), 0,
                           v[h], is_stored);
         }

@@ -10,9 +10,9 @@ struct MixerForwardArgs {
 
 // Stores logits. A warp takes an equal share of a tile's rows, in tiles of 64 columns twice that and half of the
 // columns; a lane 4 columns of a pair, and of more than 16 columns of pair + 4 after it.
-template <class G, bool LOCAL>
+template <class G>
 struct StoreLogits {
-  typedef Logits<G, false, LOCAL> L;
+  typedef Logits<G, false> L;
   typedef typename L::R R;
   typedef typename L::Context Context;
   static constexpr int PARTS = G::COLUMNS == 64 ? 2 : 1, CHUNKS = G::COLUMNS / PARTS / 4, PAIRS_AT_ONCE = 32 / CHUNKS;
@@ -66,7 +66,7 @@ struct StoreLogits {
           pred is_stored = pair * 2 + (8 * upper + h) < c.in.scores.heads;
           if (MASKED)
             is_stored = is_stored && chunk * 4 + first <= c.position() + row && c.first_row + row < c.in.scores.rows;
-          if (MASKED && LOCAL) is_stored = is_stored && chunk * 4 + first >= 0;
+          if (MASKED && G::LOCAL) is_stored = is_stored && chunk * 4 + first >= 0;
           store_global<4>(to[h], 0, v, is_stored);
           to[h] = advance(to[h], row_bytes);
         }
@@ -76,9 +76,9 @@ struct StoreLogits {
   }
 };
 
-template <class G, bool LOCAL>
+template <class G>
 struct MixerForward {
-  typedef Logits<G, false, LOCAL> L;
+  typedef Logits<G, false> L;
   static constexpr int NUM_THREADS = L::NUM_THREADS, MEMORY_BYTES = L::MEMORY_BYTES;
   static constexpr int BLOCKS_PER_SM = 8 / G::WARPS;
 
@@ -87,7 +87,7 @@ struct MixerForward {
     scores.q = (const char*)scores.q + batch * args.q_batch;
     scores.k = (const char*)scores.k + batch * args.k_batch;
     scores.select_sequence(batch);
-    StoreLogits<G, LOCAL> last;
+    StoreLogits<G> last;
     last.map = (char*)args.logits + batch * args.logits_batch;
     L::go_over_tiles(args.inputs, memory, warp, block, last);
   }

@@ -113,14 +113,16 @@ struct Scores {
 
   // The words of a pair of heads: words[block][x][r] is of column `first` + x of the lane's in the block, and row
   // g + 8r. MASKED: some row does not see some of the columns, and its scores are zero.
-  template <bool MASKED, bool LOCAL>
+  template <bool MASKED>
   static KERNEL_CODE void pack(u32 (&words)[2][4][2], const Sums (&sums)[2], const ScoreInputs& in, int first_row,
                                int first) {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4, begin[2][2];
-    if constexpr (MASKED)
-      UNROLL_FOR (int block = 0; block < 2; block++)
-        UNROLL_FOR (int r = 0; r < 2; r++)
-          begin[block][r] = LOCAL ? in.find_lanes_first(g + (first_row + block_row(block) + 8 * r)) : i32(0);
+    UNROLL_FOR (int block = 0; block < 2; block++)
+      UNROLL_FOR (int r = 0; r < 2; r++) {
+        begin[block][r] = i32(0);
+        if constexpr (MASKED && G::LOCAL)
+          begin[block][r] = in.find_lanes_first(g + (first_row + block_row(block) + 8 * r));
+      }
     UNROLL_FOR (int block = 0; block < 2; block++)
       UNROLL_FOR (int x = 0; x < 4; x++)
         UNROLL_FOR (int r = 0; r < 2; r++) {

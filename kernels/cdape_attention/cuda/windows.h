@@ -53,16 +53,14 @@ struct PairWindow {
     }
   }
 
-  // Zeros a pair's last 2p columns, as if a tile went before that no row sees. A lane takes a row; of 16 rows, half of
-  // the lanes take those of pair + 4.
+  // Zeros a pair's last 2p columns, as if a tile went before that no row sees; of 16 rows, those of pair + 4 too.
   static KERNEL_CODE void clear_last_columns(SharedMemory window, int pair) {
-    i32 at = locate_rows(pair);
     UNROLL_FOR (int x = G::COLUMNS - 2 * G::PADDING; x < G::COLUMNS; x += 2)
-      store_shared<2>(window, at + (FIRST + x) * 4, Words<2>{u32(0u), u32(0u)});
+      store_shared<2>(window, locate_columns(pair) + (FIRST + x) * 4, Words<2>{u32(0u), u32(0u)});
   }
-  // Makes the same columns those before the first.
+  // Makes a pair's last 2p columns those before its first; of 16 rows, those of pair + 4 too.
   static KERNEL_CODE void keep_last_columns(SharedMemory window, int pair) {
-    i32 at = locate_rows(pair);
+    i32 at = locate_columns(pair);
     UNROLL_FOR (int x = 0; x < 2 * G::PADDING; x += 2) {
       Words<2> v = load_shared<2>(window, at + (G::COLUMNS + FIRST - 2 * G::PADDING + x) * 4);
       store_shared<2>(window, at + (FIRST - 2 * G::PADDING + x) * 4, v);
@@ -70,7 +68,8 @@ struct PairWindow {
   }
 
  private:
-  static KERNEL_CODE i32 locate_rows(int pair) {
+  // A lane takes a row.
+  static KERNEL_CODE i32 locate_columns(int pair) {
     i32 lane = lane_id();
     return row_offset(lane % G::ROWS) + lane / G::ROWS * (pair_offset(4) - pair_offset(0)) + pair_offset(pair);
   }

@@ -106,34 +106,29 @@ def find_excess(
 def test_maps_are_those_of_float64_and_no_access_is_wrong(
     case: Case, shape: Shape, seed: int, residual_bias: bool
 ) -> None:
-    shape = case.adapt(shape)
-    inputs = build_logit_inputs(shape, seed, residual_bias=residual_bias)
-    attended = attend(inputs, shape, seed)
-    found, sums, faults = run(inputs, attended, Launcher(FOLDER), case)
-    assert faults.errors == NO_ERRORS, faults
-    assert find_excess(found, sums, inputs, attended, shape) <= 1
-
-
-def check_local_maps(case: Case, shape: Shape, seed: int) -> None:
-    shape = case.adapt(shape)
-    inputs = build_logit_inputs(shape, seed)
-    attended = attend(inputs, shape, seed)
-    found, sums, faults = run(inputs, attended, Launcher(FOLDER), case)
-    assert faults.errors == NO_ERRORS, faults
-    assert find_excess(found, sums, inputs, attended, shape) <= 1
+    check_maps(case, shape, seed, residual_bias=residual_bias)
 
 
 @pytest.mark.parametrize("case", LOCAL_CASES, ids=str)
 @settings(max_examples=6, deadline=None)
 @given(shape=LOCAL_SHAPES, seed=st.integers(0, 1000))
 def test_maps_of_windows_and_documents_are_those_of_float64(case: Case, shape: Shape, seed: int) -> None:
-    check_local_maps(case, shape, seed)
+    check_maps(case, shape, seed)
 
 
 @pytest.mark.parametrize("case", LOCAL_CASES, ids=str)
-@pytest.mark.parametrize("shape", LOCAL_EXAMPLES, ids=str)
-def test_maps_where_windows_and_documents_begin_are_those_of_float64(case: Case, shape: Shape) -> None:
-    check_local_maps(case, shape, 0)
+def test_maps_where_windows_and_documents_begin_are_those_of_float64(case: Case) -> None:
+    for shape in LOCAL_EXAMPLES:
+        check_maps(case, shape)
+
+
+def check_maps(case: Case, shape: Shape, seed: int = 0, *, residual_bias: bool = True) -> None:
+    shape = case.adapt(shape)
+    inputs = build_logit_inputs(shape, seed, residual_bias=residual_bias)
+    attended = attend(inputs, shape, seed)
+    found, sums, faults = run(inputs, attended, Launcher(FOLDER), case)
+    assert faults.errors == NO_ERRORS, faults
+    assert find_excess(found, sums, inputs, attended, shape) <= 1
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

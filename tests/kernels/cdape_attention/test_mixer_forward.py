@@ -32,10 +32,9 @@ from kernels.cdape_attention.geometry import FOLDER
 from kernels.cdape_attention.mixer_forward import KERNELS, LogitInputs, compute_logits
 from kernels.cuda.emulate import Faults, find_compiler
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)")
-
-
 FORWARD_CASES = [Case(32, 16, 64, torch.bfloat16), *CASES]
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)")
 
 
 def run(inputs: LogitInputs, case: Case, launcher: Launcher) -> tuple[Tensor, Faults]:
@@ -58,6 +57,10 @@ def is_right(found: Tensor, inputs: LogitInputs, shape: Shape) -> bool:
 def test_logits_are_those_of_float64_and_no_access_is_wrong(
     case: Case, shape: Shape, seed: int, residual_bias: bool
 ) -> None:
+    check_logits(case, shape, seed, residual_bias=residual_bias)
+
+
+def check_logits(case: Case, shape: Shape, seed: int = 0, *, residual_bias: bool = True) -> None:
     shape = case.adapt(shape)
     inputs = build_logit_inputs(shape, seed, residual_bias=residual_bias)
     found, faults = run(inputs, case, Launcher(FOLDER))
@@ -65,25 +68,17 @@ def test_logits_are_those_of_float64_and_no_access_is_wrong(
     assert is_right(found, inputs, shape)
 
 
-def check_local_logits(case: Case, shape: Shape, seed: int) -> None:
-    shape = case.adapt(shape)
-    inputs = build_logit_inputs(shape, seed)
-    found, faults = run(inputs, case, Launcher(FOLDER))
-    assert faults.errors == NO_ERRORS, faults
-    assert is_right(found, inputs, shape)
-
-
-@pytest.mark.parametrize("case", LOCAL_CASES, ids=str)
+@pytest.mark.parametrize("case", [FORWARD_CASES[0], *LOCAL_CASES], ids=str)
 @settings(max_examples=6, deadline=None)
 @given(shape=LOCAL_SHAPES, seed=st.integers(0, 1000))
 def test_logits_of_windows_and_documents_are_those_of_float64(case: Case, shape: Shape, seed: int) -> None:
-    check_local_logits(case, shape, seed)
+    check_logits(case, shape, seed)
 
 
-@pytest.mark.parametrize("case", LOCAL_CASES, ids=str)
-@pytest.mark.parametrize("shape", LOCAL_EXAMPLES, ids=str)
-def test_logits_where_windows_and_documents_begin_are_those_of_float64(case: Case, shape: Shape) -> None:
-    check_local_logits(case, shape, 0)
+@pytest.mark.parametrize("case", [FORWARD_CASES[0], *LOCAL_CASES], ids=str)
+def test_logits_where_windows_and_documents_begin_are_those_of_float64(case: Case) -> None:
+    for shape in LOCAL_EXAMPLES:
+        check_logits(case, shape)
 
 
 @pytest.mark.parametrize("case", FORWARD_CASES, ids=str)
