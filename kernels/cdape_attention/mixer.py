@@ -10,43 +10,37 @@ import os
 import warnings
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.cdape_attention.geometry import ELEMENTS, HEADS, WIDTH, KernelFamily, MixerKernel, Tile
 from kernels.cdape_attention.weights import PackedWeights, WeightShape
 from kernels.cuda.compile import load_nvrtc
 from kernels.cuda.kernel import CudaKernel
 from kernels.jit_build import CompileError
 from kernels.runtime import DeviceProperties, cdiv
 
-FOLDER = Path(__file__).with_name("cuda")
 VARIABLE = "FARFIELD_CUDA_MIXER"
 """Environment variable that turns all CUDA kernels off if it is 0: Triton's then compute everything."""
-ARCHS = (90,)
-"""Compute capabilities whose shared memory holds a block of the kernels."""
-BLOCK_ROWS, HEADS, WIDTH = 32, 16, 32
-TABLE_FRONT = 64
+BLOCK_ROWS = 32
+"""The most rows that a block takes."""
+MAX_TILE_COLUMNS = 64
+MAX_HEAD_DIM = 128
+TABLE_FRONT = 96
 """Entries of U in front of distance 0: tiles at the diagonal look so far ahead."""
 LARGEST_EXCHANGED = torch.finfo(torch.float16).max
-
-
-def get_kernels(*, is_local: bool) -> tuple[CudaKernel, CudaKernel]:
-    """The kernels for the gradients of scores and tables, and for those of weights.
-
-    Args:
-        is_local: for rows with `Spans`.
-    """
-    return tuple(
-        CudaKernel(FOLDER, "mixer_backward.h", f"MixerBackward<1, {which}, {str(is_local).lower()}>", *rest)
-        for which, *rest in (
-            ("true, false", "MixerBackwardArgs", 256, 230912),
-            ("false, true", "MixerBackwardArgs", 256, 152576),
-        )
-    )  # type: ignore[return-value]
+TO_SCORES = KernelFamily(
+    *("mixer_backward.h", "MixerBackward<{}, true, false>", "MixerBackwardArgs", 1),
+    ((Tile(32, 32), 165376), (Tile(16, 64), 166656), (Tile(16, 32), 82688)),
+)
+TO_WEIGHTS = KernelFamily(
+    *("mixer_backward.h", "MixerBackward<{}, false, true>", "MixerBackwardArgs", 1),
+    ((Tile(32, 32), 87040), (Tile(16, 64), 76288), (Tile(16, 32), 43520)),
+)
 
 
 Launch = Callable[[CudaKernel, tuple[int, int], ctypes.Structure], None]
@@ -77,7 +71,7 @@ class MixerBackwardArgs(ctypes.Structure):
 
 
 class Spans(NamedTuple):
-    """The columns that a chunk's rows see, if not all from column 0 on: those of a window, of a document, or of both."""
+    """The columns that a chunk's rows see, if not all from position 0 on: of a window, of a document, or of both."""
 
     window: int
     left: int
@@ -90,11 +84,11 @@ class MixerInputs(NamedTuple):
     """Inputs of both kernels for one chunk of rows."""
 
     queries: Tensor
-    """bfloat16 [B, H, R, 64], scaled: rows of a tensor whose last two dimensions are contiguous."""
+    """[B, H, R, d], scaled: rows of a tensor whose last two dimensions are contiguous."""
     keys: Tensor
-    """bfloat16 [B, H, C or more, 64], alike."""
+    """[B, H, C or more, d], alike."""
     dlogits: Tensor
-    """bfloat16 [B, R, 8, C, 2], heads in pairs; undefined where a row does not see the column."""
+    """[B, R, 8, C, 2], heads in pairs; undefined where a row does not see the column."""
     contributions: Tensor
     """float32 [p + N + …, D]: U from distance −p on (`bias_product.py`)."""
     edge: Tensor
@@ -145,10 +139,12 @@ def fills_device(rows: int, batch: int, device: DeviceProperties) -> bool:
 
 
 def is_supported(shape: WeightShape, dtype: torch.dtype, dim: int, columns: int) -> bool:
-    """True if the kernels compute these shapes: three taps, 9 to 16 heads of 64, widths of 17 to 32."""
+    """True if some GPU has kernels for these shapes: half precision, three taps, 9 to 16 heads of dimensions that are a
+    multiple of 16, widths of 17 to 32."""
     return (
-        dtype == torch.bfloat16
-        and dim == 64
+        dtype in ELEMENTS
+        and dim % 16 == 0
+        and dim <= MAX_HEAD_DIM
         and shape.kernel_size == 3
         and HEADS // 2 < shape.heads <= HEADS
         and WIDTH // 2 < shape.width <= WIDTH
@@ -159,7 +155,7 @@ def is_supported(shape: WeightShape, dtype: torch.dtype, dim: int, columns: int)
 def build_score_inputs(
     queries: Tensor, keys: Tensor, columns: int, position: int, spans: Spans | None = None
 ) -> ScoreInputs:
-    """Describe a chunk's queries [B, H, R, 64] and keys [B, H, C or more, 64] for a kernel."""
+    """Describe a chunk's queries [B, H, R, d] and keys [B, H, C or more, d] for a kernel."""
     heads, rows = queries.shape[1:3]
     strides = (x.stride(1) * x.element_size() for x in (queries, keys))
     own: tuple[int, ...] = (0, 0, 0)
@@ -174,37 +170,40 @@ def build_score_inputs(
 
 def count_distances(rows: int, position: int, spans: Spans | None) -> int:
     """How many distances kernels may look up for a chunk whose first row stands at this column."""
-    before = 0 if spans is None else BLOCK_ROWS  # a tile may begin left of column 0
+    before = 0 if spans is None else MAX_TILE_COLUMNS  # a tile may begin left of column 0
     return position + cdiv(rows, BLOCK_ROWS) * BLOCK_ROWS + before
 
 
-def differentiate_mixer(inputs: MixerInputs, dscores: Tensor, launch: Launch) -> MixerGradients:
+def differentiate_mixer(
+    inputs: MixerInputs, dscores: Tensor, kernels: tuple[MixerKernel, MixerKernel], launch: Launch
+) -> MixerGradients:
     """Run both kernels for a chunk.
 
     Args:
-        dscores: bfloat16 [B, H, R, C], written where a row sees a column, and zero in the rest of the diagonal tiles.
+        kernels: of `TO_SCORES` and `TO_WEIGHTS`.
+        dscores: [B, H, R, C], written where a row sees a column, and zero in the rest of the diagonal tiles.
         launch: runs a kernel on a grid of (blocks, sequences): on a GPU, or in a test's emulator.
     """
     shape, padding = inputs.shape, inputs.shape.padding
     batch, rows, _, columns, _ = inputs.dlogits.shape
-    blocks = cdiv(rows, BLOCK_ROWS)
-    is_local = inputs.spans is not None
-    table = build_table(inputs.contributions, padding, count_distances(rows, inputs.position, inputs.spans))
+    to_scores, to_weights = ((cdiv(rows, kernel.tile.rows), batch) for kernel in kernels)
+    distances = count_distances(rows, inputs.position, inputs.spans)
+    table = build_table(inputs.contributions, padding, distances)
     edge = F.pad(inputs.edge, (0, WIDTH - shape.width))
     fragments = build_fragments(inputs.weights)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": table.device}
-    dtables = torch.zeros(batch * blocks, inputs.position + blocks * BLOCK_ROWS + padding, WIDTH + HEADS, **float32)
-    new_edge = torch.zeros if is_local else torch.empty  # rows may not see their document's begin
+    dtables = torch.zeros(prod(to_scores), distances + padding, WIDTH + HEADS, **float32)
+    new_edge = torch.empty if inputs.spans is None else torch.zeros  # rows may not see their document's begin
     dedge = new_edge(batch, rows, padding, WIDTH, **float32)
-    dweights = torch.empty(batch * blocks, 2 * shape.kernel_size * 4 * 32 * 4, **float32)
+    dweights = torch.empty(prod(to_weights), 2 * shape.kernel_size * 4 * 32 * 4, **float32)
     args = MixerBackwardArgs(
         build_score_inputs(inputs.queries, inputs.keys, columns, inputs.position, inputs.spans),
         *(x.data_ptr() for x in (inputs.dlogits, table, edge, *fragments, dscores, dtables, dedge, dweights)),
         *(TABLE_FRONT, dtables.shape[1]),
         *(x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, inputs.dlogits, dedge, dscores)),
     )
-    for kernel in get_kernels(is_local=is_local):
-        launch(kernel, (blocks, batch), args)
+    for kernel, grid in zip(kernels, (to_scores, to_weights), strict=True):
+        launch(kernel.code, grid, args)
     sums = dtables.sum(0)
     return MixerGradients(
         sums[:, : shape.width],

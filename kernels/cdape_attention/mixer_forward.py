@@ -11,13 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.cdape_attention.geometry import HEADS, WIDTH, KernelFamily, MixerKernel, Tile
 from kernels.cdape_attention.mixer import (
-    BLOCK_ROWS,
-    FOLDER,
-    HEADS,
     LARGEST_EXCHANGED,
     TABLE_FRONT,
-    WIDTH,
     Launch,
     ScoreInputs,
     Spans,
@@ -26,25 +23,14 @@ from kernels.cdape_attention.mixer import (
     exchange_fragments,
 )
 from kernels.cdape_attention.weights import PackedWeights, WeightShape
-from kernels.cuda.kernel import CudaKernel
 from kernels.runtime import cdiv
 
-TILE_COLUMNS = {80: 32, 90: 16}
-"""By compute capability: two blocks of 4 warps share a multiprocessor, or one of 8 warps has it where only one fits."""
+KERNELS = KernelFamily(
+    *("mixer_forward.h", "MixerForward<{}>", "MixerForwardArgs", 1),
+    ((Tile(32, 16), 48640), (Tile(32, 32), 87808), (Tile(16, 64), 97152), (Tile(16, 32), 43904)),
+)
 GROUP = 8
 """Distances of the table that lie together."""
-
-
-def get_kernel(columns: int, *, is_local: bool) -> CudaKernel:
-    """The kernel with tiles of so many columns, of `TILE_COLUMNS`.
-
-    Args:
-        is_local: for rows with `Spans`.
-    """
-    name = f"MixerForward<1, {columns}, {str(is_local).lower()}>"
-    return CudaKernel(
-        FOLDER, "mixer_forward.h", name, "MixerForwardArgs", 8 * columns, {16: 114176, 32: 153344}[columns]
-    )
 
 
 class LogitArgs(ctypes.Structure):
@@ -71,9 +57,9 @@ class LogitInputs(NamedTuple):
     """Inputs of the kernel for one chunk of rows."""
 
     queries: Tensor
-    """bfloat16 [B, H, R, 64], scaled: rows of a tensor whose last two dimensions are contiguous."""
+    """[B, H, R, d], scaled: rows of a tensor whose last two dimensions are contiguous."""
     keys: Tensor
-    """bfloat16 [B, H, C or more, 64], alike; C is the position after the chunk's last row."""
+    """[B, H, C or more, d], alike; C is the position after the chunk's last row."""
     contributions: Tensor
     """float32 [p + N, D]: U from distance −p on (`bias_product.py`)."""
     edge: Tensor
@@ -87,11 +73,11 @@ class LogitInputs(NamedTuple):
     spans: Spans | None = None
 
 
-def compute_logits(inputs: LogitInputs, tile_columns: int, launch: Launch) -> Tensor:
+def compute_logits(inputs: LogitInputs, kernel: MixerKernel, launch: Launch) -> Tensor:
     """Return the logits of a chunk, float32 [B, H, R, C], undefined where a row does not see a column.
 
     Args:
-        tile_columns: one of `TILE_COLUMNS`.
+        kernel: of `KERNELS`.
         launch: runs a kernel on a grid of (blocks, sequences): on a GPU, or in a test's emulator.
     """
     batch, heads, rows, _ = inputs.queries.shape
@@ -99,8 +85,9 @@ def compute_logits(inputs: LogitInputs, tile_columns: int, launch: Launch) -> Te
     packed = pack_inputs(inputs)
     logits = torch.empty(batch, heads, rows, columns, dtype=torch.float32, device=inputs.queries.device)
     strides = (x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, logits))
-    kernel = get_kernel(tile_columns, is_local=inputs.spans is not None)
-    launch(kernel, (cdiv(rows, BLOCK_ROWS), batch), MixerForwardArgs(packed.args, logits.data_ptr(), *strides))
+    launch(
+        kernel.code, (cdiv(rows, kernel.tile.rows), batch), MixerForwardArgs(packed.args, logits.data_ptr(), *strides)
+    )
     return logits
 
 

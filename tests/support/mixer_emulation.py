@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from kernels.cdape_attention.bias_product import get_bias_product
 from kernels.cdape_attention.driver import ALIGNED, NO_WINDOW_INT32
+from kernels.cdape_attention.geometry import KernelFamily, MixerKernel, Tile
 from kernels.cdape_attention.mixer import MixerInputs, Spans
 from kernels.cdape_attention.mixer_forward import LogitInputs
 from kernels.cdape_attention.weights import PackedWeights, WeightShape, get_weight_shape, pack_weights
@@ -41,6 +42,8 @@ class Shape:
     window: int | None = None
     starts: frozenset[int] | None = None
     """Where documents begin, 0 too; in the second sequence 7 columns later."""
+    dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def columns(self) -> int:
@@ -95,6 +98,33 @@ def find_documents(shape: Shape) -> Tensor:
     return torch.zeros(shape.batch, shape.rows, 1, dtype=torch.int32) if first_keys is None else first_keys[..., None]
 
 
+class Case(NamedTuple):
+    """What a kernel is compiled for."""
+
+    rows: int
+    columns: int
+    dim: int
+    dtype: torch.dtype
+
+    def build(self, family: KernelFamily, inputs: LogitInputs | MixerInputs) -> MixerKernel:
+        tile, is_local = Tile(self.rows, self.columns), inputs.spans is not None
+        return family.build(tile, self.dim, self.dtype, 90, is_local=is_local)
+
+    def adapt(self, shape: Shape) -> Shape:
+        return replace(shape, dim=self.dim, dtype=self.dtype)
+
+
+CASES = [
+    Case(32, 32, 64, torch.bfloat16),
+    Case(16, 64, 80, torch.float16),
+    Case(16, 64, 128, torch.bfloat16),
+    Case(16, 32, 96, torch.bfloat16),
+]
+LOCAL_CASES = CASES[:2]
+ROUNDINGS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+"""Relative to a number, half a unit in the last place of the types."""
+
+
 def find_seen(shape: Shape) -> Tensor:
     """True where a row sees a column, [B, 1, R, C]."""
     distance = torch.arange(shape.rows)[:, None] + shape.position - torch.arange(shape.columns)
@@ -129,16 +159,16 @@ def draw_call(shape: Shape, generator: torch.Generator) -> Call:
         draw(heads, shape.width, 1, TAPS, scale=0.1),
         draw(heads),
     )
-    packed = pack_weights(weight_shape, [weights], torch.bfloat16)
+    packed = pack_weights(weight_shape, [weights], shape.dtype)
     of_rows = (rows, shape.position) if shape.starts is None else (columns, 0)
-    product = get_bias_product(weight_shape, *of_rows, shape.window, torch.bfloat16)
+    product = get_bias_product(weight_shape, *of_rows, shape.window, shape.dtype)
     bias = draw(heads, columns)
     contributions = product.compute(product.build_neighbourhoods(bias[None]), packed)[0]
     edge_start = columns + PADDING
     return Call(
         shape,
-        draw(batch, heads, rows, 64, scale=0.35).bfloat16(),
-        draw(batch, heads, columns + 3, 64).bfloat16()[:, :, shape.left :],  # a cache may hold more
+        draw(batch, heads, rows, shape.dim, scale=2.8 / shape.dim**0.5).to(shape.dtype),
+        draw(batch, heads, columns + 3, shape.dim).to(shape.dtype)[:, :, shape.left :],  # a cache may hold more
         contributions[:edge_start].clone(),
         contributions[edge_start:].view(of_rows[0], PADDING, -1).clone(),
         bias,

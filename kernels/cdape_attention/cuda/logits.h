@@ -1,4 +1,4 @@
-// CDAPE's logits for 32 query rows, from queries and keys, as words that a kernel's last phase takes from shared
+// CDAPE's logits for a block's query rows, from queries and keys, as words that a kernel's last phase takes from shared
 // memory.
 //
 //   hidden[j] = U[i - j] + Σ_t W1[t]·S[j + t - p]        (E[i, j] instead of U for j < p)
@@ -24,21 +24,23 @@ struct LogitInputs {
   int bias_front, bias_stride;  // bias_front + position is a multiple of 4
 };
 
-// BY_ROWS: the last phase reads its words by rows and columns, not by columns and pairs. LOCAL: see spans.h.
-template <int PADDING, int COLUMNS, bool BY_ROWS, bool LOCAL>
+// BY_ROWS: the last phase reads its words by rows and columns, not by columns and pairs.
+template <class G_, bool BY_ROWS>
 struct Logits {
-  typedef Geometry<PADDING, COLUMNS> G;
+  typedef G_ G;
   typedef Scores<G, 4> S;
   typedef FragmentWindow<G> W;
   typedef Tables<G> T;
   typedef Runs<G, Exchange, BY_ROWS> R;
-  static constexpr int TAPS = G::TAPS, NUM_THREADS = 32 * G::WARPS;
+  static constexpr int PADDING = G::PADDING, TAPS = G::TAPS, COLUMNS = G::COLUMNS, NUM_THREADS = 32 * G::WARPS;
+  // Of the warp's four heads, those whose next keys wait in registers while a tile is mixed.
+  static constexpr int KEY_WORDS = G::HEAD_DIM / 4 * G::GROUPS, HELD = KEY_WORDS <= 16 ? 4 : KEY_WORDS <= 32 ? 2 : 1;
   static constexpr int MEMORY_BYTES = G::QUERY_BYTES + W::MEMORY_BYTES + R::MEMORY_BYTES;
 
   struct State {
     u32 w1[TAPS][4][2], w2[TAPS][4][2];
     typename R::Words4 carry[R::CARRY];
-    typename S::Keys keys[4];         // of the next tile
+    typename S::Keys keys[HELD];      // of the next tile
     typename T::Distances distances;  // of this one
   };
   struct Context {
@@ -60,12 +62,12 @@ struct Logits {
     Context c{in, memory, memory, memory, warp, block * G::ROWS, {}};
     c.scores = advance(memory, G::QUERY_BYTES);
     c.sums = advance(c.scores, W::MEMORY_BYTES);
-    c.tiles = in.scores.find_tiles<G, LOCAL>(c.first_row);
+    c.tiles = in.scores.find_tiles<G>(c.first_row);
     last.begin(c);
     State st;
     begin(st, c);
     barrier(memory);
-    if constexpr (LOCAL) {
+    if constexpr (G::LOCAL) {
       R::clear(st.carry);
       if (owns_last_columns(c)) W::clear_last_columns(c.scores, warp % 4);
     } else {
@@ -75,7 +77,7 @@ struct Logits {
       barrier(memory);
     }
     Step<Last> step{st, c, memory, last};
-    RowSpans::go_over<G, LOCAL>(c.tiles, step);
+    RowSpans::go_over<G>(c.tiles, step);
   }
 
   // The words of pair `pair` in four columns of a tile, `at` being their row's offset: both heads' logits without bias.
@@ -92,7 +94,8 @@ struct Logits {
     }
   }
 
-  // A warp computes the scores of pairs w and w + 4, w = warp % 4, in 16 columns: its heads are 2w, 2w + 1 and 8 more.
+  // A warp computes the scores of pairs w and w + 4, w = warp % 4, in the columns of its scores' blocks: its heads are
+  // 2w, 2w + 1 and 8 more.
   static KERNEL_CODE int find_head(int warp, int h) { return 2 * (warp % 4) + 8 * (h / 2) + h % 2; }
 
  private:
@@ -114,7 +117,7 @@ struct Logits {
     if (owns_last_columns(c)) W::keep_last_columns(c.scores, c.warp % 4);
     compute_scores<MASKED>(st, c, tile);
     barrier(memory);
-    mix<false, LOCAL && MASKED>(st, c, first);
+    mix<false, G::LOCAL && MASKED>(st, c, first);
     barrier(memory);
     last.template take<MASKED>(c, first);
   }
@@ -123,30 +126,34 @@ struct Logits {
     G::load_weights(st.w1, c.in.w1);
     G::load_weights(st.w2, c.in.w2);
     S::load_queries(c.in.scores, c.queries, c.warp, c.first_row);
-    UNROLL_FOR (int h = 0; h < 4; h++) load_keys(st, c, h, LOCAL ? c.tiles.first : -1);
+    UNROLL_FOR (int h = 0; h < HELD; h++) load_keys(st, c, h, G::LOCAL ? c.tiles.first : -1);
   }
 
-  static KERNEL_CODE bool owns_last_columns(const Context& c) { return c.warp / 4 == COLUMNS / 16 - 1; }
+  static KERNEL_CODE bool owns_last_columns(const Context& c) { return c.warp / 4 == G::WARPS / 4 - 1; }
 
-  static KERNEL_CODE int find_column(Context& c, int tile) { return tile * COLUMNS + 2 * PADDING + 16 * (c.warp / 4); }
+  static KERNEL_CODE int find_column(Context& c, int tile) {
+    return tile * COLUMNS + 2 * PADDING + 16 * G::GROUPS * (c.warp / 4);
+  }
 
-  // Scores of a tile, -1 being the one before the first, from keys that were loaded before; loads those of the next.
+  // Scores of a tile, -1 being the one before the first, from keys that were loaded before; loads those of the next
+  // HELD heads, of this tile or the next.
   template <bool MASKED>
   static KERNEL_CODE void compute_scores(State& st, Context& c, int tile) {
-    u32 words[2][G::ROW_TILES][4][2];
+    u32 words[2][2][4][2];
     UNROLL_FOR (int upper = 0; upper < 2; upper++) {
       typename S::Sums sums[2];
       UNROLL_FOR (int h = 0; h < 2; h++) {
-        S::multiply(sums[h], st.keys[2 * upper + h], c.queries, find_head(c.warp, 2 * upper + h));
-        load_keys(st, c, 2 * upper + h, tile + 1);
+        const int now = 2 * upper + h, next = now + HELD;
+        S::multiply(sums[h], st.keys[now % HELD], c.queries, find_head(c.warp, now));
+        load_keys(st, c, next % 4, next < 4 ? tile : tile + 1);
       }
-      S::template pack<MASKED, LOCAL>(words[upper], sums, c.in.scores, c.first_row, find_column(c, tile));
+      S::template pack<MASKED>(words[upper], sums, c.in.scores, c.first_row, find_column(c, tile));
     }
-    W::store(c.scores, words, c.warp % 4, 16 * (c.warp / 4));
+    W::store(c.scores, words, c.warp % 4, 16 * G::GROUPS * (c.warp / 4));
   }
   static KERNEL_CODE void load_keys(State& st, Context& c, int h, int tile) {
     const int head = find_head(c.warp, h), first = find_column(c, tile);
-    S::template load_keys_inside<true>(st.keys[h], c.in.scores, head, first, c.last_column());
+    S::template load_keys_inside<true>(st.keys[h % HELD], c.in.scores, head, first, c.last_column());
   }
 
   // Mixes the warp's 16 rows and run of 8 columns. EDGE: only the hidden values of the columns left of p. BEGINS: rows'

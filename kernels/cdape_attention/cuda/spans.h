@@ -43,7 +43,7 @@ struct RowSpans {
     return maximum(find_lanes_document(row), row + (position - window + 1));
   }
 
-  template <class G, bool LOCAL>
+  template <class G>
   KERNEL_CODE Tiles find_tiles(int first_row) const {
     constexpr int COLUMNS = G::COLUMNS, REACH = 2 * G::PADDING;
     const int first_position = position + first_row;
@@ -52,7 +52,7 @@ struct RowSpans {
     tiles.end = (first_position + G::ROWS + COLUMNS - 1) / COLUMNS;
     tiles.masked = is_ragged || first_position < REACH ? 0 : (first_position - REACH + 1) / COLUMNS;
     tiles.first = tiles.plain = 0;
-    if constexpr (LOCAL) {
+    if constexpr (G::LOCAL) {
       tiles.first = (find_first(first_row) - REACH + COLUMNS) / COLUMNS - 1;
       const int plain = (find_first(first_row + G::ROWS - 1) + COLUMNS - 1) / COLUMNS;
       tiles.plain = plain > tiles.first ? plain : tiles.first + 1;  // the first tile is not plain
@@ -62,9 +62,9 @@ struct RowSpans {
   }
 
   // Goes over the tiles: step.take<MASKED>(tile).
-  template <class G, bool LOCAL, class Step>
+  template <class G, class Step>
   static KERNEL_CODE void go_over(const Tiles& tiles, Step& step) {
-    if constexpr (LOCAL) {
+    if constexpr (G::LOCAL) {
       NO_UNROLL_FOR (int tile = tiles.first; tile < tiles.end; tile++) {
         if (tile == tiles.plain)
           NO_UNROLL_FOR (; tile < tiles.masked; tile++) step.template take<false>(tile);

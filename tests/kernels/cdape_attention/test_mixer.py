@@ -13,12 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixer_emulation import (
+    CASES,
+    LOCAL_CASES,
     LOCAL_EXAMPLES,
     LOCAL_SHAPES,
     NO_ERRORS,
     PADDING,
+    ROUNDINGS,
     SHAPES,
     TAPS,
+    Case,
     Launcher,
     Shape,
     begin_hidden,
@@ -30,12 +34,12 @@ from mixer_emulation import (
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.cdape_attention import mixer
+from kernels.cdape_attention import logit_gradient, mixer, mixer_forward
+from kernels.cdape_attention.geometry import FOLDER, KernelFamily, choose_kernel
 from kernels.cdape_attention.mixer import MixerGradients, MixerInputs, differentiate_mixer
 from kernels.cdape_attention.weights import get_weight_shape
 from kernels.cuda.emulate import Faults, find_compiler
 
-BF16_ROUNDING = 2.0**-9
 UNCERTAIN = 1e-5
 """Hidden values so small have a sign that depends on the order of a sum."""
 
@@ -46,7 +50,7 @@ def build_inputs(shape: Shape, seed: int = 0) -> MixerInputs:
     """Random inputs whose dL is NaN where a row does not see a column."""
     generator = torch.Generator().manual_seed(seed)
     call = draw_call(shape, generator)
-    dlogits = torch.randn(shape.batch, shape.rows, shape.columns, 16, generator=generator).bfloat16()
+    dlogits = torch.randn(shape.batch, shape.rows, shape.columns, 16, generator=generator).to(shape.dtype)
     dlogits[..., shape.heads :] = 0
     dlogits[~find_seen(shape)[:, 0]] = torch.nan
     dlogits = dlogits[:, :, shape.left :].unflatten(3, (8, 2)).transpose(2, 3).contiguous()
@@ -55,13 +59,14 @@ def build_inputs(shape: Shape, seed: int = 0) -> MixerInputs:
     return MixerInputs(call.queries, call.keys, dlogits, *bias, *of_weights, position, shape.spans)
 
 
-def run(inputs: MixerInputs, launcher: Launcher) -> tuple[dict[str, Tensor], Faults]:
+def run(inputs: MixerInputs, launcher: Launcher, case: Case = CASES[0]) -> tuple[dict[str, Tensor], Faults]:
     """All gradients by name, and what the emulator counted. Kernels may access only what they are given."""
     batch, rows, _, columns, _ = inputs.dlogits.shape
-    dscores = torch.zeros(batch, inputs.shape.heads, rows, columns, dtype=torch.bfloat16)
+    dscores = torch.zeros(batch, inputs.shape.heads, rows, columns, dtype=case.dtype)
+    kernels = case.build(mixer.TO_SCORES, inputs), case.build(mixer.TO_WEIGHTS, inputs)
     tensors = [*find_inputs(inputs), inputs.dlogits, dscores]
     with launcher.watch(tensors, mixer, ["build_fragments", "build_table"]):
-        gradients = differentiate_mixer(inputs, dscores, launcher)
+        gradients = differentiate_mixer(inputs, dscores, kernels, launcher)
     return name_gradients(gradients, dscores, inputs), launcher.emulator.get_faults()
 
 
@@ -81,6 +86,7 @@ def name_gradients(gradients: MixerGradients, dscores: Tensor, inputs: MixerInpu
 
 def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, Tensor]]:
     """Each gradient in float64, and by how much rounding may change it. Scores are rounded as in the kernels."""
+    rounding = ROUNDINGS[shape.dtype]
     seen = find_seen(shape)
     heads, width, columns = shape.heads, shape.width, shape.columns
     hidden_columns = columns + PADDING
@@ -104,7 +110,7 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
     before = torch.where(alive[..., None], before, 0.0)
     gradient = before * torch.where(hidden > 0, 1.0, 0.01)
     active = torch.where(alive[..., None], torch.where(hidden > 0, hidden, 0.01 * hidden), 0.0)
-    doubt = gradient.abs() * BF16_ROUNDING * 2 + torch.where(hidden.abs() < UNCERTAIN, before.abs(), 0.0)
+    doubt = gradient.abs() * rounding * 2 + torch.where(hidden.abs() < UNCERTAIN, before.abs(), 0.0)
 
     def to_scores(x: Tensor, weight: Tensor) -> Tensor:
         wide = pad(x.permute(0, 3, 1, 2), (PADDING, PADDING))
@@ -135,7 +141,7 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
     left, count = shape.left, inputs.dlogits.shape[3]  # what lies further away is zero
     edge_columns = (find_documents(shape).long() + torch.arange(PADDING))[..., None].expand(-1, -1, -1, width)
     exact = {
-        "scores": (dscores, 3 * BF16_ROUNDING * size + to_scores(doubt, w1.abs())),
+        "scores": (dscores, 3 * rounding * size + to_scores(doubt, w1.abs())),
         "table": (
             to_table(gradient, distance + PADDING, rows, kept),
             to_table(doubt, distance + PADDING, rows, kept) + tiny,
@@ -144,9 +150,9 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
         "edge": (gradient.gather(2, edge_columns), doubt.gather(2, edge_columns) + tiny),
         "w1": (
             to_weight(wide_scores, gradient, forward_tap),
-            to_weight(wide_scores.abs(), doubt, forward_tap) + 2 * BF16_ROUNDING * w1_size + tiny,
+            to_weight(wide_scores.abs(), doubt, forward_tap) + 2 * rounding * w1_size + tiny,
         ),
-        "w2": (to_weight(wide_dlogits, active, reversed_tap), 2 * BF16_ROUNDING * w2_size + tiny),
+        "w2": (to_weight(wide_dlogits, active, reversed_tap), 2 * rounding * w2_size + tiny),
     }
     for name, beyond in (("table", count + PADDING), ("bias", count)):
         assert not exact[name][0][beyond:].any()
@@ -157,46 +163,52 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
 
 @pytest.fixture(scope="module")
 def launcher() -> Launcher:
-    return Launcher(mixer.FOLDER)
+    return Launcher(FOLDER)
 
 
-@settings(max_examples=8, deadline=None)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@settings(max_examples=6, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 1000))
-def test_gradients_are_those_of_float64_and_no_access_is_wrong(shape: Shape, seed: int) -> None:
-    check_gradients(shape, seed)
+def test_gradients_are_those_of_float64_and_no_access_is_wrong(case: Case, shape: Shape, seed: int) -> None:
+    check_gradients(case, shape, seed)
 
 
-def check_gradients(shape: Shape, seed: int) -> None:
+@pytest.mark.parametrize("case", LOCAL_CASES, ids=str)
+@settings(max_examples=6, deadline=None)
+@given(shape=LOCAL_SHAPES, seed=st.integers(0, 1000))
+def test_gradients_of_windows_and_documents_are_those_of_float64(case: Case, shape: Shape, seed: int) -> None:
+    check_gradients(case, shape, seed)
+
+
+@pytest.mark.parametrize("case", LOCAL_CASES, ids=str)
+def test_gradients_where_windows_and_documents_begin_are_those_of_float64(case: Case) -> None:
+    for shape in LOCAL_EXAMPLES:
+        check_gradients(case, shape)
+
+
+def check_gradients(case: Case, shape: Shape, seed: int = 0) -> None:
+    shape = case.adapt(shape)
     inputs = build_inputs(shape, seed)
-    found, faults = run(inputs, Launcher(mixer.FOLDER))
+    found, faults = run(inputs, Launcher(FOLDER), case)
     assert faults.errors == NO_ERRORS, faults
     for name, (true, bound) in compute_truth(inputs, shape).items():
         error = (found[name].double() - true).abs()
         assert (error <= bound).all(), (name, (error / bound.clamp(min=1e-30)).max())
 
 
-@settings(max_examples=8, deadline=None)
-@given(shape=LOCAL_SHAPES, seed=st.integers(0, 1000))
-def test_gradients_of_windows_and_documents_are_those_of_float64(shape: Shape, seed: int) -> None:
-    check_gradients(shape, seed)
-
-
-@pytest.mark.parametrize("shape", LOCAL_EXAMPLES, ids=str)
-def test_gradients_where_windows_and_documents_begin_are_those_of_float64(shape: Shape) -> None:
-    check_gradients(shape, 0)
-
-
-def test_the_order_of_warps_changes_no_bit(launcher: Launcher) -> None:
-    inputs = build_inputs(Shape(1, 12, 32, 72, 0))
-    found, _ = run(inputs, launcher)
-    again, faults = run(inputs, Launcher(mixer.FOLDER, backwards=True))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_order_of_warps_changes_no_bit(launcher: Launcher, case: Case) -> None:
+    inputs = build_inputs(case.adapt(Shape(1, 12, 32, 72, 0)))
+    found, _ = run(inputs, launcher, case)
+    again, faults = run(inputs, Launcher(FOLDER, backwards=True), case)
     assert faults.errors == NO_ERRORS
     assert all(torch.equal(found[name], again[name]) for name in found)
 
 
-def test_shared_memory_has_few_bank_conflicts(launcher: Launcher) -> None:
-    inputs = build_inputs(Shape(1, 16, 32, 96, 0))
-    _, faults = run(inputs, launcher)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_shared_memory_has_few_bank_conflicts(launcher: Launcher, case: Case) -> None:
+    inputs = build_inputs(case.adapt(Shape(1, 16, 32, 128, 0)))
+    _, faults = run(inputs, launcher, case)
     assert faults.clocks < 1.1 * faults.accesses
 
 
@@ -223,7 +235,7 @@ LOCAL_FAULT_SHAPE = Shape(1, 16, 32, 120, 40, 50, frozenset({33, 70, 72, 97}))
 @pytest.mark.parametrize("name", [*FAULTS, *LOCAL_FAULTS])
 def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "cuda"
-    shutil.copytree(mixer.FOLDER, folder)
+    shutil.copytree(FOLDER, folder)
     header = folder / "mixer_backward.h"
     source, (right, wrong) = header.read_text(encoding="utf-8"), (FAULTS | LOCAL_FAULTS)[name]
     assert source.count(right) == 1
@@ -239,12 +251,37 @@ def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
 def test_support_is_stated_for_shapes_that_the_kernels_take() -> None:
     shape = get_weight_shape(16, 32, 3, True)
     assert mixer.is_supported(shape, torch.bfloat16, 64, 512)
+    assert mixer.is_supported(shape, torch.float16, 80, 512)
     for other, dtype, dim, columns in (
         (get_weight_shape(16, 32, 5, True), torch.bfloat16, 64, 512),
         (get_weight_shape(8, 32, 3, True), torch.bfloat16, 64, 512),
         (get_weight_shape(16, 16, 3, True), torch.bfloat16, 64, 512),
-        (shape, torch.float16, 64, 512),
-        (shape, torch.bfloat16, 80, 512),
+        (shape, torch.float32, 64, 512),
+        (shape, torch.bfloat16, 72, 512),
+        (shape, torch.bfloat16, 144, 512),
         (shape, torch.bfloat16, 64, 511),
     ):
         assert not mixer.is_supported(other, dtype, dim, columns)
+
+
+@pytest.mark.parametrize(
+    ("family", "arch", "tiles"),
+    [
+        # Of heads of 64, 80, 96 and 128: rows, columns and blocks on a multiprocessor.
+        (mixer_forward.KERNELS, 80, [(32, 32, 1), (16, 64, 1), (16, 64, 1), (16, 64, 1)]),
+        (mixer_forward.KERNELS, 90, [(32, 16, 2), (32, 32, 1), (32, 32, 1), (32, 32, 1)]),
+        (logit_gradient.KERNELS, 80, [(16, 64, 1), (16, 32, 1), (16, 32, 1), None]),
+        (logit_gradient.KERNELS, 90, [(32, 32, 1), (16, 64, 1), (16, 64, 1), (16, 64, 1)]),
+        (mixer.TO_SCORES, 80, [(16, 32, 1)] * 4),
+        (mixer.TO_SCORES, 90, [(32, 32, 1), (16, 64, 1), (16, 64, 1), (16, 64, 1)]),
+        (mixer.TO_WEIGHTS, 80, [(32, 32, 1), (16, 64, 1), (16, 64, 1), (16, 64, 1)]),
+        (mixer.TO_WEIGHTS, 90, [(32, 32, 1)] * 4),
+        (mixer_forward.KERNELS, 89, [None] * 4),
+    ],
+    ids=str,
+)
+def test_the_geometry_is_what_a_gpu_has_room_for(
+    family: KernelFamily, arch: int, tiles: list[tuple[int, int, int] | None]
+) -> None:
+    kernels = [choose_kernel(family, dim, torch.bfloat16, arch) for dim in (64, 80, 96, 128)]
+    assert [kernel and (*kernel.tile, kernel.resident_blocks) for kernel in kernels] == tiles

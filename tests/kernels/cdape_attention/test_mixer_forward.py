@@ -11,34 +11,37 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixer_emulation import (
-    NO_ERRORS,
+    CASES,
+    LOCAL_CASES,
     LOCAL_EXAMPLES,
     LOCAL_SHAPES,
+    NO_ERRORS,
     SHAPES,
+    Case,
     Launcher,
     Shape,
     build_logit_inputs,
-    find_inputs,
     compute_true_logits,
+    find_inputs,
     find_seen,
 )
 from torch import Tensor
 
-from kernels.cdape_attention import mixer, mixer_forward
-from kernels.cdape_attention.mixer_forward import LogitInputs, compute_logits
+from kernels.cdape_attention import mixer_forward
+from kernels.cdape_attention.geometry import FOLDER
+from kernels.cdape_attention.mixer_forward import KERNELS, LogitInputs, compute_logits
 from kernels.cuda.emulate import Faults, find_compiler
+
+FORWARD_CASES = [Case(32, 16, 64, torch.bfloat16), *CASES]
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)")
 
 
-TILE_COLUMNS = sorted(set(mixer_forward.TILE_COLUMNS.values()))
-
-
-def run(inputs: LogitInputs, tile_columns: int, launcher: Launcher) -> tuple[Tensor, Faults]:
+def run(inputs: LogitInputs, case: Case, launcher: Launcher) -> tuple[Tensor, Faults]:
     """The logits, and what the emulator counted. The kernel may access only what it is given."""
     builders = ["build_group_table", "build_bias", "exchange_fragments"]
     with launcher.watch(find_inputs(inputs), mixer_forward, builders):
-        logits = compute_logits(inputs, tile_columns, launcher)
+        logits = compute_logits(inputs, case.build(KERNELS, inputs), launcher)
     return logits, launcher.emulator.get_faults()
 
 
@@ -48,52 +51,50 @@ def is_right(found: Tensor, inputs: LogitInputs, shape: Shape) -> bool:
     return bool((is_near | ~find_seen(shape)[..., shape.left :]).all())
 
 
-@pytest.mark.parametrize("tile_columns", TILE_COLUMNS)
-@settings(max_examples=8, deadline=None)
+@pytest.mark.parametrize("case", FORWARD_CASES, ids=str)
+@settings(max_examples=6, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 1000), residual_bias=st.booleans())
 def test_logits_are_those_of_float64_and_no_access_is_wrong(
-    tile_columns: int, shape: Shape, seed: int, residual_bias: bool
+    case: Case, shape: Shape, seed: int, residual_bias: bool
 ) -> None:
+    check_logits(case, shape, seed, residual_bias=residual_bias)
+
+
+def check_logits(case: Case, shape: Shape, seed: int = 0, *, residual_bias: bool = True) -> None:
+    shape = case.adapt(shape)
     inputs = build_logit_inputs(shape, seed, residual_bias=residual_bias)
-    found, faults = run(inputs, tile_columns, Launcher(mixer.FOLDER))
+    found, faults = run(inputs, case, Launcher(FOLDER))
     assert faults.errors == NO_ERRORS, faults
     assert is_right(found, inputs, shape)
 
 
-def check_local_logits(tile_columns: int, shape: Shape, seed: int) -> None:
-    inputs = build_logit_inputs(shape, seed)
-    found, faults = run(inputs, tile_columns, Launcher(mixer.FOLDER))
-    assert faults.errors == NO_ERRORS, faults
-    assert is_right(found, inputs, shape)
-
-
-@pytest.mark.parametrize("tile_columns", TILE_COLUMNS)
-@settings(max_examples=10, deadline=None)
+@pytest.mark.parametrize("case", [FORWARD_CASES[0], *LOCAL_CASES], ids=str)
+@settings(max_examples=6, deadline=None)
 @given(shape=LOCAL_SHAPES, seed=st.integers(0, 1000))
-def test_logits_of_windows_and_documents_are_those_of_float64(tile_columns: int, shape: Shape, seed: int) -> None:
-    check_local_logits(tile_columns, shape, seed)
+def test_logits_of_windows_and_documents_are_those_of_float64(case: Case, shape: Shape, seed: int) -> None:
+    check_logits(case, shape, seed)
 
 
-@pytest.mark.parametrize("tile_columns", TILE_COLUMNS)
-@pytest.mark.parametrize("shape", LOCAL_EXAMPLES, ids=str)
-def test_logits_where_windows_and_documents_begin_are_those_of_float64(tile_columns: int, shape: Shape) -> None:
-    check_local_logits(tile_columns, shape, 0)
+@pytest.mark.parametrize("case", [FORWARD_CASES[0], *LOCAL_CASES], ids=str)
+def test_logits_where_windows_and_documents_begin_are_those_of_float64(case: Case) -> None:
+    for shape in LOCAL_EXAMPLES:
+        check_logits(case, shape)
 
 
-@pytest.mark.parametrize("tile_columns", TILE_COLUMNS)
-def test_the_order_of_warps_changes_no_bit(tile_columns: int) -> None:
-    shape = Shape(1, 12, 32, 72, 0)
+@pytest.mark.parametrize("case", FORWARD_CASES, ids=str)
+def test_the_order_of_warps_changes_no_bit(case: Case) -> None:
+    shape = case.adapt(Shape(1, 12, 32, 72, 0))
     inputs = build_logit_inputs(shape)
-    found, _ = run(inputs, tile_columns, Launcher(mixer.FOLDER))
-    again, faults = run(inputs, tile_columns, Launcher(mixer.FOLDER, backwards=True))
+    found, _ = run(inputs, case, Launcher(FOLDER))
+    again, faults = run(inputs, case, Launcher(FOLDER, backwards=True))
     assert faults.errors == NO_ERRORS
     seen = find_seen(shape)
     assert torch.equal(found.masked_fill(~seen, 0.0), again.masked_fill(~seen, 0.0))
 
 
-@pytest.mark.parametrize("tile_columns", TILE_COLUMNS)
-def test_shared_memory_has_few_bank_conflicts(tile_columns: int) -> None:
-    _, faults = run(build_logit_inputs(Shape(1, 16, 32, 96, 0)), tile_columns, Launcher(mixer.FOLDER))
+@pytest.mark.parametrize("case", FORWARD_CASES, ids=str)
+def test_shared_memory_has_few_bank_conflicts(case: Case) -> None:
+    _, faults = run(build_logit_inputs(case.adapt(Shape(1, 16, 32, 128, 0))), case, Launcher(FOLDER))
     assert faults.clocks < 1.1 * faults.accesses
 
 
@@ -101,7 +102,7 @@ def test_large_numbers_saturate() -> None:
     shape = Shape(1, 9, 17, 16, 0)
     inputs = build_logit_inputs(shape)
     inputs = inputs._replace(contributions=inputs.contributions * 1e6, queries=inputs.queries * 1e5)
-    found, _ = run(inputs, TILE_COLUMNS[0], Launcher(mixer.FOLDER))
+    found, _ = run(inputs, FORWARD_CASES[0], Launcher(FOLDER))
     assert (found.isfinite() | ~find_seen(shape)).all()
 
 
@@ -135,7 +136,7 @@ LOCAL_FAULT_SHAPE = Shape(1, 16, 32, 120, 40, 50, frozenset({33, 70, 72, 97}))
 @pytest.mark.parametrize("name", [*FAULTS, *LOCAL_FAULTS])
 def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "cuda"
-    shutil.copytree(mixer.FOLDER, folder)
+    shutil.copytree(FOLDER, folder)
     file, right, wrong = (FAULTS | LOCAL_FAULTS)[name]
     header = folder / file
     source = header.read_text(encoding="utf-8")
@@ -143,5 +144,5 @@ def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     header.write_text(source.replace(right, wrong), encoding="utf-8")
     shape = Shape(1, 16, 32, 64, 0) if name in FAULTS else LOCAL_FAULT_SHAPE
     inputs = build_logit_inputs(shape)
-    found, faults = run(inputs, TILE_COLUMNS[0], Launcher(folder))
+    found, faults = run(inputs, FORWARD_CASES[0], Launcher(folder))
     assert faults.errors != NO_ERRORS or not is_right(found, inputs, shape)
