@@ -1,7 +1,6 @@
 """Declarations about backends that need no torch agree with the backends themselves."""
 
 import json
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import get_args
