@@ -115,6 +115,8 @@ FAULTS = {
     "a wrong lane": ("logits.h", "select(g % 2 == 0, u32(0x3c00u)", "select(g % 2 == 1, u32(0x3c00u)"),
     "a wrong edge": ("logits.h", "16 * row_tile, jj - BEGIN, step", "16 * row_tile + 1, jj - BEGIN, step"),
     "a wrong distance": ("mixer_forward.h", "4 + r - y", "5 + r - y"),
+    "a wrong group of columns": ("scores.h", "LANE_COLUMNS == 4 ? 16 : 4", "LANE_COLUMNS == 4 ? 12 : 4"),
+    "a wrong rest of a head": ("scores.h", "offset + t * 8), in_base", "offset + t * 16), in_base"),
 }
 LOCAL_FAULTS = {
     "a wide window": ("spans.h", "row + (position - window + 1)", "row + (position - window)"),
@@ -142,7 +144,8 @@ def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     source = header.read_text(encoding="utf-8")
     assert source.count(right) == 1
     header.write_text(source.replace(right, wrong), encoding="utf-8")
-    shape = Shape(1, 16, 32, 64, 0) if name in FAULTS else LOCAL_FAULT_SHAPE
+    case = CASES[1]  # with two groups of columns, and a head dimension that is no multiple of 32
+    shape = case.adapt(Shape(1, 16, 32, 64, 0) if name in FAULTS else LOCAL_FAULT_SHAPE)
     inputs = build_logit_inputs(shape)
-    found, faults = run(inputs, FORWARD_CASES[0], Launcher(folder))
+    found, faults = run(inputs, case, Launcher(folder))
     assert faults.errors != NO_ERRORS or not is_right(found, inputs, shape)
