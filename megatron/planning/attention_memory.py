@@ -424,8 +424,6 @@ def has_cuda_kernels(shape: AttentionShape) -> bool:
         and processor.width <= 32
         and (shape.num_heads > 8 or processor.width > 16)
         and processor.kernel_size == 3
-        and shape.window is None
-        and not shape.has_documents
         and shape.num_columns % 8 == 0
     )
 
