@@ -108,7 +108,10 @@ class Case(NamedTuple):
     held_tensors: int | None = None
 
     def build(self, family: KernelFamily, inputs: LogitInputs | MixerInputs) -> MixerKernel:
-        is_local = inputs.spans is not None
+        return self.build_for_rows(family, is_local=inputs.spans is not None)
+
+    def build_for_rows(self, family: KernelFamily, *, is_local: bool) -> MixerKernel:
+        """Describe the kernel, which holds as many tensors as it can unless `held_tensors` says how many."""
         held = (self.held_tensors,) if self.held_tensors else (2, 1)
         wanted = [Tile(self.rows, self.columns, x) for x in held]
         tile = next(tile for tile in wanted if tile in dict(family.tiles))
