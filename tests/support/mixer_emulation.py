@@ -188,8 +188,8 @@ def build_logit_inputs(shape: Shape, seed: int = 0, *, residual_bias: bool = Tru
     call = draw_call(shape, torch.Generator().manual_seed(seed))
     table = call.bias if residual_bias else call.bias[:, :0]
     bias = (call.contributions, call.edge, table)
-    of_shape = (call.weights, call.weight_shape, shape.position - shape.left, shape.spans)
-    return LogitInputs(call.queries, call.keys, *bias, *of_shape)
+    position = shape.position - shape.left
+    return LogitInputs(call.queries, call.keys, *bias, call.weights, call.weight_shape, position, shape.spans)
 
 
 class Hidden(NamedTuple):
