@@ -230,7 +230,7 @@ LOCAL_FAULTS = {
     "what was before": ("      clear_columns(c);\n", ""),
     "stores left of the map": ("is_stored = is_stored && j >= 0;", ""),
 }
-LOCAL_FAULT_SHAPE = Shape(1, 16, 32, 120, 40, 50, frozenset({33, 70, 72, 97}))
+LOCAL_FAULT_SHAPE = Shape(1, 16, 32, 128, 64, 70, frozenset({70, 80, 100}))
 
 
 @pytest.mark.slow
