@@ -28,6 +28,8 @@ class Tile(NamedTuple):
 
     rows: int
     columns: int
+    held_tensors: int = 1
+    """Number of tensors of which it holds its rows, all heads, in shared memory."""
 
     @property
     def warps(self) -> int:
@@ -49,10 +51,8 @@ class KernelFamily(NamedTuple):
 
     header: str
     name: str
-    """With {} for the geometry."""
+    """With {0} for the geometry, and {1} for whether two tensors are held."""
     arguments: str
-    num_queries: int
-    """Number of tensors of which a block holds its rows, all heads, in shared memory."""
     tiles: tuple[tuple[Tile, int], ...]
     """Each tile, and the rest of the shared memory that a block needs for it."""
 
@@ -63,11 +63,16 @@ class KernelFamily(NamedTuple):
             is_local: for rows that see columns from one of their own on (`mixer.Spans`).
             arch: compute capability as major · 10 + minor, which decides how many blocks share a multiprocessor.
         """
-        shared_bytes = self.num_queries * tile.rows * HEADS * 2 * dim + dict(self.tiles)[tile]
+        shared_bytes = tile.held_tensors * tile.rows * HEADS * 2 * dim + dict(self.tiles)[tile]
         local = str(is_local).lower()
         geometry = f"Geometry<1, {tile.columns}, {tile.rows // 16}, {dim}, {ELEMENTS[dtype]}, {local}>"
         code = CudaKernel(
-            FOLDER, self.header, self.name.format(geometry), self.arguments, 32 * tile.warps, shared_bytes
+            FOLDER,
+            self.header,
+            self.name.format(geometry, str(tile.held_tensors == 2).lower()),
+            self.arguments,
+            32 * tile.warps,
+            shared_bytes,
         )
         room = (BLOCK_BYTES[arch] + RESERVED_BYTES) // (shared_bytes + RESERVED_BYTES)
         return MixerKernel(code, tile, min(room, MAX_WARPS // tile.warps))
@@ -80,14 +85,16 @@ def choose_kernel(
     """Return the kernel for a GPU, or None if no geometry fits its shared memory.
 
     Most warps on a multiprocessor come first, since few hide little latency; then the most rows, which share keys; then
-    several blocks, of which one computes while another waits at a barrier.
+    what is in shared memory and not read again; then several blocks, of which one computes while another waits at a
+    barrier.
     """
     if arch not in BLOCK_BYTES:
         return None
     kernels = [family.build(tile, dim, dtype, arch, is_local=is_local) for tile, _ in family.tiles]
 
-    def rank(kernel: MixerKernel) -> tuple[int, int, int]:
-        return kernel.resident_blocks * kernel.tile.warps, kernel.tile.rows, kernel.resident_blocks
+    def rank(kernel: MixerKernel) -> tuple[int, ...]:
+        tile, blocks = kernel.tile, kernel.resident_blocks
+        return blocks * tile.warps, tile.rows, tile.held_tensors, blocks
 
     best = max(kernels, key=rank)
     return best if best.resident_blocks else None

@@ -15,8 +15,8 @@ from kernels.cdape_attention.mixer_forward import LogitArgs, LogitInputs, pack_i
 from kernels.runtime import cdiv
 
 KERNELS = KernelFamily(
-    *("logit_gradient.h", "LogitGradient<{}>", "LogitGradientArgs", 2),
-    ((Tile(32, 32), 98816), (Tile(16, 64), 90880), (Tile(16, 32), 49408)),
+    *("logit_gradient.h", "LogitGradient<{}, {}>", "LogitGradientArgs"),
+    ((Tile(32, 32, 2), 98816), (Tile(16, 64, 2), 90880), (Tile(16, 64, 1), 90880)),
 )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.cdape_attention.geometry import ELEMENTS, HEADS, WIDTH, KernelFamily, MixerKernel, Tile
+from kernels.cdape_attention.scores import padded_channels
 from kernels.cdape_attention.weights import PackedWeights, WeightShape
 from kernels.cuda.compile import load_nvrtc
 from kernels.cuda.kernel import CudaKernel
@@ -34,11 +35,11 @@ TABLE_FRONT = 96
 """Entries of U in front of distance 0: tiles at the diagonal look so far ahead."""
 LARGEST_EXCHANGED = torch.finfo(torch.float16).max
 TO_SCORES = KernelFamily(
-    *("mixer_backward.h", "MixerBackward<{}, true, false>", "MixerBackwardArgs", 1),
+    *("mixer_backward.h", "MixerBackward<{}, true, false>", "MixerBackwardArgs"),
     ((Tile(32, 32), 165376), (Tile(16, 64), 166656), (Tile(16, 32), 82688)),
 )
 TO_WEIGHTS = KernelFamily(
-    *("mixer_backward.h", "MixerBackward<{}, false, true>", "MixerBackwardArgs", 1),
+    *("mixer_backward.h", "MixerBackward<{}, false, true>", "MixerBackwardArgs"),
     ((Tile(32, 32), 87040), (Tile(16, 64), 76288), (Tile(16, 32), 43520)),
 )
 
@@ -139,15 +140,19 @@ def fills_device(rows: int, batch: int, device: DeviceProperties) -> bool:
 
 
 def is_supported(shape: WeightShape, dtype: torch.dtype, dim: int, columns: int) -> bool:
-    """True if some GPU has kernels for these shapes: half precision, three taps, 9 to 16 heads of dimensions that are a
-    multiple of 16, widths of 17 to 32."""
+    """True if some GPU has kernels for these shapes: half precision, three taps, up to 16 heads of dimensions that are
+    a multiple of 16, widths of up to 32.
+
+    Fewer heads or widths are padded. With at most half of both, Triton's kernels have no more instructions (README.md).
+    """
     return (
         dtype in ELEMENTS
         and dim % 16 == 0
         and dim <= MAX_HEAD_DIM
         and shape.kernel_size == 3
-        and HEADS // 2 < shape.heads <= HEADS
-        and WIDTH // 2 < shape.width <= WIDTH
+        and shape.heads <= HEADS
+        and shape.width <= WIDTH
+        and (shape.heads > HEADS // 2 or shape.width > WIDTH // 2)
         and columns % 8 == 0
     )
 
@@ -231,7 +236,7 @@ def build_table(contributions: Tensor, padding: int, distances: int) -> Tensor:
 def build_fragments(weights: PackedWeights) -> tuple[Tensor, Tensor, Tensor]:
     """W1 in float16, W2ᵀ and W1ᵀ as operands of products: [k, 4, 32 lanes, 4]."""
     indices = _build_fragment_indices(weights.w1.shape[0], weights.w1.device)
-    w1, w2 = weights.w1.flatten(), weights.w2.flatten()
+    w1, w2 = _pad_weights(weights)
     return (
         _exchange(w1).index_select(0, indices.w1),
         w2.index_select(0, indices.w2_back),
@@ -242,8 +247,16 @@ def build_fragments(weights: PackedWeights) -> tuple[Tensor, Tensor, Tensor]:
 def exchange_fragments(weights: PackedWeights) -> tuple[Tensor, Tensor]:
     """W1 and W2 in float16 as operands of products: [k, 4, 32 lanes, 4]."""
     indices = _build_fragment_indices(weights.w1.shape[0], weights.w1.device)
-    w1, w2 = _exchange(weights.w1.flatten()), _exchange(weights.w2.flatten())
+    w1, w2 = map(_exchange, _pad_weights(weights))
     return w1.index_select(0, indices.w1), w2.index_select(0, indices.w2)
+
+
+def _pad_weights(weights: PackedWeights) -> tuple[Tensor, Tensor]:
+    """W1 [k, 16, 32] and W2 [k, 32, 16], flat."""
+    missing = WIDTH - weights.w1.shape[2]
+    if missing == 0:
+        return weights.w1.flatten(), weights.w2.flatten()
+    return F.pad(weights.w1, (0, missing)).flatten(), F.pad(weights.w2, (0, 0, 0, missing)).flatten()
 
 
 def _exchange(x: Tensor) -> Tensor:
@@ -253,7 +266,7 @@ def _exchange(x: Tensor) -> Tensor:
 def unpack_weights(sums: Tensor, shape: WeightShape) -> Tensor:
     """The weights' gradients in the order of `PackedWeights.patches1` and `patches2`: [2, KC, DP]."""
     index = _build_patch_index(shape, sums.device)
-    return F.pad(sums, (0, 1)).index_select(0, index).view(2, shape.patch_rows, WIDTH)
+    return F.pad(sums, (0, 1)).index_select(0, index).view(2, *shape.packed[2])
 
 
 def _width(tile: int | Tensor, column: int | Tensor) -> int | Tensor:
@@ -312,7 +325,9 @@ def _build_patch_index(shape: WeightShape, device: torch.device) -> Tensor:
     which, tap, tile, lane, x = torch.meshgrid(*(torch.arange(n) for n in (2, taps, 4, 32, 4)), indexing="ij")
     head, width = lane // 4 + 8 * (x // 2), _width(tile, 2 * (lane % 4) + x % 2)
     mirrored = torch.where(which == 0, tap, taps - 1 - tap)  # the taps of the second are (`weights.py`)
-    place = (which * shape.patch_rows + mirrored * HEADS + head) * WIDTH + width
-    index = torch.full((2 * shape.patch_rows * WIDTH,), place.numel())
-    index[place.flatten()] = torch.arange(place.numel())
+    channels, (rows, columns) = padded_channels(shape.heads), shape.packed[2]
+    is_kept = (head < channels) & (width < columns)
+    place = (which * rows + mirrored * channels + head) * columns + width
+    index = torch.full((2 * rows * columns,), place.numel())
+    index[place[is_kept]] = torch.arange(place.numel()).view_as(place)[is_kept]
     return index.to(device)

@@ -26,7 +26,7 @@ from kernels.cdape_attention.weights import PackedWeights, WeightShape
 from kernels.runtime import cdiv
 
 KERNELS = KernelFamily(
-    *("mixer_forward.h", "MixerForward<{}>", "MixerForwardArgs", 1),
+    *("mixer_forward.h", "MixerForward<{}>", "MixerForwardArgs"),
     ((Tile(32, 16), 48640), (Tile(32, 32), 87808), (Tile(16, 64), 97152), (Tile(16, 32), 43904)),
 )
 GROUP = 8

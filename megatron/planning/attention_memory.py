@@ -420,8 +420,9 @@ def has_cuda_kernels(shape: AttentionShape) -> bool:
         and shape.bytes_per_element == 2
         and shape.rotated_dim % 16 == 0
         and shape.rotated_dim <= 128
-        and 8 < shape.num_heads <= 16
-        and 16 < processor.width <= 32
+        and shape.num_heads <= 16
+        and processor.width <= 32
+        and (shape.num_heads > 8 or processor.width > 16)
         and processor.kernel_size == 3
         and shape.num_columns % 8 == 0
     )

@@ -76,7 +76,7 @@ def _round_columns(shape: Shape) -> Shape:
     return replace(shape, position=position + -(shape.rows + position) % 8)
 
 
-SIZES = (st.integers(1, 2), st.integers(9, 16), st.integers(17, 32), st.integers(1, 80), st.integers(0, 12))
+SIZES = (st.integers(1, 2), st.integers(1, 16), st.integers(1, 32), st.integers(1, 80), st.integers(0, 12))
 SHAPES = st.builds(Shape, *SIZES).map(_round_columns)
 WINDOWS = st.none() | st.integers(1, 70)
 STARTS = st.none() | st.frozensets(st.integers(1, 150) | st.sampled_from([31, 32, 33, 63, 64]), max_size=6)
@@ -105,9 +105,16 @@ class Case(NamedTuple):
     columns: int
     dim: int
     dtype: torch.dtype
+    held_tensors: int | None = None
 
     def build(self, family: KernelFamily, inputs: LogitInputs | MixerInputs) -> MixerKernel:
-        tile, is_local = Tile(self.rows, self.columns), inputs.spans is not None
+        return self.build_for_rows(family, is_local=inputs.spans is not None)
+
+    def build_for_rows(self, family: KernelFamily, *, is_local: bool) -> MixerKernel:
+        """Describe the kernel, which holds as many tensors as it can unless `held_tensors` says how many."""
+        held = (self.held_tensors,) if self.held_tensors else (2, 1)
+        wanted = [Tile(self.rows, self.columns, x) for x in held]
+        tile = next(tile for tile in wanted if tile in dict(family.tiles))
         return family.build(tile, self.dim, self.dtype, 90, is_local=is_local)
 
     def adapt(self, shape: Shape) -> Shape:
@@ -181,8 +188,8 @@ def build_logit_inputs(shape: Shape, seed: int = 0, *, residual_bias: bool = Tru
     call = draw_call(shape, torch.Generator().manual_seed(seed))
     table = call.bias if residual_bias else call.bias[:, :0]
     bias = (call.contributions, call.edge, table)
-    of_shape = (call.weights, call.weight_shape, shape.position - shape.left, shape.spans)
-    return LogitInputs(call.queries, call.keys, *bias, *of_shape)
+    position = shape.position - shape.left
+    return LogitInputs(call.queries, call.keys, *bias, call.weights, call.weight_shape, position, shape.spans)
 
 
 class Hidden(NamedTuple):

@@ -23,7 +23,8 @@ struct LogitGradientArgs {
   long long q_batch, k_batch, value_batch, dout_batch, stats_batch, probabilities_batch, dlogits_batch;
 };
 
-template <class G>
+// KEEPS_DOUT: dO is in shared memory; if not, it is read with the values of each tile.
+template <class G, bool KEEPS_DOUT>
 struct DifferentiateSoftmax {
   typedef Logits<G, true> L;
   typedef typename G::Element Element;
@@ -38,7 +39,7 @@ struct DifferentiateSoftmax {
   KERNEL_CODE void begin(const Context& c) {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;
     const int rows = args.values.rows;
-    S::load_queries(args.values, douts, c.warp, c.first_row);
+    if constexpr (KEEPS_DOUT) S::load_queries(args.values, douts, c.warp, c.first_row);
     constexpr int SHARE = G::HEADS / G::WARPS;
     UNROLL_FOR (int h = 0; h < SHARE; h++) {
       const int head = SHARE * c.warp + h, known = head < args.values.heads ? head : args.values.heads - 1;
@@ -53,6 +54,8 @@ struct DifferentiateSoftmax {
       // dO·O of a row is on the diagonal of the product of 16 rows of each.
       UNROLL_FOR (int tile = 0; tile < G::ROW_TILES; tile++) {
         f32 sums[2][4];
+        typename S::LoadedQueries dout;
+        S::load_rows(dout, args.values, head, c.first_row + 16 * tile);
         UNROLL_FOR (int part = 0; part < 2; part++)
           UNROLL_FOR (int n = 0; n < 2; n++) {
             typename S::Row output;
@@ -60,7 +63,7 @@ struct DifferentiateSoftmax {
             output.template load<false>(part == 0 ? args.output : args.residue, (long long)known * args.values.q_stride,
                                         row * G::ROW_BYTES);
             UNROLL_FOR (int step = 0; step < S::Row::STEPS; step++) {
-              Words<4> q = S::load_query(douts, head, tile, step);
+              Words<4> q = dout.load(tile, step);
               const u32 b0 = output.word[2 * step], b1 = output.word[2 * step + 1];
               if (part == 0 && step == 0) Element::multiply_from_zero(sums[n], q.x, b0, b1);
               else Element::multiply(sums[n], q.x, b0, b1);
@@ -103,7 +106,13 @@ struct DifferentiateSoftmax {
       UNROLL_FOR (int h = 0; h < 2; h++) {
         typename S::Keys keys;
         S::template load_keys_inside<false>(keys, args.values, head + h, start, c.last_column());
-        S::multiply(dp[h], keys, douts, head + h);
+        if constexpr (KEEPS_DOUT) {
+          S::multiply(dp[h], keys, douts, head + h);
+        } else {
+          typename S::LoadedQueries dout;
+          S::load_rows(dout, args.values, head + h, c.first_row);
+          S::multiply(dp[h], keys, dout);
+        }
       }
       UNROLL_FOR (int quarter = 0; quarter < 4; quarter++) {
         const int block = quarter / 2, row = S::block_row(block) + 8 * (quarter % 2), behind = S::block_column(block);
@@ -141,12 +150,12 @@ struct DifferentiateSoftmax {
   }
 };
 
-template <class G>
+template <class G, bool KEEPS_DOUT>
 struct LogitGradient {
-  typedef DifferentiateSoftmax<G> Last;
+  typedef DifferentiateSoftmax<G, KEEPS_DOUT> Last;
   typedef typename Last::L L;
   static constexpr int NUM_THREADS = L::NUM_THREADS, BLOCKS_PER_SM = 8 / G::WARPS;
-  static constexpr int MEMORY_BYTES = L::MEMORY_BYTES + G::QUERY_BYTES + Last::STATS_BYTES;
+  static constexpr int MEMORY_BYTES = L::MEMORY_BYTES + KEEPS_DOUT * G::QUERY_BYTES + Last::STATS_BYTES;
 
   static KERNEL_CODE void run(LogitGradientArgs args, SharedMemory memory, int warp, int block, int, int batch) {
     ScoreInputs &scores = args.inputs.scores, &values = args.values;
@@ -164,7 +173,7 @@ struct LogitGradient {
     Last last;
     last.args = args;
     last.douts = advance(memory, L::MEMORY_BYTES);
-    last.stats = advance(last.douts, G::QUERY_BYTES);
+    last.stats = advance(last.douts, KEEPS_DOUT * G::QUERY_BYTES);
     L::go_over_tiles(args.inputs, memory, warp, block, last);
   }
 };

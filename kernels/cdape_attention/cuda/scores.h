@@ -56,20 +56,14 @@ struct Scores {
   // Brings an equal share of the queries into shared memory, as A fragments [head][row tile][k-step][lane][4 words].
   static KERNEL_CODE void load_queries(const ScoreInputs& in, SharedMemory queries, int warp, int first_row) {
     constexpr int SHARE = G::HEADS / G::WARPS;
-    i32 lane = lane_id(), g = lane / 4;
+    i32 lane = lane_id();
     UNROLL_FOR (int h = 0; h < SHARE; h++)
       UNROLL_FOR (int tile = 0; tile < G::ROW_TILES; tile++) {
         const int head = SHARE * warp + h;
-        Row rows[2];
-        UNROLL_FOR (int r = 0; r < 2; r++) {
-          i32 row = minimum(g + (first_row + 16 * tile + 8 * r), i32(in.rows - 1));
-          rows[r].template load<false>(in.q, head_offset(in, head, in.q_stride), row * G::ROW_BYTES);
-        }
-        UNROLL_FOR (int step = 0; step < Row::STEPS; step++) {
-          Words<4> v;
-          UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = rows[x % 2].word[2 * step + x / 2];
-          store_shared<4>(queries, lane * 16 + query_offset(head, tile, step), v);
-        }
+        LoadedQueries rows;
+        load_rows(rows, in, head, first_row + 16 * tile);
+        UNROLL_FOR (int step = 0; step < Row::STEPS; step++)
+          store_shared<4>(queries, lane * 16 + query_offset(head, tile, step), rows.load(tile, step));
       }
   }
 
@@ -97,10 +91,36 @@ struct Scores {
   static KERNEL_CODE Words<4> load_query(SharedMemory queries, int head, int tile, int step) {
     return load_shared<4>(queries, lane_id() * 16 + query_offset(head, tile, step));
   }
+  // Queries in shared memory, by head, row tile and step of a product.
+  struct SharedQueries {
+    SharedMemory memory;
+    int head;
+    KERNEL_CODE Words<4> load(int tile, int step) const { return load_query(memory, head, tile, step); }
+  };
+  // Queries of a row tile that were loaded from global memory.
+  struct LoadedQueries {
+    Row rows[2];
+    KERNEL_CODE Words<4> load(int, int step) const {
+      Words<4> v;
+      UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = rows[x % 2].word[2 * step + x / 2];
+      return v;
+    }
+  };
+  static KERNEL_CODE void load_rows(LoadedQueries& queries, const ScoreInputs& in, int head, int row) {
+    UNROLL_FOR (int r = 0; r < 2; r++) {
+      i32 at = minimum(lane_id() / 4 + (row + 8 * r), i32(in.rows - 1)) * G::ROW_BYTES;
+      queries.rows[r].template load<false>(in.q, head_offset(in, head, in.q_stride), at);
+    }
+  }
+
   static KERNEL_CODE void multiply(Sums& sums, const Keys& keys, SharedMemory queries, int head) {
+    multiply(sums, keys, SharedQueries{queries, head});
+  }
+  template <class Queries>
+  static KERNEL_CODE void multiply(Sums& sums, const Keys& keys, const Queries& queries) {
     UNROLL_FOR (int tile = 0; tile < G::ROW_TILES; tile++)
       UNROLL_FOR (int step = 0; step < Row::STEPS; step++) {
-        Words<4> q = load_query(queries, head, tile, step);
+        Words<4> q = queries.load(tile, step);
         UNROLL_FOR (int group = 0; group < G::GROUPS; group++)
           UNROLL_FOR (int n = 0; n < 2; n++) {
             const Row& row = keys.row[group][n];

@@ -35,6 +35,8 @@ from kernels.cdape_attention.logit_gradient import KERNELS, AttendedChunk, Logit
 from kernels.cdape_attention.mixer_forward import LogitInputs
 from kernels.cuda.emulate import Faults, find_compiler
 
+MAP_CASES = [*CASES[:3], Case(16, 64, 96, torch.bfloat16, held_tensors=1)]
+
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)")
 
 
@@ -100,7 +102,7 @@ def find_excess(
     return max(float(ratio.nan_to_num(torch.inf).max()) for ratio in ratios)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", MAP_CASES, ids=str)
 @settings(max_examples=6, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 1000), residual_bias=st.booleans())
 def test_maps_are_those_of_float64_and_no_access_is_wrong(
@@ -131,7 +133,7 @@ def check_maps(case: Case, shape: Shape, seed: int = 0, *, residual_bias: bool =
     assert find_excess(found, sums, inputs, attended, shape) <= 1
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", MAP_CASES, ids=str)
 def test_the_order_of_warps_changes_no_bit(case: Case) -> None:
     shape = case.adapt(Shape(1, 12, 32, 72, 0))
     inputs = build_logit_inputs(shape)
@@ -160,7 +162,7 @@ def test_logits_are_those_of_the_forward_pass() -> None:
     assert is_same.float().mean() > 0.99  # exponentials of two libraries
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", MAP_CASES, ids=str)
 def test_shared_memory_has_few_bank_conflicts(case: Case) -> None:
     shape = case.adapt(Shape(1, 16, 32, 128, 0))
     inputs = build_logit_inputs(shape)

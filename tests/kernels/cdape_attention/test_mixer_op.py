@@ -10,12 +10,13 @@ from mixer_emulation import LOCAL_CASES, NO_ERRORS
 
 from kernels.cdape_attention import driver, op
 from kernels.cdape_attention.driver import CdapeProblem, Chunk
-from kernels.cdape_attention.geometry import FOLDER, KernelFamily, MixerKernel, Tile
+from kernels.cdape_attention.geometry import FOLDER, KernelFamily, MixerKernel
 from kernels.cuda.emulate import Emulator, find_compiler
 from kernels.cuda.kernel import CudaKernel
 from tools.rounding import assert_within_rounding
 
-ROWS, COLUMNS, DIM, DTYPE = LOCAL_CASES[1]
+COMPILED = LOCAL_CASES[1]
+DIM, DTYPE = COMPILED.dim, COMPILED.dtype
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)"),
@@ -54,7 +55,7 @@ def test_outputs_and_gradients_err_by_rounding_alone(case: Case, monkeypatch: py
         problem: CdapeProblem, chunk: Chunk, k: torch.Tensor, families: tuple[KernelFamily, ...]
     ) -> tuple[MixerKernel, ...]:
         is_local = driver._find_spans(problem, chunk) is not None
-        return tuple(family.build(Tile(ROWS, COLUMNS), DIM, DTYPE, 90, is_local=is_local) for family in families)
+        return tuple(COMPILED.build_for_rows(family, is_local=is_local) for family in families)
 
     def launch(kernel: CudaKernel, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
         launched.append(kernel.header)
