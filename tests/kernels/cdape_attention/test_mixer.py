@@ -230,7 +230,14 @@ LOCAL_FAULTS = {
     "what was before": ("      clear_columns(c);\n", ""),
     "stores left of the map": ("is_stored = is_stored && j >= 0;", ""),
 }
-LOCAL_FAULT_SHAPE = Shape(1, 16, 32, 128, 64, 70, frozenset({70, 80, 100}))
+LOCAL_FAULT_SHAPE = Shape(1, 16, 32, 96, 160, 128, frozenset({226, 240}))
+ONE_TOKEN_DOCUMENTS = Shape(1, 16, 32, 16, 0, None, frozenset(range(1, 16)))
+
+
+def find_fault_shape(name: str) -> Shape:
+    if name in FAULTS:
+        return Shape(1, 16, 32, 64, 0)
+    return ONE_TOKEN_DOCUMENTS if name.endswith("document") else LOCAL_FAULT_SHAPE
 
 
 @pytest.mark.slow
@@ -242,7 +249,7 @@ def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     source, (right, wrong) = header.read_text(encoding="utf-8"), (FAULTS | LOCAL_FAULTS)[name]
     assert source.count(right) == 1
     header.write_text(source.replace(right, wrong), encoding="utf-8")
-    shape = Shape(1, 16, 32, 64, 0) if name in FAULTS else LOCAL_FAULT_SHAPE
+    shape = find_fault_shape(name)
     inputs = build_inputs(shape)
     found, faults = run(inputs, Launcher(folder))
     truth = compute_truth(inputs, shape)
