@@ -9,7 +9,7 @@ of decoding could compile anew, names arguments and cannot name fields of a Name
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from kernels.cdape_attention.configs import (
     transposed_product_constants,
 )
 from kernels.cdape_attention.forward import _processor_fwd_kernel
+from kernels.cdape_attention.geometry import KernelFamily, MixerKernel, choose_kernel
 from kernels.cdape_attention.products import _multiply_map_kernel, _multiply_transposed_kernel
 from kernels.cdape_attention.scores import _scores_kernel, padded_channels
 from kernels.cdape_attention.softmax import _attend_bwd_kernel, _attend_fwd_kernel, _attend_sums_kernel
@@ -40,6 +41,7 @@ from kernels.cuda.launch import launch_kernel
 from kernels.launcher import launch
 from kernels.runtime import Tile, cdiv, get_arch, get_device_properties
 
+BACKWARD_KERNELS = (logit_gradient.KERNELS, mixer.TO_SCORES, mixer.TO_WEIGHTS)
 NO_WINDOW_INT32 = 1 << 30
 """The window where there is none. Kernels take it in 32 bits, with room for sums with positions."""
 ALIGNED = 16
@@ -192,17 +194,11 @@ def compute_logits(
     Args:
         scores: from `compute_scores`, if there are any.
     """
-    if _uses_mixer(problem, chunk, k, mixer_forward.KERNELS):
-        return _compute_mixer_logits(problem, chunk, scaled, k)
+    kernels = _choose_kernels(problem, chunk, k, (mixer_forward.KERNELS,))
+    if kernels is not None:
+        inputs = _build_logit_inputs(problem, chunk, scaled, k)
+        return mixer_forward.compute_logits(inputs, kernels[0], launch_kernel)
     return _process_scores(problem, chunk, compute_scores(problem, chunk, scaled, k) if scores is None else scores)
-
-
-def _compute_mixer_logits(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> Tensor:
-    arch = get_arch(k)
-    assert arch is not None
-    return mixer_forward.compute_logits(
-        _build_logit_inputs(problem, chunk, scaled, k), mixer_forward.KERNELS[arch], launch_kernel
-    )
 
 
 def _build_logit_inputs(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> mixer_forward.LogitInputs:
@@ -213,15 +209,24 @@ def _build_logit_inputs(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: 
         problem.bias_table,
         problem.weights,
         problem.shape,
-        chunk.position,
+        chunk.position - chunk.left,
+        _find_spans(problem, chunk),
     )
 
 
+def _find_spans(problem: CdapeProblem, chunk: Chunk) -> mixer.Spans | None:
+    """The columns that the chunk's rows see, or None if each sees all from position 0 on."""
+    if chunk.first_keys is None and chunk.right <= problem.window:
+        return None
+    return mixer.Spans(problem.window, chunk.left, chunk.first_keys)
+
+
 def _split_contributions(problem: CdapeProblem, chunk: Chunk) -> tuple[Tensor, Tensor]:
-    """U by distance, and E of the chunk's rows, [R, p, D]."""
-    contributions, padding = problem.bias_contributions, problem.padding
-    edge = contributions[chunk.edge_start + chunk.first * padding :][: chunk.rows * padding]
-    return contributions[: chunk.edge_start], edge.view(chunk.rows, padding, -1)
+    """U by distance, and E of the chunk's rows, or with documents of all positions in one, [R, p, D]."""
+    contributions, edge = problem.bias_contributions.tensor_split([chunk.edge_start])
+    rows = slice(chunk.first, chunk.last) if chunk.first_keys is None else slice(None)
+    known = problem.rows if chunk.first_keys is None else problem.offset + problem.rows
+    return contributions, edge.view(known, problem.padding, problem.shape.width)[rows]
 
 
 def _process_scores(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tensor:
@@ -276,7 +281,7 @@ def forward(scaled: Tensor, k: Tensor, v: Tensor, problem: CdapeProblem, chunk_r
         scaled: scale · q; like k and v contiguous.
     """
     chunks = list(iter_chunks(problem, chunk_rows))
-    needs_residue = any(_uses_mixer(problem, chunk, k, mixer.ARCHS) for chunk in chunks)
+    needs_residue = any(_choose_kernels(problem, chunk, k, BACKWARD_KERNELS) for chunk in chunks)
     stats = torch.empty(2, *scaled.shape[:3], dtype=torch.float32, device=scaled.device)
     residue = torch.empty_like(scaled) if needs_residue else None
     attended = Attended(torch.empty_like(scaled), stats, residue)
@@ -360,11 +365,13 @@ def backward(
     def differentiate_chunk(chunk: Chunk, *, is_first: bool) -> None:
         """A function of its own, so that a chunk's maps are freed before the next ones."""
         is_only = len(chunks) == 1
-        if _uses_mixer(problem, chunk, k, mixer.ARCHS):
-            maps = _mixer_softmax_backward(problem, chunk, scaled, k, v, dout, attended, means)
+        kernels = _choose_kernels(problem, chunk, k, BACKWARD_KERNELS)
+        if kernels is not None:
+            maps = _mixer_softmax_backward(problem, chunk, scaled, k, v, dout, attended, means, kernels[0])
             dscores = maps.probabilities
             multiply_transposed(problem, chunk, maps.probabilities, dout, sums.v, is_only=is_only)
-            _mixer_backward(problem, product, chunk, maps, scaled, k, sums, is_first=is_first)  # dS over P
+            of_mixer = kernels[1], kernels[2]
+            _mixer_backward(problem, product, chunk, maps, scaled, k, sums, of_mixer, is_first=is_first)  # dS over P
         else:
             all_maps = _compute_maps(problem, chunk, scaled, k)
             dscores = all_maps.dscores
@@ -460,6 +467,7 @@ def _mixer_softmax_backward(
     dout: Tensor,
     attended: Attended,
     sums: Tensor,
+    kernel: MixerKernel,
 ) -> logit_gradient.LogitGradients:
     """P and dL without logits in memory, and of the chunk's rows Σ P ∘ dP, into `sums` [B, H, R]."""
     output, stats, residue = attended
@@ -473,6 +481,7 @@ def _mixer_softmax_backward(
         _build_logit_inputs(problem, chunk, scaled, k),
         of_chunk,
         sums[..., of_rows],
+        kernel,
         launch_kernel,
     )
 
@@ -504,18 +513,24 @@ def softmax_backward(
     )
 
 
-def _uses_mixer(problem: CdapeProblem, chunk: Chunk, k: Tensor, archs: Collection[int]) -> bool:
-    """True if CUDA kernels for these compute capabilities compute this chunk, and faster than Triton's."""
-    return (
+def _choose_kernels(
+    problem: CdapeProblem, chunk: Chunk, k: Tensor, families: tuple[KernelFamily, ...]
+) -> tuple[MixerKernel, ...] | None:
+    """Return the CUDA kernels that compute this chunk, or None if Triton's are faster or one does not fit the GPU."""
+    takes = (
         problem.uses_mixer
         and k.is_cuda
-        and problem.window == NO_WINDOW_INT32
-        and chunk.first_keys is None
         and mixer.is_supported(problem.shape, problem.dtype, k.shape[3], chunk.right - chunk.left)
-        and get_arch(k) in archs
         and mixer.fills_device(chunk.rows, k.shape[0], get_device_properties(k))
         and mixer.has_compiler()
     )
+    arch = get_arch(k) if takes else None
+    if arch is None:
+        return None
+    is_local = _find_spans(problem, chunk) is not None
+    kernels = [choose_kernel(family, k.shape[3], problem.dtype, arch, is_local=is_local) for family in families]
+    found = tuple(kernel for kernel in kernels if kernel is not None)
+    return found if len(found) == len(kernels) else None
 
 
 def _mixer_backward(
@@ -526,6 +541,7 @@ def _mixer_backward(
     scaled: Tensor,
     k: Tensor,
     sums: GradientSums,
+    kernels: tuple[MixerKernel, MixerKernel],
     *,
     is_first: bool,
 ) -> None:
@@ -537,11 +553,12 @@ def _mixer_backward(
         *_split_contributions(problem, chunk),
         problem.weights,
         problem.shape,
-        chunk.position,
+        chunk.position - chunk.left,
+        _find_spans(problem, chunk),
     )
-    gradients = mixer.differentiate_mixer(inputs, maps.probabilities, launch_kernel)
+    gradients = mixer.differentiate_mixer(inputs, maps.probabilities, kernels, launch_kernel)
     product.add_gradient(sums.terms.bias_product, gradients.contributions[None], is_first=is_first)
-    product.set_edge_gradient(sums.terms.bias_product, gradients.edge, chunk.first)
+    _take_edge_gradient(product, chunk, gradients.edge, sums)
     if problem.has_bias:
         covered = min(len(gradients.bias_table), len(sums.terms.bias_table))
         add_sum(sums.terms.bias_table[:covered], gradients.bias_table[None, :covered], is_first=is_first)
@@ -579,13 +596,17 @@ def _processor_backward(
         tile.options,
     )
     product.add_gradient(sums.terms.bias_product, dbias_contributions, is_first=is_first)
+    _take_edge_gradient(product, chunk, dedge, sums)
+    if has_bias:
+        covered = min(blocks * kept_distances, len(sums.terms.bias_table))
+        add_sum(sums.terms.bias_table[:covered], dbias[:, :covered], is_first=is_first)
+
+
+def _take_edge_gradient(product: BiasProduct, chunk: Chunk, dedge: Tensor, sums: GradientSums) -> None:
     if chunk.first_keys is None:
         product.set_edge_gradient(sums.terms.bias_product, dedge, chunk.first)
     else:
         product.add_edge_gradient(sums.terms.bias_product, dedge, chunk.position, chunk.first_keys)
-    if has_bias:
-        covered = min(blocks * kept_distances, len(sums.terms.bias_table))
-        add_sum(sums.terms.bias_table[:covered], dbias[:, :covered], is_first=is_first)
 
 
 def _weights_backward(

@@ -10,30 +10,38 @@ import os
 import warnings
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.cdape_attention.geometry import ELEMENTS, HEADS, WIDTH, KernelFamily, MixerKernel, Tile
+from kernels.cdape_attention.scores import padded_channels
 from kernels.cdape_attention.weights import PackedWeights, WeightShape
 from kernels.cuda.compile import load_nvrtc
 from kernels.cuda.kernel import CudaKernel
 from kernels.jit_build import CompileError
 from kernels.runtime import DeviceProperties, cdiv
 
-FOLDER = Path(__file__).with_name("cuda")
 VARIABLE = "FARFIELD_CUDA_MIXER"
 """Environment variable that turns all CUDA kernels off if it is 0: Triton's then compute everything."""
-ARCHS = (90,)
-"""Compute capabilities whose shared memory holds a block of the kernels."""
-BLOCK_ROWS, HEADS, WIDTH = 32, 16, 32
-TABLE_FRONT = 64
+BLOCK_ROWS = 32
+"""The most rows that a block takes."""
+MAX_TILE_COLUMNS = 64
+MAX_HEAD_DIM = 128
+TABLE_FRONT = 96
 """Entries of U in front of distance 0: tiles at the diagonal look so far ahead."""
 LARGEST_EXCHANGED = torch.finfo(torch.float16).max
-TO_SCORES = CudaKernel(FOLDER, "mixer_backward.h", "MixerBackward<1, true, false>", "MixerBackwardArgs", 256, 230912)
-TO_WEIGHTS = CudaKernel(FOLDER, "mixer_backward.h", "MixerBackward<1, false, true>", "MixerBackwardArgs", 256, 152576)
+TO_SCORES = KernelFamily(
+    *("mixer_backward.h", "MixerBackward<{}, true, false>", "MixerBackwardArgs"),
+    ((Tile(32, 32), 165376), (Tile(16, 64), 166656), (Tile(16, 32), 82688)),
+)
+TO_WEIGHTS = KernelFamily(
+    *("mixer_backward.h", "MixerBackward<{}, false, true>", "MixerBackwardArgs"),
+    ((Tile(32, 32), 87040), (Tile(16, 64), 76288), (Tile(16, 32), 43520)),
+)
 
 
 Launch = Callable[[CudaKernel, tuple[int, int], ctypes.Structure], None]
@@ -44,8 +52,10 @@ class ScoreInputs(ctypes.Structure):
     """Inputs of scores, as `cuda/scores.h` declares them."""
 
     _fields_ = (
+        *(("first_keys", ctypes.c_void_p), ("first_keys_batch", ctypes.c_longlong)),
+        *((name, ctypes.c_int) for name in ("rows", "columns", "position", "window", "origin", "edge_position")),
         *((name, ctypes.c_void_p) for name in ("q", "k")),
-        *((name, ctypes.c_int) for name in ("q_stride", "k_stride", "heads", "rows", "columns", "position")),
+        *((name, ctypes.c_int) for name in ("q_stride", "k_stride", "heads")),
     )
 
 
@@ -61,23 +71,34 @@ class MixerBackwardArgs(ctypes.Structure):
     )
 
 
+class Spans(NamedTuple):
+    """The columns that a chunk's rows see, if not all from position 0 on: of a window, of a document, or of both."""
+
+    window: int
+    left: int
+    """Position of the maps' first column."""
+    first_keys: Tensor | None
+    """int32 [B, R], contiguous: positions at which the rows' documents begin; None if that is 0."""
+
+
 class MixerInputs(NamedTuple):
     """Inputs of both kernels for one chunk of rows."""
 
     queries: Tensor
-    """bfloat16 [B, H, R, 64], scaled: rows of a tensor whose last two dimensions are contiguous."""
+    """[B, H, R, d], scaled: rows of a tensor whose last two dimensions are contiguous."""
     keys: Tensor
-    """bfloat16 [B, H, C or more, 64], alike."""
+    """[B, H, C or more, d], alike."""
     dlogits: Tensor
-    """bfloat16 [B, R, 8, C, 2], heads in pairs; undefined where a row does not see the column."""
+    """[B, R, 8, C, 2], heads in pairs; undefined where a row does not see the column."""
     contributions: Tensor
     """float32 [p + N + …, D]: U from distance −p on (`bias_product.py`)."""
     edge: Tensor
-    """float32 [R, p, D]: E of the chunk's rows."""
+    """float32 [R, p, D]: E of the chunk's rows, or with documents of all positions in one."""
     weights: PackedWeights
     shape: WeightShape
     position: int
-    """Position of the chunk's first row."""
+    """Column of the chunk's first row: its position, if the maps begin at position 0."""
+    spans: Spans | None = None
 
 
 class MixerGradients(NamedTuple):
@@ -119,49 +140,75 @@ def fills_device(rows: int, batch: int, device: DeviceProperties) -> bool:
 
 
 def is_supported(shape: WeightShape, dtype: torch.dtype, dim: int, columns: int) -> bool:
-    """True if the kernels compute these shapes: three taps, 9 to 16 heads of 64, widths of 17 to 32."""
+    """True if some GPU has kernels for these shapes: half precision, three taps, up to 16 heads of dimensions that are
+    a multiple of 16, widths of up to 32.
+
+    Fewer heads or widths are padded. With at most half of both, Triton's kernels have no more instructions (README.md).
+    """
     return (
-        dtype == torch.bfloat16
-        and dim == 64
+        dtype in ELEMENTS
+        and dim % 16 == 0
+        and dim <= MAX_HEAD_DIM
         and shape.kernel_size == 3
-        and HEADS // 2 < shape.heads <= HEADS
-        and WIDTH // 2 < shape.width <= WIDTH
+        and shape.heads <= HEADS
+        and shape.width <= WIDTH
+        and (shape.heads > HEADS // 2 or shape.width > WIDTH // 2)
         and columns % 8 == 0
     )
 
 
-def build_score_inputs(queries: Tensor, keys: Tensor, columns: int, position: int) -> ScoreInputs:
-    """Describe a chunk's queries [B, H, R, 64] and keys [B, H, C or more, 64] for a kernel."""
+def build_score_inputs(
+    queries: Tensor, keys: Tensor, columns: int, position: int, spans: Spans | None = None
+) -> ScoreInputs:
+    """Describe a chunk's queries [B, H, R, d] and keys [B, H, C or more, d] for a kernel."""
     heads, rows = queries.shape[1:3]
     strides = (x.stride(1) * x.element_size() for x in (queries, keys))
-    return ScoreInputs(queries.data_ptr(), keys.data_ptr(), *strides, heads, rows, columns, position)
+    own: tuple[int, ...] = (0, 0, 0)
+    documents: tuple[int | None, int] = (None, 0)
+    if spans is not None:
+        own = (spans.window, spans.left, position + spans.left if spans.first_keys is None else 0)
+        if spans.first_keys is not None:
+            documents = (spans.first_keys.data_ptr(), spans.first_keys.stride(0) * 4)
+    tensors = (queries.data_ptr(), keys.data_ptr())
+    return ScoreInputs(*documents, rows, columns, position, *own, *tensors, *strides, heads)
 
 
-def differentiate_mixer(inputs: MixerInputs, dscores: Tensor, launch: Launch) -> MixerGradients:
+def count_distances(rows: int, position: int, spans: Spans | None) -> int:
+    """How many distances kernels may look up for a chunk whose first row stands at this column."""
+    before = 0 if spans is None else MAX_TILE_COLUMNS  # a tile may begin left of column 0
+    return position + cdiv(rows, BLOCK_ROWS) * BLOCK_ROWS + before
+
+
+def differentiate_mixer(
+    inputs: MixerInputs, dscores: Tensor, kernels: tuple[MixerKernel, MixerKernel], launch: Launch
+) -> MixerGradients:
     """Run both kernels for a chunk.
 
     Args:
-        dscores: bfloat16 [B, H, R, C], written where a row sees a column, and zero in the rest of the diagonal tiles.
+        kernels: of `TO_SCORES` and `TO_WEIGHTS`.
+        dscores: [B, H, R, C], written where a row sees a column, and zero in the rest of the diagonal tiles.
         launch: runs a kernel on a grid of (blocks, sequences): on a GPU, or in a test's emulator.
     """
     shape, padding = inputs.shape, inputs.shape.padding
     batch, rows, _, columns, _ = inputs.dlogits.shape
-    blocks = cdiv(rows, BLOCK_ROWS)
-    table = build_table(inputs.contributions, padding, inputs.position + blocks * BLOCK_ROWS)
+    to_scores, to_weights = ((cdiv(rows, kernel.tile.rows), batch) for kernel in kernels)
+    distances = count_distances(rows, inputs.position, inputs.spans)
+    table = build_table(inputs.contributions, padding, distances)
     edge = F.pad(inputs.edge, (0, WIDTH - shape.width))
     fragments = build_fragments(inputs.weights)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": table.device}
-    dtables = torch.zeros(batch * blocks, inputs.position + blocks * BLOCK_ROWS + padding, WIDTH + HEADS, **float32)
-    dedge = torch.empty(batch, rows, padding, WIDTH, **float32)
-    dweights = torch.empty(batch * blocks, 2 * shape.kernel_size * 4 * 32 * 4, **float32)
+    dtables = torch.zeros(prod(to_scores), distances + padding, WIDTH + HEADS, **float32)
+    new_edge = torch.empty if inputs.spans is None else torch.zeros  # rows may not see their document's begin
+    dedge = new_edge(batch, rows, padding, WIDTH, **float32)
+    dweights = torch.empty(prod(to_weights), 2 * shape.kernel_size * 4 * 32 * 4, **float32)
     args = MixerBackwardArgs(
-        build_score_inputs(inputs.queries, inputs.keys, columns, inputs.position),
+        build_score_inputs(inputs.queries, inputs.keys, columns, inputs.position, inputs.spans),
         *(x.data_ptr() for x in (inputs.dlogits, table, edge, *fragments, dscores, dtables, dedge, dweights)),
         *(TABLE_FRONT, dtables.shape[1]),
         *(x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, inputs.dlogits, dedge, dscores)),
     )
-    launch(TO_SCORES, (blocks, batch), args)
-    launch(TO_WEIGHTS, (blocks, batch), args)
+    for kernel, grid in zip(kernels, (to_scores, to_weights), strict=True):
+        launch(kernel.code, grid, args)
     sums = dtables.sum(0)
     return MixerGradients(
         sums[:, : shape.width],
@@ -189,7 +236,7 @@ def build_table(contributions: Tensor, padding: int, distances: int) -> Tensor:
 def build_fragments(weights: PackedWeights) -> tuple[Tensor, Tensor, Tensor]:
     """W1 in float16, W2ᵀ and W1ᵀ as operands of products: [k, 4, 32 lanes, 4]."""
     indices = _build_fragment_indices(weights.w1.shape[0], weights.w1.device)
-    w1, w2 = weights.w1.flatten(), weights.w2.flatten()
+    w1, w2 = _pad_weights(weights)
     return (
         _exchange(w1).index_select(0, indices.w1),
         w2.index_select(0, indices.w2_back),
@@ -200,8 +247,16 @@ def build_fragments(weights: PackedWeights) -> tuple[Tensor, Tensor, Tensor]:
 def exchange_fragments(weights: PackedWeights) -> tuple[Tensor, Tensor]:
     """W1 and W2 in float16 as operands of products: [k, 4, 32 lanes, 4]."""
     indices = _build_fragment_indices(weights.w1.shape[0], weights.w1.device)
-    w1, w2 = _exchange(weights.w1.flatten()), _exchange(weights.w2.flatten())
+    w1, w2 = map(_exchange, _pad_weights(weights))
     return w1.index_select(0, indices.w1), w2.index_select(0, indices.w2)
+
+
+def _pad_weights(weights: PackedWeights) -> tuple[Tensor, Tensor]:
+    """W1 [k, 16, 32] and W2 [k, 32, 16], flat."""
+    missing = WIDTH - weights.w1.shape[2]
+    if missing == 0:
+        return weights.w1.flatten(), weights.w2.flatten()
+    return F.pad(weights.w1, (0, missing)).flatten(), F.pad(weights.w2, (0, 0, 0, missing)).flatten()
 
 
 def _exchange(x: Tensor) -> Tensor:
@@ -211,7 +266,7 @@ def _exchange(x: Tensor) -> Tensor:
 def unpack_weights(sums: Tensor, shape: WeightShape) -> Tensor:
     """The weights' gradients in the order of `PackedWeights.patches1` and `patches2`: [2, KC, DP]."""
     index = _build_patch_index(shape, sums.device)
-    return F.pad(sums, (0, 1)).index_select(0, index).view(2, shape.patch_rows, WIDTH)
+    return F.pad(sums, (0, 1)).index_select(0, index).view(2, *shape.packed[2])
 
 
 def _width(tile: int | Tensor, column: int | Tensor) -> int | Tensor:
@@ -270,7 +325,9 @@ def _build_patch_index(shape: WeightShape, device: torch.device) -> Tensor:
     which, tap, tile, lane, x = torch.meshgrid(*(torch.arange(n) for n in (2, taps, 4, 32, 4)), indexing="ij")
     head, width = lane // 4 + 8 * (x // 2), _width(tile, 2 * (lane % 4) + x % 2)
     mirrored = torch.where(which == 0, tap, taps - 1 - tap)  # the taps of the second are (`weights.py`)
-    place = (which * shape.patch_rows + mirrored * HEADS + head) * WIDTH + width
-    index = torch.full((2 * shape.patch_rows * WIDTH,), place.numel())
-    index[place.flatten()] = torch.arange(place.numel())
+    channels, (rows, columns) = padded_channels(shape.heads), shape.packed[2]
+    is_kept = (head < channels) & (width < columns)
+    place = (which * rows + mirrored * channels + head) * columns + width
+    index = torch.full((2 * rows * columns,), place.numel())
+    index[place[is_kept]] = torch.arange(place.numel()).view_as(place)[is_kept]
     return index.to(device)

@@ -11,26 +11,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.cdape_attention.geometry import HEADS, WIDTH, KernelFamily, MixerKernel, Tile
 from kernels.cdape_attention.mixer import (
-    BLOCK_ROWS,
-    FOLDER,
-    HEADS,
     LARGEST_EXCHANGED,
     TABLE_FRONT,
-    WIDTH,
     Launch,
     ScoreInputs,
+    Spans,
     build_score_inputs,
+    count_distances,
     exchange_fragments,
 )
 from kernels.cdape_attention.weights import PackedWeights, WeightShape
-from kernels.cuda.kernel import CudaKernel
 from kernels.runtime import cdiv
 
-NARROW = CudaKernel(FOLDER, "mixer_forward.h", "MixerForward<1, 16>", "MixerForwardArgs", 128, 114176)
-WIDE = CudaKernel(FOLDER, "mixer_forward.h", "MixerForward<1, 32>", "MixerForwardArgs", 256, 153344)
-KERNELS = {80: WIDE, 90: NARROW}
-"""The kernel for a compute capability: two blocks of 4 warps on a multiprocessor, or one of 8 where one fits."""
+KERNELS = KernelFamily(
+    *("mixer_forward.h", "MixerForward<{}>", "MixerForwardArgs"),
+    ((Tile(32, 16), 48640), (Tile(32, 32), 87808), (Tile(16, 64), 97152), (Tile(16, 32), 43904)),
+)
 GROUP = 8
 """Distances of the table that lie together."""
 
@@ -59,26 +57,27 @@ class LogitInputs(NamedTuple):
     """Inputs of the kernel for one chunk of rows."""
 
     queries: Tensor
-    """bfloat16 [B, H, R, 64], scaled: rows of a tensor whose last two dimensions are contiguous."""
+    """[B, H, R, d], scaled: rows of a tensor whose last two dimensions are contiguous."""
     keys: Tensor
-    """bfloat16 [B, H, C or more, 64], alike; C is the position after the chunk's last row."""
+    """[B, H, C or more, d], alike; C is the position after the chunk's last row."""
     contributions: Tensor
     """float32 [p + N, D]: U from distance −p on (`bias_product.py`)."""
     edge: Tensor
-    """float32 [R, p, D]: E of the chunk's rows."""
+    """float32 [R, p, D]: E of the chunk's rows, or with documents of all positions in one."""
     bias_table: Tensor
     """float32 [H, N], added to the logits; [H, 0] where there is none."""
     weights: PackedWeights
     shape: WeightShape
     position: int
-    """Position of the chunk's first row."""
+    """Column of the chunk's first row: its position, if the maps begin at position 0."""
+    spans: Spans | None = None
 
 
-def compute_logits(inputs: LogitInputs, kernel: CudaKernel, launch: Launch) -> Tensor:
+def compute_logits(inputs: LogitInputs, kernel: MixerKernel, launch: Launch) -> Tensor:
     """Return the logits of a chunk, float32 [B, H, R, C], undefined where a row does not see a column.
 
     Args:
-        kernel: one of `KERNELS`.
+        kernel: of `KERNELS`.
         launch: runs a kernel on a grid of (blocks, sequences): on a GPU, or in a test's emulator.
     """
     batch, heads, rows, _ = inputs.queries.shape
@@ -86,7 +85,9 @@ def compute_logits(inputs: LogitInputs, kernel: CudaKernel, launch: Launch) -> T
     packed = pack_inputs(inputs)
     logits = torch.empty(batch, heads, rows, columns, dtype=torch.float32, device=inputs.queries.device)
     strides = (x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, logits))
-    launch(kernel, (cdiv(rows, BLOCK_ROWS), batch), MixerForwardArgs(packed.args, logits.data_ptr(), *strides))
+    launch(
+        kernel.code, (cdiv(rows, kernel.tile.rows), batch), MixerForwardArgs(packed.args, logits.data_ptr(), *strides)
+    )
     return logits
 
 
@@ -105,13 +106,13 @@ def pack_inputs(inputs: LogitInputs, bias_copies: int = 1) -> PackedInputs:
     """
     shape, padding, position = inputs.shape, inputs.shape.padding, inputs.position
     rows = inputs.queries.shape[2]
-    distances = position + cdiv(rows, BLOCK_ROWS) * BLOCK_ROWS
+    distances = count_distances(rows, position, inputs.spans)
     table, group = build_group_table(inputs.contributions, padding, position, distances)
     bias, bias_front = build_bias(inputs.bias_table, inputs.weights.b2, position, distances, bias_copies)
     edge = F.pad(inputs.edge, (0, WIDTH - shape.width))
     tensors = (table, edge, *exchange_fragments(inputs.weights), bias)
     args = LogitArgs(
-        build_score_inputs(inputs.queries, inputs.keys, position + rows, position),
+        build_score_inputs(inputs.queries, inputs.keys, position + rows, position, inputs.spans),
         *(x.data_ptr() for x in tensors),
         *(group, bias_front, bias.shape[-1]),
     )

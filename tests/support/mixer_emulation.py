@@ -3,9 +3,10 @@
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.cdape_attention.bias_product import get_bias_product
+from kernels.cdape_attention.driver import ALIGNED, NO_WINDOW_INT32
+from kernels.cdape_attention.geometry import KernelFamily, MixerKernel, Tile
+from kernels.cdape_attention.mixer import MixerInputs, Spans
 from kernels.cdape_attention.mixer_forward import LogitInputs
 from kernels.cdape_attention.weights import PackedWeights, WeightShape, get_weight_shape, pack_weights
 from kernels.cuda.emulate import Emulator
@@ -35,19 +39,104 @@ class Shape:
     width: int
     rows: int
     position: int
+    window: int | None = None
+    starts: frozenset[int] | None = None
+    """Where documents begin, 0 too; in the second sequence 7 columns later."""
+    dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def columns(self) -> int:
         return self.position + self.rows
 
+    @property
+    def left(self) -> int:
+        """Position of the maps' first column."""
+        return 0 if self.window is None else max(self.position - self.window + 1, 0) // ALIGNED * ALIGNED
 
-SHAPES = st.builds(
-    Shape, st.integers(1, 2), st.integers(9, 16), st.integers(17, 32), st.integers(1, 80), st.integers(0, 12)
-).map(lambda s: Shape(s.batch, s.heads, s.width, s.rows, s.position * 8 + -(s.rows + s.position * 8) % 8))
+    @property
+    def first_keys(self) -> Tensor | None:
+        if self.starts is None:
+            return None
+        sequences = [
+            [max([0, *(s + 7 * b for s in self.starts if s + 7 * b <= i)]) for i in range(self.position, self.columns)]
+            for b in range(self.batch)
+        ]
+        return torch.tensor(sequences, dtype=torch.int32)
+
+    @property
+    def spans(self) -> Spans | None:
+        if self.window is None and self.starts is None:
+            return None
+        return Spans(NO_WINDOW_INT32 if self.window is None else self.window, self.left, self.first_keys)
+
+
+def _round_columns(shape: Shape) -> Shape:
+    position = shape.position * 8
+    return replace(shape, position=position + -(shape.rows + position) % 8)
+
+
+SIZES = (st.integers(1, 2), st.integers(1, 16), st.integers(1, 32), st.integers(1, 80), st.integers(0, 12))
+SHAPES = st.builds(Shape, *SIZES).map(_round_columns)
+WINDOWS = st.none() | st.integers(1, 70)
+STARTS = st.none() | st.frozensets(st.integers(1, 150) | st.sampled_from([31, 32, 33, 63, 64]), max_size=6)
+LOCAL_SHAPES = (
+    st.builds(Shape, *SIZES, WINDOWS, STARTS).map(_round_columns).filter(lambda shape: shape.spans is not None)
+)
+LOCAL_EXAMPLES = (
+    Shape(1, 9, 17, 40, 0, None, frozenset({1, 2, 3, 33})),  # documents of one token
+    Shape(2, 12, 32, 72, 8, None, frozenset({31, 32, 63})),
+    Shape(1, 16, 32, 72, 64, 33, None),
+    Shape(1, 9, 17, 64, 64, 1, None),
+    Shape(2, 10, 20, 72, 96, 40, frozenset({70, 130})),
+)
+
+
+def find_documents(shape: Shape) -> Tensor:
+    """Where each row's document begins, [B, R, 1]."""
+    first_keys = shape.first_keys
+    return torch.zeros(shape.batch, shape.rows, 1, dtype=torch.int32) if first_keys is None else first_keys[..., None]
+
+
+class Case(NamedTuple):
+    """What a kernel is compiled for."""
+
+    rows: int
+    columns: int
+    dim: int
+    dtype: torch.dtype
+    held_tensors: int | None = None
+
+    def build(self, family: KernelFamily, inputs: LogitInputs | MixerInputs) -> MixerKernel:
+        return self.build_for_rows(family, is_local=inputs.spans is not None)
+
+    def build_for_rows(self, family: KernelFamily, *, is_local: bool) -> MixerKernel:
+        """Describe the kernel, which holds as many tensors as it can unless `held_tensors` says how many."""
+        held = (self.held_tensors,) if self.held_tensors else (2, 1)
+        wanted = [Tile(self.rows, self.columns, x) for x in held]
+        tile = next(tile for tile in wanted if tile in dict(family.tiles))
+        return family.build(tile, self.dim, self.dtype, 90, is_local=is_local)
+
+    def adapt(self, shape: Shape) -> Shape:
+        return replace(shape, dim=self.dim, dtype=self.dtype)
+
+
+CASES = [
+    Case(32, 32, 64, torch.bfloat16),
+    Case(16, 64, 80, torch.float16),
+    Case(16, 64, 128, torch.bfloat16),
+    Case(16, 32, 96, torch.bfloat16),
+]
+LOCAL_CASES = CASES[:2]
+ROUNDINGS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+"""Relative to a number, half a unit in the last place of the types."""
 
 
 def find_seen(shape: Shape) -> Tensor:
-    return torch.arange(shape.columns) <= torch.arange(shape.rows)[:, None] + shape.position
+    """True where a row sees a column, [B, 1, R, C]."""
+    distance = torch.arange(shape.rows)[:, None] + shape.position - torch.arange(shape.columns)
+    is_inside = torch.arange(shape.columns) >= find_documents(shape)
+    return ((distance >= 0) & (distance < (shape.window or shape.columns)) & is_inside)[:, None]
 
 
 @dataclass(frozen=True)
@@ -59,6 +148,7 @@ class Call:
     keys: Tensor
     contributions: Tensor
     edge: Tensor
+    """Of the rows, or with documents of all positions."""
     bias: Tensor
     weights: PackedWeights
     weight_shape: WeightShape
@@ -76,17 +166,18 @@ def draw_call(shape: Shape, generator: torch.Generator) -> Call:
         draw(heads, shape.width, 1, TAPS, scale=0.1),
         draw(heads),
     )
-    packed = pack_weights(weight_shape, [weights], torch.bfloat16)
-    product = get_bias_product(weight_shape, rows, shape.position, None, torch.bfloat16)
+    packed = pack_weights(weight_shape, [weights], shape.dtype)
+    of_rows = (rows, shape.position) if shape.starts is None else (columns, 0)
+    product = get_bias_product(weight_shape, *of_rows, shape.window, shape.dtype)
     bias = draw(heads, columns)
     contributions = product.compute(product.build_neighbourhoods(bias[None]), packed)[0]
     edge_start = columns + PADDING
     return Call(
         shape,
-        draw(batch, heads, rows, 64, scale=0.35).bfloat16(),
-        draw(batch, heads, columns + 3, 64).bfloat16(),  # a cache may hold more
+        draw(batch, heads, rows, shape.dim, scale=2.8 / shape.dim**0.5).to(shape.dtype),
+        draw(batch, heads, columns + 3, shape.dim).to(shape.dtype)[:, :, shape.left :],  # a cache may hold more
         contributions[:edge_start].clone(),
-        contributions[edge_start:].view(rows, PADDING, -1).clone(),
+        contributions[edge_start:].view(of_rows[0], PADDING, -1).clone(),
         bias,
         PackedWeights(*(x[0] for x in packed)),
         weight_shape,
@@ -97,26 +188,66 @@ def build_logit_inputs(shape: Shape, seed: int = 0, *, residual_bias: bool = Tru
     call = draw_call(shape, torch.Generator().manual_seed(seed))
     table = call.bias if residual_bias else call.bias[:, :0]
     bias = (call.contributions, call.edge, table)
-    return LogitInputs(call.queries, call.keys, *bias, call.weights, call.weight_shape, shape.position)
+    position = shape.position - shape.left
+    return LogitInputs(call.queries, call.keys, *bias, call.weights, call.weight_shape, position, shape.spans)
+
+
+class Hidden(NamedTuple):
+    """What hidden values are made of, in float64, of p columns more than logits. B sequences, R rows, D widths."""
+
+    scores: Tensor
+    """[B, H, R, C], zero where a row does not see a column."""
+    begin: Tensor
+    """U or E, [B, R, C + p, D]."""
+    is_alive: Tensor
+    """[B, R, C + p]."""
+    at_edge: Tensor
+    """True where E holds, alike."""
+    distance: Tensor
+    """[R, C + p]."""
+
+
+def begin_hidden(inputs: LogitInputs | MixerInputs, shape: Shape) -> Hidden:
+    columns = shape.columns
+    keys = pad(inputs.keys[:, :, : columns - shape.left].double(), (0, 0, shape.left, 0))
+    scores = torch.einsum("bhid,bhjd->bhij", inputs.queries.double(), keys)
+    positions, column = torch.arange(shape.rows)[:, None] + shape.position, torch.arange(columns + PADDING)
+    distance, place = positions - column, column - find_documents(shape)
+    begin = inputs.contributions.double()[(distance + PADDING).clamp(min=0)].expand(shape.batch, -1, -1, -1)
+    rows = torch.arange(shape.rows).expand(shape.batch, -1)
+    of_row = (rows if shape.starts is None else rows + shape.position - find_documents(shape)[..., 0])[..., None]
+    edge = inputs.edge.double()[of_row, place.clamp(0, PADDING - 1)] if PADDING else begin
+    at_edge = (place >= 0) & (place < PADDING)
+    is_alive = (distance >= -PADDING) & (place >= 0)
+    return Hidden(
+        torch.where(find_seen(shape), scores, 0.0),
+        torch.where(at_edge[..., None], edge, begin),
+        is_alive,
+        at_edge,
+        distance,
+    )
+
+
+def find_inputs(inputs: LogitInputs | MixerInputs) -> list[Tensor]:
+    """The tensors that kernels read as they are."""
+    keys = inputs.keys if inputs.keys._base is None else inputs.keys._base
+    documents = None if inputs.spans is None else inputs.spans.first_keys
+    return [inputs.queries, keys, *([] if documents is None else [documents])]
 
 
 def compute_true_logits(inputs: LogitInputs, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Logits in float64, and by how much rounding may change them."""
+    """Logits in float64, and by how much rounding may change them, from column 0 on."""
     heads, width, columns = shape.heads, shape.width, shape.columns
     hidden_columns = columns + PADDING
-    scores = torch.einsum("bhid,bhjd->bhij", inputs.queries.double(), inputs.keys[:, :, :columns].double())
-    scores = torch.where(find_seen(shape), scores, 0.0)
+    scores, hidden, is_alive, _, distance = begin_hidden(inputs, shape)
     w1, w2 = inputs.weights.w1[:, :heads, :width].double(), inputs.weights.w2[:, :width, :heads].double()
-    distance = torch.arange(shape.rows)[:, None] + shape.position - torch.arange(hidden_columns)
-    hidden = inputs.contributions.double()[(distance + PADDING).clamp(min=0)]
-    hidden[:, :PADDING] = inputs.edge.double()
-    hidden = hidden.expand(shape.batch, -1, -1, -1).clone()
     size = hidden.abs()
     wide_scores = pad(scores, (PADDING, 2 * PADDING))
     for tap in range(TAPS):
         taken = wide_scores[..., tap : tap + hidden_columns]
-        hidden += torch.einsum("bhij,hd->bijd", taken, w1[tap])
-        size += torch.einsum("bhij,hd->bijd", taken.abs(), w1[tap].abs())
+        hidden = hidden + torch.einsum("bhij,hd->bijd", taken, w1[tap])
+        size = size + torch.einsum("bhij,hd->bijd", taken.abs(), w1[tap].abs())
+    hidden, size = (torch.where(is_alive[..., None], x, 0.0) for x in (hidden, size))
     active = torch.where(hidden > 0, hidden, SLOPE * hidden)
     # Both factors, U and the scores, were rounded, then the hidden value, and what the slope made of it.
     doubt = (2 * size + 2 * hidden.abs()) * EXCHANGE_ROUNDING + TINY

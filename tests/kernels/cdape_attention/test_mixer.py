@@ -12,16 +12,35 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mixer_emulation import NO_ERRORS, PADDING, SHAPES, TAPS, Launcher, Shape, draw_call, find_seen
+from mixer_emulation import (
+    CASES,
+    LOCAL_CASES,
+    LOCAL_EXAMPLES,
+    LOCAL_SHAPES,
+    NO_ERRORS,
+    PADDING,
+    ROUNDINGS,
+    SHAPES,
+    TAPS,
+    Case,
+    Launcher,
+    Shape,
+    begin_hidden,
+    draw_call,
+    find_documents,
+    find_inputs,
+    find_seen,
+)
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.cdape_attention import mixer
+from kernels.cdape_attention import logit_gradient, mixer, mixer_forward
+from kernels.cdape_attention.geometry import FOLDER, KernelFamily, choose_kernel
 from kernels.cdape_attention.mixer import MixerGradients, MixerInputs, differentiate_mixer
+from kernels.cdape_attention.scores import padded_channels
 from kernels.cdape_attention.weights import get_weight_shape
 from kernels.cuda.emulate import Faults, find_compiler
 
-BF16_ROUNDING = 2.0**-9
 UNCERTAIN = 1e-5
 """Hidden values so small have a sign that depends on the order of a sum."""
 
@@ -32,28 +51,31 @@ def build_inputs(shape: Shape, seed: int = 0) -> MixerInputs:
     """Random inputs whose dL is NaN where a row does not see a column."""
     generator = torch.Generator().manual_seed(seed)
     call = draw_call(shape, generator)
-    dlogits = torch.randn(shape.batch, shape.rows, shape.columns, 16, generator=generator).bfloat16()
+    dlogits = torch.randn(shape.batch, shape.rows, shape.columns, 16, generator=generator).to(shape.dtype)
     dlogits[..., shape.heads :] = 0
-    dlogits[:, ~find_seen(shape)] = torch.nan
-    dlogits = dlogits.unflatten(3, (8, 2)).transpose(2, 3).contiguous()
-    bias = (call.contributions, call.edge)
-    return MixerInputs(call.queries, call.keys, dlogits, *bias, call.weights, call.weight_shape, shape.position)
+    dlogits[~find_seen(shape)[:, 0]] = torch.nan
+    dlogits = dlogits[:, :, shape.left :].unflatten(3, (8, 2)).transpose(2, 3).contiguous()
+    bias, of_weights = (call.contributions, call.edge), (call.weights, call.weight_shape)
+    position = shape.position - shape.left
+    return MixerInputs(call.queries, call.keys, dlogits, *bias, *of_weights, position, shape.spans)
 
 
-def run(inputs: MixerInputs, launcher: Launcher) -> tuple[dict[str, Tensor], Faults]:
+def run(inputs: MixerInputs, launcher: Launcher, case: Case = CASES[0]) -> tuple[dict[str, Tensor], Faults]:
     """All gradients by name, and what the emulator counted. Kernels may access only what they are given."""
     batch, rows, _, columns, _ = inputs.dlogits.shape
-    dscores = torch.zeros(batch, inputs.shape.heads, rows, columns, dtype=torch.bfloat16)
-    with launcher.watch(
-        [inputs.queries, inputs.keys, inputs.dlogits, dscores], mixer, ["build_fragments", "build_table"]
-    ):
-        gradients = differentiate_mixer(inputs, dscores, launcher)
+    dscores = torch.zeros(batch, inputs.shape.heads, rows, columns, dtype=case.dtype)
+    kernels = case.build(mixer.TO_SCORES, inputs), case.build(mixer.TO_WEIGHTS, inputs)
+    tensors = [*find_inputs(inputs), inputs.dlogits, dscores]
+    with launcher.watch(tensors, mixer, ["build_fragments", "build_table"]):
+        gradients = differentiate_mixer(inputs, dscores, kernels, launcher)
     return name_gradients(gradients, dscores, inputs), launcher.emulator.get_faults()
 
 
 def name_gradients(gradients: MixerGradients, dscores: Tensor, inputs: MixerInputs) -> dict[str, Tensor]:
-    heads, width, columns = inputs.shape.heads, inputs.shape.width, inputs.dlogits.shape[3]
-    by_tap = gradients.patches[:, : TAPS * 16].view(2, TAPS, 16, -1)[:, :, :heads, :width]
+    heads, width = inputs.shape.heads, inputs.shape.width
+    columns = inputs.dlogits.shape[3]
+    channels = padded_channels(heads)
+    by_tap = gradients.patches[:, : TAPS * channels].view(2, TAPS, channels, -1)[:, :, :heads, :width]
     return {
         "scores": dscores,
         "table": gradients.contributions[: columns + PADDING],
@@ -66,23 +88,19 @@ def name_gradients(gradients: MixerGradients, dscores: Tensor, inputs: MixerInpu
 
 def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, Tensor]]:
     """Each gradient in float64, and by how much rounding may change it. Scores are rounded as in the kernels."""
+    rounding = ROUNDINGS[shape.dtype]
     seen = find_seen(shape)
     heads, width, columns = shape.heads, shape.width, shape.columns
     hidden_columns = columns + PADDING
-    scores = torch.einsum("bhid,bhjd->bhij", inputs.queries.double(), inputs.keys[:, :, :columns].double())
-    scores = torch.where(seen, scores.float().half().double(), 0.0)
+    scores, hidden, alive, at_edge, distance = begin_hidden(inputs, shape)
+    scores = scores.float().half().double()
     by_head = inputs.dlogits.permute(0, 2, 4, 1, 3).flatten(1, 2)[:, :heads]
-    dlogits = torch.where(seen, by_head.double(), 0.0)
+    dlogits = torch.where(seen, pad(by_head.double(), (shape.left, 0)), 0.0)
     w1, w2 = inputs.weights.w1[:, :heads, :width].double(), inputs.weights.w2[:, :width, :heads].double()
 
-    distance = torch.arange(shape.rows)[:, None] + shape.position - torch.arange(hidden_columns)
-    alive, inner = distance >= -PADDING, torch.arange(hidden_columns) >= PADDING
-    hidden = inputs.contributions.double()[(distance + PADDING).clamp(min=0)]
-    hidden[:, :PADDING] = inputs.edge.double()
-    hidden = hidden.expand(shape.batch, -1, -1, -1).clone()
     wide_scores, wide_dlogits = pad(scores, (PADDING, 2 * PADDING)), pad(dlogits, (PADDING, 2 * PADDING))
     for tap in range(TAPS):
-        hidden += torch.einsum("bhij,hd->bijd", wide_scores[..., tap : tap + hidden_columns], w1[tap])
+        hidden = hidden + torch.einsum("bhij,hd->bijd", wide_scores[..., tap : tap + hidden_columns], w1[tap])
 
     def reversed_tap(x: Tensor, tap: int, size: int) -> Tensor:
         return x[..., 2 * PADDING - tap : 2 * PADDING - tap + size]
@@ -94,7 +112,7 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
     before = torch.where(alive[..., None], before, 0.0)
     gradient = before * torch.where(hidden > 0, 1.0, 0.01)
     active = torch.where(alive[..., None], torch.where(hidden > 0, hidden, 0.01 * hidden), 0.0)
-    doubt = gradient.abs() * BF16_ROUNDING * 2 + torch.where(hidden.abs() < UNCERTAIN, before.abs(), 0.0)
+    doubt = gradient.abs() * rounding * 2 + torch.where(hidden.abs() < UNCERTAIN, before.abs(), 0.0)
 
     def to_scores(x: Tensor, weight: Tensor) -> Tensor:
         wide = pad(x.permute(0, 3, 1, 2), (PADDING, PADDING))
@@ -103,7 +121,7 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
 
     def to_table(x: Tensor, at: Tensor, rows: int, kept: Tensor) -> Tensor:
         total = torch.zeros(rows, x.shape[-1], dtype=torch.float64)
-        return total.index_add_(0, at[kept], x.sum(0)[kept])
+        return total.index_add_(0, at.expand_as(kept)[kept], x[kept])
 
     def to_weight(left: Tensor, right: Tensor, shift: Callable[[Tensor, int, int], Tensor]) -> Tensor:
         return torch.stack(
@@ -115,77 +133,123 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
 
     dscores = dlogits + to_scores(gradient, w1)
     size = dlogits.abs() + to_scores(gradient.abs(), w1.abs())
-    kept = alive & inner
+    kept = alive & ~at_edge
     rows = columns + PADDING
-    dbias = to_table(dlogits.permute(0, 2, 3, 1), distance[:, :columns], columns, seen)
+    dbias = to_table(dlogits.permute(0, 2, 3, 1), distance[:, :columns], columns, seen[:, 0])
     tiny = 2.0**-20  # of sums in float32
-    bias_size = to_table(dlogits.abs().permute(0, 2, 3, 1), distance[:, :columns], columns, seen)
+    bias_size = to_table(dlogits.abs().permute(0, 2, 3, 1), distance[:, :columns], columns, seen[:, 0])
     w1_size = to_weight(wide_scores.abs(), gradient.abs(), forward_tap)
     w2_size = to_weight(wide_dlogits.abs(), active.abs(), reversed_tap)
-    return {
-        "scores": (dscores, 3 * BF16_ROUNDING * size + to_scores(doubt, w1.abs())),
+    left, count = shape.left, inputs.dlogits.shape[3]  # what lies further away is zero
+    edge_columns = (find_documents(shape).long() + torch.arange(PADDING))[..., None].expand(-1, -1, -1, width)
+    exact = {
+        "scores": (dscores, 4 * rounding * size + to_scores(doubt, w1.abs())),
         "table": (
             to_table(gradient, distance + PADDING, rows, kept),
             to_table(doubt, distance + PADDING, rows, kept) + tiny,
         ),
         "bias": (dbias, bias_size * tiny),
-        "edge": (gradient[:, :, :PADDING], doubt[:, :, :PADDING] + tiny),
+        "edge": (gradient.gather(2, edge_columns), doubt.gather(2, edge_columns) + tiny),
         "w1": (
             to_weight(wide_scores, gradient, forward_tap),
-            to_weight(wide_scores.abs(), doubt, forward_tap) + 2 * BF16_ROUNDING * w1_size + tiny,
+            to_weight(wide_scores.abs(), doubt, forward_tap) + 2 * rounding * w1_size + tiny,
         ),
-        "w2": (to_weight(wide_dlogits, active, reversed_tap), 2 * BF16_ROUNDING * w2_size + tiny),
+        "w2": (to_weight(wide_dlogits, active, reversed_tap), 2 * rounding * w2_size + tiny),
     }
+    for name, beyond in (("table", count + PADDING), ("bias", count)):
+        assert not exact[name][0][beyond:].any()
+        exact[name] = (exact[name][0][:beyond], exact[name][1][:beyond])
+    exact["scores"] = (dscores[..., left:], exact["scores"][1][..., left:])
+    return exact
 
 
 @pytest.fixture(scope="module")
 def launcher() -> Launcher:
-    return Launcher(mixer.FOLDER)
+    return Launcher(FOLDER)
 
 
-@settings(max_examples=8, deadline=None)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@settings(max_examples=6, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 1000))
-def test_gradients_are_those_of_float64_and_no_access_is_wrong(shape: Shape, seed: int) -> None:
+def test_gradients_are_those_of_float64_and_no_access_is_wrong(case: Case, shape: Shape, seed: int) -> None:
+    check_gradients(case, shape, seed)
+
+
+@pytest.mark.parametrize("case", LOCAL_CASES, ids=str)
+@settings(max_examples=6, deadline=None)
+@given(shape=LOCAL_SHAPES, seed=st.integers(0, 1000))
+def test_gradients_of_windows_and_documents_are_those_of_float64(case: Case, shape: Shape, seed: int) -> None:
+    check_gradients(case, shape, seed)
+
+
+@pytest.mark.parametrize("case", LOCAL_CASES, ids=str)
+def test_gradients_where_windows_and_documents_begin_are_those_of_float64(case: Case) -> None:
+    for shape in LOCAL_EXAMPLES:
+        check_gradients(case, shape)
+
+
+def check_gradients(case: Case, shape: Shape, seed: int = 0) -> None:
+    shape = case.adapt(shape)
     inputs = build_inputs(shape, seed)
-    found, faults = run(inputs, Launcher(mixer.FOLDER))
+    found, faults = run(inputs, Launcher(FOLDER), case)
     assert faults.errors == NO_ERRORS, faults
     for name, (true, bound) in compute_truth(inputs, shape).items():
         error = (found[name].double() - true).abs()
         assert (error <= bound).all(), (name, (error / bound.clamp(min=1e-30)).max())
 
 
-def test_the_order_of_warps_changes_no_bit(launcher: Launcher) -> None:
-    inputs = build_inputs(Shape(1, 12, 32, 72, 0))
-    found, _ = run(inputs, launcher)
-    again, faults = run(inputs, Launcher(mixer.FOLDER, backwards=True))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_order_of_warps_changes_no_bit(launcher: Launcher, case: Case) -> None:
+    inputs = build_inputs(case.adapt(Shape(1, 12, 32, 72, 0)))
+    found, _ = run(inputs, launcher, case)
+    again, faults = run(inputs, Launcher(FOLDER, backwards=True), case)
     assert faults.errors == NO_ERRORS
     assert all(torch.equal(found[name], again[name]) for name in found)
 
 
-def test_shared_memory_has_few_bank_conflicts(launcher: Launcher) -> None:
-    inputs = build_inputs(Shape(1, 16, 32, 96, 0))
-    _, faults = run(inputs, launcher)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_shared_memory_has_few_bank_conflicts(launcher: Launcher, case: Case) -> None:
+    inputs = build_inputs(case.adapt(Shape(1, 16, 32, 128, 0)))
+    _, faults = run(inputs, launcher, case)
     assert faults.clocks < 1.1 * faults.accesses
 
 
 FAULTS = {
-    "a missing barrier": ("    mix<false>(st, c, first);\n    barrier(memory);\n", "    mix<false>(st, c, first);\n"),
+    "a missing barrier": ("first);\n    barrier(memory);\n    if", "first);\n    if"),
     "a wrong lane": ("a[1] = transpose_8x8(x[2]);", "a[1] = transpose_8x8(x[1]);"),
     "a wrong edge": ("j >= 0 && j + x <= last", "j >= 0 && j + x <= last + 1"),
     "a wrong distance": ("- (G::COLUMNS - 1);", "- G::COLUMNS;"),
 }
+LOCAL_FAULTS = {
+    "a gradient beyond the window": ("select(j + x >= begin, v.x[x]", "select(j + x >= begin - 1, v.x[x]"),
+    "a gradient before the document": ("gradient[n][x] = select(is_inside,", "gradient[n][x] = select(true,"),
+    "hidden values before the document": ("hidden[n][x] = select(is_inside,", "hidden[n][x] = select(true,"),
+    "E among distances": ("select(T::is_at_edge(places, r, hidden_column + jj)", "select(false"),
+    "another row's edge": ("T::locate_edge(places.row[r],", "T::locate_edge(places.of_row[r],"),
+    "a wrong last tile": ("MASKED && tile + 1 == c.tiles.end", "MASKED && tile == c.tiles.end"),
+    "what was before": ("      clear_columns(c);\n", ""),
+    "stores left of the map": ("is_stored = is_stored && j >= 0;", ""),
+}
+LOCAL_FAULT_SHAPE = Shape(1, 16, 32, 96, 160, 128, frozenset({226, 240}))
+ONE_TOKEN_DOCUMENTS = Shape(1, 16, 32, 16, 0, None, frozenset(range(1, 16)))
+
+
+def find_fault_shape(name: str) -> Shape:
+    if name in FAULTS:
+        return Shape(1, 16, 32, 64, 0)
+    return ONE_TOKEN_DOCUMENTS if name.endswith("document") else LOCAL_FAULT_SHAPE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [*FAULTS, *LOCAL_FAULTS])
 def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "cuda"
-    shutil.copytree(mixer.FOLDER, folder)
+    shutil.copytree(FOLDER, folder)
     header = folder / "mixer_backward.h"
-    source, (right, wrong) = header.read_text(encoding="utf-8"), FAULTS[name]
+    source, (right, wrong) = header.read_text(encoding="utf-8"), (FAULTS | LOCAL_FAULTS)[name]
     assert source.count(right) == 1
     header.write_text(source.replace(right, wrong), encoding="utf-8")
-    shape = Shape(1, 16, 32, 64, 0)
+    shape = find_fault_shape(name)
     inputs = build_inputs(shape)
     found, faults = run(inputs, Launcher(folder))
     truth = compute_truth(inputs, shape)
@@ -196,12 +260,40 @@ def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
 def test_support_is_stated_for_shapes_that_the_kernels_take() -> None:
     shape = get_weight_shape(16, 32, 3, True)
     assert mixer.is_supported(shape, torch.bfloat16, 64, 512)
+    assert mixer.is_supported(shape, torch.float16, 80, 512)
+    assert mixer.is_supported(get_weight_shape(8, 32, 3, True), torch.bfloat16, 64, 512)
+    assert mixer.is_supported(get_weight_shape(16, 16, 3, True), torch.bfloat16, 64, 512)
     for other, dtype, dim, columns in (
         (get_weight_shape(16, 32, 5, True), torch.bfloat16, 64, 512),
-        (get_weight_shape(8, 32, 3, True), torch.bfloat16, 64, 512),
-        (get_weight_shape(16, 16, 3, True), torch.bfloat16, 64, 512),
-        (shape, torch.float16, 64, 512),
-        (shape, torch.bfloat16, 80, 512),
+        (get_weight_shape(17, 32, 3, True), torch.bfloat16, 64, 512),
+        (get_weight_shape(16, 33, 3, True), torch.bfloat16, 64, 512),
+        (get_weight_shape(8, 16, 3, True), torch.bfloat16, 64, 512),
+        (shape, torch.float32, 64, 512),
+        (shape, torch.bfloat16, 72, 512),
+        (shape, torch.bfloat16, 144, 512),
         (shape, torch.bfloat16, 64, 511),
     ):
         assert not mixer.is_supported(other, dtype, dim, columns)
+
+
+@pytest.mark.parametrize(
+    ("family", "arch", "tiles"),
+    [
+        # Of heads of 64, 80, 96 and 128: rows, columns, held tensors, and blocks on a multiprocessor.
+        (mixer_forward.KERNELS, 80, [(32, 32, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
+        (mixer_forward.KERNELS, 90, [(32, 16, 1, 2), (32, 32, 1, 1), (32, 32, 1, 1), (32, 32, 1, 1)]),
+        (logit_gradient.KERNELS, 80, [(16, 64, 2, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
+        (logit_gradient.KERNELS, 90, [(32, 32, 2, 1), (16, 64, 2, 1), (16, 64, 2, 1), (16, 64, 2, 1)]),
+        (mixer.TO_SCORES, 80, [(16, 32, 1, 1)] * 4),
+        (mixer.TO_SCORES, 90, [(32, 32, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
+        (mixer.TO_WEIGHTS, 80, [(32, 32, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
+        (mixer.TO_WEIGHTS, 90, [(32, 32, 1, 1)] * 4),
+        (mixer_forward.KERNELS, 89, [None] * 4),
+    ],
+    ids=str,
+)
+def test_the_geometry_is_what_a_gpu_has_room_for(
+    family: KernelFamily, arch: int, tiles: list[tuple[int, ...] | None]
+) -> None:
+    kernels = [choose_kernel(family, dim, torch.bfloat16, arch) for dim in (64, 80, 96, 128)]
+    assert [kernel and (*kernel.tile, kernel.resident_blocks) for kernel in kernels] == tiles
