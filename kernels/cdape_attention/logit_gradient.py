@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.cdape_attention.mixer import BLOCK_ROWS, FOLDER, HEADS, Launch, ScoreInputs, build_score_inputs
+from kernels.cdape_attention.mixer import BLOCK_ROWS, FOLDER, Launch, ScoreInputs, build_score_inputs
 from kernels.cdape_attention.mixer_forward import LogitArgs, LogitInputs, pack_inputs
+from kernels.cdape_attention.mixer_operands import HEADS
 from kernels.cuda.kernel import CudaKernel
 from kernels.runtime import cdiv
 

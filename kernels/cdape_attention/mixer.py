@@ -17,6 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.cdape_attention.mixer_operands import (
+    HEADS,
+    TABLE_FRONT,
+    WIDTH,
+    build_fragments,
+    build_table,
+    list_head_columns,
+    unpack_weights,
+)
 from kernels.cdape_attention.weights import PackedWeights, WeightShape
 from kernels.cuda.compile import load_nvrtc
 from kernels.cuda.kernel import CudaKernel
@@ -28,10 +37,7 @@ VARIABLE = "FARFIELD_CUDA_MIXER"
 """Environment variable that turns all CUDA kernels off if it is 0: Triton's then compute everything."""
 ARCHS = (90,)
 """Compute capabilities whose shared memory holds a block of the kernels."""
-BLOCK_ROWS, HEADS, WIDTH = 32, 16, 32
-TABLE_FRONT = 64
-"""Entries of U in front of distance 0: tiles at the diagonal look so far ahead."""
-LARGEST_EXCHANGED = torch.finfo(torch.float16).max
+BLOCK_ROWS = 32
 TO_SCORES = CudaKernel(FOLDER, "mixer_backward.h", "MixerBackward<1, true, false>", "MixerBackwardArgs", 256, 230912)
 TO_WEIGHTS = CudaKernel(FOLDER, "mixer_backward.h", "MixerBackward<1, false, true>", "MixerBackwardArgs", 256, 152576)
 
@@ -165,112 +171,7 @@ def differentiate_mixer(inputs: MixerInputs, dscores: Tensor, launch: Launch) ->
     sums = dtables.sum(0)
     return MixerGradients(
         sums[:, : shape.width],
-        sums.index_select(1, _list_head_columns(sums.device))[:, : shape.heads],
+        sums.index_select(1, list_head_columns(sums.device))[:, : shape.heads],
         dedge[..., : shape.width],
         unpack_weights(dweights.sum(0), shape),
     )
-
-
-def build_table(contributions: Tensor, padding: int, distances: int) -> Tensor:
-    """U in the order of accumulators, float32 [entries, 64]: entry e has distances e − front and e − front + 8."""
-    width = contributions.shape[1]
-    entries = TABLE_FRONT + distances
-    entries += entries % 2
-    covered = min(contributions.shape[0], distances + padding + 8)
-    room = entries + 8 - (TABLE_FRONT - padding) - covered
-    padded = F.pad(contributions[:covered], (0, WIDTH - width, TABLE_FRONT - padding, room))
-    halves = padded.index_select(1, _list_table_columns(padded.device))  # [rows, entry's parity, step, n, t, 2]
-    row = halves.shape[1]
-    sizes = (entries // 2, 2, 2, 2, 4, 2, 2)  # entry, its parity, step, n, t, distance, width
-    strides = (2 * row, row + row // 2, 16, 8, 2, 8 * row, 1)
-    return halves.as_strided(sizes, strides).contiguous().view(entries, 2 * WIDTH)
-
-
-def build_fragments(weights: PackedWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """W1 in float16, W2ᵀ and W1ᵀ as operands of products: [k, 4, 32 lanes, 4]."""
-    indices = _build_fragment_indices(weights.w1.shape[0], weights.w1.device)
-    w1, w2 = weights.w1.flatten(), weights.w2.flatten()
-    return (
-        _exchange(w1).index_select(0, indices.w1),
-        w2.index_select(0, indices.w2_back),
-        w1.index_select(0, indices.w1_back),
-    )
-
-
-def exchange_fragments(weights: PackedWeights) -> tuple[Tensor, Tensor]:
-    """W1 and W2 in float16 as operands of products: [k, 4, 32 lanes, 4]."""
-    indices = _build_fragment_indices(weights.w1.shape[0], weights.w1.device)
-    w1, w2 = _exchange(weights.w1.flatten()), _exchange(weights.w2.flatten())
-    return w1.index_select(0, indices.w1), w2.index_select(0, indices.w2)
-
-
-def _exchange(x: Tensor) -> Tensor:
-    return x.clamp(-LARGEST_EXCHANGED, LARGEST_EXCHANGED).to(torch.float16)
-
-
-def unpack_weights(sums: Tensor, shape: WeightShape) -> Tensor:
-    """The weights' gradients in the order of `PackedWeights.patches1` and `patches2`: [2, KC, DP]."""
-    index = _build_patch_index(shape, sums.device)
-    return F.pad(sums, (0, 1)).index_select(0, index).view(2, shape.patch_rows, WIDTH)
-
-
-def _width(tile: int | Tensor, column: int | Tensor) -> int | Tensor:
-    """The width that stands in a column of an n-tile, so that a lane has four neighbors."""
-    return 16 * (tile // 2) + 4 * (column // 2) + 2 * (tile % 2) + column % 2
-
-
-@cache
-def _list_table_columns(device: torch.device) -> Tensor:
-    """Columns of U by parity of the entry, step, n, t and width: n is swapped where the parity is odd."""
-    columns = [
-        _width(2 * step + (n ^ parity), 2 * t + x)
-        for parity in range(2)
-        for step in range(2)
-        for n in range(2)
-        for t in range(4)
-        for x in range(2)
-    ]
-    return torch.tensor(columns, device=device)
-
-
-@cache
-def _list_head_columns(device: torch.device) -> Tensor:
-    """Return the columns of heads 0 … 15 in the sums along diagonals."""
-    columns = [WIDTH + h % 8 // 2 * 4 + h // 8 * 2 + h % 2 for h in range(HEADS)]
-    return torch.tensor(columns, device=device)
-
-
-class _FragmentIndices(NamedTuple):
-    """Indices of operands of products, into W1 [k, 16, 32] or W2 [k, 32, 16]."""
-
-    w1: Tensor
-    w2: Tensor
-    w1_back: Tensor
-    w2_back: Tensor
-
-
-@cache
-def _build_fragment_indices(taps: int, device: torch.device) -> _FragmentIndices:
-    tap, tile, lane, word, half = torch.meshgrid(*(torch.arange(n) for n in (taps, 4, 32, 2, 2)), indexing="ij")
-    g, t = lane // 4, lane % 4
-    head, width = 2 * t + 8 * word + half, _width(tile, g)
-    w1 = (tap * HEADS + head) * WIDTH + width
-    w2_back = (tap * WIDTH + width) * HEADS + head
-    step, n = tile // 2, tile % 2
-    head, width = 8 * n + g, _width(2 * step + word, 2 * t + half)
-    w1_back = (tap * HEADS + head) * WIDTH + width
-    w2 = (tap * WIDTH + width) * HEADS + head
-    return _FragmentIndices(*(x.flatten().to(device) for x in (w1, w2, w1_back, w2_back)))
-
-
-@cache
-def _build_patch_index(shape: WeightShape, device: torch.device) -> Tensor:
-    """Into sums [2, k, 4 n-tiles, 32 lanes, 4], which are followed by a zero."""
-    taps = shape.kernel_size
-    which, tap, tile, lane, x = torch.meshgrid(*(torch.arange(n) for n in (2, taps, 4, 32, 4)), indexing="ij")
-    head, width = lane // 4 + 8 * (x // 2), _width(tile, 2 * (lane % 4) + x % 2)
-    mirrored = torch.where(which == 0, tap, taps - 1 - tap)  # the taps of the second are (`weights.py`)
-    place = (which * shape.patch_rows + mirrored * HEADS + head) * WIDTH + width
-    index = torch.full((2 * shape.patch_rows * WIDTH,), place.numel())
-    index[place.flatten()] = torch.arange(place.numel())
-    return index.to(device)

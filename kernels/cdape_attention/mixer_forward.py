@@ -14,15 +14,11 @@ from torch.nn import functional as F
 from kernels.cdape_attention.mixer import (
     BLOCK_ROWS,
     FOLDER,
-    HEADS,
-    LARGEST_EXCHANGED,
-    TABLE_FRONT,
-    WIDTH,
     Launch,
     ScoreInputs,
     build_score_inputs,
-    exchange_fragments,
 )
+from kernels.cdape_attention.mixer_operands import WIDTH, build_bias, build_group_table, exchange_fragments
 from kernels.cdape_attention.weights import PackedWeights, WeightShape
 from kernels.cuda.kernel import CudaKernel
 from kernels.runtime import cdiv
@@ -31,8 +27,6 @@ NARROW = CudaKernel(FOLDER, "mixer_forward.h", "MixerForward<1, 16>", "MixerForw
 WIDE = CudaKernel(FOLDER, "mixer_forward.h", "MixerForward<1, 32>", "MixerForwardArgs", 256, 153344)
 KERNELS = {80: WIDE, 90: NARROW}
 """The kernel for a compute capability: two blocks of 4 warps on a multiprocessor, or one of 8 where one fits."""
-GROUP = 8
-"""Distances of the table that lie together."""
 
 
 class LogitArgs(ctypes.Structure):
@@ -116,43 +110,3 @@ def pack_inputs(inputs: LogitInputs, bias_copies: int = 1) -> PackedInputs:
         *(group, bias_front, bias.shape[-1]),
     )
     return PackedInputs(args, tensors)
-
-
-def build_group_table(contributions: Tensor, padding: int, position: int, distances: int) -> tuple[Tensor, int]:
-    """Return U as operands of products, and the group of the distance of a chunk's first row and column p + 7.
-
-    Returns:
-        float16 [groups, 2 halves of the width, 32 lanes, 2 n-tiles, 2 groups, 2]; zero beyond the given distances.
-    """
-    least = position - padding - 7  # is the first distance of a group
-    front = TABLE_FRONT + GROUP + -(least + TABLE_FRONT) % GROUP
-    groups = cdiv(front + distances, GROUP) + 3
-    covered = min(contributions.shape[0], distances + padding)
-    sides = (0, WIDTH - contributions.shape[1], front - padding, (groups + 1) * GROUP - (front - padding) - covered)
-    padded = F.pad(contributions[:covered], sides).clamp_(-LARGEST_EXCHANGED, LARGEST_EXCHANGED)
-    # The distance is 8·(group + next) + 2t + half of a word, the width 16·step + 4·(g // 2) + 2·n + g % 2.
-    sizes = (groups, 2, 4, 2, 4, 2, 2, 2)  # group, step, g // 2, g % 2, t, n, next, half of a word
-    strides = (GROUP * WIDTH, 16, 4, 1, 2 * WIDTH, 2, GROUP * WIDTH, WIDTH)
-    by_digit = padded.as_strided(sizes, strides)
-    table = by_digit.to(torch.float16, memory_format=torch.contiguous_format)
-    return table.view(groups, 2, 32, 2, 2, 2), (front + least) // GROUP
-
-
-def build_bias(bias_table: Tensor, b2: Tensor, position: int, distances: int, copies: int = 1) -> tuple[Tensor, int]:
-    """Return what is added to the logits by head and distance, and the entry of distance 0.
-
-    Args:
-        copies: 1, or 4, of which copy x is shifted by 3 − x entries, so that any four distances begin at a multiple of
-            4 in one of them.
-
-    Returns:
-        float32 [copies, 16, entries].
-    """
-    heads, known = bias_table.shape
-    front = TABLE_FRONT + -position % 4
-    entries, shift = cdiv(front + distances + 4, 4) * 4, copies - 1
-    table = torch.empty(HEADS, entries + shift, dtype=torch.float32, device=b2.device).copy_(b2[:HEADS, None])
-    covered = min(known, distances)
-    if covered:
-        table[:heads, front + shift : front + shift + covered] += bias_table[:, :covered]
-    return table.as_strided((copies, HEADS, entries), (1, entries + shift, 1)).contiguous(), front
