@@ -245,41 +245,52 @@ def _process_scores(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tens
 def launch_softmax(
     kernel: Any, name: str, problem: CdapeProblem, chunk: Chunk, v: Tensor, tensors: tuple[Tensor | None, ...]
 ) -> None:
-    """Launch one of the attend kernels, attend_fwd or attend_sums by name, with the tensors that come first."""
-    needs_heads = chunk.first_keys is not None or (name == "attend_fwd" and problem.sinks is not None)
+    """Launch one of the attend kernels, attend_fwd or attend_sums by name, with the tensors that come first: logits,
+    values, and the output or its gradient."""
     batch, heads, columns, dim = v.shape
     tile = attend_tile(name, chunk.rows, problem.dtype)
     launch(
         kernel,
         (cdiv(chunk.rows, tile.block_m) * batch * heads, 1, 1),
-        (*tensors, chunk.first_keys, *chunk.extent, problem.window, problem.rows, columns),
-        attend_constants(dim, tile, heads if needs_heads else None),
+        (*tensors, chunk.first_keys, *chunk.extent, problem.window, problem.rows, columns, *_get_strides(tensors[2])),
+        attend_constants(dim, tile, heads),
         tile.options,
     )
+
+
+def _get_strides(x: Tensor | None) -> tuple[int, ...]:
+    """Return the strides of [B, H, R, d] but the last."""
+    assert x is not None
+    return x.stride()[:3]
 
 
 class Attended(NamedTuple):
     """Results of the forward pass that the backward pass reads."""
 
     output: Tensor
-    """[B, H, R, d]."""
+    """[B, H, R, d], laid out as activations [R, B, H, d]."""
     stats: Tensor
     """The softmax's maximum and sum of exponentials, float32 [2, B, H, R]."""
     residue: Tensor | None
-    """Rounding error of the output, in its type and shape, or None if the backward pass does not read the output."""
+    """Rounding error of the output, in its type, shape and layout, or None if the backward pass does not read the
+    output."""
 
 
-def forward(scaled: Tensor, k: Tensor, v: Tensor, problem: CdapeProblem, chunk_rows: int) -> Attended:
+def forward(
+    scaled: Tensor, k: Tensor, v: Tensor, problem: CdapeProblem, chunk_rows: int, *, needs_gradients: bool
+) -> Attended:
     """Attend in chunks of rows.
 
     Args:
         scaled: scale · q; like k and v contiguous.
+        needs_gradients: True if a backward pass may follow, for which a residue may be kept.
     """
     chunks = list(iter_chunks(problem, chunk_rows))
-    needs_residue = any(_uses_mixer(problem, chunk, k, mixer.ARCHS) for chunk in chunks)
+    needs_residue = needs_gradients and any(_uses_mixer(problem, chunk, k, mixer.ARCHS) for chunk in chunks)
     stats = torch.empty(2, *scaled.shape[:3], dtype=torch.float32, device=scaled.device)
-    residue = torch.empty_like(scaled) if needs_residue else None
-    attended = Attended(torch.empty_like(scaled), stats, residue)
+    batch, heads, rows, dim = scaled.shape
+    output = scaled.new_empty(rows, batch, heads, dim).permute(1, 2, 0, 3)
+    attended = Attended(output, stats, torch.empty_like(output) if needs_residue else None)
     for chunk in chunks:
         _forward_chunk(problem, chunk, scaled, k, v, attended)
     return attended
@@ -347,7 +358,8 @@ def backward(
     only it adds to needs no sum.
 
     Args:
-        dout: of the output; like the others contiguous.
+        dout: of the output. The others are contiguous; this has any strides but the last, and those of the output if
+            there is a residue.
         attended: its output is read where there is a residue alone.
         terms: still zero.
     """
@@ -427,17 +439,17 @@ def multiply_transposed(
 
     Args:
         factor: a map [B, H, R, C], read where a row sees the column.
-        x: [B, H, rows, d], contiguous like the total.
+        x: [B, H, rows, d], of any strides but the last.
         total: [B·H, columns, d].
     """
-    batch, heads, rows, dim = x.shape
+    batch, heads, _, dim = x.shape
     tile = product_tile(dim, problem.dtype)
     launch(
         _multiply_transposed_kernel,
         (cdiv(chunk.right - chunk.left, tile.block_n), batch * heads, 1),
         (
             *(factor, chunk.slice_rows(x), total[:, chunk.left :], chunk.first_keys, heads, *chunk.extent),
-            *(problem.window, rows, total.shape[1]),
+            *(problem.window, total.shape[1], *_get_strides(x)),
         ),
         transposed_product_constants(dim, tile, add=not is_only),
         tile.options,
@@ -497,7 +509,7 @@ def softmax_backward(
         head_tile_grid(chunk, tile, batch),
         (
             *(*inputs, maps.probabilities, maps.dlogits, chunk.first_keys),
-            *(*chunk.extent, problem.window, problem.rows, columns),
+            *(*chunk.extent, problem.window, problem.rows, columns, *_get_strides(dout)),
         ),
         heads_constants(heads, dim, tile, problem.dtype, aligned),
         tile.options,

@@ -33,12 +33,12 @@ class LogitGradientArgs(ctypes.Structure):
 
 
 class AttendedChunk(NamedTuple):
-    """Inputs and results of a chunk's softmax. The last two dimensions of all but `stats` are contiguous."""
+    """Inputs and results of a chunk's softmax."""
 
     values: Tensor
-    """bfloat16 [B, H, C or more, 64]."""
+    """bfloat16 [B, H, C or more, 64], its last two dimensions contiguous."""
     output: Tensor
-    """bfloat16 [B, H, R, 64]."""
+    """bfloat16 [B, H, R, 64], of any strides but the last."""
     residue: Tensor
     """Rounding error of the output, bfloat16, with the output's strides."""
     doutput: Tensor

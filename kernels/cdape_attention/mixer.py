@@ -51,7 +51,7 @@ class ScoreInputs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k")),
-        *((name, ctypes.c_int) for name in ("q_stride", "k_stride", "heads", "rows", "columns", "position")),
+        *((name, ctypes.c_int) for name in ("q_stride", "k_stride", "q_row", "heads", "rows", "columns", "position")),
     )
 
 
@@ -137,9 +137,10 @@ def is_supported(shape: WeightShape, dtype: torch.dtype, dim: int, columns: int)
 
 
 def build_score_inputs(queries: Tensor, keys: Tensor, columns: int, position: int) -> ScoreInputs:
-    """Describe a chunk's queries [B, H, R, 64] and keys [B, H, C or more, 64] for a kernel."""
+    """Describe a chunk's queries [B, H, R, 64], of any strides but the last, and keys [B, H, C or more, 64], whose last
+    two dimensions are contiguous, for a kernel."""
     heads, rows = queries.shape[1:3]
-    strides = (x.stride(1) * x.element_size() for x in (queries, keys))
+    strides = (size * queries.element_size() for size in (queries.stride(1), keys.stride(1), queries.stride(2)))
     return ScoreInputs(queries.data_ptr(), keys.data_ptr(), *strides, heads, rows, columns, position)
 
 

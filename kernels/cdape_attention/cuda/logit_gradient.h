@@ -10,7 +10,7 @@
 struct LogitGradientArgs {
   LogitInputs inputs;      // with 4 copies of the bias: copy x has distance n at entry bias_front + n + 3 - x
   ScoreInputs values;      // the same with dO and V in the places of queries and keys
-  const void* output;      // O, bfloat16 [H, …, 64], with dO's stride
+  const void* output;      // O, bfloat16 [H, …, 64], with dO's strides
   const void* residue;     // of O's rounding, alike
   const void* stats;       // float32 [2, B, H, …]: maximum (in base 2) and sum of exponentials
   void* sums;              // float32 [H, …], δ
@@ -54,9 +54,8 @@ struct DifferentiateSoftmax {
         UNROLL_FOR (int part = 0; part < 2; part++) {
           typename S::Keys keys;
           UNROLL_FOR (int n = 0; n < 2; n++) {
-            i32 row = minimum(g + (c.first_row + 16 * tile + 8 * n), i32(rows - 1));
-            Address at = advance(address(part == 0 ? args.output : args.residue, row * G::ROW_BYTES + t * 16),
-                                 (long long)known * args.values.q_stride);
+            Address at = S::locate_row(args.values, part == 0 ? args.output : args.residue,
+                                       c.first_row + 16 * tile + 8 * n, g, t, (long long)known * args.values.q_stride);
             UNROLL_FOR (int z = 0; z < 2; z++) keys.part[n][z] = load_global<4>(at, 64 * z);
           }
           S::multiply(sums[part], keys, douts, head);

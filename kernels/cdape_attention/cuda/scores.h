@@ -6,6 +6,7 @@ struct ScoreInputs {
   const void* q;             // bfloat16 [H, …, 64], scaled: the chunk's first row
   const void* k;             // bfloat16 [H, …, 64]: column 0
   int q_stride, k_stride;    // bytes from one head to the next
+  int q_row;                 // bytes from one row of q to the next
   int heads, rows, columns;  // rows of the chunk, and columns that its last row sees
   int position;              // of the chunk's first row: row r sees columns 0 … position + r
 };
@@ -31,9 +32,8 @@ struct Scores {
           const int head = SHARE * warp + h;
           Words<4> rows[2];
           UNROLL_FOR (int r = 0; r < 2; r++) {
-            i32 row = minimum(g + (first_row + 16 * tile + 8 * r), i32(in.rows - 1));
-            rows[r] = load_global<4>(
-                advance(address(in.q, row * G::ROW_BYTES + t * 16), head_offset(in, head, in.q_stride)), half * 64);
+            const int first = first_row + 16 * tile + 8 * r;
+            rows[r] = load_global<4>(locate_row(in, in.q, first, g, t, head_offset(in, head, in.q_stride)), half * 64);
           }
           UNROLL_FOR (int step = 0; step < 2; step++) {
             Words<4> v;
@@ -41,6 +41,13 @@ struct Scores {
             store_shared<4>(queries, lane * 16 + query_offset(head, tile, half * 2 + step), v);
           }
         }
+  }
+
+  // A lane's 16 bytes of row `first` + g of queries, or of what has their strides, at or before the chunk's last row.
+  static KERNEL_CODE Address locate_row(const ScoreInputs& in, const void* q, int first, i32 g, i32 t,
+                                        long long head) {
+    i32 row = minimum(g, i32(in.rows - 1 - first));  // 32 bits hold the bytes of a block's rows, not of all rows
+    return advance(address(q, row * in.q_row + t * 16), head + (long long)first * in.q_row);
   }
 
   // Loads a head's keys of the lanes' columns from `first` on.

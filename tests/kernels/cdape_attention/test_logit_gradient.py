@@ -38,12 +38,13 @@ def attend(inputs: LogitInputs, shape: Shape, seed: int = 0) -> AttendedChunk:
     generator = torch.Generator().manual_seed(seed + 1)
     batch, heads, rows, columns = shape.batch, shape.heads, shape.rows, shape.columns
     values = torch.randn(batch, heads, columns + 5, 64, generator=generator).bfloat16()
-    doutput = torch.randn(batch, heads, rows + 2, 64, generator=generator).bfloat16()[:, :, :rows]
+    doutput = torch.randn(rows + 2, batch, heads, 64, generator=generator).bfloat16().permute(1, 2, 0, 3)[:, :, :rows]
     logits = compute_true_logits(inputs, shape)[0].masked_fill(~find_seen(shape), float("-inf"))
     maximum = logits.amax(-1)
     exact = logits.softmax(-1) @ values[:, :, :columns].double()
     stats = torch.full((2, batch, heads, rows + 2), torch.nan)
-    output, residue = (torch.zeros(batch, heads, rows + 2, 64).bfloat16()[:, :, :rows] for _ in range(2))
+    output, residue = (torch.zeros_like(doutput) for _ in range(2))
+    output, residue = (x.as_strided(x.shape, doutput.stride()) for x in (output, residue))
     output.copy_(exact)
     residue.copy_(exact - output.double())
     stats[0, ..., :rows] = maximum / math.log(2)
