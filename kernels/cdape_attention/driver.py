@@ -32,6 +32,14 @@ from kernels.cdape_attention.configs import (
     transposed_product_constants,
 )
 from kernels.cdape_attention.forward import _processor_fwd_kernel
+from kernels.cdape_attention.mixer_operands import (
+    BLOCK_ROWS,
+    HEADS,
+    WIDTH,
+    MixerOperands,
+    unpack_tables,
+    unpack_weights,
+)
 from kernels.cdape_attention.products import _multiply_map_kernel, _multiply_transposed_kernel
 from kernels.cdape_attention.scores import _scores_kernel, padded_channels
 from kernels.cdape_attention.softmax import _attend_bwd_kernel, _attend_fwd_kernel, _attend_sums_kernel
@@ -66,6 +74,10 @@ class CdapeProblem:
     """float32 [H], contiguous."""
     uses_mixer: bool = False
     """True if both passes take the CUDA kernels (`mixer.py`) where they compute their shapes."""
+    operands: MixerOperands | None = None
+    """Operands of these kernels, of several layers."""
+    layer: int = 0
+    """Number of the layer among them."""
 
     @property
     def heads(self) -> int:
@@ -207,21 +219,15 @@ def _compute_mixer_logits(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k
 
 def _build_logit_inputs(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> mixer_forward.LogitInputs:
     return mixer_forward.LogitInputs(
-        chunk.slice_rows(scaled),
-        chunk.slice_columns(k),
-        *_split_contributions(problem, chunk),
-        problem.bias_table,
-        problem.weights,
-        problem.shape,
-        chunk.position,
+        chunk.slice_rows(scaled), chunk.slice_columns(k), *_locate_operands(problem, chunk)
     )
 
 
-def _split_contributions(problem: CdapeProblem, chunk: Chunk) -> tuple[Tensor, Tensor]:
-    """U by distance, and E of the chunk's rows, [R, p, D]."""
-    contributions, padding = problem.bias_contributions, problem.padding
-    edge = contributions[chunk.edge_start + chunk.first * padding :][: chunk.rows * padding]
-    return contributions[: chunk.edge_start], edge.view(chunk.rows, padding, -1)
+def _locate_operands(problem: CdapeProblem, chunk: Chunk) -> tuple[MixerOperands, int, int, int]:
+    """Return the CUDA kernels' operands, the layer's number among them, and the chunk's first row by position and in
+    E."""
+    assert problem.operands is not None
+    return problem.operands, problem.layer, chunk.position, chunk.first
 
 
 def _process_scores(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tensor:
@@ -307,6 +313,17 @@ def _forward_chunk(
     launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, tensors)
 
 
+class MixerSums(NamedTuple):
+    """The CUDA kernels' part of these gradients, in their own order."""
+
+    tables: Tensor
+    """float32 [L, N + 32 + p, 48], see `mixer_operands.unpack_tables`."""
+    weights: Tensor
+    """float32 [L, n], see `mixer_operands.unpack_weights`."""
+    has_bias: bool
+    """True if the bias is added to the logits."""
+
+
 class TermSums(NamedTuple):
     """Gradients of what layers make of their tables and weights, to which chunks add; in a call those of its layer,
     without L."""
@@ -317,6 +334,14 @@ class TermSums(NamedTuple):
     """float32 [L, N, H]; [L, 0, H] without a bias."""
     patches: Tensor
     """Of both weights, float32 [L, 2, KC, DP]."""
+    mixer: MixerSums | None = None
+    """What the CUDA kernels add to all three, if they run."""
+
+    def select_layer(self, layer: int) -> "TermSums":
+        mixer = self.mixer
+        if mixer is not None:
+            mixer = MixerSums(mixer.tables[layer], mixer.weights[layer], mixer.has_bias)
+        return TermSums(self.bias_product[layer], self.bias_table[layer], self.patches[layer], mixer)
 
 
 def new_term_sums(layers: int, product: BiasProduct, num_distances: int, device: torch.device) -> TermSums:
@@ -329,6 +354,30 @@ def new_term_sums(layers: int, product: BiasProduct, num_distances: int, device:
     bias_table = torch.zeros(layers, num_distances, shape.heads, dtype=torch.float32, device=device)
     patches = torch.zeros(layers, 2, *shape.packed[2], dtype=torch.float32, device=device)
     return TermSums(product.new_gradient(layers, device), bias_table, patches)
+
+
+def add_mixer_sums(sums: TermSums, product: BiasProduct, problem: CdapeProblem) -> TermSums:
+    """Return the sums of layers with room for those of the CUDA kernels, zero."""
+    assert problem.operands is not None
+    layers, device = len(sums.patches), sums.patches.device
+    count = product.count + BLOCK_ROWS + problem.padding
+    tables = torch.zeros(layers, count, WIDTH + HEADS, dtype=torch.float32, device=device)
+    weights = torch.zeros(layers, 2 * problem.operands.fragments.w1.shape[1], dtype=torch.float32, device=device)
+    return sums._replace(mixer=MixerSums(tables, weights, problem.has_bias))
+
+
+def unpack_mixer_sums(sums: TermSums, product: BiasProduct) -> None:
+    """Add the CUDA kernels' sums of all layers to the others, if there are any."""
+    if sums.mixer is None:
+        return
+    tables, weights, has_bias = sums.mixer
+    contributions, bias_table = unpack_tables(tables, product.shape)
+    covered = product.shape.padding + product.count
+    sums.bias_product[:, :covered, : product.shape.width].add_(contributions[:, :covered])
+    if has_bias:
+        covered = min(bias_table.shape[1], sums.bias_table.shape[1])
+        sums.bias_table[:, :covered].add_(bias_table[:, :covered])
+    sums.patches.add_(unpack_weights(weights, product.shape))
 
 
 class GradientSums(NamedTuple):
@@ -543,21 +592,14 @@ def _mixer_backward(
 ) -> None:
     """dS over P, where a row sees the column; adds the chunk's part to the gradients of tables and weights."""
     inputs = mixer.MixerInputs(
-        chunk.slice_rows(scaled),
-        chunk.slice_columns(k),
-        maps.dlogits,
-        *_split_contributions(problem, chunk),
-        problem.weights,
-        problem.shape,
-        chunk.position,
+        chunk.slice_rows(scaled), chunk.slice_columns(k), maps.dlogits, *_locate_operands(problem, chunk)
     )
-    gradients = mixer.differentiate_mixer(inputs, maps.probabilities, launch_kernel)
-    product.add_gradient(sums.terms.bias_product, gradients.contributions[None], is_first=is_first)
-    product.set_edge_gradient(sums.terms.bias_product, gradients.edge, chunk.first)
-    if problem.has_bias:
-        covered = min(len(gradients.bias_table), len(sums.terms.bias_table))
-        add_sum(sums.terms.bias_table[:covered], gradients.bias_table[None, :covered], is_first=is_first)
-    add_sum(sums.terms.patches, gradients.patches[None], is_first=is_first)
+    tables, edge, weights = mixer.differentiate_mixer(inputs, maps.probabilities, launch_kernel)
+    terms = sums.terms
+    assert terms.mixer is not None
+    product.set_edge_gradient(terms.bias_product, edge[..., : problem.shape.width], chunk.first)
+    add_sum(terms.mixer.tables[: tables.shape[1]], tables, is_first=is_first)
+    add_sum(terms.mixer.weights, weights, is_first=is_first)
 
 
 def _processor_backward(

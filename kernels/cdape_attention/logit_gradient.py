@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.cdape_attention.mixer import BLOCK_ROWS, FOLDER, Launch, ScoreInputs, build_score_inputs
-from kernels.cdape_attention.mixer_forward import LogitArgs, LogitInputs, pack_inputs
-from kernels.cdape_attention.mixer_operands import HEADS
+from kernels.cdape_attention.mixer import FOLDER, Launch, ScoreInputs, build_score_inputs
+from kernels.cdape_attention.mixer_forward import LogitArgs, LogitInputs, build_logit_args
+from kernels.cdape_attention.mixer_operands import BIAS_COPIES, BLOCK_ROWS, HEADS
 from kernels.cuda.kernel import CudaKernel
 from kernels.runtime import cdiv
 
@@ -68,11 +68,10 @@ def differentiate_softmax(inputs: LogitInputs, attended: AttendedChunk, sums: Te
     values, output, residue, doutput, stats = attended
     assert output.stride() == residue.stride() == doutput.stride()
     assert sums.stride() == stats.stride()[1:]
-    packed = pack_inputs(inputs, bias_copies=4)
     probabilities = torch.empty(batch, heads, rows, columns, dtype=values.dtype, device=values.device)
     dlogits = torch.empty(batch, rows, HEADS // 2, columns, 2, dtype=values.dtype, device=values.device)
     args = LogitGradientArgs(
-        packed.args,
+        build_logit_args(inputs, BIAS_COPIES),
         build_score_inputs(doutput, values, columns, inputs.position),
         *(x.data_ptr() for x in (output, residue, stats, sums, probabilities, dlogits)),
         *(stats.stride(2) * 4, stats.stride(0) * 4),

@@ -15,18 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from kernels.cdape_attention.mixer_operands import (
-    HEADS,
-    TABLE_FRONT,
-    WIDTH,
-    build_fragments,
-    build_table,
-    list_head_columns,
-    unpack_weights,
-)
-from kernels.cdape_attention.weights import PackedWeights, WeightShape
+from kernels.cdape_attention.mixer_operands import BLOCK_ROWS, HEADS, TABLE_FRONT, WIDTH, MixerOperands, find_pointer
+from kernels.cdape_attention.weights import WeightShape
 from kernels.cuda.compile import load_nvrtc
 from kernels.cuda.kernel import CudaKernel
 from kernels.jit_build import CompileError
@@ -37,7 +28,6 @@ VARIABLE = "FARFIELD_CUDA_MIXER"
 """Environment variable that turns all CUDA kernels off if it is 0: Triton's then compute everything."""
 ARCHS = (90,)
 """Compute capabilities whose shared memory holds a block of the kernels."""
-BLOCK_ROWS = 32
 TO_SCORES = CudaKernel(FOLDER, "mixer_backward.h", "MixerBackward<1, true, false>", "MixerBackwardArgs", 256, 230912)
 TO_WEIGHTS = CudaKernel(FOLDER, "mixer_backward.h", "MixerBackward<1, false, true>", "MixerBackwardArgs", 256, 152576)
 
@@ -76,27 +66,24 @@ class MixerInputs(NamedTuple):
     """bfloat16 [B, H, C or more, 64], alike."""
     dlogits: Tensor
     """bfloat16 [B, R, 8, C, 2], heads in pairs; undefined where a row does not see the column."""
-    contributions: Tensor
-    """float32 [p + N + …, D]: U from distance −p on (`bias_product.py`)."""
-    edge: Tensor
-    """float32 [R, p, D]: E of the chunk's rows."""
-    weights: PackedWeights
-    shape: WeightShape
+    operands: MixerOperands
+    layer: int
+    """Number of the layer among those of the operands."""
     position: int
     """Position of the chunk's first row."""
+    first_row: int
+    """Row of E that belongs to the chunk's first row."""
 
 
 class MixerGradients(NamedTuple):
-    """Gradients of a chunk, summed over sequences and rows."""
+    """Gradients of a chunk, by programs of the kernels, in float32."""
 
-    contributions: Tensor
-    """Gradient of U, float32 [n, D], from distance −p on."""
-    bias_table: Tensor
-    """Gradient of the bias table in the logits, float32 [n, H], by distance."""
+    tables: Tensor
+    """Gradients of U from distance −p on and of the bias, [programs, n, 48], see `unpack_tables`."""
     edge: Tensor
-    """Gradient of E, float32 [B, R, p, D]."""
-    patches: Tensor
-    """Gradients of both weights in the layout of `PackedWeights`, float32 [2, KC, DP]."""
+    """Gradient of E, [B, R, p, 32]."""
+    weights: Tensor
+    """Gradients of both weights, [programs, 2 · k · 512], see `unpack_weights`."""
 
 
 def is_enabled() -> bool:
@@ -151,28 +138,25 @@ def differentiate_mixer(inputs: MixerInputs, dscores: Tensor, launch: Launch) ->
         dscores: bfloat16 [B, H, R, C], written where a row sees a column, and zero in the rest of the diagonal tiles.
         launch: runs a kernel on a grid of (blocks, sequences): on a GPU, or in a test's emulator.
     """
-    shape, padding = inputs.shape, inputs.shape.padding
+    operands, layer = inputs.operands, inputs.layer
+    shape, fragments, edge = operands.shape, operands.fragments, operands.wide_edge
     batch, rows, _, columns, _ = inputs.dlogits.shape
     blocks = cdiv(rows, BLOCK_ROWS)
-    table = build_table(inputs.contributions, padding, inputs.position + blocks * BLOCK_ROWS)
-    edge = F.pad(inputs.edge, (0, WIDTH - shape.width))
-    fragments = build_fragments(inputs.weights)
-    float32: dict[str, Any] = {"dtype": torch.float32, "device": table.device}
-    dtables = torch.zeros(batch * blocks, inputs.position + blocks * BLOCK_ROWS + padding, WIDTH + HEADS, **float32)
-    dedge = torch.empty(batch, rows, padding, WIDTH, **float32)
-    dweights = torch.empty(batch * blocks, 2 * shape.kernel_size * 4 * 32 * 4, **float32)
+    num_rows = inputs.position + blocks * BLOCK_ROWS + shape.padding
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": edge.device}
+    dtables = torch.zeros(batch * blocks, num_rows, WIDTH + HEADS, **float32)
+    dedge = torch.empty(batch, rows, shape.padding, WIDTH, **float32)
+    dweights = torch.empty(batch * blocks, 2 * fragments.w1.shape[1], **float32)
     args = MixerBackwardArgs(
         build_score_inputs(inputs.queries, inputs.keys, columns, inputs.position),
-        *(x.data_ptr() for x in (inputs.dlogits, table, edge, *fragments, dscores, dtables, dedge, dweights)),
-        *(TABLE_FRONT, dtables.shape[1]),
+        inputs.dlogits.data_ptr(),
+        find_pointer(operands.entries, layer),
+        find_pointer(edge, layer) + inputs.first_row * edge.stride(1) * edge.element_size(),
+        *(find_pointer(x, layer) for x in (fragments.w1, fragments.w2_back, fragments.w1_back)),
+        *(x.data_ptr() for x in (dscores, dtables, dedge, dweights)),
+        *(TABLE_FRONT, num_rows),
         *(x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, inputs.dlogits, dedge, dscores)),
     )
     launch(TO_SCORES, (blocks, batch), args)
     launch(TO_WEIGHTS, (blocks, batch), args)
-    sums = dtables.sum(0)
-    return MixerGradients(
-        sums[:, : shape.width],
-        sums.index_select(1, list_head_columns(sums.device))[:, : shape.heads],
-        dedge[..., : shape.width],
-        unpack_weights(dweights.sum(0), shape),
-    )
+    return MixerGradients(dtables, dedge, dweights)

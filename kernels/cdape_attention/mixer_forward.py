@@ -9,17 +9,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from kernels.cdape_attention.mixer import (
-    BLOCK_ROWS,
     FOLDER,
     Launch,
     ScoreInputs,
     build_score_inputs,
 )
-from kernels.cdape_attention.mixer_operands import WIDTH, build_bias, build_group_table, exchange_fragments
-from kernels.cdape_attention.weights import PackedWeights, WeightShape
+from kernels.cdape_attention.mixer_operands import BLOCK_ROWS, MixerOperands, find_pointer
 from kernels.cuda.kernel import CudaKernel
 from kernels.runtime import cdiv
 
@@ -56,16 +53,13 @@ class LogitInputs(NamedTuple):
     """bfloat16 [B, H, R, 64], scaled: rows of a tensor whose last two dimensions are contiguous."""
     keys: Tensor
     """bfloat16 [B, H, C or more, 64], alike; C is the position after the chunk's last row."""
-    contributions: Tensor
-    """float32 [p + N, D]: U from distance −p on (`bias_product.py`)."""
-    edge: Tensor
-    """float32 [R, p, D]: E of the chunk's rows."""
-    bias_table: Tensor
-    """float32 [H, N], added to the logits; [H, 0] where there is none."""
-    weights: PackedWeights
-    shape: WeightShape
+    operands: MixerOperands
+    layer: int
+    """Number of the layer among those of the operands."""
     position: int
     """Position of the chunk's first row."""
+    first_row: int
+    """Row of E that belongs to the chunk's first row."""
 
 
 def compute_logits(inputs: LogitInputs, kernel: CudaKernel, launch: Launch) -> Tensor:
@@ -77,36 +71,27 @@ def compute_logits(inputs: LogitInputs, kernel: CudaKernel, launch: Launch) -> T
     """
     batch, heads, rows, _ = inputs.queries.shape
     columns = inputs.position + rows
-    packed = pack_inputs(inputs)
+    args = build_logit_args(inputs)
     logits = torch.empty(batch, heads, rows, columns, dtype=torch.float32, device=inputs.queries.device)
     strides = (x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, logits))
-    launch(kernel, (cdiv(rows, BLOCK_ROWS), batch), MixerForwardArgs(packed.args, logits.data_ptr(), *strides))
+    launch(kernel, (cdiv(rows, BLOCK_ROWS), batch), MixerForwardArgs(args, logits.data_ptr(), *strides))
     return logits
 
 
-class PackedInputs(NamedTuple):
-    """A kernel's arguments, and the tensors that they point to."""
-
-    args: LogitArgs
-    tensors: tuple[Tensor, ...]
-
-
-def pack_inputs(inputs: LogitInputs, bias_copies: int = 1) -> PackedInputs:
-    """Pack what the logits of a chunk are computed from.
+def build_logit_args(inputs: LogitInputs, bias_copies: int = 1) -> LogitArgs:
+    """Describe what the logits of a chunk are computed from.
 
     Args:
-        bias_copies: see `build_bias`.
+        bias_copies: copies of the bias that the kernel reads, the last ones.
     """
-    shape, padding, position = inputs.shape, inputs.shape.padding, inputs.position
-    rows = inputs.queries.shape[2]
-    distances = position + cdiv(rows, BLOCK_ROWS) * BLOCK_ROWS
-    table, group = build_group_table(inputs.contributions, padding, position, distances)
-    bias, bias_front = build_bias(inputs.bias_table, inputs.weights.b2, position, distances, bias_copies)
-    edge = F.pad(inputs.edge, (0, WIDTH - shape.width))
-    tensors = (table, edge, *exchange_fragments(inputs.weights), bias)
-    args = LogitArgs(
-        build_score_inputs(inputs.queries, inputs.keys, position + rows, position),
-        *(x.data_ptr() for x in tensors),
-        *(group, bias_front, bias.shape[-1]),
+    operands, layer, position = inputs.operands, inputs.layer, inputs.position
+    tables, fragments, edge = operands.find_logit_tables(position), operands.fragments, operands.wide_edge
+    unread = (tables.bias.shape[1] - bias_copies) * tables.bias.stride(1) * tables.bias.element_size()
+    return LogitArgs(
+        build_score_inputs(inputs.queries, inputs.keys, position + inputs.queries.shape[2], position),
+        find_pointer(tables.table, layer),
+        find_pointer(edge, layer) + inputs.first_row * edge.stride(1) * edge.element_size(),
+        *(find_pointer(x, layer) for x in (fragments.w1, fragments.w2)),
+        find_pointer(tables.bias, layer) + unread,
+        *(tables.group, tables.bias_front, tables.bias.shape[-1]),
     )
-    return PackedInputs(args, tensors)

@@ -3,9 +3,8 @@
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -13,9 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kernels.cdape_attention import mixer_operands
 from kernels.cdape_attention.bias_product import get_bias_product
 from kernels.cdape_attention.mixer_forward import LogitInputs
-from kernels.cdape_attention.weights import PackedWeights, WeightShape, get_weight_shape, pack_weights
+from kernels.cdape_attention.mixer_operands import MixerOperands
+from kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights
 from kernels.cuda.emulate import Emulator
 from kernels.cuda.kernel import CudaKernel
 
@@ -57,11 +58,7 @@ class Call:
     shape: Shape
     queries: Tensor
     keys: Tensor
-    contributions: Tensor
-    edge: Tensor
-    bias: Tensor
-    weights: PackedWeights
-    weight_shape: WeightShape
+    operands: MixerOperands
 
 
 def draw_call(shape: Shape, generator: torch.Generator) -> Call:
@@ -79,25 +76,47 @@ def draw_call(shape: Shape, generator: torch.Generator) -> Call:
     packed = pack_weights(weight_shape, [weights], torch.bfloat16)
     product = get_bias_product(weight_shape, rows, shape.position, None, torch.bfloat16)
     bias = draw(heads, columns)
-    contributions = product.compute(product.build_neighbourhoods(bias[None]), packed)[0]
+    contributions = product.compute(product.build_neighbourhoods(bias[None]), packed)
     edge_start = columns + PADDING
     return Call(
         shape,
         draw(batch, heads, rows, 64, scale=0.35).bfloat16(),
         draw(batch, heads, columns + 3, 64).bfloat16(),  # a cache may hold more
-        contributions[:edge_start].clone(),
-        contributions[edge_start:].view(rows, PADDING, -1).clone(),
-        bias,
-        PackedWeights(*(x[0] for x in packed)),
-        weight_shape,
+        MixerOperands(
+            contributions[:, :edge_start].clone(),
+            contributions[:, edge_start:].view(1, rows, PADDING, -1).clone(),
+            bias[None],
+            packed,
+            weight_shape,
+            columns,
+        ),
     )
 
 
 def build_logit_inputs(shape: Shape, seed: int = 0, *, residual_bias: bool = True) -> LogitInputs:
     call = draw_call(shape, torch.Generator().manual_seed(seed))
-    table = call.bias if residual_bias else call.bias[:, :0]
-    bias = (call.contributions, call.edge, table)
-    return LogitInputs(call.queries, call.keys, *bias, call.weights, call.weight_shape, shape.position)
+    bias = call.operands.bias_table
+    operands = replace(call.operands, bias_table=bias if residual_bias else bias[..., :0])
+    return LogitInputs(call.queries, call.keys, operands, 0, shape.position, 0)
+
+
+def give_operands_company(operands: MixerOperands, rows: int) -> MixerOperands:
+    """Return the operands as those of the second of two layers and of the last but `rows` rows of a longer call."""
+
+    def extend(x: Tensor, dim: int, before: int, after: int) -> Tensor:
+        sizes = list(x.shape)
+        parts = [torch.randn(*(*sizes[:dim], n, *sizes[dim + 1 :])).to(x.dtype) for n in (before, after)]
+        longer = torch.cat([parts[0], x, parts[1]], dim)
+        return torch.cat([torch.randn_like(longer, dtype=torch.float32).to(x.dtype), longer])
+
+    return replace(
+        operands,
+        contributions=extend(operands.contributions, 1, 0, rows),
+        edge=extend(operands.edge, 1, rows, rows),
+        bias_table=extend(operands.bias_table, 2, 0, rows if operands.bias_table.shape[2] else 0),
+        weights=PackedWeights(*(extend(x, 1, 0, 0) for x in operands.weights)),
+        last=operands.last + rows,
+    )
 
 
 def compute_true_logits(inputs: LogitInputs, shape: Shape) -> tuple[Tensor, Tensor]:
@@ -106,10 +125,11 @@ def compute_true_logits(inputs: LogitInputs, shape: Shape) -> tuple[Tensor, Tens
     hidden_columns = columns + PADDING
     scores = torch.einsum("bhid,bhjd->bhij", inputs.queries.double(), inputs.keys[:, :, :columns].double())
     scores = torch.where(find_seen(shape), scores, 0.0)
-    w1, w2 = inputs.weights.w1[:, :heads, :width].double(), inputs.weights.w2[:, :width, :heads].double()
+    operands = inputs.operands
+    w1, w2 = operands.weights.w1[0, :, :heads, :width].double(), operands.weights.w2[0, :, :width, :heads].double()
     distance = torch.arange(shape.rows)[:, None] + shape.position - torch.arange(hidden_columns)
-    hidden = inputs.contributions.double()[(distance + PADDING).clamp(min=0)]
-    hidden[:, :PADDING] = inputs.edge.double()
+    hidden = operands.contributions[0].double()[(distance + PADDING).clamp(min=0)]
+    hidden[:, :PADDING] = operands.edge[0].double()
     hidden = hidden.expand(shape.batch, -1, -1, -1).clone()
     size = hidden.abs()
     wide_scores = pad(scores, (PADDING, 2 * PADDING))
@@ -130,9 +150,9 @@ def compute_true_logits(inputs: LogitInputs, shape: Shape) -> tuple[Tensor, Tens
         bound += part * EXCHANGE_ROUNDING  # what a run passes on is rounded apart
     logits += corrections
     bound += logits.abs() * EXCHANGE_ROUNDING + TINY
-    logits += inputs.weights.b2[:heads, None, None].double()
-    if inputs.bias_table.shape[1]:
-        logits += inputs.bias_table.double()[:, distance[:, :columns].clamp(min=0)]
+    logits += operands.weights.b2[0, :heads, None, None].double()
+    if operands.bias_table.shape[2]:
+        logits += operands.bias_table[0].double()[:, distance[:, :columns].clamp(min=0)]
     return logits, bound + logits.abs() * TINY
 
 
@@ -146,8 +166,8 @@ class Launcher:
         self.emulator.launch(kernel, grid, arguments, backwards=self.backwards)
 
     @contextmanager
-    def watch(self, inputs: list[Tensor], module: ModuleType, builders: list[str]) -> Iterator[None]:
-        """Let kernels access the inputs, what the module's functions build, and new tensors, which are NaN; no more."""
+    def watch(self, inputs: list[Tensor]) -> Iterator[None]:
+        """Let kernels access the inputs, packed operands, and new tensors, which are NaN; no more."""
         self.emulator.begin(inputs)
         kept: list[Tensor] = []
 
@@ -159,15 +179,15 @@ class Launcher:
                         if fill is not None:
                             x.fill_(fill)
                         kept.append(x)
-                        self.emulator.register(x)
+                        self.emulator.register(x if x.is_contiguous() or x._base is None else x._base)
                 return made
 
             return make
 
         with pytest.MonkeyPatch.context() as patch:
-            for name in builders:
-                patch.setattr(module, name, registered(getattr(module, name)))
-            patch.setattr(module.F, "pad", registered(module.F.pad))
+            for name in ("build_group_table", "build_bias", "build_fragments", "build_table"):
+                patch.setattr(mixer_operands, name, registered(getattr(mixer_operands, name)))
+            patch.setattr(mixer_operands.F, "pad", registered(mixer_operands.F.pad))
             patch.setattr(torch, "zeros", registered(torch.zeros))
             patch.setattr(torch, "empty", registered(torch.empty, torch.nan))
             yield

@@ -5,6 +5,7 @@ Bounds are elementwise: those of the logits, and half a unit in the last place f
 
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from mixer_emulation import (
     build_logit_inputs,
     compute_true_logits,
     find_seen,
+    give_operands_company,
 )
 from torch import Tensor
 
@@ -56,8 +58,8 @@ def run(inputs: LogitInputs, attended: AttendedChunk, launcher: Launcher) -> tup
     sums = torch.full_like(attended.stats[0], torch.nan)
     sums = torch.full((*sums.shape[:2], sums.shape[2] + 2), torch.nan)[..., : sums.shape[2]]
     bases = [x._base if x._base is not None else x for x in (*attended, sums)]
-    builders = ["build_group_table", "build_bias", "exchange_fragments"]
-    with launcher.watch([inputs.queries, inputs.keys, *bases], mixer_forward, builders):
+    inputs = inputs._replace(operands=replace(inputs.operands))  # packs them anew
+    with launcher.watch([inputs.queries, inputs.keys, inputs.operands.edge, *bases]):
         found = differentiate_softmax(inputs, attended, sums, launcher)
     return found, sums, launcher.emulator.get_faults()
 
@@ -116,13 +118,25 @@ def test_logits_are_those_of_the_forward_pass() -> None:
     inputs = build_logit_inputs(shape)
     attended, launcher = attend(inputs, shape), Launcher(mixer.FOLDER)
     found, _, _ = run(inputs, attended, launcher)
-    builders = ["build_group_table", "build_bias", "exchange_fragments"]
-    with launcher.watch([inputs.queries, inputs.keys], mixer_forward, builders):
+    inputs = inputs._replace(operands=replace(inputs.operands))
+    with launcher.watch([inputs.queries, inputs.keys, inputs.operands.edge]):
         logits = mixer_forward.compute_logits(inputs, mixer_forward.NARROW, launcher)
     norms = attended.stats[0] + attended.stats[1].log2()
     expected = torch.exp2(logits * (1 / math.log(2)) - norms[..., None]).bfloat16()
     is_same = (found.probabilities == expected)[..., find_seen(shape)]
     assert is_same.float().mean() > 0.99  # exponentials of two libraries
+
+
+def test_maps_are_the_same_among_several_layers_in_a_chunk_of_a_longer_call() -> None:
+    shape = Shape(1, 12, 32, 40, 16)
+    inputs = build_logit_inputs(shape)
+    attended = attend(inputs, shape)
+    found, _, _ = run(inputs, attended, Launcher(mixer.FOLDER))
+    inputs = inputs._replace(operands=give_operands_company(inputs.operands, 40), layer=1, first_row=40)
+    again, _, faults = run(inputs, attended, Launcher(mixer.FOLDER))
+    assert faults.errors == NO_ERRORS, faults
+    seen = find_seen(shape)
+    assert torch.equal(found.probabilities[..., seen], again.probabilities[..., seen])
 
 
 def test_shared_memory_has_few_bank_conflicts() -> None:

@@ -6,18 +6,30 @@ hidden value is a matter of rounding, the difference that the other sign makes.
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mixer_emulation import NO_ERRORS, PADDING, SHAPES, TAPS, Launcher, Shape, draw_call, find_seen
+from mixer_emulation import (
+    NO_ERRORS,
+    PADDING,
+    SHAPES,
+    TAPS,
+    Launcher,
+    Shape,
+    draw_call,
+    find_seen,
+    give_operands_company,
+)
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.cdape_attention import mixer
 from kernels.cdape_attention.mixer import MixerGradients, MixerInputs, differentiate_mixer
+from kernels.cdape_attention.mixer_operands import unpack_tables, unpack_weights
 from kernels.cdape_attention.weights import get_weight_shape
 from kernels.cuda.emulate import Faults, find_compiler
 
@@ -36,29 +48,29 @@ def build_inputs(shape: Shape, seed: int = 0) -> MixerInputs:
     dlogits[..., shape.heads :] = 0
     dlogits[:, ~find_seen(shape)] = torch.nan
     dlogits = dlogits.unflatten(3, (8, 2)).transpose(2, 3).contiguous()
-    bias = (call.contributions, call.edge)
-    return MixerInputs(call.queries, call.keys, dlogits, *bias, call.weights, call.weight_shape, shape.position)
+    return MixerInputs(call.queries, call.keys, dlogits, call.operands, 0, shape.position, 0)
 
 
 def run(inputs: MixerInputs, launcher: Launcher) -> tuple[dict[str, Tensor], Faults]:
     """All gradients by name, and what the emulator counted. Kernels may access only what they are given."""
     batch, rows, _, columns, _ = inputs.dlogits.shape
-    dscores = torch.zeros(batch, inputs.shape.heads, rows, columns, dtype=torch.bfloat16)
-    with launcher.watch(
-        [inputs.queries, inputs.keys, inputs.dlogits, dscores], mixer, ["build_fragments", "build_table"]
-    ):
+    dscores = torch.zeros(batch, inputs.operands.shape.heads, rows, columns, dtype=torch.bfloat16)
+    inputs = inputs._replace(operands=replace(inputs.operands))  # packs them anew
+    with launcher.watch([inputs.queries, inputs.keys, inputs.dlogits, dscores, inputs.operands.edge]):
         gradients = differentiate_mixer(inputs, dscores, launcher)
     return name_gradients(gradients, dscores, inputs), launcher.emulator.get_faults()
 
 
 def name_gradients(gradients: MixerGradients, dscores: Tensor, inputs: MixerInputs) -> dict[str, Tensor]:
-    heads, width, columns = inputs.shape.heads, inputs.shape.width, inputs.dlogits.shape[3]
-    by_tap = gradients.patches[:, : TAPS * 16].view(2, TAPS, 16, -1)[:, :, :heads, :width]
+    shape, columns = inputs.operands.shape, inputs.dlogits.shape[3]
+    (contributions,), (bias_table,) = unpack_tables(gradients.tables.sum(0, keepdim=True), shape)
+    (patches,) = unpack_weights(gradients.weights.sum(0, keepdim=True), shape)
+    by_tap = patches[:, : TAPS * 16].view(2, TAPS, 16, -1)[:, :, : shape.heads, : shape.width]
     return {
         "scores": dscores,
-        "table": gradients.contributions[: columns + PADDING],
-        "bias": gradients.bias_table[:columns],
-        "edge": gradients.edge,
+        "table": contributions[: columns + PADDING],
+        "bias": bias_table[:columns],
+        "edge": gradients.edge[..., : shape.width],
         "w1": by_tap[0],
         "w2": by_tap[1].flip(0),
     }
@@ -73,12 +85,13 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
     scores = torch.where(seen, scores.float().half().double(), 0.0)
     by_head = inputs.dlogits.permute(0, 2, 4, 1, 3).flatten(1, 2)[:, :heads]
     dlogits = torch.where(seen, by_head.double(), 0.0)
-    w1, w2 = inputs.weights.w1[:, :heads, :width].double(), inputs.weights.w2[:, :width, :heads].double()
+    operands = inputs.operands
+    w1, w2 = operands.weights.w1[0, :, :heads, :width].double(), operands.weights.w2[0, :, :width, :heads].double()
 
     distance = torch.arange(shape.rows)[:, None] + shape.position - torch.arange(hidden_columns)
     alive, inner = distance >= -PADDING, torch.arange(hidden_columns) >= PADDING
-    hidden = inputs.contributions.double()[(distance + PADDING).clamp(min=0)]
-    hidden[:, :PADDING] = inputs.edge.double()
+    hidden = operands.contributions[0].double()[(distance + PADDING).clamp(min=0)]
+    hidden[:, :PADDING] = operands.edge[0].double()
     hidden = hidden.expand(shape.batch, -1, -1, -1).clone()
     wide_scores, wide_dlogits = pad(scores, (PADDING, 2 * PADDING)), pad(dlogits, (PADDING, 2 * PADDING))
     for tap in range(TAPS):
@@ -159,6 +172,15 @@ def test_the_order_of_warps_changes_no_bit(launcher: Launcher) -> None:
     found, _ = run(inputs, launcher)
     again, faults = run(inputs, Launcher(mixer.FOLDER, backwards=True))
     assert faults.errors == NO_ERRORS
+    assert all(torch.equal(found[name], again[name]) for name in found)
+
+
+def test_gradients_are_the_same_among_several_layers_in_a_chunk_of_a_longer_call(launcher: Launcher) -> None:
+    inputs = build_inputs(Shape(1, 12, 32, 40, 16))
+    found, _ = run(inputs, launcher)
+    inputs = inputs._replace(operands=give_operands_company(inputs.operands, 40), layer=1, first_row=40)
+    again, faults = run(inputs, launcher)
+    assert faults.errors == NO_ERRORS, faults
     assert all(torch.equal(found[name], again[name]) for name in found)
 
 

@@ -4,6 +4,7 @@ Bounds are elementwise: half a unit in the last place for each value that the ke
 """
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,11 @@ from mixer_emulation import (
     build_logit_inputs,
     compute_true_logits,
     find_seen,
+    give_operands_company,
 )
 from torch import Tensor
 
-from kernels.cdape_attention import mixer, mixer_forward
+from kernels.cdape_attention import mixer
 from kernels.cdape_attention.mixer_forward import KERNELS, LogitInputs, compute_logits
 from kernels.cuda.emulate import Faults, find_compiler
 from kernels.cuda.kernel import CudaKernel
@@ -31,8 +33,8 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler
 
 def run(inputs: LogitInputs, kernel: CudaKernel, launcher: Launcher) -> tuple[Tensor, Faults]:
     """The logits, and what the emulator counted. The kernel may access only what it is given."""
-    builders = ["build_group_table", "build_bias", "exchange_fragments"]
-    with launcher.watch([inputs.queries, inputs.keys], mixer_forward, builders):
+    inputs = inputs._replace(operands=replace(inputs.operands))  # packs them anew
+    with launcher.watch([inputs.queries, inputs.keys, inputs.operands.edge]):
         logits = compute_logits(inputs, kernel, launcher)
     return logits, launcher.emulator.get_faults()
 
@@ -71,10 +73,24 @@ def test_shared_memory_has_few_bank_conflicts(kernel: CudaKernel) -> None:
     assert faults.clocks < 1.1 * faults.accesses
 
 
+@settings(max_examples=3, deadline=None)
+@given(shape=SHAPES, residual_bias=st.booleans())
+def test_logits_are_the_same_among_several_layers_in_a_chunk_of_a_longer_call(
+    shape: Shape, residual_bias: bool
+) -> None:
+    inputs = build_logit_inputs(shape, residual_bias=residual_bias)
+    found, _ = run(inputs, KERNELS[90], Launcher(mixer.FOLDER))
+    inputs = inputs._replace(operands=give_operands_company(inputs.operands, 40), layer=1, first_row=40)
+    again, faults = run(inputs, KERNELS[90], Launcher(mixer.FOLDER))
+    assert faults.errors == NO_ERRORS, faults
+    assert torch.equal(found[..., find_seen(shape)], again[..., find_seen(shape)])
+
+
 def test_large_numbers_saturate() -> None:
     shape = Shape(1, 9, 17, 16, 0)
     inputs = build_logit_inputs(shape)
-    inputs = inputs._replace(contributions=inputs.contributions * 1e6, queries=inputs.queries * 1e5)
+    operands = replace(inputs.operands, contributions=inputs.operands.contributions * 1e6)
+    inputs = inputs._replace(operands=operands, queries=inputs.queries * 1e5)
     found, _ = run(inputs, KERNELS[90], Launcher(mixer.FOLDER))
     assert found[..., find_seen(shape)].isfinite().all()
 
