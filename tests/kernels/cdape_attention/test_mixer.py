@@ -27,10 +27,14 @@ from mixer_emulation import (
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.cdape_attention import mixer
+from kernels.cdape_attention import driver, mixer
+from kernels.cdape_attention.bias_product import get_bias_product
+from kernels.cdape_attention.driver import GradientSums, add_mixer_sums, new_term_sums, unpack_mixer_sums
+from kernels.cdape_attention.layer_terms import build_problems
+from kernels.cdape_attention.logit_gradient import LogitGradients
 from kernels.cdape_attention.mixer import MixerGradients, MixerInputs, differentiate_mixer
 from kernels.cdape_attention.mixer_operands import unpack_tables, unpack_weights
-from kernels.cdape_attention.weights import get_weight_shape
+from kernels.cdape_attention.weights import PackedWeights, get_weight_shape
 from kernels.cuda.emulate import Faults, find_compiler
 
 BF16_ROUNDING = 2.0**-9
@@ -227,3 +231,42 @@ def test_support_is_stated_for_shapes_that_the_kernels_take() -> None:
         (shape, torch.bfloat16, 64, 511),
     ):
         assert not mixer.is_supported(other, dtype, dim, columns)
+
+
+def test_sums_of_layers_and_chunks_are_those_of_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer's gradients are found among those of all layers, which two chunks of rows leave for them."""
+    shape, layers = Shape(1, 12, 20, 40, 0), 2
+    calls = [build_inputs(shape, seed) for seed in range(layers)]
+    operands = [call.operands for call in calls]
+    product = get_bias_product(operands[0].shape, shape.rows, 0, None, torch.bfloat16)
+    contributions = torch.cat([torch.cat([x.contributions, x.edge.flatten(1, 2)], 1) for x in operands])
+    biases = torch.cat([x.bias_table for x in operands])
+    packed = PackedWeights(*(torch.cat(pair) for pair in zip(*(x.weights for x in operands), strict=True)))
+    problems = build_problems(product, contributions, biases, packed, residual_bias=True)
+    launcher = Launcher(mixer.FOLDER)
+    monkeypatch.setattr(driver, "launch_kernel", launcher)
+    with launcher.watch([x for call in calls for x in (call.queries, call.keys)]):
+        launcher.emulator.register(contributions)
+        sums = add_mixer_sums(new_term_sums(layers, product, shape.columns, torch.device("cpu")), product, problems[0])
+        for call, problem in zip(calls, problems, strict=True):
+            own = GradientSums(call.keys, call.keys, sums.select_layer(problem.layer))
+            for chunk in reversed(list(driver.iter_chunks(problem, 24))):
+                dlogits = call.dlogits[:, chunk.first : chunk.last, :, : chunk.right].contiguous()
+                dscores = torch.zeros(1, shape.heads, chunk.rows, chunk.right, dtype=torch.bfloat16)
+                launcher.emulator.register(dlogits)
+                maps, is_first = LogitGradients(dscores, dlogits), chunk.last == shape.rows
+                driver._mixer_backward(problem, product, chunk, maps, call.queries, call.keys, own, is_first=is_first)
+    assert launcher.emulator.get_faults().errors == NO_ERRORS
+    unpack_mixer_sums(sums, product)
+    for layer, call in enumerate(calls):
+        gradient, by_tap = sums.bias_product[layer], sums.patches[layer][:, : TAPS * 16].view(2, TAPS, 16, -1)
+        by_tap = by_tap[:, :, : shape.heads, : shape.width]
+        found = {
+            "table": gradient[: shape.columns + PADDING, : shape.width],
+            "bias": sums.bias_table[layer],
+            "edge": product._select_edge(gradient, 0)[None, :, None],
+            "w1": by_tap[0],
+            "w2": by_tap[1].flip(0),
+        }
+        truth = compute_truth(call, shape)
+        assert all(((found[name].double() - truth[name][0]).abs() <= truth[name][1]).all() for name in found)
