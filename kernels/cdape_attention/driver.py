@@ -9,7 +9,7 @@ of decoding could compile anew, names arguments and cannot name fields of a Name
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,10 +32,8 @@ from kernels.cdape_attention.configs import (
     transposed_product_constants,
 )
 from kernels.cdape_attention.forward import _processor_fwd_kernel
+from kernels.cdape_attention.geometry import HEADS, WIDTH, KernelFamily, MixerKernel, choose_kernel
 from kernels.cdape_attention.mixer_operands import (
-    BLOCK_ROWS,
-    HEADS,
-    WIDTH,
     MixerOperands,
     unpack_tables,
     unpack_weights,
@@ -48,6 +46,7 @@ from kernels.cuda.launch import launch_kernel
 from kernels.launcher import launch
 from kernels.runtime import Tile, cdiv, get_arch, get_device_properties
 
+BACKWARD_KERNELS = (logit_gradient.KERNELS, mixer.TO_SCORES, mixer.TO_WEIGHTS)
 NO_WINDOW_INT32 = 1 << 30
 """The window where there is none. Kernels take it in 32 bits, with room for sums with positions."""
 ALIGNED = 16
@@ -204,17 +203,11 @@ def compute_logits(
     Args:
         scores: from `compute_scores`, if there are any.
     """
-    if _uses_mixer(problem, chunk, k, mixer_forward.KERNELS):
-        return _compute_mixer_logits(problem, chunk, scaled, k)
+    kernels = _choose_kernels(problem, chunk, k, (mixer_forward.KERNELS,))
+    if kernels is not None:
+        inputs = _build_logit_inputs(problem, chunk, scaled, k)
+        return mixer_forward.compute_logits(inputs, kernels[0], launch_kernel)
     return _process_scores(problem, chunk, compute_scores(problem, chunk, scaled, k) if scores is None else scores)
-
-
-def _compute_mixer_logits(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> Tensor:
-    arch = get_arch(k)
-    assert arch is not None
-    return mixer_forward.compute_logits(
-        _build_logit_inputs(problem, chunk, scaled, k), mixer_forward.KERNELS[arch], launch_kernel
-    )
 
 
 def _build_logit_inputs(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> mixer_forward.LogitInputs:
@@ -223,11 +216,19 @@ def _build_logit_inputs(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: 
     )
 
 
-def _locate_operands(problem: CdapeProblem, chunk: Chunk) -> tuple[MixerOperands, int, int, int]:
-    """Return the CUDA kernels' operands, the layer's number among them, and the chunk's first row by position and in
-    E."""
+def _locate_operands(problem: CdapeProblem, chunk: Chunk) -> tuple[MixerOperands, int, int, int, mixer.Spans | None]:
+    """Return the CUDA kernels' operands, the layer's number among them, the chunk's first row in E and among the maps'
+    columns, and the columns that its rows see."""
     assert problem.operands is not None
-    return problem.operands, problem.layer, chunk.position, chunk.first
+    first_row = chunk.first if chunk.first_keys is None else 0
+    return problem.operands, problem.layer, first_row, chunk.position - chunk.left, _find_spans(problem, chunk)
+
+
+def _find_spans(problem: CdapeProblem, chunk: Chunk) -> mixer.Spans | None:
+    """The columns that the chunk's rows see, or None if each sees all from position 0 on."""
+    if chunk.first_keys is None and chunk.right <= problem.window:
+        return None
+    return mixer.Spans(problem.window, chunk.left, chunk.first_keys)
 
 
 def _process_scores(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tensor:
@@ -292,7 +293,7 @@ def forward(
         needs_gradients: True if a backward pass may follow, for which a residue may be kept.
     """
     chunks = list(iter_chunks(problem, chunk_rows))
-    needs_residue = needs_gradients and any(_uses_mixer(problem, chunk, k, mixer.ARCHS) for chunk in chunks)
+    needs_residue = needs_gradients and any(_choose_kernels(problem, chunk, k, BACKWARD_KERNELS) for chunk in chunks)
     stats = torch.empty(2, *scaled.shape[:3], dtype=torch.float32, device=scaled.device)
     batch, heads, rows, dim = scaled.shape
     output = scaled.new_empty(rows, batch, heads, dim).permute(1, 2, 0, 3)
@@ -317,7 +318,7 @@ class MixerSums(NamedTuple):
     """The CUDA kernels' part of these gradients, in their own order."""
 
     tables: Tensor
-    """float32 [L, N + 32 + p, 48], see `mixer_operands.unpack_tables`."""
+    """float32 [L, distances + p, 48], see `mixer_operands.unpack_tables`."""
     weights: Tensor
     """float32 [L, n], see `mixer_operands.unpack_weights`."""
     has_bias: bool
@@ -356,11 +357,11 @@ def new_term_sums(layers: int, product: BiasProduct, num_distances: int, device:
     return TermSums(product.new_gradient(layers, device), bias_table, patches)
 
 
-def add_mixer_sums(sums: TermSums, product: BiasProduct, problem: CdapeProblem) -> TermSums:
+def add_mixer_sums(sums: TermSums, problem: CdapeProblem) -> TermSums:
     """Return the sums of layers with room for those of the CUDA kernels, zero."""
     assert problem.operands is not None
     layers, device = len(sums.patches), sums.patches.device
-    count = product.count + BLOCK_ROWS + problem.padding
+    count = problem.operands.distances + problem.padding
     tables = torch.zeros(layers, count, WIDTH + HEADS, dtype=torch.float32, device=device)
     weights = torch.zeros(layers, 2 * problem.operands.fragments.w1.shape[1], dtype=torch.float32, device=device)
     return sums._replace(mixer=MixerSums(tables, weights, problem.has_bias))
@@ -421,11 +422,13 @@ def backward(
     def differentiate_chunk(chunk: Chunk, *, is_first: bool) -> None:
         """A function of its own, so that a chunk's maps are freed before the next ones."""
         is_only = len(chunks) == 1
-        if _uses_mixer(problem, chunk, k, mixer.ARCHS):
-            maps = _mixer_softmax_backward(problem, chunk, scaled, k, v, dout, attended, means)
+        kernels = _choose_kernels(problem, chunk, k, BACKWARD_KERNELS)
+        if kernels is not None:
+            maps = _mixer_softmax_backward(problem, chunk, scaled, k, v, dout, attended, means, kernels[0])
             dscores = maps.probabilities
             multiply_transposed(problem, chunk, maps.probabilities, dout, sums.v, is_only=is_only)
-            _mixer_backward(problem, product, chunk, maps, scaled, k, sums, is_first=is_first)  # dS over P
+            of_mixer = kernels[1], kernels[2]
+            _mixer_backward(problem, product, chunk, maps, scaled, k, sums, of_mixer, is_first=is_first)  # dS over P
         else:
             all_maps = _compute_maps(problem, chunk, scaled, k)
             dscores = all_maps.dscores
@@ -521,6 +524,7 @@ def _mixer_softmax_backward(
     dout: Tensor,
     attended: Attended,
     sums: Tensor,
+    kernel: MixerKernel,
 ) -> logit_gradient.LogitGradients:
     """P and dL without logits in memory, and of the chunk's rows Σ P ∘ dP, into `sums` [B, H, R]."""
     output, stats, residue = attended
@@ -534,6 +538,7 @@ def _mixer_softmax_backward(
         _build_logit_inputs(problem, chunk, scaled, k),
         of_chunk,
         sums[..., of_rows],
+        kernel,
         launch_kernel,
     )
 
@@ -565,18 +570,24 @@ def softmax_backward(
     )
 
 
-def _uses_mixer(problem: CdapeProblem, chunk: Chunk, k: Tensor, archs: Collection[int]) -> bool:
-    """True if CUDA kernels for these compute capabilities compute this chunk, and faster than Triton's."""
-    return (
+def _choose_kernels(
+    problem: CdapeProblem, chunk: Chunk, k: Tensor, families: tuple[KernelFamily, ...]
+) -> tuple[MixerKernel, ...] | None:
+    """Return the CUDA kernels that compute this chunk, or None if Triton's are faster or one does not fit the GPU."""
+    takes = (
         problem.uses_mixer
         and k.is_cuda
-        and problem.window == NO_WINDOW_INT32
-        and chunk.first_keys is None
         and mixer.is_supported(problem.shape, problem.dtype, k.shape[3], chunk.right - chunk.left)
-        and get_arch(k) in archs
         and mixer.fills_device(chunk.rows, k.shape[0], get_device_properties(k))
         and mixer.has_compiler()
     )
+    arch = get_arch(k) if takes else None
+    if arch is None:
+        return None
+    is_local = _find_spans(problem, chunk) is not None
+    kernels = [choose_kernel(family, k.shape[3], problem.dtype, arch, is_local=is_local) for family in families]
+    found = tuple(kernel for kernel in kernels if kernel is not None)
+    return found if len(found) == len(kernels) else None
 
 
 def _mixer_backward(
@@ -587,6 +598,7 @@ def _mixer_backward(
     scaled: Tensor,
     k: Tensor,
     sums: GradientSums,
+    kernels: tuple[MixerKernel, MixerKernel],
     *,
     is_first: bool,
 ) -> None:
@@ -594,10 +606,10 @@ def _mixer_backward(
     inputs = mixer.MixerInputs(
         chunk.slice_rows(scaled), chunk.slice_columns(k), maps.dlogits, *_locate_operands(problem, chunk)
     )
-    tables, edge, weights = mixer.differentiate_mixer(inputs, maps.probabilities, launch_kernel)
+    tables, edge, weights = mixer.differentiate_mixer(inputs, maps.probabilities, kernels, launch_kernel)
     terms = sums.terms
     assert terms.mixer is not None
-    product.set_edge_gradient(terms.bias_product, edge[..., : problem.shape.width], chunk.first)
+    _take_edge_gradient(product, chunk, edge[..., : problem.shape.width], sums)
     add_sum(terms.mixer.tables[: tables.shape[1]], tables, is_first=is_first)
     add_sum(terms.mixer.weights, weights, is_first=is_first)
 
@@ -633,13 +645,17 @@ def _processor_backward(
         tile.options,
     )
     product.add_gradient(sums.terms.bias_product, dbias_contributions, is_first=is_first)
+    _take_edge_gradient(product, chunk, dedge, sums)
+    if has_bias:
+        covered = min(blocks * kept_distances, len(sums.terms.bias_table))
+        add_sum(sums.terms.bias_table[:covered], dbias[:, :covered], is_first=is_first)
+
+
+def _take_edge_gradient(product: BiasProduct, chunk: Chunk, dedge: Tensor, sums: GradientSums) -> None:
     if chunk.first_keys is None:
         product.set_edge_gradient(sums.terms.bias_product, dedge, chunk.first)
     else:
         product.add_edge_gradient(sums.terms.bias_product, dedge, chunk.position, chunk.first_keys)
-    if has_bias:
-        covered = min(blocks * kept_distances, len(sums.terms.bias_table))
-        add_sum(sums.terms.bias_table[:covered], dbias[:, :covered], is_first=is_first)
 
 
 def _weights_backward(

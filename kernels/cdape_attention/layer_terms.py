@@ -157,7 +157,7 @@ def take_sums(node: Any, problem: CdapeProblem, *, uses_mixer: bool) -> TermSums
         distances = 0 if biases is None else biases.shape[2]
         node.sums = new_term_sums(node.num_layers, node.product, distances, bias_weight.device)
     if uses_mixer and node.sums.mixer is None:
-        node.sums = add_mixer_sums(node.sums, node.product, problem)
+        node.sums = add_mixer_sums(node.sums, problem)
     sums: TermSums = node.sums.select_layer(problem.layer)
     return sums
 

@@ -9,13 +9,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.cdape_attention.mixer import FOLDER, Launch, ScoreInputs, build_score_inputs
+from kernels.cdape_attention.geometry import HEADS, KernelFamily, MixerKernel, Tile
+from kernels.cdape_attention.mixer import Launch, ScoreInputs, build_score_inputs
 from kernels.cdape_attention.mixer_forward import LogitArgs, LogitInputs, build_logit_args
-from kernels.cdape_attention.mixer_operands import BIAS_COPIES, BLOCK_ROWS, HEADS
-from kernels.cuda.kernel import CudaKernel
+from kernels.cdape_attention.mixer_operands import BIAS_COPIES
 from kernels.runtime import cdiv
 
-KERNEL = CudaKernel(FOLDER, "logit_gradient.h", "LogitGradient<1>", "LogitGradientArgs", 256, 229888)
+KERNELS = KernelFamily(
+    *("logit_gradient.h", "LogitGradient<{}>", "LogitGradientArgs", 2),
+    ((Tile(32, 32), 98816), (Tile(16, 64), 90880), (Tile(16, 32), 49408)),
+)
 
 
 class LogitGradientArgs(ctypes.Structure):
@@ -36,11 +39,11 @@ class AttendedChunk(NamedTuple):
     """Inputs and results of a chunk's softmax."""
 
     values: Tensor
-    """bfloat16 [B, H, C or more, 64], its last two dimensions contiguous."""
+    """[B, H, C or more, d], its last two dimensions contiguous."""
     output: Tensor
-    """bfloat16 [B, H, R, 64], of any strides but the last."""
+    """[B, H, R, d], of any strides but the last."""
     residue: Tensor
-    """Rounding error of the output, bfloat16, with the output's strides."""
+    """Rounding error of the output, in its type and with its strides."""
     doutput: Tensor
     """The output's gradient, alike."""
     stats: Tensor
@@ -51,16 +54,19 @@ class LogitGradients(NamedTuple):
     """Maps of a chunk, undefined where a row does not see a column."""
 
     probabilities: Tensor
-    """P, bfloat16 [B, H, R, C]."""
+    """P, [B, H, R, C]."""
     dlogits: Tensor
-    """dL, bfloat16 [B, R, 8, C, 2], heads in pairs."""
+    """dL, [B, R, 8, C, 2], heads in pairs."""
 
 
-def differentiate_softmax(inputs: LogitInputs, attended: AttendedChunk, sums: Tensor, launch: Launch) -> LogitGradients:
+def differentiate_softmax(
+    inputs: LogitInputs, attended: AttendedChunk, sums: Tensor, kernel: MixerKernel, launch: Launch
+) -> LogitGradients:
     """Compute P and dL of a chunk from what its logits are computed from.
 
     Args:
         sums: float32 [B, H, R] with the strides of `attended.stats`; each row's Σ P ∘ dP is written here.
+        kernel: of `KERNELS`.
         launch: runs a kernel on a grid of (blocks, sequences): on a GPU, or in a test's emulator.
     """
     batch, heads, rows, _ = inputs.queries.shape
@@ -78,5 +84,5 @@ def differentiate_softmax(inputs: LogitInputs, attended: AttendedChunk, sums: Te
         *(x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, values, doutput)),
         *(sums.stride(0) * 4, probabilities.stride(0) * 2, dlogits.stride(0) * 2),
     )
-    launch(KERNEL, (cdiv(rows, BLOCK_ROWS), batch), args)
+    launch(kernel.code, (cdiv(rows, kernel.tile.rows), batch), args)
     return LogitGradients(probabilities, dlogits)

@@ -10,26 +10,37 @@ import os
 import warnings
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.cdape_attention.mixer_operands import BLOCK_ROWS, HEADS, TABLE_FRONT, WIDTH, MixerOperands, find_pointer
+from kernels.cdape_attention.geometry import ELEMENTS, HEADS, WIDTH, KernelFamily, MixerKernel, Tile
+from kernels.cdape_attention.mixer_operands import (
+    BLOCK_ROWS,
+    MAX_TILE_COLUMNS,
+    TABLE_FRONT,
+    MixerOperands,
+    find_pointer,
+)
 from kernels.cdape_attention.weights import WeightShape
 from kernels.cuda.compile import load_nvrtc
 from kernels.cuda.kernel import CudaKernel
 from kernels.jit_build import CompileError
 from kernels.runtime import DeviceProperties, cdiv
 
-FOLDER = Path(__file__).with_name("cuda")
 VARIABLE = "FARFIELD_CUDA_MIXER"
 """Environment variable that turns all CUDA kernels off if it is 0: Triton's then compute everything."""
-ARCHS = (90,)
-"""Compute capabilities whose shared memory holds a block of the kernels."""
-TO_SCORES = CudaKernel(FOLDER, "mixer_backward.h", "MixerBackward<1, true, false>", "MixerBackwardArgs", 256, 230912)
-TO_WEIGHTS = CudaKernel(FOLDER, "mixer_backward.h", "MixerBackward<1, false, true>", "MixerBackwardArgs", 256, 152576)
+MAX_HEAD_DIM = 128
+TO_SCORES = KernelFamily(
+    *("mixer_backward.h", "MixerBackward<{}, true, false>", "MixerBackwardArgs", 1),
+    ((Tile(32, 32), 165376), (Tile(16, 64), 166656), (Tile(16, 32), 82688)),
+)
+TO_WEIGHTS = KernelFamily(
+    *("mixer_backward.h", "MixerBackward<{}, false, true>", "MixerBackwardArgs", 1),
+    ((Tile(32, 32), 87040), (Tile(16, 64), 76288), (Tile(16, 32), 43520)),
+)
 
 
 Launch = Callable[[CudaKernel, tuple[int, int], ctypes.Structure], None]
@@ -40,8 +51,10 @@ class ScoreInputs(ctypes.Structure):
     """Inputs of scores, as `cuda/scores.h` declares them."""
 
     _fields_ = (
+        *(("first_keys", ctypes.c_void_p), ("first_keys_batch", ctypes.c_longlong)),
+        *((name, ctypes.c_int) for name in ("rows", "columns", "position", "window", "origin", "edge_position")),
         *((name, ctypes.c_void_p) for name in ("q", "k")),
-        *((name, ctypes.c_int) for name in ("q_stride", "k_stride", "q_row", "heads", "rows", "columns", "position")),
+        *((name, ctypes.c_int) for name in ("q_stride", "k_stride", "q_row", "heads")),
     )
 
 
@@ -57,22 +70,33 @@ class MixerBackwardArgs(ctypes.Structure):
     )
 
 
+class Spans(NamedTuple):
+    """The columns that a chunk's rows see, if not all from position 0 on: of a window, of a document, or of both."""
+
+    window: int
+    left: int
+    """Position of the maps' first column."""
+    first_keys: Tensor | None
+    """int32 [B, R], contiguous: positions at which the rows' documents begin; None if that is 0."""
+
+
 class MixerInputs(NamedTuple):
     """Inputs of both kernels for one chunk of rows."""
 
     queries: Tensor
-    """bfloat16 [B, H, R, 64], scaled: rows of a tensor whose last two dimensions are contiguous."""
+    """[B, H, R, d], scaled: rows of a tensor whose last two dimensions are contiguous."""
     keys: Tensor
-    """bfloat16 [B, H, C or more, 64], alike."""
+    """[B, H, C or more, d], alike."""
     dlogits: Tensor
-    """bfloat16 [B, R, 8, C, 2], heads in pairs; undefined where a row does not see the column."""
+    """[B, R, 8, C, 2], heads in pairs; undefined where a row does not see the column."""
     operands: MixerOperands
     layer: int
     """Number of the layer among those of the operands."""
-    position: int
-    """Position of the chunk's first row."""
     first_row: int
-    """Row of E that belongs to the chunk's first row."""
+    """Row of E that belongs to the chunk's first row; 0 with documents."""
+    position: int
+    """Column of the chunk's first row: its position, if the maps begin at position 0."""
+    spans: Spans | None = None
 
 
 class MixerGradients(NamedTuple):
@@ -112,10 +136,12 @@ def fills_device(rows: int, batch: int, device: DeviceProperties) -> bool:
 
 
 def is_supported(shape: WeightShape, dtype: torch.dtype, dim: int, columns: int) -> bool:
-    """True if the kernels compute these shapes: three taps, 9 to 16 heads of 64, widths of 17 to 32."""
+    """True if some GPU has kernels for these shapes: half precision, three taps, 9 to 16 heads of dimensions that are a
+    multiple of 16, widths of 17 to 32."""
     return (
-        dtype == torch.bfloat16
-        and dim == 64
+        dtype in ELEMENTS
+        and dim % 16 == 0
+        and dim <= MAX_HEAD_DIM
         and shape.kernel_size == 3
         and HEADS // 2 < shape.heads <= HEADS
         and WIDTH // 2 < shape.width <= WIDTH
@@ -123,32 +149,48 @@ def is_supported(shape: WeightShape, dtype: torch.dtype, dim: int, columns: int)
     )
 
 
-def build_score_inputs(queries: Tensor, keys: Tensor, columns: int, position: int) -> ScoreInputs:
-    """Describe a chunk's queries [B, H, R, 64], of any strides but the last, and keys [B, H, C or more, 64], whose last
-    two dimensions are contiguous, for a kernel."""
+def build_score_inputs(
+    queries: Tensor, keys: Tensor, columns: int, position: int, spans: Spans | None = None
+) -> ScoreInputs:
+    """Describe a chunk's queries [B, H, R, d] and keys [B, H, C or more, d] for a kernel.
+
+    Queries have any strides but the last. The last two dimensions of keys are contiguous.
+    """
     heads, rows = queries.shape[1:3]
     strides = (size * queries.element_size() for size in (queries.stride(1), keys.stride(1), queries.stride(2)))
-    return ScoreInputs(queries.data_ptr(), keys.data_ptr(), *strides, heads, rows, columns, position)
+    own: tuple[int, ...] = (0, 0, 0)
+    documents: tuple[int | None, int] = (None, 0)
+    if spans is not None:
+        own = (spans.window, spans.left, position + spans.left if spans.first_keys is None else 0)
+        if spans.first_keys is not None:
+            documents = (spans.first_keys.data_ptr(), spans.first_keys.stride(0) * 4)
+    tensors = (queries.data_ptr(), keys.data_ptr())
+    return ScoreInputs(*documents, rows, columns, position, *own, *tensors, *strides, heads)
 
 
-def differentiate_mixer(inputs: MixerInputs, dscores: Tensor, launch: Launch) -> MixerGradients:
+def differentiate_mixer(
+    inputs: MixerInputs, dscores: Tensor, kernels: tuple[MixerKernel, MixerKernel], launch: Launch
+) -> MixerGradients:
     """Run both kernels for a chunk.
 
     Args:
-        dscores: bfloat16 [B, H, R, C], written where a row sees a column, and zero in the rest of the diagonal tiles.
+        kernels: of `TO_SCORES` and `TO_WEIGHTS`.
+        dscores: [B, H, R, C], written where a row sees a column, and zero in the rest of the diagonal tiles.
         launch: runs a kernel on a grid of (blocks, sequences): on a GPU, or in a test's emulator.
     """
     operands, layer = inputs.operands, inputs.layer
-    shape, fragments, edge = operands.shape, operands.fragments, operands.wide_edge
+    fragments, edge, padding = operands.fragments, operands.wide_edge, operands.shape.padding
     batch, rows, _, columns, _ = inputs.dlogits.shape
-    blocks = cdiv(rows, BLOCK_ROWS)
-    num_rows = inputs.position + blocks * BLOCK_ROWS + shape.padding
+    to_scores, to_weights = ((cdiv(rows, kernel.tile.rows), batch) for kernel in kernels)
+    before = 0 if inputs.spans is None else MAX_TILE_COLUMNS  # a tile may begin left of column 0
+    num_rows = inputs.position + cdiv(rows, BLOCK_ROWS) * BLOCK_ROWS + before + padding
     float32: dict[str, Any] = {"dtype": torch.float32, "device": edge.device}
-    dtables = torch.zeros(batch * blocks, num_rows, WIDTH + HEADS, **float32)
-    dedge = torch.empty(batch, rows, shape.padding, WIDTH, **float32)
-    dweights = torch.empty(batch * blocks, 2 * fragments.w1.shape[1], **float32)
+    dtables = torch.zeros(prod(to_scores), num_rows, WIDTH + HEADS, **float32)
+    new_edge = torch.empty if inputs.spans is None else torch.zeros  # rows may not see their document's begin
+    dedge = new_edge(batch, rows, padding, WIDTH, **float32)
+    dweights = torch.empty(prod(to_weights), 2 * fragments.w1.shape[1], **float32)
     args = MixerBackwardArgs(
-        build_score_inputs(inputs.queries, inputs.keys, columns, inputs.position),
+        build_score_inputs(inputs.queries, inputs.keys, columns, inputs.position, inputs.spans),
         inputs.dlogits.data_ptr(),
         find_pointer(operands.entries, layer),
         find_pointer(edge, layer) + inputs.first_row * edge.stride(1) * edge.element_size(),
@@ -157,6 +199,6 @@ def differentiate_mixer(inputs: MixerInputs, dscores: Tensor, launch: Launch) ->
         *(TABLE_FRONT, num_rows),
         *(x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, inputs.dlogits, dedge, dscores)),
     )
-    launch(TO_SCORES, (blocks, batch), args)
-    launch(TO_WEIGHTS, (blocks, batch), args)
+    for kernel, grid in zip(kernels, (to_scores, to_weights), strict=True):
+        launch(kernel.code, grid, args)
     return MixerGradients(dtables, dedge, dweights)

@@ -10,20 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.cdape_attention.mixer import (
-    FOLDER,
-    Launch,
-    ScoreInputs,
-    build_score_inputs,
-)
-from kernels.cdape_attention.mixer_operands import BLOCK_ROWS, MixerOperands, find_pointer
-from kernels.cuda.kernel import CudaKernel
+from kernels.cdape_attention.geometry import KernelFamily, MixerKernel, Tile
+from kernels.cdape_attention.mixer import Launch, ScoreInputs, Spans, build_score_inputs
+from kernels.cdape_attention.mixer_operands import MixerOperands, find_pointer
 from kernels.runtime import cdiv
 
-NARROW = CudaKernel(FOLDER, "mixer_forward.h", "MixerForward<1, 16>", "MixerForwardArgs", 128, 114176)
-WIDE = CudaKernel(FOLDER, "mixer_forward.h", "MixerForward<1, 32>", "MixerForwardArgs", 256, 153344)
-KERNELS = {80: WIDE, 90: NARROW}
-"""The kernel for a compute capability: two blocks of 4 warps on a multiprocessor, or one of 8 where one fits."""
+KERNELS = KernelFamily(
+    *("mixer_forward.h", "MixerForward<{}>", "MixerForwardArgs", 1),
+    ((Tile(32, 16), 48640), (Tile(32, 32), 87808), (Tile(16, 64), 97152), (Tile(16, 32), 43904)),
+)
 
 
 class LogitArgs(ctypes.Structure):
@@ -50,23 +45,24 @@ class LogitInputs(NamedTuple):
     """Inputs of the kernel for one chunk of rows."""
 
     queries: Tensor
-    """bfloat16 [B, H, R, 64], scaled: rows of a tensor whose last two dimensions are contiguous."""
+    """[B, H, R, d], scaled: rows of a tensor whose last two dimensions are contiguous."""
     keys: Tensor
-    """bfloat16 [B, H, C or more, 64], alike; C is the position after the chunk's last row."""
+    """[B, H, C or more, d], alike; C is the position after the chunk's last row."""
     operands: MixerOperands
     layer: int
     """Number of the layer among those of the operands."""
-    position: int
-    """Position of the chunk's first row."""
     first_row: int
-    """Row of E that belongs to the chunk's first row."""
+    """Row of E that belongs to the chunk's first row; 0 with documents."""
+    position: int
+    """Column of the chunk's first row: its position, if the maps begin at position 0."""
+    spans: Spans | None = None
 
 
-def compute_logits(inputs: LogitInputs, kernel: CudaKernel, launch: Launch) -> Tensor:
+def compute_logits(inputs: LogitInputs, kernel: MixerKernel, launch: Launch) -> Tensor:
     """Return the logits of a chunk, float32 [B, H, R, C], undefined where a row does not see a column.
 
     Args:
-        kernel: one of `KERNELS`.
+        kernel: of `KERNELS`.
         launch: runs a kernel on a grid of (blocks, sequences): on a GPU, or in a test's emulator.
     """
     batch, heads, rows, _ = inputs.queries.shape
@@ -74,7 +70,7 @@ def compute_logits(inputs: LogitInputs, kernel: CudaKernel, launch: Launch) -> T
     args = build_logit_args(inputs)
     logits = torch.empty(batch, heads, rows, columns, dtype=torch.float32, device=inputs.queries.device)
     strides = (x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, logits))
-    launch(kernel, (cdiv(rows, BLOCK_ROWS), batch), MixerForwardArgs(args, logits.data_ptr(), *strides))
+    launch(kernel.code, (cdiv(rows, kernel.tile.rows), batch), MixerForwardArgs(args, logits.data_ptr(), *strides))
     return logits
 
 
@@ -88,7 +84,7 @@ def build_logit_args(inputs: LogitInputs, bias_copies: int = 1) -> LogitArgs:
     tables, fragments, edge = operands.find_logit_tables(position), operands.fragments, operands.wide_edge
     unread = (tables.bias.shape[1] - bias_copies) * tables.bias.stride(1) * tables.bias.element_size()
     return LogitArgs(
-        build_score_inputs(inputs.queries, inputs.keys, position + inputs.queries.shape[2], position),
+        build_score_inputs(inputs.queries, inputs.keys, position + inputs.queries.shape[2], position, inputs.spans),
         find_pointer(tables.table, layer),
         find_pointer(edge, layer) + inputs.first_row * edge.stride(1) * edge.element_size(),
         *(find_pointer(x, layer) for x in (fragments.w1, fragments.w2)),

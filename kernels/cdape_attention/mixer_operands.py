@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.cdape_attention.geometry import HEADS, WIDTH
 from kernels.cdape_attention.weights import PackedWeights, WeightShape
 from kernels.runtime import cdiv
 
-HEADS, WIDTH = 16, 32
-TABLE_FRONT = 64
+TABLE_FRONT = 96
 """Entries of U in front of distance 0: tiles at the diagonal look so far ahead."""
 LARGEST_EXCHANGED = torch.finfo(torch.float16).max
 GROUP = 8
 """Distances of the table that lie together."""
 BIAS_COPIES = 4
 BLOCK_ROWS = 32
-"""Rows of a block of every kernel."""
+"""The most rows that a block takes."""
+MAX_TILE_COLUMNS = 64
 
 
 def build_table(contributions: Tensor, padding: int, distances: int) -> Tensor:
@@ -150,7 +151,7 @@ class MixerOperands:
     contributions: Tensor
     """float32 [L, p + N, D]: U from distance −p on (`bias_product.py`)."""
     edge: Tensor
-    """float32 [L, R, p, D]: E of the call's rows."""
+    """float32 [L, R, p, D]: E of the call's rows, or with documents of all positions in one."""
     bias_table: Tensor
     """float32 [L, H, N], added to the logits; [L, H, 0] where there is none."""
     weights: PackedWeights
@@ -162,8 +163,8 @@ class MixerOperands:
 
     @property
     def distances(self) -> int:
-        """Number of distances that blocks of rows read."""
-        return self.last + BLOCK_ROWS - 1
+        """Number of distances that blocks of rows read, whose tiles may begin left of column 0."""
+        return self.last + BLOCK_ROWS - 1 + MAX_TILE_COLUMNS
 
     @cached_property
     def fragments(self) -> Fragments:

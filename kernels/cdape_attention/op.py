@@ -227,7 +227,7 @@ def _new_sums(
 ) -> driver.TermSums:
     """Return the sums of a call by itself, zero, with L = 1 in front."""
     sums = driver.new_term_sums(1, product, num_distances, problem.bias_contributions.device)
-    return driver.add_mixer_sums(sums, product, problem) if _has_residue(kept) else sums
+    return driver.add_mixer_sums(sums, problem) if _has_residue(kept) else sums
 
 
 def _attend_backward(

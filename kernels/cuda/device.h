@@ -64,6 +64,11 @@ KERNEL_CODE u32 pack_bf16(f32 low, f32 high) {
 }
 KERNEL_CODE f32 low_bf16(u32 word) { return __uint_as_float(word << 16); }
 KERNEL_CODE f32 high_bf16(u32 word) { return __uint_as_float(word & 0xffff0000u); }
+KERNEL_CODE u32 pack_float16(f32 low, f32 high) {
+  u32 word;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
 KERNEL_CODE u32 pack_exchange(f32 low, f32 high) {
   u32 word;
   asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
@@ -172,15 +177,21 @@ KERNEL_CODE Words<N> load_global(Address a, int constant) {
   *(Vector*)v.x = __ldg((const Vector*)(a.p + constant));
   return v;
 }
+// A number that all lanes read, on which control flow may depend.
+KERNEL_CODE int load_uniform(const void* array, int index) { return __ldg((const int*)array + index); }
 // The same, not moved beyond a barrier: where registers are scarce, a compiler else delays it until just before its
 // use.
-KERNEL_CODE Words<4> request_global(Address a, int constant) {
-  Words<4> v;
+template <int N>
+KERNEL_CODE Words<N> request_global(Address a, int constant) {
+  Words<N> v;
   const char* from = a.p + constant;
-  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3])
-               : "l"(from)
-               : "memory");
+  if constexpr (N == 2)
+    asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x[0]), "=r"(v.x[1]) : "l"(from) : "memory");
+  else
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3])
+                 : "l"(from)
+                 : "memory");
   return v;
 }
 template <int N>

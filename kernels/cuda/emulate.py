@@ -1,11 +1,9 @@
 """Run CUDA C++ kernels on a CPU, from the same source as on a GPU (`emulator.h`), for tests.
 
-The kernels' folder has an `emulate.cpp` that defines C functions for each kernel. Their names are the kernel's, with
-underscores for characters not allowed in C.
+The kernels' folder has an `emulate.cpp`, which is built for each kernel that a test launches.
 """
 
 import ctypes
-import re
 import shutil
 from collections.abc import Iterable
 from functools import cache
@@ -18,7 +16,8 @@ from kernels.cuda.compile import LANGUAGE
 from kernels.cuda.kernel import CudaKernel
 from kernels.jit_build import CompileError, hash_sources, load_library
 
-FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas")
+FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-fvisibility=hidden")
+"""Names of a library are hidden from others: each has counts and arrays of its own."""
 
 
 class Faults(NamedTuple):
@@ -48,18 +47,18 @@ class Emulator:
     """Kernels of a folder, runnable on a CPU."""
 
     def __init__(self, folder: Path) -> None:
-        self.library = _build(folder)
-        self.library.register_array.argtypes = [ctypes.c_void_p, ctypes.c_longlong]
+        self.folder = folder
+        self.tensors: list[Tensor] = []
+        self.libraries: list[ctypes.CDLL] = []
 
     def begin(self, tensors: Iterable[Tensor]) -> None:
         """Reset counts and arrays, and register the tensors that kernels may access."""
-        self.library.forget_arrays()
-        for x in tensors:
-            self.register(x)
+        self.tensors = list(tensors)
+        self.libraries = []
 
     def register(self, x: Tensor) -> None:
         """Register another tensor that kernels may access."""
-        self.library.register_array(x.data_ptr(), x.numel() * x.element_size())
+        self.tensors.append(x)
 
     def launch(
         self, kernel: CudaKernel, grid: tuple[int, int], arguments: ctypes.Structure, *, backwards: bool = False
@@ -69,16 +68,24 @@ class Emulator:
         Args:
             backwards: run the warps in the reverse order between two barriers.
         """
-        name = re.sub(r"\W+", "_", kernel.name).strip("_")
-        sizes = (getattr(self.library, f"{name}_{x}")() for x in ("num_threads", "memory_bytes"))
-        assert tuple(sizes) == (kernel.num_threads, kernel.shared_bytes), kernel.name
-        getattr(self.library, name)(ctypes.byref(arguments), *grid, int(backwards))
+        library = _build(self.folder, kernel)
+        assert (library.num_threads(), library.memory_bytes()) == (kernel.num_threads, kernel.shared_bytes), kernel.name
+        if library not in self.libraries:
+            library.forget_counts()
+            self.libraries.append(library)
+        library.forget_arrays()
+        for x in self.tensors:
+            library.register_array(ctypes.c_void_p(x.data_ptr()), ctypes.c_longlong(x.numel() * x.element_size()))
+        library.launch(ctypes.byref(arguments), *grid, int(backwards))
 
     def get_faults(self) -> Faults:
         """Return the counts since `begin`."""
-        counts = (ctypes.c_longlong * len(Faults._fields))()
-        self.library.get_faults(counts)
-        return Faults(*counts)
+        total = [0] * len(Faults._fields)
+        for library in self.libraries:
+            counts = (ctypes.c_longlong * len(total))()
+            library.get_faults(counts)
+            total = [x + y for x, y in zip(total, counts, strict=True)]
+        return Faults(*total)
 
 
 def find_compiler() -> str | None:
@@ -87,8 +94,8 @@ def find_compiler() -> str | None:
 
 
 @cache
-def _build(folder: Path) -> ctypes.CDLL:
-    """Compile the folder's `emulate.cpp`, once for each state of the sources.
+def _build(folder: Path, kernel: CudaKernel) -> ctypes.CDLL:
+    """Compile the folder's `emulate.cpp` for a kernel, once for each state of the sources.
 
     Raises:
         CompileError: if this machine has no C++ compiler, or it rejects the source.
@@ -98,5 +105,6 @@ def _build(folder: Path) -> ctypes.CDLL:
         raise CompileError("no C++ compiler was found (c++, g++, clang++)")
     source = folder / "emulate.cpp"
     sources = [source, *sorted(LANGUAGE.glob("*.h")), *sorted(folder.glob("*.h"))]
-    command = [compiler, *FLAGS, f"-I{LANGUAGE}"]
+    definitions = (f'KERNEL_HEADER="{kernel.header}"', f"KERNEL={kernel.name}", f"KERNEL_ARGUMENTS={kernel.arguments}")
+    command = [compiler, *FLAGS, f"-I{LANGUAGE}", *(f"-D{definition}" for definition in definitions)]
     return load_library(f"emulate-{hash_sources(sources, command)}.so", [*command, str(source)])

@@ -137,12 +137,13 @@ inline uint32_t to_bf16(float x) {
   return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 inline float of_bf16(uint32_t bits) { return float_of_bits(bits << 16); }
-inline uint32_t to_exchange(float x) {
-  _Float16 half = (_Float16)std::fmax(-65504.0f, std::fmin(65504.0f, x));
+inline uint32_t to_float16(float x) {
+  _Float16 half = (_Float16)x;
   uint16_t bits;
   memcpy(&bits, &half, 2);
   return bits;
 }
+inline uint32_t to_exchange(float x) { return to_float16(std::fmax(-65504.0f, std::fmin(65504.0f, x))); }
 inline float of_exchange(uint32_t bits) {
   uint16_t narrow = (uint16_t)bits;
   _Float16 half;
@@ -152,6 +153,11 @@ inline float of_exchange(uint32_t bits) {
 inline u32 pack_bf16(const f32& low, const f32& high) {
   u32 r;
   EACH_LANE r.v[lane] = to_bf16(low.v[lane]) | to_bf16(high.v[lane]) << 16;
+  return r;
+}
+inline u32 pack_float16(const f32& low, const f32& high) {
+  u32 r;
+  EACH_LANE r.v[lane] = to_float16(low.v[lane]) | to_float16(high.v[lane]) << 16;
   return r;
 }
 inline u32 pack_exchange(const f32& low, const f32& high) {
@@ -421,7 +427,13 @@ Words<N> load_global(const Address& a, int constant) {
   }
   return v;
 }
-inline Words<4> request_global(const Address& a, int constant) { return load_global<4>(a, constant); }
+inline int load_uniform(const void* array, int index) {
+  return (int)load_global<1>(address(array, i32(4 * index)), 0).x[0].v[0];
+}
+template <int N>
+Words<N> request_global(const Address& a, int constant) {
+  return load_global<N>(a, constant);
+}
 template <int N>
 void store_global(const Address& a, int constant, const Words<N>& v, const pred& is_stored) {
   EACH_LANE if (is_stored.v[lane]) {

@@ -412,13 +412,14 @@ def estimate_cdape_attention(shape: AttentionShape) -> AttentionMemory:
 def has_cuda_kernels(shape: AttentionShape) -> bool:
     """True if kernels/cdape_attention has CUDA kernels for the shape, as `mixer.is_supported` there (a test compares).
 
-    They run on compute capability 9.0 alone, and where a chunk fills the card: elsewhere this is an upper bound.
+    They run where a block fits the GPU's shared memory and a chunk fills the card: elsewhere this is an upper bound.
     """
     processor = shape.processor
     return (
         processor is not None
         and shape.bytes_per_element == 2
-        and shape.rotated_dim == 64
+        and shape.rotated_dim % 16 == 0
+        and shape.rotated_dim <= 128
         and 8 < shape.num_heads <= 16
         and 16 < processor.width <= 32
         and processor.kernel_size == 3

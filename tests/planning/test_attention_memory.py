@@ -134,12 +134,12 @@ def test_chunks_of_the_processor_kernel(heads: int, gib: int) -> None:
             assert min(choose_chunk_rows(shape), length) == wanted
 
 
-@pytest.mark.parametrize(("heads", "dim", "length"), product((8, 9, 16, 17), (32, 64), (512, 513)))
+@pytest.mark.parametrize(("heads", "dim", "length"), product((8, 9, 16, 17), (64, 72, 144), (512, 513)))
 def test_the_output_is_kept_for_cuda_kernels(heads: int, dim: int, length: int) -> None:
     position = PositionOptions(pos_emb="kerple_log", score_processor="cdape")
     encoding, processor = plan_encoding(position), plan_processor(position)
     assert processor is not None
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
         shape = AttentionShape(
             2, ((0, length),), heads, dim, dtype.itemsize, encoding, processor, True, None, 64, False, 80 << 30
         )

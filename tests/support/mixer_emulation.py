@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from torch.nn.functional import pad
 
 from kernels.cdape_attention import mixer_operands
 from kernels.cdape_attention.bias_product import get_bias_product
+from kernels.cdape_attention.driver import ALIGNED, NO_WINDOW_INT32
+from kernels.cdape_attention.geometry import KernelFamily, MixerKernel, Tile
+from kernels.cdape_attention.mixer import MixerInputs, Spans
 from kernels.cdape_attention.mixer_forward import LogitInputs
 from kernels.cdape_attention.mixer_operands import MixerOperands
 from kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights
@@ -36,19 +40,97 @@ class Shape:
     width: int
     rows: int
     position: int
+    window: int | None = None
+    starts: frozenset[int] | None = None
+    """Where documents begin, 0 too; in the second sequence 7 columns later."""
+    dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def columns(self) -> int:
         return self.position + self.rows
 
+    @property
+    def left(self) -> int:
+        """Position of the maps' first column."""
+        return 0 if self.window is None else max(self.position - self.window + 1, 0) // ALIGNED * ALIGNED
 
-SHAPES = st.builds(
-    Shape, st.integers(1, 2), st.integers(9, 16), st.integers(17, 32), st.integers(1, 80), st.integers(0, 12)
-).map(lambda s: Shape(s.batch, s.heads, s.width, s.rows, s.position * 8 + -(s.rows + s.position * 8) % 8))
+    @property
+    def first_keys(self) -> Tensor | None:
+        if self.starts is None:
+            return None
+        sequences = [
+            [max([0, *(s + 7 * b for s in self.starts if s + 7 * b <= i)]) for i in range(self.position, self.columns)]
+            for b in range(self.batch)
+        ]
+        return torch.tensor(sequences, dtype=torch.int32)
+
+    @property
+    def spans(self) -> Spans | None:
+        if self.window is None and self.starts is None:
+            return None
+        return Spans(NO_WINDOW_INT32 if self.window is None else self.window, self.left, self.first_keys)
+
+
+def _round_columns(shape: Shape) -> Shape:
+    position = shape.position * 8
+    return replace(shape, position=position + -(shape.rows + position) % 8)
+
+
+SIZES = (st.integers(1, 2), st.integers(9, 16), st.integers(17, 32), st.integers(1, 80), st.integers(0, 12))
+SHAPES = st.builds(Shape, *SIZES).map(_round_columns)
+WINDOWS = st.none() | st.integers(1, 70)
+STARTS = st.none() | st.frozensets(st.integers(1, 150) | st.sampled_from([31, 32, 33, 63, 64]), max_size=6)
+LOCAL_SHAPES = (
+    st.builds(Shape, *SIZES, WINDOWS, STARTS).map(_round_columns).filter(lambda shape: shape.spans is not None)
+)
+LOCAL_EXAMPLES = (
+    Shape(1, 9, 17, 40, 0, None, frozenset({1, 2, 3, 33})),  # documents of one token
+    Shape(2, 12, 32, 72, 8, None, frozenset({31, 32, 63})),
+    Shape(1, 16, 32, 72, 64, 33, None),
+    Shape(1, 9, 17, 64, 64, 1, None),
+    Shape(2, 10, 20, 72, 96, 40, frozenset({70, 130})),
+)
+
+
+def find_documents(shape: Shape) -> Tensor:
+    """Where each row's document begins, [B, R, 1]."""
+    first_keys = shape.first_keys
+    return torch.zeros(shape.batch, shape.rows, 1, dtype=torch.int32) if first_keys is None else first_keys[..., None]
+
+
+class Case(NamedTuple):
+    """What a kernel is compiled for."""
+
+    rows: int
+    columns: int
+    dim: int
+    dtype: torch.dtype
+
+    def build(self, family: KernelFamily, inputs: LogitInputs | MixerInputs) -> MixerKernel:
+        tile, is_local = Tile(self.rows, self.columns), inputs.spans is not None
+        return family.build(tile, self.dim, self.dtype, 90, is_local=is_local)
+
+    def adapt(self, shape: Shape) -> Shape:
+        return replace(shape, dim=self.dim, dtype=self.dtype)
+
+
+CASES = [
+    Case(32, 32, 64, torch.bfloat16),
+    Case(16, 64, 80, torch.float16),
+    Case(16, 64, 128, torch.bfloat16),
+    Case(16, 32, 96, torch.bfloat16),
+]
+LOCAL_CASES = CASES[:2]
+ROUNDINGS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+"""Relative to a number, half a unit in the last place of the types."""
 
 
 def find_seen(shape: Shape) -> Tensor:
-    return torch.arange(shape.columns) <= torch.arange(shape.rows)[:, None] + shape.position
+    """True where a row sees a column, [B, 1, R, C]."""
+    distance = torch.arange(shape.rows)[:, None] + shape.position - torch.arange(shape.columns)
+    is_inside = torch.arange(shape.columns) >= find_documents(shape)
+    return ((distance >= 0) & (distance < (shape.window or shape.columns)) & is_inside)[:, None]
 
 
 @dataclass(frozen=True)
@@ -73,18 +155,19 @@ def draw_call(shape: Shape, generator: torch.Generator) -> Call:
         draw(heads, shape.width, 1, TAPS, scale=0.1),
         draw(heads),
     )
-    packed = pack_weights(weight_shape, [weights], torch.bfloat16)
-    product = get_bias_product(weight_shape, rows, shape.position, None, torch.bfloat16)
+    packed = pack_weights(weight_shape, [weights], shape.dtype)
+    of_rows = (rows, shape.position) if shape.starts is None else (columns, 0)
+    product = get_bias_product(weight_shape, *of_rows, shape.window, shape.dtype)
     bias = draw(heads, columns)
     contributions = product.compute(product.build_neighbourhoods(bias[None]), packed)
     edge_start = columns + PADDING
     return Call(
         shape,
-        draw(batch, heads, rows, 64, scale=0.35).bfloat16(),
-        draw(batch, heads, columns + 3, 64).bfloat16(),  # a cache may hold more
+        draw(batch, heads, rows, shape.dim, scale=2.8 / shape.dim**0.5).to(shape.dtype),
+        draw(batch, heads, columns + 3, shape.dim).to(shape.dtype)[:, :, shape.left :],  # a cache may hold more
         MixerOperands(
             contributions[:, :edge_start].clone(),
-            contributions[:, edge_start:].view(1, rows, PADDING, -1).clone(),
+            contributions[:, edge_start:].view(1, of_rows[0], PADDING, -1).clone(),
             bias[None],
             packed,
             weight_shape,
@@ -97,19 +180,28 @@ def build_logit_inputs(shape: Shape, seed: int = 0, *, residual_bias: bool = Tru
     call = draw_call(shape, torch.Generator().manual_seed(seed))
     bias = call.operands.bias_table
     operands = replace(call.operands, bias_table=bias if residual_bias else bias[..., :0])
-    return LogitInputs(call.queries, call.keys, operands, 0, shape.position, 0)
+    return LogitInputs(call.queries, call.keys, operands, 0, 0, shape.position - shape.left, shape.spans)
 
 
-def give_operands_company(operands: MixerOperands, rows: int) -> MixerOperands:
-    """Return the operands as those of the second of two layers and of the last but `rows` rows of a longer call."""
+InputsT = TypeVar("InputsT", LogitInputs, MixerInputs)
+
+
+def unpack_operands(inputs: InputsT) -> InputsT:
+    """The same inputs, whose operands are packed anew."""
+    return inputs._replace(operands=replace(inputs.operands))  # type: ignore[type-var, return-value]
+
+
+def move_into_longer_call(inputs: InputsT, rows: int = 40) -> InputsT:
+    """The same inputs as those of the second of two layers, and of a chunk with rows before and behind it."""
 
     def extend(x: Tensor, dim: int, before: int, after: int) -> Tensor:
         sizes = list(x.shape)
         parts = [torch.randn(*(*sizes[:dim], n, *sizes[dim + 1 :])).to(x.dtype) for n in (before, after)]
         longer = torch.cat([parts[0], x, parts[1]], dim)
-        return torch.cat([torch.randn_like(longer, dtype=torch.float32).to(x.dtype), longer])
+        return torch.cat([torch.randn(longer.shape).to(x.dtype), longer])
 
-    return replace(
+    operands = inputs.operands
+    operands = replace(
         operands,
         contributions=extend(operands.contributions, 1, 0, rows),
         edge=extend(operands.edge, 1, rows, rows),
@@ -117,26 +209,66 @@ def give_operands_company(operands: MixerOperands, rows: int) -> MixerOperands:
         weights=PackedWeights(*(extend(x, 1, 0, 0) for x in operands.weights)),
         last=operands.last + rows,
     )
+    return inputs._replace(operands=operands, layer=1, first_row=rows)  # type: ignore[type-var, return-value]
+
+
+class Hidden(NamedTuple):
+    """What hidden values are made of, in float64, of p columns more than logits. B sequences, R rows, D widths."""
+
+    scores: Tensor
+    """[B, H, R, C], zero where a row does not see a column."""
+    begin: Tensor
+    """U or E, [B, R, C + p, D]."""
+    is_alive: Tensor
+    """[B, R, C + p]."""
+    at_edge: Tensor
+    """True where E holds, alike."""
+    distance: Tensor
+    """[R, C + p]."""
+
+
+def begin_hidden(inputs: LogitInputs | MixerInputs, shape: Shape) -> Hidden:
+    columns = shape.columns
+    keys = pad(inputs.keys[:, :, : columns - shape.left].double(), (0, 0, shape.left, 0))
+    scores = torch.einsum("bhid,bhjd->bhij", inputs.queries.double(), keys)
+    positions, column = torch.arange(shape.rows)[:, None] + shape.position, torch.arange(columns + PADDING)
+    distance, place = positions - column, column - find_documents(shape)
+    begin = inputs.operands.contributions[0].double()[(distance + PADDING).clamp(min=0)].expand(shape.batch, -1, -1, -1)
+    rows = torch.arange(shape.rows).expand(shape.batch, -1)
+    of_row = (rows if shape.starts is None else rows + shape.position - find_documents(shape)[..., 0])[..., None]
+    edge = inputs.operands.edge[0].double()[of_row, place.clamp(0, PADDING - 1)] if PADDING else begin
+    at_edge = (place >= 0) & (place < PADDING)
+    is_alive = (distance >= -PADDING) & (place >= 0)
+    return Hidden(
+        torch.where(find_seen(shape), scores, 0.0),
+        torch.where(at_edge[..., None], edge, begin),
+        is_alive,
+        at_edge,
+        distance,
+    )
+
+
+def find_inputs(inputs: LogitInputs | MixerInputs) -> list[Tensor]:
+    """The tensors that kernels read as they are."""
+    keys = inputs.keys if inputs.keys._base is None else inputs.keys._base
+    documents = None if inputs.spans is None else inputs.spans.first_keys
+    return [inputs.queries, keys, inputs.operands.edge, *([] if documents is None else [documents])]
 
 
 def compute_true_logits(inputs: LogitInputs, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Logits in float64, and by how much rounding may change them."""
+    """Logits in float64, and by how much rounding may change them, from column 0 on."""
     heads, width, columns = shape.heads, shape.width, shape.columns
     hidden_columns = columns + PADDING
-    scores = torch.einsum("bhid,bhjd->bhij", inputs.queries.double(), inputs.keys[:, :, :columns].double())
-    scores = torch.where(find_seen(shape), scores, 0.0)
+    scores, hidden, is_alive, _, distance = begin_hidden(inputs, shape)
     operands = inputs.operands
     w1, w2 = operands.weights.w1[0, :, :heads, :width].double(), operands.weights.w2[0, :, :width, :heads].double()
-    distance = torch.arange(shape.rows)[:, None] + shape.position - torch.arange(hidden_columns)
-    hidden = operands.contributions[0].double()[(distance + PADDING).clamp(min=0)]
-    hidden[:, :PADDING] = operands.edge[0].double()
-    hidden = hidden.expand(shape.batch, -1, -1, -1).clone()
     size = hidden.abs()
     wide_scores = pad(scores, (PADDING, 2 * PADDING))
     for tap in range(TAPS):
         taken = wide_scores[..., tap : tap + hidden_columns]
-        hidden += torch.einsum("bhij,hd->bijd", taken, w1[tap])
-        size += torch.einsum("bhij,hd->bijd", taken.abs(), w1[tap].abs())
+        hidden = hidden + torch.einsum("bhij,hd->bijd", taken, w1[tap])
+        size = size + torch.einsum("bhij,hd->bijd", taken.abs(), w1[tap].abs())
+    hidden, size = (torch.where(is_alive[..., None], x, 0.0) for x in (hidden, size))
     active = torch.where(hidden > 0, hidden, SLOPE * hidden)
     # Both factors, U and the scores, were rounded, then the hidden value, and what the slope made of it.
     doubt = (2 * size + 2 * hidden.abs()) * EXCHANGE_ROUNDING + TINY

@@ -3,16 +3,18 @@
 //
 // A warp adds up its 16 rows × 8 columns by products with shifted identities, which move row r of a column to row
 // r + 7 - jj: 23 distances, in 3 groups of 8. A tile of 32 × 32 pixels has 63 distances, in 8 groups, of which the
-// lower four are the next tile's upper four. So a warp adds up the warps' sums of one group in two tiles, as a lower
-// and then as an upper one, in the order of the warps, and stores them once.
+// lower four are the next tile's upper four, and a tile of 16 × 64 has 79, in 10 groups, of which two are. So a warp
+// adds up the warps' sums of a group in two tiles, as a lower and then as an upper one, in the order of the warps, and
+// stores them once.
 #pragma once
 #include "geometry.h"
 
 template <class G>
 struct Diagonals {
+  typedef typename G::Element Element;
   static constexpr int CHANNELS = G::WIDTH + G::HEADS, DISTANCE_BYTES = CHANNELS * 4;
   static constexpr int GROUP_BYTES = 8 * DISTANCE_BYTES, WARP_BYTES = 3 * GROUP_BYTES;
-  static constexpr int MEMORY_BYTES = G::WARPS * WARP_BYTES;
+  static constexpr int MEMORY_BYTES = G::WARPS * WARP_BYTES, GROUPS = 2 * G::ROW_TILES + G::RUNS;
 
   // A group: 8 distances × 48 channels, 12 of which a lane holds.
   struct Sums {
@@ -30,8 +32,9 @@ struct Diagonals {
   };
   static KERNEL_CODE void build_shift(Shift& shift, int jj) {
     i32 lane = lane_id(), from = lane / 4 - lane % 4 * 2 + (jj - 7);
-    u32 below = select(from == 0, u32(0x3f80u), select(from == 1, u32(0x3f800000u), u32(0u)));
-    u32 beyond = select(from == -8, u32(0x3f80u), select(from == -7, u32(0x3f800000u), u32(0u)));
+    const u32 ONE = u32(Element::ONE);
+    u32 below = select(from == 0, ONE, select(from == 1, ONE << u32(16u), u32(0u)));
+    u32 beyond = select(from == -8, ONE, select(from == -7, ONE << u32(16u), u32(0u)));
     shift.low[0] = below;
     shift.low[1] = beyond;
     shift.low[2] = u32(0u);
@@ -42,8 +45,8 @@ struct Diagonals {
 
   // Adds a column, (rows, channels) as a B fragment, to the sums of the distances below 16, and of the others.
   static KERNEL_CODE void add_shifted(f32 (&low)[4], f32 (&high)[4], const Shift& shift, u32 b0, u32 b1, int jj) {
-    mma_bf16(low, shift.low, b0, b1);
-    if (jj < 7) mma_bf16_k8(high, shift.high[0], shift.high[1], b1);
+    Element::multiply(low, shift.low, b0, b1);
+    if (jj < 7) Element::multiply_k8(high, shift.high[0], shift.high[1], b1);
   }
 
   // Stores a warp's sums. Row x is of the distance of its first row and last column, plus x - 7.
@@ -61,31 +64,36 @@ struct Diagonals {
     }
   }
 
-  // Adds the warps' sums of a tile to those of this warp's group, and stores the group when it is complete.
+  // Adds the warps' sums of a tile to those of this warp's groups, of which one is unfinished, and stores the others.
   // `first_row` is the row of `table` [programs, rows, 48] that the tile's first distance has.
   static KERNEL_CODE void add(Sums& sums, SharedMemory memory, int warp, int tile, bool is_last, void* table,
                               long long program, int rows, int first_row) {
     i32 lane = lane_id();
-    const int group = (warp + 4 * (tile & 1)) & 7;
-    UNROLL_FOR (int row_tile = 0; row_tile < 2; row_tile++)
-      UNROLL_FOR (int part = 0; part < 3; part++) {
-        const int run = G::RUNS - 1 - (group - part - 2 * row_tile);
-        if (run >= 0 && run < G::RUNS)
-          UNROLL_FOR (int v = 0; v < 3; v++) {
-            const int from = (row_tile * G::RUNS + run) * WARP_BYTES + part * GROUP_BYTES + v * 512;
-            Words<4> x = load_shared<4>(memory, lane * 16 + from);
-            UNROLL_FOR (int y = 0; y < 4; y++) sums.part[v][y] += as_f32(x.x[y]);
-          }
+    // A tile's group is the next tile's group + RUNS. WARPS is RUNS or twice that, so that it takes no sign.
+    const int highest = GROUPS - 1 - ((GROUPS - 1 - warp + G::RUNS * tile) & (G::WARPS - 1));
+    UNROLL_FOR (int turn = 0; turn < (GROUPS + G::WARPS - 1) / G::WARPS; turn++) {
+      const int group = highest - turn * G::WARPS;
+      if (group < 0) continue;
+      UNROLL_FOR (int row_tile = 0; row_tile < G::ROW_TILES; row_tile++)
+        UNROLL_FOR (int part = 0; part < 3; part++) {
+          const int run = G::RUNS - 1 - (group - part - 2 * row_tile);
+          if (run >= 0 && run < G::RUNS)
+            UNROLL_FOR (int v = 0; v < 3; v++) {
+              const int from = (row_tile * G::RUNS + run) * WARP_BYTES + part * GROUP_BYTES + v * 512;
+              Words<4> x = load_shared<4>(memory, lane * 16 + from);
+              UNROLL_FOR (int y = 0; y < 4; y++) sums.part[v][y] += as_f32(x.x[y]);
+            }
+        }
+      if (group < GROUPS - G::RUNS && !is_last) continue;
+      const int row = first_row + 8 * group;
+      Address to = advance(address(table, lane * 16), (program * rows + row) * DISTANCE_BYTES);
+      UNROLL_FOR (int v = 0; v < 3; v++) {
+        Words<4> x;
+        UNROLL_FOR (int y = 0; y < 4; y++) x.x[y] = as_u32(sums.part[v][y]);
+        i32 distance = (lane + v * 32) / 12 + row;
+        store_global<4>(to, v * 512, x, distance >= 0 && distance < rows);
       }
-    if (group < 4 && !is_last) return;
-    const int row = first_row + 8 * group;
-    Address to = advance(address(table, lane * 16), (program * rows + row) * DISTANCE_BYTES);
-    UNROLL_FOR (int v = 0; v < 3; v++) {
-      Words<4> x;
-      UNROLL_FOR (int y = 0; y < 4; y++) x.x[y] = as_u32(sums.part[v][y]);
-      i32 distance = (lane + v * 32) / 12 + row;
-      store_global<4>(to, v * 512, x, distance >= 0 && distance < rows);
+      clear(sums);
     }
-    clear(sums);
   }
 };

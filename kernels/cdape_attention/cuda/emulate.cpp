@@ -1,28 +1,17 @@
-// The kernels of this folder on a CPU, for tests: `kernels/cuda/emulate.py` builds it.
-#include "logit_gradient.h"
-#include "mixer_backward.h"
-#include "mixer_forward.h"
+// A kernel of this folder on a CPU, for tests: `kernels/cuda/emulate.py` builds it, with the kernel's header, name and
+// arguments as KERNEL_HEADER, KERNEL and KERNEL_ARGUMENTS.
+#include KERNEL_HEADER
 
-extern "C" void register_array(const void* begin, long long bytes) { arrays().push_back({(const char*)begin, bytes}); }
-extern "C" void forget_arrays() {
-  arrays().clear();
-  faults() = Faults{};
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+EXPORTED void register_array(const void* begin, long long bytes) { arrays().push_back({(const char*)begin, bytes}); }
+EXPORTED void forget_arrays() { arrays().clear(); }
+EXPORTED void forget_counts() { faults() = Faults{}; }
+EXPORTED void get_faults(long long* counts) { memcpy(counts, &faults(), sizeof(Faults)); }
+
+typedef KERNEL Kernel;
+EXPORTED void launch(const KERNEL_ARGUMENTS* args, int num_blocks, int num_batches, int backwards) {
+  emulate_kernel<Kernel>(*args, num_blocks, num_batches, backwards);
 }
-extern "C" void get_faults(long long* counts) { memcpy(counts, &faults(), sizeof(Faults)); }
-
-// A function for each kernel, named as `CudaKernel.name` reads without punctuation.
-#define EMULATE(NAME, ARGS, ...)                                                           \
-  extern "C" void NAME(const ARGS* args, int num_blocks, int num_batches, int backwards) { \
-    emulate_kernel<__VA_ARGS__>(*args, num_blocks, num_batches, backwards);                \
-  }                                                                                        \
-  extern "C" int NAME##_memory_bytes() { return __VA_ARGS__::MEMORY_BYTES; }               \
-  extern "C" int NAME##_num_threads() { return __VA_ARGS__::NUM_THREADS; }
-typedef MixerBackward<1, true, false> BackwardToScores;
-typedef MixerBackward<1, false, true> BackwardToWeights;
-typedef MixerForward<1, 16> Forward16;
-typedef MixerForward<1, 32> Forward32;
-EMULATE(MixerBackward_1_true_false, MixerBackwardArgs, BackwardToScores)
-EMULATE(MixerBackward_1_false_true, MixerBackwardArgs, BackwardToWeights)
-EMULATE(MixerForward_1_16, MixerForwardArgs, Forward16)
-EMULATE(MixerForward_1_32, MixerForwardArgs, Forward32)
-EMULATE(LogitGradient_1, LogitGradientArgs, LogitGradient<1>)
+EXPORTED int memory_bytes() { return Kernel::MEMORY_BYTES; }
+EXPORTED int num_threads() { return Kernel::NUM_THREADS; }

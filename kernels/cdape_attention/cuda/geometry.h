@@ -1,11 +1,11 @@
 // How a thread block divides CDAPE's work.
 //
 // A block takes 32 query rows of a sequence and all heads, and goes over the key columns in tiles of 32, with 8 warps,
-// or of 16, with 4. H ≤ 16 heads are padded to 16, the processor's width to 32, and p = k//2 columns are read to either
-// side.
+// or of 16, with 4; or, where 32 rows of all heads do not fit shared memory, 16 rows and tiles of 64 or 32. H ≤ 16
+// heads are padded to 16, the processor's width to 32, and p = k//2 columns are read to either side.
 //
 // Two ways to divide a tile alternate, with a barrier between them:
-// - by heads: a warp computes the scores of some heads, in pairs, for all rows;
+// - by heads: a warp computes the scores of some heads, in pairs, for all rows, and 16 columns or, of 16 rows, 32;
 // - by pixels: a warp mixes all heads of 16 rows (row tile w / RUNS) and 8 columns (run w % RUNS).
 // A product of the mixer has M = 16 rows at one column, K = heads or width, N = width or heads, so that taps of a
 // convolution are other registers, and the result of one product is an operand of the next.
@@ -16,15 +16,22 @@
 //
 // What warps exchange are words of two heads, a pair, at a row and a column.
 #pragma once
-#include "warp.h"
+#include "elements.h"
 
-template <int PADDING_, int COLUMNS_>
+template <int PADDING_, int COLUMNS_, int ROW_TILES_, int HEAD_DIM_, class Element_, bool LOCAL_>
 struct Geometry {
+  typedef Element_ Element;  // of queries, keys, values and gradients
+  static constexpr bool LOCAL = LOCAL_;  // rows see columns from one of their own on, see spans.h
   static constexpr int PADDING = PADDING_, TAPS = 2 * PADDING + 1, COLUMNS = COLUMNS_;
-  static constexpr int ROW_TILES = 2, ROWS = 16 * ROW_TILES, RUNS = COLUMNS / 8, WARPS = ROW_TILES * RUNS;
-  static constexpr int HEADS = 16, PAIRS = 8, WIDTH = 32, HEAD_DIM = 64, ROW_BYTES = 2 * HEAD_DIM;
-  static constexpr int QUERY_BYTES = ROWS * HEADS * ROW_BYTES;
-  static_assert(COLUMNS == 16 || COLUMNS == 32, "strides in shared memory are for tiles of 16 or 32 columns");
+  static constexpr int ROW_TILES = ROW_TILES_, ROWS = 16 * ROW_TILES, RUNS = COLUMNS / 8, WARPS = ROW_TILES * RUNS;
+  static constexpr int HEADS = 16, PAIRS = 8, WIDTH = 32, HEAD_DIM = HEAD_DIM_, ROW_BYTES = 2 * HEAD_DIM;
+  static constexpr int QUERY_BYTES = ROWS * HEADS * ROW_BYTES, WARP_ROWS = ROWS / WARPS;
+  // Where scores are of 16 rows, a warp computes them for two groups of 16 columns at a time.
+  static constexpr int GROUPS = 2 / ROW_TILES;
+  static_assert(ROW_TILES == 1 || ROW_TILES == 2, "scores are of two row tiles, or of one and twice the columns");
+  static_assert(COLUMNS == 16 || COLUMNS == 32 || COLUMNS == 64, "strides in shared memory are for these tiles");
+  static_assert(WARPS == 4 || WARPS == 8, "heads are divided among so many");
+  static_assert(HEAD_DIM % 16 == 0, "a product takes 16 of a head's dimensions");
 
   // Loads a convolution's weights, B fragments in memory as [taps][4][32 lanes][2].
   static KERNEL_CODE void load_weights(u32 (&weights)[TAPS][4][2], const void* from) {

@@ -1,4 +1,4 @@
-// CDAPE's logits for 32 query rows, from queries and keys, as words that a kernel's last phase takes from shared
+// CDAPE's logits for a block's query rows, from queries and keys, as words that a kernel's last phase takes from shared
 // memory.
 //
 //   hidden[j] = U[i - j] + Σ_t W1[t]·S[j + t - p]        (E[i, j] instead of U for j < p)
@@ -25,26 +25,29 @@ struct LogitInputs {
 };
 
 // BY_ROWS: the last phase reads its words by rows and columns, not by columns and pairs.
-template <int PADDING, int COLUMNS, bool BY_ROWS>
+template <class G_, bool BY_ROWS>
 struct Logits {
-  typedef Geometry<PADDING, COLUMNS> G;
+  typedef G_ G;
   typedef Scores<G, 4> S;
   typedef FragmentWindow<G> W;
   typedef Tables<G> T;
   typedef Runs<G, Exchange, BY_ROWS> R;
-  static constexpr int TAPS = G::TAPS, NUM_THREADS = 32 * G::WARPS;
+  static constexpr int PADDING = G::PADDING, TAPS = G::TAPS, COLUMNS = G::COLUMNS, NUM_THREADS = 32 * G::WARPS;
+  // Of the warp's four heads, those whose next keys wait in registers while a tile is mixed.
+  static constexpr int KEY_WORDS = G::HEAD_DIM / 4 * G::GROUPS, HELD = KEY_WORDS <= 16 ? 4 : KEY_WORDS <= 32 ? 2 : 1;
   static constexpr int MEMORY_BYTES = G::QUERY_BYTES + W::MEMORY_BYTES + R::MEMORY_BYTES;
 
   struct State {
     u32 w1[TAPS][4][2], w2[TAPS][4][2];
     typename R::Words4 carry[R::CARRY];
-    typename S::Keys keys[4];         // of the next tile
+    typename S::Keys keys[HELD];      // of the next tile
     typename T::Distances distances;  // of this one
   };
   struct Context {
     LogitInputs in;
     SharedMemory queries, scores, sums;
-    int warp, first_row, num_tiles;
+    int warp, first_row;
+    Tiles tiles;
     KERNEL_CODE int position() const { return in.scores.position + first_row; }
     // The last column that one of the block's rows sees.
     KERNEL_CODE int last_column() const {
@@ -56,23 +59,25 @@ struct Logits {
   // Goes over the tiles of the block's rows; after each, take<MASKED>(context, first column) of the last phase.
   template <class Last>
   static KERNEL_CODE void go_over_tiles(const LogitInputs& in, SharedMemory memory, int warp, int block, Last& last) {
-    Context c{in, memory, memory, memory, warp, block * G::ROWS, 0};
+    Context c{in, memory, memory, memory, warp, block * G::ROWS, {}};
     c.scores = advance(memory, G::QUERY_BYTES);
     c.sums = advance(c.scores, W::MEMORY_BYTES);
-    c.num_tiles = (c.position() + G::ROWS + COLUMNS - 1) / COLUMNS;
+    c.tiles = in.scores.find_tiles<G>(c.first_row);
     last.begin(c);
     State st;
     begin(st, c);
     barrier(memory);
-    compute_scores<true>(st, c, -1);
-    barrier(memory);
-    mix<true>(st, c, -COLUMNS);
-    barrier(memory);
-    // Plain tiles: every row sees all of their scores.
-    const bool is_ragged = c.first_row + G::ROWS > in.scores.rows;
-    const int num_plain = is_ragged || c.position() < 2 * PADDING ? 0 : (c.position() - 2 * PADDING + 1) / COLUMNS;
-    NO_UNROLL_FOR (int tile = 0; tile < num_plain; tile++) take_tile<false>(st, c, memory, tile, last);
-    NO_UNROLL_FOR (int tile = num_plain; tile < c.num_tiles; tile++) take_tile<true>(st, c, memory, tile, last);
+    if constexpr (G::LOCAL) {
+      R::clear(st.carry);
+      if (owns_last_columns(c)) W::clear_last_columns(c.scores, warp % 4);
+    } else {
+      compute_scores<true>(st, c, -1);
+      barrier(memory);
+      mix<true, false>(st, c, -COLUMNS);
+      barrier(memory);
+    }
+    Step<Last> step{st, c, memory, last};
+    RowSpans::go_over<G>(c.tiles, step);
   }
 
   // The words of pair `pair` in four columns of a tile, `at` being their row's offset: both heads' logits without bias.
@@ -89,18 +94,30 @@ struct Logits {
     }
   }
 
-  // A warp computes the scores of pairs w and w + 4, w = warp % 4, in 16 columns: its heads are 2w, 2w + 1 and 8 more.
+  // A warp computes the scores of pairs w and w + 4, w = warp % 4, in the columns of its scores' blocks: its heads are
+  // 2w, 2w + 1 and 8 more.
   static KERNEL_CODE int find_head(int warp, int h) { return 2 * (warp % 4) + 8 * (h / 2) + h % 2; }
 
  private:
+  template <class Last>
+  struct Step {
+    State& st;
+    Context& c;
+    SharedMemory memory;
+    Last& last;
+    template <bool MASKED>
+    KERNEL_CODE void take(int tile) {
+      take_tile<MASKED>(st, c, memory, tile, last);
+    }
+  };
   template <bool MASKED, class Last>
   static KERNEL_CODE void take_tile(State& st, Context& c, SharedMemory memory, int tile, Last& last) {
     const int first = tile * COLUMNS, row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
     T::load_distances(st.distances, c.in.table, c.in.table_group + (c.first_row - first) / 8 + 2 * row_tile - run);
-    if (c.warp / 4 == COLUMNS / 16 - 1) W::keep_last_columns(c.scores, c.warp % 4);
+    if (owns_last_columns(c)) W::keep_last_columns(c.scores, c.warp % 4);
     compute_scores<MASKED>(st, c, tile);
     barrier(memory);
-    mix<false>(st, c, first);
+    mix<false, G::LOCAL && MASKED>(st, c, first);
     barrier(memory);
     last.template take<MASKED>(c, first);
   }
@@ -109,32 +126,39 @@ struct Logits {
     G::load_weights(st.w1, c.in.w1);
     G::load_weights(st.w2, c.in.w2);
     S::load_queries(c.in.scores, c.queries, c.warp, c.first_row);
-    UNROLL_FOR (int h = 0; h < 4; h++) load_keys(st, c, h, -1);
+    UNROLL_FOR (int h = 0; h < HELD; h++) load_keys(st, c, h, G::LOCAL ? c.tiles.first : -1);
   }
 
-  static KERNEL_CODE int find_column(Context& c, int tile) { return tile * COLUMNS + 2 * PADDING + 16 * (c.warp / 4); }
+  static KERNEL_CODE bool owns_last_columns(const Context& c) { return c.warp / 4 == G::WARPS / 4 - 1; }
 
-  // Scores of a tile, -1 being the one before the first, from keys that were loaded before; loads those of the next.
+  static KERNEL_CODE int find_column(Context& c, int tile) {
+    return tile * COLUMNS + 2 * PADDING + 16 * G::GROUPS * (c.warp / 4);
+  }
+
+  // Scores of a tile, -1 being the one before the first, from keys that were loaded before; loads those of the next
+  // HELD heads, of this tile or the next.
   template <bool MASKED>
   static KERNEL_CODE void compute_scores(State& st, Context& c, int tile) {
-    u32 words[2][G::ROW_TILES][4][2];
+    u32 words[2][2][4][2];
     UNROLL_FOR (int upper = 0; upper < 2; upper++) {
       typename S::Sums sums[2];
       UNROLL_FOR (int h = 0; h < 2; h++) {
-        S::multiply(sums[h], st.keys[2 * upper + h], c.queries, find_head(c.warp, 2 * upper + h));
-        load_keys(st, c, 2 * upper + h, tile + 1);
+        const int now = 2 * upper + h, next = now + HELD;
+        S::multiply(sums[h], st.keys[now % HELD], c.queries, find_head(c.warp, now));
+        load_keys(st, c, next % 4, next < 4 ? tile : tile + 1);
       }
       S::template pack<MASKED>(words[upper], sums, c.in.scores, c.first_row, find_column(c, tile));
     }
-    W::store(c.scores, words, c.warp % 4, 16 * (c.warp / 4));
+    W::store(c.scores, words, c.warp % 4, 16 * G::GROUPS * (c.warp / 4));
   }
   static KERNEL_CODE void load_keys(State& st, Context& c, int h, int tile) {
     const int head = find_head(c.warp, h), first = find_column(c, tile);
-    S::template load_keys_inside<true>(st.keys[h], c.in.scores, head, first, c.last_column());
+    S::template load_keys_inside<true>(st.keys[h % HELD], c.in.scores, head, first, c.last_column());
   }
 
-  // Mixes the warp's 16 rows and run of 8 columns. EDGE: only the hidden values of the columns left of p.
-  template <bool EDGE>
+  // Mixes the warp's 16 rows and run of 8 columns. EDGE: only the hidden values of the columns left of p. BEGINS: rows'
+  // documents may begin here.
+  template <bool EDGE, bool BEGINS>
   static KERNEL_CODE void mix(State& st, Context& c, int first) {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;
     const int row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
@@ -151,6 +175,13 @@ struct Logits {
     typename R::Words4 done[4];
     u32 unit = select(t == g / 2, select(g % 2 == 0, u32(0x3c00u), u32(0x3c000000u)), u32(0u));
     u32 slope = u32(0x211f211fu);  // 0.01 twice
+    const int hidden_column = first + PADDING + 8 * run;
+    typename T::Places places;
+    bool has_begin = false;
+    if constexpr (BEGINS) {
+      has_begin = hidden_column < c.in.scores.find_document(c.first_row + 16 * row_tile + 15) + PADDING;
+      if (has_begin) T::find_places(places, c.in.scores, c.first_row + 16 * row_tile);
+    }
     UNROLL_FOR (int jj = BEGIN; jj < 8; jj++) {
       f32 hidden[4][4];
       if constexpr (EDGE) {
@@ -163,6 +194,8 @@ struct Logits {
       } else {
         T::begin_hidden(hidden, st.distances, jj);
       }
+      if constexpr (BEGINS && PADDING > 0)
+        if (has_begin) T::select_edges(hidden, c.in.edge, places, hidden_column + jj);
       UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
         UNROLL_FOR (int n = 0; n < 4; n++)
           mma_exchange(hidden[n], scores[jj + tap], st.w1[tap][n][0], st.w1[tap][n][1]);
@@ -171,6 +204,8 @@ struct Logits {
         UNROLL_FOR (int r = 0; r < 2; r++) {
           u32 word = pack_exchange(hidden[n][2 * r], hidden[n][2 * r + 1]);
           active[n][r] = maximum_exchange(word, multiply_exchange(word, slope));
+          if (BEGINS && has_begin)
+            active[n][r] = select(T::is_inside(places, r, hidden_column + jj), active[n][r], u32(0u));
         }
       UNROLL_FOR (int step = 0; step < 2; step++) {
         const u32 a[4] = {active[2 * step][0], active[2 * step][1], active[2 * step + 1][0], active[2 * step + 1][1]};

@@ -1,5 +1,5 @@
-// Backward pass of CDAPE's processor for 32 query rows: from the gradient of the logits to those of the scores, of the
-// table U and the edge E, of the bias table (its part in the logits), and of both convolutions' weights.
+// Backward pass of CDAPE's processor for a block's query rows: from the gradient of the logits to those of the scores,
+// of the table U and the edge E, of the bias table (its part in the logits), and of both convolutions' weights.
 //
 //   hidden[j] = U[i - j] + Σ_t W1[t]·S[j + t - p]        (E[i, j] instead of U for j < p)
 //   L[j] = S[j] + bias[i - j] + Σ_t W2[t]·LeakyReLU(hidden[j + t - p])
@@ -18,13 +18,13 @@
 
 struct MixerBackwardArgs {
   ScoreInputs scores;
-  const void* dlogits;  // words of bfloat16 [R, 8 pairs, C]; what a row does not see is not read
+  const void* dlogits;  // words [R, 8 pairs, C]; what a row does not see is not read
   const void* table;    // U, float32 [N + front, 4 n-tiles, 4, 4], see Tables; its entry 0 is distance -front
   const void* edge;     // E, float32 [R, p, 32]
   const void* w1;       // B fragments of W1, exchange numbers [k][4 n-tiles][32 lanes][2]
-  const void* w2;       // B fragments of W2ᵀ, bfloat16, the same
-  const void* w1_back;  // B fragments of W1ᵀ, bfloat16 [k][2 k-steps][2 n-tiles][32 lanes][2]
-  void* dscores;        // bfloat16 [H, R, C], written where a row sees a column
+  const void* w2;       // B fragments of W2ᵀ, numbers of the model's type, the same
+  const void* w1_back;  // B fragments of W1ᵀ, of that type [k][2 k-steps][2 n-tiles][32 lanes][2]
+  void* dscores;        // [H, R, C], written where a row sees a column
   void* dtables;        // float32 [programs, N', 48], zero: row i has dU[i - p] by 32 widths and dbias[i] by 16 heads
   void* dedge;          // float32 [R, p, 32]
   void* dweights;       // float32 [programs, 2, k, 4 n-tiles, 32 lanes, 4]: of W1 and W2
@@ -33,15 +33,16 @@ struct MixerBackwardArgs {
       dscores_batch;  // bytes from one sequence to the next; of both maps
 };
 
-template <int PADDING, bool SCORES, bool WEIGHTS>
+template <class G, bool SCORES, bool WEIGHTS>
 struct MixerBackward {
-  typedef Geometry<PADDING, 32> G;
+  static_assert(SCORES != WEIGHTS, "a kernel returns one of both");
+  typedef typename G::Element Element;
   typedef Scores<G, 8> S;
   typedef PairWindow<G> W;
   typedef Tables<G> T;
-  typedef Runs<G, Bfloat16, false> R;
+  typedef Runs<G, Element, false> R;
   typedef Diagonals<G> D;
-  static constexpr int TAPS = G::TAPS, NUM_THREADS = 32 * G::WARPS, BLOCKS_PER_SM = 1;
+  static constexpr int PADDING = G::PADDING, TAPS = G::TAPS, NUM_THREADS = 32 * G::WARPS, BLOCKS_PER_SM = 8 / G::WARPS;
   static constexpr float SLOPE = 0.01f;
 
   static constexpr int MEMORY_BYTES =
@@ -58,6 +59,7 @@ struct MixerBackward {
     SharedMemory queries, scores, dlogits, sums, diagonals;
     int warp, first_row;
     long long program;
+    Tiles tiles;
     KERNEL_CODE int position() const { return args.scores.position + first_row; }
   };
 
@@ -65,40 +67,58 @@ struct MixerBackward {
                               int batch) {
     args.scores.q = (const char*)args.scores.q + batch * args.q_batch;
     args.scores.k = (const char*)args.scores.k + batch * args.k_batch;
+    args.scores.select_sequence(batch);
     args.dlogits = (const char*)args.dlogits + batch * args.map_batch;
     args.dscores = (char*)args.dscores + batch * args.dscores_batch;
     args.dedge = (char*)args.dedge + batch * args.edge_batch;
-    Context c{
-        args, memory, memory, memory, memory, memory, warp, block * G::ROWS, (long long)batch * num_blocks + block};
+    Context c{args,
+              memory,
+              memory,
+              memory,
+              memory,
+              memory,
+              warp,
+              block * G::ROWS,
+              (long long)batch * num_blocks + block,
+              args.scores.find_tiles<G>(block * G::ROWS)};
     c.scores = advance(memory, G::QUERY_BYTES);
     c.dlogits = advance(c.scores, W::MEMORY_BYTES);
     c.sums = advance(c.dlogits, W::MEMORY_BYTES);
     c.diagonals = advance(c.sums, R::MEMORY_BYTES);
     State st;
     begin(st, c);
-
-    load_tile<true>(c, 2 * PADDING - G::COLUMNS);
     barrier(memory);
-    mix<true>(st, c, -G::COLUMNS);
-    barrier(memory);
-    const int num_tiles = (c.position() + G::ROWS + G::COLUMNS - 1) / G::COLUMNS;
-    // Plain tiles: every row sees all of their scores.
-    const bool is_ragged = c.first_row + G::ROWS > args.scores.rows;
-    const int num_plain = is_ragged || c.position() < 2 * PADDING ? 0 : (c.position() - 2 * PADDING + 1) / G::COLUMNS;
-    NO_UNROLL_FOR (int tile = 0; tile < num_plain; tile++) take_tile<false>(st, c, memory, tile, false);
-    NO_UNROLL_FOR (int tile = num_plain; tile < num_tiles; tile++)
-      take_tile<true>(st, c, memory, tile, tile + 1 == num_tiles);
+    if constexpr (G::LOCAL) {
+      R::clear(st.carry);
+      clear_columns(c);
+    } else {
+      load_tile<true>(c, 2 * PADDING - G::COLUMNS);
+      barrier(memory);
+      mix<true, false>(st, c, -G::COLUMNS);
+      barrier(memory);
+    }
+    Step step{st, c, memory};
+    RowSpans::go_over<G>(c.tiles, step);
     if constexpr (WEIGHTS) store_weights(st, c, memory);
   }
 
  private:
+  struct Step {
+    State& st;
+    Context& c;
+    SharedMemory memory;
+    template <bool MASKED>
+    KERNEL_CODE void take(int tile) {
+      take_tile<MASKED>(st, c, memory, tile, MASKED && tile + 1 == c.tiles.end);
+    }
+  };
   template <bool MASKED>
   static KERNEL_CODE void take_tile(State& st, Context& c, SharedMemory memory, int tile, bool is_last) {
     const int first = tile * G::COLUMNS;
     keep_columns(c);
     load_tile<MASKED>(c, first + 2 * PADDING);
     barrier(memory);
-    mix<false>(st, c, first);
+    mix<false, G::LOCAL && MASKED>(st, c, first);
     barrier(memory);
     if constexpr (SCORES) {
       store_scores<MASKED>(c, first);
@@ -124,23 +144,27 @@ struct MixerBackward {
     S::load_queries(c.args.scores, c.queries, c.warp, c.first_row);
   }
 
-  // Scores and dL of the columns [first, first + 32). A warp brings dL of 4 rows, all heads.
+  // Scores and dL of a tile's columns. A warp brings dL of an equal share of the rows, all heads.
   template <bool MASKED>
   static KERNEL_CODE void load_tile(Context& c, int first) {
     compute_scores<MASKED>(c, first);
     const long long columns = c.args.scores.columns;
-    i32 lane = lane_id(), pair = lane / 16, column = lane % 16 * 2;
-    UNROLL_FOR (int r = 0; r < 4; r++) {
-      const int row = 4 * c.warp + r, in_map = c.first_row + row;
+    constexpr int LANES = G::COLUMNS / 2;  // to a row of a pair
+    i32 lane = lane_id(), pair = lane / LANES, column = lane % LANES * 2;
+    UNROLL_FOR (int r = 0; r < G::WARP_ROWS; r++) {
+      const int row = G::WARP_ROWS * c.warp + r, in_map = c.first_row + row;
       const int bounded = in_map < c.args.scores.rows ? in_map : c.args.scores.rows - 1;
       const int last = in_map < c.args.scores.rows ? c.position() + row : -1;
-      UNROLL_FOR (int part = 0; part < G::PAIRS; part += 2) {
+      const int begin = MASKED && G::LOCAL ? c.args.scores.find_first(in_map) : 0;
+      UNROLL_FOR (int part = 0; part < G::PAIRS; part += 32 / LANES) {
         Words<2> v;
         if (MASKED) {
           i32 j = column + first, inside = minimum(maximum(j, i32(0)), i32((int)columns - 2));
           Address from = advance_heads(address(c.args.dlogits, inside * 4), pair, columns * 4);
           v = load_global<2>(advance(from, ((long long)bounded * G::PAIRS + part) * columns * 4), 0);
           UNROLL_FOR (int x = 0; x < 2; x++) v.x[x] = select(j >= 0 && j + x <= last, v.x[x], u32(0u));
+          if (G::LOCAL)
+            UNROLL_FOR (int x = 0; x < 2; x++) v.x[x] = select(j + x >= begin, v.x[x], u32(0u));
         } else {
           Address from = advance_heads(address(c.args.dlogits, column * 4), pair, columns * 4);
           v = load_global<2>(advance(from, (((long long)in_map * G::PAIRS + part) * columns + first) * 4), 0);
@@ -152,40 +176,59 @@ struct MixerBackward {
     }
   }
 
-  // Scores of the warp's pair of heads, half of the columns at a time.
+  // Scores of 32 columns and a pair of heads, or two pairs, of which the warp owns the words.
+  static constexpr int PAIR_WARPS = G::WARPS / (G::COLUMNS / 32), OWNED_PAIRS = G::PAIRS / PAIR_WARPS;
   template <bool MASKED>
-  static KERNEL_CODE void compute_scores(Context& c, int first) {
+  static KERNEL_CODE void compute_scores(Context& c, int tile_first) {
     const ScoreInputs& in = c.args.scores;
-    i32 lane = lane_id(), to = W::row_offset(lane / 4) + lane % 4 * 32 + W::pair_offset(c.warp);
-    UNROLL_FOR (int column = 0; column < 8; column += 4) {
-      typename S::Sums sums[2];
-      UNROLL_FOR (int h = 0; h < 2; h++) {
-        typename S::Keys keys;
-        const int head = 2 * c.warp + h;
-        if (MASKED) S::template load_keys_inside<false>(keys, in, head, first + column, in.columns - 1);
-        else S::load_keys(keys, in, head, first + column);
-        S::multiply(sums[h], keys, c.queries, 2 * c.warp + h);
-      }
-      u32 words[G::ROW_TILES][4][2];
-      S::template pack<MASKED>(words, sums, in, c.first_row, first + column);
-      UNROLL_FOR (int tile = 0; tile < G::ROW_TILES; tile++)
-        UNROLL_FOR (int r = 0; r < 2; r++) {
-          Words<4> v;
-          UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = words[tile][x][r];
-          store_shared<4>(c.scores, to + (W::row_offset(16 * tile + 8 * r) + (W::FIRST + column) * 4), v);
+    const int behind = c.warp / PAIR_WARPS * 32, first = tile_first + behind;
+    UNROLL_FOR (int owned = 0; owned < OWNED_PAIRS; owned++) {
+      const int pair = c.warp % PAIR_WARPS + owned * PAIR_WARPS;
+      i32 lane = lane_id();
+      i32 to = W::row_offset(lane / 4) + lane % 4 * 32 + (W::pair_offset(pair) + (W::FIRST + behind) * 4);
+      UNROLL_FOR (int column = 0; column < 8; column += 4 * G::GROUPS) {
+        typename S::Sums sums[2];
+        UNROLL_FOR (int h = 0; h < 2; h++) {
+          typename S::Keys keys;
+          const int head = 2 * pair + h;
+          if (MASKED) S::template load_keys_inside<false>(keys, in, head, first + column, in.columns - 1);
+          else S::load_keys(keys, in, head, first + column);
+          S::multiply(sums[h], keys, c.queries, head);
         }
+        u32 words[2][4][2];
+        S::template pack<MASKED>(words, sums, in, c.first_row, first + column);
+        UNROLL_FOR (int block = 0; block < 2; block++)
+          UNROLL_FOR (int r = 0; r < 2; r++) {
+            Words<4> v;
+            UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = words[block][x][r];
+            const int in_tile = column + S::block_column(block);
+            store_shared<4>(c.scores, to + (W::row_offset(S::block_row(block) + 8 * r) + in_tile * 4), v);
+          }
+      }
     }
   }
 
   // Makes the tile's last columns those before the next tile: of scores by pairs, of dL by rows, as warps own them.
   static KERNEL_CODE void keep_columns(Context& c) {
-    W::keep_last_columns(c.scores, c.warp);
-    i32 lane = lane_id(), pair = lane % 8;
-    i32 at = W::row_offset(lane / 8 + 4 * c.warp) + W::pair_offset(pair);
+    if (owns_last_scores(c)) W::keep_last_columns(c.scores, c.warp % PAIR_WARPS);
+    i32 at = locate_dlogits(c);
     UNROLL_FOR (int x = 0; x < 2 * PADDING; x += 2) {
       Words<2> v = load_shared<2>(c.dlogits, at + (G::COLUMNS + W::FIRST - 2 * PADDING + x) * 4);
       store_shared<2>(c.dlogits, at + (W::FIRST - 2 * PADDING + x) * 4, v);
     }
+  }
+
+  // Zeros what `keep_columns` takes for the first tile.
+  static KERNEL_CODE void clear_columns(Context& c) {
+    if (owns_last_scores(c)) W::clear_last_columns(c.scores, c.warp % PAIR_WARPS);
+    UNROLL_FOR (int x = G::COLUMNS - 2 * PADDING; x < G::COLUMNS; x += 2)
+      store_shared<2>(c.dlogits, locate_dlogits(c) + (W::FIRST + x) * 4, Words<2>{u32(0u), u32(0u)});
+  }
+  static KERNEL_CODE bool owns_last_scores(const Context& c) { return c.warp / PAIR_WARPS == G::COLUMNS / 32 - 1; }
+  // The offset of dL of the warp's rows: a lane takes a row and a pair.
+  static KERNEL_CODE i32 locate_dlogits(const Context& c) {
+    i32 lane = lane_id();
+    return W::row_offset(lane / 8 % G::WARP_ROWS + G::WARP_ROWS * c.warp) + W::pair_offset(lane % 8);
   }
 
   // Rows (heads) by columns (pixels' rows) instead of the reverse, as an A fragment.
@@ -197,12 +240,13 @@ struct MixerBackward {
   }
   static KERNEL_CODE void transpose_scores(u32 (&a)[4], const u32 (&x)[4]) {
     u32 y[4];
-    UNROLL_FOR (int q = 0; q < 4; q++) y[q] = pack_bf16(low_exchange(x[q]), high_exchange(x[q]));
+    UNROLL_FOR (int q = 0; q < 4; q++) y[q] = Element::from_exchange(x[q]);
     transpose(a, y);
   }
 
-  // Mixes the warp's 16 rows and run of 8 columns. EDGE: only the hidden values of the columns left of p.
-  template <bool EDGE>
+  // Mixes the warp's 16 rows and run of 8 columns. EDGE: only the hidden values of the columns left of p. BEGINS: rows'
+  // documents may begin here.
+  template <bool EDGE, bool BEGINS>
   static KERNEL_CODE void mix(State& st, Context& c, int first) {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;
     const int row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
@@ -241,7 +285,14 @@ struct MixerBackward {
     UNROLL_FOR (int n = 0; n < 2; n++)
       entries[n] = address(c.args.table, entry * 256 + ((entry & 1) ^ n) * 64 + t * 16);
     typename R::Words4 done[4];
-    u32 unit = select(t == g / 2, select(g % 2 == 0, u32(0x3f80u), u32(0x3f800000u)), u32(0u));
+    u32 unit = select(t == g / 2, select(g % 2 == 0, u32(Element::ONE), u32(Element::ONE << 16)), u32(0u));
+    const int hidden_column = first + PADDING + 8 * run;
+    typename T::Places places;
+    bool has_begin = false;
+    if constexpr (BEGINS) {
+      has_begin = hidden_column < c.args.scores.find_document(c.first_row + 16 * row_tile + 15) + PADDING;
+      if (has_begin) T::find_places(places, c.args.scores, c.first_row + 16 * row_tile);
+    }
     UNROLL_FOR (int jj = BEGIN; jj < 8; jj++) {
       if (!EDGE && jj == 0) {
         s.template load<KEPT, 4 + KEPT>(c.scores, at);
@@ -267,12 +318,14 @@ struct MixerBackward {
         if constexpr (EDGE)
           T::load_edge(hidden, c.args.edge, c.args.scores.rows, c.first_row + 16 * row_tile, jj - BEGIN, step);
         else T::load_entries(hidden, entries, jj, step);
+        if constexpr (BEGINS && PADDING > 0)
+          if (has_begin) T::select_edge(hidden, c.args.edge, places, hidden_column + jj, step);
         UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
           UNROLL_FOR (int n = 0; n < 2; n++) {
             const int w = 2 * step + n;
             mma_exchange(hidden[n], s.column[jj + tap], st.w1[tap][w][0], st.w1[tap][w][1]);
-            if (tap == 0) mma_bf16_from_zero(gradient[n], l.column[jj + KEPT], st.w2[0][w][0], st.w2[0][w][1]);
-            else mma_bf16(gradient[n], l.column[jj + KEPT - tap], st.w2[tap][w][0], st.w2[tap][w][1]);
+            if (tap == 0) Element::multiply_from_zero(gradient[n], l.column[jj + KEPT], st.w2[0][w][0], st.w2[0][w][1]);
+            else Element::multiply(gradient[n], l.column[jj + KEPT - tap], st.w2[tap][w][0], st.w2[tap][w][1]);
           }
         u32 active[2][2], before[2][2];
         UNROLL_FOR (int n = 0; n < 2; n++)
@@ -281,30 +334,43 @@ struct MixerBackward {
               f32 h = hidden[n][x], d = gradient[n][x];
               gradient[n][x] = select(h > 0.0f, d, d * SLOPE);
               hidden[n][x] = maximum(h, h * SLOPE);
+              if (BEGINS && has_begin) {
+                pred is_inside = T::is_inside(places, r, hidden_column + jj);
+                gradient[n][x] = select(is_inside, gradient[n][x], f32(0.0f));
+                hidden[n][x] = select(is_inside, hidden[n][x], f32(0.0f));
+              }
             }
-            before[n][r] = pack_bf16(gradient[n][2 * r], gradient[n][2 * r + 1]);
-            if constexpr (WEIGHTS) active[n][r] = pack_bf16(hidden[n][2 * r], hidden[n][2 * r + 1]);
+            before[n][r] = Element::pack(gradient[n][2 * r], gradient[n][2 * r + 1]);
+            if constexpr (WEIGHTS) active[n][r] = Element::pack(hidden[n][2 * r], hidden[n][2 * r + 1]);
           }
         if constexpr (SCORES) {
+          if constexpr (BEGINS && PADDING > 0)
+            if (has_begin) store_edge(gradient, c, places, hidden_column + jj, step);
           if constexpr (EDGE) store_edge(gradient, c, row_tile, jj - BEGIN, step);
           u32 a[4] = {before[0][0], before[0][1], before[1][0], before[1][1]};
           UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
             UNROLL_FOR (int n = 0; n < 2; n++) {
               const u32(&w)[2] = st.w1_back[tap][2 * step + n];
               f32(&sum)[4] = ds[(jj + tap) % TAPS][n];
-              if (step == 0 && tap == KEPT) mma_bf16_from_zero(sum, a, w[0], w[1]);
-              else mma_bf16(sum, a, w[0], w[1]);
+              if (step == 0 && tap == KEPT) Element::multiply_from_zero(sum, a, w[0], w[1]);
+              else Element::multiply(sum, a, w[0], w[1]);
             }
         }
         UNROLL_FOR (int n = 0; n < 2; n++)
-          UNROLL_FOR (int r = 0; r < 2; r++) before[n][r] = transpose_8x8(before[n][r]);
+          UNROLL_FOR (int r = 0; r < 2; r++) {
+            // E is no function of the distance.
+            if (SCORES && BEGINS && has_begin)
+              before[n][r] = select(T::is_at_edge(places, r, hidden_column + jj), u32(0u), before[n][r]);
+            before[n][r] = transpose_8x8(before[n][r]);
+          }
         if constexpr (WEIGHTS) {
           UNROLL_FOR (int n = 0; n < 2; n++)
             UNROLL_FOR (int r = 0; r < 2; r++) active[n][r] = transpose_8x8(active[n][r]);
           UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
             UNROLL_FOR (int n = 0; n < 2; n++) {
-              mma_bf16(st.dw1[tap][2 * step + n], s_rows[(jj + tap) % TAPS], before[n][0], before[n][1]);
-              mma_bf16(st.dw2[tap][2 * step + n], l_rows[(jj + KEPT - tap) % TAPS], active[n][0], active[n][1]);
+              Element::multiply(st.dw1[tap][2 * step + n], s_rows[(jj + tap) % TAPS], before[n][0], before[n][1]);
+              Element::multiply(st.dw2[tap][2 * step + n], l_rows[(jj + KEPT - tap) % TAPS], active[n][0],
+                                active[n][1]);
             }
         }
         if constexpr (SCORES && !EDGE)
@@ -315,8 +381,8 @@ struct MixerBackward {
       if constexpr (SCORES) {
         f32(&sum)[2][4] = ds[jj % TAPS];
         // dL itself, exactly, by a product with the identity.
-        mma_bf16(sum[0], l.column[jj], unit, u32(0u));
-        mma_bf16(sum[1], l.column[jj], u32(0u), unit);
+        Element::multiply(sum[0], l.column[jj], unit, u32(0u));
+        Element::multiply(sum[1], l.column[jj], u32(0u), unit);
         done[jj % 4] = R::pack(sum);
         if (!EDGE && jj % 4 == 3) R::store(c.sums, sums, done, 8 * run + jj - 3);
       }
@@ -338,35 +404,50 @@ struct MixerBackward {
     }
   }
 
-  // Stores dS of the columns [first, first + 32). A warp takes 4 rows, a lane 4 columns of a pair.
+  static KERNEL_CODE void store_edge(const f32 (&gradient)[2][4], Context& c, const typename T::Places& places,
+                                     int column, int step) {
+    UNROLL_FOR (int r = 0; r < 2; r++) {
+      Words<4> v;
+      UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = as_u32(gradient[x / 2][2 * r + x % 2]);
+      store_global<4>(address(c.args.dedge, T::locate_edge(places.row[r], places, r, column, step)), 0, v,
+                      T::is_at_edge(places, r, column) && places.row[r] < c.args.scores.rows);
+    }
+  }
+
+  // Stores dS of a tile's columns. A warp takes an equal share of the rows, a lane 4 columns of a pair.
   template <bool MASKED>
   static KERNEL_CODE void store_scores(Context& c, int first) {
-    i32 lane = lane_id(), chunk = lane % 8, pair = lane / 8;
+    constexpr int CHUNKS = G::COLUMNS / 4, AT_ONCE = 32 / CHUNKS;  // pairs
+    i32 lane = lane_id(), chunk = lane % CHUNKS, pair = lane / CHUNKS;
     const int rows = c.args.scores.rows, columns = c.args.scores.columns;
     const long long head_bytes = (long long)rows * columns * 2;
     Address lanes = advance_heads(address(c.args.dscores, chunk * 8), pair * 2, head_bytes);
-    UNROLL_FOR (int r = 0; r < 4; r++) {
-      const int row = 4 * c.warp + r, in_map = c.first_row + row;
-      UNROLL_FOR (int upper = 0; upper < 2; upper++) {  // pairs 0 … 3, then 4 … 7
-        i32 at = pair * (R::PAIR_STRIDE * 4) + (R::row_offset(row) + 4 * upper * R::PAIR_STRIDE * 4);
+    UNROLL_FOR (int r = 0; r < G::WARP_ROWS; r++) {
+      const int row = G::WARP_ROWS * c.warp + r, in_map = c.first_row + row;
+      const int begin = MASKED && G::LOCAL ? c.args.scores.find_first(in_map) : 0;
+      UNROLL_FOR (int others = 0; others < G::PAIRS; others += AT_ONCE) {
+        i32 at = pair * (R::PAIR_STRIDE * 4) + (R::row_offset(row) + others * R::PAIR_STRIDE * 4);
         Words<4> sum, passed;
         R::load(sum, passed, c.sums, at, chunk);
         UNROLL_FOR (int y = 0; y < 4 && y < R::REACH; y++) {
           u32 part = passed.x[y], &word = sum.x[y];
-          word = pack_bf16(low_bf16(word) + low_bf16(part), high_bf16(word) + high_bf16(part));
+          word = Element::pack(Element::low(word) + Element::low(part), Element::high(word) + Element::high(part));
         }
         i32 j = chunk * 4 + first;
         if (MASKED)
           UNROLL_FOR (int y = 0; y < 4; y++) sum.x[y] = select(j + y <= c.position() + row, sum.x[y], u32(0u));
+        if (MASKED && G::LOCAL)
+          UNROLL_FOR (int y = 0; y < 4; y++) sum.x[y] = select(j + y >= begin, sum.x[y], u32(0u));
         Words<2> v[2];
         UNROLL_FOR (int z = 0; z < 2; z++) {
           v[0].x[z] = low_halves(sum.x[2 * z], sum.x[2 * z + 1]);
           v[1].x[z] = high_halves(sum.x[2 * z], sum.x[2 * z + 1]);
         }
         UNROLL_FOR (int h = 0; h < 2; h++) {
-          pred is_stored = pair * 2 + (8 * upper + h) < c.args.scores.heads;
+          pred is_stored = pair * 2 + (2 * others + h) < c.args.scores.heads;
           if (MASKED) is_stored = is_stored && j < columns && in_map < rows;
-          store_global<2>(advance(lanes, ((long long)in_map * columns + first) * 2 + (8 * upper + h) * head_bytes), 0,
+          if (MASKED && G::LOCAL) is_stored = is_stored && j >= 0;
+          store_global<2>(advance(lanes, ((long long)in_map * columns + first) * 2 + (2 * others + h) * head_bytes), 0,
                           v[h], is_stored);
         }
       }
@@ -377,6 +458,7 @@ struct MixerBackward {
   // shared memory then.
   static KERNEL_CODE void store_weights(State& st, Context& c, SharedMemory memory) {
     constexpr int WARP_BYTES = 2 * TAPS * 4 * 512;
+    static_assert(G::WARPS * WARP_BYTES <= MEMORY_BYTES, "the warps' sums take the place of a tile");
     i32 lane = lane_id();
     barrier(memory);
     UNROLL_FOR (int which = 0; which < 2; which++)
@@ -387,8 +469,9 @@ struct MixerBackward {
           store_shared<4>(memory, lane * 16 + (c.warp * WARP_BYTES + ((which * TAPS + tap) * 4 + n) * 512), v);
         }
     barrier(memory);
-    UNROLL_FOR (int part = 0; part < TAPS; part++) {  // a warp takes an eighth
-      i32 at = lane * 16 + (c.warp * TAPS + part) * 512;
+    constexpr int SHARE = 2 * TAPS * 4 / G::WARPS;
+    UNROLL_FOR (int part = 0; part < SHARE; part++) {
+      i32 at = lane * 16 + (c.warp * SHARE + part) * 512;
       f32 sum[4] = {f32(0.0f), f32(0.0f), f32(0.0f), f32(0.0f)};
       UNROLL_FOR (int warp = 0; warp < G::WARPS; warp++) {
         Words<4> v = load_shared<4>(memory, at + warp * WARP_BYTES);

@@ -1,4 +1,4 @@
-// Forward pass of CDAPE's processor: logits of 32 query rows, from queries and keys (`logits.h`), into memory.
+// Forward pass of CDAPE's processor: logits of a block's query rows, from queries and keys (`logits.h`), into memory.
 #pragma once
 #include "logits.h"
 
@@ -8,34 +8,38 @@ struct MixerForwardArgs {
   long long q_batch, k_batch, logits_batch;  // bytes from one sequence to the next
 };
 
-// Stores logits. A warp takes an equal share of a tile's rows, a lane 4 columns of a pair, and in tiles of 32 columns
-// of pair + 4 after it.
-template <int PADDING, int COLUMNS>
+// Stores logits. A warp takes an equal share of a tile's rows, in tiles of 64 columns twice that and half of the
+// columns; a lane 4 columns of a pair, and of more than 16 columns of pair + 4 after it.
+template <class G>
 struct StoreLogits {
-  typedef Logits<PADDING, COLUMNS, false> L;
-  typedef typename L::G G;
+  typedef Logits<G, false> L;
   typedef typename L::R R;
   typedef typename L::Context Context;
-  static constexpr int CHUNKS = COLUMNS / 4, PAIRS_AT_ONCE = 32 / CHUNKS, WARP_ROWS = G::ROWS / G::WARPS;
+  static constexpr int PARTS = G::COLUMNS == 64 ? 2 : 1, CHUNKS = G::COLUMNS / PARTS / 4, PAIRS_AT_ONCE = 32 / CHUNKS;
+  static constexpr int WARP_ROWS = G::WARP_ROWS * PARTS;
   void* map;
   Address logits[2];  // of the next tile, in the warp's first row and both heads of the lane's pair
 
   static KERNEL_CODE i32 find_pair() {
     i32 place = lane_id() / CHUNKS;
-    return COLUMNS == 32 ? place : place % 2 * 4 + place / 2;  // has no bank conflicts
+    return CHUNKS == 8 ? place : place % 2 * 4 + place / 2;  // has no bank conflicts
   }
+  // The warp's first row, and the lane's columns among a tile's fours.
+  static KERNEL_CODE int find_row(int warp) { return WARP_ROWS * (warp / PARTS); }
+  static KERNEL_CODE i32 find_chunk(int warp) { return lane_id() % CHUNKS + CHUNKS * (warp % PARTS); }
   KERNEL_CODE void begin(const Context& c) {
     const long long row_bytes = (long long)c.in.scores.columns * 4, head_bytes = c.in.scores.rows * row_bytes;
-    Address rows = advance(address(map, lane_id() % CHUNKS * 16), (c.first_row + WARP_ROWS * c.warp) * row_bytes);
+    Address rows = advance(address(map, find_chunk(c.warp) * 16),
+                           (c.first_row + find_row(c.warp)) * row_bytes + c.tiles.first * (G::COLUMNS * 4));
     UNROLL_FOR (int h = 0; h < 2; h++)
       logits[h] = advance(advance_heads(rows, find_pair() * 2, head_bytes), h * head_bytes);
   }
 
   template <bool MASKED>
   KERNEL_CODE void take(const Context& c, int first) {
-    const int first_row = WARP_ROWS * c.warp;
+    const int first_row = find_row(c.warp);
     const long long row_bytes = (long long)c.in.scores.columns * 4, head_bytes = c.in.scores.rows * row_bytes;
-    i32 chunk = lane_id() % CHUNKS, pair = find_pair();
+    i32 chunk = find_chunk(c.warp), pair = find_pair();
     // The bias of the distances from 4 below that of the first row and the lane's first column on.
     const int distance = c.position() + first_row - first - 4 + c.in.bias_front;
     Address biases = address(c.in.bias, pair * (8 * c.in.bias_stride) - chunk * 16);
@@ -62,26 +66,28 @@ struct StoreLogits {
           pred is_stored = pair * 2 + (8 * upper + h) < c.in.scores.heads;
           if (MASKED)
             is_stored = is_stored && chunk * 4 + first <= c.position() + row && c.first_row + row < c.in.scores.rows;
+          if (MASKED && G::LOCAL) is_stored = is_stored && chunk * 4 + first >= 0;
           store_global<4>(to[h], 0, v, is_stored);
           to[h] = advance(to[h], row_bytes);
         }
       }
     }
-    UNROLL_FOR (int h = 0; h < 2; h++) logits[h] = advance(logits[h], COLUMNS * 4);
+    UNROLL_FOR (int h = 0; h < 2; h++) logits[h] = advance(logits[h], G::COLUMNS * 4);
   }
 };
 
-template <int PADDING, int COLUMNS>
+template <class G>
 struct MixerForward {
-  typedef Logits<PADDING, COLUMNS, false> L;
+  typedef Logits<G, false> L;
   static constexpr int NUM_THREADS = L::NUM_THREADS, MEMORY_BYTES = L::MEMORY_BYTES;
-  static constexpr int BLOCKS_PER_SM = COLUMNS == 16 ? 2 : 1;
+  static constexpr int BLOCKS_PER_SM = 8 / G::WARPS;
 
   static KERNEL_CODE void run(MixerForwardArgs args, SharedMemory memory, int warp, int block, int, int batch) {
     ScoreInputs& scores = args.inputs.scores;
     scores.q = (const char*)scores.q + batch * args.q_batch;
     scores.k = (const char*)scores.k + batch * args.k_batch;
-    StoreLogits<PADDING, COLUMNS> last;
+    scores.select_sequence(batch);
+    StoreLogits<G> last;
     last.map = (char*)args.logits + batch * args.logits_batch;
     L::go_over_tiles(args.inputs, memory, warp, block, last);
   }

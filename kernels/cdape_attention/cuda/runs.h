@@ -5,24 +5,19 @@
 #pragma once
 #include "geometry.h"
 
-// The two types of a word's numbers.
-struct Bfloat16 {
-  static KERNEL_CODE u32 pack(f32 low, f32 high) { return pack_bf16(low, high); }
-};
-struct Exchange {
-  static KERNEL_CODE u32 pack(f32 low, f32 high) { return pack_exchange(low, high); }
-};
-
 // BY_ROWS: readers access words by rows and columns, else by columns and pairs.
 template <class G, class Type, bool BY_ROWS>
 struct Runs {
   static constexpr int REACH = 2 * G::PADDING, CARRY = REACH > 0 ? REACH : 1;
   // Strides in words; odd rows lie ODD_ROWS nearer to the row before. Neither writers, by rows and pairs, nor readers
   // have bank conflicts.
-  static constexpr bool IS_WIDE = G::COLUMNS == 32 && !BY_ROWS;
+  static constexpr bool IS_WIDE = G::COLUMNS >= 32 && !BY_ROWS;
   static constexpr int WIDE_STRIDE = (G::COLUMNS + REACH * G::RUNS - 8 + 31) / 32 * 32 + 8;
-  static constexpr int PAIR_STRIDE = IS_WIDE ? WIDE_STRIDE : G::COLUMNS == 32 ? 44 : 20;
-  static constexpr int ROW_STRIDE = IS_WIDE ? G::PAIRS * PAIR_STRIDE + 4 : G::COLUMNS == 32 ? 370 : 178;
+  static constexpr int PAIR_STRIDE = IS_WIDE ? WIDE_STRIDE : G::COLUMNS == 64 ? 84 : G::COLUMNS == 32 ? 44 : 20;
+  static constexpr int ROW_STRIDE = IS_WIDE            ? G::PAIRS * PAIR_STRIDE + 4
+                                    : G::COLUMNS == 64 ? 690
+                                    : G::COLUMNS == 32 ? 370
+                                                       : 178;
   static constexpr int ODD_ROWS = IS_WIDE ? 0 : 2;
   static constexpr int MEMORY_BYTES = G::ROWS * ROW_STRIDE * 4;
   static_assert(G::COLUMNS + REACH * G::RUNS <= PAIR_STRIDE, "a row holds what the runs pass on");

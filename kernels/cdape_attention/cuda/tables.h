@@ -1,6 +1,6 @@
 // What Conv1 makes of the bias, with which hidden values begin: U by distance, E at the left edge.
 #pragma once
-#include "geometry.h"
+#include "scores.h"
 
 template <class G>
 struct Tables {
@@ -22,6 +22,53 @@ struct Tables {
       i32 row = minimum(g + (first_row + 8 * r), i32(rows - 1));
       Words<4> v = load_global<4>(address(edge, row * (G::PADDING * 128) + t * 16), column * 128 + step * 64);
       UNROLL_FOR (int x = 0; x < 4; x++) hidden[x / 2][2 * r + x % 2] = as_f32(v.x[x]);
+    }
+  }
+
+  // The same of LOCAL kernels: where the hidden values of a column of rows g and g + 8 stand in the rows' documents.
+  struct Places {
+    i32 of_row[2];    // the row's E
+    i32 document[2];  // where its document begins
+    i32 row[2];       // in the chunk
+  };
+  static KERNEL_CODE void find_places(Places& places, const ScoreInputs& in, int first_row) {
+    i32 g = lane_id() / 4;
+    UNROLL_FOR (int r = 0; r < 2; r++) {
+      places.row[r] = g + (first_row + 8 * r);
+      i32 row = minimum(places.row[r], i32(in.rows - 1));
+      places.document[r] = in.find_lanes_document(row);
+      places.of_row[r] = row - places.document[r] + (in.position - in.edge_position);
+    }
+  }
+  static KERNEL_CODE pred is_inside(const Places& places, int r, int column) {
+    return places.document[r] <= i32(column);
+  }
+  static KERNEL_CODE pred is_at_edge(const Places& places, int r, int column) {
+    return places.document[r] <= i32(column) && places.document[r] > i32(column - G::PADDING);
+  }
+  // The offset of a column's first p widths, or what is nearest, in an array [rows, p, 32] of E or its gradient.
+  static KERNEL_CODE i32 locate_edge(i32 row, const Places& places, int r, int column, int step) {
+    i32 place = minimum(maximum(i32(column) - places.document[r], i32(0)), i32(G::PADDING - 1));
+    return row * (G::PADDING * 128) + place * 128 + lane_id() % 4 * 16 + step * 64;
+  }
+  // Replaces hidden values by E where it holds.
+  static KERNEL_CODE void select_edge(f32 (&hidden)[2][4], const void* edge, const Places& places, int column,
+                                      int step) {
+    UNROLL_FOR (int r = 0; r < 2; r++) {
+      Words<4> v = load_global<4>(address(edge, locate_edge(places.of_row[r], places, r, column, step)), 0);
+      UNROLL_FOR (int x = 0; x < 4; x++) {
+        f32& value = hidden[x / 2][2 * r + x % 2];
+        value = select(is_at_edge(places, r, column), as_f32(v.x[x]), value);
+      }
+    }
+  }
+
+  static KERNEL_CODE void select_edges(f32 (&hidden)[4][4], const void* edge, const Places& places, int column) {
+    UNROLL_FOR (int step = 0; step < 2; step++) {
+      f32 half[2][4];
+      UNROLL_FOR (int x = 0; x < 8; x++) half[x / 4][x % 4] = hidden[2 * step + x / 4][x % 4];
+      select_edge(half, edge, places, column, step);
+      UNROLL_FOR (int x = 0; x < 8; x++) hidden[2 * step + x / 4][x % 4] = half[x / 4][x % 4];
     }
   }
 

@@ -6,7 +6,7 @@
 // By rows, pairs and columns: neighboring columns are one access.
 template <class G>
 struct PairWindow {
-  static_assert(G::COLUMNS == 32, "strides are for tiles of 32 columns");
+  static_assert(G::COLUMNS % 32 == 0, "strides are for tiles of 32 or 64 columns");
   // Pairs are 8 banks apart, rows 20 and the upper four pairs another 16, so that accesses of 16 bytes, by rows and
   // pairs, and of 4 bytes, by columns and halves of the pairs, have no bank conflicts.
   static constexpr int FIRST = 8;  // where the tile's first column is
@@ -53,13 +53,25 @@ struct PairWindow {
     }
   }
 
-  // Makes a pair's last 2p columns those before its first. A lane takes a row.
+  // Zeros a pair's last 2p columns, as if a tile went before that no row sees; of 16 rows, those of pair + 4 too.
+  static KERNEL_CODE void clear_last_columns(SharedMemory window, int pair) {
+    UNROLL_FOR (int x = G::COLUMNS - 2 * G::PADDING; x < G::COLUMNS; x += 2)
+      store_shared<2>(window, locate_columns(pair) + (FIRST + x) * 4, Words<2>{u32(0u), u32(0u)});
+  }
+  // Makes a pair's last 2p columns those before its first; of 16 rows, those of pair + 4 too.
   static KERNEL_CODE void keep_last_columns(SharedMemory window, int pair) {
-    i32 at = row_offset(lane_id()) + pair_offset(pair);
+    i32 at = locate_columns(pair);
     UNROLL_FOR (int x = 0; x < 2 * G::PADDING; x += 2) {
       Words<2> v = load_shared<2>(window, at + (G::COLUMNS + FIRST - 2 * G::PADDING + x) * 4);
       store_shared<2>(window, at + (FIRST - 2 * G::PADDING + x) * 4, v);
     }
+  }
+
+ private:
+  // A lane takes a row.
+  static KERNEL_CODE i32 locate_columns(int pair) {
+    i32 lane = lane_id();
+    return row_offset(lane % G::ROWS) + lane / G::ROWS * (pair_offset(4) - pair_offset(0)) + pair_offset(pair);
   }
 };
 
@@ -85,26 +97,38 @@ struct FragmentWindow {
     UNROLL_FOR (int part = 0; part < 4; part++) fragment[part] = v.x[part];
   }
 
-  // Stores the words of pairs `pair` and `pair` + 4 in the columns [column, column + 16): words[pair][row tile][x][r]
-  // is of a lane's column 4t + x, and row g + 8r.
-  static KERNEL_CODE void store(SharedMemory window, const u32 (&words)[2][G::ROW_TILES][4][2], int pair, int column) {
+  // Stores the words of pairs `pair` and `pair` + 4 in the columns from `column` on: words[pair][block][x][r] is of a
+  // lane's column 4t + x of a block (`Scores`), and row g + 8r.
+  static KERNEL_CODE void store(SharedMemory window, const u32 (&words)[2][2][4][2], int pair, int column) {
     i32 lane = lane_id();
-    UNROLL_FOR (int row_tile = 0; row_tile < G::ROW_TILES; row_tile++)
+    UNROLL_FOR (int block = 0; block < 2; block++)
       UNROLL_FOR (int x = 0; x < 4; x++) {
         Words<4> v;
-        UNROLL_FOR (int part = 0; part < 4; part++) v.x[part] = words[part / 2][row_tile][x][part % 2];
-        i32 at = lane / 4 * 16 + lane % 4 * QUAD_BYTES + (row_tile * ROW_TILE_BYTES + pair * PAIR_BYTES);
+        UNROLL_FOR (int part = 0; part < 4; part++) v.x[part] = words[part / 2][block][x][part % 2];
+        const int of_block = G::ROW_TILES == 2 ? block * ROW_TILE_BYTES : block * 4 * QUAD_BYTES;
+        i32 at = lane / 4 * 16 + lane % 4 * QUAD_BYTES + (of_block + pair * PAIR_BYTES);
         store_shared<4>(window, at + (column / 4 * QUAD_BYTES + column_offset(x)), v);
       }
   }
 
+  // Zeros the last 2p columns of pairs `pair` and `pair` + 4, as if a tile went before that no row sees.
+  static KERNEL_CODE void clear_last_columns(SharedMemory window, int pair) {
+    UNROLL_FOR (int x = -2 * G::PADDING; x < 0; x += 2)
+      store_shared<4>(window, locate_columns(pair) + column_offset(G::COLUMNS + x),
+                      Words<4>{u32(0u), u32(0u), u32(0u), u32(0u)});
+  }
   // Makes the last 2p columns of pairs `pair` and `pair` + 4 those before the first. A lane takes a row and a column.
   static KERNEL_CODE void keep_last_columns(SharedMemory window, int pair) {
-    i32 lane = lane_id();
+    i32 at = locate_columns(pair);
     UNROLL_FOR (int x = -2 * G::PADDING; x < 0; x += 2) {
-      i32 at = lane % 8 * 16 + lane / 8 % 2 * ROW_TILE_BYTES + lane / 16 * COLUMN_BYTES + pair * PAIR_BYTES;
       Words<4> v = load_shared<4>(window, at + column_offset(G::COLUMNS + x));
       store_shared<4>(window, at + column_offset(x), v);
     }
+  }
+
+ private:
+  static KERNEL_CODE i32 locate_columns(int pair) {
+    i32 lane = lane_id();
+    return lane % 8 * 16 + lane / 8 % G::ROW_TILES * ROW_TILE_BYTES + lane / 16 * COLUMN_BYTES + pair * PAIR_BYTES;
   }
 };

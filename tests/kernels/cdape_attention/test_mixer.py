@@ -6,7 +6,6 @@ hidden value is a matter of rounding, the difference that the other sign makes.
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,22 +13,33 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixer_emulation import (
+    CASES,
+    LOCAL_CASES,
+    LOCAL_EXAMPLES,
+    LOCAL_SHAPES,
     NO_ERRORS,
     PADDING,
+    ROUNDINGS,
     SHAPES,
     TAPS,
+    Case,
     Launcher,
     Shape,
+    begin_hidden,
     draw_call,
+    find_documents,
+    find_inputs,
     find_seen,
-    give_operands_company,
+    move_into_longer_call,
+    unpack_operands,
 )
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.cdape_attention import driver, mixer
+from kernels.cdape_attention import driver, logit_gradient, mixer, mixer_forward
 from kernels.cdape_attention.bias_product import get_bias_product
 from kernels.cdape_attention.driver import GradientSums, add_mixer_sums, new_term_sums, unpack_mixer_sums
+from kernels.cdape_attention.geometry import FOLDER, KernelFamily, choose_kernel
 from kernels.cdape_attention.layer_terms import build_problems
 from kernels.cdape_attention.logit_gradient import LogitGradients
 from kernels.cdape_attention.mixer import MixerGradients, MixerInputs, differentiate_mixer
@@ -37,7 +47,6 @@ from kernels.cdape_attention.mixer_operands import unpack_tables, unpack_weights
 from kernels.cdape_attention.weights import PackedWeights, get_weight_shape
 from kernels.cuda.emulate import Faults, find_compiler
 
-BF16_ROUNDING = 2.0**-9
 UNCERTAIN = 1e-5
 """Hidden values so small have a sign that depends on the order of a sum."""
 
@@ -48,20 +57,23 @@ def build_inputs(shape: Shape, seed: int = 0) -> MixerInputs:
     """Random inputs whose dL is NaN where a row does not see a column."""
     generator = torch.Generator().manual_seed(seed)
     call = draw_call(shape, generator)
-    dlogits = torch.randn(shape.batch, shape.rows, shape.columns, 16, generator=generator).bfloat16()
+    dlogits = torch.randn(shape.batch, shape.rows, shape.columns, 16, generator=generator).to(shape.dtype)
     dlogits[..., shape.heads :] = 0
-    dlogits[:, ~find_seen(shape)] = torch.nan
-    dlogits = dlogits.unflatten(3, (8, 2)).transpose(2, 3).contiguous()
-    return MixerInputs(call.queries, call.keys, dlogits, call.operands, 0, shape.position, 0)
+    dlogits[~find_seen(shape)[:, 0]] = torch.nan
+    dlogits = dlogits[:, :, shape.left :].unflatten(3, (8, 2)).transpose(2, 3).contiguous()
+    position = shape.position - shape.left
+    return MixerInputs(call.queries, call.keys, dlogits, call.operands, 0, 0, position, shape.spans)
 
 
-def run(inputs: MixerInputs, launcher: Launcher) -> tuple[dict[str, Tensor], Faults]:
+def run(inputs: MixerInputs, launcher: Launcher, case: Case = CASES[0]) -> tuple[dict[str, Tensor], Faults]:
     """All gradients by name, and what the emulator counted. Kernels may access only what they are given."""
     batch, rows, _, columns, _ = inputs.dlogits.shape
-    dscores = torch.zeros(batch, inputs.operands.shape.heads, rows, columns, dtype=torch.bfloat16)
-    inputs = inputs._replace(operands=replace(inputs.operands))  # packs them anew
-    with launcher.watch([inputs.queries, inputs.keys, inputs.dlogits, dscores, inputs.operands.edge]):
-        gradients = differentiate_mixer(inputs, dscores, launcher)
+    dscores = torch.zeros(batch, inputs.operands.shape.heads, rows, columns, dtype=case.dtype)
+    inputs = unpack_operands(inputs)
+    kernels = case.build(mixer.TO_SCORES, inputs), case.build(mixer.TO_WEIGHTS, inputs)
+    tensors = [*find_inputs(inputs), inputs.dlogits, dscores]
+    with launcher.watch(tensors):
+        gradients = differentiate_mixer(inputs, dscores, kernels, launcher)
     return name_gradients(gradients, dscores, inputs), launcher.emulator.get_faults()
 
 
@@ -82,24 +94,20 @@ def name_gradients(gradients: MixerGradients, dscores: Tensor, inputs: MixerInpu
 
 def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, Tensor]]:
     """Each gradient in float64, and by how much rounding may change it. Scores are rounded as in the kernels."""
+    rounding = ROUNDINGS[shape.dtype]
     seen = find_seen(shape)
     heads, width, columns = shape.heads, shape.width, shape.columns
     hidden_columns = columns + PADDING
-    scores = torch.einsum("bhid,bhjd->bhij", inputs.queries.double(), inputs.keys[:, :, :columns].double())
-    scores = torch.where(seen, scores.float().half().double(), 0.0)
+    scores, hidden, alive, at_edge, distance = begin_hidden(inputs, shape)
+    scores = scores.float().half().double()
     by_head = inputs.dlogits.permute(0, 2, 4, 1, 3).flatten(1, 2)[:, :heads]
-    dlogits = torch.where(seen, by_head.double(), 0.0)
-    operands = inputs.operands
-    w1, w2 = operands.weights.w1[0, :, :heads, :width].double(), operands.weights.w2[0, :, :width, :heads].double()
+    dlogits = torch.where(seen, pad(by_head.double(), (shape.left, 0)), 0.0)
+    weights = inputs.operands.weights
+    w1, w2 = weights.w1[0, :, :heads, :width].double(), weights.w2[0, :, :width, :heads].double()
 
-    distance = torch.arange(shape.rows)[:, None] + shape.position - torch.arange(hidden_columns)
-    alive, inner = distance >= -PADDING, torch.arange(hidden_columns) >= PADDING
-    hidden = operands.contributions[0].double()[(distance + PADDING).clamp(min=0)]
-    hidden[:, :PADDING] = operands.edge[0].double()
-    hidden = hidden.expand(shape.batch, -1, -1, -1).clone()
     wide_scores, wide_dlogits = pad(scores, (PADDING, 2 * PADDING)), pad(dlogits, (PADDING, 2 * PADDING))
     for tap in range(TAPS):
-        hidden += torch.einsum("bhij,hd->bijd", wide_scores[..., tap : tap + hidden_columns], w1[tap])
+        hidden = hidden + torch.einsum("bhij,hd->bijd", wide_scores[..., tap : tap + hidden_columns], w1[tap])
 
     def reversed_tap(x: Tensor, tap: int, size: int) -> Tensor:
         return x[..., 2 * PADDING - tap : 2 * PADDING - tap + size]
@@ -111,7 +119,7 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
     before = torch.where(alive[..., None], before, 0.0)
     gradient = before * torch.where(hidden > 0, 1.0, 0.01)
     active = torch.where(alive[..., None], torch.where(hidden > 0, hidden, 0.01 * hidden), 0.0)
-    doubt = gradient.abs() * BF16_ROUNDING * 2 + torch.where(hidden.abs() < UNCERTAIN, before.abs(), 0.0)
+    doubt = gradient.abs() * rounding * 2 + torch.where(hidden.abs() < UNCERTAIN, before.abs(), 0.0)
 
     def to_scores(x: Tensor, weight: Tensor) -> Tensor:
         wide = pad(x.permute(0, 3, 1, 2), (PADDING, PADDING))
@@ -120,7 +128,7 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
 
     def to_table(x: Tensor, at: Tensor, rows: int, kept: Tensor) -> Tensor:
         total = torch.zeros(rows, x.shape[-1], dtype=torch.float64)
-        return total.index_add_(0, at[kept], x.sum(0)[kept])
+        return total.index_add_(0, at.expand_as(kept)[kept], x[kept])
 
     def to_weight(left: Tensor, right: Tensor, shift: Callable[[Tensor, int, int], Tensor]) -> Tensor:
         return torch.stack(
@@ -132,86 +140,127 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
 
     dscores = dlogits + to_scores(gradient, w1)
     size = dlogits.abs() + to_scores(gradient.abs(), w1.abs())
-    kept = alive & inner
+    kept = alive & ~at_edge
     rows = columns + PADDING
-    dbias = to_table(dlogits.permute(0, 2, 3, 1), distance[:, :columns], columns, seen)
+    dbias = to_table(dlogits.permute(0, 2, 3, 1), distance[:, :columns], columns, seen[:, 0])
     tiny = 2.0**-20  # of sums in float32
-    bias_size = to_table(dlogits.abs().permute(0, 2, 3, 1), distance[:, :columns], columns, seen)
+    bias_size = to_table(dlogits.abs().permute(0, 2, 3, 1), distance[:, :columns], columns, seen[:, 0])
     w1_size = to_weight(wide_scores.abs(), gradient.abs(), forward_tap)
     w2_size = to_weight(wide_dlogits.abs(), active.abs(), reversed_tap)
-    return {
-        "scores": (dscores, 3 * BF16_ROUNDING * size + to_scores(doubt, w1.abs())),
+    left, count = shape.left, inputs.dlogits.shape[3]  # what lies further away is zero
+    edge_columns = (find_documents(shape).long() + torch.arange(PADDING))[..., None].expand(-1, -1, -1, width)
+    exact = {
+        "scores": (dscores, 3 * rounding * size + to_scores(doubt, w1.abs())),
         "table": (
             to_table(gradient, distance + PADDING, rows, kept),
             to_table(doubt, distance + PADDING, rows, kept) + tiny,
         ),
         "bias": (dbias, bias_size * tiny),
-        "edge": (gradient[:, :, :PADDING], doubt[:, :, :PADDING] + tiny),
+        "edge": (gradient.gather(2, edge_columns), doubt.gather(2, edge_columns) + tiny),
         "w1": (
             to_weight(wide_scores, gradient, forward_tap),
-            to_weight(wide_scores.abs(), doubt, forward_tap) + 2 * BF16_ROUNDING * w1_size + tiny,
+            to_weight(wide_scores.abs(), doubt, forward_tap) + 2 * rounding * w1_size + tiny,
         ),
-        "w2": (to_weight(wide_dlogits, active, reversed_tap), 2 * BF16_ROUNDING * w2_size + tiny),
+        "w2": (to_weight(wide_dlogits, active, reversed_tap), 2 * rounding * w2_size + tiny),
     }
+    for name, beyond in (("table", count + PADDING), ("bias", count)):
+        assert not exact[name][0][beyond:].any()
+        exact[name] = (exact[name][0][:beyond], exact[name][1][:beyond])
+    exact["scores"] = (dscores[..., left:], exact["scores"][1][..., left:])
+    return exact
 
 
 @pytest.fixture(scope="module")
 def launcher() -> Launcher:
-    return Launcher(mixer.FOLDER)
+    return Launcher(FOLDER)
 
 
-@settings(max_examples=8, deadline=None)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@settings(max_examples=6, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 1000))
-def test_gradients_are_those_of_float64_and_no_access_is_wrong(shape: Shape, seed: int) -> None:
+def test_gradients_are_those_of_float64_and_no_access_is_wrong(case: Case, shape: Shape, seed: int) -> None:
+    check_gradients(case, shape, seed)
+
+
+@pytest.mark.parametrize("case", LOCAL_CASES, ids=str)
+@settings(max_examples=6, deadline=None)
+@given(shape=LOCAL_SHAPES, seed=st.integers(0, 1000))
+def test_gradients_of_windows_and_documents_are_those_of_float64(case: Case, shape: Shape, seed: int) -> None:
+    check_gradients(case, shape, seed)
+
+
+@pytest.mark.parametrize("case", LOCAL_CASES, ids=str)
+def test_gradients_where_windows_and_documents_begin_are_those_of_float64(case: Case) -> None:
+    for shape in LOCAL_EXAMPLES:
+        check_gradients(case, shape)
+
+
+def check_gradients(case: Case, shape: Shape, seed: int = 0) -> None:
+    shape = case.adapt(shape)
     inputs = build_inputs(shape, seed)
-    found, faults = run(inputs, Launcher(mixer.FOLDER))
+    found, faults = run(inputs, Launcher(FOLDER), case)
     assert faults.errors == NO_ERRORS, faults
     for name, (true, bound) in compute_truth(inputs, shape).items():
         error = (found[name].double() - true).abs()
         assert (error <= bound).all(), (name, (error / bound.clamp(min=1e-30)).max())
 
 
-def test_the_order_of_warps_changes_no_bit(launcher: Launcher) -> None:
-    inputs = build_inputs(Shape(1, 12, 32, 72, 0))
-    found, _ = run(inputs, launcher)
-    again, faults = run(inputs, Launcher(mixer.FOLDER, backwards=True))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_order_of_warps_changes_no_bit(launcher: Launcher, case: Case) -> None:
+    inputs = build_inputs(case.adapt(Shape(1, 12, 32, 72, 0)))
+    found, _ = run(inputs, launcher, case)
+    again, faults = run(inputs, Launcher(FOLDER, backwards=True), case)
     assert faults.errors == NO_ERRORS
     assert all(torch.equal(found[name], again[name]) for name in found)
 
 
-def test_gradients_are_the_same_among_several_layers_in_a_chunk_of_a_longer_call(launcher: Launcher) -> None:
-    inputs = build_inputs(Shape(1, 12, 32, 40, 16))
+@pytest.mark.parametrize("shape", [Shape(1, 9, 20, 40, 16), Shape(1, 12, 32, 72, 64, 33)])
+def test_gradients_are_the_same_among_several_layers_in_a_chunk_of_a_longer_call(
+    launcher: Launcher, shape: Shape
+) -> None:
+    inputs = build_inputs(shape)
     found, _ = run(inputs, launcher)
-    inputs = inputs._replace(operands=give_operands_company(inputs.operands, 40), layer=1, first_row=40)
-    again, faults = run(inputs, launcher)
+    again, faults = run(move_into_longer_call(inputs), launcher)
     assert faults.errors == NO_ERRORS, faults
     assert all(torch.equal(found[name], again[name]) for name in found)
 
 
-def test_shared_memory_has_few_bank_conflicts(launcher: Launcher) -> None:
-    inputs = build_inputs(Shape(1, 16, 32, 96, 0))
-    _, faults = run(inputs, launcher)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_shared_memory_has_few_bank_conflicts(launcher: Launcher, case: Case) -> None:
+    inputs = build_inputs(case.adapt(Shape(1, 16, 32, 128, 0)))
+    _, faults = run(inputs, launcher, case)
     assert faults.clocks < 1.1 * faults.accesses
 
 
 FAULTS = {
-    "a missing barrier": ("    mix<false>(st, c, first);\n    barrier(memory);\n", "    mix<false>(st, c, first);\n"),
+    "a missing barrier": ("first);\n    barrier(memory);\n    if", "first);\n    if"),
     "a wrong lane": ("a[1] = transpose_8x8(x[2]);", "a[1] = transpose_8x8(x[1]);"),
     "a wrong edge": ("j >= 0 && j + x <= last", "j >= 0 && j + x <= last + 1"),
     "a wrong distance": ("- (G::COLUMNS - 1);", "- G::COLUMNS;"),
 }
+LOCAL_FAULTS = {
+    "a gradient beyond the window": ("select(j + x >= begin, v.x[x]", "select(j + x >= begin - 1, v.x[x]"),
+    "a gradient before the document": ("gradient[n][x] = select(is_inside,", "gradient[n][x] = select(true,"),
+    "hidden values before the document": ("hidden[n][x] = select(is_inside,", "hidden[n][x] = select(true,"),
+    "E among distances": ("select(T::is_at_edge(places, r, hidden_column + jj)", "select(false"),
+    "another row's edge": ("T::locate_edge(places.row[r],", "T::locate_edge(places.of_row[r],"),
+    "a wrong last tile": ("MASKED && tile + 1 == c.tiles.end", "MASKED && tile == c.tiles.end"),
+    "what was before": ("      clear_columns(c);\n", ""),
+    "stores left of the map": ("is_stored = is_stored && j >= 0;", ""),
+}
+LOCAL_FAULT_SHAPE = Shape(1, 16, 32, 120, 40, 50, frozenset({33, 70, 72, 97}))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [*FAULTS, *LOCAL_FAULTS])
 def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "cuda"
-    shutil.copytree(mixer.FOLDER, folder)
+    shutil.copytree(FOLDER, folder)
     header = folder / "mixer_backward.h"
-    source, (right, wrong) = header.read_text(encoding="utf-8"), FAULTS[name]
+    source, (right, wrong) = header.read_text(encoding="utf-8"), (FAULTS | LOCAL_FAULTS)[name]
     assert source.count(right) == 1
     header.write_text(source.replace(right, wrong), encoding="utf-8")
-    shape = Shape(1, 16, 32, 64, 0)
+    shape = Shape(1, 16, 32, 64, 0) if name in FAULTS else LOCAL_FAULT_SHAPE
     inputs = build_inputs(shape)
     found, faults = run(inputs, Launcher(folder))
     truth = compute_truth(inputs, shape)
@@ -222,15 +271,40 @@ def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
 def test_support_is_stated_for_shapes_that_the_kernels_take() -> None:
     shape = get_weight_shape(16, 32, 3, True)
     assert mixer.is_supported(shape, torch.bfloat16, 64, 512)
+    assert mixer.is_supported(shape, torch.float16, 80, 512)
     for other, dtype, dim, columns in (
         (get_weight_shape(16, 32, 5, True), torch.bfloat16, 64, 512),
         (get_weight_shape(8, 32, 3, True), torch.bfloat16, 64, 512),
         (get_weight_shape(16, 16, 3, True), torch.bfloat16, 64, 512),
-        (shape, torch.float16, 64, 512),
-        (shape, torch.bfloat16, 80, 512),
+        (shape, torch.float32, 64, 512),
+        (shape, torch.bfloat16, 72, 512),
+        (shape, torch.bfloat16, 144, 512),
         (shape, torch.bfloat16, 64, 511),
     ):
         assert not mixer.is_supported(other, dtype, dim, columns)
+
+
+@pytest.mark.parametrize(
+    ("family", "arch", "tiles"),
+    [
+        # Of heads of 64, 80, 96 and 128: rows, columns and blocks on a multiprocessor.
+        (mixer_forward.KERNELS, 80, [(32, 32, 1), (16, 64, 1), (16, 64, 1), (16, 64, 1)]),
+        (mixer_forward.KERNELS, 90, [(32, 16, 2), (32, 32, 1), (32, 32, 1), (32, 32, 1)]),
+        (logit_gradient.KERNELS, 80, [(16, 64, 1), (16, 32, 1), (16, 32, 1), None]),
+        (logit_gradient.KERNELS, 90, [(32, 32, 1), (16, 64, 1), (16, 64, 1), (16, 64, 1)]),
+        (mixer.TO_SCORES, 80, [(16, 32, 1)] * 4),
+        (mixer.TO_SCORES, 90, [(32, 32, 1), (16, 64, 1), (16, 64, 1), (16, 64, 1)]),
+        (mixer.TO_WEIGHTS, 80, [(32, 32, 1), (16, 64, 1), (16, 64, 1), (16, 64, 1)]),
+        (mixer.TO_WEIGHTS, 90, [(32, 32, 1)] * 4),
+        (mixer_forward.KERNELS, 89, [None] * 4),
+    ],
+    ids=str,
+)
+def test_the_geometry_is_what_a_gpu_has_room_for(
+    family: KernelFamily, arch: int, tiles: list[tuple[int, int, int] | None]
+) -> None:
+    kernels = [choose_kernel(family, dim, torch.bfloat16, arch) for dim in (64, 80, 96, 128)]
+    assert [kernel and (*kernel.tile, kernel.resident_blocks) for kernel in kernels] == tiles
 
 
 def test_sums_of_layers_and_chunks_are_those_of_float64(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,11 +317,12 @@ def test_sums_of_layers_and_chunks_are_those_of_float64(monkeypatch: pytest.Monk
     biases = torch.cat([x.bias_table for x in operands])
     packed = PackedWeights(*(torch.cat(pair) for pair in zip(*(x.weights for x in operands), strict=True)))
     problems = build_problems(product, contributions, biases, packed, residual_bias=True)
-    launcher = Launcher(mixer.FOLDER)
+    launcher = Launcher(FOLDER)
     monkeypatch.setattr(driver, "launch_kernel", launcher)
+    kernels = CASES[0].build(mixer.TO_SCORES, calls[0]), CASES[0].build(mixer.TO_WEIGHTS, calls[0])
     with launcher.watch([x for call in calls for x in (call.queries, call.keys)]):
         launcher.emulator.register(contributions)
-        sums = add_mixer_sums(new_term_sums(layers, product, shape.columns, torch.device("cpu")), product, problems[0])
+        sums = add_mixer_sums(new_term_sums(layers, product, shape.columns, torch.device("cpu")), problems[0])
         for call, problem in zip(calls, problems, strict=True):
             own = GradientSums(call.keys, call.keys, sums.select_layer(problem.layer))
             for chunk in reversed(list(driver.iter_chunks(problem, 24))):
@@ -255,7 +330,9 @@ def test_sums_of_layers_and_chunks_are_those_of_float64(monkeypatch: pytest.Monk
                 dscores = torch.zeros(1, shape.heads, chunk.rows, chunk.right, dtype=torch.bfloat16)
                 launcher.emulator.register(dlogits)
                 maps, is_first = LogitGradients(dscores, dlogits), chunk.last == shape.rows
-                driver._mixer_backward(problem, product, chunk, maps, call.queries, call.keys, own, is_first=is_first)
+                driver._mixer_backward(
+                    problem, product, chunk, maps, call.queries, call.keys, own, kernels, is_first=is_first
+                )
     assert launcher.emulator.get_faults().errors == NO_ERRORS
     unpack_mixer_sums(sums, product)
     for layer, call in enumerate(calls):
