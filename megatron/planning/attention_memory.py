@@ -423,8 +423,6 @@ def has_cuda_kernels(shape: AttentionShape) -> bool:
         and 8 < shape.num_heads <= 16
         and 16 < processor.width <= 32
         and processor.kernel_size == 3
-        and shape.window is None
-        and not shape.has_documents
         and shape.num_columns % 8 == 0
     )
 

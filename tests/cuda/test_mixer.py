@@ -46,31 +46,33 @@ fills_device = mixer.fills_device
 mixer.fills_device = lambda *sizes: True  # small problems have too few blocks
 
 
-def run(heads, length, window, dim=64, dtype=torch.bfloat16, differentiates=True):
+def run(heads, length, dim=64, dtype=torch.bfloat16, differentiates=True, **options):
     q, k, v = (draw(2, heads, length, dim, dtype=dtype) for _ in range(3))
     weights = draw(32, 2 * heads, 1, 3), draw(32), draw(heads, 32, 1, 3), draw(heads)
-    output = op.cdape_attention(CdapeArgs(q, k, v, draw(heads, length), *weights, window=window), chunk=64)
+    output = op.cdape_attention(CdapeArgs(q, k, v, draw(heads, length), *weights, **options), chunk=64)
     if not differentiates:
         return
     output.sum().backward()
     assert all(x.grad is not None for x in (q, k, v, *weights))
     assert residues.pop() == any(name.startswith("LogitGradient") for name in launched)
-    names = [name.split("<")[0].removeprefix("Mixer") for name in launched]
+    names = [name.split("<")[0].removeprefix("Mixer") + "*" * ("16, true>" in name) for name in launched]
     launched.clear()
     return ",".join(names) or "none"
 
 
-print(run(16, 96, None), run(12, 128, None), run(16, 96, 32), run(8, 96, None), run(16, 97, None), flush=True)
-print(run(16, 96, None, 96, torch.float16), run(16, 96, None, 128), run(16, 96, None, 72), flush=True)
+documents = torch.arange(96, device="cuda").repeat(2, 1).div(40, rounding_mode="floor").mul(40).int()
+print(run(16, 96), run(12, 128, sinks=draw(12)), run(8, 96), run(16, 97), flush=True)
+print(run(16, 96, window=48), run(16, 96, first_keys=documents), run(16, 96, window=96), flush=True)
+print(run(16, 96, 96, torch.float16), run(16, 96, 128), run(16, 96, 72), flush=True)
 os.environ["FARFIELD_CUDA_MIXER"] = "0"
-print(run(16, 96, None))
+print(run(16, 96))
 del os.environ["FARFIELD_CUDA_MIXER"]
 with torch.no_grad():
-    run(16, 96, None, differentiates=False)
+    run(16, 96, differentiates=False)
     assert launched and not residues.pop()
 launched.clear()
 mixer.fills_device = fills_device
-print(run(16, 96, None), flush=True)
+print(run(16, 96), flush=True)
 os._exit(0)  # autograd's threads may be in the way of an orderly end
 """
 
@@ -79,12 +81,14 @@ FAMILIES = [mixer_forward.KERNELS, logit_gradient.KERNELS, TO_SCORES, TO_WEIGHTS
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.bfloat16), (96, torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    ("dim", "dtype", "is_local"), [(64, torch.bfloat16, False), (64, torch.bfloat16, True), (96, torch.float16, False)]
+)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_kernels_compile_with_few_spills(
-    family: KernelFamily, dim: int, dtype: torch.dtype, arch: int, tmp_path: Path
+    family: KernelFamily, dim: int, dtype: torch.dtype, is_local: bool, arch: int, tmp_path: Path
 ) -> None:
-    kernel = choose_kernel(family, dim, dtype, arch)
+    kernel = choose_kernel(family, dim, dtype, arch, is_local=is_local)
     assert kernel is not None
     assert kernel.code.shared_bytes <= BLOCK_BYTES[arch]
     code, name = compile_kernel(kernel.code, arch)
@@ -117,7 +121,11 @@ def test_the_operator_launches_them_where_they_fit(gpu: str, largest: str) -> No
     environment.pop(VARIABLE, None)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    # None with a window, with few heads or odd columns; none for heads of 72; none where the environment
-    # forbids them; and none where blocks are too few for the device.
-    expected = [two_chunks, two_chunks, "none", "none", one_chunk, two_chunks, largest, "none", "none", "none"]
+    # None with few heads or in a chunk with odd columns; none for heads of 72; none where the environment forbids them;
+    # and none where blocks are too few for the device. Stars are kernels for windows and documents, which a chunk does
+    # not need whose rows see all columns.
+    stars = [re.sub(r"(\w+)", r"\1*", text) for text in (FORWARD, BACKWARD)]
+    documents = f"{stars[0]},{stars[0]},{stars[1]},{stars[1]}"
+    expected = [two_chunks, two_chunks, "none", one_chunk, documents, documents, two_chunks]
+    expected += [two_chunks, largest, "none", "none", "none"]
     assert done.stdout.split() == expected

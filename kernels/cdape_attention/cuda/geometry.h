@@ -20,7 +20,7 @@
 
 template <int PADDING_, int COLUMNS_, int ROW_TILES_, int HEAD_DIM_, class Element_, bool LOCAL_>
 struct Geometry {
-  typedef Element_ Element;  // of queries, keys, values and gradients
+  typedef Element_ Element;              // of queries, keys, values and gradients
   static constexpr bool LOCAL = LOCAL_;  // rows see columns from one of their own on, see spans.h
   static constexpr int PADDING = PADDING_, TAPS = 2 * PADDING + 1, COLUMNS = COLUMNS_;
   static constexpr int ROW_TILES = ROW_TILES_, ROWS = 16 * ROW_TILES, RUNS = COLUMNS / 8, WARPS = ROW_TILES * RUNS;

@@ -62,7 +62,7 @@ struct Logits {
     Context c{in, memory, memory, memory, warp, block * G::ROWS, {}};
     c.scores = advance(memory, G::QUERY_BYTES);
     c.sums = advance(c.scores, W::MEMORY_BYTES);
-    c.tiles = in.scores.find_tiles<G>(c.first_row);
+    if (G::LOCAL) c.tiles = in.scores.find_tiles<G>(c.first_row);
     last.begin(c);
     State st;
     begin(st, c);
@@ -75,6 +75,7 @@ struct Logits {
       barrier(memory);
       mix<true, false>(st, c, -COLUMNS);
       barrier(memory);
+      c.tiles = in.scores.find_tiles<G>(c.first_row);  // not before, when registers are scarce
     }
     Step<Last> step{st, c, memory, last};
     RowSpans::go_over<G>(c.tiles, step);

@@ -1,0 +1,70 @@
+"""The operator with the mixer's CUDA kernels in the emulator and the rest in Triton's interpreter, against float64."""
+
+import ctypes
+from functools import partial
+
+import pytest
+import torch
+from cdape_calls import Case, differentiated, into_output, takes_fields, truth
+from mixer_emulation import LOCAL_CASES, NO_ERRORS
+
+from kernels.cdape_attention import driver, op
+from kernels.cdape_attention.driver import CdapeProblem, Chunk
+from kernels.cdape_attention.geometry import FOLDER, KernelFamily, MixerKernel, Tile
+from kernels.cuda.emulate import Emulator, find_compiler
+from kernels.cuda.kernel import CudaKernel
+from tools.rounding import assert_within_rounding
+
+ROWS, COLUMNS, DIM, DTYPE = LOCAL_CASES[1]
+
+pytestmark = [
+    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)"),
+    pytest.mark.usefixtures("uninitialised_is_nan"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU"),
+]
+
+
+class AllMemory:
+    """Everything that a process may access, as an array that kernels may access."""
+
+    def data_ptr(self) -> int:
+        return 0
+
+    def numel(self) -> int:
+        return 1 << 60
+
+    def element_size(self) -> int:
+        return 1
+
+
+CASES = [
+    Case(1, 9, 40, 40, DIM, 17, 3, window=17, chunk=24),
+    Case(1, 9, 24, 72, DIM, 17, 3, offset=48, window=20, chunk=16, has_sinks=True),
+    Case(2, 9, 40, 40, DIM, 17, 3, chunk=24, documents=((40,), (3, 1, 20, 16)), has_sinks=True),
+    Case(1, 9, 40, 64, DIM, 17, 3, offset=24, window=30, documents=((23, 10, 31),), has_bias=False),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_outputs_and_gradients_err_by_rounding_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator, launched = Emulator(FOLDER), []
+    emulator.begin([AllMemory()])  # type: ignore[list-item]
+
+    def choose_kernels(
+        problem: CdapeProblem, chunk: Chunk, k: torch.Tensor, families: tuple[KernelFamily, ...]
+    ) -> tuple[MixerKernel, ...]:
+        is_local = driver._find_spans(problem, chunk) is not None
+        return tuple(family.build(Tile(ROWS, COLUMNS), DIM, DTYPE, 90, is_local=is_local) for family in families)
+
+    def launch(kernel: CudaKernel, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
+        launched.append(kernel.header)
+        emulator.launch(kernel, grid, arguments)
+
+    monkeypatch.setattr(driver, "_choose_kernels", choose_kernels)
+    monkeypatch.setattr(driver, "launch_kernel", launch)
+    inputs, into = case.inputs(DTYPE), into_output(case, DTYPE)
+    attend = partial(takes_fields(op.cdape_attention), **case.options, chunk=case.chunk)
+    found = differentiated(attend, inputs, into)
+    assert set(launched) == {"mixer_forward.h", "logit_gradient.h", "mixer_backward.h"}
+    assert emulator.get_faults().errors == NO_ERRORS
+    assert_within_rounding(found, truth(case, inputs, into), DTYPE, stored=True)
