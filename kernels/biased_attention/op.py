@@ -54,7 +54,7 @@ def biased_attention(
         scale: of the scores, not 0; 1/√d unless given.
 
     Returns:
-        [B, H, R, d] in q's type: contiguous if q is, else as [R, B, H, d], which is the order of activations.
+        [B, H, R, d] in q's type, laid out as activations [R, B, H, d].
 
     Raises:
         ValueError: shapes, types or values that do not fit; a row that would see no key.
@@ -259,10 +259,8 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _allocate_like(q: Tensor) -> Tensor:
-    """The output: where queries are a view of activations [R, B, …], it is one too, and need not be copied."""
-    if q.is_contiguous():
-        return q.new_empty(q.shape)
+def _allocate_output(q: Tensor) -> Tensor:
+    """Allocate the output [B, H, R, d] as activations [R, B, H, d], which the layers after attention read."""
     batch, heads, rows, dim = q.shape
     return q.new_empty((rows, batch, heads, dim)).permute(1, 2, 0, 3)
 
@@ -303,7 +301,7 @@ def _forward(
     sinks = _contiguous(sinks)
     batch, heads, rows, dim = q.shape
     tile = configs.fit_tile_to_rows(configs.choose_tiles(arch, q.dtype, dim).fwd, rows)
-    out = _allocate_like(q)
+    out = _allocate_output(q)
     lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
     sizes = Sizes(scale, heads, rows, k.shape[2], _table_size(bias, weight), offset, window or 0)
     with launch_context(q):

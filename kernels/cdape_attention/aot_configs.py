@@ -101,7 +101,7 @@ def _build_attend_config(
     """`odd`: the columns of a chunk are no multiple of 16, as with a window."""
     kernel: Any = ATTEND_KERNELS[name]
     tile = attend_tile(name, rows, DTYPES_BY_NAME[dtype_name])
-    constants = _add_first_keys(attend_constants(dim, tile, 12 if documents or sinks else None), documents)
+    constants = _add_first_keys(attend_constants(dim, tile, 12), documents)
     if name == "attend_fwd" and not sinks:
         constants = constants | {"sinks_ptr": None}
     if name == "attend_fwd" and not residue:

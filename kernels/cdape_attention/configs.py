@@ -122,8 +122,8 @@ def transposed_product_constants(dim: int, tile: Tile, *, add: bool) -> dict[str
 
 
 @cache
-def attend_constants(dim: int, tile: Tile, heads: int | None) -> dict[str, Any]:
-    """The constants of an attend kernel; `heads` is asked for only where rows hold documents, else None."""
+def attend_constants(dim: int, tile: Tile, heads: int) -> dict[str, Any]:
+    """Return the constants of an attend kernel."""
     return {"H": heads, **head_dim_constants(dim), **tile.blocks, "INPUT_PRECISION": INPUT_PRECISION}
 
 

@@ -32,7 +32,12 @@ from kernels.cdape_attention.configs import (
     transposed_product_constants,
 )
 from kernels.cdape_attention.forward import _processor_fwd_kernel
-from kernels.cdape_attention.geometry import KernelFamily, MixerKernel, choose_kernel
+from kernels.cdape_attention.geometry import HEADS, WIDTH, KernelFamily, MixerKernel, choose_kernel
+from kernels.cdape_attention.mixer_operands import (
+    MixerOperands,
+    unpack_tables,
+    unpack_weights,
+)
 from kernels.cdape_attention.products import _multiply_map_kernel, _multiply_transposed_kernel
 from kernels.cdape_attention.scores import _scores_kernel, padded_channels
 from kernels.cdape_attention.softmax import _attend_bwd_kernel, _attend_fwd_kernel, _attend_sums_kernel
@@ -68,6 +73,10 @@ class CdapeProblem:
     """float32 [H], contiguous."""
     uses_mixer: bool = False
     """True if both passes take the CUDA kernels (`mixer.py`) where they compute their shapes."""
+    operands: MixerOperands | None = None
+    """Operands of these kernels, of several layers."""
+    layer: int = 0
+    """Number of the layer among them."""
 
     @property
     def heads(self) -> int:
@@ -203,15 +212,16 @@ def compute_logits(
 
 def _build_logit_inputs(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> mixer_forward.LogitInputs:
     return mixer_forward.LogitInputs(
-        chunk.slice_rows(scaled),
-        chunk.slice_columns(k),
-        *_split_contributions(problem, chunk),
-        problem.bias_table,
-        problem.weights,
-        problem.shape,
-        chunk.position - chunk.left,
-        _find_spans(problem, chunk),
+        chunk.slice_rows(scaled), chunk.slice_columns(k), *_locate_operands(problem, chunk)
     )
+
+
+def _locate_operands(problem: CdapeProblem, chunk: Chunk) -> tuple[MixerOperands, int, int, int, mixer.Spans | None]:
+    """Return the CUDA kernels' operands, the layer's number among them, the chunk's first row in E and among the maps'
+    columns, and the columns that its rows see."""
+    assert problem.operands is not None
+    first_row = chunk.first if chunk.first_keys is None else 0
+    return problem.operands, problem.layer, first_row, chunk.position - chunk.left, _find_spans(problem, chunk)
 
 
 def _find_spans(problem: CdapeProblem, chunk: Chunk) -> mixer.Spans | None:
@@ -219,14 +229,6 @@ def _find_spans(problem: CdapeProblem, chunk: Chunk) -> mixer.Spans | None:
     if chunk.first_keys is None and chunk.right <= problem.window:
         return None
     return mixer.Spans(problem.window, chunk.left, chunk.first_keys)
-
-
-def _split_contributions(problem: CdapeProblem, chunk: Chunk) -> tuple[Tensor, Tensor]:
-    """U by distance, and E of the chunk's rows, or with documents of all positions in one, [R, p, D]."""
-    contributions, edge = problem.bias_contributions.tensor_split([chunk.edge_start])
-    rows = slice(chunk.first, chunk.last) if chunk.first_keys is None else slice(None)
-    known = problem.rows if chunk.first_keys is None else problem.offset + problem.rows
-    return contributions, edge.view(known, problem.padding, problem.shape.width)[rows]
 
 
 def _process_scores(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tensor:
@@ -250,41 +252,52 @@ def _process_scores(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tens
 def launch_softmax(
     kernel: Any, name: str, problem: CdapeProblem, chunk: Chunk, v: Tensor, tensors: tuple[Tensor | None, ...]
 ) -> None:
-    """Launch one of the attend kernels, attend_fwd or attend_sums by name, with the tensors that come first."""
-    needs_heads = chunk.first_keys is not None or (name == "attend_fwd" and problem.sinks is not None)
+    """Launch one of the attend kernels, attend_fwd or attend_sums by name, with the tensors that come first: logits,
+    values, and the output or its gradient."""
     batch, heads, columns, dim = v.shape
     tile = attend_tile(name, chunk.rows, problem.dtype)
     launch(
         kernel,
         (cdiv(chunk.rows, tile.block_m) * batch * heads, 1, 1),
-        (*tensors, chunk.first_keys, *chunk.extent, problem.window, problem.rows, columns),
-        attend_constants(dim, tile, heads if needs_heads else None),
+        (*tensors, chunk.first_keys, *chunk.extent, problem.window, problem.rows, columns, *_get_strides(tensors[2])),
+        attend_constants(dim, tile, heads),
         tile.options,
     )
+
+
+def _get_strides(x: Tensor | None) -> tuple[int, ...]:
+    """Return the strides of [B, H, R, d] but the last."""
+    assert x is not None
+    return x.stride()[:3]
 
 
 class Attended(NamedTuple):
     """Results of the forward pass that the backward pass reads."""
 
     output: Tensor
-    """[B, H, R, d]."""
+    """[B, H, R, d], laid out as activations [R, B, H, d]."""
     stats: Tensor
     """The softmax's maximum and sum of exponentials, float32 [2, B, H, R]."""
     residue: Tensor | None
-    """Rounding error of the output, in its type and shape, or None if the backward pass does not read the output."""
+    """Rounding error of the output, in its type, shape and layout, or None if the backward pass does not read the
+    output."""
 
 
-def forward(scaled: Tensor, k: Tensor, v: Tensor, problem: CdapeProblem, chunk_rows: int) -> Attended:
+def forward(
+    scaled: Tensor, k: Tensor, v: Tensor, problem: CdapeProblem, chunk_rows: int, *, needs_gradients: bool
+) -> Attended:
     """Attend in chunks of rows.
 
     Args:
         scaled: scale · q; like k and v contiguous.
+        needs_gradients: True if a backward pass may follow, for which a residue may be kept.
     """
     chunks = list(iter_chunks(problem, chunk_rows))
-    needs_residue = any(_choose_kernels(problem, chunk, k, BACKWARD_KERNELS) for chunk in chunks)
+    needs_residue = needs_gradients and any(_choose_kernels(problem, chunk, k, BACKWARD_KERNELS) for chunk in chunks)
     stats = torch.empty(2, *scaled.shape[:3], dtype=torch.float32, device=scaled.device)
-    residue = torch.empty_like(scaled) if needs_residue else None
-    attended = Attended(torch.empty_like(scaled), stats, residue)
+    batch, heads, rows, dim = scaled.shape
+    output = scaled.new_empty(rows, batch, heads, dim).permute(1, 2, 0, 3)
+    attended = Attended(output, stats, torch.empty_like(output) if needs_residue else None)
     for chunk in chunks:
         _forward_chunk(problem, chunk, scaled, k, v, attended)
     return attended
@@ -301,6 +314,17 @@ def _forward_chunk(
     launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, tensors)
 
 
+class MixerSums(NamedTuple):
+    """The CUDA kernels' part of these gradients, in their own order."""
+
+    tables: Tensor
+    """float32 [L, distances + p, 48], see `mixer_operands.unpack_tables`."""
+    weights: Tensor
+    """float32 [L, n], see `mixer_operands.unpack_weights`."""
+    has_bias: bool
+    """True if the bias is added to the logits."""
+
+
 class TermSums(NamedTuple):
     """Gradients of what layers make of their tables and weights, to which chunks add; in a call those of its layer,
     without L."""
@@ -311,6 +335,14 @@ class TermSums(NamedTuple):
     """float32 [L, N, H]; [L, 0, H] without a bias."""
     patches: Tensor
     """Of both weights, float32 [L, 2, KC, DP]."""
+    mixer: MixerSums | None = None
+    """What the CUDA kernels add to all three, if they run."""
+
+    def select_layer(self, layer: int) -> "TermSums":
+        mixer = self.mixer
+        if mixer is not None:
+            mixer = MixerSums(mixer.tables[layer], mixer.weights[layer], mixer.has_bias)
+        return TermSums(self.bias_product[layer], self.bias_table[layer], self.patches[layer], mixer)
 
 
 def new_term_sums(layers: int, product: BiasProduct, num_distances: int, device: torch.device) -> TermSums:
@@ -323,6 +355,30 @@ def new_term_sums(layers: int, product: BiasProduct, num_distances: int, device:
     bias_table = torch.zeros(layers, num_distances, shape.heads, dtype=torch.float32, device=device)
     patches = torch.zeros(layers, 2, *shape.packed[2], dtype=torch.float32, device=device)
     return TermSums(product.new_gradient(layers, device), bias_table, patches)
+
+
+def add_mixer_sums(sums: TermSums, problem: CdapeProblem) -> TermSums:
+    """Return the sums of layers with room for those of the CUDA kernels, zero."""
+    assert problem.operands is not None
+    layers, device = len(sums.patches), sums.patches.device
+    count = problem.operands.distances + problem.padding
+    tables = torch.zeros(layers, count, WIDTH + HEADS, dtype=torch.float32, device=device)
+    weights = torch.zeros(layers, 2 * problem.operands.fragments.w1.shape[1], dtype=torch.float32, device=device)
+    return sums._replace(mixer=MixerSums(tables, weights, problem.has_bias))
+
+
+def unpack_mixer_sums(sums: TermSums, product: BiasProduct) -> None:
+    """Add the CUDA kernels' sums of all layers to the others, if there are any."""
+    if sums.mixer is None:
+        return
+    tables, weights, has_bias = sums.mixer
+    contributions, bias_table = unpack_tables(tables, product.shape)
+    covered = product.shape.padding + product.count
+    sums.bias_product[:, :covered, : product.shape.width].add_(contributions[:, :covered])
+    if has_bias:
+        covered = min(bias_table.shape[1], sums.bias_table.shape[1])
+        sums.bias_table[:, :covered].add_(bias_table[:, :covered])
+    sums.patches.add_(unpack_weights(weights, product.shape))
 
 
 class GradientSums(NamedTuple):
@@ -352,7 +408,8 @@ def backward(
     only it adds to needs no sum.
 
     Args:
-        dout: of the output; like the others contiguous.
+        dout: of the output. The others are contiguous; this has any strides but the last, and those of the output if
+            there is a residue.
         attended: its output is read where there is a residue alone.
         terms: still zero.
     """
@@ -434,17 +491,17 @@ def multiply_transposed(
 
     Args:
         factor: a map [B, H, R, C], read where a row sees the column.
-        x: [B, H, rows, d], contiguous like the total.
+        x: [B, H, rows, d], of any strides but the last.
         total: [B·H, columns, d].
     """
-    batch, heads, rows, dim = x.shape
+    batch, heads, _, dim = x.shape
     tile = product_tile(dim, problem.dtype)
     launch(
         _multiply_transposed_kernel,
         (cdiv(chunk.right - chunk.left, tile.block_n), batch * heads, 1),
         (
             *(factor, chunk.slice_rows(x), total[:, chunk.left :], chunk.first_keys, heads, *chunk.extent),
-            *(problem.window, rows, total.shape[1]),
+            *(problem.window, total.shape[1], *_get_strides(x)),
         ),
         transposed_product_constants(dim, tile, add=not is_only),
         tile.options,
@@ -506,7 +563,7 @@ def softmax_backward(
         head_tile_grid(chunk, tile, batch),
         (
             *(*inputs, maps.probabilities, maps.dlogits, chunk.first_keys),
-            *(*chunk.extent, problem.window, problem.rows, columns),
+            *(*chunk.extent, problem.window, problem.rows, columns, *_get_strides(dout)),
         ),
         heads_constants(heads, dim, tile, problem.dtype, aligned),
         tile.options,
@@ -547,22 +604,14 @@ def _mixer_backward(
 ) -> None:
     """dS over P, where a row sees the column; adds the chunk's part to the gradients of tables and weights."""
     inputs = mixer.MixerInputs(
-        chunk.slice_rows(scaled),
-        chunk.slice_columns(k),
-        maps.dlogits,
-        *_split_contributions(problem, chunk),
-        problem.weights,
-        problem.shape,
-        chunk.position - chunk.left,
-        _find_spans(problem, chunk),
+        chunk.slice_rows(scaled), chunk.slice_columns(k), maps.dlogits, *_locate_operands(problem, chunk)
     )
-    gradients = mixer.differentiate_mixer(inputs, maps.probabilities, kernels, launch_kernel)
-    product.add_gradient(sums.terms.bias_product, gradients.contributions[None], is_first=is_first)
-    _take_edge_gradient(product, chunk, gradients.edge, sums)
-    if problem.has_bias:
-        covered = min(len(gradients.bias_table), len(sums.terms.bias_table))
-        add_sum(sums.terms.bias_table[:covered], gradients.bias_table[None, :covered], is_first=is_first)
-    add_sum(sums.terms.patches, gradients.patches[None], is_first=is_first)
+    tables, edge, weights = mixer.differentiate_mixer(inputs, maps.probabilities, kernels, launch_kernel)
+    terms = sums.terms
+    assert terms.mixer is not None
+    _take_edge_gradient(product, chunk, edge[..., : problem.shape.width], sums)
+    add_sum(terms.mixer.tables[: tables.shape[1]], tables, is_first=is_first)
+    add_sum(terms.mixer.weights, weights, is_first=is_first)
 
 
 def _processor_backward(

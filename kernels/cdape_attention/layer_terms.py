@@ -10,13 +10,21 @@ L layers, H heads, R query rows, N distances, D processor width, p = k//2.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.cdape_attention.bias_product import BiasProduct, get_bias_product
-from kernels.cdape_attention.driver import NO_WINDOW_INT32, CdapeProblem, TermSums, new_term_sums
+from kernels.cdape_attention.driver import (
+    NO_WINDOW_INT32,
+    CdapeProblem,
+    TermSums,
+    add_mixer_sums,
+    new_term_sums,
+    unpack_mixer_sums,
+)
+from kernels.cdape_attention.mixer_operands import MixerOperands
 from kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights, unpack_gradients
 from kernels.runtime import get_backward_number, outside_graphs
 
@@ -25,23 +33,33 @@ MAX_ENTRIES = 1 << 23
 
 LayerWeights = tuple[Tensor, Tensor, Tensor, Tensor]
 """w1, b1, w2, b2 as `args.CdapeArgs` has them."""
-StackedT = TypeVar("StackedT", PackedWeights, TermSums)
 
 
-def select_layer(stacked: StackedT, layer: int) -> StackedT:
-    """A layer's of tensors with L in front."""
-    return type(stacked)(*[x[layer] for x in stacked])
+def build_problems(
+    product: BiasProduct,
+    contributions: Tensor,
+    biases: Tensor | None,
+    weights: PackedWeights,
+    *,
+    residual_bias: bool,
+) -> list[CdapeProblem]:
+    """Return the problem of each layer, from what was made of their biases [L, H, N] and their weights.
 
-
-def build_problem(
-    product: BiasProduct, contributions: Tensor, bias: Tensor | None, weights: PackedWeights, *, residual_bias: bool
-) -> CdapeProblem:
-    """A layer's, from what was made of its bias [H, N] and its weights."""
+    Layers without a residual bias may give biases [L, H, 0].
+    """
+    shape, last = product.shape, product.count
     window = NO_WINDOW_INT32 if product.window is None else min(product.window, NO_WINDOW_INT32)
-    if bias is None or not residual_bias:
-        bias = contributions.new_empty(product.shape.heads, 0)
+    if biases is None or not residual_bias:
+        biases = contributions.new_empty(len(contributions), shape.heads, 0)
+    by_distance, edge = contributions.split([shape.padding + last, contributions.shape[1] - shape.padding - last], 1)
+    edge = edge.unflatten(1, (product.rows, shape.padding))
+    operands = MixerOperands(by_distance, edge, biases, weights, shape, last)
     extent = (product.rows, product.offset, window, product.dtype)
-    return CdapeProblem(contributions, bias, weights, product.shape, *extent)
+    each = zip(contributions.unbind(), biases.unbind(), *(x.unbind() for x in weights), strict=True)
+    return [
+        CdapeProblem(own, bias, PackedWeights(*rest), shape, *extent, operands=operands, layer=layer)
+        for layer, (own, bias, *rest) in enumerate(each)
+    ]
 
 
 def compute_terms(
@@ -66,6 +84,7 @@ def differentiate_terms(
         bias_weight: of the packed weights.
         sums: of all layers; they are not kept.
     """
+    unpack_mixer_sums(sums, product)
     dweight, constants = product.differentiate(sums.bias_product, biases, bias_weight, sums.bias_table)
     return sums.bias_table.mT.unbind(), unpack_gradients(product.shape, sums.patches, dweight, constants, dtypes)
 
@@ -78,7 +97,6 @@ class LayerTerms:
     product: BiasProduct
     anchor: Tensor
     """No number: its node in the graph takes the sums of all layers."""
-    layer: int
 
     def fits(self, q: Tensor, offset: int, window: int | None) -> bool:
         """Are they for a call with these queries [B, H, R, d]?"""
@@ -118,11 +136,12 @@ class _ComputeTerms(torch.autograd.Function):
         return None, None, *(() if biases is None else dbiases), *(x for layer in dweights for x in layer)
 
 
-def take_sums(node: Any, layer: int) -> TermSums:
-    """Where a call's kernels leave their sums: those of the layer, which are zero.
+def take_sums(node: Any, problem: CdapeProblem, *, uses_mixer: bool) -> TermSums:
+    """Return the tensors in which a call's kernels leave their sums: those of the layer, which are zero.
 
     Args:
         node: of `LayerTerms.anchor`.
+        uses_mixer: True if the CUDA kernels leave sums.
 
     Raises:
         RuntimeError: another call of the layer was here before.
@@ -130,14 +149,17 @@ def take_sums(node: Any, layer: int) -> TermSums:
     number = get_backward_number()
     if node.backward_number != number:
         node.sums, node.finished, node.backward_number = None, set(), number
-    if layer in node.finished:
+    if problem.layer in node.finished:
         raise RuntimeError("terms of a layer are for one call of it")
-    node.finished.add(layer)
+    node.finished.add(problem.layer)
     if node.sums is None:
         biases, bias_weight = node.saved_tensors
         distances = 0 if biases is None else biases.shape[2]
         node.sums = new_term_sums(node.num_layers, node.product, distances, bias_weight.device)
-    return select_layer(node.sums, layer)
+    if uses_mixer and node.sums.mixer is None:
+        node.sums = add_mixer_sums(node.sums, problem)
+    sums: TermSums = node.sums.select_layer(problem.layer)
+    return sums
 
 
 def compute_layer_terms(
@@ -166,11 +188,5 @@ def compute_layer_terms(
     tensors = [*(biases or ()), *(x for layer in weights for x in layer)]
     anchor, stacked, contributions, *packed = outside_graphs(_ComputeTerms)(product, len(weights), *tensors)
     with torch.no_grad():
-        tables = [None] * len(weights) if stacked is None else stacked.unbind()
-        each = zip(contributions.unbind(), tables, *(x.unbind() for x in packed), strict=True)
-    return [
-        LayerTerms(
-            build_problem(product, own, bias, PackedWeights(*rest), residual_bias=residual_bias), product, anchor, i
-        )
-        for i, (own, bias, *rest) in enumerate(each)
-    ]
+        problems = build_problems(product, contributions, stacked, PackedWeights(*packed), residual_bias=residual_bias)
+    return [LayerTerms(problem, product, anchor) for problem in problems]

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kernels.cdape_attention.geometry import HEADS, KernelFamily, MixerKernel, Tile
 from kernels.cdape_attention.mixer import Launch, ScoreInputs, build_score_inputs
-from kernels.cdape_attention.mixer_forward import LogitArgs, LogitInputs, pack_inputs
+from kernels.cdape_attention.mixer_forward import LogitArgs, LogitInputs, build_logit_args
+from kernels.cdape_attention.mixer_operands import BIAS_COPIES
 from kernels.runtime import cdiv
 
 KERNELS = KernelFamily(
@@ -35,12 +36,12 @@ class LogitGradientArgs(ctypes.Structure):
 
 
 class AttendedChunk(NamedTuple):
-    """Inputs and results of a chunk's softmax. The last two dimensions of all but `stats` are contiguous."""
+    """Inputs and results of a chunk's softmax."""
 
     values: Tensor
-    """[B, H, C or more, d]."""
+    """[B, H, C or more, d], its last two dimensions contiguous."""
     output: Tensor
-    """[B, H, R, d]."""
+    """[B, H, R, d], of any strides but the last."""
     residue: Tensor
     """Rounding error of the output, in its type and with its strides."""
     doutput: Tensor
@@ -73,11 +74,10 @@ def differentiate_softmax(
     values, output, residue, doutput, stats = attended
     assert output.stride() == residue.stride() == doutput.stride()
     assert sums.stride() == stats.stride()[1:]
-    packed = pack_inputs(inputs, bias_copies=4)
     probabilities = torch.empty(batch, heads, rows, columns, dtype=values.dtype, device=values.device)
     dlogits = torch.empty(batch, rows, HEADS // 2, columns, 2, dtype=values.dtype, device=values.device)
     args = LogitGradientArgs(
-        packed.args,
+        build_logit_args(inputs, BIAS_COPIES),
         build_score_inputs(doutput, values, columns, inputs.position),
         *(x.data_ptr() for x in (output, residue, stats, sums, probabilities, dlogits)),
         *(stats.stride(2) * 4, stats.stride(0) * 4),

@@ -15,11 +15,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from kernels.cdape_attention.geometry import ELEMENTS, HEADS, WIDTH, KernelFamily, MixerKernel, Tile
-from kernels.cdape_attention.scores import padded_channels
-from kernels.cdape_attention.weights import PackedWeights, WeightShape
+from kernels.cdape_attention.mixer_operands import (
+    BLOCK_ROWS,
+    MAX_TILE_COLUMNS,
+    TABLE_FRONT,
+    MixerOperands,
+    find_pointer,
+)
+from kernels.cdape_attention.weights import WeightShape
 from kernels.cuda.compile import load_nvrtc
 from kernels.cuda.kernel import CudaKernel
 from kernels.jit_build import CompileError
@@ -27,13 +32,7 @@ from kernels.runtime import DeviceProperties, cdiv
 
 VARIABLE = "FARFIELD_CUDA_MIXER"
 """Environment variable that turns all CUDA kernels off if it is 0: Triton's then compute everything."""
-BLOCK_ROWS = 32
-"""The most rows that a block takes."""
-MAX_TILE_COLUMNS = 64
 MAX_HEAD_DIM = 128
-TABLE_FRONT = 96
-"""Entries of U in front of distance 0: tiles at the diagonal look so far ahead."""
-LARGEST_EXCHANGED = torch.finfo(torch.float16).max
 TO_SCORES = KernelFamily(
     *("mixer_backward.h", "MixerBackward<{}, true, false>", "MixerBackwardArgs"),
     ((Tile(32, 32), 165376), (Tile(16, 64), 166656), (Tile(16, 32), 82688)),
@@ -55,7 +54,7 @@ class ScoreInputs(ctypes.Structure):
         *(("first_keys", ctypes.c_void_p), ("first_keys_batch", ctypes.c_longlong)),
         *((name, ctypes.c_int) for name in ("rows", "columns", "position", "window", "origin", "edge_position")),
         *((name, ctypes.c_void_p) for name in ("q", "k")),
-        *((name, ctypes.c_int) for name in ("q_stride", "k_stride", "heads")),
+        *((name, ctypes.c_int) for name in ("q_stride", "k_stride", "q_row", "heads")),
     )
 
 
@@ -90,28 +89,25 @@ class MixerInputs(NamedTuple):
     """[B, H, C or more, d], alike."""
     dlogits: Tensor
     """[B, R, 8, C, 2], heads in pairs; undefined where a row does not see the column."""
-    contributions: Tensor
-    """float32 [p + N + …, D]: U from distance −p on (`bias_product.py`)."""
-    edge: Tensor
-    """float32 [R, p, D]: E of the chunk's rows, or with documents of all positions in one."""
-    weights: PackedWeights
-    shape: WeightShape
+    operands: MixerOperands
+    layer: int
+    """Number of the layer among those of the operands."""
+    first_row: int
+    """Row of E that belongs to the chunk's first row; 0 with documents."""
     position: int
     """Column of the chunk's first row: its position, if the maps begin at position 0."""
     spans: Spans | None = None
 
 
 class MixerGradients(NamedTuple):
-    """Gradients of a chunk, summed over sequences and rows."""
+    """Gradients of a chunk, by programs of the kernels, in float32."""
 
-    contributions: Tensor
-    """Gradient of U, float32 [n, D], from distance −p on."""
-    bias_table: Tensor
-    """Gradient of the bias table in the logits, float32 [n, H], by distance."""
+    tables: Tensor
+    """Gradients of U from distance −p on and of the bias, [programs, n, 48], see `unpack_tables`."""
     edge: Tensor
-    """Gradient of E, float32 [B, R, p, D]."""
-    patches: Tensor
-    """Gradients of both weights in the layout of `PackedWeights`, float32 [2, KC, DP]."""
+    """Gradient of E, [B, R, p, 32]."""
+    weights: Tensor
+    """Gradients of both weights, [programs, 2 · k · 512], see `unpack_weights`."""
 
 
 def is_enabled() -> bool:
@@ -160,9 +156,12 @@ def is_supported(shape: WeightShape, dtype: torch.dtype, dim: int, columns: int)
 def build_score_inputs(
     queries: Tensor, keys: Tensor, columns: int, position: int, spans: Spans | None = None
 ) -> ScoreInputs:
-    """Describe a chunk's queries [B, H, R, d] and keys [B, H, C or more, d] for a kernel."""
+    """Describe a chunk's queries [B, H, R, d] and keys [B, H, C or more, d] for a kernel.
+
+    Queries have any strides but the last. The last two dimensions of keys are contiguous.
+    """
     heads, rows = queries.shape[1:3]
-    strides = (x.stride(1) * x.element_size() for x in (queries, keys))
+    strides = (size * queries.element_size() for size in (queries.stride(1), keys.stride(1), queries.stride(2)))
     own: tuple[int, ...] = (0, 0, 0)
     documents: tuple[int | None, int] = (None, 0)
     if spans is not None:
@@ -171,12 +170,6 @@ def build_score_inputs(
             documents = (spans.first_keys.data_ptr(), spans.first_keys.stride(0) * 4)
     tensors = (queries.data_ptr(), keys.data_ptr())
     return ScoreInputs(*documents, rows, columns, position, *own, *tensors, *strides, heads)
-
-
-def count_distances(rows: int, position: int, spans: Spans | None) -> int:
-    """How many distances kernels may look up for a chunk whose first row stands at this column."""
-    before = 0 if spans is None else MAX_TILE_COLUMNS  # a tile may begin left of column 0
-    return position + cdiv(rows, BLOCK_ROWS) * BLOCK_ROWS + before
 
 
 def differentiate_mixer(
@@ -189,145 +182,27 @@ def differentiate_mixer(
         dscores: [B, H, R, C], written where a row sees a column, and zero in the rest of the diagonal tiles.
         launch: runs a kernel on a grid of (blocks, sequences): on a GPU, or in a test's emulator.
     """
-    shape, padding = inputs.shape, inputs.shape.padding
+    operands, layer = inputs.operands, inputs.layer
+    fragments, edge, padding = operands.fragments, operands.wide_edge, operands.shape.padding
     batch, rows, _, columns, _ = inputs.dlogits.shape
     to_scores, to_weights = ((cdiv(rows, kernel.tile.rows), batch) for kernel in kernels)
-    distances = count_distances(rows, inputs.position, inputs.spans)
-    table = build_table(inputs.contributions, padding, distances)
-    edge = F.pad(inputs.edge, (0, WIDTH - shape.width))
-    fragments = build_fragments(inputs.weights)
-    float32: dict[str, Any] = {"dtype": torch.float32, "device": table.device}
-    dtables = torch.zeros(prod(to_scores), distances + padding, WIDTH + HEADS, **float32)
+    before = 0 if inputs.spans is None else MAX_TILE_COLUMNS  # a tile may begin left of column 0
+    num_rows = inputs.position + cdiv(rows, BLOCK_ROWS) * BLOCK_ROWS + before + padding
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": edge.device}
+    dtables = torch.zeros(prod(to_scores), num_rows, WIDTH + HEADS, **float32)
     new_edge = torch.empty if inputs.spans is None else torch.zeros  # rows may not see their document's begin
     dedge = new_edge(batch, rows, padding, WIDTH, **float32)
-    dweights = torch.empty(prod(to_weights), 2 * shape.kernel_size * 4 * 32 * 4, **float32)
+    dweights = torch.empty(prod(to_weights), 2 * fragments.w1.shape[1], **float32)
     args = MixerBackwardArgs(
         build_score_inputs(inputs.queries, inputs.keys, columns, inputs.position, inputs.spans),
-        *(x.data_ptr() for x in (inputs.dlogits, table, edge, *fragments, dscores, dtables, dedge, dweights)),
-        *(TABLE_FRONT, dtables.shape[1]),
+        inputs.dlogits.data_ptr(),
+        find_pointer(operands.entries, layer),
+        find_pointer(edge, layer) + inputs.first_row * edge.stride(1) * edge.element_size(),
+        *(find_pointer(x, layer) for x in (fragments.w1, fragments.w2_back, fragments.w1_back)),
+        *(x.data_ptr() for x in (dscores, dtables, dedge, dweights)),
+        *(TABLE_FRONT, num_rows),
         *(x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, inputs.dlogits, dedge, dscores)),
     )
     for kernel, grid in zip(kernels, (to_scores, to_weights), strict=True):
         launch(kernel.code, grid, args)
-    sums = dtables.sum(0)
-    return MixerGradients(
-        sums[:, : shape.width],
-        sums.index_select(1, _list_head_columns(sums.device))[:, : shape.heads],
-        dedge[..., : shape.width],
-        unpack_weights(dweights.sum(0), shape),
-    )
-
-
-def build_table(contributions: Tensor, padding: int, distances: int) -> Tensor:
-    """U in the order of accumulators, float32 [entries, 64]: entry e has distances e − front and e − front + 8."""
-    width = contributions.shape[1]
-    entries = TABLE_FRONT + distances
-    entries += entries % 2
-    covered = min(contributions.shape[0], distances + padding + 8)
-    room = entries + 8 - (TABLE_FRONT - padding) - covered
-    padded = F.pad(contributions[:covered], (0, WIDTH - width, TABLE_FRONT - padding, room))
-    halves = padded.index_select(1, _list_table_columns(padded.device))  # [rows, entry's parity, step, n, t, 2]
-    row = halves.shape[1]
-    sizes = (entries // 2, 2, 2, 2, 4, 2, 2)  # entry, its parity, step, n, t, distance, width
-    strides = (2 * row, row + row // 2, 16, 8, 2, 8 * row, 1)
-    return halves.as_strided(sizes, strides).contiguous().view(entries, 2 * WIDTH)
-
-
-def build_fragments(weights: PackedWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """W1 in float16, W2ᵀ and W1ᵀ as operands of products: [k, 4, 32 lanes, 4]."""
-    indices = _build_fragment_indices(weights.w1.shape[0], weights.w1.device)
-    w1, w2 = _pad_weights(weights)
-    return (
-        _exchange(w1).index_select(0, indices.w1),
-        w2.index_select(0, indices.w2_back),
-        w1.index_select(0, indices.w1_back),
-    )
-
-
-def exchange_fragments(weights: PackedWeights) -> tuple[Tensor, Tensor]:
-    """W1 and W2 in float16 as operands of products: [k, 4, 32 lanes, 4]."""
-    indices = _build_fragment_indices(weights.w1.shape[0], weights.w1.device)
-    w1, w2 = map(_exchange, _pad_weights(weights))
-    return w1.index_select(0, indices.w1), w2.index_select(0, indices.w2)
-
-
-def _pad_weights(weights: PackedWeights) -> tuple[Tensor, Tensor]:
-    """W1 [k, 16, 32] and W2 [k, 32, 16], flat."""
-    missing = WIDTH - weights.w1.shape[2]
-    if missing == 0:
-        return weights.w1.flatten(), weights.w2.flatten()
-    return F.pad(weights.w1, (0, missing)).flatten(), F.pad(weights.w2, (0, 0, 0, missing)).flatten()
-
-
-def _exchange(x: Tensor) -> Tensor:
-    return x.clamp(-LARGEST_EXCHANGED, LARGEST_EXCHANGED).to(torch.float16)
-
-
-def unpack_weights(sums: Tensor, shape: WeightShape) -> Tensor:
-    """The weights' gradients in the order of `PackedWeights.patches1` and `patches2`: [2, KC, DP]."""
-    index = _build_patch_index(shape, sums.device)
-    return F.pad(sums, (0, 1)).index_select(0, index).view(2, *shape.packed[2])
-
-
-def _width(tile: int | Tensor, column: int | Tensor) -> int | Tensor:
-    """The width that stands in a column of an n-tile, so that a lane has four neighbors."""
-    return 16 * (tile // 2) + 4 * (column // 2) + 2 * (tile % 2) + column % 2
-
-
-@cache
-def _list_table_columns(device: torch.device) -> Tensor:
-    """Columns of U by parity of the entry, step, n, t and width: n is swapped where the parity is odd."""
-    columns = [
-        _width(2 * step + (n ^ parity), 2 * t + x)
-        for parity in range(2)
-        for step in range(2)
-        for n in range(2)
-        for t in range(4)
-        for x in range(2)
-    ]
-    return torch.tensor(columns, device=device)
-
-
-@cache
-def _list_head_columns(device: torch.device) -> Tensor:
-    """Return the columns of heads 0 … 15 in the sums along diagonals."""
-    columns = [WIDTH + h % 8 // 2 * 4 + h // 8 * 2 + h % 2 for h in range(HEADS)]
-    return torch.tensor(columns, device=device)
-
-
-class _FragmentIndices(NamedTuple):
-    """Indices of operands of products, into W1 [k, 16, 32] or W2 [k, 32, 16]."""
-
-    w1: Tensor
-    w2: Tensor
-    w1_back: Tensor
-    w2_back: Tensor
-
-
-@cache
-def _build_fragment_indices(taps: int, device: torch.device) -> _FragmentIndices:
-    tap, tile, lane, word, half = torch.meshgrid(*(torch.arange(n) for n in (taps, 4, 32, 2, 2)), indexing="ij")
-    g, t = lane // 4, lane % 4
-    head, width = 2 * t + 8 * word + half, _width(tile, g)
-    w1 = (tap * HEADS + head) * WIDTH + width
-    w2_back = (tap * WIDTH + width) * HEADS + head
-    step, n = tile // 2, tile % 2
-    head, width = 8 * n + g, _width(2 * step + word, 2 * t + half)
-    w1_back = (tap * HEADS + head) * WIDTH + width
-    w2 = (tap * WIDTH + width) * HEADS + head
-    return _FragmentIndices(*(x.flatten().to(device) for x in (w1, w2, w1_back, w2_back)))
-
-
-@cache
-def _build_patch_index(shape: WeightShape, device: torch.device) -> Tensor:
-    """Into sums [2, k, 4 n-tiles, 32 lanes, 4], which are followed by a zero."""
-    taps = shape.kernel_size
-    which, tap, tile, lane, x = torch.meshgrid(*(torch.arange(n) for n in (2, taps, 4, 32, 4)), indexing="ij")
-    head, width = lane // 4 + 8 * (x // 2), _width(tile, 2 * (lane % 4) + x % 2)
-    mirrored = torch.where(which == 0, tap, taps - 1 - tap)  # the taps of the second are (`weights.py`)
-    channels, (rows, columns) = padded_channels(shape.heads), shape.packed[2]
-    is_kept = (head < channels) & (width < columns)
-    place = (which * rows + mirrored * channels + head) * columns + width
-    index = torch.full((2 * rows * columns,), place.numel())
-    index[place[is_kept]] = torch.arange(place.numel()).view_as(place)[is_kept]
-    return index.to(device)
+    return MixerGradients(dtables, dedge, dweights)

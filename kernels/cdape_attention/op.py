@@ -17,10 +17,9 @@ from kernels.cdape_attention.bias_product import BiasProduct, get_bias_product
 from kernels.cdape_attention.configs import MIN_ROWS, choose_chunk_rows, max_chunk_rows
 from kernels.cdape_attention.layer_terms import (
     LayerTerms,
-    build_problem,
+    build_problems,
     compute_terms,
     differentiate_terms,
-    select_layer,
     take_sums,
 )
 from kernels.cdape_attention.weights import PackedWeights, get_weight_shape
@@ -43,7 +42,7 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None, terms: LayerTe
         terms: of the layer, if they were computed before (`layer_terms.py`) for such a call: `LayerTerms.fits`.
 
     Returns:
-        [B, H, R, d] of q's type.
+        [B, H, R, d] of q's type, laid out as activations [R, B, H, d].
 
     Raises:
         ValueError: shapes, types or options that do not fit.
@@ -70,13 +69,20 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None, terms: LayerTe
         if not terms.fits(q, offset, window):
             raise ValueError("terms are of another call")
         attended: Tensor = outside_graphs(_AttendWithTerms)(
-            q, k, v, sinks, terms.anchor, terms, scale, min(chunk, rows)
+            *(q, k, v, sinks, terms.anchor, terms, scale, min(chunk, rows)),
+            _needs_gradients(q, k, v, sinks, terms.anchor),
         )
         return attended
     apply = outside_graphs(_CdapeAttention)
-    options = (offset, window, first_keys, residual_bias, scale, min(chunk, rows))
-    output: Tensor = apply(q, k, v, bias, w1, b1, w2, b2, sinks, *options)
+    tensors = (q, k, v, bias, w1, b1, w2, b2, sinks)
+    options = (offset, window, first_keys, residual_bias, scale, min(chunk, rows), _needs_gradients(*tensors))
+    output: Tensor = apply(*tensors, *options)
     return output
+
+
+def _needs_gradients(*tensors: Tensor | None) -> bool:
+    """Return whether a backward pass may follow."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _check_limits(q: Tensor, k: Tensor, v: Tensor, w1: Tensor, offset: int, chunk: int | None) -> None:
@@ -122,6 +128,7 @@ class _CdapeAttention(torch.autograd.Function):
         residual_bias: bool,
         scale: float,
         chunk: int,
+        needs_gradients: bool,
     ) -> Tensor:
         get_arch(q)  # raises where no kernel can run
         heads, rows = q.shape[1:3]
@@ -132,14 +139,13 @@ class _CdapeAttention(torch.autograd.Function):
         bias = None if bias is None else bias.contiguous()
         biases = None if bias is None else bias[None]
         contributions, packed = compute_terms(product, biases, [(w1, b1, w2, b2)])
-        weights = select_layer(packed, 0)
-        problem = build_problem(product, contributions[0], bias, weights, residual_bias=residual_bias)
+        (problem,) = build_problems(product, contributions, biases, packed, residual_bias=residual_bias)
         problem = replace(problem, rows=rows, offset=offset, first_keys=first_keys, sinks=_contiguous(sinks))
         problem = replace(problem, uses_mixer=mixer.is_enabled())
-        output, kept = _attend(q, k, v, problem, scale, chunk)
+        output, kept = _attend(q, k, v, problem, scale, chunk, needs_gradients=needs_gradients)
         # Tensors are kept by `save_for_backward`, which knows when they are needed no more.
-        of_problem = (problem.bias_contributions, problem.bias_table, first_keys, problem.sinks, *problem.weights)
-        ctx.save_for_backward(*kept, biases, *of_problem)
+        ctx.save_for_backward(*kept, biases, contributions, first_keys, problem.sinks, *packed)
+        ctx.residual_bias = residual_bias
         ctx.product, ctx.offset, ctx.scale, ctx.chunk = product, offset, scale, chunk
         ctx.uses_mixer = problem.uses_mixer
         ctx.dtypes = tuple(x.dtype for x in (w1, b1, w2, b2))
@@ -148,16 +154,15 @@ class _CdapeAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         saved, count = ctx.saved_tensors, len(PackedWeights._fields)
-        *kept, biases, contributions, bias_table, first_keys, sinks = saved[:-count]
-        packed = saved[-count:]
-        weights, product = PackedWeights(*packed), ctx.product
-        problem = build_problem(product, contributions, bias_table, weights, residual_bias=True)
+        *kept, biases, contributions, first_keys, sinks = saved[:-count]
+        packed, product = PackedWeights(*saved[-count:]), ctx.product
+        (problem,) = build_problems(product, contributions, biases, packed, residual_bias=ctx.residual_bias)
         problem = replace(problem, rows=kept[0].shape[2], offset=ctx.offset, first_keys=first_keys, sinks=sinks)
         problem = replace(problem, uses_mixer=ctx.uses_mixer)
-        sums = driver.new_term_sums(1, product, 0 if biases is None else biases.shape[2], dout.device)
-        *dqkv, dsinks = _attend_backward(dout, kept, problem, product, select_layer(sums, 0), ctx)
-        (dbias,), (dweights,) = differentiate_terms(product, biases, weights.bias_weight[None], sums, ctx.dtypes)
-        return (*dqkv, None if biases is None else dbias, *dweights, dsinks, *(None,) * 6)
+        sums = _new_sums(problem, product, 0 if biases is None else biases.shape[2], kept)
+        *dqkv, dsinks = _attend_backward(dout, kept, problem, product, sums.select_layer(0), ctx)
+        (dbias,), (dweights,) = differentiate_terms(product, biases, packed.bias_weight, sums, ctx.dtypes)
+        return (*dqkv, None if biases is None else dbias, *dweights, dsinks, *(None,) * 7)
 
 
 class _AttendWithTerms(torch.autograd.Function):
@@ -174,11 +179,12 @@ class _AttendWithTerms(torch.autograd.Function):
         terms: LayerTerms,
         scale: float,
         chunk: int,
+        needs_gradients: bool,
     ) -> Tensor:
         get_arch(q)
         sinks = _contiguous(sinks)
         problem = replace(terms.problem, sinks=sinks, uses_mixer=mixer.is_enabled())
-        output, kept = _attend(q, k, v, problem, scale, chunk)
+        output, kept = _attend(q, k, v, problem, scale, chunk, needs_gradients=needs_gradients)
         ctx.save_for_backward(*kept, sinks)
         ctx.node, ctx.terms, ctx.scale, ctx.chunk = anchor.grad_fn, terms, scale, chunk
         ctx.uses_mixer = problem.uses_mixer
@@ -189,10 +195,10 @@ class _AttendWithTerms(torch.autograd.Function):
         *kept, sinks = ctx.saved_tensors
         problem, product = replace(ctx.terms.problem, sinks=sinks, uses_mixer=ctx.uses_mixer), ctx.terms.product
         if ctx.node is None:  # neither table nor weights want a gradient
-            sums = select_layer(driver.new_term_sums(1, product, problem.bias_table.shape[1], dout.device), 0)
+            sums = _new_sums(problem, product, problem.bias_table.shape[1], kept).select_layer(0)
         else:
-            sums = take_sums(ctx.node, ctx.terms.layer)
-        return (*_attend_backward(dout, kept, problem, product, sums, ctx), None, None, None, None)
+            sums = take_sums(ctx.node, problem, uses_mixer=_has_residue(kept))
+        return (*_attend_backward(dout, kept, problem, product, sums, ctx), *(None,) * 5)
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
@@ -200,15 +206,28 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, problem: driver.CdapeProblem, scale: float, chunk: int
+    q: Tensor, k: Tensor, v: Tensor, problem: driver.CdapeProblem, scale: float, chunk: int, *, needs_gradients: bool
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """The output, and what the backward pass needs of a call: scaled queries, k, v, the softmax's statistics, and where
     it reads them the output and what its rounding left over, else None."""
     scaled = torch.mul(q, scale, out=q.new_empty(q.shape))
     k, v = k.contiguous(), v.contiguous()
     with launch_context(q):
-        output, stats, residue = driver.forward(scaled, k, v, problem, chunk)
+        output, stats, residue = driver.forward(scaled, k, v, problem, chunk, needs_gradients=needs_gradients)
     return output, (scaled, k, v, stats, None if residue is None else output, residue)
+
+
+def _has_residue(kept: Sequence[Tensor | None]) -> bool:
+    """Return whether the CUDA kernels compute the backward pass of a call that kept these tensors."""
+    return kept[-1] is not None
+
+
+def _new_sums(
+    problem: driver.CdapeProblem, product: BiasProduct, num_distances: int, kept: Sequence[Tensor | None]
+) -> driver.TermSums:
+    """Return the sums of a call by itself, zero, with L = 1 in front."""
+    sums = driver.new_term_sums(1, product, num_distances, problem.bias_contributions.device)
+    return driver.add_mixer_sums(sums, problem) if _has_residue(kept) else sums
 
 
 def _attend_backward(
@@ -222,8 +241,10 @@ def _attend_backward(
     """Gradients of q, k, v and the sinks; adds the others to the layer's sums."""
     scaled, k, v, stats, output, residue = kept
     attended = driver.Attended(output, stats, residue)
+    if output is not None and dout.stride() != output.stride():
+        dout = torch.empty_like(output).copy_(dout)
+    elif dout.stride(3) != 1:
+        dout = dout.contiguous()
     with launch_context(scaled):
-        dq, dk, dv, dsinks = driver.backward(
-            dout.contiguous(), scaled, k, v, attended, problem, product, sums, ctx.scale, ctx.chunk
-        )
+        dq, dk, dv, dsinks = driver.backward(dout, scaled, k, v, attended, problem, product, sums, ctx.scale, ctx.chunk)
     return dq, dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype), dsinks

@@ -133,7 +133,7 @@ def _add_rows(
 ):
     """Add the rows first … last − 1, `skipped` more from `skipped_from` on, to a transposed product's two parts."""
     out_a, out_b = state
-    map_ptr, x_ptr = pointers
+    map_ptr, x_ptr, x_stride = pointers
     R, _, _, first_column, _, first_keys_ptr = extent
     for step in range(first, last, BLOCK_M):
         r0 = step
@@ -145,10 +145,10 @@ def _add_rows(
         if is_seen:
             row = r0 + tl.arange(0, BLOCK_M)
             tile = tl.trans(load_visible(map_ptr, row, start + tl.arange(0, BLOCK_N), extent, 0.0, MASKED))
-            x = load_rows(x_ptr, r0, HEAD_DIM, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M, MASKED)
+            x = load_rows(x_ptr, r0, x_stride, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M, MASKED)
             out_a = tl.dot(tile, x, out_a, input_precision=INPUT_PRECISION)
             if BLOCK_DB:
-                x = load_rows(x_ptr, r0, HEAD_DIM, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M, MASKED)
+                x = load_rows(x_ptr, r0, x_stride, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M, MASKED)
                 out_b = tl.dot(tile, x, out_b, input_precision=INPUT_PRECISION)
     return out_a, out_b
 
@@ -156,7 +156,7 @@ def _add_rows(
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _multiply_transposed_kernel(
     map_ptr,  # [B, H, R, C] compute type, read where a row sees the column
-    x_ptr,  # [B, H, R_total, d] compute type, at the chunk's first row
+    x_ptr,  # [B, H, R, d] compute type, of any strides but the last: the chunk's rows
     out_ptr,  # [B, H, C_total, d], at the maps' column 0: written, or added to
     first_keys_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     H,
@@ -165,8 +165,10 @@ def _multiply_transposed_kernel(
     first_row,
     first_column,
     window,
-    R_total,
     C_total,
+    stride_batch,
+    stride_head,
+    stride_row,
     HEAD_DIM: tl.constexpr,
     BLOCK_DA: tl.constexpr,
     BLOCK_DB: tl.constexpr,
@@ -179,7 +181,7 @@ def _multiply_transposed_kernel(
     batch."""
     start, pair = tl.program_id(0) * BLOCK_N, tl.program_id(1).to(tl.int64)
     map_ptr += pair * R * C
-    x_ptr += pair * R_total * HEAD_DIM
+    x_ptr += pair // H * stride_batch + pair % H * stride_head
     out_ptr += pair * C_total * HEAD_DIM
     if first_keys_ptr is not None:
         first_keys_ptr += pair // H * R
@@ -190,7 +192,7 @@ def _multiply_transposed_kernel(
         out_a += load_rows(out_ptr, start, HEAD_DIM, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
         if BLOCK_DB:
             out_b += load_rows(out_ptr, start, HEAD_DIM, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
-    pointers = (map_ptr, x_ptr)
+    pointers = (map_ptr, x_ptr, stride_row)
     # fmt: off
     first, whole, end, last = row_ranges(start, extent, BLOCK_M, BLOCK_N)
     state = _add_rows((out_a, out_b), first, last - (end - whole), whole, end - whole, pointers, start, extent, True,

@@ -44,6 +44,7 @@ def head_products(
     column,
     R,
     C,
+    a_stride,
     HEAD_DIM: tl.constexpr,
     BLOCK_DA: tl.constexpr,
     BLOCK_DB: tl.constexpr,
@@ -54,13 +55,13 @@ def head_products(
 ):
     """Rows of a [R, d] from `row` on times rows of b [C, d] from `column` on: float32 [BLOCK_M, BLOCK_N].
 
-    Not MASKED: all of them exist.
+    Rows of a are `a_stride` apart, those of b contiguous. Not MASKED: all of them exist.
     """
-    a = load_rows(a_ptr, row, HEAD_DIM, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M, MASKED)
+    a = load_rows(a_ptr, row, a_stride, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M, MASKED)
     b = load_rows(b_ptr, column, HEAD_DIM, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N, MASKED)
     products = tl.dot(a, tl.trans(b), input_precision=INPUT_PRECISION)
     if BLOCK_DB:
-        a = load_rows(a_ptr, row, HEAD_DIM, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M, MASKED)
+        a = load_rows(a_ptr, row, a_stride, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M, MASKED)
         b = load_rows(b_ptr, column, HEAD_DIM, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N, MASKED)
         products = tl.dot(a, tl.trans(b), products, input_precision=INPUT_PRECISION)
     return products
@@ -130,8 +131,8 @@ def head_scores(
         q_ptr += tl.cast(R_total, tl.int64) * (MEMBER * HEAD_DIM)
         k_ptr += tl.cast(C_total, tl.int64) * (MEMBER * HEAD_DIM)
         # fmt: off
-        scores = head_products(q_ptr, k_ptr, row, column, R, C, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N,
-                               INPUT_PRECISION, MASKED)
+        scores = head_products(q_ptr, k_ptr, row, column, R, C, HEAD_DIM, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M,
+                               BLOCK_N, INPUT_PRECISION, MASKED)
         # fmt: on
     else:
         scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

@@ -128,7 +128,7 @@ def find_residue(x, ptr):
 def _attend_fwd_kernel(
     logits_ptr,  # [B, H, R, C] float32; what a row does not see has no effect
     v_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
-    o_ptr,  # [B, H, R_total, d] compute type, at the chunk's first row
+    o_ptr,  # [B, H, R_total, d] compute type, of any strides but the last, at the chunk's first row
     residue_ptr,  # what the rounding of O leaves over, alike, or None
     stats_ptr,  # [2, B, H, R_total] float32, maximum (in base 2) and sum of exponentials, at the chunk's first row
     sinks_ptr,  # [H] float32, or None: keys with these logits and no value, which the stats count
@@ -140,13 +140,16 @@ def _attend_fwd_kernel(
     window,
     R_total,
     C_total,
+    stride_batch,
+    stride_head,
+    stride_row,
     HEAD_DIM: tl.constexpr,
     BLOCK_DA: tl.constexpr,
     BLOCK_DB: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
-    H: tl.constexpr,  # None without first keys, which all heads of a sequence share, and sinks
+    H: tl.constexpr,
 ):
     """O = softmax(L)·V."""
     pair, pairs, start = program_position(R, BLOCK_M)
@@ -176,17 +179,18 @@ def _attend_fwd_kernel(
     # fmt: on
     maximum, total, o_a, o_b = state
     total = tl.where(row < R, total, 1.0)
-    o_ptr += pair * R_total * HEAD_DIM
-    store_rows(o_ptr, o_a / total[:, None], start, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
+    of_head = pair // H * stride_batch + pair % H * stride_head
+    o_ptr += of_head
+    store_rows(o_ptr, o_a / total[:, None], start, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M, stride_row)
     if BLOCK_DB:
-        store_rows(o_ptr, o_b / total[:, None], start, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
+        store_rows(o_ptr, o_b / total[:, None], start, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M, stride_row)
     if residue_ptr is not None:
-        residue_ptr += pair * R_total * HEAD_DIM
+        residue_ptr += of_head
         o_a = find_residue(o_a / total[:, None], o_ptr)
-        store_rows(residue_ptr, o_a, start, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
+        store_rows(residue_ptr, o_a, start, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M, stride_row)
         if BLOCK_DB:
             o_b = find_residue(o_b / total[:, None], o_ptr)
-            store_rows(residue_ptr, o_b, start, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
+            store_rows(residue_ptr, o_b, start, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M, stride_row)
     of_row = stats_ptr + pair * R_total + row
     tl.store(of_row, maximum, mask=row < R)
     tl.store(of_row + pairs * R_total, total, mask=row < R)
@@ -232,7 +236,7 @@ def _attend_sums_columns(
 def _attend_sums_kernel(
     logits_ptr,  # [B, H, R, C] float32; what a row does not see has no effect
     v_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
-    do_ptr,  # [B, H, R_total, d] compute type, at the chunk's first row
+    do_ptr,  # [B, H, R_total, d] compute type, of any strides but the last, at the chunk's first row
     stats_ptr,  # [2, B, H, R_total] float32, maximum (in base 2) and sum of exponentials, at the chunk's first row
     sums_ptr,  # [B, H, R_total] float32, at the chunk's first row
     first_keys_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
@@ -243,13 +247,16 @@ def _attend_sums_kernel(
     window,
     R_total,
     C_total,
+    stride_batch,
+    stride_head,
+    stride_row,
     HEAD_DIM: tl.constexpr,
     BLOCK_DA: tl.constexpr,
     BLOCK_DB: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
-    H: tl.constexpr,  # None without first keys, which all heads of a sequence share
+    H: tl.constexpr,
 ):
     """Each row's Σ P ∘ dP, dP = dO·Vᵀ.
 
@@ -263,14 +270,14 @@ def _attend_sums_kernel(
     row = start + tl.arange(0, BLOCK_M)
     logits_ptr += pair * R * C
     v_ptr += pair * C_total * HEAD_DIM
-    do_ptr += pair * R_total * HEAD_DIM
+    do_ptr += pair // H * stride_batch + pair % H * stride_head
     of_row = pair * R_total + row
     top = tl.load(stats_ptr + of_row, mask=row < R, other=0.0)
     total = tl.load(stats_ptr + pairs * R_total + of_row, mask=row < R, other=1.0)
-    do_a = load_rows(do_ptr, start, HEAD_DIM, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
+    do_a = load_rows(do_ptr, start, stride_row, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
     do_b = do_a
     if BLOCK_DB:
-        do_b = load_rows(do_ptr, start, HEAD_DIM, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
+        do_b = load_rows(do_ptr, start, stride_row, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     # fmt: off
     first, whole, end, last = column_ranges(start, extent, BLOCK_M, BLOCK_N)
@@ -302,10 +309,10 @@ def head_gradient(
 ):
     """dL of a group's head on a tile, compute type; P is stored. Zeros for one that only fills up the last group."""
     logits_ptr, v_ptr, do_ptr, stats_ptr, sums_ptr, p_ptr, pairs = pointers
-    R, C, first_row, first_column, window, first_keys_ptr, R_total, C_total = extent
+    R, C, first_row, first_column, window, first_keys_ptr, R_total, C_total, stride_head, stride_row = extent
     if MEMBER < HEADS:
         v_ptr += tl.cast(C_total, tl.int64) * (MEMBER * HEAD_DIM)
-        do_ptr += tl.cast(R_total, tl.int64) * (MEMBER * HEAD_DIM)
+        do_ptr += tl.cast(stride_head, tl.int64) * MEMBER
         map_start = tl.cast(R, tl.int64) * C * MEMBER
         rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
         of_row = tl.cast(R_total, tl.int64) * MEMBER + rows
@@ -313,8 +320,8 @@ def head_gradient(
         inverse_sum = 1.0 / tl.load(stats_ptr + pairs * R_total + of_row, mask=rows < R, other=1.0)
         mean = tl.load(sums_ptr + of_row, mask=rows < R, other=0.0)
         # fmt: off
-        dp = head_products(do_ptr, v_ptr, row, column, R, C, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N,
-                           INPUT_PRECISION, MASKED)
+        dp = head_products(do_ptr, v_ptr, row, column, R, C, stride_row, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M,
+                           BLOCK_N, INPUT_PRECISION, MASKED)
         # fmt: on
         of_map = (R, C, first_row, first_column, window, first_keys_ptr)
         x = load_visible(logits_ptr + map_start, rows, columns, of_map, float("-inf"), MASKED)
@@ -357,13 +364,13 @@ def _store_group_gradient(
 ):
     """P and dL of a group on a tile: of HEADS heads, at most COUNT, from `first_head` on."""
     logits_ptr, v_ptr, do_ptr, stats_ptr, sums_ptr, p_ptr, pairs = pointers
-    R, C, _, _, _, _, R_total, C_total = extent
+    R, C, _, _, _, _, R_total, C_total, stride_head, _ = extent
     map_start = tl.cast(R, tl.int64) * C * first_head
     of_rows = tl.cast(R_total, tl.int64) * first_head
     pointers = (
         logits_ptr + map_start,
         v_ptr + tl.cast(C_total, tl.int64) * (first_head * HEAD_DIM),
-        do_ptr + of_rows * HEAD_DIM,
+        do_ptr + tl.cast(stride_head, tl.int64) * first_head,
         stats_ptr + of_rows,
         sums_ptr + of_rows,
         p_ptr + map_start,
@@ -413,7 +420,7 @@ def _store_gradient(
 def _attend_bwd_kernel(
     logits_ptr,  # [B, H, R, C] float32; what a row does not see has no effect
     v_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
-    do_ptr,  # [B, H, R_total, d] compute type, at the chunk's first row
+    do_ptr,  # [B, H, R_total, d] compute type, of any strides but the last, at the chunk's first row
     stats_ptr,  # [2, B, H, R_total] float32, maximum (in base 2) and sum of exponentials, at the chunk's first row
     sums_ptr,  # [B, H, R_total] float32, from _attend_sums_kernel, at the chunk's first row
     p_ptr,  # [B, H, R, C] compute type, P, written where a tile holds a column that a row sees
@@ -426,6 +433,9 @@ def _attend_bwd_kernel(
     window,
     R_total,
     C_total,
+    stride_batch,
+    stride_head,
+    stride_row,
     H: tl.constexpr,
     CHANNELS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -452,14 +462,16 @@ def _attend_bwd_kernel(
         pointers = (
             logits_ptr + maps,
             v_ptr + batch * H * C_total * HEAD_DIM,
-            do_ptr + of_rows * HEAD_DIM,
+            do_ptr + batch * stride_batch,
             stats_ptr + of_rows,
             sums_ptr + of_rows,
             p_ptr,
             pairs,
         )
         dlogits_ptr += batch * R * C * CHANNELS
-        extent = (R, C, first_row, first_column, window, first_keys_ptr, R_total, C_total)
+        # fmt: off
+        extent = (R, C, first_row, first_column, window, first_keys_ptr, R_total, C_total, stride_head, stride_row)
+        # fmt: on
         stop = first_row - first_column + row + 1  # of the first row
         whole = (column + BLOCK_N <= stop) & (column >= stop + BLOCK_M - 1 - window)
         whole = whole & (row + BLOCK_M <= R) & (column + BLOCK_N <= C)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from megatron.attention.backends.backend import reads_heads_first
 from megatron.distributed.collectives import all_gather, register_grad_all_reduce
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import AttentionContext
@@ -210,11 +211,17 @@ class BiasedSelfAttention(SelfAttention):
         output: tuple[Tensor, Tensor | None] = self.linear_proj(self.attend(hidden, heads, output_gate, attention_mask))
         return output
 
-    def project(self, hidden: Tensor, rotation: Rotation | None = None) -> tuple[Heads, Tensor | None]:
-        """Return the inputs of `attend` computed from hidden states, and the output gates or None."""
+    def project(
+        self, hidden: Tensor, rotation: Rotation | None = None, *, heads_first: bool = False
+    ) -> tuple[Heads, Tensor | None]:
+        """Return the inputs of `attend` computed from hidden states, and the output gates or None.
+
+        Args:
+            rotation, heads_first: as for `split_heads`.
+        """
         mixed, _ = self.linear_qkv(hidden)
         output_gate = None if self.linear_gate is None else self.linear_gate(hidden)[0]
-        heads = (mixed,) if self._recomputes_now else self.split_heads(mixed, rotation)
+        heads = (mixed,) if self._recomputes_now else self.split_heads(mixed, rotation, heads_first)
         return heads, output_gate
 
     def can_compile(self, x: Tensor) -> bool:
@@ -224,23 +231,30 @@ class BiasedSelfAttention(SelfAttention):
         """
         return can_compile(self.config, x) and is_held_whole(self.linear_qkv, self.linear_qkv.weight)
 
+    def writes_heads_first(self, x: Tensor) -> bool:
+        """Return whether a compiled region writes queries, keys and values heads first for the attention backend."""
+        return self.can_compile(x) and reads_heads_first(self.core_attention.backend)
+
     @property
     def _recomputes_now(self) -> bool:
         return self.recomputes and self.training and torch.is_grad_enabled()
 
-    def split_heads(self, mixed: Tensor, rotation: Rotation | None = None) -> Heads:
+    def split_heads(self, mixed: Tensor, rotation: Rotation | None = None, heads_first: bool = False) -> Heads:
         """Split one tensor into queries [T, B, h, d], keys and values [T, B, g, d], and rotate queries and keys if a
         rotation is given.
+
+        Args:
+            heads_first: lay them out in memory as contiguous [B, heads, T, d].
         """
         mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
         query, key, value = mixed.split(self.group_sizes, dim=3)
         query = query.reshape(*query.shape[:2], -1, self.hidden_size_per_attention_head)
         if self.normalizes_qk:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
-        if rotation is None:
-            return query, key, value
-        # A view of the values would keep the adjacent queries and keys alive.
-        return rotate_heads(query, *rotation), rotate_heads(key, *rotation), value.contiguous()
+        if rotation is not None:
+            query, key = rotate_heads(query, *rotation), rotate_heads(key, *rotation)
+            value = value.contiguous()  # a view would keep the adjacent queries and keys alive
+        return tuple(lay_heads_first(x) for x in (query, key, value)) if heads_first else (query, key, value)
 
     def attend(
         self,
@@ -272,7 +286,7 @@ class BiasedSelfAttention(SelfAttention):
     ) -> Tensor:
         if len(heads) == 1:
             split = choose_region(BiasedSelfAttention.split_heads, compiles=self.can_compile(heads[0]))
-            heads = split(self, *heads, rotation)
+            heads = split(self, *heads, rotation, self.writes_heads_first(heads[0]))
         attended: Tensor = self.core_attention(*heads, context, gates=gates, is_rotated=rotation is not None)
         return attended if output_gate is None else apply_gate(attended, output_gate[-len(attended) :])
 
@@ -286,6 +300,11 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos[:, None, None] + torch.cat([second, first], dim=-1) * sin[:, None, None]
     return torch.cat([turned.to(x.dtype), x[..., cos.shape[-1] :]], dim=-1)
+
+
+def lay_heads_first(x: Tensor) -> Tensor:
+    """Return x [T, B, h, d] laid out in memory as contiguous [B, h, T, d]."""
+    return x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
 
 
 def apply_gate(attended: Tensor, gate: Tensor) -> Tensor:
@@ -362,7 +381,8 @@ class GPTLayer(TransformerLayer):
         compiles = attention.can_compile(hidden) and not drops  # compiled dropout would draw different numbers
         rotation = attention.core_attention.get_rotation(hidden, context) if compiles else None
         begin, end = (choose_region(part, compiles=compiles) for part in (GPTLayer._begin, GPTLayer._end))
-        normed, heads, output_gate = begin(self, hidden, rotation)
+        heads_first = compiles and attention.writes_heads_first(hidden)
+        normed, heads, output_gate = begin(self, hidden, rotation, heads_first)
         attended = attention.attend(normed, heads, output_gate, context, rotation)
         if context is not None and context.num_logits is not None:
             hidden = hidden[-context.num_logits :]
@@ -370,14 +390,16 @@ class GPTLayer(TransformerLayer):
         output: Tensor = end(self, hidden, normed, attended)
         return output
 
-    def _begin(self, hidden: Tensor, rotation: Rotation | None) -> tuple[Tensor | None, Heads, Tensor | None]:
+    def _begin(
+        self, hidden: Tensor, rotation: Rotation | None, heads_first: bool
+    ) -> tuple[Tensor | None, Heads, Tensor | None]:
         """Compute the region before attention.
 
         Returns:
             The norm of the hidden states, or None if nothing reads it later, and the results of `project`.
         """
         normed = self.input_layernorm(hidden)
-        heads, output_gate = self.self_attention.project(normed, rotation)
+        heads, output_gate = self.self_attention.project(normed, rotation, heads_first=heads_first)
         return normed if self.keeps_normed else None, heads, output_gate
 
     def _end(self, hidden: Tensor, normed: Tensor | None, attended: Tensor) -> Tensor:

@@ -32,15 +32,29 @@ def draw(*sizes, dtype=torch.float32):
     return torch.randn(*sizes, device="cuda", dtype=dtype).requires_grad_()
 
 
+forward = driver.forward
+
+
+def note_residue(*args, **options):
+    attended = forward(*args, **options)
+    residues.append(attended.residue is not None)
+    return attended
+
+
+driver.forward, residues = note_residue, []
 fills_device = mixer.fills_device
 mixer.fills_device = lambda *sizes: True  # small problems have too few blocks
 
 
-def run(heads, length, dim=64, dtype=torch.bfloat16, **options):
+def run(heads, length, dim=64, dtype=torch.bfloat16, differentiates=True, **options):
     q, k, v = (draw(2, heads, length, dim, dtype=dtype) for _ in range(3))
     weights = draw(32, 2 * heads, 1, 3), draw(32), draw(heads, 32, 1, 3), draw(heads)
-    op.cdape_attention(CdapeArgs(q, k, v, draw(heads, length), *weights, **options), chunk=64).sum().backward()
+    output = op.cdape_attention(CdapeArgs(q, k, v, draw(heads, length), *weights, **options), chunk=64)
+    if not differentiates:
+        return
+    output.sum().backward()
     assert all(x.grad is not None for x in (q, k, v, *weights))
+    assert residues.pop() == any(name.startswith("LogitGradient") for name in launched)
     names = [name.split("<")[0].removeprefix("Mixer") + "*" * ("16, true>" in name) for name in launched]
     launched.clear()
     return ",".join(names) or "none"
@@ -53,6 +67,10 @@ print(run(16, 96, 96, torch.float16), run(16, 96, 128), run(16, 96, 72), flush=T
 os.environ["FARFIELD_CUDA_MIXER"] = "0"
 print(run(16, 96))
 del os.environ["FARFIELD_CUDA_MIXER"]
+with torch.no_grad():
+    run(16, 96, differentiates=False)
+    assert launched and not residues.pop()
+launched.clear()
 mixer.fills_device = fills_device
 print(run(16, 96), flush=True)
 os._exit(0)  # autograd's threads may be in the way of an orderly end

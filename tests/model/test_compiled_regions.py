@@ -111,6 +111,25 @@ def test_training(name: str, compiled: None) -> None:
     assert _count_graphs() == {"dropout": 1, "recomputed attention": 4}.get(name, 3)
 
 
+@pytest.mark.parametrize("name", ["as GPT-2", "as LLaMA", "as GPT-NeoX", "recomputed attention"])
+def test_regions_write_heads_first_for_a_backend_that_reads_them(
+    name: str, compiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = _train(_build(name))
+    gpt, layouts = _build(name), []
+    attention = gpt.local_layers[0].self_attention.core_attention
+    monkeypatch.setattr(type(attention.backend), "reads_heads_first", True, raising=False)
+
+    def note(module: Any, heads: tuple[Tensor, ...]) -> None:
+        layouts.extend(x.permute(1, 2, 0, 3).is_contiguous() for x in heads[:3])
+
+    attention.register_forward_pre_hook(note)
+    found = _train(gpt)
+    assert layouts
+    assert all(layouts)
+    _assert_close(found, expected)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.bfloat16, 3e-2)])
 def test_training_in_other_types(dtype: torch.dtype, tolerance: float, compiled: None) -> None:
     expected = _train(_build("as GPT-NeoX", dtype=dtype, compile_regions=False))

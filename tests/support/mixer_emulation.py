@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -14,12 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kernels.cdape_attention import mixer_operands
 from kernels.cdape_attention.bias_product import get_bias_product
 from kernels.cdape_attention.driver import ALIGNED, NO_WINDOW_INT32
 from kernels.cdape_attention.geometry import KernelFamily, MixerKernel, Tile
 from kernels.cdape_attention.mixer import MixerInputs, Spans
 from kernels.cdape_attention.mixer_forward import LogitInputs
-from kernels.cdape_attention.weights import PackedWeights, WeightShape, get_weight_shape, pack_weights
+from kernels.cdape_attention.mixer_operands import MixerOperands
+from kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights
 from kernels.cuda.emulate import Emulator
 from kernels.cuda.kernel import CudaKernel
 
@@ -146,12 +147,7 @@ class Call:
     shape: Shape
     queries: Tensor
     keys: Tensor
-    contributions: Tensor
-    edge: Tensor
-    """Of the rows, or with documents of all positions."""
-    bias: Tensor
-    weights: PackedWeights
-    weight_shape: WeightShape
+    operands: MixerOperands
 
 
 def draw_call(shape: Shape, generator: torch.Generator) -> Call:
@@ -170,26 +166,57 @@ def draw_call(shape: Shape, generator: torch.Generator) -> Call:
     of_rows = (rows, shape.position) if shape.starts is None else (columns, 0)
     product = get_bias_product(weight_shape, *of_rows, shape.window, shape.dtype)
     bias = draw(heads, columns)
-    contributions = product.compute(product.build_neighbourhoods(bias[None]), packed)[0]
+    contributions = product.compute(product.build_neighbourhoods(bias[None]), packed)
     edge_start = columns + PADDING
     return Call(
         shape,
         draw(batch, heads, rows, shape.dim, scale=2.8 / shape.dim**0.5).to(shape.dtype),
         draw(batch, heads, columns + 3, shape.dim).to(shape.dtype)[:, :, shape.left :],  # a cache may hold more
-        contributions[:edge_start].clone(),
-        contributions[edge_start:].view(of_rows[0], PADDING, -1).clone(),
-        bias,
-        PackedWeights(*(x[0] for x in packed)),
-        weight_shape,
+        MixerOperands(
+            contributions[:, :edge_start].clone(),
+            contributions[:, edge_start:].view(1, of_rows[0], PADDING, -1).clone(),
+            bias[None],
+            packed,
+            weight_shape,
+            columns,
+        ),
     )
 
 
 def build_logit_inputs(shape: Shape, seed: int = 0, *, residual_bias: bool = True) -> LogitInputs:
     call = draw_call(shape, torch.Generator().manual_seed(seed))
-    table = call.bias if residual_bias else call.bias[:, :0]
-    bias = (call.contributions, call.edge, table)
-    position = shape.position - shape.left
-    return LogitInputs(call.queries, call.keys, *bias, call.weights, call.weight_shape, position, shape.spans)
+    bias = call.operands.bias_table
+    operands = replace(call.operands, bias_table=bias if residual_bias else bias[..., :0])
+    return LogitInputs(call.queries, call.keys, operands, 0, 0, shape.position - shape.left, shape.spans)
+
+
+InputsT = TypeVar("InputsT", LogitInputs, MixerInputs)
+
+
+def unpack_operands(inputs: InputsT) -> InputsT:
+    """The same inputs, whose operands are packed anew."""
+    return inputs._replace(operands=replace(inputs.operands))  # type: ignore[type-var, return-value]
+
+
+def move_into_longer_call(inputs: InputsT, rows: int = 40) -> InputsT:
+    """The same inputs as those of the second of two layers, and of a chunk with rows before and behind it."""
+
+    def extend(x: Tensor, dim: int, before: int, after: int) -> Tensor:
+        sizes = list(x.shape)
+        parts = [torch.randn(*(*sizes[:dim], n, *sizes[dim + 1 :])).to(x.dtype) for n in (before, after)]
+        longer = torch.cat([parts[0], x, parts[1]], dim)
+        return torch.cat([torch.randn(longer.shape).to(x.dtype), longer])
+
+    operands = inputs.operands
+    operands = replace(
+        operands,
+        contributions=extend(operands.contributions, 1, 0, rows),
+        edge=extend(operands.edge, 1, rows, rows),
+        bias_table=extend(operands.bias_table, 2, 0, rows if operands.bias_table.shape[2] else 0),
+        weights=PackedWeights(*(extend(x, 1, 0, 0) for x in operands.weights)),
+        last=operands.last + rows,
+    )
+    return inputs._replace(operands=operands, layer=1, first_row=rows)  # type: ignore[type-var, return-value]
 
 
 class Hidden(NamedTuple):
@@ -213,10 +240,10 @@ def begin_hidden(inputs: LogitInputs | MixerInputs, shape: Shape) -> Hidden:
     scores = torch.einsum("bhid,bhjd->bhij", inputs.queries.double(), keys)
     positions, column = torch.arange(shape.rows)[:, None] + shape.position, torch.arange(columns + PADDING)
     distance, place = positions - column, column - find_documents(shape)
-    begin = inputs.contributions.double()[(distance + PADDING).clamp(min=0)].expand(shape.batch, -1, -1, -1)
+    begin = inputs.operands.contributions[0].double()[(distance + PADDING).clamp(min=0)].expand(shape.batch, -1, -1, -1)
     rows = torch.arange(shape.rows).expand(shape.batch, -1)
     of_row = (rows if shape.starts is None else rows + shape.position - find_documents(shape)[..., 0])[..., None]
-    edge = inputs.edge.double()[of_row, place.clamp(0, PADDING - 1)] if PADDING else begin
+    edge = inputs.operands.edge[0].double()[of_row, place.clamp(0, PADDING - 1)] if PADDING else begin
     at_edge = (place >= 0) & (place < PADDING)
     is_alive = (distance >= -PADDING) & (place >= 0)
     return Hidden(
@@ -232,7 +259,7 @@ def find_inputs(inputs: LogitInputs | MixerInputs) -> list[Tensor]:
     """The tensors that kernels read as they are."""
     keys = inputs.keys if inputs.keys._base is None else inputs.keys._base
     documents = None if inputs.spans is None else inputs.spans.first_keys
-    return [inputs.queries, keys, *([] if documents is None else [documents])]
+    return [inputs.queries, keys, inputs.operands.edge, *([] if documents is None else [documents])]
 
 
 def compute_true_logits(inputs: LogitInputs, shape: Shape) -> tuple[Tensor, Tensor]:
@@ -240,7 +267,8 @@ def compute_true_logits(inputs: LogitInputs, shape: Shape) -> tuple[Tensor, Tens
     heads, width, columns = shape.heads, shape.width, shape.columns
     hidden_columns = columns + PADDING
     scores, hidden, is_alive, _, distance = begin_hidden(inputs, shape)
-    w1, w2 = inputs.weights.w1[:, :heads, :width].double(), inputs.weights.w2[:, :width, :heads].double()
+    operands = inputs.operands
+    w1, w2 = operands.weights.w1[0, :, :heads, :width].double(), operands.weights.w2[0, :, :width, :heads].double()
     size = hidden.abs()
     wide_scores = pad(scores, (PADDING, 2 * PADDING))
     for tap in range(TAPS):
@@ -261,9 +289,9 @@ def compute_true_logits(inputs: LogitInputs, shape: Shape) -> tuple[Tensor, Tens
         bound += part * EXCHANGE_ROUNDING  # what a run passes on is rounded apart
     logits += corrections
     bound += logits.abs() * EXCHANGE_ROUNDING + TINY
-    logits += inputs.weights.b2[:heads, None, None].double()
-    if inputs.bias_table.shape[1]:
-        logits += inputs.bias_table.double()[:, distance[:, :columns].clamp(min=0)]
+    logits += operands.weights.b2[0, :heads, None, None].double()
+    if operands.bias_table.shape[2]:
+        logits += operands.bias_table[0].double()[:, distance[:, :columns].clamp(min=0)]
     return logits, bound + logits.abs() * TINY
 
 
@@ -277,8 +305,8 @@ class Launcher:
         self.emulator.launch(kernel, grid, arguments, backwards=self.backwards)
 
     @contextmanager
-    def watch(self, inputs: list[Tensor], module: ModuleType, builders: list[str]) -> Iterator[None]:
-        """Let kernels access the inputs, what the module's functions build, and new tensors, which are NaN; no more."""
+    def watch(self, inputs: list[Tensor]) -> Iterator[None]:
+        """Let kernels access the inputs, packed operands, and new tensors, which are NaN; no more."""
         self.emulator.begin(inputs)
         kept: list[Tensor] = []
 
@@ -290,15 +318,15 @@ class Launcher:
                         if fill is not None:
                             x.fill_(fill)
                         kept.append(x)
-                        self.emulator.register(x)
+                        self.emulator.register(x if x.is_contiguous() or x._base is None else x._base)
                 return made
 
             return make
 
         with pytest.MonkeyPatch.context() as patch:
-            for name in builders:
-                patch.setattr(module, name, registered(getattr(module, name)))
-            patch.setattr(module.F, "pad", registered(module.F.pad))
+            for name in ("build_group_table", "build_bias", "build_fragments", "build_table"):
+                patch.setattr(mixer_operands, name, registered(getattr(mixer_operands, name)))
+            patch.setattr(mixer_operands.F, "pad", registered(mixer_operands.F.pad))
             patch.setattr(torch, "zeros", registered(torch.zeros))
             patch.setattr(torch, "empty", registered(torch.empty, torch.nan))
             yield

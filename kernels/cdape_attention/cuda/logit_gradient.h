@@ -12,7 +12,7 @@
 struct LogitGradientArgs {
   LogitInputs inputs;      // with 4 copies of the bias: copy x has distance n at entry bias_front + n + 3 - x
   ScoreInputs values;      // the same with dO and V in the places of queries and keys
-  const void* output;      // O, [H, …, d], with dO's stride
+  const void* output;      // O, [H, …, d], with dO's strides
   const void* residue;     // of O's rounding, alike
   const void* stats;       // float32 [2, B, H, …]: maximum (in base 2) and sum of exponentials
   void* sums;              // float32 [H, …], δ
@@ -59,9 +59,8 @@ struct DifferentiateSoftmax {
         UNROLL_FOR (int part = 0; part < 2; part++)
           UNROLL_FOR (int n = 0; n < 2; n++) {
             typename S::Row output;
-            i32 row = minimum(g + (c.first_row + 16 * tile + 8 * n), i32(rows - 1));
-            output.template load<false>(part == 0 ? args.output : args.residue, (long long)known * args.values.q_stride,
-                                        row * G::ROW_BYTES);
+            S::load_row(output, args.values, part == 0 ? args.output : args.residue,
+                        (long long)known * args.values.q_stride, c.first_row + 16 * tile + 8 * n);
             UNROLL_FOR (int step = 0; step < S::Row::STEPS; step++) {
               Words<4> q = dout.load(tile, step);
               const u32 b0 = output.word[2 * step], b1 = output.word[2 * step + 1];

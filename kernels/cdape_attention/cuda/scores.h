@@ -6,6 +6,7 @@ struct ScoreInputs : RowSpans {
   const void* q;           // [H, …, d], scaled: the chunk's first row
   const void* k;           // [H, …, d]: column 0
   int q_stride, k_stride;  // bytes from one head to the next
+  int q_row;               // bytes from one row of q to the next
   int heads;
 };
 
@@ -67,6 +68,12 @@ struct Scores {
       }
   }
 
+  // Loads row `first` + g of queries, or of what has their strides, at or before the chunk's last row.
+  static KERNEL_CODE void load_row(Row& row, const ScoreInputs& in, const void* q, long long head, int first) {
+    i32 g = minimum(lane_id() / 4, i32(in.rows - 1 - first));  // 32 bits hold the bytes of a block's rows, not of all
+    row.template load<false>(q, head + (long long)first * in.q_row, g * in.q_row);
+  }
+
   // Loads a head's keys of the lanes' columns from `first` on.
   static KERNEL_CODE void load_keys(Keys& keys, const ScoreInputs& in, int head, int first) {
     i32 g = lane_id() / 4, lane_column = (g / 2) * LANE_COLUMNS + g % 2;
@@ -107,10 +114,8 @@ struct Scores {
     }
   };
   static KERNEL_CODE void load_rows(LoadedQueries& queries, const ScoreInputs& in, int head, int row) {
-    UNROLL_FOR (int r = 0; r < 2; r++) {
-      i32 at = minimum(lane_id() / 4 + (row + 8 * r), i32(in.rows - 1)) * G::ROW_BYTES;
-      queries.rows[r].template load<false>(in.q, head_offset(in, head, in.q_stride), at);
-    }
+    UNROLL_FOR (int r = 0; r < 2; r++)
+      load_row(queries.rows[r], in, in.q, head_offset(in, head, in.q_stride), row + 8 * r);
   }
 
   static KERNEL_CODE void multiply(Sums& sums, const Keys& keys, SharedMemory queries, int head) {

@@ -39,6 +39,16 @@ def reads_whole_table(backend: AttentionBackend) -> bool:
     return getattr(backend, "reads_whole_table", False)
 
 
+def reads_heads_first(backend: AttentionBackend) -> bool:
+    """Return True if a backend reads queries, keys and values [B, h, T, d] fastest if they are contiguous, and returns
+    contiguous gradients.
+
+    A backend declares this in its attribute of the same name. Compiled regions then write this layout, instead of one
+    that has to be copied.
+    """
+    return getattr(backend, "reads_heads_first", False)
+
+
 def takes_first_keys(backend: AttentionBackend) -> bool:
     """Return True if a backend computes rows of several documents in one call (`AttentionInputs.first_keys`).
 

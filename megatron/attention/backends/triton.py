@@ -63,6 +63,7 @@ class TritonBackend:
         fallback: backend for unsupported calls, in plain PyTorch.
     """
 
+    reads_heads_first = True
     reads_whole_table = True
     takes_first_keys = True
 

@@ -262,6 +262,12 @@ def test_tf32_is_more_than_the_rounding_of_float32() -> None:
         assert compute_excess(found, _flash(case, torch.float32), torch.float32)[name] > SAFETY_FACTOR
 
 
+def test_the_output_is_laid_out_as_activations(device: str) -> None:
+    q, k, v, *_ = Case(2, 3, 5, 5, 16).inputs(torch.float32, device)
+    assert q.is_contiguous()
+    assert biased_attention(q, k, v).permute(2, 0, 1, 3).is_contiguous()
+
+
 @pytest.mark.parametrize("case", [SMALL[1], SMALL[3]], ids=str)
 def test_bitwise_repeatable(case: Case, device: str) -> None:
     first, second = (_ours(case, torch.float16, device) for _ in range(2))

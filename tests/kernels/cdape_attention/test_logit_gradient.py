@@ -26,6 +26,8 @@ from mixer_emulation import (
     compute_true_logits,
     find_inputs,
     find_seen,
+    move_into_longer_call,
+    unpack_operands,
 )
 from torch import Tensor
 
@@ -45,12 +47,13 @@ def attend(inputs: LogitInputs, shape: Shape, seed: int = 0) -> AttendedChunk:
     generator = torch.Generator().manual_seed(seed + 1)
     batch, heads, rows, columns = shape.batch, shape.heads, shape.rows, shape.columns
     values = torch.randn(batch, heads, columns + 5, shape.dim, generator=generator).to(shape.dtype)[:, :, shape.left :]
-    doutput = torch.randn(batch, heads, rows + 2, shape.dim, generator=generator).to(shape.dtype)[:, :, :rows]
+    doutput = torch.randn(rows + 2, batch, heads, shape.dim, generator=generator).to(shape.dtype)
+    doutput = doutput.permute(1, 2, 0, 3)[:, :, :rows]  # laid out as activations
     logits = compute_true_logits(inputs, shape)[0].masked_fill(~find_seen(shape), float("-inf"))
     maximum = logits.amax(-1)
     exact = logits.softmax(-1)[..., shape.left :] @ values[:, :, : columns - shape.left].double()
     stats = torch.full((2, batch, heads, rows + 2), torch.nan)
-    output, residue = (torch.zeros(batch, heads, rows + 2, shape.dim, dtype=shape.dtype)[:, :, :rows] for _ in range(2))
+    output, residue = (torch.zeros_like(doutput) for _ in range(2))
     output.copy_(exact)
     residue.copy_(exact - output.double())
     stats[0, ..., :rows] = maximum / math.log(2)
@@ -64,8 +67,8 @@ def run(
     sums = torch.full_like(attended.stats[0], torch.nan)
     sums = torch.full((*sums.shape[:2], sums.shape[2] + 2), torch.nan)[..., : sums.shape[2]]
     bases = [x._base if x._base is not None else x for x in (*attended, sums)]
-    builders = ["build_group_table", "build_bias", "exchange_fragments"]
-    with launcher.watch([*find_inputs(inputs), *bases], mixer_forward, builders):
+    inputs = unpack_operands(inputs)
+    with launcher.watch([*find_inputs(inputs), *bases]):
         found = differentiate_softmax(inputs, attended, sums, case.build(KERNELS, inputs), launcher)
     return found, sums, launcher.emulator.get_faults()
 
@@ -152,14 +155,24 @@ def test_logits_are_those_of_the_forward_pass() -> None:
     inputs = build_logit_inputs(shape)
     attended, launcher = attend(inputs, shape), Launcher(FOLDER)
     found, _, _ = run(inputs, attended, launcher)
-    builders = ["build_group_table", "build_bias", "exchange_fragments"]
-    with launcher.watch(find_inputs(inputs), mixer_forward, builders):
+    inputs = unpack_operands(inputs)
+    with launcher.watch(find_inputs(inputs)):
         narrow = Case(32, 16, 64, torch.bfloat16).build(mixer_forward.KERNELS, inputs)
         logits = mixer_forward.compute_logits(inputs, narrow, launcher)
     norms = attended.stats[0] + attended.stats[1].log2()
     expected = torch.exp2(logits * (1 / math.log(2)) - norms[..., None]).bfloat16()
     is_same = (found.probabilities == expected)[find_seen(shape).expand_as(expected)]
     assert is_same.float().mean() > 0.99  # exponentials of two libraries
+
+
+def test_maps_are_the_same_among_several_layers_in_a_chunk_of_a_longer_call() -> None:
+    shape = Shape(1, 12, 32, 40, 16)
+    inputs = build_logit_inputs(shape)
+    attended = attend(inputs, shape)
+    found, _, _ = run(inputs, attended, Launcher(FOLDER))
+    again, _, faults = run(move_into_longer_call(inputs), attended, Launcher(FOLDER))
+    assert faults.errors == NO_ERRORS, faults
+    assert ((found.probabilities == again.probabilities) | ~find_seen(shape)).all()
 
 
 @pytest.mark.parametrize("case", MAP_CASES, ids=str)

@@ -30,15 +30,22 @@ from mixer_emulation import (
     find_documents,
     find_inputs,
     find_seen,
+    move_into_longer_call,
+    unpack_operands,
 )
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.cdape_attention import logit_gradient, mixer, mixer_forward
+from kernels.cdape_attention import driver, logit_gradient, mixer, mixer_forward
+from kernels.cdape_attention.bias_product import get_bias_product
+from kernels.cdape_attention.driver import GradientSums, add_mixer_sums, new_term_sums, unpack_mixer_sums
 from kernels.cdape_attention.geometry import FOLDER, KernelFamily, choose_kernel
+from kernels.cdape_attention.layer_terms import build_problems
+from kernels.cdape_attention.logit_gradient import LogitGradients
 from kernels.cdape_attention.mixer import MixerGradients, MixerInputs, differentiate_mixer
+from kernels.cdape_attention.mixer_operands import unpack_tables, unpack_weights
 from kernels.cdape_attention.scores import padded_channels
-from kernels.cdape_attention.weights import get_weight_shape
+from kernels.cdape_attention.weights import PackedWeights, get_weight_shape
 from kernels.cuda.emulate import Faults, find_compiler
 
 UNCERTAIN = 1e-5
@@ -55,32 +62,33 @@ def build_inputs(shape: Shape, seed: int = 0) -> MixerInputs:
     dlogits[..., shape.heads :] = 0
     dlogits[~find_seen(shape)[:, 0]] = torch.nan
     dlogits = dlogits[:, :, shape.left :].unflatten(3, (8, 2)).transpose(2, 3).contiguous()
-    bias, of_weights = (call.contributions, call.edge), (call.weights, call.weight_shape)
     position = shape.position - shape.left
-    return MixerInputs(call.queries, call.keys, dlogits, *bias, *of_weights, position, shape.spans)
+    return MixerInputs(call.queries, call.keys, dlogits, call.operands, 0, 0, position, shape.spans)
 
 
 def run(inputs: MixerInputs, launcher: Launcher, case: Case = CASES[0]) -> tuple[dict[str, Tensor], Faults]:
     """All gradients by name, and what the emulator counted. Kernels may access only what they are given."""
     batch, rows, _, columns, _ = inputs.dlogits.shape
-    dscores = torch.zeros(batch, inputs.shape.heads, rows, columns, dtype=case.dtype)
+    dscores = torch.zeros(batch, inputs.operands.shape.heads, rows, columns, dtype=case.dtype)
+    inputs = unpack_operands(inputs)
     kernels = case.build(mixer.TO_SCORES, inputs), case.build(mixer.TO_WEIGHTS, inputs)
     tensors = [*find_inputs(inputs), inputs.dlogits, dscores]
-    with launcher.watch(tensors, mixer, ["build_fragments", "build_table"]):
+    with launcher.watch(tensors):
         gradients = differentiate_mixer(inputs, dscores, kernels, launcher)
     return name_gradients(gradients, dscores, inputs), launcher.emulator.get_faults()
 
 
 def name_gradients(gradients: MixerGradients, dscores: Tensor, inputs: MixerInputs) -> dict[str, Tensor]:
-    heads, width = inputs.shape.heads, inputs.shape.width
-    columns = inputs.dlogits.shape[3]
-    channels = padded_channels(heads)
-    by_tap = gradients.patches[:, : TAPS * channels].view(2, TAPS, channels, -1)[:, :, :heads, :width]
+    shape, columns = inputs.operands.shape, inputs.dlogits.shape[3]
+    (contributions,), (bias_table,) = unpack_tables(gradients.tables.sum(0, keepdim=True), shape)
+    (patches,) = unpack_weights(gradients.weights.sum(0, keepdim=True), shape)
+    channels = padded_channels(shape.heads)
+    by_tap = patches[:, : TAPS * channels].view(2, TAPS, channels, -1)[:, :, : shape.heads, : shape.width]
     return {
         "scores": dscores,
-        "table": gradients.contributions[: columns + PADDING],
-        "bias": gradients.bias_table[:columns],
-        "edge": gradients.edge,
+        "table": contributions[: columns + PADDING],
+        "bias": bias_table[:columns],
+        "edge": gradients.edge[..., : shape.width],
         "w1": by_tap[0],
         "w2": by_tap[1].flip(0),
     }
@@ -96,7 +104,8 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
     scores = scores.float().half().double()
     by_head = inputs.dlogits.permute(0, 2, 4, 1, 3).flatten(1, 2)[:, :heads]
     dlogits = torch.where(seen, pad(by_head.double(), (shape.left, 0)), 0.0)
-    w1, w2 = inputs.weights.w1[:, :heads, :width].double(), inputs.weights.w2[:, :width, :heads].double()
+    weights = inputs.operands.weights
+    w1, w2 = weights.w1[0, :, :heads, :width].double(), weights.w2[0, :, :width, :heads].double()
 
     wide_scores, wide_dlogits = pad(scores, (PADDING, 2 * PADDING)), pad(dlogits, (PADDING, 2 * PADDING))
     for tap in range(TAPS):
@@ -207,6 +216,17 @@ def test_the_order_of_warps_changes_no_bit(launcher: Launcher, case: Case) -> No
     assert all(torch.equal(found[name], again[name]) for name in found)
 
 
+@pytest.mark.parametrize("shape", [Shape(1, 9, 20, 40, 16), Shape(1, 12, 32, 72, 64, 33)])
+def test_gradients_are_the_same_among_several_layers_in_a_chunk_of_a_longer_call(
+    launcher: Launcher, shape: Shape
+) -> None:
+    inputs = build_inputs(shape)
+    found, _ = run(inputs, launcher)
+    again, faults = run(move_into_longer_call(inputs), launcher)
+    assert faults.errors == NO_ERRORS, faults
+    assert all(torch.equal(found[name], again[name]) for name in found)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_shared_memory_has_few_bank_conflicts(launcher: Launcher, case: Case) -> None:
     inputs = build_inputs(case.adapt(Shape(1, 16, 32, 128, 0)))
@@ -297,3 +317,45 @@ def test_the_geometry_is_what_a_gpu_has_room_for(
 ) -> None:
     kernels = [choose_kernel(family, dim, torch.bfloat16, arch) for dim in (64, 80, 96, 128)]
     assert [kernel and (*kernel.tile, kernel.resident_blocks) for kernel in kernels] == tiles
+
+
+def test_sums_of_layers_and_chunks_are_those_of_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer's gradients are found among those of all layers, which two chunks of rows leave for them."""
+    shape, layers = Shape(1, 12, 20, 40, 0), 2
+    calls = [build_inputs(shape, seed) for seed in range(layers)]
+    operands = [call.operands for call in calls]
+    product = get_bias_product(operands[0].shape, shape.rows, 0, None, torch.bfloat16)
+    contributions = torch.cat([torch.cat([x.contributions, x.edge.flatten(1, 2)], 1) for x in operands])
+    biases = torch.cat([x.bias_table for x in operands])
+    packed = PackedWeights(*(torch.cat(pair) for pair in zip(*(x.weights for x in operands), strict=True)))
+    problems = build_problems(product, contributions, biases, packed, residual_bias=True)
+    launcher = Launcher(FOLDER)
+    monkeypatch.setattr(driver, "launch_kernel", launcher)
+    kernels = CASES[0].build(mixer.TO_SCORES, calls[0]), CASES[0].build(mixer.TO_WEIGHTS, calls[0])
+    with launcher.watch([x for call in calls for x in (call.queries, call.keys)]):
+        launcher.emulator.register(contributions)
+        sums = add_mixer_sums(new_term_sums(layers, product, shape.columns, torch.device("cpu")), problems[0])
+        for call, problem in zip(calls, problems, strict=True):
+            own = GradientSums(call.keys, call.keys, sums.select_layer(problem.layer))
+            for chunk in reversed(list(driver.iter_chunks(problem, 24))):
+                dlogits = call.dlogits[:, chunk.first : chunk.last, :, : chunk.right].contiguous()
+                dscores = torch.zeros(1, shape.heads, chunk.rows, chunk.right, dtype=torch.bfloat16)
+                launcher.emulator.register(dlogits)
+                maps, is_first = LogitGradients(dscores, dlogits), chunk.last == shape.rows
+                driver._mixer_backward(
+                    problem, product, chunk, maps, call.queries, call.keys, own, kernels, is_first=is_first
+                )
+    assert launcher.emulator.get_faults().errors == NO_ERRORS
+    unpack_mixer_sums(sums, product)
+    for layer, call in enumerate(calls):
+        gradient, by_tap = sums.bias_product[layer], sums.patches[layer][:, : TAPS * 16].view(2, TAPS, 16, -1)
+        by_tap = by_tap[:, :, : shape.heads, : shape.width]
+        found = {
+            "table": gradient[: shape.columns + PADDING, : shape.width],
+            "bias": sums.bias_table[layer],
+            "edge": product._select_edge(gradient, 0)[None, :, None],
+            "w1": by_tap[0],
+            "w2": by_tap[1].flip(0),
+        }
+        truth = compute_truth(call, shape)
+        assert all(((found[name].double() - truth[name][0]).abs() <= truth[name][1]).all() for name in found)

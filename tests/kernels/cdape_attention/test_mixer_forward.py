@@ -4,6 +4,7 @@ Bounds are elementwise: half a unit in the last place for each value that the ke
 """
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,11 @@ from mixer_emulation import (
     compute_true_logits,
     find_inputs,
     find_seen,
+    move_into_longer_call,
+    unpack_operands,
 )
 from torch import Tensor
 
-from kernels.cdape_attention import mixer_forward
 from kernels.cdape_attention.geometry import FOLDER
 from kernels.cdape_attention.mixer_forward import KERNELS, LogitInputs, compute_logits
 from kernels.cuda.emulate import Faults, find_compiler
@@ -39,8 +41,8 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler
 
 def run(inputs: LogitInputs, case: Case, launcher: Launcher) -> tuple[Tensor, Faults]:
     """The logits, and what the emulator counted. The kernel may access only what it is given."""
-    builders = ["build_group_table", "build_bias", "exchange_fragments"]
-    with launcher.watch(find_inputs(inputs), mixer_forward, builders):
+    inputs = unpack_operands(inputs)
+    with launcher.watch(find_inputs(inputs)):
         logits = compute_logits(inputs, case.build(KERNELS, inputs), launcher)
     return logits, launcher.emulator.get_faults()
 
@@ -98,10 +100,20 @@ def test_shared_memory_has_few_bank_conflicts(case: Case) -> None:
     assert faults.clocks < 1.1 * faults.accesses
 
 
+@pytest.mark.parametrize("shape", [Shape(1, 9, 20, 40, 16), Shape(1, 12, 32, 72, 64, 33)])
+def test_logits_are_the_same_among_several_layers_in_a_chunk_of_a_longer_call(shape: Shape) -> None:
+    inputs = build_logit_inputs(shape)
+    found, _ = run(inputs, FORWARD_CASES[0], Launcher(FOLDER))
+    again, faults = run(move_into_longer_call(inputs), FORWARD_CASES[0], Launcher(FOLDER))
+    assert faults.errors == NO_ERRORS, faults
+    assert ((found == again) | ~find_seen(shape)[..., shape.left :]).all()
+
+
 def test_large_numbers_saturate() -> None:
     shape = Shape(1, 9, 17, 16, 0)
     inputs = build_logit_inputs(shape)
-    inputs = inputs._replace(contributions=inputs.contributions * 1e6, queries=inputs.queries * 1e5)
+    operands = replace(inputs.operands, contributions=inputs.operands.contributions * 1e6)
+    inputs = inputs._replace(operands=operands, queries=inputs.queries * 1e5)
     found, _ = run(inputs, FORWARD_CASES[0], Launcher(FOLDER))
     assert (found.isfinite() | ~find_seen(shape)).all()
 

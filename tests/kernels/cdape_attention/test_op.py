@@ -177,11 +177,21 @@ def test_the_gradient_of_a_bias_that_is_only_added_sums_to_zero(device: str) -> 
 
 
 @pytest.mark.usefixtures("tall_tiles")
-def test_inputs_need_not_be_contiguous(device: str) -> None:
+@pytest.mark.parametrize("order", [(2, 0, 1, 3), (0, 2, 1, 3), (3, 1, 0, 2)])
+def test_inputs_and_gradients_need_not_be_contiguous(order: tuple[int, ...], device: str) -> None:
     q, k, v, *rest = TINY.inputs(torch.float32, device)
-    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    into = into_output(TINY, torch.float32, device)
+    back = [order.index(i) for i in range(4)]
+    *strided, strided_into = (x.permute(order).contiguous().permute(back) for x in (q, k, v, into))
     assert not strided[0].is_contiguous()
-    assert torch.equal(cdape_attention(*strided, *rest), cdape_attention(q, k, v, *rest))
+    expected = differentiated(cdape_attention, [q, k, v, *rest], into)
+    found = differentiated(cdape_attention, [*strided, *rest], strided_into)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.usefixtures("tall_tiles")
+def test_the_output_is_laid_out_as_activations(device: str) -> None:
+    assert cdape_attention(*TINY.inputs(torch.float32, device)).permute(2, 0, 1, 3).is_contiguous()
 
 
 @pytest.mark.usefixtures("tall_tiles")
