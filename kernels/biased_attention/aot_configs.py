@@ -104,9 +104,7 @@ def _list_kernels(
 
 
 def list_passes(arch: int) -> dict[str, list[PassKernel]]:
-    """Return the kernels of a forward and backward pass with 12 heads of 64 in bfloat16, with and without a learned
-    bias.
-    """
+    """Return the kernels of both passes in bfloat16, with and without a learned bias, for 12 heads of 64."""
     return {name: list(_build_pass(tables, arch)) for name, tables in (("learned bias", "bias"), ("no bias", "plain"))}
 
 

@@ -455,7 +455,5 @@ class _BiasedAttention(torch.autograd.Function):
 
 
 def flops(batch: int, heads: int, rows: int, dim: int, *, backward: bool) -> float:
-    """Return the causal FLOPs of a result for R = C: 4d forward and 10d backward per pair (i, j), without
-    recomputation.
-    """
+    """Return the causal FLOPs of a result for R = C: 4d forward and 10d backward per pair (i, j), not recomputed."""
     return (10 if backward else 4) * dim * batch * heads * math.comb(rows + 1, 2)
