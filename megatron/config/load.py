@@ -225,7 +225,7 @@ def _note_linear_decay(config: Config, layers: ConfigLayers) -> None:
         where = layers.locate(("lr_decay_style",)) or layers.locate(("min_lr",))
         layers.notes.append(
             f"{where}: lr_decay_style linear reaches min_lr {optimizer.min_lr:g} at the last step, as in "
-            "Megatron-LM; GPT-NeoX decays towards 0 and stops at min_lr"
+            "Megatron-LM; GPT-NeoX decays toward 0 and stops at min_lr"
         )
 
 

@@ -266,7 +266,7 @@ class PositionedAttention(MegatronModule):
         shares_rows, heads = self._shares_rows(context, q.shape[2]), self.heads
         if shares_rows:
             chunks = list_context_chunks(q.shape[2], self.groups.mesh.tensor)
-            # Rank 0's chunks are apart and the last rank's are neighbours.
+            # Rank 0's chunks are apart and the last rank's are neighbors.
             segments = select_chunks(segments, chunks, join_neighbours=not self._is_divided_by_zero_3)
             heads = ALL_HEADS
             if queries is None:

@@ -303,7 +303,7 @@ def build_model(
         groups: those that share the model; `single_process()` if this one holds it whole.
         device: where the model goes; `meta` builds shapes without memory.
         dtype: type of the weights.
-        seed: seeds initialisation (and torch); None leaves the random state alone.
+        seed: seeds initialization (and torch); None leaves the random state alone.
         backend: overrides attention_backend.
         target: where and on what it will compute, for attention_backend auto to check what it takes on a GPU; all
             processes must then call this. None checks nothing.
@@ -421,7 +421,7 @@ ACTIVATIONS = {
 
 
 def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: ParallelSizes) -> LayerConfig:
-    """megatron-core's configuration of a model; weights are initialised on CPU, so that every device starts alike."""
+    """megatron-core's configuration of a model; weights are initialized on CPU, so that every device starts alike."""
 
     mup = MupScaling.from_options(model)
     layers = model.num_layers if mup is None else mup.base_layers

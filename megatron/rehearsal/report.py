@@ -80,8 +80,8 @@ class RehearsalReport:
             return "failed"
         reserved = max(result.peak_reserved for result in results)
         card = rehearsal.card.memory
-        unmodelled = (CONTEXT_GIB[1] + NCCL_GIB * self.count_communicators(rank)) * GIB
-        return "tight" if reserved > TIGHT_SHARE * card or reserved + unmodelled > card else "fits"
+        unmodeled = (CONTEXT_GIB[1] + NCCL_GIB * self.count_communicators(rank)) * GIB
+        return "tight" if reserved > TIGHT_SHARE * card or reserved + unmodeled > card else "fits"
 
     @cached_property
     def verdict(self) -> Verdict:

@@ -1,7 +1,7 @@
 """The DeepSpeed engine of a run, and the few things DeepSpeed leaves to its caller.
 
 The engine averages gradients over the ranks, shards by ZeRO's stage, keeps float32 masters, scales the loss in float16,
-clips, and steps. `Engine` adds what differs between its optimizers, so that the loop sees one behaviour:
+clips, and steps. `Engine` adds what differs between its optimizers, so that the loop sees one behavior:
 
 * a step whose gradients are not finite changes no weight, in every precision (DeepSpeed's float32 optimizer without
   ZeRO has no such check, so its clipping is done here);

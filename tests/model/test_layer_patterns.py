@@ -54,7 +54,7 @@ def plain_gpt(state: dict[str, Tensor], x: Tensor, encodings: list[str], windows
     places = torch.arange(x.shape[1], dtype=torch.float64)
     distance = places[:, None] - places
 
-    def normalised(name: str, y: Tensor) -> Tensor:
+    def normalized(name: str, y: Tensor) -> Tensor:
         y = y - y.mean(-1, keepdim=True)
         return y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * state[f"{name}.weight"] + state[f"{name}.bias"]
 
@@ -72,7 +72,7 @@ def plain_gpt(state: dict[str, Tensor], x: Tensor, encodings: list[str], windows
     for index in range(LAYERS):
         layer, encoding = f"decoder.layers.{index}", encodings[index % len(encodings)]
         window = windows[index % len(windows)]
-        mixed = linear(f"{layer}.self_attention.linear_qkv", normalised(f"{layer}.input_layernorm", hidden))
+        mixed = linear(f"{layer}.self_attention.linear_qkv", normalized(f"{layer}.input_layernorm", hidden))
         q, k, v = mixed.unflatten(-1, (HEADS, 3, WIDTH // HEADS)).unbind(-2)
         if encoding == "rotary":
             q, k = turned(q), turned(k)
@@ -84,9 +84,9 @@ def plain_gpt(state: dict[str, Tensor], x: Tensor, encodings: list[str], windows
         weights = scores.masked_fill(hidden_keys, -torch.inf).softmax(-1)
         attended = torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2)
         hidden = hidden + linear(f"{layer}.self_attention.linear_proj", attended)
-        inner = linear(f"{layer}.mlp.linear_fc1", normalised(f"{layer}.pre_mlp_layernorm", hidden))
+        inner = linear(f"{layer}.mlp.linear_fc1", normalized(f"{layer}.pre_mlp_layernorm", hidden))
         hidden = hidden + linear(f"{layer}.mlp.linear_fc2", torch.nn.functional.gelu(inner))
-    return normalised("decoder.final_layernorm", hidden) @ state["embedding.word_embeddings.weight"].T
+    return normalized("decoder.final_layernorm", hidden) @ state["embedding.word_embeddings.weight"].T
 
 
 @pytest.mark.parametrize("name", PATTERNS)

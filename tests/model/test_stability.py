@@ -56,7 +56,7 @@ def plain_gpt(state: dict[str, Tensor], x: Tensor, keys: dict[str, Any]) -> Tens
     head, norm = keys.get("head_dim", WIDTH // HEADS), keys.get("norm", "layernorm")
     place, cap = keys.get("norm_placement", "pre"), keys.get("attn_logit_softcapping")
 
-    def normalised(name: str, x: Tensor, kind: str = norm) -> Tensor:
+    def normalized(name: str, x: Tensor, kind: str = norm) -> Tensor:
         if kind == "layernorm":
             x = x - x.mean(-1, keepdim=True)
         x = x / (x.square().mean(-1, keepdim=True) + (1e-5 if kind == "layernorm" else epsilon)).sqrt()
@@ -72,7 +72,7 @@ def plain_gpt(state: dict[str, Tensor], x: Tensor, keys: dict[str, Any]) -> Tens
         if keys.get("use_qk_layernorm"):
             kind, over = keys.get("qk_norm", norm), keys.get("qk_layernorm_over_heads")
             q, k = (
-                normalised(f"{name}.{which}_layernorm", y.flatten(2) if over else y, kind).view(y.shape)
+                normalized(f"{name}.{which}_layernorm", y.flatten(2) if over else y, kind).view(y.shape)
                 for which, y in (("q", q), ("k", k))
             )
         k, v = (y.repeat_interleave(heads // groups, 2) for y in (k, v))
@@ -103,9 +103,9 @@ def plain_gpt(state: dict[str, Tensor], x: Tensor, keys: dict[str, Any]) -> Tens
         entered = hidden
         for branch, name, first, second in zip((attention, mlp), ("self_attention", "mlp"), before, after, strict=True):
             read = entered if keys.get("gpt_j_residual") else hidden
-            y = branch(f"{layer}.{name}", read if first is None else normalised(f"{layer}.{first}", read))
-            hidden = hidden + (y if second is None else normalised(f"{layer}.{second}", y))
-    logits = normalised("decoder.final_layernorm", hidden) @ embedding.T * keys.get("logit_scale", 1.0)
+            y = branch(f"{layer}.{name}", read if first is None else normalized(f"{layer}.{first}", read))
+            hidden = hidden + (y if second is None else normalized(f"{layer}.{second}", y))
+    logits = normalized("decoder.final_layernorm", hidden) @ embedding.T * keys.get("logit_scale", 1.0)
     final_cap = keys.get("final_logit_softcapping")
     return logits if final_cap is None else final_cap * torch.tanh(logits / final_cap)
 

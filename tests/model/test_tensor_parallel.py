@@ -67,11 +67,11 @@ EXTRA: dict[str, dict[str, Any]] = {
         "length": 14,
     },
     "losses of 5 tokens at a time": {"model": {}, "position": {"pos_emb": "rotary"}, "max_logits": 2 * 16 * 5},
-    "queries and keys normalised, scores capped": {
+    "queries and keys normalized, scores capped": {
         "model": {"use_qk_layernorm": True, "num_kv_heads": 2, "attn_logit_softcapping": 1.5, "head_dim": 12},
         "position": {"pos_emb": "kerple_log", "score_processor": "cdape"},
     },
-    "normalised over heads, z-loss": {
+    "normalized over heads, z-loss": {
         "model": {
             "use_qk_layernorm": True,
             "qk_norm": "rmsnorm",

@@ -72,8 +72,8 @@ def test_only_equal_trainings_are_seeds_of_one_another() -> None:
     # Repeated seeds split one training and leave the others unchanged.
     twice = [trained("y", 1, "runs/c"), trained("y", 1, "runs/d")]
     assert names([*same, *twice]) == ["a [runs/a, runs/b]"] * 2 + ["a [runs/c]", "a [runs/d]"]
-    labelled = disambiguate_methods([*same, *twice])
-    assert disambiguate_methods(labelled) == labelled
+    labeled = disambiguate_methods([*same, *twice])
+    assert disambiguate_methods(labeled) == labeled
 
 
 def test_no_output_averages_two_trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

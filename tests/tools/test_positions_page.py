@@ -112,7 +112,7 @@ def test_every_method_has_its_pictures_and_no_picture_is_left_over(page: str) ->
     for path in there:
         text = (ROOT / path).read_text(encoding="utf-8")
         assert "prefers-color-scheme:dark" in text
-        assert "#0a0b" not in text, "a colour of no scheme"
+        assert "#0a0b" not in text, "a color of no scheme"
         assert "<image" in text or 'id="line2d_' in text
 
 

@@ -198,7 +198,7 @@ def test_how_linear_differs_is_said_of_files_of_gpt_neox() -> None:
     said = [note for note in load_config([], [*shape, "attention_config=[[[global], 1]]"]).notes if "linear" in note]
     assert said == [
         "command line: lr_decay_style linear reaches min_lr 1e-05 at the last step, as in Megatron-LM; GPT-NeoX "
-        "decays towards 0 and stops at min_lr"
+        "decays toward 0 and stops at min_lr"
     ]
     for keys in (shape, (*shape, "attention_config=[[[global], 1]]", "min_lr=0.0")):
         assert not any("linear" in note for note in load_config([], keys).notes)
