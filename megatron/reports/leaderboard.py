@@ -135,8 +135,8 @@ class LeaderboardReport:
                 cells.append(self._describe_distance(method))
             rows.append((method, tuple(cells)))
         notes.append(
-            "Sorted by the mean over kinds of the mean rank in each kind. 1 is the best rank; methods without a "
-            "number are last."
+            "Methods are sorted by mean rank: ranks are averaged within each kind of contest, then over kinds. "
+            "Rank 1 is the best; methods without a number are last."
         )
         if len(self.ranks) < len(self.ranking):
             notes.append(
@@ -219,9 +219,9 @@ class LeaderboardReport:
             (
                 "parameters",
                 "training step",
-                f"reading {self.largest}",
-                "GiB in training",
-                f"GiB reading {self.largest}",
+                f"scoring at {self.largest}",
+                "training memory (GiB)",
+                f"scoring memory at {self.largest} (GiB)",
             ),
             tuple(rows),
             (
