@@ -200,7 +200,7 @@ def _check_call(
             )
     if sinks is not None and key_bias is not None:
         # lse is relative to the row's own key, so the sinks' gradient would need more than the kernels return.
-        raise ValueError("sinks beside a key_bias, of which a sink would have to know each row's own")
+        raise ValueError("sinks and key_bias cannot be combined")
     for name, given, expected in (
         ("first_keys", first_keys, _Signature(torch.Size((q.shape[0], q.shape[2])), torch.int32, q.device)),
         ("sinks", sinks, _Signature(torch.Size((q.shape[1],)), torch.float32, q.device)),
