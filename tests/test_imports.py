@@ -296,7 +296,8 @@ def _modules() -> dict[str, Path]:
 
 def _imported(path: Path, modules: dict[str, Path]) -> set[str]:
     """Return the project's modules that a file imports at any level; `from package import module` counts as the
-    module."""
+    module.
+    """
     found = {name for name in _imports(path) if name in modules}
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     for node in _import_statements(path):
@@ -309,8 +310,10 @@ def _imported(path: Path, modules: dict[str, Path]) -> set[str]:
 
 
 def test_no_circle_of_imports() -> None:
-    """There are no import cycles, even through imports inside functions. Files that need each other should be one or
-    three."""
+    """There are no import cycles, even through imports inside functions.
+
+    Files that need each other should be one or three.
+    """
     modules = _modules()
     graph = {name: _imported(path, modules) - {name} for name, path in modules.items()}
     assert sum(map(len, graph.values())) > 300  # guards against an empty graph
@@ -340,7 +343,8 @@ RANK_VARIABLES = (
 
 def _asks_who_it_is(path: Path) -> list[str]:
     """Return names with which a file queries torch.distributed, megatron-core's groups or the launcher's
-    environment."""
+    environment.
+    """
     asked = {name for name in _imports(path) if _within(name, ("torch.distributed", "megatron.core.parallel_state"))}
     asked -= {name for name in asked if _within(name, ("torch.distributed.pipelining",))}  # its group is an argument
     for node in ast.walk(ast.parse(path.read_text())):
@@ -427,8 +431,10 @@ def test_torch_says_nothing_of_a_compiler_that_nobody_uses(caplog: pytest.LogCap
 
 
 def test_kernels_is_this_projects() -> None:
-    """`kernels` is this project's package. Hugging Face has one of this name; a regular package takes precedence over a
-    namespace."""
+    """`kernels` is this project's package.
+
+    Hugging Face has one of this name; a regular package takes precedence over a namespace.
+    """
     import kernels
 
     assert Path(kernels.__file__).parent == ROOT / "kernels"

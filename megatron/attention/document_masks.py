@@ -1,4 +1,6 @@
-"""Document masks: which backends and methods compute all documents of a row at once, and masks prepared before the
+"""Document masks.
+
+This module defines which backends and methods compute all documents of a row at once, and prepares masks before the
 layers.
 
 See also `documents.mask_documents`.

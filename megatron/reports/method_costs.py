@@ -61,7 +61,7 @@ def measure_costs(table: ComparisonTable, baseline: str) -> dict[str, MethodCost
 
 
 def has_cpu_times(table: ComparisonTable) -> bool:
-    """True if all records of models are from CPUs and include CPU times."""
+    """Return True if all records of models are from CPUs and include CPU times."""
     records = [record for record in table.records if not record.is_trivial_baseline]
     return all(
         record.device == "cpu" and record.step_cpu_seconds is not None and record.cpu_seconds is not None

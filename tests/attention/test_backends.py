@@ -111,8 +111,10 @@ def test_chunked_keeps_memory_linear_in_the_length() -> None:
 
 
 def test_the_backward_pass_of_row_blocks_holds_the_gradients_of_one_block() -> None:
-    """The backward pass of row blocks stores key and value gradients of one block only. Storing all would need T²
-    memory."""
+    """The backward pass of row blocks stores key and value gradients of one block only.
+
+    Storing all would need T² memory.
+    """
 
     def measure_peak(length: int) -> int:
         encoding, processor = build("alibi", "none")

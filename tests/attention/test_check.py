@@ -272,8 +272,10 @@ def test_documents_have_one_mask_a_problem_and_fewer_sequences_keep_the_last(mon
 
 
 def test_what_errs_a_little_once_is_computed_once_more(monkeypatch) -> None:
-    """A backend with a small error is checked again. A kink may push a correct backend over the limit once, but not
-    twice."""
+    """A backend with a small error is checked again.
+
+    A kink may push a correct backend over the limit once, but not twice.
+    """
     asked: list[int] = []
     real = Judge.compute_excess
 

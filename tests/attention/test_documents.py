@@ -153,7 +153,8 @@ def read_alone(gpt: GPT, tokens: Tensor, rows: list[list[tuple[int, int]]]) -> T
 @pytest.mark.parametrize(("encoding", "processor"), COVERING)
 def test_a_packed_row_gives_what_each_document_gives_alone(encoding: str, processor: str, masked: bool) -> None:
     """A packed row gives the logits and gradients of separate documents, with both masking methods, with and without a
-    cache, and for the last tokens only."""
+    cache, and for the last tokens only.
+    """
     gpt = small_gpt(LENGTH, encoding, processor).double()
     attention = [layer.self_attention.core_attention for layer in gpt.local_layers]
     for each in attention:
@@ -245,7 +246,8 @@ def test_documents_are_found_in_what_is_read(encoding: str, processor: str) -> N
 @torch.inference_mode()
 def test_one_document_a_row_is_the_plain_forward_pass() -> None:
     """One document per row equals the plain forward pass bit for bit, with the same segments; nothing is masked or
-    rotated twice."""
+    rotated twice.
+    """
     gpt, tokens = small_gpt(LENGTH, "rotary", "none"), torch.randint(VOCABULARY, (2, LENGTH))
     seen: list[AttentionContext] = []
     run_layers = gpt._run_layers
@@ -269,7 +271,8 @@ def test_a_layout_that_contradicts_itself_is_refused() -> None:
 @pytest.mark.parametrize(("start", "window"), [(0, None), (0, 5), (7, None)])
 def test_masks_that_layers_share_are_their_own(start: int, window: int | None, dtype: torch.dtype) -> None:
     """Masks shared by layers are bit-for-bit those built separately, also for the last rows alone and in several
-    blocks."""
+    blocks.
+    """
     encoding, _ = build("rotary", "none")
     rows = pack([[3, 8, 1, 6, 4], [22]])
     starts = first_keys_of(rows)

@@ -28,7 +28,8 @@ def test_steps_are_sorted_as_numbers(tmp_path: Path) -> None:
 
 def test_the_newest_needs_no_pointer_and_believes_none(tmp_path: Path) -> None:
     """The newest checkpoint is found without a pointer file, so a kill between a rename and a pointer update does not
-    matter."""
+    matter.
+    """
     make(tmp_path, 140, 145)
     (tmp_path / "checkpoints" / "latest").write_text("step_0000140\n")  # as written by earlier versions
     (tmp_path / "checkpoints" / ".step_0000150.tmp").mkdir()

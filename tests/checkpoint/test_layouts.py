@@ -1,5 +1,6 @@
 """Checkpoints of sharded models: one file of whole weights, resumed bit for bit, and loaded as weights by other
-layouts."""
+layouts.
+"""
 
 from pathlib import Path
 from typing import Any

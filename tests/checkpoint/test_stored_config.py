@@ -125,7 +125,8 @@ def test_a_run_goes_on_from_weights_and_optimizer_states_of_the_old_name(written
 
 def test_finetuning_takes_an_old_layer_s_encoding_and_drops_it(tmp_path: Path) -> None:
     """Finetuning loads an old layer's encoding into per-layer encodings, or drops it for another encoding and reports
-    it."""
+    it.
+    """
     corpus = write_corpora(tmp_path / "corpus")
     keys = load_checkpoint_config(FOUR).to_flat() | {"load": str(FOUR), "finetune": True, "train_iters": 1}
     keys |= {"train_data_paths": [str(corpus / "train_text_document")], "lr_decay_iters": None}

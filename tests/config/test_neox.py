@@ -511,7 +511,8 @@ def test_a_gated_layer_without_a_width_is_refused(read) -> None:
 
 def test_rows_of_the_embedding_are_raised_to_what_the_ranks_divide(read) -> None:
     """GPT-NeoX's llama/13B.yml sets make_vocab_size_divisible_by 1 for two ranks and multiplies it by the number of
-    ranks."""
+    ranks.
+    """
     loaded = read({**SMALL, "hidden_size": 32, "num_attention_heads": 4, "make_vocab_size_divisible_by": 3,
                    "model_parallel_size": 2, "num_gpus": 2})  # fmt: skip
     assert loaded.config.model.make_vocab_size_divisible_by == 6

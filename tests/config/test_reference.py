@@ -21,7 +21,8 @@ def test_page_is_current():
 
 def declared() -> dict[str, str]:
     """Return name → description of every `name: type = key(default, "doc", …)` in megatron/options, parsed from the
-    sources."""
+    sources.
+    """
     found = {}
     for path in (ROOT / "megatron/options").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

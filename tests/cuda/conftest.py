@@ -1,5 +1,6 @@
 """Shared by the tests that run on the null CUDA device (`make test-cuda`), which tests/conftest.py collects there
-alone."""
+alone.
+"""
 
 import signal
 from collections.abc import Iterator

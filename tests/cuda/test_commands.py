@@ -1,5 +1,6 @@
 """Every command of the command line that computes, on a CUDA device: as users start it, to its end, without a word of
-PyTorch's."""
+PyTorch's.
+"""
 
 import json
 import os
@@ -114,7 +115,8 @@ def test_sweep(place: Path) -> None:
 
 def test_gpu_check(place: Path) -> None:
     """A part of `make gpu-check`, whose numbers mean nothing here: it runs, or is cut on a busy machine, and writes its
-    record and page."""
+    record and page.
+    """
     output = place / "checked.json"
     run_command(place, f"--parts memory --json {output}", program="tools/gpu/check.py", codes=(0, 1))
     code = json.loads(output.read_text(encoding="utf-8"))["parts"]["memory"]["exit"]

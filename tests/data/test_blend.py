@@ -69,7 +69,8 @@ def test_a_larger_alpha_favours_larger_corpora(counts: list[int], alpha: float, 
 @given(st.integers(1, 10**12), st.integers(1, 10**12))
 def test_of_two_corpora_with_alpha_one_each_is_half(one: int, other: int) -> None:
     """With two corpora and alpha 1, each gets half, because the factor 1 − p of one is the fraction of the other
-    (docs/data.md)."""
+    (docs/data.md).
+    """
     assert compute_document_weights([one, other], 1.0) == pytest.approx([0.5, 0.5])
     assert compute_document_weights([one], 0.3) == [1.0]
     assert compute_document_weights([], 0.3) == []  # for a split without data

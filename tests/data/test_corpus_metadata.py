@@ -137,7 +137,8 @@ def test_a_description_of_gigabytes_is_not_read(bpe, monkeypatch):
 
 def test_every_flipped_length_is_noticed(bpe):
     """Damaged lengths are detected even if the index is consistent, as when two documents change their lengths
-    together."""
+    together.
+    """
     path = bpe / "train_text_document.idx"
     whole = path.read_bytes()
     for place in range(len(whole)):

@@ -32,7 +32,7 @@ ALONE = ProcessGroups()
 
 
 def numbered(lengths, first=0):
-    """Return documents whose tokens are all different: first, first + 1, …"""
+    """Return documents whose tokens are all different: first, first + 1, and so on."""
     edges = np.cumsum([first, *lengths])
     return [list(range(a, b)) for a, b in pairwise(edges)]
 

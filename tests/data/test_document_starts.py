@@ -101,7 +101,8 @@ def test_documents_that_cannot_be_told_apart_are_refused(dataset, words):
 
 def test_rows_are_drawn_by_the_lengths_of_documents(dataset, words):
     """Rows are drawn with realistic document lengths: as many documents start in them as in the text, and at least one
-    boundary occurs."""
+    boundary occurs.
+    """
     data = DataOptions(train_data_paths=[dataset("d", documents())], **words)
     starts = draw_document_starts(data, 2000, 16)
     assert starts.dtype == np.int64

@@ -23,7 +23,8 @@ def read(*sources: Path | str, hf_split: str | None = None) -> list[str | None]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Dataset alone in two files, a dataset in splits, and the library's cache of a dataset, each with expected
-    contents."""
+    contents.
+    """
     folder = tmp_path_factory.mktemp("saved")
     datasets.disable_progress_bars()
     all_texts = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(len(TEXTS)))})

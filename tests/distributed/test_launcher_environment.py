@@ -89,7 +89,8 @@ def test_one_process_may_start_others() -> None:
 
 def test_the_innermost_launcher_counts() -> None:
     """The innermost launcher wins: mpirun reaches machines through srun, and srun starts one torchrun on each of two
-    machines."""
+    machines.
+    """
     inside = {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     inside["SLURM_LOCALID"] = "0"
     for inner, place in ((TORCHRUN, RankInfo(3, 8, 1)), (MPIRUN, RankInfo(3, 4, 3))):

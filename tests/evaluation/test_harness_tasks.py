@@ -145,7 +145,8 @@ def of_continuation(model: GPT, context: str, continuation: str, length: int) ->
 
 def of_document(model: GPT, text: str, length: int) -> float:
     """Sum the log probabilities of a document in windows; each token is scored once, the last window with the longest
-    context."""
+    context.
+    """
     stream = [256, *text.encode()]
     total, scored = 0.0, 0
     while scored < len(stream) - 1:

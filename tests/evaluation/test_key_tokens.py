@@ -54,7 +54,8 @@ def long_perplexity(
 
 def test_long_perplexity_is_that_of_a_loop(tmp_path: Path) -> None:
     """The reference determines key tokens from two losses of each target; another model is scored on these tokens
-    only."""
+    only.
+    """
     reference, other = RunningMean().eval(), RunningMean().eval()
     alpha, beta = 0.02, -3.2
     path = tmp_path / "keys.json"

@@ -219,7 +219,8 @@ def test_an_interrupted_map_goes_on_where_it_was(tmp_path: object) -> None:
 
 class Recall(Task):
     """Task with zeros, a 1 followed by a letter from 2 to 9 at a given depth, and a final 1 that asks for the
-    letter."""
+    letter.
+    """
 
     title, paper, has_depth = "the letter after the mark", "none", True
 

@@ -37,7 +37,8 @@ def one_loss(model: nn.Module, tokens: np.ndarray, label: int) -> float:
 
 def by_hand(model: nn.Module, ends: list[int], length: int, targets: int) -> list[list[float]]:
     """Return losses of windows whose inputs end before position `end`; each target is predicted from the window up to
-    it."""
+    it.
+    """
     rows = []
     for end in ends:
         start = end - length

@@ -31,7 +31,8 @@ BYTES = ByteTokenizer()
 
 class Copier(nn.Module):
     """Model that predicts the successor of the last equal token within `reach` tokens, and otherwise a uniform
-    distribution."""
+    distribution.
+    """
 
     def __init__(self, vocabulary: int, reach: int) -> None:
         super().__init__()
@@ -123,7 +124,8 @@ def test_the_key_is_hidden_at_its_depth_and_asked_for_at_the_end() -> None:
 
 class Joining(ByteTokenizer):
     """Model that reads the question's last letter together with its successor, unless the key has only digits
-    `apart`."""
+    `apart`.
+    """
 
     def __init__(self, apart: str = "") -> None:
         super().__init__()

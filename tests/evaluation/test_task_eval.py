@@ -133,8 +133,10 @@ def test_records_of_a_model_that_knows_the_answers() -> None:
 
 
 def test_changes_and_means_are_as_unsure_as_independent_draws() -> None:
-    """Intervals treat lengths as independent. The model errs in the same rows at every length, so paired draws would
-    look certain."""
+    """Intervals treat lengths as independent.
+
+    The model errs in the same rows at every length, so paired draws would look certain.
+    """
     of = config(length=20)
     task_eval = build_task_eval(EvaluationOptions(multiples=[1, 2, 3], windows=40), [of])
     found = task_eval.score(loaded(Oracle(task_eval, wrong=10), of), ScoringContext())

@@ -97,7 +97,8 @@ def test_the_same_seed_gives_the_same_text_and_each_prompt_draws_its_own() -> No
 
 def test_draws_follow_the_probabilities_of_the_model() -> None:
     """First tokens of many samples, compared with the softmax of a whole forward pass by a chi-square test at p =
-    1e-6."""
+    1e-6.
+    """
     model, draws = gpt(), 400
     texts = written(model, ["x"] * draws, maximum_tokens=1, temperature=0.8, top_k=4, batch_size=100)
     with torch.no_grad():

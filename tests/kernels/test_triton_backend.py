@@ -66,7 +66,8 @@ def on(device: str, encoding: str, processor: str) -> Built:
 
 def options_of(encoding: str) -> dict[str, int]:
     """Return options of a narrow FIRE network, because its kernels loop over the network, which is slow in the
-    interpreter."""
+    interpreter.
+    """
     return {"width": 5} if encoding == "fire" else {}
 
 
@@ -175,7 +176,8 @@ def test_documents_of_a_row_are_kept_apart(
 )
 def test_sinks_are_in_the_kernels(encoding: str, processor: str, window: int | None, device: str) -> None:
     """Kernels compute sinks, their gradient, and the gradient of a processor's last bias, which a plain softmax
-    cancels."""
+    cancels.
+    """
     built, qkv = on(device, encoding, processor), random_on(device, 13, batch=1)
     span = TokenRange(0, 13)
     found = results(TritonBackend(Unused()), built, qkv, span, span, window, sinks=SINKS.to(device))

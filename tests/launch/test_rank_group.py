@@ -117,8 +117,10 @@ def test_error_of_a_rank_is_raised_as_it_was_and_the_others_end(run, tmp_path, k
 
 
 def test_the_cause_is_told_not_its_consequences(run, monkeypatch):
-    """Rank 1 causes the failure; rank 0 fails first, in a collective, because rank 1 leaves. Rank 1's error is
-    reported."""
+    """Rank 1 causes the failure; rank 0 fails first, in a collective, because rank 1 leaves.
+
+    Rank 1's error is reported.
+    """
     monkeypatch.setattr(rank_group, "STOP_TIMEOUT", 60.0)
     with pytest.raises(RunError, match=r"^loss is NaN$"):
         run(
@@ -319,8 +321,10 @@ subprocess.run([sys.executable, "-c", {child!r}], env={{**os.environ, **get_pare
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG")
 def test_a_training_whose_parent_is_gone_already_does_not_begin(monkeypatch: pytest.MonkeyPatch):
-    """Training whose parent has already exited does not start. A separate process, because the setting lasts for its
-    lifetime."""
+    """Training whose parent has already exited does not start.
+
+    A separate process, because the setting lasts for its lifetime.
+    """
     monkeypatch.setenv("FARFIELD_PARENT", "1")
     child = os.fork()
     if child == 0:

@@ -139,7 +139,8 @@ def test_an_earlier_check_of_the_same_is_taken_for_its_word(planted) -> None:
 
 def test_rows_of_documents_are_checked_where_the_run_keeps_them_apart(planted) -> None:
     """If the run masks documents, a candidate that ignores them is rejected, although it is correct for single
-    documents."""
+    documents.
+    """
 
     class Ignoring(RowBlockBackend):
         def __call__(self, inputs):
@@ -332,7 +333,8 @@ def test_what_is_wrong_on_one_rank_is_taken_by_none() -> None:
 
 def test_all_ranks_settle_alike_and_each_kind_of_card_is_kept_once(planted) -> None:
     """All ranks use rank 0's choice, although rank 1's check prefers another backend; each kind of GPU is stored
-    once."""
+    once.
+    """
 
     def of_rank_0(value: Any) -> Any:
         if not isinstance(value, tuple):

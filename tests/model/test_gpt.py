@@ -151,7 +151,8 @@ def test_recomputed_activations_change_nothing(
     encoding: str, processor: str, backend: str, keys: dict[str, Any], layers: int
 ) -> None:
     """Recomputation of all layers, some layers, or (0) attention alone gives the same losses, gradients and random
-    state."""
+    state.
+    """
     x, labels = tokens(), tokens()
     recomputed = {"checkpoint_activations": True, "checkpoint_num_layers": layers}
     results = []

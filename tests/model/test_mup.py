@@ -41,7 +41,8 @@ def test_at_the_base_models_shapes_nothing_changes() -> None:
 
 def test_rules_are_those_of_the_papers() -> None:
     """Four times as wide, three times as deep, α = 3/4; the number of heads grows with the width, or by two in the
-    second model."""
+    second model.
+    """
     keys = {**WIDE, "mup_depth_alpha": 0.75, "no_weight_tying": True, "init_method_std": 0.5, "mup_init_scale": 2.0}
     model = options(**keys, num_layers=6, hidden_size=64, num_attention_heads=8, output_layer_init_method="normal")
     gpt = build_model(model, CDAPE, VOCABULARY, seed=1)

@@ -80,7 +80,8 @@ def test_frequencies_are_those_of_transformers(rope: str | dict[str, Any], param
 @pytest.mark.parametrize("kind", ["attention_factor", "config.json"])
 def test_longrope_reads_the_factors_of_transformers(kind: str, tmp_path: Path) -> None:
     """Factors come from a file of factors, or from a model's config.json, whose two lengths determine the attention
-    factor."""
+    factor.
+    """
     lists = {f"{name}_factor": [1 + step * m for m in range(16)] for name, step in (("short", 0.02), ("long", 1.5))}
     trained, longest, base = 512, 4096, 20000.0
     keys = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": longest}

@@ -176,7 +176,8 @@ def test_backends_agree_in_losses_and_gradients(softmax: str) -> None:
 
 def test_a_gate_is_megatron_cores() -> None:
     """An element gate equals megatron-core's `attention_output_gate` in float64; a head gate is shared by its
-    elements."""
+    elements.
+    """
     from megatron.core.transformer.attention import Attention
 
     attended, gate = torch.randn(2, 5, 2, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -190,7 +191,8 @@ def test_a_gate_is_megatron_cores() -> None:
 @pytest.mark.parametrize(("kind", "gates"), [(True, 24), ("headwise", 3)])
 def test_a_layer_multiplies_what_it_attends_to(kind: Any, gates: int) -> None:
     """The gate multiplies the attention output before its projection; its weight does not change other initial
-    weights."""
+    weights.
+    """
     gpt = build_gpt("vanilla", "rotary", "none", keys={"attention_output_gate": kind})
     module = gpt.local_layers[0].self_attention
     assert module.linear_gate.weight.shape == (gates, 24)

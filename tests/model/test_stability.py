@@ -51,7 +51,8 @@ def built(seed: int = 5, pos_emb: str = "alibi", processor: str = "none", **keys
 
 def plain_gpt(state: dict[str, Tensor], x: Tensor, keys: dict[str, Any]) -> Tensor:
     """Compute the logits [B, T, V] of a GPT with ALiBi and tied embeddings by the papers' formulas, from float64
-    weights."""
+    weights.
+    """
     heads, groups = HEADS, keys.get("num_kv_heads", HEADS)
     head, norm = keys.get("head_dim", WIDTH // HEADS), keys.get("norm", "layernorm")
     place, cap = keys.get("norm_placement", "pre"), keys.get("attn_logit_softcapping")

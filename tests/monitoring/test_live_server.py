@@ -132,8 +132,10 @@ def test_a_page_that_takes_long_waits_for_its_turn(tmp_path: Path, monkeypatch: 
 
 
 def test_results_without_runs_are_shown(tmp_path: Path) -> None:
-    """Results without runs are shown, as written by `evaluate -o`. In a running sweep the reference method may be
-    missing."""
+    """Results without runs are shown, as written by `evaluate -o`.
+
+    In a running sweep the reference method may be missing.
+    """
     write_results(tmp_path)
     with serving(make_page(tmp_path)) as port:
         assert "16.25" in ask(port)[1]

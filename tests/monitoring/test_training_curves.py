@@ -130,7 +130,8 @@ def test_of_many_runs_the_table_alone_is_shown(tmp_path: Path) -> None:
 
 def test_files_that_no_run_writes_end_neither_page_nor_status(tmp_path: Path) -> None:
     """Unusual files break neither the page nor `status`: huge steps, terminal escapes, partial characters and idle
-    pipes."""
+    pipes.
+    """
     run = make_run(tmp_path / "odd", 2)
     with open(run / "metrics.jsonl", "a") as file:
         for step in ("1e999", "-1e999", "10" * 40, "true", "-1"):

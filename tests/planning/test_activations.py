@@ -66,7 +66,8 @@ def measured(
     attention_context: AttentionContext | None = None,
 ) -> int:
     """Return the bytes that a layer of the model saves, including its input; if ranks share a sequence, the bytes of
-    `context`."""
+    `context`.
+    """
     kind = TYPES[config.training.compute_dtype]
     gpt = build_model(config.model, config.position, 61, dtype=kind).train()
     length = config.model.seq_length
@@ -316,7 +317,8 @@ def test_the_worst_moment_of_the_backward_pass(method: str, precision: str, batc
 @pytest.mark.parametrize("method", ["rotary", "kerple_log", "cdape"])
 def test_the_peak_of_a_whole_model(method: str, keys: dict[str, Any]) -> None:
     """Peak memory of forward and backward pass with the loss: activations of all layers, and the larger of logits and a
-    layer."""
+    layer.
+    """
     eager = {"num_layers": 3, "precision": "fp32", "compile_regions": False}  # a CPU compiles nothing
     wanted = config(256, **METHODS[method], **(eager | keys))
     for vocabulary in (64, 4096):  # a layer's backward pass, or the logits, is the peak

@@ -166,7 +166,8 @@ def test_maps_of_the_processor_kernel_do_not_grow_with_the_length() -> None:
 
 def test_blocks_of_rows_find_the_gradients_of_keys_and_values() -> None:
     """Each block except the last finds key and value gradients; the last has most columns and is differentiated
-    first."""
+    first.
+    """
     batch, heads, dim, length, rows = 2, 4, 16, 256, 64
     position = PositionOptions(pos_emb="kerple_log")
     shape = AttentionShape(
@@ -182,7 +183,8 @@ def test_blocks_of_rows_find_the_gradients_of_keys_and_values() -> None:
 
 def test_a_softmax_has_three_maps_beside_its_probabilities() -> None:
     """On CUDA devices the softmax stores three more float32 maps: its gradient, their product, and the logits'
-    gradient."""
+    gradient.
+    """
     for b, kept in ((4, 4), (2, 4 + 2)):  # half-precision types store a copy of them, freed by then
         shape = AttentionShape(
             2,

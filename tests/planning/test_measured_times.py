@@ -67,7 +67,8 @@ def test_a_plan_prints_the_band_and_its_source(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("model", ["125M", "350M", "1-3B", "2-7B", "6-7B"])
 def test_the_overlay_of_512_tokens_is_near_what_a_plan_proposes(model: str) -> None:
     """The overlay of 512 tokens is within 3% of the same layout without recomputation, and within 13% of the best
-    layout."""
+    layout.
+    """
     cluster = Cluster(get_gpu_spec("a100-40gb"), 8)
     plan = make_plan(load_config([model, "cdape_kerple_log", "a100_512"]).config, 50257, cluster)
     assert plan.configured_layout is not None

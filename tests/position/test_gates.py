@@ -54,7 +54,8 @@ def test_gradients_are_those_of_plain_autograd() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_half_precision_model_has_float32_gates(dtype: torch.dtype) -> None:
     """Gates stay float32 in a half-precision model: bfloat16 would change log(gate) near gate = 1 by several
-    percent."""
+    percent.
+    """
     encoding, x = registry.build_encoding("fox", DIMS, {"bias_init": 5.0}).to(dtype), torch.randn(1, 50, 24).to(dtype)
     exact = registry.build_encoding("fox", DIMS)
     exact.load_state_dict(encoding.state_dict())  # the rounded parameters, used in float32
@@ -92,7 +93,8 @@ def test_a_difference_of_sums_does_not_depend_on_where_they_begin(dropped: int) 
 
 def test_positions_are_decayed_on_request_except_biases() -> None:
     """GPT-NeoX applies weight decay to all parameters except those named `bias`: KERPLE's r1 and r2, T5's table, and
-    FIRE's c."""
+    FIRE's c.
+    """
     model = ModelOptions(num_layers=1, hidden_size=16, num_attention_heads=4, seq_length=8)
     decayed = {}
     for name in ("kerple_log", "t5", "fire", "fox", "learned"):

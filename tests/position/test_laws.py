@@ -146,8 +146,10 @@ def test_a_window_hides_what_is_before_it(encoding, processor, length: int, wind
 @few_shapes
 @given(length=st.integers(1, 30), window=st.integers(1, 12), block=st.integers(1, 9))
 def test_blocks_that_leave_out_what_the_window_hides_change_nothing(encoding, processor, length, window, block) -> None:
-    """Skipping blocks outside the window changes nothing. CDAPE's hidden map uses masked columns, so skipping too many
-    would show."""
+    """Skipping blocks outside the window changes nothing.
+
+    CDAPE's hidden map uses masked columns, so skipping too many would show.
+    """
     e, p = build(encoding, processor)
     e, p = e.double(), p.double() if p is not None else None
     q, k, v = random_qkv(length, dtype=torch.float64)
@@ -279,7 +281,8 @@ def _bfloat16(encoding: str, processor: str, length: int = 37) -> tuple[Attentio
 @torch.no_grad()
 def test_bfloat16_errs_by_rounding_alone_in_both_backends(encoding: str, processor: str) -> None:
     """bfloat16 errors are rounding errors: products round inputs and results; bias, softmax and all sums are at least
-    float32."""
+    float32.
+    """
     rows, exact = _bfloat16(encoding, processor)
     found = {"eager": EagerBackend()(rows), "chunked": ChunkedBackend(11)(rows)}
     assert_within_rounding(found, lambda: dict.fromkeys(found, exact()), torch.bfloat16, stored=True)
@@ -395,6 +398,7 @@ def test_tables_of_all_layers_at_once_are_those_of_each(name: str) -> None:
 @pytest.mark.parametrize("encoding", registry.list_encodings())
 def test_no_encoding_has_a_linear_layer_that_is_used_otherwise(encoding: str) -> None:
     """No encoding contains an nn.Linear, which tools that replace every nn.Linear (peft's `all-linear`, quantization)
-    would break."""
+    would break.
+    """
     built = registry.build_encoding(encoding, AttentionDims(4, 8, 32, 16, 16))
     assert not [module for module in built.modules() if isinstance(module, torch.nn.Linear)]

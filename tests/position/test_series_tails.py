@@ -154,7 +154,8 @@ def test_fire_never_falls_below_its_least_value() -> None:
 
 def test_sandwich_comes_back() -> None:
     """Sandwich does not decay: its mean over many distances is at least exp(−k·m/2), but a convergent series has mean
-    zero."""
+    zero.
+    """
     encoding = registry.build_encoding("sandwich", SHAPE, {"dimension": 16})
     b = encoding.table(torch.arange(1e6, dtype=torch.float64)).bias.exp()
     for head in range(HEADS):

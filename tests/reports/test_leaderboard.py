@@ -29,7 +29,8 @@ BOARD = Leaderboard("rotary", (Ablation("cdape", "cdape+alibi", "alibi"), Ablati
 
 def text(method: str, means: tuple[float, float], seed: int = 1, step: float = 0.1, **more: object) -> list[Record]:
     """Build a run's records at 64 and 2,048 tokens: losses of blocks around a mean, with the same hard blocks for
-    all."""
+    all.
+    """
     hardness = np.random.default_rng(0).normal(0, 0.4, BLOCKS)
     noise = np.random.default_rng([seed, len(method), ord(method[0])])
     records = []
@@ -190,8 +191,10 @@ def test_a_task_has_its_options_in_its_name_where_they_tell_it_from_another() ->
 
 
 def test_models_on_cpus_are_charged_the_seconds_of_processors() -> None:
-    """CPU runs are charged processor seconds: concurrent runs made cdape+alibi appear ten times as long. GPUs use wall
-    time."""
+    """CPU runs are charged processor seconds: concurrent runs made cdape+alibi appear ten times as long.
+
+    GPUs use wall time.
+    """
     for device, expected in (("cpu", 1.5), ("NVIDIA A100-SXM4-80GB", 15.0)):
         busy = [*text("rotary", (1.5, 3.2)), *text("cdape+alibi", (1.5, 1.5), step=1.5)]
         found = [

@@ -75,7 +75,8 @@ def test_a_cell_says_on_how_many_seeds_it_rests_where_others_have_more(holes: li
 
 def test_a_change_is_over_the_seeds_that_have_both_lengths(holes: list[Record]) -> None:
     """A change uses the seeds with both lengths; log's third seed, with a high start, must not turn its change into a
-    fall."""
+    fall.
+    """
     layout = layout_of(holes)
     assert layout.changes["log"].mean == pytest.approx(math.sqrt(6.0 / 5.0 * 1.0))
     assert str(layout.changes["log"]) == f"1.095 ×/÷ {math.exp(math.log(1.2) / math.sqrt(2)):.3f} (n 2)"
@@ -127,7 +128,8 @@ def test_comparisons_take_paired_seeds_only_and_say_how_many(holes: list[Record]
 
 def test_an_order_is_compared_over_shared_seeds(holes: list[Record]) -> None:
     """Rankings compare shared seeds: by cells, log would rank behind t5 at 64 tokens because of a seed that t5
-    lacks."""
+    lacks.
+    """
     layout = layout_of(holes)
     assert layout.cells["log", 64].mean > layout.cells["t5", 64].mean
     theirs = PublishedTable("A paper", 512, "perplexity", (512,), {"log": (3.0,), "t5": (4.0,)})
@@ -259,7 +261,8 @@ def test_what_learned_nothing_never_has_the_mark_of_the_best() -> None:
 
 def test_a_page_is_made_of_whatever_records_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page is built from any records: methods without common lengths, tables without a visible method, and only
-    floors."""
+    floors.
+    """
     monkeypatch.setattr(plots, "render_plots_png", lambda found, **_: b"")
     change = {"change": 1.2, "change_low": 1.1, "change_high": 1.3, "change_from": 64}
     same = {"run": "runs/a", "target_digest": "d"}

@@ -62,7 +62,8 @@ def test_ours_stand_beside_theirs_at_the_same_multiple(story: list[Record]) -> N
 
 def test_the_interval_is_over_seeds() -> None:
     """Interval over seeds: with two methods and two seeds, each better once, one of four resamples has both equal and
-    two are ties."""
+    two are ties.
+    """
     values = {"rotary": (5.0, 5.4), "cdape": (5.1, 5.2)}
     records = [record(name, 64, value, seed=seed) for name, pair in values.items() for seed, value in enumerate(pair)]
     both = PublishedTable(**{**vars(THEIRS), "lengths": (512,), "rows": {"rotary": (5.0,), "cdape": (4.0,)}})

@@ -24,7 +24,8 @@ def silent() -> Console:
 
 def test_the_criterion_by_hand(story: list[Record]) -> None:
     """Criterion with rotary 5.25, 12.5, 29.75; kerple_log 5.5, 5.45, 5.43; cdape 4.96, 4.9, 4.87 at 64, 512 and
-    2,048."""
+    2,048.
+    """
     (layout,) = build_comparison_tables(story)
     rotary, kerple, _ = verdict_tables.measure_extrapolation(layout)
     assert rotary.relative_changes == pytest.approx({512: 12.5 / 5.25 - 1, 2048: 29.75 / 5.25 - 1})

@@ -62,7 +62,8 @@ def test_hints_say_the_power_of_ten(order: str) -> None:
 @pytest.mark.parametrize("order", ["plain", "reversed"])
 def test_coupled_positions_say_the_power_of_ten(order: str) -> None:
     """Coupled positions by Cho et al. (2024): $ at 0, the digits of 10^k at u − k, + and | at u + 1, u from n + 1
-    on."""
+    on.
+    """
     batch = drawn(3, 300, order=order, positions="coupled", max_digits=5)
     plain = drawn(3, 300, order=order)
     assert batch.position_ids is not None

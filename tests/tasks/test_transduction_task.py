@@ -143,7 +143,8 @@ def _share(count: int, probability: float) -> float:
 
 def test_which_digit_an_equation_hides() -> None:
     """Hidden digits of equations: in (a+b), a cyclic search to the right maps (, a and ) to a, and the other two
-    positions to b."""
+    positions to b.
+    """
     inputs, _ = sampled("solve_equation", 8000, 7)
     first = (inputs[:, 1] == 9).mean()
     assert abs(first - 3 / 5) < _share(8000, 3 / 5)

@@ -24,7 +24,8 @@ FROM_41_TO_500 = [41, 80, 140, 200, 270, 340, 420, 500]
 
 def test_brackets_have_more_zeros_than_chance() -> None:
     """Multiplication makes zeros frequent: 31.0% over lengths 41 … 500, 29.2% at 41 and 31.6% at 500, within five
-    standard errors."""
+    standard errors.
+    """
     for lengths, expected in (([41], 29.2), ([500], 31.6), (FROM_41_TO_500, 31.0)):
         spread = 500 * (0.31 * 0.69 / (2000 * len(lengths))) ** 0.5
         accuracy = mean_accuracies("modular_arithmetic_brackets", lengths)[CONSTANT]

@@ -222,7 +222,8 @@ def test_ours_wrong_is_no_measure_for_others(extra: dict[str, Attention]) -> Non
 
 def test_every_length_is_compiled_afresh(extra: dict[str, Attention], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every length is compiled separately: Dynamo allows eight versions, and FlexAttention (learned, frozen) needs two
-    per length."""
+    per length.
+    """
     resets: list[int] = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
     attention_bench.benchmark_problem(PROBLEM, 2, ["appendix"], lambda _: None)
@@ -301,7 +302,8 @@ def test_the_gate_alone_takes_no_times(command: Run, tmp_path: Path) -> None:
 
 def test_judges_and_peers_compute_float32_in_full() -> None:
     """References and peers compute float32 in full precision; PyTorch's default on GPUs is TF32 with 10 bits in
-    convolutions."""
+    convolutions.
+    """
     switches = (torch.backends.cudnn, torch.backends.cuda.matmul)
     before = [switch.allow_tf32 for switch in switches]
     try:
@@ -320,7 +322,8 @@ def test_a_gpu_is_rehearsed(
     op: str, peer: str, command: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A GPU run is rehearsed with events, memory and provenance; cuDNN's attention is reported as unavailable on a
-    CPU."""
+    CPU.
+    """
     words = ("--device", "cuda", *TINY[2:], "--op", op, "--lengths", "12", "--json", str(tmp_path / "a.json"))
     assert command(attention_bench, *words, "--peers", "triton", peer, "flash", "flash cudnn") == 1
     result = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))

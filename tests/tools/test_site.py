@@ -246,7 +246,8 @@ def test_every_method_has_a_page(generated: GeneratedPages) -> None:
 
 def test_a_methods_page_has_its_rows_of_the_leaderboard(generated: GeneratedPages) -> None:
     """A method's page has its rows of the leaderboard's record with the baseline, and no rows of methods with similar
-    names."""
+    names.
+    """
     board = (ROOT / "docs/results/zoo.md").read_text(encoding="utf-8")
     row = next(line for line in board.splitlines() if line.startswith("| cdape+kerple_log |"))
     perplexity = row.split(" | ")[5]

@@ -1,5 +1,6 @@
 """Runs that exceed memory or disk are rejected with both numbers; uncertain ones are not; one key overrides the
-check."""
+check.
+"""
 
 import json
 import re

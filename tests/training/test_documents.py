@@ -129,7 +129,8 @@ def test_a_run_with_documents_apart_resumes_and_the_mask_of_an_evaluation_is_fre
 
 def test_zero_3_refuses_what_is_computed_document_by_document(corpus: Path) -> None:
     """ZeRO 3 rejects methods computed document by document, because ranks would gather parameters different numbers of
-    times."""
+    times.
+    """
     keys = {"attention_mask": "document", "zero_optimization": {"stage": 3}, "pos_emb": "fire"}
     with pytest.raises(UserError, match=r"attention_mask: document: pos_emb fire .*stage 3 cannot do; use stage 2"):
         train(tiny_config(corpus, **keys))

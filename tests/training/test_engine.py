@@ -247,7 +247,8 @@ def beyond_and_on_bounds(engine: Engine) -> tuple[int, int]:
 
 class EveryBound(nn.Module):
     """Model with every bounded parameter of every encoding and nothing else; a token's loss is the sum of their
-    values."""
+    values.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +263,8 @@ class EveryBound(nn.Module):
 
 def after_hard_pushes(config: Config, build: Callable[[], nn.Module]) -> tuple[int, int]:
     """Take steps of about 1 with bounds of 0.01 and 2, down the loss and up again, so that one direction leaves the
-    bounds."""
+    bounds.
+    """
     counts = []
     for sign in (1, -1):
         engine = start(config, build)

@@ -278,7 +278,8 @@ def test_rollbacks_end_if_every_step_breaks_the_weights(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rollbacks end if every step breaks the weights: each start saves the step that it breaks, which is not
-    progress."""
+    progress.
+    """
     break_weights(monkeypatch, 3, 1e25, persistent=True)
     keys = {**KEYS, "checkpoint_factor": 1, "on_bad_loss": "rollback", "max_bad_steps": 1}
     with pytest.raises(RunError, match="rolled back 3 times without a good step after a new checkpoint"):

@@ -61,7 +61,8 @@ def test_newton_schulz_is_its_polynomial_of_the_singular_values(shape: tuple[int
 
 def test_what_lies_in_one_weight_is_what_the_layer_computes_with() -> None:
     """Matrices from `split` recombine to the weight with which the layer computes: queries, keys, values, halves of a
-    gated layer."""
+    gated layer.
+    """
     config = tiny_config(Path(), **GROUPED)
     model = build_model(config.model, config.position, VOCABULARY, seed=1)
     matrices = {id(matrix.parameter): matrix for matrix in list_hidden_matrices(model)}
@@ -280,7 +281,8 @@ def test_in_the_same_layout_it_goes_on_bit_for_bit(runs: Path) -> None:
 @pytest.mark.parametrize("wrong", ["halves", "stacked", "no momentum"])
 def test_what_is_compared_can_differ(runs: Path, tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong orthogonalization (each rank's shard, or joint queries, keys and values) or lost momentum far exceeds
-    rounding."""
+    rounding.
+    """
     keys = dict(MUON)
     if wrong == "no momentum":
         keys["load"] = str(runs / "begun one rank")

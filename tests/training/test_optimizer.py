@@ -106,7 +106,8 @@ def test_only_pushes_against_a_bound_are_left_out(gradient: float, value: float,
 
 def test_the_parts_of_a_gradient_are_not_judged_one_by_one() -> None:
     """Contributions to a gradient are not judged separately: with one use pushing out and one pulling back harder, it
-    returns."""
+    returns.
+    """
     module = BoundedParameter((1,), init_constant(0.01), low=0.01)
     optimizer = ProjectedAdamW([{"params": [module.value], "low": 0.01, "high": math.inf}], lr=0.1, weight_decay=0.0)
     (0.4 * module() - 0.5 * module()).sum().backward()

@@ -73,7 +73,8 @@ def test_the_profile_of_some_steps(corpus: Path, tmp_path: Path) -> None:
 
 def test_a_run_that_is_stopped_within_its_profile_and_one_that_goes_on(corpus: Path, tmp_path: Path) -> None:
     """A run stopped during its profile and its continuation each write their steps; the very first step cannot warm
-    up."""
+    up.
+    """
     config = tiny_config(
         corpus, tmp_path / "run", train_iters=6, profile={"from": 1, "to": 5}, load=str(tmp_path / "run")
     )

@@ -54,7 +54,8 @@ def test_ranks_that_are_slow_are_named(tmp_path: Path) -> None:
 
 def test_a_rank_is_compared_with_those_of_its_stage() -> None:
     """A rank is compared with the others of its stage, because stages differ in work; a stage of one rank has no
-    comparison."""
+    comparison.
+    """
     forward, stages = [0.1, 0.1, 0.13, 0.4, 0.41, 0.4], [0, 0, 0, 1, 1, 1]
     times = [RankTimes(seconds, data_wait=rank) for rank, seconds in enumerate(forward)]
     found = compare_ranks(times, stages, micro_batches=4)

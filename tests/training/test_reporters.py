@@ -60,7 +60,8 @@ def test_metrics_continue_without_a_future_that_did_not_happen(tmp_path: Path) -
 
 def test_damaged_lines_are_kept_and_told(tmp_path: Path) -> None:
     """Damaged lines between good ones or at the start are kept and reported; half a line at the end follows any
-    crash."""
+    crash.
+    """
     path = tmp_path / "metrics.jsonl"
     assert set_damage_aside(tmp_path) == []
     reporter = JsonLines(path, 0)

@@ -82,7 +82,8 @@ def test_it_rises_then_never_rises_again_and_ends_at_min_lr(
 @pytest.mark.parametrize("floor", [0.0, 1e-4])
 def test_wsd_is_the_papers(style: str, floor: float) -> None:
     """WSD: MiniCPM's three phases (2404.06395, section 4.2), the cooldowns of 2405.18392, section 3.1, and
-    Megatron's."""
+    Megatron's.
+    """
     peak, warmup, total, decay = 1e-3, 20, 500, 80
     schedule = build_schedule(
         options(
@@ -114,7 +115,8 @@ def test_wsd_is_the_papers(style: str, floor: float) -> None:
 @pytest.mark.parametrize("cooldown", ["cosine", "inverse_sqrt"])
 def test_infinite_is_the_papers(cooldown: str) -> None:
     """Infinite schedule (2403.08763, section 7.4): warmup, cooldown to a constant rate, that rate, exponential
-    annealing."""
+    annealing.
+    """
     peak, constant, floor = 1e-3, 4e-4, 1e-5
     warmup, cooled, total, anneal = 10, 110, 400, 50
     keys = {

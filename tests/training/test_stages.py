@@ -170,7 +170,8 @@ def test_the_text_is_the_same_at_any_length(
     corpus: Path, tmp_path: Path, read_text: Callable[[], list[torch.Tensor]]
 ) -> None:
     """Step s reads the same tokens for any stage lengths: those of a run at the longest length in megatron-core's
-    order."""
+    order.
+    """
     train(staged(corpus, tmp_path / "staged"))
     staged_steps, _ = read_text()[:], read_text().clear()
     plain = {"stages": [], "seq_length": 32, "train_batch_size": 4, "train_micro_batch_size_per_gpu": 4}

@@ -78,7 +78,8 @@ def test_a_run_learns_and_reports(corpus: Path, tmp_path: Path) -> None:
 
 def test_validation_reads_its_text_once_whatever_the_batch_and_the_seed(corpus: Path, tmp_path: Path) -> None:
     """Validation reads its text once for any batch and seed, at several lengths, on several sets, and before the first
-    step."""
+    step.
+    """
     keys = {"eval_interval": 1, "train_iters": 1, "eval_iters": None, "eval_at_start": True, "eval_lengths": "2x,4x"}
     keys |= {
         "valid_data_sets": {"twin": str(corpus / "valid_text_document"), "other": str(corpus / "test_text_document")}
@@ -276,7 +277,8 @@ def test_the_weights_that_training_begins_with_can_be_kept(corpus: Path, tmp_pat
 @pytest.mark.parametrize("stage", [1, 3])
 def test_recomputed_attention_trains_the_same_bit_for_bit(corpus: Path, tmp_path: Path, stage: int) -> None:
     """Recomputed attention trains identically, with dropout (same random numbers) and stage 3 (releases weights after
-    use)."""
+    use).
+    """
     keys = {
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, "attention_dropout": 0.2,
         "hidden_dropout": 0.1, "gradient_accumulation_steps": 2, "train_batch_size": None, "score_processor": "cdape",

@@ -98,7 +98,8 @@ def test_a_lone_rank_that_holds_pythons_lock(corpus: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_is_stopped(late: int, corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The other rank reports its own position and the operation it waits in; then the stopped rank writes its
-    stacks."""
+    stacks.
+    """
     folder = tmp_path / "run" / STACKS
     folder.mkdir(parents=True)
     (folder / "rank_0.txt").write_text("of an earlier start")

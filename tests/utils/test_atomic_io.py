@@ -52,7 +52,8 @@ def test_processes_of_two_hosts_have_temporary_files_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Processes of two hosts with equal process IDs have separate temporary files, even if they write at the same
-    time."""
+    time.
+    """
     sync = os.fsync
 
     def write_meanwhile(descriptor: int) -> None:

@@ -100,7 +100,8 @@ def test_a_lock_file_that_was_removed_locks_nobody_out(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_made_anew_while_a_writer_waits_is_locked_anew(tmp_path: Path) -> None:
     """A folder that is recreated while a writer waits is locked again, because a lock on the removed folder is
-    useless."""
+    useless.
+    """
     folder, is_locked = tmp_path / "results", threading.Event()
 
     def write() -> None:

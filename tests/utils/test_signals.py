@@ -46,8 +46,10 @@ def test_a_second_ends_at_once() -> None:
 
 
 def test_a_second_ends_a_process_that_is_busy_in_c() -> None:
-    """A second signal ends a process that is busy in C. A fork waits there for a lock that is never released, as in a
-    long step."""
+    """A second signal ends a process that is busy in C.
+
+    A fork waits there for a lock that is never released, as in a long step.
+    """
     child = os.fork()
     if child == 0:
         libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)

@@ -171,7 +171,7 @@ def _choose_kernels(method: str, step: StepFunction) -> StepFunction:
 
 
 def build_plain(problem: StepProblem) -> Candidate:
-    """A GPT written by hand, with rotary positions."""
+    """Build a GPT in plain PyTorch with rotary positions."""
     layers, width, heads = MODELS[problem.model]
     model = PlainGPT(layers, width, heads, problem.length, VOCABULARY_SIZE, "rotary")
     model = model.to(problem.device, get_torch_dtype(problem.dtype))
@@ -291,7 +291,7 @@ def _build_record(problem: StepProblem, name: str, found: dict[str, Candidate]) 
 
 
 def format_console_line(record: dict[str, Any]) -> str:
-    """A record as a line of the console."""
+    """Format a record as a line of the console."""
     head = f"{record['model']:<6} T={record['T']:<6} B={record['B']:<3} {record['peer']:<17} "
     if record["ms"] is None:
         return head + f"{'—':>10}    {record.get('refusal', 'not measured')}"
@@ -300,7 +300,7 @@ def format_console_line(record: dict[str, Any]) -> str:
 
 
 def parse_shape(text: str) -> tuple[str, int, int | None]:
-    """The type of MODEL:LENGTH or MODEL:LENGTH:BATCH."""
+    """Parse MODEL:LENGTH or MODEL:LENGTH:BATCH."""
     model, *sizes = text.split(":")
     if model not in MODELS or len(sizes) not in (1, 2) or not all(s.isdecimal() and int(s) > 0 for s in sizes):
         raise argparse.ArgumentTypeError(
@@ -310,7 +310,7 @@ def parse_shape(text: str) -> tuple[str, int, int | None]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Run the command line."""
     parser = ToolParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", type=parse_device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(

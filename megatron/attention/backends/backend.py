@@ -26,8 +26,9 @@ MIN_ROWS_KEPT = 128
 
 
 def reads_whole_table(backend: AttentionBackend) -> bool:
-    """Return True if a backend reads the whole table of a Toeplitz encoding, so that a caller can compute it once for
-    several calls.
+    """Return True if a backend reads the whole table of a Toeplitz encoding.
+
+    A caller can then compute the table once for several calls.
 
     A backend declares this in its attribute of the same name. Backends in plain PyTorch do not: they sum the gradients
     of a table in their own order, on which the bits of a training run depend.
@@ -46,8 +47,9 @@ def takes_first_keys(backend: AttentionBackend) -> bool:
 def find_unsupported_combination(
     backend: str, encoding: Encoding, processor: Processor | None, softcap: float | None, softmax_type: str
 ) -> str | None:
-    """Explain why a backend supports no call of a combination, as far as `capabilities.py` knows; None if nothing is
-    known.
+    """Explain why a backend supports no call of a combination, or return None if nothing is known.
+
+    `capabilities.py` is the source.
 
     Args:
         backend: a value of `attention_backend`.

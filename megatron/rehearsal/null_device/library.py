@@ -1,5 +1,7 @@
-"""Interface to the null device's library in this process: counters, loaded kernels, and the listener of its
-collectives."""
+"""Interface to the null device's library in this process.
+
+It provides counters, loaded kernels, and the listener of its collectives.
+"""
 
 import ctypes
 from collections.abc import Callable
@@ -33,8 +35,10 @@ class Counters:
 
     @property
     def all_launches(self) -> int:
-        """Total operations that a GPU would run: kernels, matrix products, convolutions, copies, fills and
-        collectives."""
+        """Total operations that a GPU would run.
+
+        These are kernels, matrix products, convolutions, copies, fills and collectives.
+        """
         return self.launches + self.triton + self.gemm + self.convolutions + self.copies + self.fills + self.collectives
 
 

@@ -81,8 +81,10 @@ class Case:
         return q, k, v, bias.to(device) if self.bias else None, weight.to(device) if self.weight else None, key_bias
 
     def sink_logits(self, device: torch.device | str = "cpu") -> Tensor | None:
-        """Return sink logits of the size of the scores and above. If they were much lower, few rows would dominate the
-        gradient."""
+        """Return sink logits of the size of the scores and above.
+
+        If they were much lower, few rows would dominate the gradient.
+        """
         return torch.linspace(1, 6, self.H, device=device) if self.sinks else None
 
 
