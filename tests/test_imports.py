@@ -278,7 +278,7 @@ def _within(name: str, prefixes: tuple[str, ...]) -> bool:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_part_imports_only_what_the_architecture_allows(part: str) -> None:
+def test_packages_import_only_allowed_packages(part: str) -> None:
     own = part.removesuffix(".py").replace("/", ".")
     for path in _files(part):
         allowed = (*ALLOWED[part], own)
@@ -357,7 +357,7 @@ def _asks_who_it_is(path: Path) -> list[str]:
     return sorted(asked)
 
 
-def test_only_one_part_asks_which_process_this_is() -> None:
+def test_only_one_package_queries_the_rank() -> None:
     """Only one package determines the rank of this process; others receive `ProcessGroups` or a `Mesh`."""
     files = [*(ROOT / "megatron").rglob("*.py"), *(ROOT / "kernels").rglob("*.py"), ROOT / "deepy.py"]
     asking = {path for path in files if _asks_who_it_is(path)}
@@ -401,7 +401,7 @@ def test_functions_stay_as_they_are_without_the_compiler() -> None:
 
 
 @pytest.mark.slow
-def test_no_process_imports_what_its_run_has_not_asked_for(tmp_path: Path) -> None:
+def test_processes_import_only_what_their_run_needs(tmp_path: Path) -> None:
     """No process imports optional packages that its run does not use.
 
     wandb would create temporary folders that a killed process leaves behind. Neither training nor kernels import the
@@ -418,7 +418,7 @@ def test_no_process_imports_what_its_run_has_not_asked_for(tmp_path: Path) -> No
     assert done.stdout.strip().splitlines()[-1] == "[]"
 
 
-def test_torch_says_nothing_of_a_compiler_that_nobody_uses(caplog: pytest.LogCaptureFixture) -> None:
+def test_torch_prints_no_warning_about_an_unused_compiler(caplog: pytest.LogCaptureFixture) -> None:
     """Import of torch gives no warning about an unused compiler.
 
     If a CUDA build of torch finds a toolkit but no GPU, its cpp_extension warns when it is imported.

@@ -60,7 +60,7 @@ def test_row_blocks_keep_the_maps_of_short_training_sequences_alone(
     assert_close_in_rounding(out, reference, terms=32 * 3, sums=4)  # scores, two convolutions, values
 
 
-def test_auto_takes_sdpa_where_nothing_is_added_and_says_what_it_took(caplog) -> None:
+def test_auto_uses_sdpa_without_a_bias_and_reports_its_choice(caplog) -> None:
     caplog.set_level(logging.INFO)
     assert isinstance(select_backend("auto", 4, *build("rotary", "none")), SdpaBackend)
     assert not isinstance(select_backend("auto", 4, *build("alibi", "none")), SdpaBackend)

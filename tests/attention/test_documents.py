@@ -132,7 +132,7 @@ def test_nothing_of_a_document_reaches_another(encoding, processor, first: int, 
         assert torch.equal(here[:, :, middle], there[:, :, middle])
 
 
-def test_only_what_depends_on_absolute_positions_is_left_out() -> None:
+def test_only_methods_with_absolute_positions_are_excluded() -> None:
     left_out = {name for name in registry.list_encodings() if depends_on_document_start(build(name, "none")[0])}
     assert left_out == {"fire"}
 
@@ -151,7 +151,7 @@ def read_alone(gpt: GPT, tokens: Tensor, rows: list[list[tuple[int, int]]]) -> T
 
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize(("encoding", "processor"), COVERING)
-def test_a_packed_row_gives_what_each_document_gives_alone(encoding: str, processor: str, masked: bool) -> None:
+def test_a_packed_row_equals_its_separate_documents(encoding: str, processor: str, masked: bool) -> None:
     """A packed row gives the logits and gradients of separate documents, with both masking methods, with and without a
     cache, and for the last tokens only.
     """
@@ -213,7 +213,7 @@ END = 0
     [("rotary", "none"), ("fire", "cdape"), ("kerple_log", "cdape"), ("cope", "mta"), ("rotary", "selective")],
 )
 @torch.inference_mode()
-def test_documents_are_found_in_what_is_read(encoding: str, processor: str) -> None:
+def test_documents_are_found_in_the_tokens(encoding: str, processor: str) -> None:
     """A model trained with document masking finds documents in left-padded rows and in chunked input."""
     gpt = small_gpt(LENGTH, encoding, processor).double()
     tokens = torch.randint(1, VOCABULARY, (len(PACKED), LENGTH))
@@ -290,7 +290,7 @@ def test_masks_that_layers_share_are_their_own(start: int, window: int | None, d
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 40])
-def test_flash_attention_is_told_where_documents_lie(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_gets_document_bounds(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The arguments of FlashAttention follow PyTorch's documentation of `varlen_attn`.
 
     The test emulates it in plain PyTorch: concatenated sequences, and the number of keys visible to the left of each

@@ -43,7 +43,7 @@ def test_resolve_takes_a_run_its_checkpoints_or_one_of_them(tmp_path: Path) -> N
     assert layout.resolve_checkpoint_path(str(five)) == five
 
 
-def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     assert layout.find_latest_checkpoint(tmp_path) is None
     with pytest.raises(UserError, match="contains no checkpoint"):
         layout.resolve_checkpoint_path(tmp_path)

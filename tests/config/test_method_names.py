@@ -71,7 +71,7 @@ def test_each_kind_of_method_knows_the_other():
         load_config([], [*SHAPE, "score_processor=rope"])
 
 
-def test_names_of_other_projects_are_told_where_a_file_is_named():
+def test_names_of_other_projects_are_reported_with_the_file():
     with pytest.raises(UserError, match=r"kerple_capev2: no such .*; it is a value: pos_emb=kerple_capev2"):
         load_config(["kerple_capev2"])
     rows = {row[0]: row[3] for row in reference.lookup_keys("kerple_capev2")}

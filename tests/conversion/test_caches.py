@@ -75,7 +75,7 @@ def test_decoding_that_rolls_the_cache_back_writes_greedy_text(models: dict[str,
 
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
-def test_logits_after_a_crop_are_those_without_the_removed_tokens(models: dict[str, Any], name: str) -> None:
+def test_cropping_the_cache_removes_tokens(models: dict[str, Any], name: str) -> None:
     model, cache = models[name], DynamicCache()
     tokens = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(1))
     tokens[0, [5, 22]], tokens[1, 19] = END, END
@@ -105,7 +105,7 @@ def test_each_cache_of_transformers_is_right_or_refused(models: dict[str, Any], 
 
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
-def test_a_cache_that_rounds_is_refused_where_numbers_must_be_exact(models: dict[str, Any], name: str) -> None:
+def test_a_quantized_cache_is_rejected_by_exact_methods(models: dict[str, Any], name: str) -> None:
     model, cache = models[name], RoundingCache()
     if name in KEEPS_EXACT_NUMBERS:
         with pytest.raises(ValueError, match="RoundingCache does not return exactly what was stored"):
@@ -149,7 +149,7 @@ def test_static_caches_are_refused_at_once(models: dict[str, Any]) -> None:
 
 
 @torch.inference_mode()
-def test_the_cache_is_known_by_its_type_whatever_its_name(models: dict[str, Any]) -> None:
+def test_caches_are_identified_by_type(models: dict[str, Any]) -> None:
     """The cache is identified by its type: transformers 5.24 names it cache, 5.23 past_key_values."""
     model = models["cdape"]
     expected = model(PROMPT, use_cache=False).logits

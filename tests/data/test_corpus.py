@@ -69,7 +69,7 @@ def test_a_folder_of_texts_becomes_three_datasets(texts, tmp_path, reader, expec
     assert os.path.getsize(f"{corpus.prefix('train')}.bin") == 2 * corpus.splits["train"].tokens
 
 
-def test_megatron_core_reads_what_was_written(texts, tmp_path, reader):
+def test_megatron_core_reads_written_datasets(texts, tmp_path, reader):
     from megatron.data.megatron_core import IndexedDataset
 
     corpus = prepare([str(texts)], tmp_path / "out", split=None)
@@ -288,7 +288,7 @@ def test_options_that_no_source_reads_are_refused(texts, tmp_path, monkeypatch, 
         prepare(sources, tmp_path / "out", **options)
 
 
-def test_a_seed_that_decides_nothing_is_told(texts):
+def test_an_unused_seed_is_reported(texts):
     def list_notes(source, **options):
         notes = read_corpus_recipe(CorpusOptions(sources=[str(source)], **options)).list_notes()
         return [note for note in notes if note.startswith("seed ")]

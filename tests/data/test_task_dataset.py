@@ -90,7 +90,7 @@ def test_nothing_is_read_twice() -> None:
     assert len(set(inputs)) == 1800  # 2^64 inputs, so two equal ones would not be chance
 
 
-def test_another_batch_size_goes_on_where_the_first_one_stopped() -> None:
+def test_another_batch_size_resumes_at_the_same_sample() -> None:
     """With another batch size, reading continues without repetition, and all samples of a step have one length."""
     first, second = samples(1000), samples(1000, batch=8, start=36)
     assert rows([first[35]]) != rows([second[36]])

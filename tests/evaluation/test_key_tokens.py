@@ -30,7 +30,7 @@ FIELDS = {"run": "runs/a", "step": 3}
 KEYS = {"lengths": [5, 9, 27], "targets": 5, "windows": 7, "measures": ["long_perplexity"]}
 
 
-def test_defaults_are_those_of_the_paper() -> None:
+def test_defaults_match_the_paper() -> None:
     assert (DEFAULT_ALPHA, DEFAULT_BETA) == (2.0, -2.0)
 
 

@@ -169,7 +169,7 @@ def test_whole_answers_of_letters() -> None:
     assert found == {"accuracy": 0.75, "exact_match": 0.75}
 
 
-def test_floors_stand_beside_the_models() -> None:
+def test_trivial_baselines_are_listed_with_the_models() -> None:
     of = config("bucket_sort", 10)
     task_eval = build_task_eval(EvaluationOptions(lengths=[10, 40], windows=200), [of])
     found = task_eval.build_baseline_records()
@@ -209,19 +209,19 @@ def test_positions_that_end() -> None:
         ({"multiples": [0.3]}, "'0.3x' is not a length"),
     ],
 )
-def test_what_a_task_is_not_asked(options: dict, why: str) -> None:
+def test_unsupported_task_options(options: dict, why: str) -> None:
     with pytest.raises(UserError, match=why):
         build_task_eval(EvaluationOptions(**options), [config("mqar", 64)])
 
 
-def test_of_the_usual_lengths_those_are_scored_that_a_task_has() -> None:
+def test_default_lengths_are_limited_to_those_of_the_task() -> None:
     of = config("addition", 6, positions="coupled", max_digits=16)
     assert build_task_eval(EvaluationOptions(), [of]).lengths == (6, 12)
     with pytest.raises(UserError, match="lengths: 24 is not valid for the task addition"):
         build_task_eval(EvaluationOptions(multiples=[1.0, 4.0]), [of])
 
 
-def test_a_task_is_asked_with_other_options_than_it_was_learned_with() -> None:
+def test_a_task_can_be_evaluated_with_other_options() -> None:
     of = config("flip_flop", 8, ignore=0.5)
     asked = build_task_eval(EvaluationOptions(lengths=[64], windows=300, task_options="ignore=0.98"), [of])
     assert asked.task_config.label == "flip_flop(ignore=0.98)"
@@ -256,7 +256,7 @@ def test_runs_of_different_tasks_are_apart() -> None:
         is_task_run([run("a", config()), run("b", text)])
 
 
-def test_a_loss_that_is_not_finite_is_told() -> None:
+def test_a_nonfinite_loss_is_reported() -> None:
     of = config("even_pairs", 4)
     task_eval, model = build_task_eval(EvaluationOptions(lengths=[4], windows=4), [of]), gpt(of)
     with torch.no_grad():
@@ -265,7 +265,7 @@ def test_a_loss_that_is_not_finite_is_told() -> None:
         task_eval.score(loaded(model, of), ScoringContext())
 
 
-def test_predictors_are_fitted_to_fewer_sequences_where_these_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predictors_are_fitted_to_fewer_sequences_if_they_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     task_eval = build_task_eval(EvaluationOptions(lengths=[4, 40]), [config("reverse_string", 4)])
     assert [task_eval.sample_batch(length, fitting=True).tokens.shape[0] for length in task_eval.lengths] == [
         NUM_FITTING_SEQUENCES
@@ -300,7 +300,7 @@ def test_a_trained_run_from_the_command_line_on(tmp_path: Path, monkeypatch: pyt
     assert all(r.value == same[r.method, r.metric, r.length] for r in again if r.metric == "accuracy")
 
 
-def test_positions_of_a_task_are_learned_and_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_task_positions_are_trained_and_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Position ids drawn in training reach the model also beyond the training length: 43 tokens, 16 positions."""
     from megatron.data.task_dataset import TaskDataset
     from megatron.evaluation.run import evaluate_runs

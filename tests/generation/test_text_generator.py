@@ -83,7 +83,7 @@ def test_randomized_positions_are_drawn_for_the_whole_text() -> None:
             assert int(logits[:257].argmax()) == text.tokens[step]
 
 
-def test_the_same_seed_gives_the_same_text_and_each_prompt_draws_its_own() -> None:
+def test_a_seed_reproduces_the_text_and_prompts_sample_independently() -> None:
     model = gpt()
     first = written(model, ["a", "a", "bc"], seed=1, maximum_tokens=30)
     again = written(model, ["a", "a", "bc"], seed=1, maximum_tokens=30)
@@ -153,7 +153,7 @@ def test_groups_are_of_similar_length_and_not_too_large() -> None:
 @pytest.mark.parametrize(
     "position", [{"pos_emb": "learned"}, {"randomized_positions": 60}, {"score_processor": "cdape"}]
 )
-def test_a_text_does_not_depend_on_what_is_read_with_it(position: dict[str, object]) -> None:
+def test_a_text_does_not_depend_on_its_batch(position: dict[str, object]) -> None:
     model = gpt(**position)
     together = written(model, PROMPTS, seed=3, maximum_tokens=15, batch_size=5)
     one_by_one = written(model, PROMPTS, seed=3, maximum_tokens=15, batch_size=1)

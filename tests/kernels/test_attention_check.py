@@ -53,7 +53,7 @@ def test_every_backend_is_right(method, dtype, names, apart: bool) -> None:
     assert all(0 < trial.largest_excess < 4 for trial in trials.values())
 
 
-def test_a_kernel_whose_table_gradient_is_off_by_one_is_left(monkeypatch) -> None:
+def test_a_kernel_with_a_shifted_table_gradient_is_rejected(monkeypatch) -> None:
     """A planted error moves the bias gradient from distance n to n + 1; output, dq, dk and dv stay correct."""
     from megatron.attention.backends import triton
 

@@ -100,7 +100,7 @@ def results(
     return {"output": out.detach(), **dict(zip(["q", "k", "v", *named], grads, strict=True))}
 
 
-def test_what_the_kernels_can_do_is_every_toeplitz_bias_and_fire() -> None:
+def test_kernels_support_every_toeplitz_bias_and_fire() -> None:
     expected = [
         (encoding, processor)
         for encoding, processor in MAPPED
@@ -228,9 +228,7 @@ def test_the_route_of_a_call(encoding: str, processor: str, change: dict, route:
 
 
 @pytest.mark.parametrize("processor", ["none", "cdape"])
-def test_what_shows_at_run_time_is_computed_elsewhere_and_said_once(
-    processor: str, device: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fallbacks_at_run_time_are_reported_once(processor: str, device: str, caplog: pytest.LogCaptureFixture) -> None:
     e, p = on(device, "kerple_log", processor)
     q, k, v = random_on(device, 9)
     span = TokenRange(0, 9)
@@ -383,9 +381,7 @@ def test_a_model_trains_and_decodes_through_it(encoding: str, processor: str, re
     torch.testing.assert_close(parts, whole, rtol=10 * TOLERANCE, atol=10 * TOLERANCE)
 
 
-def test_a_layer_that_is_recomputed_lets_go_of_what_its_blocks_of_rows_read(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recomputed_layer_frees_the_inputs_of_its_row_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recomputed attention saves only its output, neither q nor k and v."""
     encoding = on(device, "fire", "none")[0]
     parameters = encoding.kernel_parameters()

@@ -91,7 +91,7 @@ def plain_gpt(state: dict[str, Tensor], x: Tensor, encodings: list[str], windows
 
 @pytest.mark.parametrize("name", PATTERNS)
 @torch.no_grad()
-def test_logits_are_those_of_the_formula(name: str) -> None:
+def test_logits_match_the_formula(name: str) -> None:
     keys, x = PATTERNS[name], tokens()
     gpt = build(**keys)
     state = {key: parameter.double() for key, parameter in gpt.named_parameters()}
@@ -156,7 +156,7 @@ def test_documents_are_read_as_if_alone(backend: str, monkeypatch: pytest.Monkey
     assert_close_in_rounding(torch.cat(found, 1), alone, TERMS, SUMS)
 
 
-def test_nothing_of_the_future_is_seen_and_layers_share_what_is_the_same() -> None:
+def test_layers_are_causal_and_share_equal_modules() -> None:
     gpt, x = build(**MIXED["processor in global layers"]), tokens()
     changed = x.clone()
     changed[:, 12:] = (changed[:, 12:] + 1) % VOCABULARY
@@ -204,7 +204,7 @@ def test_one_value_is_one_value_however_it_is_written() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(model: dict, position: dict, message: str) -> None:
+def test_invalid_combinations_are_rejected_in_one_line(model: dict, position: dict, message: str) -> None:
     with pytest.raises(UserError, match=message.replace("[", r"\[")) as refusal:
         build(model, **position)
     assert "\n" not in str(refusal.value)

@@ -67,7 +67,7 @@ def test_gradients_reach_the_rows_of_the_ids() -> None:
     assert {row for row in range(40) if bool(gradient[row].any())} == read
 
 
-def test_who_takes_no_ids() -> None:
+def test_methods_without_position_ids() -> None:
     for name in ("alibi", "fire", "kerple_log", "t5"):
         with pytest.raises(UserError, match="knows only those of tokens in their order"):
             build(name)(TOKENS, position_ids=IDS)

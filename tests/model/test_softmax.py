@@ -76,7 +76,7 @@ def test_attention_is_the_formula(softmax: str, window: int | None) -> None:
                 torch.testing.assert_close(found[row, sequence, head], expected, rtol=1e-6, atol=1e-7)
 
 
-def test_sinks_are_those_of_gpt_oss() -> None:
+def test_sinks_match_gpt_oss() -> None:
     """Outputs and gradients equal transformers' PyTorch attention, which appends a column to the scores."""
     from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
@@ -103,7 +103,7 @@ def test_sinks_are_those_of_gpt_oss() -> None:
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-def test_stick_breaking_is_safe_where_the_product_of_its_factors_is_not() -> None:
+def test_stick_breaking_is_stable_if_the_product_underflows() -> None:
     """Outputs and gradients are finite for keys that take everything, and for hundreds of keys that take half each."""
     generator = torch.Generator().manual_seed(3)
     logits = 30 * torch.randn(1, 2, 4, 600, generator=generator)
@@ -189,7 +189,7 @@ def test_a_gate_is_megatron_cores() -> None:
 
 
 @pytest.mark.parametrize(("kind", "gates"), [(True, 24), ("headwise", 3)])
-def test_a_layer_multiplies_what_it_attends_to(kind: Any, gates: int) -> None:
+def test_a_gate_multiplies_the_attention_output(kind: Any, gates: int) -> None:
     """The gate multiplies the attention output before its projection; its weight does not change other initial
     weights.
     """
@@ -211,7 +211,7 @@ def test_a_layer_multiplies_what_it_attends_to(kind: Any, gates: int) -> None:
     assert parts["decoder.layers.0.self_attention.linear_gate.weight"] == "attention"
 
 
-def test_sinks_start_where_off_by_one_is_and_draw_nothing() -> None:
+def test_sinks_start_as_off_by_one_without_random_numbers() -> None:
     model = ModelOptions(num_layers=2, hidden_size=24, num_attention_heads=3, seq_length=LENGTH)
     built = {name: build_model(model, PositionOptions(softmax_type=name), VOCABULARY, seed=1) for name in SOFTMAX_TYPES}
     weights, plain = dict(built["learnable"].named_parameters()), dict(built["vanilla"].named_parameters())
@@ -244,6 +244,6 @@ def test_layers_may_differ_in_their_softmax() -> None:
         ("native", "stick-breaking", "cdape", "it computes a softmax and not stick-breaking"),
     ],
 )
-def test_what_a_backend_cannot_do_is_refused(backend: str, softmax: str, processor: str, problem: str) -> None:
+def test_unsupported_backends_are_rejected(backend: str, softmax: str, processor: str, problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         build_gpt(softmax, "rotary", processor, backend)

@@ -112,7 +112,7 @@ def plain_gpt(state: dict[str, Tensor], x: Tensor, keys: dict[str, Any]) -> Tens
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_losses_and_log_z_are_those_of_the_formula(name: str) -> None:
+def test_logits_losses_and_log_z_match_the_formula(name: str) -> None:
     gpt = built(**CASES[name])
     x, labels = torch.randint(VOCABULARY, (2, 2, LENGTH), generator=torch.Generator().manual_seed(3))
     exact = {key: p.detach().double().requires_grad_() for key, p in gpt.named_parameters()}
@@ -174,6 +174,6 @@ def test_norms_of_queries_and_keys_are_not_decayed() -> None:
          "attention_backend 'native': it cannot cap the scores"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused(keys: dict[str, Any], message: str) -> None:
+def test_invalid_configurations_are_rejected(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         built(**keys)

@@ -179,7 +179,7 @@ def test_ssmax_starts_at_the_value_of_its_option() -> None:
         ),
     ],
 )
-def test_what_cannot_be_built_is_refused(keys: dict[str, Any], problem: str) -> None:
+def test_unsupported_models_are_rejected(keys: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         build_model(
             ModelOptions(num_layers=2, hidden_size=24, num_attention_heads=3, seq_length=LENGTH),

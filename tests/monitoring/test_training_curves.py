@@ -18,7 +18,7 @@ def write_line(run: Path, step: int, loss: float | None, kind: str = "train", mo
         file.write(json.dumps({"kind": kind, "step": step, "loss": loss, "tokens_per_second": 100.0 + step}) + "\n")
 
 
-def test_only_what_was_written_since_is_read(tmp_path: Path) -> None:
+def test_only_new_lines_are_read(tmp_path: Path) -> None:
     reader = CurveReader(tmp_path)
     assert not reader.read()
     write_line(tmp_path, 10, 3.0)
@@ -38,7 +38,7 @@ def test_only_what_was_written_since_is_read(tmp_path: Path) -> None:
     assert not reader.read()
 
 
-def test_a_resumed_run_takes_its_steps_back(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_its_rolled_back_steps(tmp_path: Path) -> None:
     reader = CurveReader(tmp_path)
     for step in (10, 20, 30):
         write_line(tmp_path, step, 4 - step / 10)

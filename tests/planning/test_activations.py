@@ -90,7 +90,7 @@ def copied_places(monkeypatch: pytest.MonkeyPatch):
     ("method", "backend"),
     [(m, b) for m in METHODS for b in ("eager", "chunked", "auto")] + [("rotary", "sdpa"), ("kerple_log", "auto")],
 )
-def test_a_layer_keeps_what_is_estimated(method: str, backend: str, precision: str, length: int) -> None:
+def test_saved_activations_match_the_estimate(method: str, backend: str, precision: str, length: int) -> None:
     wanted = config(length, **METHODS[method], attention_backend=backend, precision=precision)
     assert activations.estimate_layer_activations(wanted, ParallelSizes()).saved_bytes == pytest.approx(
         measured(wanted), rel=0.1
@@ -212,7 +212,7 @@ def test_grouped_queries(method: str, backend: str, groups: int, precision: str)
 @pytest.mark.parametrize(
     ("method", "backend"), [("rotary", "sdpa"), ("rotary", "eager"), ("kerple_log", "chunked"), ("cdape", "auto")]
 )
-def test_normalised_queries_and_keys_and_capped_scores(
+def test_normalized_queries_and_keys_and_capped_scores(
     method: str, backend: str, norm: dict[str, Any], precision: str
 ) -> None:
     cap = None if backend == "sdpa" else 20.0

@@ -157,7 +157,7 @@ def test_what_starts_without_effect_says_so() -> None:
         assert registry.build_processor(name, SHAPE, has_bias=True).has_effect()
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_options_are_rejected() -> None:
     for options, problem in (
         ({"query_kernel_size": 0}, "query_kernel_size of mta is 0; it must be at least 1"),
         ({"key_kernel_size": 4}, "key_kernel_size of mta is 4; it must be odd"),

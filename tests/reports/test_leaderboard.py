@@ -144,7 +144,7 @@ def test_blocks_of_text_make_no_difference_significant() -> None:
     assert dict(board.build_tables()[0].rows)["b"][-1].startswith("(+")
 
 
-def test_words_follow_the_numbers() -> None:
+def test_sentences_follow_from_the_numbers() -> None:
     board = board_of(records())
     holds, adds, costs = (" ".join(answer.sentences) for answer in build_answers(board))
     assert "4 of 5 methods hold" in holds
@@ -171,7 +171,7 @@ def test_words_follow_the_numbers() -> None:
     assert "is not tested (only one seed) on 1 of 2 (fox -" in adds
 
 
-def test_a_method_may_stand_in_two_ablations() -> None:
+def test_a_method_may_be_in_two_ablations() -> None:
     """A method may appear in two ablations.
 
     cdape+alibi adds cdape to alibi, and alibi (treated as a temperature) to cdape; each has its own row.
@@ -208,7 +208,7 @@ def test_models_on_cpus_are_charged_the_seconds_of_processors() -> None:
     assert board_of(some).costs["cdape+alibi"].step == pytest.approx(15.0)  # different measures are not compared
 
 
-def test_what_is_not_known_is_not_claimed() -> None:
+def test_unknown_facts_are_not_claimed() -> None:
     """Records of other programs without block sums or times lead to no conclusions about them."""
     known = {"block_sums", "step_seconds", "seconds", "step_cpu_seconds", "cpu_seconds"}
     bare = [Record(**{k: v for k, v in r.model_dump().items() if k not in known}) for r in records()]
@@ -220,7 +220,7 @@ def test_what_is_not_known_is_not_claimed() -> None:
     assert rank["fox"][-1] == "(+7.5%)"
 
 
-def test_one_method_alone_is_told_of() -> None:
+def test_a_single_method_is_described() -> None:
     """A single method is described, as after the first run of a sweep."""
     board = board_of(text("rotary", (1.5, 3.2)))
     assert (board.ranking, board.contests) == (["rotary"], [])
@@ -248,7 +248,7 @@ def test_positions_that_end_are_why_a_number_is_missing() -> None:
     assert "Without a number" not in told
 
 
-def test_methods_with_fewer_seeds_say_so() -> None:
+def test_methods_with_fewer_seeds_are_marked() -> None:
     board = board_of(records())
     table = board.build_tables()[0]
     start, end = (table.column_headers.index(header) for header in ("perplexity at 1×", "perplexity at 32×"))

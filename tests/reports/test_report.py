@@ -96,7 +96,7 @@ def test_it_stands_alone_and_holds_its_files(story: list[Record], tmp_path: Path
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.html")), ids=lambda path: path.name)
-def test_kept_pages_have_the_present_design(path: Path) -> None:
+def test_stored_pages_have_the_current_design(path: Path) -> None:
     """Stored pages have the current design; `./deepy.py report` regenerates an old page from its records."""
     content = path.read_text(encoding="utf-8")
     head, _, _ = (html_page.TEMPLATES_FOLDER / "page.html").read_text(encoding="utf-8").partition("<title>")
@@ -105,7 +105,7 @@ def test_kept_pages_have_the_present_design(path: Path) -> None:
     assert {"main", "theme", "downloads", "markers", "measurements", "cite"} <= ids
 
 
-def test_its_parts_have_names_and_an_order(story: list[Record]) -> None:
+def test_sections_have_ids_in_order(story: list[Record]) -> None:
     page = Page(page_of([*story, *(record(f"m{i}", 64, 5.0) for i in range(12))], configurations={"a": "b"}))
     assert "Missing results" in page.text
     ids = page.list_values("id")
@@ -123,7 +123,7 @@ def test_its_parts_have_names_and_an_order(story: list[Record]) -> None:
     assert all(figure["aria-label"] for figure in figures)
 
 
-def test_its_navigation_names_its_headings_in_their_order(story: list[Record]) -> None:
+def test_navigation_lists_the_headings_in_order(story: list[Record]) -> None:
     """The navigation lists all headings in order, on a page with a single section."""
     said, training = TextTable("Said", "method", ("a",), (("x", ("1",)),)), TextTable("Runs", "run", (), ())
     section = ReportSection(None, [*story, record("alibi", 64, 5.0)], [said])

@@ -150,7 +150,7 @@ def test_every_zero_stage_trains_as_plain_pytorch_does(stage: int, zero: dict[st
         (2, "fp32", 2, {"reduce_scatter": False}),
     ],
 )
-def test_lists_of_gradients_give_what_deepspeed_gives_one_by_one(
+def test_grouped_gradients_match_deepspeed(
     stage: int, precision: str, accumulate: int, zero: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradient lists match DeepSpeed's loop bit for bit: losses, norms, masters and moments.
@@ -359,7 +359,7 @@ def test_bfloat16_stays_near_float32(stage: int, zero: dict[str, Any]) -> None:
     engine.close()
 
 
-def test_deepspeed_is_told_what_the_configuration_says() -> None:
+def test_deepspeed_config_matches_the_configuration() -> None:
     """DeepSpeed gets the configuration's values.
 
     Buckets are allocated completely, so none exceeds the model, and DeepSpeed gathers only an even number of elements.

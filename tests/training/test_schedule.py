@@ -161,7 +161,7 @@ STYLES = {"linear": (), "cosine": (), "constant": (), "inverse_sqrt": (), "infin
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_warm_up_that_is_longer_than_the_run_is_said_for_every_schedule(style: str) -> None:
+def test_a_too_long_warmup_is_reported_for_every_schedule(style: str) -> None:
     keys = (f"lr_decay_style={style}", *STYLES[style])
     assert describe_late_warmup(config("train_iters=5", "lr_warmup_iters=30", *keys)) == (
         "lr_warmup_iters 30: warm-up does not end before train_iters 5; the rate reaches 16% of 0.001",

@@ -76,7 +76,7 @@ def test_a_run_learns_and_reports(corpus: Path, tmp_path: Path) -> None:
     assert read_config(tmp_path / "config.yml").to_flat() == config.to_flat()
 
 
-def test_validation_reads_its_text_once_whatever_the_batch_and_the_seed(corpus: Path, tmp_path: Path) -> None:
+def test_validation_reads_its_text_once_for_any_batch_and_seed(corpus: Path, tmp_path: Path) -> None:
     """Validation reads its text once for any batch and seed, at several lengths, on several sets, and before the first
     step.
     """
@@ -214,7 +214,7 @@ def test_gradients_that_are_not_finite_count_as_bad(corpus: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_saves_after_the_step_and_resuming_goes_on(
+def test_a_signal_saves_after_the_step_and_the_run_resumes(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     train(tiny_config(corpus, tmp_path / "whole"))
@@ -249,7 +249,7 @@ def test_a_signal_saves_after_the_step_and_resuming_goes_on(
         ({"pos_emb": "kerple_lag"}, "kerple_lag"),
     ],
 )
-def test_what_cannot_be_done_is_refused_and_nothing_is_left(
+def test_unsupported_runs_are_rejected_without_leftovers(
     corpus: Path, tmp_path: Path, keys: dict[str, object], message: str
 ) -> None:
     if keys.get("device") == "cuda" and torch.cuda.is_available():
@@ -291,7 +291,7 @@ def test_recomputed_attention_trains_the_same_bit_for_bit(corpus: Path, tmp_path
         assert same_weights(tmp_path / what, tmp_path / "False")
 
 
-def test_memory_that_does_not_suffice_is_told_with_what_was_planned(
+def test_insufficient_memory_is_reported_with_the_plan(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An out-of-memory error reports the planned memory. A CPU's allocator raises a generic RuntimeError."""
