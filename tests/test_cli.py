@@ -586,7 +586,7 @@ def test_train_evaluate_and_nothing_but_ours_on_the_console(corpus, trained, ins
     assert json.loads((run / "results.json").read_text())[0]["length"] == 16
 
 
-def test_a_run_saves_its_configuration_file(corpus, inside):
+def test_a_run_keeps_the_configuration_file_in_its_folder(corpus, inside):
     own = corpus / "exp1" / "config.yml"
     own.parent.mkdir()
     own.write_text(

@@ -75,7 +75,7 @@ def test_files_named_on_pages_exist(page: Path) -> None:
     assert find_missing_paths(text) + find_missing_modules(text) + find_missing_imports(text) == []
 
 
-def test_the_commands_of_records_are_there() -> None:
+def test_the_commands_of_records_exist() -> None:
     commands = {
         (page.name, name)
         for page in sorted((ROOT / "docs/results").glob("*.md"))
@@ -85,7 +85,7 @@ def test_the_commands_of_records_are_there() -> None:
     assert {(page, name) for page, name in commands if name not in FILES} == set()
 
 
-def test_the_files_that_the_code_names_are_there() -> None:
+def test_files_named_in_code_exist() -> None:
     missing = {str(path.relative_to(ROOT)): find_missing_modules(path.read_text(encoding="utf-8")) for path in SOURCES}
     assert {path: names for path, names in missing.items() if names} == {}
 

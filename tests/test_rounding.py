@@ -109,7 +109,7 @@ def test_an_operation_without_a_rule_is_no_exact_one() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-def test_sums_in_two_orders_are_alike_and_a_term_too_few_is_not(dtype: torch.dtype) -> None:
+def test_sums_in_two_orders_match_and_a_missing_term_is_detected(dtype: torch.dtype) -> None:
     terms = torch.rand(40, TERMS, generator=torch.Generator().manual_seed(7), dtype=dtype) / TERMS
     forwards, backwards = (x.cumsum(1)[:, -1] for x in (terms, terms.flip(1)))
     assert_close_in_rounding(forwards, backwards, TERMS)

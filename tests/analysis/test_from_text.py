@@ -228,7 +228,7 @@ def test_mean_attention_by_distance(processor: str, place: dict, window: int | N
 
 
 @pytest.mark.parametrize(("processor", "place", "window"), CASES)
-def test_maps_are_means_over_what_is_seen(
+def test_maps_are_means_over_visible_tokens(
     processor: str, place: dict, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     side, heads = 6, [2, 0]

@@ -199,7 +199,7 @@ def make_nan(out, _):
         (make_nan, "output"),
     ],
 )
-def test_a_wrong_kernel_is_named_and_left(spoil, result: str) -> None:
+def test_a_wrong_kernel_is_named_and_rejected(spoil, result: str) -> None:
     trials = try_backends(
         make_problem(("kerple_log", "none")),
         {"row blocks": RowBlockBackend(8), "wrong": Wrong(spoil)},
@@ -292,7 +292,7 @@ def test_small_errors_are_checked_again(monkeypatch) -> None:
     assert trial.refusal == "errs in dq by 9 times the rounding error of float32"
 
 
-def test_nothing_is_right_that_is_not_a_number() -> None:
+def test_nan_is_never_correct() -> None:
     assert is_within_rounding({"output": 3.9, "dq": 0.0})
     assert not is_within_rounding({"output": math.inf})
     assert not is_within_rounding({"output": math.nan})
@@ -413,7 +413,7 @@ def test_evidence_is_found_again_for_the_same_and_for_nothing_else(cache: Path) 
         lambda text: "\x00" * 100,
     ],
 )
-def test_a_damaged_file_is_as_good_as_none(damage, cache: Path) -> None:
+def test_a_damaged_file_is_ignored(damage, cache: Path) -> None:
     evidence = evidence_of(RIGHT)
     write_cache(evidence)
     (path,) = cache.iterdir()

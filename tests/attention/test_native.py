@@ -55,7 +55,7 @@ def differentiated(backend, rows: AttentionInputs) -> list[torch.Tensor]:
 @compiled
 @pytest.mark.parametrize("pair", [(e, p) for e in ("none", "kerple_log") for p in ("dape", "cdape")])
 @pytest.mark.parametrize("keys", [{}, {"start": 9}, {"window": 6}], ids=str)
-def test_documents_are_kept_apart_as_by_eager(pair: tuple[str, str], keys: dict[str, int]) -> None:
+def test_document_masking_matches_eager(pair: tuple[str, str], keys: dict[str, int]) -> None:
     """Documents are separated as in eager, which tests/attention/test_documents.py checks."""
     rows = rows_of(pair, length=40, **keys)
     begins = torch.tensor([[0] * 7 + [7] * 14 + [21] * 2 + [23] * 17, [0] * 39 + [39]], dtype=torch.int32)
@@ -95,7 +95,7 @@ def test_rejected_calls_are_named(pair: tuple[str, str], why: str, monkeypatch: 
         select_backend("native", 4, *build(*pair))
 
 
-def test_kernels_that_are_too_long_are_refused_and_auto_leaves_them_to_row_blocks() -> None:
+def test_too_long_inputs_are_rejected_and_auto_uses_row_blocks() -> None:
     encoding, _ = build("kerple_log", "cdape")
     wide = build_processor("cdape", encoding.dims, {"kernel_size": 17}, has_bias=True)
     with pytest.raises(UserError, match="its kernels have a size of at most 15, not 17; choose from auto, eager"):

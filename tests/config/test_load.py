@@ -415,7 +415,7 @@ def test_a_validation_set_is_located_by_its_key(write):
         raise UserError("valid_data_sets.a: no", "valid_data_sets.a")
 
 
-def test_validation_sets_stay_beside_a_data_path(write):
+def test_validation_sets_can_be_combined_with_a_data_path(write):
     write(sets="train_data_paths: [b]\nvalid_data_sets: {a: x}")
     data = load_config(["base", "sets"], ["data_path=c"]).config.data
     assert (data.data_path, data.train_data_paths, data.valid_data_sets) == ("c", [], {"a": "x"})

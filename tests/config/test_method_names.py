@@ -64,7 +64,7 @@ def test_names_of_the_field_lead_to_ours(name, key, ours):
         assert f"{key}: {ours}" in [row[0] for row in reference.lookup_keys(name)]
 
 
-def test_each_kind_of_method_knows_the_other():
+def test_methods_of_each_kind_are_suggested_for_the_other():
     with pytest.raises(UserError, match=r"pos_emb: 'cdape' is not a value of it but of score_processor: .*=cdape"):
         load_config([], [*SHAPE, "pos_emb=cdape"])
     with pytest.raises(UserError, match="score_processor: 'rope' is not a value of it but of pos_emb: pos_emb=rotary"):

@@ -306,7 +306,7 @@ def test_offloading_to_the_cpu_by_all_its_names(read):
         read({**SMALL, "zero_optimization": {"stage": 3, "cpu_offload": False, **own}})
 
 
-def test_all_spellings_of_documents_kept_apart(read):
+def test_all_spellings_of_document_masking(read):
     def mask_of(theirs):
         return read({**SMALL, **theirs}).config.position.attention_mask
 

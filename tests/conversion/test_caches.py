@@ -89,7 +89,9 @@ def test_cropping_the_cache_removes_tokens(models: dict[str, Any], name: str) ->
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["kerple_log", "selective", "documents"])
-def test_each_cache_of_transformers_is_right_or_refused(models: dict[str, Any], name: str, implementation: str) -> None:
+def test_each_cache_of_transformers_is_correct_or_rejected(
+    models: dict[str, Any], name: str, implementation: str
+) -> None:
     plain = generate(models[name], use_cache=False)
     try:
         found = generate(models[name], cache_implementation=implementation)
@@ -117,7 +119,7 @@ def test_a_quantized_cache_is_rejected_by_exact_methods(models: dict[str, Any], 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_keys_that_something_else_trained_are_read_or_refused(models: dict[str, Any], name: str) -> None:
+def test_keys_of_other_trainers_are_read_or_rejected(models: dict[str, Any], name: str) -> None:
     """Keys in the cache before the first token, as in peft's prefix tuning, are read or rejected."""
     model, cache = models[name], DynamicCache()
     prefix = torch.randn(1, 3, 4, WIDTH // 3, generator=torch.Generator().manual_seed(2), requires_grad=True)
@@ -172,6 +174,6 @@ def test_stop_strings_end_the_text(models: dict[str, Any]) -> None:
     assert found[PROMPT.shape[1] :] == plain[:1]
 
 
-def test_arguments_that_ask_for_another_result_are_refused(models: dict[str, Any]) -> None:
+def test_arguments_that_change_the_result_are_rejected(models: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="this model does not support output_attentions"):
         models["cdape"](PROMPT, output_attentions=True)

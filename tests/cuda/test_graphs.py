@@ -95,7 +95,7 @@ NEVER = {"rotary_randomized": "randomized_positions: the host draws positions in
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_method_is_captured_or_says_why_not(
+def test_every_method_is_captured_or_gives_a_reason(
     overlay: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys: dict[str, Any] = {"num_layers": 4} if overlay in {"irope", "rnope_swa", "smollm3", "swan"} else {}
@@ -109,7 +109,7 @@ def test_every_method_is_captured_or_says_why_not(
         assert "CUDA graphs: on; " in said
 
 
-def test_what_cannot_be_captured_is_refused(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncapturable_models_are_rejected(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"cuda_graph on: .*fope.py:\d+ waits for the device, which no graph can"):
         train(corpus, tmp_path, monkeypatch, "fope", cuda_graph="on")
 
@@ -126,7 +126,7 @@ def test_a_graph_reads_no_tensor_of_a_cache_that_forgets() -> None:
     assert _get_distances(100, device) is kept
 
 
-def test_a_rehearsal_leaves_out_what_the_trial_takes() -> None:
+def test_a_rehearsal_excludes_the_self_check() -> None:
     memory = PhaseMemory()
     torch.zeros(1, device="cuda")
     memory.enter("data", 1)

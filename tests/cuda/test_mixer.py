@@ -82,7 +82,7 @@ FORWARD, BACKWARD = "Forward", "LogitGradient,Backward,Backward"
         ("a100", f"{FORWARD},{FORWARD},{FORWARD},{FORWARD}", f"{FORWARD},{FORWARD}"),
     ],
 )
-def test_the_operator_launches_them_where_they_fit(gpu: str, two_chunks: str, one_chunk: str) -> None:
+def test_the_operator_launches_cuda_kernels_if_supported(gpu: str, two_chunks: str, one_chunk: str) -> None:
     command = [sys.executable, "-m", "megatron.rehearsal.null_device", "--gpu", gpu, "-c", PROGRAM]
     inherited = {name: text for name, text in os.environ.items() if not name.startswith("FARFIELD_NULL_DEVICE")}
     environment = {**inherited, "LD_PRELOAD": "", "PYTHONPATH": ""}

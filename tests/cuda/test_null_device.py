@@ -40,7 +40,7 @@ def test_memory_is_the_cards() -> None:
     assert torch.cuda.mem_get_info()[0] >= free - slack
 
 
-def test_what_the_host_copied_is_read_back() -> None:
+def test_host_copies_are_read_back() -> None:
     x = torch.randn(1000, 1000)
     on_device = x.to("cuda")
     assert torch.equal(on_device.cpu(), x)
@@ -206,7 +206,7 @@ dist.destroy_process_group()
     assert summary["peak_allocated"] >= 2000
 
 
-def test_what_kernels_would_have_written_reads_as_zeros() -> None:
+def test_outputs_of_kernels_are_zeros() -> None:
     x = torch.randn(100, 100).to("cuda")
     kept = x.clone()  # larger than a small message
     assert torch.equal(x[:, 3].contiguous().cpu(), torch.zeros(100))

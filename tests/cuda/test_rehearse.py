@@ -104,6 +104,6 @@ def test_an_interrupted_rehearsal_leaves_nothing(tmp_path: Path) -> None:
     assert names == "", "no rank is left"
 
 
-def test_what_the_run_refuses_is_told_as_the_run_tells_it() -> None:
+def test_errors_match_those_of_the_run() -> None:
     with pytest.raises(UserError, match="does not divide the 3 processes"):
         run_small("model_parallel_size=2", gpus=3)

@@ -266,7 +266,7 @@ def test_a_link_to_another_place_stays_a_link(texts, tmp_path):
         ({"suffixes": [".bad"]}, r"x\.bad:1: not UTF-8"),
     ],
 )
-def test_bad_choices_leave_nothing_behind(texts, tmp_path, options, message):
+def test_invalid_choices_leave_no_files(texts, tmp_path, options, message):
     (texts / "x.bad").write_bytes(b"\xff\xff")
     with pytest.raises(UserError, match=message) as error:
         prepare([str(texts)], tmp_path / "out", **({"split": None} | options))
@@ -496,7 +496,7 @@ def test_the_same_corpus_prepared_twice_at_once_is_used_by_both(texts, tmp_path,
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_of_two_corpora_prepared_at_once_none_is_lost(there, texts, many, tmp_path, monkeypatch):
+def test_two_corpora_prepared_concurrently_are_both_kept(there, texts, many, tmp_path, monkeypatch):
     output = tmp_path / "out"
     if there:
         prepare([str(texts)], output, seed=7)

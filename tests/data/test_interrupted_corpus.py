@@ -122,7 +122,7 @@ def test_an_invalid_line_stops_the_work_and_the_command_resumes(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("choices", [{"tokens": 100_000}, {"tokenizer": "bpe", "vocab_size": 300}], ids=str)
-def test_bad_documents_are_left_out_of_counting_and_training_too(tmp_path: Path, choices: dict[str, Any]) -> None:
+def test_invalid_documents_are_excluded_from_counts_and_training(tmp_path: Path, choices: dict[str, Any]) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text("\n".join([*(json.dumps({"text": text}) for text in DOCUMENTS[:80]), "[]", '{"txt": 1}', "{"]))
     with pytest.raises(UserError, match=r"at least 3 documents cannot be decoded"):

@@ -132,7 +132,7 @@ def test_errors_name_the_cause(tmp_path, files):
 
 
 @pytest.mark.parametrize("kind", ["HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"])
-def test_damaged_files_work_or_are_refused_in_one_line(tmp_path, all_tokenizers, kind):
+def test_damaged_files_work_or_are_rejected_in_one_line(tmp_path, all_tokenizers, kind):
     rng = np.random.default_rng(0)
     whole = {name: path.read_bytes() for name, path in all_tokenizers[kind].files.items()}
     refused = 0

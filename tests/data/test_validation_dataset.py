@@ -69,6 +69,6 @@ def test_lengths_under_a_limit_score_the_same_tokens():
     assert len(found[0]) == 160
 
 
-def test_the_token_behind_an_end_of_document_may_be_left_out():
+def test_the_token_after_an_end_of_document_may_be_excluded():
     dataset = ValidationDataset([np.array([1, 2, 7, 3, 4, 7, 5])], [1.0], 4, WORDS, eod_mask_loss=True)
     assert scored_labels(dataset) == [2, 7, 4, 7]

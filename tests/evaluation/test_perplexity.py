@@ -94,7 +94,7 @@ def test_nonoverlapping_equals_a_plain_loop(running_mean: RunningMean) -> None:
     assert len({record.target_digest for record in records}) == 1
 
 
-def test_a_model_that_knows_nothing_has_the_vocabulary_as_perplexity(running_mean: RunningMean) -> None:
+def test_a_uniform_model_has_the_vocabulary_size_as_perplexity(running_mean: RunningMean) -> None:
     for parameter in running_mean.parameters():
         parameter.data.zero_()
     (record,) = scored(loaded(running_mean), STREAM, Options(lengths=[16], targets=8))

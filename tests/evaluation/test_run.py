@@ -517,7 +517,7 @@ def test_lengths_in_tokens_and_in_training_lengths(text: str | None, lengths: li
 
 
 @pytest.mark.parametrize("text", ["", "8,", "x", "-8", "0", "0.3x", "1e99999x", "8.0", "nanx", "infx", "9" * 30])
-def test_lengths_that_are_none(text: str) -> None:
+def test_invalid_lengths(text: str) -> None:
     with pytest.raises(UserError, match="is not a length"):
         choose_lengths(Options(**parse_lengths(text)), [8])
 

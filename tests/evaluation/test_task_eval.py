@@ -108,7 +108,7 @@ def test_answers_equal_a_loop_over_single_tokens(task: str, options: dict[str, o
                 assert correct[row, place] == (drawn.accuracy_mask[row, place] and best == label)
 
 
-def test_records_of_a_model_that_knows_the_answers() -> None:
+def test_records_of_a_perfect_model() -> None:
     of = config(length=20)  # so many inputs that none is drawn twice
     task_eval = build_task_eval(EvaluationOptions(multiples=[1, 2, 3], windows=40), [of])
     found = task_eval.score(loaded(Oracle(task_eval, wrong=10), of), ScoringContext(record_fields={"run": "runs/a"}))
@@ -243,7 +243,7 @@ def test_a_task_can_be_evaluated_with_other_options() -> None:
         build_task_eval(EvaluationOptions(lengths=[16], task_options="vocabulary=128"), [recall])
 
 
-def test_runs_of_different_tasks_are_apart() -> None:
+def test_runs_of_different_tasks_are_separate() -> None:
     def run(name: str, of: Config) -> TrainedRun:
         return SimpleNamespace(name=name, config=of)  # type: ignore[return-value]
 

@@ -43,7 +43,7 @@ def try_candidates(
     ],
 )
 @pytest.mark.parametrize("apart", [False, True])
-def test_every_backend_is_right(method, dtype, names, apart: bool) -> None:
+def test_every_backend_is_correct(method, dtype, names, apart: bool) -> None:
     """Every backend is correct for rows of one document and of three."""
     starts = torch.tensor([[0] * 4 + [4] * 2 + [6] * 7])
     documents = CheckedDocuments(starts, masked=method[0] != "fire") if apart else None

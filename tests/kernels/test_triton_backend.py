@@ -154,7 +154,7 @@ def test_it_equals_eager_in_outputs_and_all_gradients(
         ("none", "dape", 0, None),
     ],
 )
-def test_documents_of_a_row_are_kept_apart(
+def test_documents_of_a_row_are_masked(
     encoding: str, processor: str, start: int, window: int | None, device: str
 ) -> None:
     """Documents of a row are separated as in eager, which tests/attention/test_documents.py checks."""
@@ -249,7 +249,7 @@ def test_fallbacks_at_run_time_are_reported_once(processor: str, device: str, ca
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter alone")
 @pytest.mark.parametrize("processor", ["none", "cdape"])
-def test_bfloat16_in_the_interpreter_is_left_to_pytorch(processor: str, device: str) -> None:
+def test_bfloat16_in_the_interpreter_falls_back_to_pytorch(processor: str, device: str) -> None:
     """bfloat16 falls back to PyTorch in the interpreter, which computes it incorrectly."""
     e, p = on(device, "kerple_log", processor)
     q, k, v = random_on(device, 9, dtype=torch.bfloat16)
@@ -313,7 +313,7 @@ def test_dropout_drops_the_same_weights_forward_and_backward(encoding: str, devi
     assert not torch.allclose(kept, whole)
 
 
-def test_dropout_leaves_the_mean_as_it_is(device: str) -> None:
+def test_dropout_keeps_the_mean(device: str) -> None:
     e, p = on(device, "kerple_log", "none")
     rows = AttentionInputs(*random_on(device, 11, batch=1), TokenRange(0, 11), TokenRange(0, 11), e, p)
     q, k, v = (x.expand(100, -1, -1, -1) for x in (rows.q, rows.k, rows.v))
@@ -322,7 +322,7 @@ def test_dropout_leaves_the_mean_as_it_is(device: str) -> None:
     assert ((draws.mean(0) - TritonBackend(Unused())(rows)[0]).abs() <= 6 * draws.std(0) / 10 + 1e-5).all()
 
 
-def test_dropout_leaves_documents_apart(device: str) -> None:
+def test_dropout_keeps_documents_masked(device: str) -> None:
     """Dropout keeps documents separate. With unit vectors as values, outputs are the weights."""
     e, p = on(device, "kerple_log", "none")
     q, k, _ = random_on(device, 11, batch=1)

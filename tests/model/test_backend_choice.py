@@ -271,7 +271,7 @@ def test_unchecked_backends_are_not_stored_as_evidence(planted, tmp_path: Path) 
     assert len(planted["calls"]) == 5
 
 
-def test_a_damaged_record_is_as_good_as_none(planted, tmp_path: Path) -> None:
+def test_a_damaged_record_is_ignored(planted, tmp_path: Path) -> None:
     (tmp_path / "attention_check.json").write_text('{"backend": "slow", "trials": [')
     assert choose(target=replace(TARGET, resumed_run=tmp_path)).backends[0] is planted["candidates"]["fast"]
 
@@ -331,7 +331,7 @@ def test_a_backend_that_fails_on_one_rank_is_used_by_none() -> None:
     assert lines[0].endswith("; left: triton errs in dq on rank 2")
 
 
-def test_all_ranks_settle_alike_and_each_kind_of_card_is_kept_once(planted) -> None:
+def test_all_ranks_agree_and_each_kind_of_gpu_is_stored_once(planted) -> None:
     """All ranks use rank 0's choice, although rank 1's check prefers another backend; each kind of GPU is stored
     once.
     """

@@ -166,7 +166,7 @@ def test_a_dispatch_mode_sees_operations_and_later_steps_compile(compiled: None)
     assert _count_graphs() == 3
 
 
-def test_weights_that_zero_3_divides_are_left_to_their_modules(compiled: None) -> None:
+def test_weights_sharded_by_zero_3_are_gathered_by_their_modules(compiled: None) -> None:
     gpt = _build("as GPT-2")
     for layer in gpt.local_layers:
         layer.self_attention.linear_qkv.weight.ds_id = 1

@@ -217,7 +217,7 @@ def test_initialisation(name: str, deviation: float) -> None:
 
 @pytest.mark.parametrize("attention", [True, False])
 @pytest.mark.parametrize("mlp", [True, False])
-def test_biases_of_attention_and_mlp_are_chosen_apart(attention: bool, mlp: bool) -> None:
+def test_biases_of_attention_and_mlp_are_set_separately(attention: bool, mlp: bool) -> None:
     chosen = options(use_bias_in_attn_linear=attention, use_bias_in_mlp=mlp)
     gpt = build_model(chosen, position(), VOCABULARY, seed=3)
     names = {name for name, _ in gpt.named_parameters()}

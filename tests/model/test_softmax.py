@@ -145,7 +145,7 @@ def test_decoding_padding_and_the_last_tokens_are_the_whole(
 @pytest.mark.parametrize(("encoding", "processor"), [("rotary", "none"), ("kerple_log", "cdape"), ("fire", "cdape")])
 @pytest.mark.parametrize("softmax", OTHERS)
 @torch.no_grad()
-def test_documents_that_are_kept_apart_are_each_alone(softmax: str, encoding: str, processor: str) -> None:
+def test_masked_documents_match_separate_ones(softmax: str, encoding: str, processor: str) -> None:
     gpt = build_gpt(softmax, encoding, processor, attention_mask="document")
     x = tokens()
     x[0, [4, 15]] = x[1, [7, 8]] = EOD

@@ -56,7 +56,7 @@ def write_results(folder: Path) -> None:
     write_records(folder / "results.json", records)
 
 
-def test_a_run_is_shown_while_it_trains_and_its_results_behind_it(tmp_path: Path) -> None:
+def test_a_run_is_shown_in_training_and_followed_by_results(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 40)
     lock = RunLock(run)
     with serving(make_page(run)) as port:

@@ -53,7 +53,7 @@ def test_a_resumed_run_replaces_its_rolled_back_steps(tmp_path: Path) -> None:
     assert reader.losses == [(5, 7.0)]
 
 
-def test_losses_that_are_none_have_no_point(tmp_path: Path) -> None:
+def test_missing_losses_have_no_point(tmp_path: Path) -> None:
     reader = CurveReader(tmp_path)
     write_line(tmp_path, 10, None)
     write_line(tmp_path, 20, float("nan"))

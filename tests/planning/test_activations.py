@@ -109,7 +109,7 @@ def test_maps_of_processors(method: str, precision: str) -> None:
 @pytest.mark.parametrize(
     ("method", "backend"), [(m, b) for m in METHODS for b in ("eager", "chunked")] + [("rotary", "sdpa")]
 )
-def test_documents_that_are_kept_apart(method: str, backend: str) -> None:
+def test_masked_documents(method: str, backend: str) -> None:
     """With document masks for all sequences at once, masks may be saved for each sequence."""
     length, cpu_device = 512, torch.device("cpu")
     wanted = config(length, **METHODS[method], attention_backend=backend, attention_mask="document")

@@ -181,7 +181,7 @@ def test_blocks_of_rows_find_the_gradients_of_keys_and_values() -> None:
     assert one_block.workspace_bytes == one_block.workspace_map_bytes - one_block.saved_map_bytes
 
 
-def test_a_softmax_has_three_maps_beside_its_probabilities() -> None:
+def test_a_softmax_stores_three_maps_and_its_probabilities() -> None:
     """On CUDA devices the softmax stores three more float32 maps: its gradient, their product, and the logits'
     gradient.
     """

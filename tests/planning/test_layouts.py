@@ -96,7 +96,7 @@ def test_nothing_fits() -> None:
     assert (impossible.detailed_layout, impossible.estimate_backends()) == (None, {})
 
 
-def test_layouts_are_distinguished() -> None:
+def test_backends_have_separate_estimates() -> None:
     config = load_config(["125M", "cdape_kerple_log", "a100_512"], ["checkpoint_activations=false"]).config
     estimates = make_plan(config, VOCABULARY, Cluster(A100, 8)).estimate_backends()
     found = {name: estimate.memory for name, estimate in estimates.items()}

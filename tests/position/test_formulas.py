@@ -82,7 +82,7 @@ def test_t5_buckets(buckets: int, longest: int) -> None:
     assert torch.equal(bias, encoding.bias.value.t()[:, ours[:10]])
 
 
-def test_t5_knows_the_published_edges() -> None:
+def test_t5_bucket_edges_match_published_ones() -> None:
     ours = _build("t5").buckets(arange_distances(1000))
     assert ours[:17].tolist() == list(range(17))
     assert ours[127] == ours[128] == ours[999] == 31

@@ -37,7 +37,7 @@ def test_fox_against_a_loop() -> None:
                     assert float(found[b, h, i, j].detach()) == pytest.approx(exact, abs=9 * 2**-29)
 
 
-def test_gradients_are_those_of_plain_autograd() -> None:
+def test_gradients_match_plain_autograd() -> None:
     encoding = registry.build_encoding("fox", DIMS, {"std": 0.3}).double()
     for heads in (ALL_HEADS, slice(1, 3)):
         x = torch.randn(2, 7, 24, dtype=torch.float64, requires_grad=True)
@@ -64,7 +64,7 @@ def test_a_half_precision_model_has_float32_gates(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, exact.gate(x.float(), ALL_HEADS), rtol=1e-6, atol=1e-7)
 
 
-def test_decay_times_are_where_heads_start() -> None:
+def test_decay_times_match_initialized_heads() -> None:
     options = {"std": 0.0, "decay_time_min_init": 2.0, "decay_time_max_init": 32.0}
     gates = registry.build_encoding("fox", DIMS, options).gate(torch.randn(1, 1, 24), ALL_HEADS)
     torch.testing.assert_close(-1 / gates[0, :, 0].detach(), torch.tensor([2.0, 8.0, 32.0]))
@@ -74,7 +74,7 @@ def test_decay_times_are_where_heads_start() -> None:
 
 
 @pytest.mark.parametrize("dropped", [1, 777, 60_000])
-def test_a_difference_of_sums_does_not_depend_on_where_they_begin(dropped: int) -> None:
+def test_a_difference_of_sums_does_not_depend_on_their_start(dropped: int) -> None:
     """Differences of sums do not depend on the start of the sums, bit for bit.
 
     At 65,536 tokens the sums reach −45,000, and float32 keeps nearby differences exact that plain sums lose.

@@ -141,7 +141,7 @@ def test_scalable_softmax_counts_the_keys_that_a_row_sees() -> None:
             torch.testing.assert_close(found[read], expected[read], rtol=1e-4, atol=1e-5)
 
 
-def test_what_starts_without_effect_says_so() -> None:
+def test_zero_effect_initialization_is_reported() -> None:
     for name, options in (
         ("talking_heads", {}),
         ("talking_heads", {"absolute": True}),

@@ -135,7 +135,7 @@ def test_pope_is_a_sum_of_cosines(length: int) -> None:
     _assert_close(_scores(encoding, q, k, length - T), _exact_scores(score, q, k), atol=1e-5)
 
 
-def test_gradients_of_pope_are_those_of_autograd() -> None:
+def test_gradients_of_pope_match_autograd() -> None:
     encoding = registry.build_encoding("pope", DIMS, {"delta_init": "uniform"}).double()
     q, k = (x.requires_grad_() for x in torch.randn(2, 2, HEADS, 5, D, dtype=torch.float64))
     span, parameter = TokenRange(7, 5), encoding.delta.value

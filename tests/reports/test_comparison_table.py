@@ -206,7 +206,7 @@ def test_html(story: list[Record]) -> None:
     assert body[3] == [("", "<i>&"), ("", "7.00"), ("", "–"), ("", "–")]
 
 
-def test_where_the_best_seed_is_published_it_is_told_beside_the_mean() -> None:
+def test_the_best_seed_is_shown_with_the_mean_if_published() -> None:
     shared = {"train_length": 40, "length": 500, "protocol": "task", "metric": "mean_accuracy", "tokens": 512}
     values = {"rotary": (0.9998, 0.5, 0.6), "floor: a constant": (0.5,)}
     found = [

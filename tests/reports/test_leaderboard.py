@@ -84,7 +84,7 @@ def board_of(found: list[Record], failures: tuple[RunFailure, ...] = ()) -> Lead
     return LeaderboardReport(BOARD, build_comparison_tables(found, failures))
 
 
-def test_ranks_share_ties_and_put_what_has_no_number_last() -> None:
+def test_ties_share_ranks_and_missing_numbers_are_last() -> None:
     accuracy = Contest(
         "tasks", "copy", get_metric("accuracy"), {"a": 0.5, "b": 0.9, "c": 0.5, "d": 0.1}, {}, frozenset("abcd")
     )
@@ -101,7 +101,7 @@ def test_a_kind_counts_once_however_many_tasks_it_has() -> None:
     assert next(contest.title for contest in board.contests) == "perplexity at 32×"
 
 
-def test_an_effective_length_stands_for_its_task() -> None:
+def test_an_effective_length_represents_its_task() -> None:
     found = [*text("rotary", (1.5, 3.2)), *text("alibi", (1.5, 1.6)), task("rotary", 0.9), task("alibi", 0.8)]
     assert [contest.kind for contest in board_of(found).contests] == ["text", "tasks"]
     lengths = [task("rotary", 16.0, metric="effective_length"), task("alibi", 32.0, metric="effective_length")]
@@ -182,7 +182,7 @@ def test_a_method_may_be_in_two_ablations() -> None:
     assert [(name, cells[1][:2]) for name, cells in table.rows] == [("cdape on alibi", "-9"), ("alibi on cdape", "+1")]
 
 
-def test_a_task_has_its_options_in_its_name_where_they_tell_it_from_another() -> None:
+def test_a_task_name_has_options_if_needed_to_distinguish_it() -> None:
     methods, names = ("a", "b"), ("copy(letters=2)", "copy(letters=8)", "sort(width=3)")
     found = [task(method, 0.5, name=name).replace(target_digest=name) for method in methods for name in names]
     board = board_of(found)
@@ -233,7 +233,7 @@ def test_a_single_method_is_described() -> None:
     )
 
 
-def test_a_failed_method_is_last_and_told() -> None:
+def test_a_failed_method_is_listed_last() -> None:
     failed = RunFailure("gone", 1, "the loss is not finite", 7, 64)
     board = board_of(records(), (failed,))
     assert board.ranking[-1] == "gone"
@@ -270,7 +270,7 @@ def test_a_picture_of_many_panels_is_described_in_two_sentences(tmp_path: Path) 
     assert len(line) < 300
 
 
-def test_the_frontier_holds_what_nothing_beats() -> None:
+def test_the_frontier_contains_undominated_methods() -> None:
     points = [("slow best", 3.0, 4.0), ("fast", 1.0, 6.0), ("beaten", 2.0, 6.5), ("middle", 2.0, 5.0)]
     assert find_frontier(points) == ["fast", "middle", "slow best"]
 

@@ -43,7 +43,7 @@ def test_tau_counts_pairs(drawn: tuple[list[int], list[int]]) -> None:
     assert kendall_tau(a, b) == pytest.approx((alike - unlike) / untied if untied else 0.0)
 
 
-def test_ours_stand_beside_theirs_at_the_same_multiple(story: list[Record]) -> None:
+def test_our_numbers_are_next_to_published_ones_at_equal_multiples(story: list[Record]) -> None:
     """Our results at 64, 512 and 2,048 tokens, trained at 64, are 1, 8 and 32 training lengths."""
     (layout,) = build_comparison_tables(story)
     (grid,) = build_published_tables(THEIRS, [layout])

@@ -77,7 +77,7 @@ def test_strings_that_repeat_themselves(length: int) -> None:
                 assert len(pieces) >= 3
 
 
-def test_lookup_ignores_repeated_tokens() -> None:
+def test_a_lookup_is_not_a_copy_of_repetitive_text() -> None:
     """A lookup is not a copy of repetitive text.
 
     Python's search finds the first successor of the last letters, and the answers hardly ever form a whole copy.

@@ -32,7 +32,7 @@ def test_brackets_have_more_zeros_than_chance() -> None:
         assert accuracy == pytest.approx(expected, abs=spread + 0.1)
 
 
-def test_sorted_symbols_are_known_by_their_place() -> None:
+def test_sorted_symbols_are_determined_by_position() -> None:
     """Sorted symbols depend on their position: 78% at 41, 94% at 500 and 90% over all lengths between."""
     assert mean_accuracies("bucket_sort", [41], 500)[POSITION] == pytest.approx(78, abs=1)
     assert mean_accuracies("bucket_sort", [500], 500)[POSITION] == pytest.approx(94, abs=1)

@@ -106,7 +106,7 @@ def test_losses_match_separate_documents(corpus: Path, tmp_path: Path, method: d
     )
 
 
-def test_a_run_with_documents_apart_resumes_and_the_mask_of_an_evaluation_is_free(corpus: Path, tmp_path: Path) -> None:
+def test_a_run_with_masked_documents_resumes_and_evaluates_with_any_mask(corpus: Path, tmp_path: Path) -> None:
     keys = {"attention_mask": "document", "score_processor": "cdape", "lr_decay_iters": 4}
     train(tiny_config(corpus, tmp_path / "whole", **keys))
     train(tiny_config(corpus, tmp_path / "parts", **keys, train_iters=2))

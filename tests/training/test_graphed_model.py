@@ -101,14 +101,14 @@ def test_training_is_the_same_bit_for_bit(stage: int, precision: str, accumulate
     [{"z_loss": 1e-2}, {"checkpoint_activations": True}, {"checkpoint_activations": "selective"}, {"pos_emb": "fire"}],
     ids=str,
 )
-def test_what_else_a_micro_batch_does(keys: dict[str, Any]) -> None:
+def test_other_costs_of_a_micro_batch(keys: dict[str, Any]) -> None:
     eager, graphs = (train(which, 2, stage=1, precision="fp32", **keys) for which in (False, True))
     assert graphs[2] > 0
     assert graphs[0] == eager[0]
     assert all(torch.equal(value, eager[1][name]) for name, value in graphs[1].items())
 
 
-def test_a_gradient_is_taken_without_a_copy_and_kept_before_the_next_replay() -> None:
+def test_a_gradient_is_not_copied_and_survives_the_next_replay() -> None:
     model = gpt()
     graphed, _ = capture(model)
     graphed.install()
@@ -181,7 +181,7 @@ def test_a_trial_leaves_no_trace() -> None:
     assert calls == []
 
 
-def test_a_trial_finds_what_is_wrong() -> None:
+def test_a_trial_detects_errors() -> None:
     model = gpt()
     graphed, trial = attempt(model, Wrong)
     assert graphed is None
@@ -207,7 +207,7 @@ class Small(Failing):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
 
-def test_a_capture_that_fails_is_named_by_what_went_wrong() -> None:
+def test_a_failed_capture_is_reported_with_its_cause() -> None:
     trial = attempt(gpt(), Failing)[1]
     assert trial.refusal == "capture failed: RuntimeError: operation not permitted when stream is capturing"
     assert attempt(gpt(), Small)[1].refusal == "too little memory to capture them"
@@ -269,7 +269,7 @@ def test_graphs_that_are_demanded_and_cannot_be() -> None:
     ],
     ids=str,
 )
-def test_keys_that_stand_against_graphs(keys: dict[str, Any], reason: str) -> None:
+def test_keys_that_conflict_with_graphs(keys: dict[str, Any], reason: str) -> None:
     """`auto` says so on a GPU and nothing on a CPU; `on` is refused before anything starts."""
     chosen = tiny_config(Path(), **keys)
     is_tried, line = plan_trial(chosen, torch.device("cuda"))

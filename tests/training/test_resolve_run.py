@@ -188,7 +188,7 @@ def test_a_checkpoint_beyond_the_last_step_is_reported() -> None:
         ),
     ],
 )
-def test_missing_folders_are_reported(overrides: tuple[str, ...], kept: str) -> None:
+def test_a_run_without_a_folder_is_reported(overrides: tuple[str, ...], kept: str) -> None:
     (note,) = resolve_run(config(*overrides), LOGIN_NODE).notes
     assert note == f"save is not set: this run will leave no checkpoints, metrics or log behind{kept}"
 

@@ -173,7 +173,7 @@ def test_a_too_long_warmup_is_reported_for_every_schedule(style: str) -> None:
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine"])
-def test_a_warm_up_that_is_longer_than_the_decay_is_said(style: str) -> None:
+def test_a_warmup_longer_than_the_decay_is_reported(style: str) -> None:
     keys = ("train_iters=100", "lr_warmup_iters=30", "lr_decay_iters=10", "min_lr=1e-5", f"lr_decay_style={style}")
     assert describe_late_warmup(config(*keys)) == (
         "lr_warmup_iters 30: warm-up ends after lr_decay_iters 10, which leaves no decay: the rate drops "
@@ -182,7 +182,7 @@ def test_a_warm_up_that_is_longer_than_the_decay_is_said(style: str) -> None:
     assert describe_late_warmup(config(*keys, "lr_decay_style=constant")) == ()
 
 
-def test_a_stage_whose_warm_up_is_too_long_is_said() -> None:
+def test_a_too_long_warmup_of_a_stage_is_reported() -> None:
     stages = "stages=[{until: 50}, {lr_decay_style: cosine, lr_warmup_iters: 70}]"
     (line,) = describe_late_warmup(config("train_iters=100", "train_batch_size=1", "save=runs/a", stages))
     assert line.startswith("lr_warmup_iters 70: warm-up does not end before its last step 50; the rate reaches 70% of")
@@ -195,7 +195,7 @@ def test_a_refusal_of_wsd_names_the_values_that_were_given() -> None:
         config("train_iters=5", "lr_warmup_iters=30", "lr_decay_style=wsd")
 
 
-def test_how_linear_differs_is_said_of_files_of_gpt_neox() -> None:
+def test_the_difference_of_linear_decay_is_noted_for_gpt_neox_files() -> None:
     shape = ("num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "min_lr=1e-5")
     said = [note for note in load_config([], [*shape, "attention_config=[[[global], 1]]"]).notes if "linear" in note]
     assert said == [
