@@ -1,4 +1,4 @@
-"""Micro-batches as CUDA graphs on the null device: they are captured and replayed, and spare the host launches."""
+"""Micro-batches as CUDA graphs on the null device: they are captured and replayed, which saves kernel launches."""
 
 import io
 from pathlib import Path
@@ -64,7 +64,7 @@ def train(
 def test_a_step_replays_two_graphs_for_each_micro_batch(
     stage: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And launches less: what is left are DeepSpeed's and the sums of gradients. It reads the same batches."""
+    """Graphs save launches: DeepSpeed's launches and the sums of gradients remain. The run reads the same batches."""
     keys = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2}
     _, eager, read = train(corpus, tmp_path / "a", monkeypatch, cuda_graph="off", **keys)
     said, graphs, read_by_graphs = train(corpus, tmp_path / "b", monkeypatch, cuda_graph="on", **keys)
@@ -78,7 +78,7 @@ def test_a_step_replays_two_graphs_for_each_micro_batch(
 
 
 def test_validation_and_a_resumed_run(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Validation launches kernels; a run that goes on has its own trial, and checkpoints are as ever."""
+    """Validation launches kernels, a resumed run has its own trial, and checkpoints are unchanged."""
     keys = {"checkpoint_factor": 2, "eval_interval": 3, "eval_iters": 1}
     said, steps, _ = train(corpus, tmp_path / "run", monkeypatch, **keys)
     assert said.count("CUDA graphs: on; ") == 1
@@ -115,7 +115,7 @@ def test_uncapturable_models_are_rejected(corpus: Path, tmp_path: Path, monkeypa
 
 
 def test_a_graph_reads_no_tensor_of_a_cache_that_forgets() -> None:
-    """The distances of a table are kept for eight lengths; a capture makes its own."""
+    """The distances of a table are cached for eight lengths; a capture builds its own."""
     device = torch.device("cuda", 0)
     kept = _get_distances(100, device)
     assert _get_distances(100, device) is kept
@@ -140,7 +140,7 @@ def test_a_rehearsal_excludes_the_self_check() -> None:
 
 
 def test_a_capture_is_a_streams() -> None:
-    """Another thread that launches into the stream, as autograd's does, takes memory of the graph's pool."""
+    """Another thread that launches into the stream, as autograd does, allocates from the graph's memory pool."""
     x = torch.ones(1 << 24, device="cuda", requires_grad=True)
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     torch.cuda.empty_cache()
@@ -157,7 +157,7 @@ def test_a_capture_is_a_streams() -> None:
 
 
 def test_reports_of_memory_leave_out_the_trial(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trial that takes a lot, and whose graphs are not taken, does not show in the peak of the steps after it."""
+    """An expensive trial whose graphs are not used does not affect the peak memory of later steps."""
     train(corpus, tmp_path, monkeypatch, cuda_graph="off")
     peak = torch.cuda.max_memory_allocated()
 

@@ -1,4 +1,4 @@
-"""The mixer's CUDA kernels as NVRTC compiles them, and how the operator launches them on a card of their own."""
+"""The mixer's CUDA kernels as compiled by NVRTC, and their launch by the operator on a simulated card."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from kernels.cuda.compile import compile_kernel
 from kernels.cuda.kernel import CudaKernel
 
 MAX_STACK_BYTES = 512
-"""Stack of a thread for values that 255 registers do not hold."""
+"""Stack per thread for values that do not fit 255 registers, in bytes."""
 PROGRAM = """
 import os
 import torch

@@ -1,4 +1,4 @@
-"""Whole rehearsals of small runs: what they say, and what they leave."""
+"""Complete rehearsals of small runs: their reports and their files."""
 
 import json
 import os
