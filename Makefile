@@ -3,9 +3,18 @@
 #   make test         set-up, lint, tests
 
 # The first Python that runs and is one that Farfield supports; set PYTHON=/path/to/python3.12 to choose another.
-SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
-PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
 	$$python -c '$(SUPPORTED)' 2>/dev/null && echo $$python && break; done)
+# megatron-core has no wheel for Python 3.14: pip compiles its helper there, with many lines of errors where it cannot.
+CAN_COMPILE := import os, shutil, sys, sysconfig; header = os.path.join(sysconfig.get_path("include"), "Python.h"); \
+	sys.exit(sys.version_info >= (3, 14) and not (shutil.which("g++") and os.path.exists(header)))
+define check_python
+@test -n "$(PYTHON)" && $(PYTHON) -c '$(SUPPORTED)' || \
+	{ echo "error: Farfield needs Python 3.11 to 3.14; set PYTHON=/path/to/python3.12" >&2; exit 2; }
+@$(PYTHON) -c '$(CAN_COMPILE)' || { echo "error: megatron-core is compiled on Python 3.14: install g++ and Python's" \
+	"headers (apt install g++ python3-dev), or set PYTHON=/path/to/python3.13" >&2; exit 2; }
+endef
 # Tests start many processes: each would compile the project anew where no compiled file may be written.
 unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
@@ -14,7 +23,7 @@ BIN := $(VENV)/bin
 INSTALL_FLAGS := -qq --disable-pip-version-check --no-compile
 show_dots = ( while sleep 5; do printf .; done ) & dots=$$!; trap 'kill $$dots; echo' EXIT;
 install = $(show_dots) $(1)/bin/python -m pip install $(INSTALL_FLAGS) $(2) && \
-	{ $(1)/bin/python -m compileall -qq -j 0 $(1)/lib || true; }
+	{ $(1)/bin/python -W ignore -m compileall -qq -j 0 $(1)/lib || true; }
 # The CUDA build of torch, which the null CUDA device needs (no GPU, no driver), in an environment of its own: 5 GB.
 VENV_CUDA := .venv-cuda
 COMMA := ,
@@ -36,8 +45,7 @@ help:
 	@echo "make clean        remove what the commands above made (not your runs and data)"
 
 $(VENV)/.runtime: requirements.txt
-	@test -n "$(PYTHON)" && $(PYTHON) -c '$(SUPPORTED)' || \
-		{ echo "error: Farfield needs Python 3.11, 3.12 or 3.13; set PYTHON=/path/to/python3.11" >&2; exit 2; }
+	$(check_python)
 	@echo "setting up $(VENV) with $$($(PYTHON) --version) (once, a minute or more)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(call install,$(VENV),-r requirements.txt)
@@ -53,8 +61,7 @@ setup: $(VENV)/.runtime
 setup-dev: $(VENV)/.dev
 
 $(VENV_CUDA)/.dev: requirements.txt requirements-dev.txt requirements-eval.txt
-	@test -n "$(PYTHON)" && $(PYTHON) -c '$(SUPPORTED)' || \
-		{ echo "error: Farfield needs Python 3.11, 3.12 or 3.13; set PYTHON=/path/to/python3.11" >&2; exit 2; }
+	$(check_python)
 	@echo "setting up $(VENV_CUDA) with the CUDA build of torch (once, 5 GB, two minutes or more)"
 	@$(PYTHON) -m venv $(VENV_CUDA)
 	@$(call install,$(VENV_CUDA),'torch==$(TORCH)$(COMMA)!=$(TORCH)+cpu' -r requirements-dev.txt)

@@ -6,10 +6,10 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # Python does not do it with -P or PYTHONSAFEPATH
 
-from megatron.utils.signals import install_exit_handlers
+from farfield.__main__ import start
 
 if __name__ == "__main__":
-    install_exit_handlers()  # until `main` takes care of them
+    start()
 
 import importlib.util
 from pathlib import Path

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from farfield.arguments import check_characters, describe_value, method_errors, to_optional_path, to_path, to_paths
-from megatron.launch.child_command import DEEPY, build_command_error, stop_child
+from megatron.sweeps.member_run import build_command_error, stop_child
 from megatron.utils.errors import UserError
+from megatron.utils.project import COMMAND
 from megatron.utils.signals import get_parent_variable
 
 NEGATED_FLAGS = ("add-bos",)
@@ -164,8 +165,8 @@ def analyze(runs: str | Path | Sequence[str | Path], output: str | Path | None =
     Raises:
         UserError, RunError: the command failed.
     """
-    from megatron.analysis.run import analyze as analyze_runs
     from megatron.config.validation_errors import parse_section
+    from megatron.evaluation.analysis.run import analyze as analyze_runs
     from megatron.options.commands import AnalysisOptions
 
     return analyze_runs(
@@ -243,7 +244,7 @@ def run_command(verb: str, *arguments: str, quiet: bool = False) -> None:
         check_characters("an argument", argument)
     lines: deque[str] = deque(maxlen=KEPT_LINES)
     child = subprocess.Popen(
-        [sys.executable, str(DEEPY), verb, *arguments],
+        [sys.executable, *COMMAND, verb, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -20,8 +20,8 @@ from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.options.commands import GenerationOptions
 from megatron.options.model import MAX_LENGTH
 from megatron.utils.errors import UserError
+from megatron.utils.formatting import format_choices
 from megatron.utils.imports import pause_garbage_collection
-from megatron.utils.suggestions import format_choices
 
 if TYPE_CHECKING:
     from megatron.attention.inputs import AttentionInputs
@@ -189,7 +189,7 @@ class Model:
                 supports.
         """
         from megatron.config.validation_errors import parse_section
-        from megatron.generation.text_generator import TextGenerator
+        from megatron.evaluation.text_generator import TextGenerator
 
         own_names = [name for name in GenerationOptions.model_fields if name not in LOADED_OPTIONS]
         for name in options:
@@ -224,8 +224,8 @@ class Model:
         """
         import torch
 
-        from megatron.analysis.attention_capture import list_attention_layers
-        from megatron.analysis.bias_series import compute_bias_by_distance, mask_window
+        from megatron.evaluation.analysis.attention_capture import list_attention_layers
+        from megatron.evaluation.analysis.bias_series import compute_bias_by_distance, mask_window
 
         most = MAX_MAP_BYTES // (8 * self.num_layers * self.num_heads)
         length = self.train_length if length is None else to_integer("length", length, 1, most)
@@ -257,7 +257,7 @@ class Model:
             UserError: no layer is given or an index is out of range, the text is empty, or it exceeds the limit of the
                 model or `MAX_MAP_BYTES`.
         """
-        from megatron.analysis.attention_capture import run_forward
+        from megatron.evaluation.analysis.attention_capture import run_forward
 
         tokens = self._to_tokens(text)
         try:
@@ -367,7 +367,6 @@ class AttentionMaps:
 def _compute_maps(inputs: AttentionInputs) -> AttentionMaps:
     import torch
 
-    from megatron.analysis.attention_capture import choose_block_size, compute_attention_weights
     from megatron.attention.inputs import iter_row_blocks
     from megatron.attention.reference import (
         compute_logits,
@@ -375,6 +374,7 @@ def _compute_maps(inputs: AttentionInputs) -> AttentionMaps:
         compute_visible_mask,
         precompute_terms,
     )
+    from megatron.evaluation.analysis.attention_capture import choose_block_size, compute_attention_weights
 
     shape = (inputs.q.shape[1], inputs.query.length, inputs.key.length)
     maps: dict[str, np.ndarray] = {}

@@ -62,7 +62,7 @@ SLOW = tuple(
     """
     checkpoint cluster conversion golden kernels launch tools
     test_cli.py test_documented_commands.py test_run_command.py test_tutorial.py
-    analysis/test_run.py
+    evaluation/analysis/test_run.py
     attention/test_check.py attention/test_documents.py attention/test_flex.py attention/test_segments.py
     config/test_keys_are_used.py
     data/test_corpus.py data/test_corpus_metadata.py data/test_datasets.py data/test_sources.py

@@ -187,7 +187,7 @@ MISTAKES = {
     ): "--device is tpu; did you mean cpu? choose from auto, cpu",
     ("evaluate", "run", "--lengths", "16", "--backend", "fast"): "--backend is fast; choose from auto, eager",
     ("evaluate", "run", "--num-fewshot", "0"): "--num-fewshot requires --tasks",
-    ("evaluate", "run", "--tasks", "piqa", "--windows", "3"): "--windows is for texts, and tasks have",
+    ("evaluate", "run", "--tasks", "piqa", "--windows", "3"): "--windows applies to texts only, but --tasks is",
     ("analyze",): "no run given; expected a run folder, or a configuration with --config",
     ("analyze", "run", "--only", "kernel"): "--only: unknown analysis 'kernel'; did you mean kernels? choose from",
     ("analyze", "run", "--layers", "a"): "error: item 1 of --layers is a; it must be a whole number",
@@ -307,7 +307,7 @@ def test_a_plan_comes_without_torch(corpus):
     found = calls_without(("torch",), [plan, (*plan, "--json")], corpus)
     (shown_code, shown, _), (code, text, notes) = found[plan], found[*plan, "--json"]
     assert (shown_code, code) == (0, 0)
-    assert "assuming 50257 tokens" in notes
+    assert "assuming a vocabulary of 50257 tokens" in notes
     made = json.loads(text)
     layer, ends = 12 * 768**2 + 13 * 768, 2 * 50304 * 768 + 2 * 768  # GPT-2's vocabulary, separate output layer
     assert made["parameters"] == 12 * layer + ends + 24  # and KERPLE's two parameters per head

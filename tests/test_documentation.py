@@ -30,7 +30,7 @@ PAGES = [
 ]
 PAGES = [page for page in PAGES if page.name != "log.md"]
 SOURCES = [page for part in FOLDERS.split("|") for page in sorted((ROOT / part).rglob("*.py"))]
-FILES = {str(path.relative_to(ROOT)) for path in SOURCES} | {"deepy.py"}
+FILES = {str(path.relative_to(ROOT)) for path in (*SOURCES, *ROOT.glob("*.py"))}
 SOURCES = [path for path in SOURCES if path.relative_to(ROOT).parts[0] != "tests"]
 
 

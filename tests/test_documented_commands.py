@@ -37,7 +37,7 @@ NOT_RUN = {
     "analyze": "runs of the reader's; tests/analysis",
     "generate": "runs of the reader's; tests/generation",
     "status": "runs of the reader's; tests/launch/test_run_status.py",
-    "report": "results of the reader's; tests/reports, tests/monitoring",
+    "report": "results of the reader's; tests/reports, tests/launch",
     "export": "runs of the reader's; tests/conversion",
     "import": "models of others; tests/conversion",
 }

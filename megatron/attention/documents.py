@@ -9,7 +9,7 @@ once (`restart_positions`). Attention is computed in one of two equivalent ways:
   called for one document at a time, so results cannot differ. Many short documents cause many small calls.
 * All documents at once (`mask_documents`): each token sees the keys from its `first_keys` on. This is correct if the
   scores of a query and a key do not depend on where their document begins. Examples are a bias or weight of the
-  distance, and contextual terms of the tokens between. `document_masks.py` defines which backends and methods allow it,
+  distance, and contextual terms of the tokens between. `backend.py` says which backends and methods allow it,
   and what a backend prepares for it.
 
 The tokens determine where documents begin (`find_document_starts`), so rows of training, evaluation and prompts are

@@ -46,7 +46,7 @@ class AttentionInputs:
     """int32 [B, R]: index of the first key of each row's document, which never decreases from row to row.
 
     Keys before it are outside the row's sequence, as columns before index 0 are: the row does not depend on them, and a
-    processor sees an edge there. Only for backends and encodings that support it (`document_masks.can_mask_documents`).
+    processor sees an edge there. Only for backends and encodings that support it (`backend.can_mask_documents`).
     """
     document_mask: Any = None
     """Mask that the backend prepared from `first_keys` for these rows before the layers (`compute_document_mask`)."""

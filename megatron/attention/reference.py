@@ -14,9 +14,8 @@ from torch import Tensor
 
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
 from megatron.attention.softmax import break_sticks, compute_softmax
-from megatron.position.captured_tensors import keep_for_capture
 from megatron.position.encoding import Encoding, ScoreTerms, join_heads
-from megatron.position.numerics import promote_to_float32, soft_cap, toeplitz
+from megatron.position.numerics import keep_for_capture, promote_to_float32, soft_cap, toeplitz
 from megatron.position.token_range import ALL_HEADS, TokenRange, causal_mask, count_distances, select_heads
 
 MAX_ENTRIES_TOGETHER = 1 << 24

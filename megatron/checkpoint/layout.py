@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import find_nearest_name
+from megatron.utils.formatting import find_nearest_name
 
 CHECKPOINTS, SUPERSEDED = "checkpoints", "abandoned"
 WEIGHTS, CONFIG, PROGRESS = "model.safetensors", "config.yml", "progress.json"

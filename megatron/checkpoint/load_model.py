@@ -41,6 +41,24 @@ class LoadedModel:
     """Position options of the model: those of the run, with the requested window, mask and temperature."""
 
 
+def build_meta_model(
+    config: Config, vocab_size: int, *, position: PositionOptions | None = None, backend: str | None = None
+) -> GPT:
+    """Build a model without weights in one process, to know its shapes, costs and limits.
+
+    Args:
+        config: configuration of a run.
+        vocab_size: size of the tokenizer's vocabulary; 1 if it does not matter.
+        position: position options, if they differ from the configuration's.
+        backend: overrides attention_backend.
+
+    Raises:
+        UserError: the backend does not support the model.
+    """
+    position = config.position if position is None else position
+    return build_model(config.model, position, vocab_size, groups=single_process(), device="meta", backend=backend)
+
+
 def load_model(
     path: str | Path,
     *,

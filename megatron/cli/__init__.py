@@ -1,1 +1,1 @@
-"""Command line, with one file per command. `app.py` lists them; heavy modules are imported inside the commands."""
+"""Command line, a file per group of commands. `app.py` lists them; heavy modules are imported inside the commands."""

@@ -9,19 +9,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from megatron.cli.analyze import analyze
 from megatron.cli.convert import export, import_
-from megatron.cli.evaluate import evaluate
-from megatron.cli.generate import generate
-from megatron.cli.plan import plan
+from megatron.cli.evaluate import analyze, evaluate, generate, report
 from megatron.cli.prepare import prepare
 from megatron.cli.reference import keys, positions, tasks
-from megatron.cli.rehearse import rehearse
-from megatron.cli.report import report
 from megatron.cli.run_command import pass_errors_through, run_command
-from megatron.cli.runs import checkpoints, status
-from megatron.cli.sweep import sweep
-from megatron.cli.train import train
+from megatron.cli.train import checkpoints, plan, rehearse, status, sweep, train
 from megatron.options.section import read_docstring
 from megatron.utils.errors import UserError
 
@@ -105,7 +98,7 @@ app = typer.Typer(
 
       ./deepy.py evaluate runs/cdape --lengths 1x,2x,4x,8x,16x
 
-    Help on a command: ./deepy.py train --help""",
+    Help for a command: ./deepy.py train --help""",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -136,7 +129,7 @@ def list_versions() -> dict[str, str]:
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
-    from megatron.utils.atomic_io import get_farfield_version
+    from megatron.utils.project import get_farfield_version
 
     versions = {"farfield": get_farfield_version(), "python": platform.python_version()}
     for name in PACKAGES:

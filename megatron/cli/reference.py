@@ -94,8 +94,8 @@ def tasks(
     """List the synthetic tasks for training from scratch: description, options, source."""
     import json
 
-    from megatron.tasks.task_config import describe_task, list_tasks
-    from megatron.utils.suggestions import format_choices
+    from megatron.data.tasks.task_config import describe_task, list_tasks
+    from megatron.utils.formatting import format_choices
 
     records = [describe_task(each) for each in list_tasks() if name in each]
     if not records:

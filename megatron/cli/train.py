@@ -1,11 +1,19 @@
-"""`./deepy.py train`."""
+"""Commands that train: `./deepy.py train`, `plan`, `rehearse` and `sweep`; `status` and `checkpoints` of their runs."""
 
-from typing import Annotated
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron.cli.arguments import Arguments, ConfigFolder, load_config_arguments
-from megatron.cli.console import print_notes
+from megatron.cli.arguments import Arguments, AsJson, ConfigFolder, load_config_arguments, split_arguments, with_options
+from megatron.cli.console import print_notes, print_to_stderr
+from megatron.options.commands import PlanOptions, RehearseOptions
+from megatron.utils.errors import FarfieldError
+
+if TYPE_CHECKING:
+    from megatron.config.schema import Config
 
 
 def train(
@@ -44,3 +52,203 @@ def train(
     return dispatch(
         lambda silent: load_config_arguments(arguments, conf_dir, silent=silent), print_notes, dry_run=dry_run
     )
+
+
+GPT2_VOCAB_SIZE = 50257
+
+
+@with_options(PlanOptions)
+def plan(
+    arguments: Arguments,
+    conf_dir: ConfigFolder = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of tables.")] = False,
+    **options: Any,
+) -> None:
+    """Estimate memory and time on GPUs, and find parallel layouts that fit.
+
+    Nothing is trained and no GPU is needed: the estimate is computed from formulas that docs/planning.md explains and
+    compares with measurements. Batch size, length, steps and precision stay as configured; only the parallel layout
+    varies.
+
+    [bold]Examples[/]
+
+      ./deepy.py plan 2-7B cdape_kerple_log a100_8k --gpus 64 --gpu a100-40gb
+
+      ./deepy.py plan 350M rotary a100_2k --gpus 8 --gpu a100-80gb --mfu 0.35 --json
+    """
+    from dataclasses import replace
+
+    from megatron.config.validation_errors import parse_section
+    from megatron.distributed.hardware import get_gpu_spec
+    from megatron.planning.plan import make_plan
+    from megatron.planning.step_time import Cluster
+
+    request = parse_section(PlanOptions, options)
+    gpu = get_gpu_spec(request.gpu)
+    loaded = load_config_arguments(arguments, conf_dir)
+    gpu = gpu if request.gib is None else replace(gpu, gib=request.gib)
+    gpu_options = f"--gpu {request.gpu}" + ("" if request.gib is None else f" --gib {request.gib:g}")
+    cluster = Cluster(gpu, request.gpus, request.gpus_per_node, request.network, request.mfu, gpu_options)
+    result = make_plan(loaded.config, _find_vocab_size(loaded.config, request.vocabulary), cluster)
+    if as_json:
+        import json
+
+        print(json.dumps(result.to_dict(request.layouts), indent=2))
+        return
+    from megatron.launch.console import PlainConsole
+    from megatron.planning.print_plan import print_plan
+
+    print_plan(result, PlainConsole(highlight=False), request.layouts)
+
+
+def _find_vocab_size(config: Config, vocab_size: int | None) -> int:
+    """Return the vocabulary size: as given, from the data, or GPT-2's."""
+    from megatron.data.load_tokenizer import read_vocabulary
+
+    if vocab_size is not None:
+        return vocab_size
+    try:
+        return read_vocabulary(config.data).size
+    except FarfieldError:
+        print_notes(
+            (f"the data's tokenizer was not found; assuming a vocabulary of {GPT2_VOCAB_SIZE} tokens (--vocabulary)",)
+        )
+        return GPT2_VOCAB_SIZE
+
+
+@with_options(RehearseOptions)
+def rehearse(
+    arguments: Arguments,
+    conf_dir: ConfigFolder = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead of tables.")] = False,
+    **options: Any,
+) -> int:
+    """Rehearse a GPU job without a GPU: check that it starts, fits, saves and resumes, and that its ranks agree.
+
+    The real training code runs rank by rank on a null CUDA device, which allocates memory and reports errors like the
+    GPU but computes nothing: three steps, a validation, a checkpoint, and a resume from it, in a temporary folder. It
+    needs the CUDA build of torch and a C compiler, but neither the data nor the run's folder.
+
+    [bold]Examples[/]
+
+      ./deepy.py rehearse 2-7B cdape_kerple_log a100_8k --gpus 64 --gpu a100-80gb
+
+      ./deepy.py rehearse 1-3B kerple_log a100_2k_slow_network --gpus 16 --ranks all --json
+
+    Exit code 1 means that the run would fail, or that its ranks do not agree.
+    """
+    from dataclasses import replace
+
+    from megatron.config.validation_errors import parse_section
+    from megatron.rehearsal.null_device.cards import GIB, get_card
+    from megatron.rehearsal.rehearse import rehearse as rehearse_run
+    from megatron.rehearsal.rehearsed_run import plan_rehearsal
+    from megatron.rehearsal.report import RehearsalReport
+    from megatron.rehearsal.roles import parse_rank_selection
+
+    request = parse_section(RehearseOptions, options)
+    card, selection = get_card(request.gpu), parse_rank_selection(request.ranks)
+    card = card if request.gib is None else replace(card, memory=int(request.gib * GIB))
+    loaded = load_config_arguments(arguments, conf_dir)
+    with loaded.locate_errors():
+        run = plan_rehearsal(loaded.config, request.gpus, request.gpus_per_node, request.vocabulary, card.memory)
+        print_notes(run.notes)
+        rehearsal = rehearse_run(run, card, selection, print_to_stderr)
+    report = RehearsalReport(rehearsal, network_gb_per_s=request.network, mfu=request.mfu)
+    if as_json:
+        import json
+
+        print(json.dumps(report.to_dict(), indent=2))
+        return report.exit_code
+    from megatron.launch.console import PlainConsole
+    from megatron.rehearsal.print_report import print_report
+
+    print_report(report, PlainConsole(highlight=False))
+    return report.exit_code
+
+
+def sweep(
+    arguments: Arguments,
+    conf_dir: ConfigFolder = None,
+    member: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Run only this member, counted from 0, without a report. Used by tasks of a job array."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With launcher=slurm: only print the batch script.")
+    ] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Retrain members whose training diverged.")
+    ] = False,
+) -> None:
+    """Train and evaluate every variant of a sweep file, and report the results side by side.
+
+    [bold]Examples[/]
+
+      ./deepy.py sweep quickstart
+
+      ./deepy.py sweep mine.yml slurm_a100 num_gpus=1
+
+    The second submits a job array with one task per run; after the tasks have ended, the same command writes the
+    report.
+    """
+    from megatron.sweeps.run_sweep import run_sweep
+
+    files, overrides = split_arguments(arguments)
+    run_sweep(
+        files, overrides, search=[conf_dir] if conf_dir else None, member=member, dry=dry_run, retry_failed=retry_failed
+    )
+
+
+def checkpoints(
+    run: Annotated[Path, typer.Argument(help="Run folder.", show_default=False)],
+    verify: Annotated[bool, typer.Option("--verify", help="Verify the checksums of all files.")] = False,
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            "--keep", min=1, help="Keep only this number of newest undamaged checkpoints and those of extra_save_iters."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the checkpoints of a run with step, size, losses and integrity, and delete old ones.
+
+    The exit code is 1 if a checkpoint is damaged.
+
+    [bold]Example[/]
+
+      ./deepy.py checkpoints runs/a --keep 2
+    """
+    from megatron.launch.run_status import print_checkpoints, prune_and_report
+    from megatron.utils.progress import WaitAnnouncer
+
+    with WaitAnnouncer(print_to_stderr, f"reading the checkpoints of {run}"):
+        if keep is not None:
+            prune_and_report(run, keep, print)
+        are_whole = print_checkpoints(run, verify=verify, as_json=as_json)
+    if not are_whole:
+        raise typer.Exit(1)
+
+
+def status(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN…", help="Run folders or folders of runs.", show_default=False)
+    ],
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Update every 5 seconds until no run trains, or Ctrl-C.")
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Show the status of runs: step, loss, speed, time left, last checkpoint, and whether they are running.
+
+    [bold]Examples[/]
+
+      ./deepy.py status runs/a
+
+      ./deepy.py status runs --follow
+    """
+    from megatron.launch.run_status import print_status
+
+    return 0 if print_status(runs, as_json=as_json, follow=follow) else 1

@@ -2,7 +2,7 @@
 
 `load.py` is the entry point. `schema.py` collects the sections of `megatron/options`; `yaml_files.py` reads YAML with
 line numbers; `config_layers.py` merges layers and records where each key was set; `neox_keys.py` lists the keys of
-GPT-NeoX, KERPLE and DAPE, with rules defined in `neox_rules.py`; `validation.py` checks keys against each other;
-`parallelism.py` derives the mesh and batch sizes; `validation_errors.py` formats pydantic's errors; `reference.py`
-generates the reference of all keys.
+GPT-NeoX, KERPLE and DAPE, and `neox_unsupported.py` those without effect, with rules defined in `neox_rules.py` and
+`neox_deferred_rules.py`; `validation.py` checks keys against each other; `parallelism.py` derives the mesh and batch
+sizes; `validation_errors.py` formats pydantic's errors; `reference.py` generates the reference of all keys.
 """

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, get_args
 from megatron.config.schema import KeyPath, get_default_value, list_config_keys
 from megatron.config.yaml_files import YamlDocument, format_value
 from megatron.options.data import SPLITS, TASK_KEYS, TEXT_KEYS
-from megatron.utils.suggestions import suggest_names
+from megatron.utils.formatting import suggest_names
 
 COMMAND_LINE = "command line"
 PRECISION = ("precision",)
@@ -368,7 +368,7 @@ class ConfigLayers:
         """Describe an unknown key, for example `unknown key 'num_layrs'; did you mean num_layers?`."""
         name = ".".join(path)
         if path == ("sweep",):
-            return "sweep: run a file with a sweep section by `./deepy.py sweep`"
+            return "sweep: use `./deepy.py sweep` to run a file with this section"
         key, _, value = path[-1].partition(":")
         if value:
             return f"unknown key {name!r}; YAML needs a space after the colon: {{{key}: {value}}}"

@@ -28,13 +28,14 @@ from megatron.config.schema import SECTIONS, Config, KeyPath, list_config_keys, 
 from megatron.config.stages import ENDS
 from megatron.config.validation import describe_unknown_method, validate_config
 from megatron.config.validation_errors import describe_validation_error
-from megatron.config.yaml_files import SHIPPED_CONFIGS, YamlDocument, format_value, parse_scalar, read_yaml
+from megatron.config.yaml_files import YamlDocument, format_value, parse_scalar, read_yaml
 from megatron.options.data import DataOptions
 from megatron.options.model import GATED_ACTIVATIONS, MAX_SIZE, ModelOptions, ffn_hidden_size
 from megatron.options.training import SCHEDULE_KEYS
 from megatron.position.catalog import list_encodings
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import suggest_names
+from megatron.utils.formatting import suggest_names
+from megatron.utils.project import SHIPPED_CONFIGS
 
 CONFIG_SUFFIXES = ("", ".yml", ".yaml")
 _DEFAULT = "default"
@@ -366,7 +367,7 @@ def _resolve_task(layers: ConfigLayers) -> None:
     task = layers.values.get(("task",))
     if task is None or task.value is None or ("seq_length",) in layers.values:
         return
-    from megatron.tasks.task_config import read_task_config  # imports numpy, and most configurations have no task
+    from megatron.data.tasks.task_config import read_task_config  # imports numpy, and most configurations have no task
 
     paths = [path for path in layers.values if path[0].startswith("task")]
     flat: dict[str, Any] = {"task_options": {path[1]: layers.values[path].value for path in paths if path[1:]}}

@@ -9,7 +9,6 @@ a method's file declares are rejected with a hint to ours. Nothing here imports 
 import itertools
 import re
 
-from megatron.config.yaml_files import SHIPPED_CONFIGS
 from megatron.options.position import PositionOptions
 from megatron.position.catalog import (
     MethodFacts,
@@ -23,7 +22,8 @@ from megatron.position.catalog import (
     read_temperature_facts,
 )
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import suggest_names
+from megatron.utils.formatting import suggest_names
+from megatron.utils.project import SHIPPED_CONFIGS
 
 
 def list_processor_values() -> list[str]:

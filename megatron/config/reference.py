@@ -36,7 +36,7 @@ from megatron.options.sweep import (
     SweepOptions,
 )
 from megatron.position.catalog import list_encodings, list_processors, list_temperatures
-from megatron.utils.suggestions import suggest_names
+from megatron.utils.formatting import suggest_names
 
 REFERENCE_PAGE = Path("docs/configuration.md")
 

@@ -18,13 +18,13 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
 from megatron.config.yaml_files import dump_yaml
-from megatron.options.checkpoint import CheckpointOptions
 from megatron.options.data import DataOptions
 from megatron.options.launch import LaunchOptions
 from megatron.options.model import ModelOptions
+from megatron.options.output import CheckpointOptions, LoggingOptions
 from megatron.options.position import PositionOptions
 from megatron.options.section import ChangePolicy, ConfigSection, read_docstring
-from megatron.options.training import BATCH_SIZES, LoggingOptions, OptimizerOptions, TrainingOptions
+from megatron.options.training import BATCH_SIZES, OptimizerOptions, TrainingOptions
 from megatron.utils.atomic_io import write_text_atomically
 
 KeyPath = tuple[str, ...]

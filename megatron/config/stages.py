@@ -50,10 +50,10 @@ _STAGE_MACHINE_KEYS = (
     *("attention_backend", "attention_check", "attention_chunk_rows", "compile_regions"),
 )
 _RUN_KEYS: dict[str, str] = {
-    **dict.fromkeys(("train_iters", "train_epochs", "stages"), "is the run's, not a stage's"),
+    **dict.fromkeys(("train_iters", "train_epochs", "stages"), "belongs to the run, not to a stage"),
     "seed": "decides the order of the data, which continues across stages",
     "optimizer.type": "has its own states, which do not carry over",
-    **dict.fromkeys(("precision", "fp16", "bf16"), "is the run's: masters and loss scale carry over unchanged"),
+    **dict.fromkeys(("precision", "fp16", "bf16"), "belongs to the run: masters and loss scale carry over unchanged"),
 }
 """Keys that no stage may change although their policy allows it, with the reason."""
 
@@ -392,7 +392,7 @@ def resolve_stages(config: Config) -> Config:
     last = entries[-1].get(UNTIL)
     if last is not None and training.train_iters > last:
         raise UserError(
-            f"stages: the last stage ends at step {last}, but train_iters is {training.train_iters}; leave one out",
+            f"stages: the last stage ends at step {last}, but train_iters is {training.train_iters}; remove one",
             "stages",
         )
     config = config.replace(stages=entries, train_iters=training.train_iters or last or 0)

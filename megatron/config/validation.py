@@ -14,8 +14,9 @@ from megatron.config.stages import find_stage_problems, list_stage_configs
 from megatron.options.data import find_data_conflicts, parse_split_fractions
 from megatron.options.launch import find_launch_conflicts
 from megatron.options.model_conflicts import find_model_conflicts
+from megatron.options.output import find_logging_conflicts
 from megatron.options.position import PositionOptions
-from megatron.options.training import find_logging_conflicts, find_schedule_conflicts, find_training_conflicts
+from megatron.options.training import find_schedule_conflicts, find_training_conflicts
 from megatron.position.catalog import (
     METHODS_VARIABLE,
     MethodFileError,
@@ -27,7 +28,7 @@ from megatron.position.catalog import (
     read_temperature_facts,
 )
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import format_choices, suggest_names
+from megatron.utils.formatting import format_choices, suggest_names
 
 ConfigProblem = tuple[str, str]
 
@@ -54,13 +55,16 @@ def describe_unknown_method(key: str, name: str, methods: list[str]) -> Iterator
         case (other_key, own_name) if other_key == key:
             yield key, f"{key}: no method is called {name!r}; it is {own_name!r} here"
         case (other_key, own_name):
-            yield key, f"{key}: {name!r} is not a value of it but of {other_key}: {other_key}={own_name}"
+            yield key, f"{key}: {name!r} is a value of another key, {other_key}: {other_key}={own_name}"
         case None if (overlay := name.replace("-", "_")) in method_names.list_overlays():
             reason = f"is not a method but an overlay, configs/position/{overlay}.yml"
             yield key, f"{key} {name} {reason}; pass it with the other files: ./deepy.py train CONFIG {overlay}"
         case None:
             choices = format_choices(name, methods)
-            yield key, f"{key} {name} is not available; {choices}; list folders of your own in {METHODS_VARIABLE}"
+            yield (
+                key,
+                f"{key} {name} is not available; {choices}; list folders of other methods in {METHODS_VARIABLE}",
+            )
 
 
 def validate_methods(
@@ -267,7 +271,7 @@ def _validate_task(config: Config) -> Iterator[ConfigProblem]:
     data, launch = config.data, config.launch
     if data.task is None:
         return
-    from megatron.tasks import task_config as tasks  # imports numpy, and most configurations have no task
+    from megatron.data.tasks import task_config as tasks  # imports numpy, and most configurations have no task
 
     task_problems = list(tasks.find_task_problems(data))
     yield from task_problems

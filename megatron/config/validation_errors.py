@@ -15,7 +15,7 @@ from megatron.config.schema import ConfigKey, KeyPath, list_config_keys
 from megatron.config.yaml_files import format_value
 from megatron.options.section import ConfigSection
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import format_choices
+from megatron.utils.formatting import format_choices
 
 SectionT = TypeVar("SectionT", bound=ConfigSection)
 
@@ -99,7 +99,7 @@ def describe_validation_error(
         prefix = f"{source}: " if source else ""
         if item["type"] == "missing":
             key = keys.get(path)
-            yield f"{prefix}{name} is missing ({key.doc if key else 'required'}); give it in a file or as {name}=…"
+            yield f"{prefix}{name} is missing ({key.doc if key else 'required'}); set it in a file or as {name}=…"
             continue
         if item["type"] == "empty_item":
             yield f"{prefix}item {item['ctx']['number']} of {name} is empty; leave it out"

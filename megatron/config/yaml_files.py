@@ -36,7 +36,6 @@ ALLOWED_TAGS = re.compile(r"[\w./]([\w./+=, -]*[\w./+=-])?", re.ASCII)
 MERGE_TAG = "tag:yaml.org,2002:merge"
 TEXT_TAG = "tag:yaml.org,2002:str"
 
-SHIPPED_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 """Configuration files shipped with the project."""
 
 MAX_BYTES = 1 << 20

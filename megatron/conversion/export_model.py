@@ -30,18 +30,18 @@ from megatron.conversion.families.farfield import (
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_TYPE_KEY,
 )
+from megatron.conversion.hf_checkpoint import find_exact_family
 from megatron.conversion.hf_tokenizer import write_hf_tokenizer
 from megatron.conversion.model_card import describe_native_documents, render_model_card, write_model_card
 from megatron.conversion.model_family import HF_CONFIG_FILE, ModelFamily, WeightMapping
 from megatron.conversion.modeling_code import add_content_digest, bundle_modeling_code
-from megatron.conversion.registry import find_exact_family
 from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
 from megatron.options.model import padded_vocab_size
 from megatron.utils.atomic_directory import atomic_directory, describe_write_errors, read_folder_version
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError, UserError, describe_cause
-from megatron.utils.suggestions import format_choices
+from megatron.utils.formatting import format_choices
 
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 

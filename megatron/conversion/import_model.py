@@ -28,7 +28,7 @@ from megatron.planning.model_costs import count_parameters
 from megatron.utils.atomic_directory import atomic_directory, describe_write_errors
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError, UserError
-from megatron.utils.suggestions import format_choices
+from megatron.utils.formatting import format_choices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -254,11 +254,10 @@ def _write_run_files(
     new_folder: Path, source: ModelSource, config: Config, weights: WeightReader, tokenizer: Tokenizer
 ) -> int:
     from megatron.checkpoint import layout, manifest, tensor_files
+    from megatron.checkpoint.load_model import build_meta_model
     from megatron.checkpoint.trainer_state import TrainerState
-    from megatron.distributed.process_groups import single_process
-    from megatron.model.build import build_model
 
-    gpt = build_model(config.model, config.position, tokenizer.vocab_size, groups=single_process(), device="meta")
+    gpt = build_meta_model(config, tokenizer.vocab_size)
     tensor_headers = {
         name: tensor_files.TensorSpec(tuple(parameter.shape)) for name, parameter in gpt.named_parameters()
     }

@@ -27,15 +27,15 @@ from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.temperature import Temperature
 from megatron.utils.errors import UserError
+from megatron.utils.project import PACKAGES_FOLDER
 
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 MODELING_FILE, CONFIGURATION_FILE = (
     BUNDLED_FOLDER / "modeling_farfield.py",
     BUNDLED_FOLDER / "configuration_farfield.py",
 )
-REPOSITORY = Path(__file__).parent.parent.parent
 _OUR_PACKAGES = {"megatron", "kernels", "farfield"}
-_SOURCE_FOLDERS = (REPOSITORY / "megatron" / "position", REPOSITORY / "megatron" / "attention")
+_SOURCE_FOLDERS = (PACKAGES_FOLDER / "megatron" / "position", PACKAGES_FOLDER / "megatron" / "attention")
 _PROJECT_IMPORT = re.compile(r"^from megatron\.(?:\w+\.)*(\w+) import", re.MULTILINE)
 _RELATIVE_IMPORT = re.compile(r"^from \.(\w+) import", re.MULTILINE)
 
@@ -146,7 +146,7 @@ def list_project_imports(text: str) -> tuple[Path, ...]:
     nodes = ast.walk(ast.parse(text))
     modules = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module is not None]
     return tuple(
-        REPOSITORY.joinpath(*module.split(".")).with_suffix(".py")
+        PACKAGES_FOLDER.joinpath(*module.split(".")).with_suffix(".py")
         for module in modules
         if module.startswith("megatron.")
     )

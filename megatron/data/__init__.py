@@ -1,1 +1,1 @@
-"""Data pipeline, from text to batches: sources, tokenizers, corpora on disk, datasets, and sample order."""
+"""Data pipeline, from text to batches: sources, tokenizers, corpora on disk, datasets, sample order, and `tasks/`."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.corpus.saved_dataset import is_saved_dataset
+from megatron.data.corpus.hub_dataset import is_saved_dataset
 from megatron.data.corpus_metadata import ALL_SPLITS, split_basename
 from megatron.data.indexed_dataset import IndexedTokens, check_dataset, find_corpus_metadata, open_indexed
 from megatron.options.data import (

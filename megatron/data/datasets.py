@@ -1,7 +1,7 @@
 """Datasets of a run: samples for training, and plain tokens for evaluation.
 
-A run trains on text or on a task. Task samples are generated (`megatron.data.task_dataset`); the rest of this
-description concerns text.
+A run trains on text or on a task. Task samples are generated (`task_dataset.py`); the rest of this description
+concerns text.
 
 `data_path` names one dataset that `split` divides into consecutive fractions of its documents, as in GPT-NeoX.
 Alternatively, `train_data_paths`, `valid_data_paths` and `test_data_paths` name weighted datasets per split. Everything
@@ -30,11 +30,10 @@ from megatron.data.blend import (
 )
 from megatron.data.document_starts import check_document_ends
 from megatron.data.indexed_dataset import check_dataset_content, find_token_range
-from megatron.data.load_tokenizer import Vocabulary, read_vocabulary
+from megatron.data.load_tokenizer import Vocabulary, check_all_tokens, check_token_range, read_vocabulary
 from megatron.data.stage_order import StageOrder
-from megatron.data.token_check import check_all_tokens, check_token_range
+from megatron.data.tasks.task_config import read_task_config
 from megatron.options.data import SPLITS, DataOptions, Split
-from megatron.tasks.task_config import read_task_config
 from megatron.utils.errors import FarfieldError, UserError
 
 if TYPE_CHECKING:
@@ -327,7 +326,7 @@ def check_dataset_slice(dataset_slice: DatasetSlice, split: Split, seq_length: i
     key, dataset, num_tokens = dataset_slice.key, dataset_slice.dataset, dataset_slice.num_tokens()
     name = f"{key}: the {split} split of {dataset.prefix}" if key == "data_path" else f"{key}: {dataset.prefix}"
     if num_tokens == 0:
-        total = f" ({len(dataset.lengths)} documents in all)" if key == "data_path" else ""
+        total = f" ({len(dataset.lengths)} documents in total)" if key == "data_path" else ""
         raise UserError(f"{name} has no tokens{total}", key)
     if num_tokens < seq_length + 1:
         raise UserError(

@@ -42,7 +42,7 @@ def describe_crossing_share(attention_mask: str, share: float | None) -> list[st
     """
     if share is None or f"{share:.0%}" == "0%":
         return []
-    effect = "each attends only to itself" if attention_mask == "document" else "attention crosses them"
+    effect = "each attends only to itself" if attention_mask == "document" else "attention crosses document boundaries"
     return [f"attention_mask {attention_mask}: {share:.0%} of rows contain several documents; {effect}"]
 
 

@@ -44,7 +44,7 @@ from megatron.data.blend import DatasetSlice
 from megatron.data.corpus_metadata import FileDigest, compute_file_digest
 from megatron.data.document_starts import MAX_COUNTED_DOCUMENTS, average_crossing_shares, compute_crossing_share
 from megatron.data.indexed_dataset import IndexedTokens
-from megatron.data.load_tokenizer import Vocabulary
+from megatron.data.load_tokenizer import Vocabulary, check_all_tokens
 from megatron.data.megatron_core import (
     BlendedDataset,
     GPTDataset,
@@ -53,7 +53,6 @@ from megatron.data.megatron_core import (
 )
 from megatron.data.megatron_core import Split as CoreSplit
 from megatron.data.stage_order import SourceOrder, count_ordered
-from megatron.data.token_check import check_all_tokens
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.options.data import Split
 from megatron.utils.atomic_directory import atomic_directory, read_folder_version

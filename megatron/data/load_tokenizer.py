@@ -1,4 +1,4 @@
-"""Loading the tokenizer and vocabulary of a corpus, of a configuration's data, or of a run.
+"""Loading the tokenizer and vocabulary of a corpus, of a configuration's data, or of a run, and checks of token ids.
 
 Each run has its own copy of its tokenizer, so that its models can process text wherever the run's folder is moved:
 
@@ -13,12 +13,14 @@ import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from megatron.data.blend import list_all_prefixes
-from megatron.data.corpus_metadata import TOKENIZER_FILE, TOKENIZER_FILES, read_tokenizer_folder
-from megatron.data.indexed_dataset import find_corpus_metadata
+from megatron.data.corpus_metadata import MAX_CHECKSUM_BYTES, TOKENIZER_FILE, TOKENIZER_FILES, read_tokenizer_folder
+from megatron.data.indexed_dataset import SAMPLED_TOKENS, IndexedTokens, check_dataset_content, find_corpus_metadata
+from megatron.data.tasks.task_config import read_task_config
 from megatron.data.tokenizers import ByteTokenizer, Tokenizer, tokenizer_from_files
 from megatron.options.data import DataOptions
-from megatron.tasks.task_config import read_task_config
 from megatron.utils.atomic_directory import atomic_directory, describe_write_errors, read_folder_version
 from megatron.utils.errors import FarfieldError, RunError, UserError
 
@@ -234,3 +236,40 @@ def _load_remaining_data_tokenizer(data: DataOptions) -> Tokenizer:
         if data.tokenizer_type is None:
             raise
         return tokenizer_from_config(data)
+
+
+def check_token_range(name: str, token_range: tuple[int, int], dtype: np.dtype, vocabulary: Vocabulary) -> None:
+    """Check that the smallest and the largest token id of a dataset are in its vocabulary.
+
+    megatron-core uses negative ids as markers: it would treat a token -1 as padding and exclude it from the loss.
+
+    Raises:
+        UserError: an id is negative or exceeds the vocabulary.
+    """
+    smallest, largest = token_range
+    if smallest < 0:
+        limit, narrow = np.iinfo(dtype).max, dtype.itemsize < 4
+        cause = f": its tokens are stored as {dtype.name}, where ids above {limit:,} become negative" if narrow else ""
+        wide = "uint16 or int32" if vocabulary.size <= 1 << 16 else "int32"
+        raise UserError(
+            f"{name} has token {smallest}, but ids start at 0{cause}; write the dataset again with {wide} tokens"
+        )
+    if largest >= vocabulary.size:
+        raise UserError(
+            f"{name} has token {largest}, but tokenizer {vocabulary.name} has only {vocabulary.size} tokens: the "
+            "tokenizer does not match the data"
+        )
+
+
+def check_all_tokens(name: str, dataset: IndexedTokens, vocabulary: Vocabulary) -> None:
+    """Check every token of a dataset before its first use: the recorded checksum, if any, then the range.
+
+    Files that exceed the size limit are checked in blocks; training also checks each sample it reads.
+
+    Raises:
+        UserError: an id is negative or exceeds the vocabulary.
+        RunError: a file changed since the corpus was made.
+    """
+    check_dataset_content(dataset)
+    max_tokens = None if dataset.tokens.nbytes <= MAX_CHECKSUM_BYTES else SAMPLED_TOKENS
+    check_token_range(name, dataset.find_token_range(max_tokens), dataset.tokens.dtype, vocabulary)

@@ -1,22 +1,20 @@
-"""Task samples, which are generated when read and never stored.
-
-All sequences of an optimizer step have the same length. Lengths are equally likely unless the task weights them. Length
-and sequences depend on the seed, the split and the global index of the step's first sample. A resumed run therefore
-continues with the samples it would have had, and ranks draw the same samples however they divide a batch.
-
-Reading any sample generates the batch of its whole step, which takes little longer than one sample.
-"""
+"""Task samples, generated when read. The rest of a run's datasets needs no torch."""
 
 import numpy as np
 import torch
 
+from megatron.data.tasks.task import TaskBatch
+from megatron.data.tasks.task_config import TaskConfig
 from megatron.options.data import SPLITS, Split
-from megatron.tasks.task import TaskBatch
-from megatron.tasks.task_config import TaskConfig
 
 
 class TaskDataset(torch.utils.data.Dataset):
-    """Task samples: dictionaries of `tokens` and `labels`, int64 [T], and `loss_mask`, float32 [T].
+    """Task samples, generated when read: mappings of `tokens` and `labels`, int64 [T], and `loss_mask`, float32 [T].
+
+    All sequences of an optimizer step have the same length. Lengths are equally likely unless the task weights them.
+    Length and sequences depend on the seed, the split and the global index of the step's first sample. A resumed run
+    therefore continues with the samples it would have had, and ranks draw the same samples however they divide a batch.
+    Reading any sample generates the batch of its whole step, which takes little longer than one sample.
 
     Tasks that set the positions given to encodings add `position_ids`, int64 [T]. Labels are not shifted: each is the
     answer at its own position.

@@ -34,7 +34,7 @@ import tokenizers as hf
 from megatron.data.corpus_metadata import TokenizerMetadata
 from megatron.options.data import MAX_VOCAB_SIZE, TokenizerType
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import format_choices, suggest_names
+from megatron.utils.formatting import format_choices, suggest_names
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOS>", "[EOS]", "<eod>", "<|end|>")
 """Common names of the end-of-document token, most common first."""

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from megatron.data.tasks.task import TaskBatch
 from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.records import Record
-from megatron.tasks.task import TaskBatch
 
 if TYPE_CHECKING:
     import torch

@@ -1,16 +1,22 @@
-"""Interface of evaluation targets, and the context passed to every scoring call.
+"""Interface of evaluation targets, the context of every scoring call, and the lengths at which models are scored.
 
 A target is a text, a task that the models were trained on, or a probe (`targets.py` selects one). Targets are built
 before torch is imported, so that unsupported requests fail early.
+
+Lengths are given in tokens or as multiples of the training length. The default is 1 to 32 training lengths. The cost of
+scoring is computed from the shape of a model, without its weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron.options.evaluation import MAX_EVALUATION_LENGTH, EvaluationOptions, build_length_error
 from megatron.reports.records import Record
+from megatron.utils.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
@@ -62,3 +68,76 @@ class EvalTarget(Protocol):
 
     def build_baseline_records(self) -> list[Record]:
         """Return the records of trivial baselines, which belong to no model."""
+
+
+DEFAULT_MULTIPLES = (1, 2, 4, 8, 16, 32)
+
+
+def choose_lengths(options: EvaluationOptions, train_lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return the window lengths in tokens, ascending.
+
+    Args:
+        options: lengths in tokens, as multiples of the training length, or neither.
+        train_lengths: training lengths of the runs; multiples require them to be equal.
+
+    Raises:
+        UserError: a multiple is not a whole number of tokens, or the runs have different training lengths.
+    """
+    multiples: Sequence[float] = options.multiples or ()
+    same_train_length = len(set(train_lengths)) == 1
+    if options.lengths is None and options.multiples is None:
+        if not same_train_length:
+            trained = ", ".join(f"{length:,}" for length in sorted(set(train_lengths)))
+            raise UserError(f"lengths: expected tokens, because the runs were trained at different lengths ({trained})")
+        multiples = DEFAULT_MULTIPLES
+    lengths = set(options.lengths or ())
+    for multiple in multiples:
+        if not same_train_length:
+            raise UserError(
+                f"lengths: {multiple:g}x is ambiguous, because the runs were trained at different lengths; use tokens"
+            )
+        length = multiple * train_lengths[0]
+        if not (1 <= length < MAX_EVALUATION_LENGTH and math.floor(length) == length):
+            raise build_length_error(f"{multiple:g}x")
+        lengths.add(int(length))
+    return tuple(sorted(lengths))
+
+
+def limit_lengths(lengths: Iterable[int], max_length: int | None, reason: str | None = None) -> list[int]:
+    """Return the lengths that a model supports, ascending.
+
+    Args:
+        lengths: at least one length, in tokens.
+        max_length: maximum length of the model, or None if unlimited.
+        reason: cause of the limit, for the error message.
+
+    Raises:
+        UserError: all lengths exceed the limit.
+    """
+    lengths = sorted(lengths)
+    if max_length is None:
+        return lengths
+    if lengths[0] > max_length:
+        reason = reason or f"the maximum length is {max_length:,}"
+        raise UserError(f"{reason}, less than length {lengths[0]:,}; use lengths up to {max_length:,} or omit this one")
+    return [length for length in lengths if length <= max_length]
+
+
+def count_forward_flops(model: GPT, length: int, num_sequences: int) -> float:
+    """Return the FLOPs of scoring `num_sequences` sequences: a third of forward plus backward."""
+    return model.flops_per_token(length) / 3 * length * num_sequences
+
+
+def count_flops_by_length(model: GPT, num_sequences: Mapping[int, int]) -> dict[int, float]:
+    """Return the FLOPs of scoring a model, for each length that it supports.
+
+    Args:
+        num_sequences: number of sequences by length in tokens.
+
+    Raises:
+        UserError: the model supports none of the lengths.
+    """
+    return {
+        length: count_forward_flops(model, length, num_sequences[length])
+        for length in limit_lengths(num_sequences, model.max_length)
+    }

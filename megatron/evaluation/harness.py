@@ -25,8 +25,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron.data.tokenizers import Tokenizer
 from megatron.evaluation.batching import choose_batch_tokens
-from megatron.generation.decoding import pad_left
-from megatron.generation.text_generator import TextGenerator
+from megatron.evaluation.decoding import pad_left
+from megatron.evaluation.text_generator import TextGenerator
 from megatron.model.gpt import GPT
 from megatron.options.commands import GenerationOptions
 from megatron.utils.errors import RunError, is_out_of_memory

@@ -24,7 +24,7 @@ from megatron.config.yaml_files import parse_scalar
 from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
 from megatron.evaluation.accuracy import add_relative_changes
-from megatron.evaluation.eval_target import ScoringContext
+from megatron.evaluation.eval_target import ScoringContext, choose_lengths, limit_lengths
 from megatron.evaluation.jobs import (
     LogFunction,
     RunJob,
@@ -34,9 +34,8 @@ from megatron.evaluation.jobs import (
     read_eval_request,
     run_eval_jobs,
 )
-from megatron.evaluation.lengths import choose_lengths, limit_lengths
 from megatron.evaluation.provenance import describe_model, start_stopwatch
-from megatron.evaluation.targets import build_meta_model, describe_length_limit
+from megatron.evaluation.targets import build_evaluated_model, describe_length_limit
 from megatron.options.evaluation import (
     LOSS_OPTIONS,
     EvaluationOptions,
@@ -47,9 +46,9 @@ from megatron.options.evaluation import (
 from megatron.reports.metrics import METRICS
 from megatron.reports.records import Record
 from megatron.utils.errors import RunError, UserError, describe_cause
+from megatron.utils.formatting import suggest_names
 from megatron.utils.imports import require_package
 from megatron.utils.progress import IMPORTING, WaitAnnouncer
-from megatron.utils.suggestions import suggest_names
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
@@ -95,7 +94,7 @@ def evaluate_tasks(
             are kept.
     """
     options = options or EvaluationOptions()
-    refuse_choices_of_text(options, OPTIONS_UNUSED_BY_HARNESS, "tasks have their own")
+    refuse_choices_of_text(options, OPTIONS_UNUSED_BY_HARNESS, "--tasks is given")
     refuse_task_options(options)
     require_package("lm_eval", "--tasks")
     request = read_eval_request(runs, options, output)
@@ -112,7 +111,7 @@ def evaluate_tasks(
     log(describe_output_folder(request))
     with WaitAnnouncer(log, IMPORTING):
         notes = [
-            describe_length_limit(run.name, run.config, build_meta_model(run.config, options), lengths)
+            describe_length_limit(run.name, run.config, build_evaluated_model(run.config, options), lengths)
             for run in request.runs
         ]
         jobs = build_eval_jobs(request, [(float(len(lengths)), note) for note in notes])

@@ -172,10 +172,10 @@ class RecordBuilder:
         """
         sums = np.where(self.tokens.loss_mask, scored.losses, 0.0).sum(axis=1)
         summary = summarize_losses(sums, self.counts)
-        # Such a model predicts nothing, and tables have no room for its perplexity.
+        # The loss is useless, and tables have no room for the perplexity.
         if not math.isfinite(summary.nll) or summary.nll > MAX_NLL:
             where = f"{self.record_fields['method']}: the loss at length {scored.length:,}"
-            raise RunError(f"{where} is {summary.nll}, no perplexity to report")
+            raise RunError(f"{where} is {summary.nll}, so there is no perplexity to report")
         fields = {
             **scored.record_fields,
             "length": scored.length,

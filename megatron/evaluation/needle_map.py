@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron.data.tasks.task import TaskBatch
 from megatron.evaluation.accuracy import score_answers
 from megatron.evaluation.eval_target import ScoringContext
 from megatron.evaluation.provenance import describe_model, start_stopwatch
 from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.records import Record
-from megatron.tasks.task import TaskBatch
 from megatron.utils.errors import RunError
 
 if TYPE_CHECKING:

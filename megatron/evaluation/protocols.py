@@ -51,10 +51,10 @@ from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
-from megatron.evaluation.lengths import choose_lengths, count_flops_by_length
+from megatron.evaluation.eval_target import choose_lengths, count_flops_by_length
 from megatron.options.evaluation import PROBE_PROTOCOLS, EvaluationOptions, Protocol
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import format_choices
+from megatron.utils.formatting import format_choices
 
 if TYPE_CHECKING:
     from megatron.model.gpt import GPT

@@ -39,8 +39,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config.position_overrides import format_rope, override_position
 from megatron.options.position import PositionOptions, find_period
-from megatron.utils.atomic_io import get_farfield_version
 from megatron.utils.formatting import format_quantity
+from megatron.utils.project import get_farfield_version
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel

@@ -17,14 +17,12 @@ from megatron.config.position_overrides import list_overrides, locate_rope_error
 from megatron.config.schema import Config
 from megatron.data.load_tokenizer import load_data_tokenizer, load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
-from megatron.evaluation.eval_target import EvalTarget, ScoringContext
+from megatron.evaluation.eval_target import EvalTarget, ScoringContext, choose_lengths, limit_lengths
 from megatron.evaluation.jobs import check_end_of_document
 from megatron.evaluation.key_tokens import KeyTokenFile, open_key_tokens
-from megatron.evaluation.lengths import choose_lengths, limit_lengths
 from megatron.evaluation.loss_records import check_measures
-from megatron.evaluation.probes.passkey import Passkey
-from megatron.evaluation.probes.probe import Probe
-from megatron.evaluation.probes.repeated import RepeatedTokens
+from megatron.evaluation.passkey import Passkey
+from megatron.evaluation.probe import Probe, RepeatedTokens
 from megatron.evaluation.protocols import ScoringPlan, plan_from_options
 from megatron.evaluation.task_eval import build_task_eval, is_task_run
 from megatron.evaluation.texts import EvalText, check_tokenizer, load_common_text, load_text
@@ -175,7 +173,7 @@ def build_probe(options: EvaluationOptions, lengths: Sequence[int], tokenizer: T
         UserError: an option applies to texts only, or a length is too short.
     """
     unused = ("data", "stride", "min_context", "measures", "attention_mask", *LOSS_OPTIONS)
-    refuse_choices_of_text(options, unused, f"protocol {options.protocol} generates its own")
+    refuse_choices_of_text(options, unused, f"protocol {options.protocol} generates its own text")
     num_sequences = options.windows or DEFAULT_PROBE_SEQUENCES
     probe = PROBES[options.protocol].from_options(options, lengths, num_sequences, tokenizer)
     probe.check_lengths()
@@ -198,7 +196,7 @@ def estimate_evaluation(name: str, config: Config, target: EvalTarget, options: 
     Raises:
         UserError: the model supports none of the lengths.
     """
-    model = build_meta_model(config, options)
+    model = build_evaluated_model(config, options)
     notes = [describe_length_limit(name, config, model, target.sequence_lengths)]  # raises if no length is supported
     if isinstance(target, TextEval):
         notes.append(target.describe_documents(config.position.attention_mask, options.attention_mask))
@@ -214,19 +212,18 @@ def estimate_untrained(name: str, config: Config, options: EvaluationOptions) ->
     return estimate_evaluation(name, config, build_eval_target_of_config(name, config, options), options)
 
 
-def build_meta_model(config: Config, options: EvaluationOptions) -> GPT:
+def build_evaluated_model(config: Config, options: EvaluationOptions) -> GPT:
     """Build a model without weights.
 
     Raises:
         UserError: the backend does not support the model.
     """
-    from megatron.distributed.process_groups import single_process
-    from megatron.model.build import build_model
+    from megatron.checkpoint.load_model import build_meta_model
 
     check_backend(options.backend)
     position = override_position(config.model, config.position, **list_overrides(options))
     with locate_rope_errors(options.rope):
-        return build_model(config.model, position, 1, groups=single_process(), device="meta", backend=options.backend)
+        return build_meta_model(config, 1, position=position, backend=options.backend)
 
 
 def describe_length_limit(name: str, config: Config, model: GPT, lengths: Sequence[int]) -> str | None:

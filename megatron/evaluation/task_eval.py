@@ -4,7 +4,13 @@ At each length n a fixed seed draws new sequences. They are the same for every r
 runs. The prediction is the likeliest valid answer; `accuracy.py` builds the records. Their nll is the mean of −log
 p(label) over all positions with a loss, in nats.
 
-Trivial baselines (`megatron.tasks.trivial_baselines`) have records of their own, next to those of the models.
+Trivial baselines have records of their own, next to those of the models; a model at or below them has learned nothing.
+They are fitted to separate sequences and scored on those of the evaluation, so that they do not exploit chance:
+
+    constant        the most frequent answer everywhere
+    position        the most frequent answer at each position; it depends on position and length, but not on tokens
+
+Tasks define other predictors, which read tokens but do not solve the task (`Task.predict_trivially`).
 """
 
 from __future__ import annotations
@@ -19,9 +25,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron.config.yaml_files import parse_scalar
+from megatron.data.tasks.task import Array, Task, TaskBatch
+from megatron.data.tasks.task_config import TaskConfig, build_task, read_task_config
 from megatron.evaluation.accuracy import AccuracySample, aggregate_accuracies, compute_accuracies, score_answers
-from megatron.evaluation.eval_target import ScoringContext
-from megatron.evaluation.lengths import choose_lengths, count_forward_flops, limit_lengths
+from megatron.evaluation.eval_target import ScoringContext, choose_lengths, count_forward_flops, limit_lengths
 from megatron.evaluation.needle_map import (
     DEFAULT_EFFECTIVE_SCORE,
     DEFAULT_NEEDLE_SEQUENCES,
@@ -32,9 +39,6 @@ from megatron.evaluation.needle_map import (
 from megatron.evaluation.provenance import describe_model, start_stopwatch
 from megatron.options.evaluation import LOSS_OPTIONS, EvaluationOptions, refuse_choices_of_text
 from megatron.reports.records import TRIVIAL_BASELINE_PREFIX, Record
-from megatron.tasks.task import TaskBatch
-from megatron.tasks.task_config import TaskConfig, build_task, read_task_config
-from megatron.tasks.trivial_baselines import measure_baseline_correctness
 from megatron.utils.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -288,7 +292,7 @@ def build_task_eval(options: EvaluationOptions, configs: Sequence[Config]) -> Ta
     Raises:
         UserError: the task does not support a length, or an option applies to texts only.
     """
-    refuse_choices_of_text(options, OPTIONS_UNUSED_BY_TASKS, "a task is none")
+    refuse_choices_of_text(options, OPTIONS_UNUSED_BY_TASKS, "the runs were trained on a task")
     task_configs = [read_task_config(config.data) for config in configs]
     are_given = options.lengths is not None or options.multiples is not None
     if not are_given:
@@ -309,3 +313,38 @@ def build_task_eval(options: EvaluationOptions, configs: Sequence[Config]) -> Ta
     num_sequences = options.windows or DEFAULT_NEEDLE_SEQUENCES
     effective_score = options.effective_score or DEFAULT_EFFECTIVE_SCORE
     return TaskDepthEval(task_config, lengths, num_sequences, tuple(depths), effective_score)
+
+
+CONSTANT, POSITION = "the same answer everywhere", "the likeliest answer at each place"
+
+
+def measure_baseline_correctness(task: Task, fitted: TaskBatch, scored: TaskBatch) -> dict[str, Array]:
+    """Return where trivial predictors are correct, by description.
+
+    Args:
+        fitted: sequences of a length to fit the predictors to.
+        scored: other sequences of the same length, [B, T].
+
+    Returns:
+        bool [B, T] each, False at positions that do not count.
+    """
+    frequencies = _count_answers(task, fitted)
+    constant = frequencies.sum(axis=0).argmax()
+    by_position = frequencies.argmax(axis=1)
+    labels = scored.labels - task.answer_ids.start
+    return {
+        CONSTANT: (labels == constant) & scored.accuracy_mask,
+        POSITION: (labels == by_position) & scored.accuracy_mask,
+        **{
+            name: (answers == scored.labels) & scored.accuracy_mask
+            for name, answers in task.predict_trivially(scored).items()
+        },
+    }
+
+
+def _count_answers(task: Task, batch: TaskBatch) -> Array:
+    """Count how often each answer is correct at each position, int64 [T, answers]."""
+    length, num_answers = batch.labels.shape[1], len(task.answer_ids)
+    _, positions = np.nonzero(batch.accuracy_mask)
+    flat = positions * num_answers + batch.labels[batch.accuracy_mask] - task.answer_ids.start
+    return np.bincount(flat, minlength=length * num_answers).reshape(length, num_answers)

@@ -26,9 +26,9 @@ from megatron.launch import worker
 from megatron.launch.console import temporary_log
 from megatron.launch.rank_group import count_threads_per_process, find_free_port, run_ranks
 from megatron.training.check_start import check_surroundings
-from megatron.training.metrics_log import HEARTBEAT_FILE
+from megatron.training.metrics_log import read_heartbeat
 from megatron.training.resolve_run import ResolvedRun
-from megatron.utils.atomic_io import make_folder, parse_json, remove_empty_folders
+from megatron.utils.atomic_io import make_folder, remove_empty_folders
 from megatron.utils.errors import FarfieldWarning, RunError, UserError
 from megatron.utils.signals import StoppedBySignal, cleanup_on_signal, end_with_parent
 
@@ -106,7 +106,7 @@ def _is_writer_alive(folder: Path) -> bool:
     Remaining processes of a killed run may hold the folder's lock for a moment longer.
     """
     try:
-        beat = parse_json((folder / HEARTBEAT_FILE).read_text(encoding="utf-8"))
+        beat = read_heartbeat(folder)
         if beat["host"] != socket.gethostname():
             return False
         os.kill(int(beat["process"]), 0)

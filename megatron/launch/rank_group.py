@@ -34,10 +34,10 @@ from megatron.launch.console import UnexpectedError
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import FarfieldError, HangError, RunError, UserError
 from megatron.utils.imports import SAFE_PATH_VARIABLE
+from megatron.utils.project import join_python_path
 from megatron.utils.signals import HANDLED_SIGNALS, build_signal_exception, get_parent_variable, list_handled_signals
 from megatron.utils.temporary_folder import temporary_folder
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG_FILE = "config.yml"
 STOP_TIMEOUT = 5.0  # seconds ranks have to exit after another failed, and again after SIGTERM
 POLL_SECONDS = 0.05
@@ -277,8 +277,7 @@ def _start_rank(
     environment = {**os.environ, **rank_info.to_environment(address, port), **get_parent_variable()}
     environment |= SAFE_PATH_VARIABLE
     environment.setdefault("OMP_NUM_THREADS", str(count_threads_per_process(rank_info.ranks_on_node)))
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    environment["PYTHONPATH"] = join_python_path()
     with open(log, "ab") as output:
         # Rank 0 keeps the real streams for the user's console. It redirects output to the log itself.
         stream = None if rank_info.rank == 0 else output

@@ -29,9 +29,9 @@ from megatron.training.metrics_log import (
     METRICS_FILE,
     describe_damage,
     find_unreadable_lines,
+    read_heartbeat,
     read_metrics_log,
 )
-from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import FarfieldError, UserError, describe_cause
 from megatron.utils.formatting import format_bytes, format_duration
 
@@ -133,7 +133,7 @@ def read_status(run: Path) -> RunStatus:
     with problems.report(run / layout.CHECKPOINTS):
         saved = [number for value in layout.list_checkpoints(run) if (number := layout.parse_step(value)) is not None]
     with problems.report(run / HEARTBEAT_FILE):
-        beat = _read_heartbeat(run)
+        beat = read_heartbeat(run)
     with problems.report(run / layout.CONFIG):
         if (configured := get_config_path(run)).exists():
             train_iters = _read_key(configured, "train_iters", int)
@@ -167,23 +167,10 @@ def _finite(value: object) -> float | None:
     return value
 
 
-def _read_heartbeat(run: Path) -> dict[str, Any]:
-    """Return the run's last heartbeat; empty if missing, or if the run has ended. Raises OSError or ValueError."""
-    path = run / HEARTBEAT_FILE
-    if not path.exists():
-        return {}
-    if not path.is_file():  # reading a pipe would block
-        raise ValueError("not a regular file")
-    text = parse_json(path.read_text(encoding="utf-8"))
-    if not isinstance(text, dict):
-        raise ValueError("not a JSON object")
-    return text
-
-
 def is_alive(run: Path) -> bool:
     """Return True if a run is training now, on any machine."""
     try:
-        return _is_alive(run, _read_heartbeat(run))
+        return _is_alive(run, read_heartbeat(run))
     except (OSError, ValueError):
         return _is_alive(run, {})
 

@@ -24,8 +24,8 @@ from megatron.config.schema import Config
 from megatron.options.launch import LaunchOptions
 from megatron.utils.atomic_io import make_folder, remove_empty_folders, write_text_atomically
 from megatron.utils.errors import RunError, UserError
+from megatron.utils.project import COMMAND
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT, CONFIGURATION = "job.sbatch", "job.yml"
 SIGNATURE = "# Submit it again with: sbatch"
 """Line in every script that identifies it as written by this module."""
@@ -202,7 +202,7 @@ def _build_srun_command(job: SlurmJob) -> str:
     elif slurm.container is not None:
         words += ["apptainer", "exec", *([] if job.launch.device == "cpu" else ["--nv"])]
         words += [f"--bind={mount}" for mount in mounts] + [slurm.container]
-    words += [slurm.python or (sys.executable if slurm.container is None else "python3"), str(ROOT / "deepy.py")]
+    words += [slurm.python or (sys.executable if slurm.container is None else "python3"), *COMMAND]
     quoted = [word if word.startswith("--member=$") else shlex.quote(word) for word in (*words, *job.command)]
     return " ".join(quoted)
 

@@ -31,10 +31,11 @@ from megatron.config.schema import Config
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import PORTS, RankInfo
 from megatron.launch.local_launcher import open_run_log
-from megatron.launch.rank_group import ROOT, ErrorReport, RankGroup, run_ranks
+from megatron.launch.rank_group import ErrorReport, RankGroup, run_ranks
 from megatron.options.launch import LaunchOptions
 from megatron.training.resolve_run import resolve_run
 from megatron.utils.errors import FarfieldError, RunError, UserError
+from megatron.utils.project import PACKAGES_FOLDER
 from megatron.utils.signals import end_with_parent
 from megatron.utils.temporary_folder import temporary_folder
 
@@ -165,7 +166,9 @@ class SshConnection(subprocess.Popen[bytes]):
         error_file: file for its standard error. output: file for its standard output; None shows it on the user's
         console, where the first rank reports.
         """
-        command = shlex.join(["env", f"PYTHONPATH={ROOT}", sys.executable, "-P", "-m", "megatron.launch.ssh_launcher"])
+        command = shlex.join(
+            ["env", f"PYTHONPATH={PACKAGES_FOLDER}", sys.executable, "-P", "-m", "megatron.launch.ssh_launcher"]
+        )
         with open(error_file, "wb") as errors, open(output or os.devnull, "ab") as log:
             super().__init__(
                 [*SSH, host.name, command], stdin=subprocess.PIPE, stdout=log if output else None, stderr=errors,

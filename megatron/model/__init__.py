@@ -1,5 +1,5 @@
-"""megatron-core's GPT with our attention in its layers: building, backends, initialization, FLOPs.
+"""megatron-core's GPT with our attention in its layers: model building, backend choice, initialization, FLOPs.
 
-`build.py` is the way in. `gpt.py` is the model, `layer.py` its transformer layer, `attention.py` the module that joins
-position encoding, score processor and a backend of `backends/`.
+`build.py` is the entry point. `gpt.py` is the model, `layer.py` its transformer layer, and `attention.py` the module
+that combines position encoding, score processor and a backend of `megatron/attention/backends`.
 """

@@ -1,25 +1,25 @@
-"""The attention module that stands as `core_attention` in megatron-core's layer.
+"""Attention module used as `core_attention` in megatron-core's layer.
 
-It asks the encoding's hooks and the processor, never their names. Where ranks share a layer or a sequence, they
-exchange what attention needs of the others.
+It calls the hooks of the encoding and of the processor, and never checks their names. Ranks that share a layer or a
+sequence exchange the tensors that attention needs from other ranks.
 
-Tensor parallelism: megatron-core divides the linear layers, so a rank computes some of the heads, in order. What is
-ours follows from that:
+Tensor parallelism: megatron-core splits the linear layers, so each rank computes a contiguous range of heads. For our
+modules this means:
 
-* every rank holds all parameters of encodings and processors and uses what concerns its heads, so each rank's gradient
-  is one part of the whole: they are summed (otherwise the copies drift apart);
-* a processor mixes the scores of all heads. So ranks exchange heads for rows: each computes all heads of a share of
-  the query rows, as if it were alone, and the output goes back the same way. Keys and values of all heads are gathered;
-  so are queries, where a processor reads rows above those of a rank.
-  What is exchanged is linear in T, never the maps. Where rows do not divide, or are few (decoding), or some sequences
-  are padded, each rank keeps its heads instead and gathers the queries of all, whose scores it computes too.
+* Every rank holds all parameters of encodings and processors and uses those of its heads. Each rank's gradient is
+  therefore partial, and gradients are summed over ranks; otherwise the copies would drift apart.
+* A processor mixes the scores of all heads. So ranks exchange heads for rows: each computes all heads for a share of
+  the query rows, and the output is exchanged back the same way. Keys and values of all heads are gathered; queries are
+  gathered only if the processor reads rows above those of the rank.
+  Communication is linear in T; score matrices are never exchanged. If the rows are not divisible, are few (decoding),
+  or some sequences are padded, each rank keeps its heads, gathers the queries of all heads and computes all scores.
 
-Context parallelism: a rank holds some of the tokens (`distributed/mesh.py`). It needs the keys and values of all
-tokens, and the queries of all where a processor reads rows above, and computes the rows of its own; its gradient of the
-others' keys and queries is theirs to add.
+Context parallelism: a rank holds a part of the tokens (`distributed/mesh.py`) and computes their rows. It needs the
+keys and values of all tokens, and all queries if the processor reads rows above. Its gradients for the keys and queries
+of other ranks are reduced to those ranks.
 
-T sequence, t tokens of a rank, B batch, H heads, h heads of this rank, g of these that have keys and values of their
-own (h, unless queries are grouped), d head dimension. Rotated queries and keys may be longer (`Encoding.qk_head_dim`).
+Shapes: T sequence length, t tokens of a rank, B batch, H heads, h heads of this rank, g key-value heads of this rank (h
+unless queries are grouped), d head dimension. Rotated queries and keys may be longer (`Encoding.qk_head_dim`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,16 +30,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.attention.backends.backend import AttentionBackend, reads_whole_table
-from megatron.attention.document_masks import compute_document_masks
+from megatron.attention.backends.backend import AttentionBackend, compute_document_masks, reads_whole_table
 from megatron.attention.inputs import AttentionInputs
-from megatron.attention.query_scale import QueryRows, describe_query_rows, scale_queries
+from megatron.attention.query_rows import QueryRows, RowsAbove, describe_query_rows, scale_queries
 from megatron.attention.reference import (
     compute_table_of_ranges,
     compute_tables_of_layers,
     sum_gates,
 )
-from megatron.attention.rows_above import RowsAbove
 from megatron.attention.segments import (
     Segment,
     attend_segments,
@@ -66,7 +64,7 @@ from megatron.utils.errors import UserError
 
 
 def tensor_parallel_heads(tensor: Axis, num_heads: int) -> slice:
-    """The heads that a rank of the tensor dimension computes; its size divides num_heads."""
+    """Return the heads that a tensor-parallel rank computes; the number of ranks must divide num_heads."""
     if tensor.size == 1:
         return ALL_HEADS
     count = num_heads // tensor.size
@@ -75,17 +73,21 @@ def tensor_parallel_heads(tensor: Axis, num_heads: int) -> slice:
 
 
 def gather_heads(x: Tensor, groups: ProcessGroups) -> Tensor:
-    """Queries or keys of all heads, [B, h, t, d] → [B, H, t, d]; each rank goes on with its own share of the work, so
-    the gradient is the sum over ranks."""
+    """Gather queries or keys of all heads, [B, h, t, d] → [B, H, t, d].
+
+    Each rank continues with a different share of the work, so the gradient is the sum over ranks.
+    """
     return all_gather(x, 1, groups, "tensor", reduce_grad=True)
 
 
 def gather_sequence(k: Tensor, v: Tensor, groups: ProcessGroups) -> tuple[Tensor, Tensor]:
-    """Keys and values of all tokens in their order, [B, H or h, t, d] → [B, H or h, T, d]; the gradient is the sum over
-    ranks."""
+    """Gather keys and values of all tokens in order, [B, H or h, t, d] → [B, H or h, T, d].
+
+    The gradient is summed over ranks.
+    """
     if groups.mesh.context.size == 1:
         return k, v
-    if k.shape != v.shape:  # keys of all heads and values of this rank's (a processor), or rotated keys that are longer
+    if k.shape != v.shape:  # keys of all heads with this rank's values (a processor), or rotated keys that are longer
         return tuple(all_gather(x, 2, groups, "context", reduce_grad=True) for x in (k, v))  # type: ignore[return-value]
     k, v = all_gather(torch.stack((k, v)), 3, groups, "context", reduce_grad=True).unbind()
     return k, v
@@ -93,23 +95,22 @@ def gather_sequence(k: Tensor, v: Tensor, groups: ProcessGroups) -> tuple[Tensor
 
 @dataclass
 class LayerAttention:
-    """What the attention of one layer is made of: the modules of its position method, its window and its backend."""
+    """Modules and settings of one layer's attention: its position method, window and backend."""
 
     encoding: Encoding
     shared: bool
-    """The encoding belongs to the whole model, which registers its parameters once."""
+    """True if the encoding belongs to the whole model, which registers its parameters once."""
     processor: Processor | None
     window: int | None
     backend: AttentionBackend
     query_multiplier: float = 1.0
-    """On queries, whose products with keys the backend divides by √d (`megatron/model/mup.py`)."""
+    """Multiplier of the queries; the backend divides their products with keys by √d (`megatron/model/mup.py`)."""
     softcap: float | None = None
-    """Bound of q·k/√d."""
+    """Bound of the soft cap on q·k/√d."""
     temperature: Temperature | None = None
     softmax_type: str = "vanilla"
-    """What makes weights of the logits (`megatron/attention/softmax.py`)."""
+    """Function that turns logits into weights (`megatron/attention/softmax.py`)."""
     sink: SoftmaxSink | None = None
-    """Of the softmax, if it has one."""
 
 
 ROTATION = ("rotate", "rotate_keys", "get_cos_sin")
@@ -118,45 +119,47 @@ ROTATION = ("rotate", "rotate_keys", "get_cos_sin")
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What a forward pass reads: where its tokens stand in their sequences, and what came before them.
+    """Inputs of a forward pass: positions of its tokens, cache of earlier tokens, and precomputed terms.
 
-    It travels through megatron-core's layers in the place of their attention mask.
+    megatron-core's layers pass it on as their attention mask.
     """
 
     segments: tuple[Segment, ...]
     kv_cache: KVCache | None = None
     num_logits: int | None = None
-    """The top layer gives its output for the last n tokens only; like the others it reads all of them."""
+    """Number of last tokens for which the top layer computes its output, or None for all. Every layer reads all tokens.
+    """
     tables: Mapping[int, ScoreTerms] = field(default_factory=dict)
-    """The encodings' tables by the layers' indices, where they were computed before the layers (`compute_tables`)."""
+    """Score tables of encodings by layer index, if computed before the layers (`compute_tables`)."""
     processor_terms: Mapping[int, Any] = field(default_factory=dict)
-    """What the backend made of processors and tables before the layers (`compute_processor_terms`)."""
+    """Terms that the backend computed from processors and tables before the layers (`compute_processor_terms`)."""
     masked_segments: Mapping[int, tuple[Segment, ...]] = field(default_factory=dict)
-    """By the layers' indices: the segments with what the backend made of documents before the layers
-    (`compute_layer_masks`)."""
+    """Segments by layer index, with the document masks that the backend computed before the layers
+    (`compute_layer_masks`).
+    """
     restarted: TokenRange | None = None
-    """Where documents are kept apart: the positions of all sequences' tokens (`documents.restart_positions`)."""
+    """Positions of all tokens when documents are masked (`documents.restart_positions`), or None."""
     query_rows: Mapping[int | None, QueryRows] = field(default_factory=dict)
-    """By windows of layers that have a temperature: what that is told of the tokens (`describe_layer_rows`)."""
+    """Query rows for the temperature, by window of the layers that have one (`describe_layer_rows`)."""
 
 
 class PositionedAttention(MegatronModule):
-    """softmax(processor(weight·q·k/√d + contextual, bias))·v over causal keys; q·k/√d may be soft-capped.
+    """Attention softmax(processor(weight·q·k/√d + contextual, bias))·v over causal keys; q·k/√d may be soft-capped.
 
     Args:
-        config: megatron-core's.
-        layer_attention: what it is made of in this layer.
-        layer_index: its number, from 0.
-        groups: those that share it.
+        config: configuration of megatron-core.
+        layer_attention: modules and settings of this layer's attention.
+        layer_index: index of the layer, from 0.
+        groups: process groups that share the layer.
     """
 
     def __init__(
         self, config: TransformerConfig, layer_attention: LayerAttention, layer_index: int, groups: ProcessGroups
     ) -> None:
         super().__init__(config=config)
-        # In a tuple the shared encoding is no submodule here: its parameters are registered by the model, once.
+        # A tuple hides the shared encoding from nn.Module: the model registers its parameters once.
         self._shared: tuple[Encoding, ...] = (layer_attention.encoding,) if layer_attention.shared else ()
-        # The attributes' names are those of weights in checkpoints: see `stored_config.WEIGHT_RENAMES`.
+        # The attribute names are those of weights in checkpoints: see `stored_config.WEIGHT_RENAMES`.
         self.position = None if layer_attention.shared else layer_attention.encoding
         self.processor = layer_attention.processor
         self.temperature = layer_attention.temperature
@@ -172,22 +175,24 @@ class PositionedAttention(MegatronModule):
 
     @property
     def encoding(self) -> Encoding:
-        """This layer's position encoding."""
         return self._shared[0] if self.position is None else self.position
 
     @property
     def is_encoding_shared(self) -> bool:
-        """Does the encoding belong to the whole model?"""
+        """True if the encoding belongs to the whole model."""
         return self.position is None
 
     @property
     def num_kept_keys(self) -> int | None:
-        """How many of the keys before a row it may depend on; None for all."""
+        """Number of preceding keys on which a row may depend, or None for all."""
         beyond = 0 if self.processor is None else self.processor.left_context + self.processor.rows_above
         return None if self.window is None else self.window - 1 + beyond
 
     def compute_table(self, segments: Sequence[Segment], device: torch.device) -> ScoreTerms | None:
-        """The encoding's table over all distances of a forward pass, if the backend reads that whole."""
+        """Compute the encoding's table over all distances of a forward pass.
+
+        Return None if the backend reads no whole table.
+        """
         if not reads_whole_table(self.backend):
             return None
         ranges = [(segment.tokens, segment.context) for segment in segments]
@@ -199,23 +204,22 @@ class PositionedAttention(MegatronModule):
         return type(self.encoding).overrides_hook("gate")
 
     def compute_gates(self, hidden: Tensor) -> Tensor | None:
-        """What the encoding's gate says of the layer's input [T, B, D]: float32 [B, h, T], None if it has none."""
+        """Compute the encoding's gates from the layer's input [T, B, D]: float32 [B, h, T], or None if it has none."""
         if not self.has_gates:
             return None
         return self.encoding.gate(sum_grad(hidden, self.groups).transpose(0, 1), self.heads)
 
     def get_rotation(self, like: Tensor, context: AttentionContext | None) -> tuple[Tensor, Tensor] | None:
-        """Return cos and sin float32 [T, r] by which a region rotates the queries and keys of a pass, or None if the
-        encoding rotates them itself or not at all.
+        """Return cos and sin, float32 [T, r], with which a region rotates queries and keys.
 
-        like: activations [T, B, …] of the pass.
+        Return None if the encoding rotates them itself or not at all. `like` has the shape [T, B, …] of the pass.
         """
         segments = build_segments(like.shape[0]) if context is None else context.segments
         if len(segments) > 1 or not hide_nothing(segments) or (context is not None and context.restarted is not None):
             return None
         owners = {next(kind for kind in type(self.encoding).__mro__ if name in vars(kind)) for name in ROTATION}
         if len(owners) > 1:
-            return None  # a subclass has replaced one of the functions, so they may differ
+            return None  # a subclass overrides one of the functions, so they may differ
         return self.encoding.get_cos_sin(like, segments[0].tokens)
 
     def forward(
@@ -229,18 +233,18 @@ class PositionedAttention(MegatronModule):
         is_rotated: bool = False,
         **_: object,
     ) -> Tensor:
-        """megatron-core's call: query [T, B, h, d], key and value [T, B, g, d] → [T or num_logits, B, h·d]; and gates
-        [B, h, T] from `compute_gates`. is_rotated: True if queries and keys are rotated already (`get_rotation`).
+        """Compute attention: query [T, B, h, d], key and value [T, B, g, d] → [T or num_logits, B, h·d].
 
-        megatron-core's attention passes a mask alone through its layers, so `attention_mask` is no mask here but the
-        `AttentionContext`, which holds the masks of its segments. What else it passes (mask type, bias, packing) its
-        GPT layers leave at the causal default.
+        megatron-core passes only a mask through its layers, so `attention_mask` is the `AttentionContext`, which holds
+        the masks of its segments. Other arguments of megatron-core (mask type, bias, packing) keep their causal
+        defaults. `gates` [B, h, T] is from `compute_gates`; `is_rotated` is True if queries and keys are already
+        rotated (`get_rotation`).
         """
         context = attention_mask if attention_mask is not None else AttentionContext(build_segments(query.shape[0]))
         turns_multiples = self.encoding.rotates_linearly and not is_rotated
         if self.query_multiplier != 1.0 and turns_multiples:
             query = query * self.query_multiplier
-        # Not einops here, which takes longer than what it calls: the host issues this for every layer of a step.
+        # einops would take longer than the operation it calls, and the host issues this for every layer of a step.
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         try:
             if not is_rotated:
@@ -253,7 +257,7 @@ class PositionedAttention(MegatronModule):
             rows = context.query_rows or describe_layer_rows([self], context.segments, q.shape[0], q.shape[2], q.device)
             q = scale_queries(q, self.temperature, rows[self.window], self.heads)
         segments = context.masked_segments.get(self.layer_index, context.segments)
-        # The queries of all rows at hand, for a processor that reads rows above.
+        # Queries of all rows available here, for a processor that reads rows above.
         queries, row_sums = q if self.reads_rows_above else None, None
         if context.kv_cache is not None:
             (k, v, gates), num_dropped = context.kv_cache.extend(self.layer_index, k, v, gates)
@@ -266,7 +270,7 @@ class PositionedAttention(MegatronModule):
         shares_rows, heads = self._shares_rows(context, q.shape[2]), self.heads
         if shares_rows:
             chunks = list_context_chunks(q.shape[2], self.groups.mesh.tensor)
-            # Rank 0's chunks are apart and the last rank's are neighbors.
+            # Rank 0's chunks are apart; those of the last rank are adjacent.
             segments = select_chunks(segments, chunks, join_neighbours=not self._is_divided_by_zero_3)
             heads = ALL_HEADS
             if queries is None:
@@ -284,14 +288,14 @@ class PositionedAttention(MegatronModule):
                 q = queries[:, :, queries.shape[2] - q.shape[2] :]
             gates = None if gates is None else gather_heads(gates, self.groups)
         k, v = gather_sequence(k, v, self.groups)
-        if gates is not None:  # so few beside keys and values that sums over ranks need no exchange of their own
+        if gates is not None:  # too small to exchange separately, unlike keys and values
             gates = all_gather(gates, 2, self.groups, "context", reduce_grad=True)
         above = None
         if queries is not None:
             above = RowsAbove(all_gather(queries, 2, self.groups, "context", reduce_grad=True), k.shape[2], row_sums)
         if len(segments) > 1:
-            q = q.contiguous()  # kept as a view, it would keep the keys and values that it lay beside
-        # Only now: the cache holds, and ranks exchange, the heads that there are.
+            q = q.contiguous()  # a view would keep the adjacent keys and values alive
+        # Repeated only here: the cache stores, and ranks exchange, each key-value head once.
         k, v = (x.repeat_interleave(self.queries_per_key, 1) if self.queries_per_key > 1 else x for x in (k, v))
         table = context.tables.get(self.layer_index) or self.compute_table(segments, q.device)
         terms = context.processor_terms.get(self.layer_index)
@@ -304,12 +308,14 @@ class PositionedAttention(MegatronModule):
 
     @property
     def reads_rows_above(self) -> bool:
-        """Does a row depend on others, by the processor?"""
+        """True if the processor makes a row depend on rows above it."""
         return self.processor is not None and self.processor.reads_rows_above
 
     def _extend_rows(self, cache: KVCache, q: Tensor, num_keys: int) -> tuple[Tensor, Tensor | None]:
-        """Queries of the rows at hand with the ones before that a processor reads, and what sums up all before these,
-        where that is what it reads."""
+        """Return the rows that a processor reads, or None if it reads no earlier rows.
+
+        These are the queries of these rows preceded by earlier ones, and the sums over all rows before them.
+        """
         assert self.processor is not None
         if self.processor.overrides("row_terms"):
             return q, cache.extend_row_sums(self.layer_index, q, num_keys)
@@ -317,11 +323,11 @@ class PositionedAttention(MegatronModule):
 
     @property
     def _is_divided_by_zero_3(self) -> bool:
-        """Does ZeRO 3 divide the processor's parameters? All ranks must call it equally often then."""
+        """True if ZeRO 3 shards the processor's parameters; all ranks must then call it equally often."""
         return self.processor is not None and has_parameters_divided_by_zero_3(self.processor)
 
     def _shares_rows(self, context: AttentionContext, length: int) -> bool:
-        """Do tensor-parallel ranks exchange heads for rows?"""
+        """Return True if tensor-parallel ranks exchange heads for rows."""
         size = self.groups.mesh.tensor.size
         is_whole = context.kv_cache is None and context.num_logits is None and hide_nothing(context.segments)
         return self.processor is not None and size > 1 and is_whole and length % (2 * size) == 0
@@ -376,7 +382,7 @@ class PositionedAttention(MegatronModule):
 def group_layers(
     attentions: Sequence[PositionedAttention], get_key: Callable[[PositionedAttention], object]
 ) -> list[list[int]]:
-    """The numbers of those that have the same key, in the order of their first ones."""
+    """Group the indices of layers with equal keys, in the order of each group's first layer."""
     groups: dict[object, list[int]] = {}
     for number, attention in enumerate(attentions):
         groups.setdefault(get_key(attention), []).append(number)
@@ -386,8 +392,11 @@ def group_layers(
 def compute_tables(
     attentions: Sequence[PositionedAttention], segments: Sequence[Segment], device: torch.device
 ) -> dict[int, ScoreTerms]:
-    """The tables of layers that compute attention alike, by their indices, as far as they are had together: one for all
-    where they share an encoding, else all at once where heads are independent. The backend must read whole tables."""
+    """Compute the tables of layers with the same attention, by layer index.
+
+    Layers that share an encoding share one table; independent heads are computed for all layers at once. The result is
+    empty if neither applies or the backend reads no whole table.
+    """
     first = attentions[0]
     if first.is_encoding_shared:
         table = first.compute_table(segments, device)
@@ -405,12 +414,15 @@ def compute_tables(
 def compute_layer_masks(
     attentions: Sequence[PositionedAttention], segments: tuple[Segment, ...], starts: Tensor, like: Tensor
 ) -> dict[int, tuple[Segment, ...]]:
-    """The segments of layers of one backend and window with what that makes of their documents, once for all of them
-    and for their recomputation, by the layers' indices.
+    """Compute the document masks of layers with the same backend and window once.
+
+    They are shared by all these layers and by recomputation.
+
+    Return the segments with their masks, by layer index.
 
     Args:
         starts: int64 [B, all tokens so far] on the CPU, the column at which each token's document begins.
-        like: has the queries' type and device.
+        like: tensor with the data type and device of the queries.
     """
     first = attentions[0]
     dropout = first.training and first.config.attention_dropout > 0
@@ -427,7 +439,7 @@ def describe_layer_rows(
     length: int,
     device: torch.device,
 ) -> dict[int | None, QueryRows]:
-    """What the temperatures of layers are told of a forward pass's tokens, by the layers' windows."""
+    """Compute the inputs of the layers' temperatures for a forward pass, by window."""
     windows = {attention.window for attention in attentions if attention.temperature is not None}
     return {window: describe_query_rows(segments, window, batch, length, device) for window in windows}
 
@@ -438,12 +450,14 @@ def compute_processor_terms(
     tables: Mapping[int, ScoreTerms],
     like: Tensor,
 ) -> dict[int, Any]:
-    """What the backend makes of the processors and tables of layers that compute attention alike, by their indices, if
-    it does so for all of them at once: where a layer makes one call, of all heads.
+    """Compute the backend's terms of processors and tables for layers with the same attention, by layer index.
+
+    The result is empty if the backend has no such terms, or if a layer makes several calls or calls with some of the
+    heads.
 
     Args:
-        tables: from `compute_tables`.
-        like: has the queries' type and device.
+        tables: tables from `compute_tables`.
+        like: tensor with the data type and device of the queries.
     """
     first, (segment, *others) = attentions[0], segments
     compute = getattr(first.backend, "compute_processor_terms", None)

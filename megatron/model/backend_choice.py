@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.backends.backend import AttentionBackend, can_mask_documents
 from megatron.attention.backends.registry import (
     REUSED_BACKENDS,
     find_fallback_reason,
@@ -24,20 +24,21 @@ from megatron.attention.backends.registry import (
     row_blocks_reason,
     select_backend,
 )
+from megatron.attention.check.compared_rows import CheckedDocuments
 from megatron.attention.check.evidence import (
     CheckKey,
     CheckRecord,
     Evidence,
     Trial,
+    describe_card,
+    describe_software,
     read_cache,
     read_records,
     write_cache,
     write_records,
 )
-from megatron.attention.check.machine import describe_card, describe_software
-from megatron.attention.check.problem import CheckedDocuments, CheckProblem, build_problem
+from megatron.attention.check.problem import CheckProblem, build_problem
 from megatron.attention.check.trials import DeviceLostError, free_memory, try_backends
-from megatron.attention.document_masks import can_mask_documents
 from megatron.attention.segments import SampleFunction, concatenate_ranges, no_sampling, select_chunks
 from megatron.distributed.mesh import list_context_chunks
 from megatron.distributed.process_groups import ProcessGroups
@@ -264,7 +265,7 @@ def _get_method(key: CheckKey) -> Mapping[str, Any]:
 def describe_check(
     model: ModelOptions, position: PositionOptions, groups: ProcessGroups, target: AttentionTarget
 ) -> CheckKey:
-    """Return everything on which the result of a rank's check depends, in JSON types."""
+    """Return everything on which the result of a rank's check depends, as JSON types."""
     sizes, softcap = groups.mesh.sizes, model.attn_logit_softcapping
     return {
         "card": describe_card(target.device),
@@ -295,8 +296,9 @@ def _hash_starts(starts: torch.Tensor) -> str:
 def list_calls(
     position: PositionOptions, num_heads: int, has_processor: bool, groups: ProcessGroups, target: AttentionTarget
 ) -> tuple[tuple[TokenRange, ...], slice]:
-    """Return the rows of a sequence that this rank computes, and the heads, as divided by `GPT` and
-    `PositionedAttention`.
+    """Return the rows of a sequence that this rank computes, and the heads.
+
+    They are divided as by `GPT` and `PositionedAttention`.
     """
     limit, mesh = position.randomized_positions, groups.mesh
     continuous = position.continuous_positions

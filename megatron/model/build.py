@@ -1,4 +1,4 @@
-"""From options to a model: the one place where encodings, processors, backends and megatron-core meet."""
+"""Construction of models from options. Only this module combines encodings, processors, backends and megatron-core."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.backends.backend import AttentionBackend, can_mask_documents
 from megatron.attention.backends.registry import select_backend
-from megatron.attention.document_masks import can_mask_documents
 from megatron.attention.softmax import build_softmax_sink
 from megatron.distributed.collectives import register_grad_all_reduce
 from megatron.distributed.mesh import ParallelSizes, pipeline_layer_range
@@ -73,13 +72,14 @@ from megatron.utils.errors import UserError
 
 
 def check_position_options(model: ModelOptions, position: PositionOptions) -> None:
-    """Build what one layer needs of positions, without memory, and throw it away: refuses what `build_model` would.
+    """Check that position options can be built, by building one layer's modules on the meta device.
 
     Raises:
-        UserError: a name, option or combination that cannot be built, naming the key and the choices.
+        UserError: for a name, option or combination that `build_model` would reject, with the key and the valid
+            choices.
     """
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        # As many layers as there are kinds of them.
+        # One layer per kind of layer.
         kinds, dims = find_layer_kinds(position, model.num_layers), build_attention_dims(model)
         _, methods = _build_methods(model, position, kinds, dims)
         for own in kinds:
@@ -98,14 +98,16 @@ def has_initial_effect(model: ModelOptions, position: PositionOptions) -> bool:
 
 
 Method = tuple[Encoding, Processor | None]
-"""The encoding and the processor of one layer."""
+"""Encoding and processor of one layer."""
 
 
 def _build_methods(
     model: ModelOptions, position: PositionOptions, layers: Sequence[PositionOptions], dims: AttentionDims
 ) -> tuple[dict[str, Encoding], list[Method]]:
-    """What layers need of positions: by their names the encodings that they share, none if each has its own, and the
-    encoding and the processor of each layer."""
+    """Build the encodings that layers share, by name, and the encoding and processor of each layer.
+
+    The first result is empty if each layer has its own encoding.
+    """
     shared: dict[str, Encoding] = {}
     if not position.pos_emb_per_layer:
         for own in layers:
@@ -113,7 +115,9 @@ def _build_methods(
                 shared[own.encoding] = build_encoding_from_options(own, dims)
     for name, encoding in shared.items():
         if len(shared) > 1 and type(encoding).overrides_hook("embed"):
-            raise UserError(f"pos_emb: {name} adds to the token embeddings and can be no layer's alone", "pos_emb")
+            raise UserError(
+                f"pos_emb: {name} adds to the token embeddings and cannot be used in single layers", "pos_emb"
+            )
     methods = [
         _build_position_modules(model, own, replace(dims, layer=layer), shared.get(own.encoding))
         for layer, own in enumerate(layers)
@@ -125,7 +129,7 @@ def _build_methods(
             if (given := getattr(position, key)) != value:
                 cause = f" (scaling {scaling})" if (scaling := position.pos_emb_options.get("scaling")) else ""
                 raise UserError(
-                    f"{key}: {given}, but the encoding{cause} depends on the length of a sequence that begins at "
+                    f"{key}: {given}, but the encoding{cause} depends on the length of a sequence that starts at "
                     "position 0",
                     key,
                 )
@@ -151,14 +155,14 @@ def _check_randomized(position: PositionOptions, encodings: Sequence[Encoding]) 
         return
     if not any(encoding.takes_positions for encoding in encodings):
         raise UserError(
-            f"randomized_positions: {limit}, but pos_emb {', '.join(position.encodings)} takes no positions",
+            f"randomized_positions: {limit}, but pos_emb {', '.join(position.encodings)} does not use positions",
             "randomized_positions",
         )
     for own in encodings:
         _check_limit(position, own, limit)
         if position.continuous_positions and not own.takes_real_positions:
             raise UserError(
-                f"continuous_positions: true, but pos_emb {', '.join(position.encodings)} knows whole positions alone",
+                f"continuous_positions: true, but pos_emb {', '.join(position.encodings)} supports only integers",
                 "continuous_positions",
             )
 
@@ -177,8 +181,8 @@ def _check_limit(position: PositionOptions, encoding: Encoding, limit: int) -> N
 def _check_multipliers(model: ModelOptions, position: PositionOptions, encoding: Encoding) -> None:
     if model.query_pre_attn_scalar is not None and type(encoding).overrides_hook("contextual"):
         raise UserError(
-            f"query_pre_attn_scalar: {model.query_pre_attn_scalar:g}, but pos_emb {position.encoding} has products "
-            "with queries and keys of its own, which have no rule for it",
+            f"query_pre_attn_scalar: {model.query_pre_attn_scalar:g}, but pos_emb {position.encoding} computes its own "
+            "products with queries and keys, which have no scaling rule for it",
             "query_pre_attn_scalar",
         )
     mup = MupScaling.from_options(model)
@@ -192,14 +196,14 @@ def _check_multipliers(model: ModelOptions, position: PositionOptions, encoding:
         )
     if mup.width != mup.heads and type(encoding).overrides_hook("contextual"):
         raise UserError(
-            f"pos_emb {position.encoding}: its products with queries and keys have no rule for a head size that is not "
-            "the base model's; keep it, and let num_attention_heads grow with hidden_size",
+            f"pos_emb {position.encoding}: its products with queries and keys have no muP rule for a head size other "
+            "than the base model's; keep that head size and scale num_attention_heads with hidden_size",
             "mup_base_num_attention_heads",
         )
 
 
 def _scale_initial_weights(gpt: GPT, model: ModelOptions) -> None:
-    """From the base model's deviations, by which weights were drawn, to muP's."""
+    """Rescale the initial weights from the base model's deviations to muP's."""
     if gpt.mup is None:
         return
     own = {id(p) for module in gpt.modules() if isinstance(module, Encoding | Processor) for p in module.parameters()}
@@ -215,7 +219,10 @@ def _scale_initial_weights(gpt: GPT, model: ModelOptions) -> None:
 def _register_gradient_sums(
     encoding: Encoding | None, others: Sequence[nn.Module | None], groups: ProcessGroups
 ) -> None:
-    """Parameters used for this rank's heads only get their whole gradient; those added to the embeddings have it."""
+    """Sum the gradients of parameters that each rank uses for its heads only.
+
+    Parameters added to the embeddings already have full gradients.
+    """
     if encoding is not None and not type(encoding).overrides_hook("embed"):
         register_grad_all_reduce(encoding, groups)
     for module in others:
@@ -224,7 +231,7 @@ def _register_gradient_sums(
 
 
 def _select_norm(model: ModelOptions) -> type:
-    """The class that megatron-core builds a norm of the residual stream with."""
+    """Return the class with which megatron-core builds norms of the residual stream."""
     if model.norm == "layernorm" and not model.layernorm_bias:
         return LayerNormWithoutBias
     norm: type = LocalSpecProvider().layer_norm(rms_norm=model.norm == "rmsnorm", for_qk=False)
@@ -234,7 +241,7 @@ def _select_norm(model: ModelOptions) -> type:
 def _layer_spec(
     model: ModelOptions, layer_attention: LayerAttention, layer_index: int, groups: ProcessGroups
 ) -> ModuleSpec:
-    """megatron-core's GPT layer with our layer class and our attention in it."""
+    """Build the spec of megatron-core's GPT layer with our layer class and our attention."""
     spec = get_gpt_layer_local_spec(normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm])
     spec.module = (
         GPTLayer if layer_index in pipeline_layer_range(model.num_layers, groups.mesh.pipeline) else OffStageLayer
@@ -275,7 +282,8 @@ def _layer_spec(
     attention.submodules.linear_qkv, attention.submodules.linear_proj = ColumnLinear, RowLinear
     mlp = spec.submodules.mlp.submodules
     mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
-    # Not a ModuleSpec: of those megatron-core tells only its own MLP which ranks share it, and warns of all others.
+    # A SimpleNamespace instead of a ModuleSpec: megatron-core passes `tp_group` only to its own MLP and warns
+    # otherwise.
     spec.submodules.mlp = SimpleNamespace(
         module=FeedForward, submodules=mlp, params={"tp_group": groups.group("tensor")}
     )
@@ -294,23 +302,24 @@ def build_model(
     backend: str | None = None,
     target: AttentionTarget | None = None,
 ) -> GPT:
-    """Build the GPT with fresh weights. Nothing outside it changes, but for torch's random state and, where backends
-    are checked, the user's cache.
+    """Build the GPT with fresh weights.
+
+    Side effects are limited to torch's random state and, if backends are checked, the user's cache.
 
     Args:
-        model, position: the configuration's sections.
-        vocab_size: the tokenizer's vocabulary; it is padded to a multiple of make_vocab_size_divisible_by.
-        groups: those that share the model; `single_process()` if this one holds it whole.
-        device: where the model goes; `meta` builds shapes without memory.
-        dtype: type of the weights.
-        seed: seeds initialization (and torch); None leaves the random state alone.
-        backend: overrides attention_backend.
-        target: where and on what it will compute, for attention_backend auto to check what it takes on a GPU; all
-            processes must then call this. None checks nothing.
+        model, position: sections of the configuration.
+        vocab_size: vocabulary of the tokenizer; it is padded to a multiple of make_vocab_size_divisible_by.
+        groups: process groups that share the model; `single_process()` if this process holds all of it.
+        device: device of the model; `meta` builds shapes without memory.
+        dtype: data type of the weights.
+        seed: seed of the initialization (and of torch); None leaves the random state alone.
+        backend: backend that overrides attention_backend.
+        target: device, data type and shapes of the computation, for the self-check of `attention_backend: auto` on a
+            GPU; all processes must then call this. None skips the check.
 
     Raises:
-        UserError: a name, option or combination that cannot be built, naming the key and the choices.
-        RunError: a backend has made a GPU unusable.
+        UserError: if a name, option or combination cannot be built; the message names the key and the valid choices.
+        RunError: if a backend made a GPU unusable.
     """
     sizes = groups.mesh.sizes
     divided = find_indivisible_sizes(model, tensor=sizes.tensor, context=sizes.context, pipeline=sizes.pipeline)
@@ -393,7 +402,7 @@ Init = Callable[[Tensor], Tensor]
 
 
 def init_method(name: InitMethod, *, std: float, num_layers: int, hidden_size: int) -> Init:
-    """The function that fills a weight in place.
+    """Return the function that initializes a weight in place.
 
     normal: N(0, std²). scaled_normal: N(0, std²/2L) (Radford et al. 2019). small_init: N(0, 2/5D) (Nguyen & Salazar
     2019). wang_init: N(0, (2/L√D)²) (Wang & Komatsuzaki 2021). xavier_*: Glorot & Bengio 2010.
@@ -410,7 +419,7 @@ def init_method(name: InitMethod, *, std: float, num_layers: int, hidden_size: i
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))/2 (Hendrycks & Gimpel 2016)."""
+    """Return x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))/2 (Hendrycks & Gimpel 2016)."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -421,11 +430,13 @@ ACTIVATIONS = {
 
 
 def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: ParallelSizes) -> LayerConfig:
-    """megatron-core's configuration of a model; weights are initialized on CPU, so that every device starts alike."""
+    """Return megatron-core's configuration of a model.
 
+    Weights are initialized on the CPU, so that they do not depend on the device.
+    """
     mup = MupScaling.from_options(model)
     layers = model.num_layers if mup is None else mup.base_layers
-    width = model.mup_base_hidden_size or model.hidden_size  # muP goes on from the base model's deviations
+    width = model.mup_base_hidden_size or model.hidden_size  # muP scales the base model's deviations
 
     def init(name):  # type: ignore[no-untyped-def]
         return init_method(name, std=model.init_method_std, num_layers=layers, hidden_size=width)
@@ -441,7 +452,7 @@ def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: ParallelS
         layernorm_epsilon=norm_epsilon(model, model.norm),
         activation_func=ACTIVATIONS[model.activation],
         gated_linear_unit=model.activation in GATED_ACTIVATIONS,
-        add_bias_linear=model.use_bias_in_mlp,  # `SelfAttention` has its own
+        add_bias_linear=model.use_bias_in_mlp,  # `SelfAttention` has its own setting
         init_method=init(model.init_method),
         output_layer_init_method=init(model.output_layer_init_method),
         hidden_dropout=model.hidden_dropout,
@@ -450,11 +461,11 @@ def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: ParallelS
         tensor_model_parallel_size=sizes.tensor,
         params_dtype=dtype,
         compile_regions=model.compile_regions,
-        # megatron-core's own fusions stay off: compiled regions do their work.
+        # megatron-core's fusions stay off: compiled regions replace them.
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
-        cuda_graph_scope=[],  # no graphs: its default, "full", is deprecated, and it warns of that
+        cuda_graph_scope=[],  # no graphs; megatron-core's default, "full", is deprecated and causes a warning
     )

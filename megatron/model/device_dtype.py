@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, get_args
 
 from megatron.options.model import ModelOptions
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import format_choices
+from megatron.utils.formatting import format_choices
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ def resolve_device(name: str) -> torch.device:
 
     kind, index = parse_device(name)
     if kind == "cuda" and index >= torch.cuda.device_count():
-        raise UserError(f"device is {name}, but the number of CUDA devices is {torch.cuda.device_count()}")
+        raise UserError(f"device is {name}, but this machine has {torch.cuda.device_count()} CUDA devices")
     if kind != "cpu":
         configure_cuda()
     if kind == "auto":

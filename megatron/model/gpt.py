@@ -1,8 +1,8 @@
-"""The GPT: megatron-core's GPTModel with our forward pass.
+"""GPT model: megatron-core's GPTModel with our forward pass.
 
-megatron-core provides embedding, layers, output layer and their tensor-parallel forms; the forward pass here adds
-absolute positions to the embeddings, recomputes activations with torch's own utility (megatron-core's needs CUDA), and
-can compute the output layer for the last positions only. B batch, T sequence, D hidden size, V padded vocabulary.
+megatron-core provides embedding, layers, output layer and their tensor-parallel forms. Our forward pass adds absolute
+positions to the embeddings and recomputes activations with torch's utility (megatron-core's needs CUDA). It can compute
+the output layer for the last positions only. Shapes: B batch, T sequence, D hidden size, V padded vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,22 +57,22 @@ from megatron.utils.errors import UserError
 
 
 class GPT(GPTModel):
-    """A causal language model. Build it with `megatron.model.build.build_model`.
+    """Causal language model. Build it with `megatron.model.build.build_model`.
 
-    Arguments that are not named here are those of megatron-core's GPTModel.
+    Arguments not listed here are those of megatron-core's GPTModel.
 
     Args:
-        groups: those that share the model.
-        encoding_names: of all layers' encodings, each once.
-        positions: the encodings that layers share, by these names; none if every layer has its own.
-        randomized: how many positions those of a sequence are sampled from; None for the tokens' indices themselves.
-        continuous: these are real numbers.
-        masks_documents: attention is computed for all documents of a row at once, see `attention/documents.py`.
-        mup: how its sizes stand to those of its base model; None without muP.
-        multipliers: what the forward pass multiplies.
+        groups: process groups that share the model.
+        encoding_names: names of all layers' encodings, without repetition.
+        positions: encodings that layers share, by name; empty if every layer has its own.
+        randomized: number of positions from which a sequence's positions are sampled; None to use the token indices.
+        continuous: True if sampled positions are real numbers.
+        masks_documents: True if attention covers all documents of a row at once (`attention/documents.py`).
+        mup: ratios of the sizes to those of the base model; None without muP.
+        multipliers: multipliers applied in the forward pass.
         checkpoint_layers: layers per block whose activations are recomputed in backward; 0 keeps all activations.
-        logit_softcap: bound of the logits (`numerics.soft_cap`); None for none.
-        backend_choice: by which backend attention is computed, and what there is to say of it.
+        logit_softcap: bound of the logits (`numerics.soft_cap`), or None.
+        backend_choice: attention backends, with the messages about their choice.
     """
 
     def __init__(
@@ -94,31 +94,32 @@ class GPT(GPTModel):
         super().__init__(*args, **kwargs)
         self.groups = groups
         self.position = next(iter(positions.values())) if len(positions) == 1 else None
-        """The encoding, if all layers share one."""
+        """Encoding shared by all layers, or None."""
         self.positions = nn.ModuleDict(positions if len(positions) > 1 else {})
-        """The encodings by their names, if layers share several; none of them adds to the token embeddings."""
+        """Shared encodings by name, if there are several; none of them adds to the token embeddings."""
         self.encoding_names = tuple(encoding_names)
         self.randomized, self.continuous = randomized, continuous
         self.masks_documents = masks_documents
         self.end_of_document: int | None = None
-        """The token after which another document begins, where the model is to find that out by itself
-        (`hidden_states`): so do models that were trained with documents apart, when they are loaded."""
+        """End-of-document token at which `hidden_states` separates documents, or None. Set when a model trained with
+        document masking is loaded.
+        """
         self.mup, self.multipliers = mup, multipliers
         self.checkpoint_layers = checkpoint_layers
         self.logit_softcap = logit_softcap
         self.max_logits = MAX_LOGITS
         self.backend_choice = backend_choice
         self.off_stage_prefixes: tuple[str, ...] = ()
-        """How the names of parameters begin that only other pipeline stages hold."""
+        """Prefixes of the parameter names that only other pipeline stages hold."""
         stage = groups.mesh.pipeline
         self.is_first_stage, self.is_last_stage = stage.index == 0, stage.index == stage.size - 1
-        """Is this the pipeline stage that reads tokens, and the one that scores them?"""
+        """True if this pipeline stage reads the tokens; True if it computes logits and losses."""
         if stage.size > 1:
             self._drop_off_stage_modules(stage)
         attentions = [layer.self_attention.core_attention for layer in self.local_layers]
         used = {id(each.encoding) for each in attentions}
         self._unused_encodings = [name for name, each in self.positions.items() if id(each) not in used]
-        """Of those that layers share, the ones that only other pipeline stages' layers have."""
+        """Names of shared encodings used only by the layers of other pipeline stages."""
         self._table_groups = group_layers(attentions, lambda each: (type(each.encoding), type(each.backend)))
         self._mask_groups = group_layers(attentions, lambda each: (type(each.backend), each.window))
         self._processor_groups = group_layers(
@@ -127,7 +128,7 @@ class GPT(GPTModel):
         )
 
     def _drop_off_stage_modules(self, stage: Axis) -> None:
-        """Drop what other stages use, and mark what an earlier one holds too."""
+        """Delete the modules of other stages, and mark parameters that an earlier stage also holds."""
         local = pipeline_layer_range(self.config.num_layers, stage)
         prefixes = [f"decoder.layers.{layer}." for layer in range(self.config.num_layers) if layer not in local]
         tied = self.share_embeddings_and_output_weights
@@ -146,8 +147,10 @@ class GPT(GPTModel):
                 mark_replica(parameter)
 
     def replicated_parameters(self) -> Iterator[tuple[Literal["ends", "pipeline"], nn.Parameter]]:
-        """The parameters of this stage that others hold too, and which ones do: the first and the last, or all. Their
-        gradients are to be summed after every backward pass."""
+        """Yield the parameters of this stage that other stages also hold, and which stages: the first and last, or all.
+
+        Their gradients must be summed after every backward pass.
+        """
         if self.groups.mesh.pipeline.size == 1:
             return
         if self.share_embeddings_and_output_weights and (self.is_first_stage or self.is_last_stage):
@@ -160,29 +163,27 @@ class GPT(GPTModel):
 
     @property
     def row_blocks_reason(self) -> str | None:
-        """Why attention is computed in row blocks, unchecked; None if it is not."""
+        """Reason why attention is computed in row blocks without a check, or None."""
         return self.backend_choice.row_blocks_reason
 
     @property
     def max_length(self) -> int | None:
-        """The longest sequence that the model has positions for, or None for any length."""
+        """Length of the longest sequence that the model has positions for, or None for any length."""
         if self.randomized is not None:
             return self.randomized
         shared: list[Any] = [*([] if self.position is None else [self.position]), *self.positions.values()]
         return min((each.max_length for each in shared if each.max_length is not None), default=None)
 
     def new_kv_cache(self, length: int) -> KVCache:
-        """An empty cache with room for `length` tokens.
+        """Return an empty cache with room for `length` tokens.
 
         Raises:
-            UserError: the model has no positions for so many.
+            UserError: if the model has fewer positions.
         """
         if length < 1:
             raise UserError(f"a cache needs room for at least 1 token, not {length}")
         if self.max_length is not None and length > self.max_length:
-            raise UserError(
-                f"the model has {self.max_length} positions, but a sequence of length {length} was asked for"
-            )
+            raise UserError(f"the model has {self.max_length} positions, but the requested sequence length is {length}")
         attentions = [layer.self_attention.core_attention for layer in self.local_layers]
         kept = {each.layer_index: each.num_kept_keys for each in attentions}
         return KVCache(length, kept, self._sample_positions(length, None))
@@ -199,7 +200,7 @@ class GPT(GPTModel):
     def _build_segments(
         self, length: int, mask: Tensor | None, kv_cache: KVCache | None, seed: int | None
     ) -> tuple[Segment, ...]:
-        """Where `length` tokens of this rank stand in their sequences."""
+        """Build the segments that describe the positions of this rank's `length` tokens."""
         if kv_cache is not None:
             kv_cache.check_capacity(length)
             sample_cached = no_sampling if kv_cache.sampled is None else lambda _: kv_cache.sampled
@@ -219,8 +220,11 @@ class GPT(GPTModel):
     def _find_documents(
         self, tokens: Tensor, mask: Tensor | None, kv_cache: KVCache | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """`document_starts` of tokens that say it themselves, and the mask that is left then; None and the mask where
-        every row is one document, after its padding."""
+        """Find `document_starts` from end-of-document tokens.
+
+        Returns:
+            The document starts and no mask, or None and the given mask if every row is one document after its padding.
+        """
         assert self.end_of_document is not None
         read = tokens.cpu()
         if kv_cache is not None:
@@ -229,17 +233,17 @@ class GPT(GPTModel):
         if not bool((is_read & (read == self.end_of_document))[:, :-1].any()):
             return None, mask
         if bool((is_read[:, :-1] & ~is_read[:, 1:]).any()):
-            raise RuntimeError("documents that are kept apart can be padded on the left alone")
+            raise RuntimeError("with document masking, rows can be padded on the left only")
         return find_document_starts(read, self.end_of_document, is_read), None
 
     def _lay_out_documents(
         self, starts: Tensor, batch: int, length: int, kv_cache: KVCache | None, seed: int | None, device: torch.device
     ) -> tuple[tuple[Segment, ...], TokenRange]:
-        """The same of documents that are kept apart, and where their positions begin anew."""
+        """Build the segments of rows with masked documents, and their positions, which restart at each document."""
         if any(layer.self_attention.core_attention.encoding.depends_on_length for layer in self.local_layers):
             raise UserError(
-                "documents cannot be kept apart: an encoding of the model depends on the length of the whole row (of "
-                "rotary, scaling dynamic and longrope); give each document a row"
+                "documents cannot be masked: an encoding of the model depends on the length of the whole row "
+                "(rotary with scaling dynamic or longrope); give each document its own row"
             )
         context, past = self.groups.mesh.context, 0 if kv_cache is None else kv_cache.length
         check_document_starts(starts, batch, past + length * context.size)
@@ -261,22 +265,24 @@ class GPT(GPTModel):
             segments = select_chunks(segments, chunks, join_neighbours=False)
         if self.max_length is not None and restarted.position_limit > self.max_length:
             raise UserError(
-                f"the model has {self.max_length} positions, but a document of {restarted.position_limit} tokens was "
-                "given"
+                f"the model has {self.max_length} positions, but a document has {restarted.position_limit} tokens"
             )
         return segments, restarted
 
     def _place_tokens(self, position_ids: Tensor, device: torch.device) -> TokenRange:
-        """Position ids [B, T] on the CPU as `documents.restart_positions` gives them: T · B."""
+        """Build the range of T·B tokens with position ids [B, T] on the CPU.
+
+        The layout is that of `documents.restart_positions`.
+        """
         for layer in self.local_layers:
             encoding = layer.self_attention.core_attention.encoding
             if not encoding.takes_any_positions() or encoding.depends_on_length:
-                raise UserError(f"position ids: {type(encoding).__name__} knows only those of tokens in their order")
+                raise UserError(f"position ids: {type(encoding).__name__}  supports only consecutive positions")
         values = position_ids.t().flatten().to(device, non_blocking=True)
         return TokenRange(0, len(values), SampledPositions(values, int(position_ids.max()) + 1))
 
     def _embed(self, tokens: Tensor, segments: tuple[Segment, ...], restarted: TokenRange | None) -> Tensor:
-        """The token embeddings, and what the encoding adds to them: [B, T] → [T, B, D]."""
+        """Embed tokens and add the encoding's embeddings: [B, T] → [T, B, D]."""
         hidden = self.embedding(input_ids=tokens, position_ids=None)
         ours = self.multipliers.position_embedding
         if (factor := self.multipliers.embedding / ours) != 1.0:
@@ -301,40 +307,40 @@ class GPT(GPTModel):
         position_ids: Tensor | None = None,
         with_log_z: bool = False,
     ) -> Tensor:
-        """Logits, or the loss of each token.
+        """Compute logits, or the loss of each token.
 
-        Where ranks share a sequence (context parallelism), each gives the tokens that it holds
-        (`distributed/mesh.py`) and gets their logits or losses; T is then their number. A pipeline stage after the
-        first takes the hidden states [T, B, D] of the one before it, and one before the last returns them.
+        With context parallelism each rank passes the tokens that it holds (`distributed/mesh.py`) and receives their
+        logits or losses; T is then the number of these tokens. Pipeline stages after the first take the hidden states
+        [T, B, D] of the previous stage, and stages before the last return hidden states.
 
         Args:
             tokens: int64 [B, T].
             labels: int64 [B, T], the token that follows each position.
-            num_logits: only the last n positions are scored.
+            num_logits: number of last positions to score, or None for all.
             attention_mask: bool [B, T], False for padding; with a cache [B, all tokens so far]. A sequence padded on
-                the left gives what it gives alone. What a padding token gives means nothing.
-            kv_cache: the tokens that came before, see `new_kv_cache`; these are added to it.
-            position_seed: seed of randomized positions; None takes those that belong to a sequence of this length for
-                good.
+                the left gives the same results as alone. Outputs of padding tokens are meaningless.
+            kv_cache: cache of earlier tokens, see `new_kv_cache`; the new tokens are added to it.
+            position_seed: seed of randomized positions; None uses fixed positions for each sequence length.
             document_starts: int64 [B, all tokens of a row so far] on the CPU, the column at which each token's document
-                begins: documents are kept apart, each giving what it gives alone. None for one document a row, or for
-                what `end_of_document` says, if that is set.
-            position_ids: int64 [B, T] on the CPU, what the encoding is told of each token instead of its index, in any
-                order and as often as they come; who sees whom follows from indices as ever. For encodings that answer
-                `embed` or `rotate` and nothing else: distances may be negative, which no bias knows.
-            with_log_z: with labels: also log Z of each token, Z being the sum of the softmax over the vocabulary.
+                begins. Documents are masked, so that each gives the same results as alone. None for one document per
+                row, or for documents separated by `end_of_document`, if that is set.
+            position_ids: int64 [B, T] on the CPU, positions passed to the encoding instead of token indices, in any
+                order and with repetitions. Causality still follows the indices. Supported by encodings that define only
+                `embed` or `rotate`: distances may be negative, for which no bias is defined.
+            with_log_z: True to return log Z of each token besides the losses, where Z is the denominator of the
+                softmax over the vocabulary. Requires labels.
 
         Returns:
-            Without labels logits [B, T or num_logits, V]; with labels the cross entropy in nats, float32
-            [B, T or num_logits], or both it and log Z, [2, B, T or num_logits].
+            Without labels, logits [B, T or num_logits, V]. With labels, the cross entropy in nats, float32
+            [B, T or num_logits], or the cross entropy and log Z, [2, B, T or num_logits].
 
         Raises:
-            UserError: the sequence is longer than the position encoding knows.
+            UserError: if the sequence is longer than the position encoding supports.
         """
         if self.groups.mesh.context.size > 1 and not (
             num_logits is None and kv_cache is None and attention_mask is None and position_ids is None
         ):
-            raise RuntimeError("ranks that share a sequence score all of it, from its start and without padding")
+            raise RuntimeError("context parallelism needs whole sequences without padding, cache or position ids")
         if num_logits is not None and num_logits < 1:
             raise UserError(f"num_logits is {num_logits}; it must be at least 1")
         hidden = self.hidden_states(
@@ -355,24 +361,24 @@ class GPT(GPTModel):
         document_starts: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the layers [T or num_logits, B, D]; arguments as in `forward`."""
+        """Compute the hidden states after the layers, [T or num_logits, B, D]. Arguments are those of `forward`."""
         if document_starts is None and self.end_of_document is not None:
             document_starts, attention_mask = self._find_documents(tokens, attention_mask, kv_cache)
         length, batch = (tokens.shape[i] for i in ((1, 0) if self.is_first_stage else (0, 1)))
         restarted = None
         if position_ids is not None:
             if kv_cache is not None or document_starts is not None or self.randomized is not None:
-                raise RuntimeError("position ids are given of whole sequences that are one document, and not drawn")
+                raise RuntimeError("position ids need whole rows with one document each, and no randomized positions")
             if any(each.self_attention.core_attention.encoding.far_distance for each in self.local_layers):
                 raise UserError(
-                    "the task says where its tokens stand; far keys, of rotary's scaling selfextend and rerope, are so "
-                    "many tokens away"
+                    "the task sets position ids, which rotary scaling selfextend and rerope do not support: they "
+                    "need distances in tokens"
                 )
             restarted = self._place_tokens(position_ids, tokens.device)
-        # One document a row needs nothing of this, but under ZeRO 3 ranks must call the same modules.
+        # Rows with one document need none of this, but under ZeRO 3 all ranks must call the same modules.
         if document_starts is not None and (bool(document_starts.any()) or self.is_divided_by_zero_3):
             if attention_mask is not None:
-                raise RuntimeError("documents that are kept apart come without padding")
+                raise RuntimeError("document_starts cannot be combined with padding")
             segments, restarted = self._lay_out_documents(
                 document_starts, batch, length, kv_cache, position_seed, tokens.device
             )
@@ -381,7 +387,7 @@ class GPT(GPTModel):
         hidden = self._embed(tokens, segments, restarted) if self.is_first_stage else tokens  # [T, B, D]
         if self._unused_encodings and torch.is_grad_enabled():
             hidden = self._add_nothing(hidden)
-        # What the layers have in common is computed before them, and outside of what a backward pass computes again.
+        # Compute terms that layers share before the layers, so that activation recomputation does not repeat them.
         attentions = [layer.self_attention.core_attention for layer in self.local_layers]
         tables: dict[int, ScoreTerms] = {}
         terms: dict[int, Any] = {}
@@ -401,13 +407,15 @@ class GPT(GPTModel):
         return hidden
 
     def _add_nothing(self, hidden: Tensor) -> Tensor:
-        """The same hidden states, by which parameters that no layer of this stage reads get a gradient of zero, in the
-        place and the type of any other's: stages add up what they have of it."""
+        """Return the same hidden states, but give parameters that no layer of this stage reads a gradient of zero.
+
+        Its order and data type match other gradients, because stages sum these gradients.
+        """
         unused = [p for name in self._unused_encodings for p in self.positions[name].parameters()]
         return hidden + sum((0.0 * parameter.sum() for parameter in unused), hidden.new_zeros(())).to(hidden.dtype)
 
     def _score(self, hidden: Tensor, labels: Tensor | None, *, with_log_z: bool) -> Tensor:
-        """What `forward` returns, from the hidden states after the last layer."""
+        """Compute the result of `forward` from the hidden states after the last layer."""
         if self.decoder.final_layernorm is not None:
             hidden = self.decoder.final_layernorm(hidden)
         if self.multipliers.logits != 1.0:
@@ -420,7 +428,7 @@ class GPT(GPTModel):
         return chunked_cross_entropy(compute_losses, hidden, labels, vocabulary, self.max_logits)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Of this rank's part of the vocabulary, [T, B, V], before a soft cap."""
+        """Compute the logits of this rank's vocabulary shard, [T, B, V], before the soft cap."""
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         weight = self.output_layer.weight if tied is None else tied
         if is_held_whole(self.output_layer, weight):
@@ -429,22 +437,22 @@ class GPT(GPTModel):
         return logits
 
     def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Of each token, float32 [B, T], from hidden states [T, B, D]."""
+        """Compute the loss of each token, float32 [B, T], from hidden states [T, B, D]."""
         if can_compile(self.config, hidden):
             return self._compute_compiled_losses(hidden, labels)[0]
         return self._cross_entropy(soft_cap(self._logits(hidden).float(), self.logit_softcap), labels)
 
     def _losses_and_log_z(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """The same losses, and each token's log Z, which is its loss and its label's logit: [2, B, T]."""
+        """Compute the loss and log Z of each token, [2, B, T]. Log Z is the sum of the loss and the label's logit."""
         if can_compile(self.config, hidden):
             return torch.stack(self._compute_compiled_losses(hidden, labels))
         logits = soft_cap(self._logits(hidden).float(), self.logit_softcap)
-        of_labels = select_label_logits(logits, labels, self.groups)  # first: the loss may work in the logits' place
+        of_labels = select_label_logits(logits, labels, self.groups)  # first, because the loss may overwrite the logits
         losses = self._cross_entropy(logits, labels)
         return torch.stack([losses, losses + of_labels])
 
     def _compute_compiled_losses(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return losses and log Z, float32 [B, T], from logits that stay in their own type."""
+        """Return losses and log Z, float32 [B, T]. The logits stay in their own data type."""
         logits, tensor = self._logits(hidden), self.groups.mesh.tensor
         first = tensor.index * logits.shape[-1]
         log_z, of_labels = compile_region(compute_log_z)(logits, labels, first, self.logit_softcap)
@@ -455,7 +463,7 @@ class GPT(GPTModel):
         return log_z - of_labels, log_z
 
     def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Of each token [B, T], from this rank's logits [T, B, V] in float32."""
+        """Compute the loss of each token [B, T] from this rank's logits [T, B, V] in float32."""
         if self.groups.mesh.tensor.size > 1:
             return vocab_parallel_cross_entropy(logits, labels.t().contiguous()).t()
         flat = rearrange(logits, "t b v -> (t b) v")
@@ -463,7 +471,7 @@ class GPT(GPTModel):
         return rearrange(losses, "(t b) -> b t", b=labels.shape[0])
 
     def _run_layers(self, hidden: Tensor, context: AttentionContext) -> Tensor:
-        # Only the output layer reads the top layer, and what it scores is all it reads; the others are read whole.
+        # Only the output layer reads the top layer, so that layer computes only the scored positions.
         full_context = replace(context, num_logits=None)
         layers = [(layer, full_context) for layer in self.local_layers]
         if self.is_last_stage:
@@ -485,11 +493,11 @@ class GPT(GPTModel):
 
     @property
     def is_divided_by_zero_3(self) -> bool:
-        """Does ZeRO 3 divide the weights of this stage's layers?"""
+        """True if ZeRO 3 shards the weights of this stage's layers."""
         return has_parameters_divided_by_zero_3(self.local_layers[0])
 
     def has_attention_parameters(self) -> bool:
-        """Does attention itself learn anything, in its encoding or its processor?"""
+        """Return whether attention itself has trainable parameters, in an encoding or a processor."""
         attentions: list[PositionedAttention] = [layer.self_attention.core_attention for layer in self.local_layers]
         encodings = (each.encoding for each in attentions if not type(each.encoding).only_adds_embeddings())
         modules = (*encodings, *(each.processor for each in attentions))
@@ -497,33 +505,32 @@ class GPT(GPTModel):
 
     @property
     def local_layers(self) -> list[Any]:
-        """The layers of this pipeline stage."""
         return [self.decoder.layers[i] for i in pipeline_layer_range(self.config.num_layers, self.groups.mesh.pipeline)]
 
     def num_parameters(self) -> int:
-        """Trainable parameters, position parameters and the padding of the vocabulary included; all ranks call it."""
+        """Count trainable parameters, including position parameters and vocabulary padding. All ranks must call it."""
         num_local = sum(full_numel(p, self.groups.mesh) for p in self.parameters() if not is_replica(p))
         return self._sum_over_stages(num_local)
 
     def _sum_over_stages(self, local: NumberT) -> NumberT:
-        """The sum over pipeline stages of what each has."""
+        """Return the sum of a value over pipeline stages."""
         mesh = self.groups.mesh
         if mesh.pipeline.size == 1:
             return local
         return self.groups.all_reduce_sum(local if mesh.tensor.index == mesh.dp_cp.index == 0 else type(local)(0))[0]
 
     def flops_per_token(self, length: int) -> float:
-        """Forward and backward FLOPs per token at a sequence length, counting the scores that are seen only.
+        """Return forward and backward FLOPs per token at a sequence length, counting only unmasked scores.
 
-        Matrix products count 2 FLOPs per multiply-add and the backward pass twice the forward: 6 per weight, plus per
-        score (b, h, i, j ≤ i) 4·d for q·k and p·v (more where rotated queries are longer than d), and what the
-        encoding's contextual terms and the score processor say of themselves. All ranks must call it.
+        A matrix product costs 2 FLOPs per multiply-add, and the backward pass costs twice the forward pass: 6 FLOPs per
+        weight. Each score (b, h, i, j ≤ i) adds 4·d for q·k and p·v (more if rotated queries are longer than d), plus
+        the FLOPs that the encoding's contextual terms and the score processor report. All ranks must call this.
         """
         forward = 2.0 * sum(full_numel(p, self.groups.mesh) for p in self._matrices())
         for layer in self.local_layers:
             attention: PositionedAttention = layer.self_attention.core_attention
             seen = min(attention.window or length, length)
-            scores = seen - seen * (seen - 1) / 2 / length  # the mean of min(i + 1, window)
+            scores = seen - seen * (seen - 1) / 2 / length  # mean of min(i + 1, window)
             sizes = attention.encoding.qk_head_dim + self.config.kv_channels
             per_score = 2.0 * sizes * self.config.num_attention_heads
             if attention.processor is not None:
@@ -532,7 +539,10 @@ class GPT(GPTModel):
         return 3.0 * self._sum_over_stages(forward)
 
     def _matrices(self) -> list[torch.nn.Parameter]:
-        """Weights that multiply every token: linear layers and the output layer, not the embedding look-up."""
+        """Return the weights that multiply every token.
+
+        These are linear layers and the output layer, but not the embedding table.
+        """
         matrices = []
         for layer in self.local_layers:
             attention, mlp = layer.self_attention, layer.mlp
@@ -547,9 +557,10 @@ class GPT(GPTModel):
 
 
 def select_label_logits(logits: Tensor, labels: Tensor, groups: ProcessGroups) -> Tensor:
-    """The logit of each token's label [B, T], from each rank's part of the vocabulary [T, B, V]; all ranks go on alike.
+    """Return the logit of each token's label [B, T] from each rank's logits [T, B, V].
 
-    Not by `gather`, which would keep the logits for its backward pass.
+    Ranks continue identically with the result, so its gradient is not summed. `gather` is avoided because it would keep
+    the logits for its backward pass.
     """
     size = logits.shape[-1]
     index = labels.t().flatten() - groups.mesh.tensor.index * size
@@ -563,15 +574,17 @@ def select_label_logits(logits: Tensor, labels: Tensor, groups: ProcessGroups) -
 def chunked_cross_entropy(
     compute_losses: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, labels: Tensor, vocabulary: int, max_logits: int
 ) -> Tensor:
-    """Losses of some tokens at a time, whose logits are computed again in the backward pass; of all at once where their
-    logits are no more than `max_logits`.
+    """Compute losses in chunks of tokens whose logits are recomputed in the backward pass.
+
+    All tokens are computed at once if their logits number at most `max_logits`.
 
     Args:
-        compute_losses: from hidden states [t, B, D] and labels [B, t] to float32 [B, t], or several such [n, B, t].
+        compute_losses: function from hidden states [t, B, D] and labels [B, t] to float32 [B, t], or several such,
+            [n, B, t].
         hidden: [T, B, D].
         labels: [B, T].
-        vocabulary: logits of a token.
-        max_logits: logits to hold at once; those of one position of the batch are held whatever it says.
+        vocabulary: logits per token.
+        max_logits: maximum number of logits in memory; a chunk has at least one position of the batch.
 
     Returns:
         float32 [B, T] or [n, B, T].
@@ -584,5 +597,8 @@ def chunked_cross_entropy(
 
 
 def gather_vocabulary(logits: Tensor, groups: ProcessGroups) -> Tensor:
-    """Logits over the whole vocabulary from each rank's part, along the last dimension; all ranks go on alike."""
+    """Gather logits over the whole vocabulary from each rank's shard, along the last dimension.
+
+    Ranks continue identically with the result, so its gradient is not summed.
+    """
     return all_gather(logits, logits.dim() - 1, groups, "tensor", reduce_grad=False)

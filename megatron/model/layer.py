@@ -1,4 +1,4 @@
-"""The transformer layer: megatron-core's modules, put together in series or in parallel.
+"""Transformer layer: megatron-core's modules, combined in series or in parallel.
 
 GPT-NeoX's parallel residual (`gpt_j_residual`), which megatron-core's layer lacks, is one line here:
 
@@ -7,12 +7,12 @@ GPT-NeoX's parallel residual (`gpt_j_residual`), which megatron-core's layer lac
     post      x ← x + norm1(attention(x));  x ← x + norm2(mlp(x))                     (norm_placement)
     sandwich  x ← x + norm2(attention(norm1(x)));  x ← x + norm4(mlp(norm3(x)))       (norm_placement)
 
-megatron-core's modules hold the weights and compute where ranks share a layer. Their forward passes ask at each call
-for what is never there in a GPT that is trained (inference engines, offloading, packed sequences, CUDA graphs), and
-their linear layer is an autograd function in Python: for a small model that is half of the host's time. So attention,
-MLP and linear layers have forward passes of their own here, with the same operations in the same order.
+megatron-core's modules hold the weights, and compute if ranks share a layer. Their forward passes check at every call
+for features that GPT training never uses (inference engines, offloading, packed sequences, CUDA graphs), and their
+linear layer is an autograd function in Python. For a small model these take half of the host's time. Attention, MLP and
+linear layers therefore have their own forward passes here, with the same operations in the same order.
 
-Norms that megatron-core's layer lacks stand here too.
+This module also defines norms that megatron-core's layer lacks.
 """
 
 from collections.abc import Callable
@@ -39,16 +39,16 @@ from megatron.model.megatron_core import (
 from megatron.position.numerics import is_divided_by_zero_3, promote_to_float32
 
 Heads = tuple[Tensor, ...]
-"""Queries [T, B, h, d], keys and values [T, B, g, d], or one tensor [T, B, g·(n + 2)·d] of all of them."""
+"""Queries [T, B, h, d], keys and values [T, B, g, d], or one tensor [T, B, g·(n + 2)·d] that holds all three."""
 Rotation = tuple[Tensor, Tensor]
 """cos and sin [T, r], see `Encoding.get_cos_sin`."""
 
 
 def recompute_in_backward(function: Callable[..., Tensor], *arguments: Any, draws: bool) -> Tensor:
-    """A function's result, whose backward pass computes it again.
+    """Call a function whose backward pass recomputes it, and return its result.
 
-    `draws`: it draws random numbers, so that torch's states must be kept and put back around it. That, and comparing
-    shapes with those of the first time, would cost the host as much as a layer's operations.
+    Set `draws` if the function uses random numbers, so that torch's random states are saved and restored. Otherwise
+    this, like the comparison of shapes, is skipped: it would cost the host as much as a layer's operations.
     """
     options: dict[str, Any] = {"preserve_rng_state": draws, "determinism_check": "none"}
     result: Tensor = checkpoint(function, *arguments, use_reentrant=False, **options)
@@ -56,21 +56,21 @@ def recompute_in_backward(function: Callable[..., Tensor], *arguments: Any, draw
 
 
 def build_norm(kind: str, size: int, epsilon: float, *, bias: bool = True) -> nn.Module:
-    """PyTorch's layernorm, which may have no bias, or rmsnorm, which never has one, of the last dimension."""
+    """Build PyTorch's LayerNorm, optionally without bias, or RMSNorm (never with bias) over the last dimension."""
     return nn.RMSNorm(size, eps=epsilon) if kind == "rmsnorm" else nn.LayerNorm(size, eps=epsilon, bias=bias)
 
 
 class LayerNormWithoutBias:
-    """PyTorch's layernorm, its weight alone, built with megatron-core's arguments."""
+    """Builder of PyTorch's LayerNorm without bias, called with megatron-core's arguments."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float) -> nn.LayerNorm:  # type: ignore[misc]
         return nn.LayerNorm(hidden_size, eps=eps, bias=False)
 
 
 class NormOverHeads(nn.Module):
-    """A norm of the queries or keys of all heads of a token together, as OLMo 2 has it: [T, B, h, d] → the same.
+    """Norm of the queries or keys of all heads of a token together, as in OLMo 2: [T, B, h, d] → [T, B, h, d].
 
-    Where ranks divide the heads, each holds the weights of its own, and what they take means of they add up.
+    With tensor parallelism each rank holds the weights of its heads, and the means are summed over ranks.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class NormOverHeads(nn.Module):
         self.centers = kind == "layernorm"
         self.weight = nn.Parameter(torch.ones(size))
         self.bias = nn.Parameter(torch.zeros(size)) if self.centers and bias else None
-        for parameter in self.parameters():  # as megatron-core marks what it divides
+        for parameter in self.parameters():  # same marks as megatron-core's sharded parameters
             parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class NormOverHeads(nn.Module):
         return (values if self.bias is None else values + self.bias).view_as(x)
 
     def _mean(self, values: Tensor) -> Tensor:
-        """Over the last dimension of all ranks. Each goes on with it in its own way, so its gradient is their sum."""
+        """Return the mean over the last dimension of all ranks. Ranks use it differently, so its gradient is summed."""
         sums = all_gather(values.sum(-1, keepdim=True), values.dim() - 1, self.groups, "tensor", reduce_grad=True)
         return sums.sum(-1, keepdim=True) / self.size
 
@@ -107,9 +107,10 @@ class NormOverHeads(nn.Module):
 def build_qk_norm(
     kind: str, num_heads: int, head_dim: int, epsilon: float, groups: ProcessGroups, *, bias: bool, over_heads: bool
 ) -> nn.Module:
-    """The norm of queries or keys [T, B, h, d], of each head by itself or of all heads together.
+    """Build the norm of queries or keys [T, B, h, d], over each head or over all heads together.
 
-    Of each head by itself all heads have the same weights. A rank's gradient is that of its own heads, and is summed.
+    A norm over each head has the same weights for all heads. A rank computes the gradient of its heads, and gradients
+    are summed over ranks.
     """
     if over_heads:
         return NormOverHeads(kind, num_heads, head_dim, epsilon, groups, bias=bias)
@@ -119,18 +120,21 @@ def build_qk_norm(
 
 
 def is_held_whole(linear: ColumnParallelLinear | RowParallelLinear, weight: Tensor) -> bool:
-    """Does this rank alone compute a linear layer? ZeRO 3 takes a weight away after its use: what autograd keeps of it
-    must be the parameter itself, which megatron-core's function sees to, and not a view."""
+    """Return True if this rank alone computes a linear layer.
+
+    ZeRO 3 releases a weight after use. Autograd must then save the parameter itself instead of a view, as
+    megatron-core's function does.
+    """
     return linear.tp_group.size() == 1 and not is_divided_by_zero_3(weight)
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """megatron-core's linear layer whose outputs are divided among ranks."""
+    """megatron-core's linear layer with outputs sharded over ranks."""
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """x·Wᵀ, and the bias if it is not added here; see megatron-core."""
+        """Return x·Wᵀ, and the bias if it is not added here; see megatron-core."""
         weight = self.weight if weight is None else weight
         if not is_held_whole(self, weight):
             return super().forward(input_, weight, runtime_gather_output)
@@ -141,10 +145,10 @@ class ColumnLinear(ColumnParallelLinear):
 
 
 class RowLinear(RowParallelLinear):
-    """megatron-core's linear layer whose inputs are divided among ranks."""
+    """megatron-core's linear layer with inputs sharded over ranks."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x·Wᵀ, and the bias if it is not added here; see megatron-core."""
+        """Return x·Wᵀ, and the bias if it is not added here; see megatron-core."""
         if not is_held_whole(self, self.weight):
             return super().forward(input_)
         output = F.linear(input_, self.weight)
@@ -154,12 +158,15 @@ class RowLinear(RowParallelLinear):
 
 
 class BiasedSelfAttention(SelfAttention):
-    """megatron-core's queries, keys, values and output projection, with biases or without, whatever the MLP has.
+    """megatron-core's queries, keys, values and output projection, with biases independent of the MLP's.
 
-    From the layer spec's params come `bias`, of all four, `qkv_bias`, of the first three, `build_qk_norm`, which makes
-    a norm of so many heads, `output_gates`, how many gates a token's attention output has (none, one of each head or
-    one of each number; Qiu et al. 2025, 2505.06708, of which megatron-core has the latter), and `recomputes`: between
-    the linear layers nothing is kept for the backward pass.
+    Args:
+        bias: True if all four projections have biases.
+        qkv_bias: True if queries, keys and values have biases.
+        build_qk_norm: function that builds a norm for a number of heads.
+        output_gates: number of gates on a token's attention output: none, one per head, or one per element (Qiu et al.
+            2025, 2505.06708). megatron-core has only the latter.
+        recomputes: True to keep nothing between the linear layers for the backward pass.
     """
 
     def __init__(
@@ -180,13 +187,13 @@ class BiasedSelfAttention(SelfAttention):
         head = self.hidden_size_per_attention_head
         queries = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
         self.group_sizes = [queries * head, head, head]
-        """Of the queries, the key and the value that belong together."""
+        """Sizes of the queries, the key and the value of a group."""
         self.normalizes_qk = build_qk_norm is not None
         if build_qk_norm is not None:
             assert config.num_query_groups is not None  # megatron-core fills it in
             self.q_layernorm = build_qk_norm(config.num_attention_heads)
             self.k_layernorm = build_qk_norm(config.num_query_groups)
-        # A layer of its own: megatron-core has the gates' rows among those of queries, keys and values.
+        # A separate layer: megatron-core interleaves the gates' rows with those of queries, keys and values.
         self.linear_gate = self._build_gate(output_gates) if output_gates else None
 
     def _build_gate(self, size: int) -> ColumnLinear:
@@ -195,27 +202,26 @@ class BiasedSelfAttention(SelfAttention):
         return ColumnLinear(self.config.hidden_size, size, **options)
 
     def forward(self, hidden: Tensor, attention_mask: AttentionContext | None = None) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [T, B, D] → [T or context.num_logits, B, D], and the bias that is to be added to them.
+        """Compute hidden states [T, B, D] → [T or context.num_logits, B, D], and the bias to add to them.
 
-        megatron-core hands its attention module a mask and nothing else of ours, so the context takes its place.
+        megatron-core passes its attention module nothing but a mask, so the context is passed as the mask.
         """
         heads, output_gate = self.project(hidden)
         output: tuple[Tensor, Tensor | None] = self.linear_proj(self.attend(hidden, heads, output_gate, attention_mask))
         return output
 
     def project(self, hidden: Tensor, rotation: Rotation | None = None) -> tuple[Heads, Tensor | None]:
-        """Return what `attend` reads of hidden states, and the output's gates, if there are any.
-
-        rotation: see `split_heads`.
-        """
+        """Return the inputs of `attend` computed from hidden states, and the output gates or None."""
         mixed, _ = self.linear_qkv(hidden)
         output_gate = None if self.linear_gate is None else self.linear_gate(hidden)[0]
         heads = (mixed,) if self._recomputes_now else self.split_heads(mixed, rotation)
         return heads, output_gate
 
     def can_compile(self, x: Tensor) -> bool:
-        """Return whether regions of attention's weights and an activation are compiled: not where ranks divide the
-        weights, nor under ZeRO 3, which gathers them around each module's call."""
+        """Return True if regions with attention's weights and an activation are compiled.
+
+        They are not if ranks shard the weights, or under ZeRO 3, which gathers weights around each module call.
+        """
         return can_compile(self.config, x) and is_held_whole(self.linear_qkv, self.linear_qkv.weight)
 
     @property
@@ -223,9 +229,9 @@ class BiasedSelfAttention(SelfAttention):
         return self.recomputes and self.training and torch.is_grad_enabled()
 
     def split_heads(self, mixed: Tensor, rotation: Rotation | None = None) -> Heads:
-        """Return queries [T, B, h, d], keys and values [T, B, g, d] out of one tensor.
+        """Split one tensor into queries [T, B, h, d], keys and values [T, B, g, d].
 
-        rotation: by which to rotate queries and keys; None if they are rotated later, or not at all.
+        Queries and keys are rotated if a rotation is given.
         """
         mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
         query, key, value = mixed.split(self.group_sizes, dim=3)
@@ -234,7 +240,7 @@ class BiasedSelfAttention(SelfAttention):
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if rotation is None:
             return query, key, value
-        # A view of the values alone would keep the queries and keys that it lies beside.
+        # A view of the values would keep the adjacent queries and keys alive.
         return rotate_heads(query, *rotation), rotate_heads(key, *rotation), value.contiguous()
 
     def attend(
@@ -245,13 +251,11 @@ class BiasedSelfAttention(SelfAttention):
         context: AttentionContext | None,
         rotation: Rotation | None = None,
     ) -> Tensor:
-        """Return what the output projection reads.
+        """Return the input of the output projection.
 
         Args:
-            hidden: what `project` read, if the encoding has gates.
-            heads, output_gate: results of `project`.
-            context: see `forward`.
-            rotation: by which `project` has rotated queries and keys.
+            hidden: input of `project`, if the encoding has gates.
+            rotation: rotation that `project` applied to queries and keys.
         """
         gates = None if hidden is None else self.core_attention.compute_gates(hidden)
         arguments: tuple[Any, ...] = (gates, output_gate, context, rotation, *heads)
@@ -275,8 +279,10 @@ class BiasedSelfAttention(SelfAttention):
 
 
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x·cos + swap(x)·sin of x [T, B, h, d], where `Encoding.get_cos_sin` gives cos and sin [T, r]: as `rotate_halves`,
-    in operations that torch.compile fuses."""
+    """Return x·cos + swap(x)·sin for x [T, B, h, d], with cos and sin [T, r] from `Encoding.get_cos_sin`.
+
+    Same result as `rotate_halves`, in operations that torch.compile fuses.
+    """
     turned = x[..., : cos.shape[-1]].to(cos.dtype)
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos[:, None, None] + torch.cat([second, first], dim=-1) * sin[:, None, None]
@@ -284,16 +290,16 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def apply_gate(attended: Tensor, gate: Tensor) -> Tensor:
-    """What heads attend to [T, B, h·d] times σ(gate), of every number [T, B, h·d] or of every head [T, B, h]."""
+    """Multiply the attention output [T, B, h·d] by σ(gate), per element [T, B, h·d] or per head [T, B, h]."""
     factors = torch.sigmoid(promote_to_float32(gate))[..., None]
     return (attended.unflatten(-1, (gate.shape[-1], -1)) * factors).to(attended.dtype).flatten(-2)
 
 
 class FeedForward(MLP):
-    """megatron-core's MLP."""
+    """megatron-core's MLP with its own forward pass."""
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [T, B, D] → the same, and the bias that is to be added to them."""
+        """Return the MLP's output for hidden states [T, B, D], and the bias to add to it."""
         inner, bias = self.linear_fc1(hidden)
         if bias is not None:
             inner = inner + bias
@@ -307,11 +313,13 @@ class FeedForward(MLP):
 
 
 class GPTLayer(TransformerLayer):
-    """One layer of the GPT; hidden states are [T, B, D].
+    """One layer of the GPT; hidden states are [T, B, D]. megatron-core builds it from the layer spec.
 
-    Built by megatron-core from the layer spec; `parallel`, `tied_norm`, `multiplier` (on what either branch adds,
-    `megatron/model/mup.py`) and `build_post_norm`, which makes the norm that stands after a branch, come from the
-    spec's params.
+    Args:
+        parallel: True for the parallel residual.
+        tied_norm: True if both branches share one norm.
+        multiplier: factor on the output of each branch (`megatron/model/mup.py`).
+        build_post_norm: function that builds the norm after a branch.
     """
 
     def __init__(
@@ -328,16 +336,16 @@ class GPTLayer(TransformerLayer):
         self.post_self_attn_layernorm = None if build_post_norm is None else build_post_norm()
         self.post_mlp_layernorm = None if build_post_norm is None else build_post_norm()
         self.keeps_normed = tied_norm or self.self_attention.core_attention.has_gates
-        """True if the first norm is read by more than the matrix product of queries, keys and values."""
+        """True if anything besides the projection of queries, keys and values reads the first norm."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As any module is called: megatron-core's layer looks for CUDA graphs first."""
+        """Call the module without megatron-core's checks for CUDA graphs."""
         return nn.Module.__call__(self, *args, **kwargs)
 
     def _add(
         self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, norm: nn.Module | None = None
     ) -> Tensor:
-        """residual + multiplier · dropout(norm(output + bias))"""
+        """Return residual + multiplier · dropout(norm(output + bias))."""
         output, bias = output_and_bias
         if bias is not None:
             output = output + bias
@@ -350,9 +358,9 @@ class GPTLayer(TransformerLayer):
         return residual + output
 
     def forward(self, hidden: Tensor, context: AttentionContext | None = None) -> Tensor:
-        """Hidden states [T, B, D] → [T or context.num_logits, B, D]."""
+        """Compute hidden states [T, B, D] → [T or context.num_logits, B, D]."""
         attention, drops = self.self_attention, self.training and self.hidden_dropout > 0
-        compiles = attention.can_compile(hidden) and not drops  # compiled, dropout would draw other numbers
+        compiles = attention.can_compile(hidden) and not drops  # compiled dropout would draw different numbers
         rotation = attention.core_attention.get_rotation(hidden, context) if compiles else None
         begin, end = (choose_region(part, compiles=compiles) for part in (GPTLayer._begin, GPTLayer._end))
         normed, heads, output_gate = begin(self, hidden, rotation)
@@ -385,8 +393,10 @@ class GPTLayer(TransformerLayer):
 
 
 class OffStageLayer(nn.Module):
-    """A layer of another stage. It is built and dropped at once: the layers after it then draw the random numbers that
-    they would draw in the whole model."""
+    """Placeholder for a layer of another pipeline stage.
+
+    The layer is built and dropped at once, so that later layers draw the same random numbers as in the whole model.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Single import point of megatron-core's model: everything we use of it, imported without PyTorch's compiler."""
+"""Single import point of megatron-core's model classes, imported without PyTorch's compiler."""
 
 from megatron.utils.imports import trim_imports
 

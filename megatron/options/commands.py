@@ -37,7 +37,7 @@ class AnalysisOptions(LengthOptions):
     data: str | None = config_field(
         None,
         "text to analyze: .txt or .jsonl file, corpus folder or dataset; if absent, each run's test split, or "
-        "sequences of the task that a run learned",
+        "sequences of the task that a run was trained on",
     )
     windows: int = config_field(4, "windows per length over which attention is averaged", ge=1)
     window: int | None = config_field(
@@ -66,7 +66,7 @@ MAX_NEW_TOKENS = 10**9
 class GenerationOptions(ConfigSection):
     """Options of text generation with a trained model."""
 
-    maximum_tokens: int = config_field(64, "most tokens to generate after a prompt", ge=1, le=MAX_NEW_TOKENS)
+    maximum_tokens: int = config_field(64, "maximum number of tokens to generate per prompt", ge=1, le=MAX_NEW_TOKENS)
     temperature: float = config_field(
         1.0, "divisor of the logits; 0 always selects the most likely token (greedy)", ge=0
     )
@@ -79,7 +79,7 @@ class GenerationOptions(ConfigSection):
     )
     seed: int = config_field(1234, "seed of sampling; the same seed, prompt and options give the same text", ge=0)
     stop: list[str] = config_field(list, "stop string: generation ends before it; may be repeated")
-    batch_size: int = config_field(8, "most prompts per batch", ge=1)
+    batch_size: int = config_field(8, "maximum number of prompts per batch", ge=1)
     window: int | None = config_field(
         None, "number of last keys to attend to, including the token's own", ge=1, le=MAX_LENGTH
     )

@@ -128,11 +128,11 @@ class EvaluationOptions(LengthOptions):
     protocol: Protocol = config_field(
         "last",
         "which tokens are scored: last (the last tokens of windows that end at the same positions), nonoverlapping "
-        "(all, as KERPLE), overlapping (all with at least min_context tokens before them, as LongPPL), strided (the "
-        "last tokens of consecutive windows); or a probe: repeated (random tokens, copied) or passkey",
+        "(all, as in KERPLE), overlapping (all with at least min_context tokens before them, as in LongPPL), "
+        "strided (the last tokens of consecutive windows); or a probe: repeated (random tokens, copied) or passkey",
     )
     windows: int | None = config_field(
-        None, "windows per length; if absent, 64 (last, probes), 512 (learned tasks) or all (other protocols)", ge=1
+        None, "windows per length; if absent, 64 (last, probes), 512 (trained tasks) or all (other protocols)", ge=1
     )
     targets: Annotated[list[Annotated[int, Field(ge=1)]] | None, CommaSeparated] = config_field(
         None,
@@ -141,7 +141,7 @@ class EvaluationOptions(LengthOptions):
     )
     depths: Annotated[Depths | None, CommaSeparated] = config_field(
         None,
-        "depths of a needle map: of the passkey (5 if absent), or of the answer in a learned task that has one; a "
+        "depths of a needle map: of the passkey (5 if absent), or of the answer in a task that has one; a "
         "number of evenly spaced depths from 0 to 1, or fractions",
         min_length=1,
         metavar="11 | 0,0.5,1",
@@ -157,7 +157,7 @@ class EvaluationOptions(LengthOptions):
         None, "with strided: tokens from one window to the next, all of which are scored", ge=1
     )
     min_context: int | None = config_field(
-        None, "with overlapping: fewest tokens before each scored token; windows overlap by this many", ge=1
+        None, "with overlapping: minimum number of tokens before each scored token; windows overlap by this many", ge=1
     )
     measures: Annotated[list[Measure] | None, CommaSeparated] = config_field(
         None,
@@ -211,7 +211,7 @@ class EvaluationOptions(LengthOptions):
     )
     task_options: str | None = config_field(
         None,
-        "for runs that learned a task: task options that differ from training, ignore=0.98,…",
+        "for runs trained on a task: task options that differ from training, ignore=0.98,…",
         metavar="OPTION=VALUE,…",
     )
     device: str = config_field(
@@ -236,17 +236,17 @@ def refuse_choices_of_text(options: EvaluationOptions, names: Iterable[str], why
     Args:
         options: requested options.
         names: names of the options that have no meaning.
-        why: what determines them instead, as in "a task is none".
+        why: reason why they do not apply, as in "the runs were trained on a task".
 
     Raises:
         UserError: one of the options is not at its default.
     """
     for name in names:
         if getattr(options, name) != EvaluationOptions.model_fields[name].get_default():
-            raise UserError(f"--{name.replace('_', '-')} is for texts, and {why}: remove it")
+            raise UserError(f"--{name.replace('_', '-')} applies to texts only, but {why}; remove it")
 
 
 def refuse_task_options(options: EvaluationOptions) -> None:
-    """Reject options of a task if no run learned one. Raises UserError."""
+    """Reject options of a task if no run was trained on one. Raises UserError."""
     if options.task_options is not None:
-        raise UserError("--task-options is for runs that learned a task, and none of these did: remove it")
+        raise UserError("--task-options applies to runs trained on a task, but these were not; remove it")

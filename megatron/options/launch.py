@@ -39,7 +39,7 @@ class SlurmOptions(ConfigSection):
         True, "requeue the job after a preemption, a time limit or a failed node", policy="machine"
     )
     signal_seconds: int = config_field(
-        300, "seconds before the time limit when ranks are told to save; must be enough for a save", ge=10,
+        300, "seconds before the time limit at which ranks are asked to save; must be enough for a save", ge=10,
         le=65535, policy="machine",
     )  # fmt: skip
     setup: list[str] = config_field(list, "shell commands before the start: module load cuda", policy="machine")
@@ -150,7 +150,7 @@ def find_launch_conflicts(launch: LaunchOptions) -> Iterator[tuple[str, str]]:
         yield (
             "slurm.signal_seconds",
             f"slurm.signal_seconds {slurm.signal_seconds} is not less than slurm.time {slurm.time} ({limit} s): the "
-            "job would be told to save immediately",
+            "job would be asked to save immediately",
         )
     if slurm.container_mounts and slurm.container is None:
         yield "slurm.container_mounts", "slurm.container_mounts needs slurm.container, the container image"

@@ -38,8 +38,9 @@ from megatron.options.model import (
     q_hidden_size,
     qk_norm,
 )
-from megatron.planning.attention_memory import ATTENTION_MEMORY, AttentionShape
+from megatron.planning.attention_memory import ATTENTION_MEMORY
 from megatron.planning.model_costs import count_temperature_parameters, plan_encoding, plan_processor
+from megatron.planning.row_block_memory import AttentionShape
 
 BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}
 

@@ -5,8 +5,8 @@ therefore underestimates its cost. The factor below is the measured overhead of 
 
 | processor | model, tokens     | step / step without | plan  | factor | source                                        |
 |-----------|-------------------|---------------------|-------|--------|-----------------------------------------------|
-| cdape     | 350M, 1 × 512     | 1.501               | 1.052 | 9.7    | H200, docs/results/gpu_check.md               |
-| cdape     | 350M, 32 × 512    | 1.815               | 1.052 | 15.8   | the same                                      |
+| cdape     | 350M, 32 × 512    | 1.574               | 1.052 | 11.0   | H200, docs/results/gpu_visit.md               |
+| cdape     | 350M, 32 × 512    | 1.465               | 1.052 | 8.9    | the same, both steps as CUDA graphs           |
 | cdape     | 350M, 1 × 512     | 1.331               | 1.052 | 6.4    | authors' module, DAPE V2 (2410.04798) Table 7 |
 | cdape     | 2.7B, 1 × 512     | 1.219               | 1.019 | 11.7   | the same                                      |
 | cdape     | 6.7B, 1 × 512     | 1.121               | 1.008 | 16.2   | the same                                      |
@@ -33,7 +33,7 @@ class MeasuredOverhead:
 
 _PAPER = "DAPE V2 Table 7, 350M to 6.7B"
 MEASURED_OVERHEADS = {
-    "cdape": MeasuredOverhead(6.4, 16.2, f"350M on an H200, docs/results/gpu_check.md, and {_PAPER}"),
+    "cdape": MeasuredOverhead(6.4, 16.2, f"350M on an H200, docs/results/gpu_visit.md, and {_PAPER}"),
     "dape": MeasuredOverhead(10.5, 34.0, _PAPER),
 }
 """Overheads by name of the score processor. The other processors have no measured steps."""

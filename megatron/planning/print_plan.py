@@ -56,7 +56,7 @@ def print_plan(plan: Plan, console: Console, max_layouts: int) -> None:
             console.print(describe_band(band), markup=False)
         if plan.config.model.attention_backend == "auto":
             console.print(f"auto: {describe_auto(plan)}", markup=False)
-        console.print(f"measure it without a GPU: {plan.rehearse_command}", markup=False, soft_wrap=True)
+        console.print(f"to check it without a GPU: {plan.rehearse_command}", markup=False, soft_wrap=True)
     if not plan.fitting_layouts:
         reason = "fits: use more GPUs, or GPUs with more memory"
         if plan.detailed_layout is None:
@@ -128,7 +128,7 @@ def _describe_layout(layout: ParallelLayout) -> str:
 
 def _build_memory_table(plan: Plan) -> Table:
     processors = [name for name in plan.config.position.processors if name != "none"]
-    map_label = "  of which score matrices" + (f" and those of {', '.join(processors)}" if processors else "")
+    map_label = "  of which score matrices" + (f" and tensors of {', '.join(processors)}" if processors else "")
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("component")
     columns = plan.estimate_backends()

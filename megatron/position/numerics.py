@@ -1,8 +1,13 @@
 """Tensor functions shared by several encodings: arithmetic in sufficient precision, and Toeplitz matrices from tables.
 
 A table over distances n = i − j is expanded into a matrix over rows and columns.
+
+A CUDA graph stores the address of every tensor that existed before its capture. A cache may evict such a tensor, after
+which the graph would read memory that belongs to others. Caches therefore pass what they return to `keep_for_capture`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -197,3 +202,23 @@ def toeplitz(
     # Sampled positions have no diagonals to sum along.
     distance = query.positions(table.device)[:, None] - key.positions(table.device)[None, :]
     return table.index_select(1, distance.clamp_(min=0).flatten()).unflatten(1, distance.shape)
+
+
+_captures: list[list[Tensor]] = []
+
+
+@contextmanager
+def collect_captured_tensors() -> Iterator[list[Tensor]]:
+    """Collect the cached tensors that are used inside. The owner of a graph must keep the list as long as the graph."""
+    tensors: list[Tensor] = []
+    _captures.append(tensors)
+    try:
+        yield tensors
+    finally:
+        _captures.pop()
+
+
+def keep_for_capture(*tensors: Tensor) -> None:
+    """Add tensors of a cache that can evict them to the capture in progress, if there is one."""
+    if _captures:
+        _captures[-1] += tensors

@@ -2,7 +2,7 @@
 
 `python -m megatron.rehearsal.rank_process JOB`, with the null device's environment and torchrun's variables. Besides
 the changes of the null device, weights have no values (`unset_weights`) and checkpoint files store no zeros
-(`sparse_files`). Before publishing a checkpoint, the first rank waits until the other rehearsed ranks have written
+(`SparseFile`). Before publishing a checkpoint, the first rank waits until the other rehearsed ranks have written
 their shards, and then writes the shards of the remaining ranks (`missing_ranks`). Training and saving offer hooks for
 this (`TrainingHooks`, `SaveHooks`), which no command or key sets.
 """
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from megatron.config.cuda_graph import TRIAL_PHASE
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import FarfieldError, UserError, describe_error, is_out_of_memory
+from megatron.utils.project import find_own_path
 
 if TYPE_CHECKING:
     from megatron.checkpoint.saver import Entries
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from megatron.training.trainer import TrainingHooks
     from megatron.training.training_run import TrainingRun
 
-ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.1
 
 
@@ -213,11 +213,8 @@ def list_own_lines(error: BaseException) -> tuple[str, ...]:
     """List the project's lines in an error's traceback, innermost first."""
     lines = []
     for frame in traceback.extract_tb(error.__traceback__):
-        path = Path(frame.filename)
-        if not path.is_relative_to(ROOT):
-            continue
-        path = path.relative_to(ROOT)
-        if "site-packages" not in path.parts and not path.is_relative_to("megatron/rehearsal"):
+        path = find_own_path(frame.filename)
+        if path is not None and not path.is_relative_to("megatron/rehearsal"):
             source = linecache.getline(frame.filename, frame.lineno or 0).strip()
             lines.append(f"{path}:{frame.lineno} {frame.name}: {source}")
     return tuple(reversed(lines))[:6]
@@ -261,7 +258,7 @@ class RankHooks:
     def build_hooks(self) -> "TrainingHooks":
         """Build the hooks for this rank's training."""
         from megatron.checkpoint.saver import SaveHooks
-        from megatron.rehearsal.sparse_files import SparseFile
+        from megatron.rehearsal.missing_ranks import SparseFile
         from megatron.rehearsal.unset_weights import ZeroStagingBuffers
         from megatron.training.trainer import TrainingHooks
 

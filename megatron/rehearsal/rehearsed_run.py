@@ -153,7 +153,7 @@ def plan_rehearsal(
     keys |= {"profile": {}, "memory_snapshot": None}  # meaningless on a device that computes nothing
     synthetic_splits: tuple[Split, ...] = ()
     if missing is not None:
-        notes.append(f"a synthetic corpus with a vocabulary of {size:,} tokens is read instead (--vocabulary)")
+        notes.append(f"a synthetic corpus with a vocabulary of {size:,} tokens is used instead (--vocabulary)")
         synthetic_splits = tuple(list_named_splits(config.data)) or SPLITS
         keys |= _describe_text({split: ["synthetic"] for split in synthetic_splits})
     nodes = world_size // per_node

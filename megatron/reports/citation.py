@@ -25,10 +25,8 @@ from megatron.position.catalog import (
     read_temperature_facts,
 )
 from megatron.reports.table_formats import escape_latex
-from megatron.utils.atomic_io import get_farfield_version
+from megatron.utils.project import CITATION_FILE, IS_CHECKOUT, PACKAGES_FOLDER, PROGRAM, get_farfield_version
 
-PROJECT_FOLDER = Path(__file__).parents[2]
-CITATION_FILE = PROJECT_FOLDER / "CITATION.cff"
 _BIBTEX_TYPES = {"article": "article", "conference-paper": "inproceedings", "software": "software"}
 
 
@@ -63,16 +61,19 @@ def describe_reproduction(positions: Sequence[str], command: str | None = None) 
 
 
 def format_command() -> str | None:
-    """Return the command line of this process, or None if it is not `deepy.py`."""
+    """Return the command line of this process, or None if it is not one of the project's commands."""
     program, *arguments = sys.argv
-    return shlex.join(["./deepy.py", *arguments]) if Path(program).name == "deepy.py" else None
+    is_ours = Path(program).name in ("deepy.py", "farfield") or Path(program).parent.name == "farfield"
+    return shlex.join([PROGRAM, *arguments]) if is_ours else None
 
 
 def read_commit() -> str | None:
-    """Return the git commit of the project folder, with a + if files are modified, or None without git."""
+    """Return the git commit of the checkout, with a + if files are modified, or None without a checkout or git."""
+    if not IS_CHECKOUT:
+        return None
     try:
         asked = subprocess.run(
-            ["git", "-C", str(PROJECT_FOLDER), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
+            ["git", "-C", str(PACKAGES_FOLDER), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
             capture_output=True, text=True, timeout=10, check=False,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):

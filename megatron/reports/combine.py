@@ -10,21 +10,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron.reports import failures, paper_experiment, records, report, report_markdown, results_output
+from megatron.reports import paper_experiment, records, report, report_markdown, results_output
 from megatron.reports.citation import format_command
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.depth_maps import split_depth_maps
-from megatron.reports.failures import RunFailure
 from megatron.reports.html_page import is_generated_page
 from megatron.reports.method_rows import get_table_key
 from megatron.reports.paper_experiment import Experiment
-from megatron.reports.records import RESULTS_FILE, Record
+from megatron.reports.records import RESULTS_FILE, Record, RunFailure
 from megatron.reports.report import ReportSection, build_leaderboard_report
 from megatron.reports.report_markdown import is_generated_markdown
 from megatron.reports.verdict_tables import DEFAULT_DELTA, build_verdict_tables
 from megatron.utils.atomic_io import check_folder, refuse_foreign_files, write_page_atomically
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import format_choices
+from megatron.utils.formatting import format_choices
 
 MARKDOWN_SUFFIX, LATEX_SUFFIX = ".md", ".tex"
 
@@ -59,7 +58,7 @@ def combine_results(
         _check_output_page(output)
     records_by_path = {path: records.read_records(path) for path in _list_result_files(result_paths)}
     experiments = _read_experiments(records_by_path)
-    failures_by_path = {path: failures.read_failures(path) for path in records_by_path}
+    failures_by_path = {path: records.read_failures(path) for path in records_by_path}
     sections = _build_sections(records_by_path, experiments, failures_by_path, against, delta)
     if output is not None and output.suffix == MARKDOWN_SUFFIX:
         report_markdown.check_pictures("--output", output, sections)
@@ -100,7 +99,7 @@ def build_sections(
     records_by_path = {path: records.read_records(path) for path in _list_result_files(result_paths)}
     if not is_whole and against not in {record.method for found in records_by_path.values() for record in found}:
         against = None
-    failures_by_path = {path: failures.read_failures(path) for path in records_by_path}
+    failures_by_path = {path: records.read_failures(path) for path in records_by_path}
     return _build_sections(records_by_path, _read_experiments(records_by_path), failures_by_path, against, delta)
 
 
@@ -143,7 +142,7 @@ def _list_result_files(result_paths: Sequence[Path]) -> list[Path]:
     companion_files = {
         companion
         for path in files
-        for companion in (paper_experiment.get_experiment_path(path), failures.get_failures_path(path))
+        for companion in (paper_experiment.get_experiment_path(path), records.get_failures_path(path))
     }
     return [path for path in dict.fromkeys(files) if path not in companion_files]
 

@@ -28,10 +28,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron.reports import x_axes
-from megatron.reports.failures import RunFailure
 from megatron.reports.method_rows import disambiguate_methods, get_table_key, list_unproven_methods
 from megatron.reports.metrics import Metric
-from megatron.reports.records import Record
+from megatron.reports.records import Record, RunFailure
 from megatron.reports.x_axes import XAxis, format_multiple
 
 MAX_NAMED_METHODS = 4
@@ -175,7 +174,7 @@ class ComparisonTable:
         """Notes on the scored tokens and on how to read the cells, one sentence each."""
         tokens = sorted({record.tokens for record in self.records})
         token_text = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
-        column_phrase = "in all" if self.metric.length_summary else self.axis.column_phrase
+        column_phrase = "in total" if self.metric.length_summary else self.axis.column_phrase
         notes = [f"{token_text} tokens scored {column_phrase}; {self.metric.better} is better."]
         if self.max_seeds > 1:
             has_partial_cells = any(cell.partial_num_seeds is not None for cell in self.cells.values())
@@ -185,14 +184,14 @@ class ComparisonTable:
                 at_last = "" if self.metric.length_summary else f" at {self.axis.format_value(self.x_values[-1])}"
                 notes.append(f"Best seed{at_last}: {', '.join(self._format_best_seeds())}.")
         if any(cell.is_best for cell in self.cells.values()):
-            notes.append("* best of its column.")
+            notes.append("* best in its column.")
         metric = self.metric
         relative_bounds = [
             metric.compute_change(bound, cell.mean) for cell in self.cells.values() for bound in cell.interval or ()
         ]
         if relative_bounds:
             low, high = map(metric.format_relative_change, (min(relative_bounds), max(relative_bounds)))
-            notes.append(f"95% bootstrap intervals of single cells are within {low} and {high}.")
+            notes.append(f"95% bootstrap intervals of individual cells are within {low} and {high}.")
         if self.changes:
             value_name = metric.inline_title
             change_note = (

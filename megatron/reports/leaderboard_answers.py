@@ -81,10 +81,10 @@ def _tell_who_holds(board: LeaderboardReport) -> Iterator[str]:
             ended.setdefault(text.max_lengths[method], []).append(method)
     for max_length, methods in ended.items():
         whose = "its maximum length is" if len(methods) == 1 else "their maximum length is"
-        yield f"{_name_methods(methods)} cannot be evaluated there, because {whose} {max_length:,} tokens."
+        yield f"{_name_methods(methods)} cannot be evaluated at this length, because {whose} {max_length:,} tokens."
     unknown = [method for method in missing if not text.ends_before(method, last)]
     if unknown:
-        yield f"No result there: {_name_methods(unknown)}."
+        yield f"No result at this length: {_name_methods(unknown)}."
     num_partial = sum(text.cells[method, last].partial_num_seeds is not None for method in changes)
     if num_partial:
         yield (

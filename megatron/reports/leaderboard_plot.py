@@ -3,7 +3,8 @@
 import io
 import math
 
-from megatron.reports.charts import Chart, ChartPlace, ChartPoint, ChartSeries, ChartTick, choose_scales
+from megatron.reports.chart_scales import choose_scales
+from megatron.reports.charts import Chart, ChartPlace, ChartPoint, ChartSeries, ChartTick
 from megatron.reports.leaderboard import LeaderboardReport
 from megatron.reports.metrics import format_number, get_metric
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from megatron.reports.chart_scales import Scale, choose_linear_ticks
 from megatron.reports.charts import (
     MAX_DRAWN_CURVES,
     NARROW_WIDTH,
@@ -16,8 +17,6 @@ from megatron.reports.charts import (
     ChartPoint,
     ChartSeries,
     ChartTick,
-    Scale,
-    choose_linear_ticks,
     keep_labels_apart,
 )
 from megatron.reports.metrics import format_number

@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import stdev
 from typing import Literal
 
-from megatron.utils.suggestions import format_choices
+from megatron.utils.formatting import format_choices
 
 MAX_NLL = 700.0
 """Maximum loss in nats per token that still has a perplexity; exp overflows at 709."""
@@ -224,8 +224,8 @@ class Metric:
 
     @property
     def change_operator(self) -> str:
-        """Word between the two values of a change."""
-        return "over" if self.comparison == "ratio" else "minus"
+        """Operator between the two values of a change, in words."""
+        return "divided by" if self.comparison == "ratio" else "minus"
 
 
 METRICS = {

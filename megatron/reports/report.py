@@ -20,7 +20,6 @@ from megatron.reports.comparison_table import (
     select_curve_tables,
 )
 from megatron.reports.depth_maps import split_depth_maps
-from megatron.reports.failures import RunFailure
 from megatron.reports.html_page import (
     TEMPLATES_FOLDER,
     Download,
@@ -33,7 +32,7 @@ from megatron.reports.leaderboard import Leaderboard, LeaderboardReport
 from megatron.reports.leaderboard_answers import build_answers
 from megatron.reports.leaderboard_plot import build_cost_chart
 from megatron.reports.method_rows import disambiguate_methods
-from megatron.reports.records import Record, format_records_csv
+from megatron.reports.records import Record, RunFailure, format_records_csv
 from megatron.reports.results_output import build_missing_table
 from megatron.reports.table_formats import TextTable, build_html_table, render_comparison_latex
 from megatron.reports.x_axes import format_multiple

@@ -13,15 +13,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from megatron.reports import failures, table_formats
 from megatron.reports import records as record_files
+from megatron.reports import table_formats
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables
 from megatron.reports.depth_maps import split_depth_maps
-from megatron.reports.failures import RunFailure
 from megatron.reports.leaderboard import LeaderboardReport
 from megatron.reports.leaderboard_answers import build_answers
 from megatron.reports.method_rows import disambiguate_methods
-from megatron.reports.records import RESULTS_FILE, Record, merge_records
+from megatron.reports.records import RESULTS_FILE, Record, RunFailure, merge_records
 from megatron.reports.table_formats import TextTable, build_rich_table, render_comparison_text
 from megatron.utils.atomic_io import refuse_foreign_files, write_bytes_atomically, write_text_atomically
 from megatron.utils.folder_lock import folder_lock
@@ -173,7 +172,7 @@ def _write_result_files(
 ) -> list[Path]:
     from megatron.reports.plots import render_plots_png  # matplotlib imports slowly
 
-    failures.write_failures(folder / RESULTS_FILE, run_failures)
+    record_files.write_failures(folder / RESULTS_FILE, run_failures)
     comparison_tables = build_comparison_tables(records, run_failures)
     missing_table = build_missing_table(comparison_tables, own_seeds=own_seeds)
     plain_tables, depth_maps = split_depth_maps(comparison_tables)

@@ -7,8 +7,8 @@ logarithms if means are geometric (an exploding perplexity is skewed, its nll is
 Among many tests some are positive by chance. A difference is significant if p is below 5% after Holm's correction (Holm
 1979, A simple sequentially rejective multiple test procedure) over all tests of a table against one method.
 
-Two models of one seed get an interval instead, by a paired bootstrap over blocks of the text. It measures the
-uncertainty of their ratio on other texts, not a difference between methods: other trainings may differ more.
+Two models with the same seed get an interval instead, by a paired bootstrap over blocks of the text. It measures the
+uncertainty of their ratio on other texts, not a difference between methods: other training runs may differ more.
 """
 
 import math
@@ -25,7 +25,7 @@ from megatron.reports.records import Record
 from megatron.reports.table_formats import TextTable
 from megatron.reports.x_axes import join_headers
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import format_choices
+from megatron.utils.formatting import format_choices
 
 SIGNIFICANCE_LEVEL = 0.05
 WORSE_MARK = "†"
@@ -245,15 +245,15 @@ def build_significance_table(table: ComparisonTable, against: str) -> TextTable:
     }
     methods = [method for method in table.methods if method != against and method not in table.trivial_baselines]
     max_seeds = max((comparison.num_seeds for comparison in comparisons.values()), default=0)
-    change_kind = "ratio to" if table.metric.comparison == "ratio" else "difference from"
-    mean_note = f": the {table.metric.mean_kind} over the seeds that both methods have" if max_seeds > 1 else ""
-    notes = [f"The {change_kind} {against}{mean_note}."]
+    change_kind = "Ratio to" if table.metric.comparison == "ratio" else "Difference from"
+    mean_note = f": {table.metric.mean_kind} over the seeds that both methods have" if max_seeds > 1 else ""
+    notes = [f"{change_kind} {against}{mean_note}."]
     if any(comparison.partial_num_seeds is not None for comparison in comparisons.values()):
         notes.append(f"Unless n is shown, {max_seeds} seeds are paired.")
     if any(comparison.text_interval is not None for comparison in comparisons.values()):
         notes.append(
-            "Intervals: 95%, paired bootstrap over blocks of the text, for two models of one seed; other trainings may "
-            "differ more."
+            "Intervals: 95%, paired bootstrap over blocks of the text, for two models with the same seed; other "
+            "training runs may differ more."
         )
     if any(comparison.is_tested for comparison in comparisons.values()):
         scales = ", the larger p of values and of logarithms" if table.metric.comparison == "ratio" else ""
@@ -262,7 +262,7 @@ def build_significance_table(table: ComparisonTable, against: str) -> TextTable:
             f"{WORSE_MARK} significantly worse than {against}: Holm's p is below {SIGNIFICANCE_LEVEL:.0%}.",
         ]
     else:
-        notes.append("Significance is unknown: a test needs two seeds that both methods have.")
+        notes.append("Significance unknown: a test needs two seeds that both methods have.")
     return TextTable(
         title=f"{table.title}: compared with {against}",
         corner_header="method",

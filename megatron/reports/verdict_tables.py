@@ -22,7 +22,7 @@ from megatron.reports import significance
 from megatron.reports.comparison_table import Change, ComparisonTable, format_partial_seeds
 from megatron.reports.table_formats import TextTable
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import format_choices
+from megatron.utils.formatting import format_choices
 
 DEFAULT_DELTA = 0.1
 """Bound of the extrapolation criterion."""
@@ -94,7 +94,7 @@ def _build_train_length_table(tables: Sequence[ComparisonTable]) -> TextTable:
     )
     notes = [
         f"All cells score the same tokens {axis.column_phrase}; {metric.better} is better.",
-        "* best of its column.",
+        "* best in its column.",
     ]
     if max_seeds > 1:
         notes.append(f"Cells are mean ± standard deviation of {max_seeds} seeds, or of n seeds where shown.")
@@ -175,7 +175,7 @@ def build_extrapolation_table(table: ComparisonTable, delta: float = DEFAULT_DEL
              if method not in listed_methods]  # fmt: skip
     rows.sort(key=lambda row: table.methods.index(row[0]))
     notes = [
-        f"r is the ratio of perplexity to that at {table.train_length:,} tokens, minus 1 (2307.10156, definition 2.1; "
+        f"r is the ratio to the perplexity at {table.train_length:,} tokens, minus 1 (2307.10156, definition 2.1; "
         "the paper gives no bound)."
     ]
     if table.max_seeds > 1:

@@ -6,7 +6,7 @@ copy. These have their own axes, and their length is that of the window.
 
 from dataclasses import dataclass
 
-from megatron.utils.suggestions import format_choices
+from megatron.utils.formatting import format_choices
 
 
 @dataclass(frozen=True)

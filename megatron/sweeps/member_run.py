@@ -1,18 +1,14 @@
-"""One member of a sweep: its training, in a subprocess that is started, monitored and stopped, and its evaluation.
-
-The process is `./deepy.py train FILE`, so runs do not share state, and any of them can be repeated by hand.
-"""
+"""One member of a sweep: its training, in a subprocess that is started, monitored and stopped, and its evaluation."""
 
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from megatron.launch.child_command import DEEPY, build_command_error, stop_child
 from megatron.reports.records import Record
 from megatron.sweeps.remaining_work import (
     MemberWork,
@@ -22,10 +18,10 @@ from megatron.sweeps.remaining_work import (
     write_evaluation_marker,
 )
 from megatron.sweeps.spec import SweepMember
-from megatron.training.metrics_log import METRICS_FILE, read_metrics_log
-from megatron.utils.atomic_io import parse_json
-from megatron.utils.errors import RunError
+from megatron.training.metrics_log import METRICS_FILE, read_last_step, read_metrics_log
+from megatron.utils.errors import FarfieldError, RunError, UserError
 from megatron.utils.progress import WorkItem
+from megatron.utils.project import COMMAND
 from megatron.utils.signals import get_parent_variable
 
 POLL_SECONDS = 0.2
@@ -144,7 +140,7 @@ def train_in_subprocess(
     with open(output, "w", encoding="utf-8") as file:
         start_time = time.time()
         child = subprocess.Popen(
-            [sys.executable, str(DEEPY), "train", str(configuration)],
+            [sys.executable, *COMMAND, "train", str(configuration)],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -163,19 +159,29 @@ def train_in_subprocess(
         raise build_command_error(child.returncode, lines, otherwise)
 
 
-def read_last_step(metrics: Path, since: float) -> int | None:
-    """Return the newest step in a run's metrics.jsonl if the file was written after `since`, else None."""
+def stop_child(child: subprocess.Popen[Any]) -> None:
+    """Stop a running command when its parent exits; a training first saves after its current step."""
+    if child.poll() is not None:
+        return
+    child.terminate()
     try:
-        if metrics.stat().st_mtime < since:
-            return None
-        with open(metrics, "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - (1 << 14)))
-            lines = file.read().split(b"\n")[:-1]  # the last line may still be incomplete
-    except OSError:
-        return None
-    for line in reversed(lines):
-        try:
-            return int(parse_json(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
-    return None
+        for _ in child.stdout or ():  # a child whose pipe is not read does not exit
+            pass
+        child.wait()
+    except BaseException:  # a second signal
+        child.kill()
+        child.wait()
+        raise
+
+
+def build_command_error(code: int, lines: Iterable[str], otherwise: str) -> FarfieldError:
+    """Build an error of the right class from a failed command's own error lines.
+
+    Args:
+        code: exit code of the command.
+        lines: its output.
+        otherwise: message if it printed no error.
+    """
+    errors = [line.strip().removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    message = "; ".join(errors) if errors else otherwise
+    return UserError(message) if code == UserError.exit_code and errors else RunError(message)

@@ -24,13 +24,12 @@ from megatron.config.stages import build_stages, find_writing_stage
 from megatron.config.yaml_files import format_value
 from megatron.data.blend import compute_sequence_range
 from megatron.data.datasets import list_sequence_lengths
+from megatron.data.tasks.task_config import read_task_config
 from megatron.launch import slurm
 from megatron.options.data import DataOptions
 from megatron.options.evaluation import EvaluationOptions
-from megatron.reports.failures import RunFailure
-from megatron.reports.records import RESULTS_FILE, Record, read_records
+from megatron.reports.records import RESULTS_FILE, Record, RunFailure, read_records
 from megatron.sweeps.spec import Sweep, SweepMember
-from megatron.tasks.task_config import read_task_config
 from megatron.training import metrics_log
 from megatron.training.check_resources import estimate_disk_need, refuse_full_disk
 from megatron.training.check_start import check_start

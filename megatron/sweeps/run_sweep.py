@@ -43,9 +43,8 @@ from megatron.launch.console import log_traceback, run_console
 from megatron.launch.dispatch import uses_slurm
 from megatron.options.sweep import SweepCorpusOptions
 from megatron.reports.comparison_table import build_comparison_tables
-from megatron.reports.failures import RunFailure
 from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
-from megatron.reports.records import RESULTS_FILE, Record
+from megatron.reports.records import RESULTS_FILE, Record, RunFailure
 from megatron.reports.results_output import check_no_foreign_results, print_comparison_tables, print_leaderboard
 from megatron.sweeps.member_run import run_member
 from megatron.sweeps.remaining_work import (
@@ -409,7 +408,7 @@ def _write_results(
     sweep: Sweep, records: Sequence[Record], failures: Sequence[RunFailure], done: Sequence[SweepMember]
 ) -> None:
     """Rewrite results and report for the completed members."""
-    from megatron.monitoring.training_curves import TrainingMonitor
+    from megatron.launch.training_curves import TrainingMonitor
     from megatron.reports import paper_experiment, report
     from megatron.reports.citation import format_command
     from megatron.reports.results_output import write_results

@@ -24,7 +24,7 @@ from megatron.options.sweep import (
 from megatron.options.training import MAX_SEED
 from megatron.reports.metrics import METRICS
 from megatron.utils.errors import UserError, shorten_text
-from megatron.utils.suggestions import format_choices, suggest_names
+from megatron.utils.formatting import format_choices, suggest_names
 
 VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 """Pattern of variant names, which are also folder names."""

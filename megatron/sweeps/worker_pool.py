@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
-from pathlib import Path
 from typing import Any
 
 from megatron.distributed.hardware import count_cores
@@ -29,6 +28,7 @@ from megatron.sweeps.spec import SweepMember
 from megatron.utils.errors import FarfieldError, RunError, refuse_exits
 from megatron.utils.imports import SAFE_PATH_VARIABLE
 from megatron.utils.progress import ProgressMeter, WorkItem
+from megatron.utils.project import join_python_path
 from megatron.utils.signals import (
     StoppedBySignal,
     end_with_parent,
@@ -36,7 +36,6 @@ from megatron.utils.signals import (
     raising_on_signals,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 UPDATE_SECONDS = 0.5
 """Minimum time between two progress messages, in seconds."""
 Outcome = list[Record] | FarfieldError
@@ -118,12 +117,11 @@ class _Worker:
     def start(cls, num_threads: int) -> "_Worker":
         here, there = Pipe()
         environment = {"OMP_NUM_THREADS": str(num_threads), **os.environ, **get_parent_variable()}
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         process = subprocess.Popen(
             [sys.executable, "-m", "megatron.sweeps.worker_pool", str(there.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=[there.fileno()],
-            env=environment | SAFE_PATH_VARIABLE | {"PYTHONPATH": os.pathsep.join(paths)},
+            env=environment | SAFE_PATH_VARIABLE | {"PYTHONPATH": join_python_path()},
             start_new_session=True,
         )
         there.close()

@@ -23,14 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.layout import list_checkpoints, parse_step, resolve_checkpoint_path
-from megatron.config.parallelism import resolve_mesh_shape
 from megatron.config.schema import Config
 from megatron.config.stages import Stage, build_stages
 from megatron.data.load_tokenizer import read_vocab_size
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.mesh import ParallelSizes
-from megatron.options.checkpoint import CheckpointOptions
 from megatron.options.data import DataOptions
+from megatron.options.output import CheckpointOptions
 from megatron.planning.activations import DEFAULT_GPU_BYTES
 from megatron.planning.attention_memory import list_common_backends
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
@@ -50,22 +49,23 @@ OVERRULE = "set check_resources=false to start anyway"
 
 
 def check_memory(
-    config: Config, hardware: LocalHardware, *, device: str, ranks_on_node: int, ranks: int
+    config: Config, hardware: LocalHardware, sizes: ParallelSizes, *, device: str, ranks_on_node: int
 ) -> Iterator[str]:
     """Reject a configuration that cannot fit in memory. Yield a note if it is planned to nearly fill a GPU.
 
     Args:
         config: resolved configuration, with its batch and stages.
         hardware: hardware of this machine; unknown values are not checked.
+        sizes: mesh of the run.
         device: cpu or cuda.
-        ranks_on_node, ranks: number of processes on this machine, and in total.
+        ranks_on_node: number of processes on this machine.
 
     Raises:
         UserError: if memory is too small; the message gives the bytes needed and available.
     """
     if not config.launch.check_resources or (hardware.memory is None and hardware.gpu_memory is None):
         return
-    sizes, vocab_size = resolve_mesh_shape(config, ranks), find_vocab_size(config.data)
+    vocab_size = find_vocab_size(config.data)
     stages, start = _list_stages(config), find_start_step(config.checkpoint)
     for stage in stages:
         if stage.end_step <= start and stage is not stages[-1]:
@@ -101,7 +101,7 @@ def _check_gpu_memory(
         raise UserError(
             f"{name}{_describe_size(config)}: a rank needs at least {format_bytes(needed)} of GPU memory "
             f"({format_bytes(estimate.weights)} of weights, {format_bytes(estimate.optimizer)} of optimizer states), "
-            f"and a GPU has {format_bytes(gpu_memory)}; find layouts that fit with `./deepy.py plan`, or {OVERRULE}",
+            f"but a GPU has {format_bytes(gpu_memory)}; find layouts that fit with `./deepy.py plan`, or {OVERRULE}",
             "num_layers" if estimate.weights + estimate.optimizer > gpu_memory else "seq_length",
         )
     planned = estimate_memory(config, sizes, vocab_size, gpu_bytes=gpu_memory)
@@ -146,7 +146,7 @@ def _check_host_memory(
         processes = "1 process" if ranks_on_node == 1 else f"{ranks_on_node} processes"
         raise UserError(
             f"{name}{_describe_size(config)}: {work} at least {format_bytes(needed)} of this machine's memory for its "
-            f"{processes}, and it has {format_bytes(hardware.memory)}; {OVERRULE}",
+            f"{processes}, but it has {format_bytes(hardware.memory)}; {OVERRULE}",
             key,
         )
 
@@ -209,8 +209,9 @@ def find_vocab_size(data: DataOptions) -> int:
 
 
 def find_start_step(options: CheckpointOptions) -> int:
-    """Return the step at which a run starts, from the names of its checkpoints. Errors in checkpoints are left to the
-    code that reads them.
+    """Return the step at which a run starts, from the names of its checkpoints.
+
+    Errors in checkpoints are left to the code that reads them.
     """
     if options.load is None or options.finetune:
         return 0
@@ -374,7 +375,7 @@ def refuse_full_disk(key: str, folder: str | Path, needed: int, text: str) -> No
     free = measure_free_bytes(folder)
     if free is not None and needed > free:
         raise UserError(
-            f"{key}: {folder}: the checkpoints of {text.format(f'at least {format_bytes(needed)}')}, and the disk has "
+            f"{key}: {folder}: the checkpoints of {text.format(f'at least {format_bytes(needed)}')}, but the disk has "
             f"{format_bytes(free)} free; keep fewer (keep_last_n_checkpoints), save less often (checkpoint_factor) or "
             f"elsewhere, or {OVERRULE}",
             key,

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from megatron.model.gpt import GPT
     from megatron.training.start_plan import StartPlan
 
-UNCHECKED_ELSEWHERE = "what only the training machines know: GPUs, memory, CUDA, network, and files that only they see"
+UNCHECKED_ELSEWHERE = (
+    "facts known only on the training machines: GPUs, memory, CUDA, network, and files not visible here"
+)
 
 
 def check_data_files(config: Config) -> None:

@@ -31,7 +31,7 @@ def describe_waits(record: TrainRecord) -> list[str]:
     if record.checkpoint_wait >= MIN_WAIT:
         waits.append(f"checkpoint {record.checkpoint_wait:.0%}")
     if record.slowest_rank_wait >= MIN_WAIT and (record.slowdown or 0.0) >= MIN_SLOWDOWN:
-        waits.append(f"rank {record.slowest_rank} slower by {record.slowdown:.0%}")
+        waits.append(f"rank {record.slowest_rank} is {record.slowdown:.0%} slower")
     return waits
 
 
@@ -67,8 +67,9 @@ def format_train_record(record: TrainRecord, train_iters: int) -> str:
 
 
 def format_norms(record: TrainRecord) -> str | None:
-    """Format the norms of an interval as one line, each with the norm of the last update, or return None if not
-    measured.
+    """Format the norms of an interval as one line, or return None if not measured.
+
+    Each norm is followed by that of the last update.
     """
     if record.param_norm is None or record.update_norm is None:
         return None

@@ -1,25 +1,23 @@
-"""Decide on the device whether micro-batches run as CUDA graphs (`cuda_graph`), like attention's check of backends.
+"""On-device trial that decides whether micro-batches run as CUDA graphs (`cuda_graph`), like the check of backends.
 
-The first step of a process runs as ever. Before the second one its first micro-batch is computed some times more, and
-leaves no trace: no batch is consumed, no random number is drawn and no gradient is accumulated.
+The first step of a process runs eagerly. Before the second step, its first micro-batch is computed several more times
+without side effects: no batch is consumed, no random number is drawn, and no gradient is accumulated.
 
-    eager, several times  finds operations that wait for the device or copy from the host, which no graph repeats;
-                          how much two results of the same micro-batch differ; its time
+    eager, several times  finds operations that wait for the device or copy from the host, which graphs cannot repeat;
+                          measures time, and the difference of two results of the same micro-batch
     captured              from other tokens of the same shape
-    replayed              equal to eager? its time; the memory that the graphs keep
+    replayed              compares with eager results; measures time, and memory that the graphs keep
 
-`auto` takes graphs that are right, faster, and leave room for what the run needed so far; one line says what came of
-it. All ranks take what every rank can.
+`auto` uses graphs that are correct, faster, and leave the memory that the run has needed so far. One line reports the
+result. All ranks use graphs only if every rank can.
 """
 
 import gc
-import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -34,14 +32,14 @@ from megatron.distributed.process_groups import ProcessGroups
 from megatron.training.graphed_model import CudaCapture, GraphedModel, TrainingPasses
 from megatron.utils.errors import UserError, describe_error, is_out_of_memory
 from megatron.utils.formatting import format_bytes
+from megatron.utils.project import find_own_path
 from megatron.utils.rounding import SAFETY_FACTOR
 
 TIMED_PASSES = 3
 MIN_GAIN = 0.03
-"""Share of a micro-batch's time that graphs must save: they keep memory."""
+"""Minimum fraction of a micro-batch's time that graphs must save, because they keep memory."""
 SYNC_ERROR = "called a synchronizing CUDA operation"
-"""Text of the error that PyTorch raises where the host would wait for the device."""
-ROOT = Path(__file__).resolve().parents[2]
+"""Text of PyTorch's error for operations that make the host wait for the device."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +49,18 @@ class GraphTrial:
     refusal: str | None = None
     """Reason why this rank cannot capture graphs, or None if it can."""
     eager_seconds: float = 0.0
-    """Forward and backward of a micro-batch, launched one by one."""
+    """Time of the forward and backward passes of a micro-batch, launched eagerly, in seconds."""
     graph_seconds: float = 0.0
     is_exact: bool = False
     """True if the losses and all gradients are equal bit for bit."""
     kept_bytes: int = 0
-    """Memory that the graphs keep."""
+    """Memory that the graphs keep, in bytes."""
     is_short: bool = False
-    """True if they leave too little memory for what the run needed so far."""
+    """True if the graphs leave less memory than the run has needed so far."""
 
 
 def plan_trial(config: Config, device: torch.device) -> tuple[bool, str | None]:
-    """Return whether a run shall try graphs, and a line if its keys alone stand against them on a GPU."""
+    """Return whether a run tries graphs, and a line if its configuration rules them out on a GPU."""
     if device.type != "cuda" or config.training.cuda_graph == "off":
         return False, None
     obstacle = find_graph_obstacle(config)
@@ -72,11 +70,12 @@ def plan_trial(config: Config, device: torch.device) -> tuple[bool, str | None]:
 def build_graphs(
     config: Config, model: nn.Module, batch: Batch, groups: ProcessGroups, loss_scale: float = 1.0
 ) -> tuple[GraphedModel | None, str]:
-    """Try graphs on a micro-batch; return them, or None where they are not taken, and a line that says why. All ranks
-    must call this.
+    """Try graphs on a micro-batch. Return them, or None if they are not used, and a line with the reason.
+
+    All ranks must call this.
 
     Raises:
-        UserError: `cuda_graph` is on, and some rank can have no graphs.
+        UserError: if `cuda_graph` is on and some rank cannot use graphs.
     """
     names = ("tokens", "labels", "loss_mask")
     tokens, labels, mask = (batch[name].to(groups.device) for name in names)
@@ -95,15 +94,15 @@ def build_graphs(
     gc.collect()
     if groups.device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(groups.device)  # reports are of steps
+        torch.cuda.reset_peak_memory_stats(groups.device)  # reports cover only steps
     return graphed, line
 
 
 def decide(mode: str, trials: Sequence[GraphTrial]) -> tuple[bool, str]:
-    """Return whether graphs are taken, and the line that says why, from the trials of all ranks.
+    """Return whether graphs are used, and a line with the reason, from the trials of all ranks.
 
     Raises:
-        UserError: the mode is `on`, and some rank can have no graphs.
+        UserError: if the mode is `on` and some rank cannot use graphs.
     """
     for rank, trial in enumerate(trials):
         if trial.refusal is not None:
@@ -116,9 +115,9 @@ def decide(mode: str, trials: Sequence[GraphTrial]) -> tuple[bool, str]:
     kept = format_bytes(max(trial.kept_bytes for trial in trials))
     times = f"{1e3 * graph:.3g} ms for forward and backward of a micro-batch instead of {1e3 * eager:.3g}"
     if mode == "auto" and graph > (1 - MIN_GAIN) * eager:
-        return False, f"CUDA graphs: off; no faster ({times})"
+        return False, f"CUDA graphs: off; not faster ({times})"
     if mode == "auto" and any(trial.is_short for trial in trials):
-        return False, f"CUDA graphs: off; the {kept} that they keep leave too little memory ({times})"
+        return False, f"CUDA graphs: off; the {kept} that they keep would leave too little memory ({times})"
     how = "bit for bit" if all(trial.is_exact for trial in trials) else "within rounding"
     return True, f"CUDA graphs: on; {times}, gradients equal {how}, {kept} of memory kept"
 
@@ -133,18 +132,18 @@ def try_graphs(
     is_exact_wanted: bool = False,
     build_capture: Callable[[], CudaCapture] = CudaCapture,
 ) -> tuple[GraphedModel | None, GraphTrial]:
-    """Compute a micro-batch eagerly and as graphs, and compare.
+    """Compute a micro-batch eagerly and with graphs, and compare the results.
 
     Args:
-        model: in training mode.
+        model: model in training mode.
         tokens, labels: int64 [B, T] on its device.
         upstream: gradient of the losses [B, T].
-        with_log_z: asked of the model; the gradient of log Z is then the losses'.
-        is_exact_wanted: rounding alone is too much of a difference.
-        build_capture: of graphs.
+        with_log_z: True to request log Z from the model; its gradient is then that of the losses.
+        is_exact_wanted: True to reject differences from rounding.
+        build_capture: function that builds the capture of graphs.
 
     Returns:
-        The graphs, not installed, or None if there can be none, and what was found out.
+        The graphs, not installed, or None if they cannot be used, and the result of the trial.
     """
     try:
         return _try_graphs(model, tokens, labels, upstream, with_log_z, is_exact_wanted, build_capture())
@@ -153,8 +152,8 @@ def try_graphs(
 
 
 def _describe_failure(error: BaseException) -> str:
-    """Say in one line why passes cannot be captured, from what their trial raised."""
-    while error.__context__ is not None:  # the end of a capture raises too, after what went wrong inside
+    """Describe in one line, from the error of a trial, why passes cannot be captured."""
+    while error.__context__ is not None:  # the end of a capture raises another error after the original one
         error = error.__context__
     if is_out_of_memory(error):
         return "too little memory to capture them"
@@ -165,7 +164,7 @@ def _describe_failure(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if "site-packages" not in frame.filename and frame.filename != __file__
     ]
-    name = os.path.relpath(frames[-1].filename, ROOT)
+    name = find_own_path(frames[-1].filename) or frames[-1].filename
     where = "the backward pass" if frames[-1].name == "compute_gradients" else f"{name}:{frames[-1].lineno}"
     return f"{where} waits for the device, which no graph can repeat"
 
@@ -180,7 +179,7 @@ def _try_graphs(
     capture: CudaCapture,
 ) -> tuple[GraphedModel | None, GraphTrial]:
     if hooked := next((name for name, module in model.named_modules() if name and _has_hooks(module)), None):
-        return None, GraphTrial(f"a hook on {hooked} wants to see every pass")
+        return None, GraphTrial(f"a hook on {hooked} must see every pass")
     names = getattr(getattr(model, "backend_choice", None), "name", None) or ""
     if (obstacle := find_backend_obstacle(names)) is not None:
         return None, GraphTrial(obstacle)
@@ -194,13 +193,13 @@ def _try_graphs(
         return [losses.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
     with capture.work_aside():
-        compute_eagerly()  # compiles and fills caches
+        compute_eagerly()  # compiles code and fills caches
         with ExitStack() as stack:
             stack.enter_context(capture.find_waits())
             copies = stack.enter_context(_HostCopies())
             compute_eagerly()
         if copies.found:
-            return None, GraphTrial(f"the host copies to or from the device within a pass ({copies.found[0]})")
+            return None, GraphTrial(f"the host copies to or from the device during a pass ({copies.found[0]})")
         expected = compute_eagerly()
         noise = _measure_differences(compute_eagerly(), expected)
         eager_seconds = _measure_seconds(compute_eagerly, capture)
@@ -215,11 +214,12 @@ def _try_graphs(
     sizes = torch.stack([torch.linalg.vector_norm(tensor.float()) for tensor in expected]).tolist()
     epsilon = torch.finfo(expected[-1].dtype).eps
     for number, (difference, own, size) in enumerate(zip(differences, noise, sizes, strict=True)):
-        # As many times the rounding of the type, or the difference of two eager results, as attention's check allows.
+        # Tolerance of attention's check: a multiple of the data type's rounding, or of the difference of two eager
+        # results.
         allowed = 0.0 if is_exact_wanted else SAFETY_FACTOR * max(own, epsilon * size)
         if not difference <= allowed:
             name = "the losses" if number == 0 else "the gradient of " + _name(graphed, number - 1)
-            return None, GraphTrial(f"{name} differs from that of eager launches by {difference:.2g} of {size:.2g}")
+            return None, GraphTrial(f"{name} differs from the eager result by {difference:.2g} of {size:.2g}")
     del expected
     graph_seconds = _measure_seconds(replay, capture)
     is_short = capture.is_short(needed + kept)
@@ -261,7 +261,7 @@ def _measure_seconds(function: Callable[[], Any], capture: CudaCapture) -> float
 
 
 class _HostCopies(TorchDispatchMode):
-    """Collects copies between host and device. A graph would repeat them from and to addresses that others own then."""
+    """Recorder of copies between host and device. A graph would repeat them with addresses that are reused by then."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,19 +1,19 @@
-"""A model whose training passes are two CUDA graphs, forward and backward, replayed inside autograd.
+"""Model whose training passes are two CUDA graphs, forward and backward, replayed inside autograd.
 
-An eager micro-batch of a small model is the host's: each of its thousand launches takes the host 10 µs. A graph holds
-the launches with their arguments, and one call repeats them. So a captured micro-batch is bound to what it saw: shapes,
-addresses and whatever the host decided. Everything around it stays as it is, since autograd sees one function of the
-parameters: masks and loss scales, gradient accumulation, DeepSpeed's hooks, reduction and clipping.
+The host limits an eager micro-batch of a small model: each of its thousand launches takes the host 10 µs. A graph
+stores the launches with their arguments, and one call repeats them. A captured micro-batch therefore depends on the
+shapes, addresses and host decisions at capture. Everything around it is unchanged, because autograd sees one function
+of the parameters: masks and loss scales, gradient accumulation, DeepSpeed's hooks, reduction and clipping.
 
-    replay forward     tokens, labels → static tensors; losses come out in a static tensor
-    replay backward    gradient of the losses → a static tensor; gradients of all parameters come out in static tensors
+    replay forward     tokens, labels → static tensors; losses are written to a static tensor
+    replay backward    gradient of the losses → a static tensor; gradients of parameters are written to static tensors
 
-The graphs share one memory pool. So each replay, the forward one too, may overwrite the gradients of the last: before
-it, gradients that parameters still hold (accumulation) are copied out of the pool. Autograd takes a static tensor as
-the parameter's gradient without a copy where nothing was accumulated yet.
+The graphs share one memory pool, so each replay, including the forward one, may overwrite the last gradients. Gradients
+that parameters still hold (accumulation) are therefore copied out of the pool first. If nothing was accumulated yet,
+autograd uses a static tensor as the parameter's gradient without a copy.
 
-The graphs are captured over aliases of the parameters: other leaves of autograd with the same memory. DeepSpeed's hooks
-sit on the parameters themselves, and autograd's nodes of these remember the stream that they were made on.
+The graphs are captured over aliases of the parameters: other autograd leaves with the same memory. DeepSpeed's hooks
+are on the parameters themselves, whose autograd nodes remember the stream on which they were created.
 """
 
 import gc
@@ -26,33 +26,34 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.position.captured_tensors import collect_captured_tensors
+from megatron.position.numerics import collect_captured_tensors
 
 STEP_OPTIONS = frozenset({"labels", "position_seed", "with_log_z"})
-"""Keyword arguments of a forward pass that a graph can repeat. A position seed matters to models alone that no graph is
-made of (`megatron/config/cuda_graph.py`)."""
+"""Keyword arguments of a forward pass that a graph can repeat. A position seed only matters to models that are never
+captured (`megatron/config/cuda_graph.py`).
+"""
 
 MAX_SHARE = 0.97
-"""Largest share of the memory that a process can have which it should count on."""
+"""Maximum fraction of the memory available to the process that it should rely on."""
 
 Replay = Callable[[], Any]
 
 
 class CudaCapture:
-    """Captures functions as CUDA graphs that share one memory pool, in the order in which they will be replayed."""
+    """Capture of functions as CUDA graphs that share one memory pool, in the order of their replay."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, function: Callable[[], Sequence[Tensor]]) -> tuple[Replay, Sequence[Tensor]]:
-        """Return what repeats a function's launches, and the tensors that each repetition writes anew."""
+        """Return a function that repeats a function's launches, and the tensors that each replay overwrites."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads (loaders that pin memory, NCCL's watchdog, a save) go on to use the device.
+        # Other threads (data loaders that pin memory, NCCL's watchdog, a save) continue to use the device.
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 outputs = function()
         except BaseException:
-            # Where the end of a capture fails, PyTorch's allocator would go on to wait for it.
+            # If the end of a capture fails, PyTorch's allocator would keep waiting for it.
             with suppress(RuntimeError, AttributeError):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
             raise
@@ -60,7 +61,7 @@ class CudaCapture:
 
     @contextmanager
     def work_aside(self) -> Iterator[None]:
-        """Run the work inside on a stream of its own, as PyTorch wants it of passes before a capture."""
+        """Run the enclosed work on a separate stream, as PyTorch requires for passes before a capture."""
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
         try:
@@ -75,7 +76,7 @@ class CudaCapture:
 
     @contextmanager
     def find_waits(self) -> Iterator[None]:
-        """Have an operation inside that waits for the device raise RuntimeError."""
+        """Make operations in the context that wait for the device raise RuntimeError."""
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
@@ -86,23 +87,23 @@ class CudaCapture:
             torch.cuda.set_sync_debug_mode(before)
 
     def measure_needed(self) -> int:
-        """Return the bytes that the allocator holds: the most that the process needed so far."""
+        """Return the bytes that the allocator has reserved: the peak of the process so far."""
         return torch.cuda.memory_reserved()
 
     def measure_reserved(self) -> int:
-        """Return the bytes that the allocator holds after it gave back what is not in use."""
+        """Return the bytes that the allocator still reserves after it released unused memory."""
         gc.collect()
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
 
     def is_short(self, needed: int) -> bool:
-        """True if this process cannot have as many bytes of the device, with some to spare."""
+        """Return whether the device has too little memory for `needed` bytes of this process, with a margin."""
         free, _ = torch.cuda.mem_get_info()
         return needed > MAX_SHARE * (free + torch.cuda.memory_reserved())
 
 
 class _BareModel(nn.Module):
-    """A model without the hooks on it, for `functional_call`."""
+    """Model without its hooks, for `functional_call`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -114,11 +115,11 @@ class _BareModel(nn.Module):
 
 
 class TrainingPasses:
-    """Forward and backward of a model over aliases of its parameters: no hook runs and no gradient is accumulated.
+    """Forward and backward passes of a model over aliases of its parameters. No hook runs and no gradient accumulates.
 
     Args:
-        model: takes tokens and labels [B, T] and returns losses.
-        with_log_z: asked of the model.
+        model: model that maps tokens and labels [B, T] to losses.
+        with_log_z: True to request log Z from the model.
     """
 
     def __init__(self, model: nn.Module, *, with_log_z: bool) -> None:
@@ -134,20 +135,20 @@ class TrainingPasses:
         return losses
 
     def compute_gradients(self, losses: Tensor, upstream: Tensor) -> list[Tensor | None]:
-        """Return the gradients by the order of `parameters`; None of one that has no part in the losses."""
+        """Return the gradients in the order of `parameters`; None for parameters that do not affect the losses."""
         return list(torch.autograd.grad(losses, list(self._aliases.values()), upstream, allow_unused=True))
 
 
 class GraphedModel:
-    """A model's training passes as graphs, for micro-batches of one shape.
+    """Training passes of a model as CUDA graphs, for micro-batches of one shape.
 
     Args:
-        passes: of the model. They must have run before: whatever is compiled or cached at first is no part of a graph.
-        tokens, labels: of the shape; their values do not matter.
-        capture: captures functions.
+        passes: passes of the model. They must have run before, so that compilation and caching are not captured.
+        tokens, labels: tensors of the shape; their values do not matter.
+        capture: capture of functions.
 
     Raises:
-        RuntimeError: the device refuses to capture something.
+        RuntimeError: if the device cannot capture an operation.
     """
 
     def __init__(self, passes: TrainingPasses, tokens: Tensor, labels: Tensor, capture: CudaCapture) -> None:
@@ -172,16 +173,16 @@ class GraphedModel:
             names[:] = [name for name, gradient in zip(passes.parameters, found, strict=True) if gradient is not None]
             return [gradient for gradient in found if gradient is not None]
 
-        with collect_captured_tensors() as cached:  # recomputation
+        with collect_captured_tensors() as cached:  # recomputation may also cache tensors
             self._replay_backward, gradients = capture.capture(run_backward)
         self._cached += cached
         self._gradients = list(gradients)
         self.used = [passes.parameters[name] for name in names]
-        """The parameters that have a gradient, in the order of `_gradients`."""
+        """Parameters that have a gradient, in the order of `_gradients`."""
         self._addresses = [parameter.data_ptr() for parameter in self.used]
 
     def install(self) -> None:
-        """Have the model replay the graphs in training, where a call fits them; other calls stay as they were."""
+        """Make the model replay the graphs for training calls that fit them; other calls are unchanged."""
         self.model.forward = self.forward
 
     def remove(self) -> None:
@@ -189,7 +190,7 @@ class GraphedModel:
         self.model.__dict__.pop("forward", None)
 
     def forward(self, *inputs: Any, **options: Any) -> Tensor:
-        """Return the losses as the model does, from the graphs if the call fits them."""
+        """Return the model's losses, from the graphs if the call fits them."""
         if not self.fits(inputs, options):
             losses: Tensor = type(self.model).forward(self.model, *inputs, **options)
             return losses
@@ -197,7 +198,7 @@ class GraphedModel:
         return replayed
 
     def fits(self, inputs: Sequence[Any], options: Mapping[str, Any]) -> bool:
-        """True if the graphs compute what a call of the model asks for."""
+        """Return whether the graphs compute the result of a call of the model."""
         return (
             self.model.training
             and torch.is_grad_enabled()
@@ -209,7 +210,7 @@ class GraphedModel:
         )
 
     def compute_losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Replay the forward pass. The next one overwrites what is returned."""
+        """Replay the forward pass and return the losses, which the next replay overwrites."""
         self._check_addresses()
         self._keep_gradients()
         self._tokens.copy_(tokens)
@@ -218,19 +219,19 @@ class GraphedModel:
         return self._losses.detach()
 
     def compute_gradients(self, upstream: Tensor) -> list[Tensor]:
-        """Replay the backward pass: gradients of `used`, until the next forward pass."""
+        """Replay the backward pass and return the gradients of `used`, valid until the next forward pass."""
         self._upstream.copy_(upstream)
         self._replay_backward()
         return [gradient.detach() for gradient in self._gradients]
 
     def _check_addresses(self) -> None:
-        """Raise RuntimeError if a parameter is no longer where the graphs read it."""
+        """Raise RuntimeError if the address of a parameter has changed since the capture."""
         if any(parameter.data_ptr() != address for parameter, address in zip(self.used, self._addresses, strict=True)):
             raise RuntimeError("a parameter has moved since its CUDA graph was captured")
 
     @torch.no_grad()
     def _keep_gradients(self) -> None:
-        """Copy the gradients that parameters still hold out of the graphs' memory."""
+        """Copy gradients that parameters still hold out of the graphs' memory."""
         held = [
             (parameter, parameter.grad)
             for parameter, static in zip(self.used, self._gradients, strict=True)
@@ -246,7 +247,7 @@ class GraphedModel:
 
 
 class _Replay(torch.autograd.Function):
-    """The graphs as one function of the parameters."""
+    """Autograd function of the parameters that replays the graphs."""
 
     @staticmethod
     def forward(ctx: Any, graphed: GraphedModel, tokens: Tensor, labels: Tensor, *parameters: Tensor) -> Tensor:

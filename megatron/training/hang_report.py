@@ -40,8 +40,8 @@ from torch._C import _distributed_c10d
 from megatron.distributed.process_groups import HeartbeatStore, get_group_ranks
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.formatting import format_ranks
+from megatron.utils.project import find_own_path
 
-ROOT = Path(__file__).parents[2]
 STACKS = "stacks"
 """Subfolder of the run's folder for the dumps of a hang. Those of earlier starts are in `stacks_1`, `stacks_2` …"""
 DUMP_SIGNAL = signal.SIGUSR2
@@ -150,8 +150,9 @@ class RankReport:
     """Number of pending collectives; with NCCL the host continues while its device waits."""
 
     def describe(self, is_one: bool) -> str:
-        """Describe the rank: `waits in all_reduce of 4 int64 over gloo among ranks 0-1 (megatron/…/trainer.py:222
-        step)`.
+        """Describe the rank, for example as waiting in a collective.
+
+        The format is `waits in all_reduce of 4 int64 over gloo among ranks 0-1 (megatron/…/trainer.py:222 step)`.
         """
         if self.collective is None:
             return f"{'is' if is_one else 'are'} at {self.location}"
@@ -243,10 +244,9 @@ def _find_location(frames: Iterable[tuple[str, int, str]]) -> str:
     innermost = ""
     for filename, line, function in frames:
         innermost = innermost or f"{filename}:{line} {function}"
-        with suppress(ValueError):
-            path = Path(filename).relative_to(ROOT)
-            if "site-packages" not in path.parts and not path.as_posix().startswith(WRAPPERS):
-                return f"{path.as_posix()}:{line} {function}"
+        path = find_own_path(filename)
+        if path is not None and not path.as_posix().startswith(WRAPPERS):
+            return f"{path.as_posix()}:{line} {function}"
     return innermost
 
 

@@ -211,7 +211,7 @@ def find_peak_tflops(device: torch.device, precision: str, configured: float | N
 def measure_matmul_tflops(device: torch.device, precision: str, *, rows: int, inner: int, columns: int) -> float:
     """Measure the FLOP/s of a product [rows, inner] · [inner, columns], in a few hundredths of a second.
 
-    Rows beyond those that fill the device are left out: they would only take longer.
+    Rows beyond those that fill the device are skipped, because they would only take longer.
     """
     dtype = get_torch_dtype(precision)
     rows = min(rows, 512 if device.type == "cpu" else 8192)

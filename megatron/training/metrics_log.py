@@ -1,9 +1,11 @@
 """Records of a run: training intervals, validations, and the end of a run whose loss stayed bad.
 
-They are stored in the run's metrics.jsonl, one JSON object per line. This module also reads them, without torch.
+They are stored in the run's metrics.jsonl, one JSON object per line. Everything that reads them, or the run's
+heartbeat.json, reads them here, without torch.
 """
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -140,6 +142,62 @@ def parse_record(line: str | bytes) -> dict[str, Any] | None:
         return None
     is_record = isinstance(value, dict) and type(value.get("step")) is int and isinstance(value.get("kind"), str)
     return value if is_record and 0 <= value["step"] <= MAX_STEPS else None
+
+
+@dataclass
+class MetricsFollower:
+    """Reader of a growing file of records. Each read continues where the last one ended.
+
+    An incomplete line at the end is left for the next read. A file that became shorter or was replaced is read from its
+    beginning.
+    """
+
+    path: Path
+    _offset: int = 0
+    _inode: int = 0
+
+    def read_lines(self) -> tuple[list[bytes], bool]:
+        """Return the new lines, and True if the file was replaced, so that lines of earlier reads no longer count."""
+        if not self.path.is_file():  # opening a pipe would wait for a writer
+            return [], False
+        is_replaced = False
+        try:
+            with open(self.path, "rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_size < self._offset or status.st_ino != self._inode:
+                    is_replaced, self._offset, self._inode = True, 0, status.st_ino
+                file.seek(self._offset)
+                whole, end, _ = file.read().rpartition(b"\n")
+        except OSError:
+            return [], is_replaced
+        self._offset += len(whole) + len(end)
+        return whole.split(b"\n") if end else [], is_replaced
+
+
+def read_last_step(path: Path, since: float) -> int | None:
+    """Return the newest step in a file of records if the file was written after `since`, else None."""
+    try:
+        if path.stat().st_mtime < since:
+            return None
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - (1 << 14)))
+            lines = file.read().split(b"\n")[:-1]  # the last line may still be incomplete
+    except OSError:
+        return None
+    return next((record["step"] for line in reversed(lines) if (record := parse_record(line)) is not None), None)
+
+
+def read_heartbeat(run: Path) -> dict[str, Any]:
+    """Return the run's last heartbeat; empty if missing, or if the run has ended. Raises OSError or ValueError."""
+    path = run / HEARTBEAT_FILE
+    if not path.exists():
+        return {}
+    if not path.is_file():  # reading a pipe would block
+        raise ValueError("not a regular file")
+    text = parse_json(path.read_text(encoding="utf-8"))
+    if not isinstance(text, dict):
+        raise ValueError("not a JSON object")
+    return text
 
 
 def find_divergence(run: str | Path) -> tuple[int, str] | None:

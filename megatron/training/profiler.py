@@ -76,7 +76,7 @@ def dump_memory_if_exhausted(config: Config, rank: int) -> Iterator[None]:
             with suppress(OSError, RuntimeError):  # a second error would hide the first
                 path = _find_free_path(Path(config.checkpoint.save) / PROFILE / "out_of_memory", rank, SNAPSHOT_SUFFIX)
                 _dump_snapshot(path)
-                error.add_note(f"what held the memory of rank {rank} is in {path}")
+                error.add_note(f"memory snapshot of rank {rank}: {path}")
         raise
 
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from megatron.config.schema import Config
-from megatron.options.training import LoggingOptions
+from megatron.options.output import LoggingOptions
 from megatron.training.metrics_log import (
     DIVERGED_KIND,
     METRICS_FILE,
@@ -36,7 +36,9 @@ from megatron.utils.errors import RunError, UserError, describe_cause
 
 STEP_METRIC = "step"
 """Metric of Weights & Biases with the step of the run."""
-NO_TENSORBOARD = "use_tensorboard: tensorboard is not installed; run `pip install tensorboard`, or set it to false"
+NO_TENSORBOARD = (
+    "use_tensorboard: tensorboard is not installed; run `pip install tensorboard`, or set use_tensorboard to false"
+)
 
 
 class Reporter(Protocol):
@@ -98,7 +100,7 @@ def _check_wandb_login(options: LoggingOptions) -> None:
     if not options.use_wandb:
         return
     if importlib.util.find_spec("wandb") is None:
-        raise UserError("use_wandb: wandb is not installed; pip install wandb, or set it false")
+        raise UserError("use_wandb: wandb is not installed; run `pip install wandb`, or set use_wandb to false")
     if options.wandb_mode == "offline" or os.environ.get("WANDB_API_KEY"):
         return
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
@@ -227,7 +229,9 @@ class WeightsAndBiases:
         try:
             import wandb
         except ImportError:
-            raise UserError("use_wandb: wandb is not installed; pip install wandb, or set it false") from None
+            raise UserError(
+                "use_wandb: wandb is not installed; run `pip install wandb`, or set use_wandb to false"
+            ) from None
         options, run = config.logging, config.checkpoint.save
         folder = Path(run) if run is not None else Path.cwd()
         try:

@@ -90,8 +90,9 @@ class LearningRateSchedule:
         return self.min_lr + (self.lr - self.min_lr) * share
 
     def _find_final_share(self, step: int) -> float | None:
-        """Return the completed fraction of the final decay, or None before it. Warm-up takes precedence if both
-        overlap.
+        """Return the completed fraction of the final decay, or None before it.
+
+        Warm-up takes precedence if both overlap.
         """
         start = self.decay_steps - self.final_steps
         return None if step < start or not self.final_steps else (step - start) / self.final_steps
@@ -195,7 +196,7 @@ def describe_rate_jump(old: LearningRateSchedule, new: LearningRateSchedule, ste
         return text  # the user set another rate explicitly
     text += f": its decay now ends at step {new.decay_steps:,}; lr_decay_iters={old.decay_steps} keeps the old schedule"
     if step >= old.decay_steps:
-        text += f", which is over: it stays at min_lr={new.min_lr:g}"
+        text += f", which has ended: the rate stays at min_lr={new.min_lr:g}"
         if new.min_lr == 0:
-            text += ", at which nothing is learned, so set min_lr too"
+            text += ", so nothing is learned; set min_lr too"
     return text

@@ -1,5 +1,7 @@
-"""First and last lines of a run: its description and expected duration, the saved checkpoint and the next command, and
-advice if memory runs out.
+"""First and last lines of a run.
+
+They show its description and expected duration, the saved checkpoint and the next command, and advice if memory runs
+out.
 """
 
 import re
@@ -88,7 +90,7 @@ def describe_validation(run: TrainingRun) -> list[str]:
         targets += scored
         amount = f"all {scored:,} tokens" if text.is_whole else f"{scored:,} of {text.num_targets:,} tokens"
         parts.append(f"{name} {amount}")
-    line = f"validation every {format_quantity(training.eval_interval, 'step')} reads {', '.join(parts)}"
+    line = f"validation every {format_quantity(training.eval_interval, 'step')}: {', '.join(parts)}"
     # A forward pass is a third of a training step's work.
     per_interval = training.eval_interval * (training.train_batch_size or 0) * run.config.model.seq_length
     if (share := targets / 3 / per_interval) > MAX_VALIDATION_SHARE:
@@ -124,7 +126,7 @@ def describe_start(run: TrainingRun, step: int, seconds: float) -> str:
     reason = run.engine.model.row_blocks_reason if device.type != "cpu" else None  # on a CPU row blocks are expected
     return (
         f"{format_count(run.parameters)} parameters on {hardware} in {training.compute_dtype}; "
-        f"{steps} {batch:,} × {length} tokens{layout}{', all' if len(stages) > 1 else ''} are {tokens} tokens; "
+        f"{steps} {batch:,} × {length} tokens{layout}{', in total' if len(stages) > 1 else ' ='} {tokens} tokens; "
         f"{progress}{format_approximate_duration(seconds)}"
         f"{f'; attention in {reason}' if reason else ''}"
     )
@@ -184,7 +186,7 @@ def describe_next_action(config: Config, signum: int) -> str:
     """Describe how a run stopped by signal `signum` resumes: by itself if SLURM requeues the job, or by a command."""
     requeued = config.launch.launcher == "slurm" and config.launch.slurm.requeue and signum == signal.SIGTERM
     if requeued and describe_job() is not None:
-        return f"SLURM puts the job back into the queue, or, if it was cancelled: {build_resume_command(config)}"
+        return f"SLURM requeues the job; if it was cancelled, resume with: {build_resume_command(config)}"
     return f"resume with: {build_resume_command(config)}"
 
 
@@ -205,7 +207,7 @@ def describe_memory_error(config: Config, world_size: int, error: BaseException)
         error: exception that was raised.
     """
     requested = re.search(r"allocate ([\d.,]+ ?\w*)", str(error))
-    line = f"memory does not suffice{f' (for {requested[1]} more)' if requested else ''}"
+    line = f"out of memory{f' ({requested[1]} more requested)' if requested else ''}"
     try:
         sizes, stages = resolve_mesh_shape(config, world_size), build_stages(config)
         stage = find_stage(stages, find_start_step(config.checkpoint))
@@ -213,13 +215,13 @@ def describe_memory_error(config: Config, world_size: int, error: BaseException)
         training, model = stage.config.training, stage.config.model
         name = f"stage {stage.index + 1} of {len(stages)} of this run" if len(stages) > 1 else "this run"
         line += (
-            f"; {name}, train_micro_batch_size_per_gpu {training.train_micro_batch_size_per_gpu} × seq_length "
-            f"{model.seq_length}, is planned to need {format_bytes(planned)} on each rank (./deepy.py plan)"
+            f"; the plan of {name}, train_micro_batch_size_per_gpu {training.train_micro_batch_size_per_gpu} × "
+            f"seq_length {model.seq_length}, needs {format_bytes(planned)} on each rank (./deepy.py plan)"
         )
     except FarfieldError:  # the memory use of the encoding is unknown
         pass
     line += "".join(f"; {note}" for note in getattr(error, "__notes__", []))  # path of a snapshot (profiler.py)
     return (
         f"{line}; lower train_micro_batch_size_per_gpu or seq_length, or set checkpoint_activations to "
-        "selective or true, or zero_optimization.stage"
+        "selective or true, or raise zero_optimization.stage"
     )

@@ -1,19 +1,19 @@
-"""The training loop: steps, reports, validations, checkpoints, and every way in which a run ends.
+"""Training loop: steps, reports, validations, checkpoints, and the end of a run.
 
-    build_training_run                build everything, resume if there is something to resume from (training_run.py)
+    build_training_run                build the run, and resume if there is a checkpoint (training_run.py)
     for each step:                    gradient accumulation, then one optimizer step (engine.py)
         every log_interval            a record to console, metrics.jsonl, TensorBoard, wandb
         every eval_interval           the loss on held-out sequences (validate.py)
-        every checkpoint_factor       a checkpoint (megatron.checkpoint.saver), and after each of extra_save_iters
+        every checkpoint_factor       a checkpoint (megatron.checkpoint.saver), also after each of extra_save_iters
 
-A run in stages (megatron/config/stages.py) is built anew for each, from the checkpoint that ends the one before: so a
-stage begins as a run goes on that was stopped there.
+A run in stages (megatron/config/stages.py) is rebuilt for each stage from the last checkpoint of the previous one, so a
+stage starts exactly like a resumed run.
 
-A run ends after train_iters steps; after a signal, with a checkpoint of the last whole step; or with an error when the
-loss stays bad (loss_guard.py), its last good checkpoint untouched.
+A run ends after train_iters steps; after a signal, with a checkpoint of the last complete step; or with an error if the
+loss stays bad (loss_guard.py), which leaves the last good checkpoint unchanged.
 
-What a checkpoint remembers of the loop lies in its parts (`megatron.checkpoint.trainer_state.Stateful`): the position
-in the data, the interval that was not reported yet, the guard of the loss.
+The parts of the loop save their own state in checkpoints (`megatron.checkpoint.trainer_state.Stateful`): the position
+in the data, the interval not reported yet, and the loss guard.
 """
 
 import os
@@ -57,49 +57,48 @@ from megatron.utils.signals import GracefulStop
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended."""
+    """Result of a finished or stopped run."""
 
     step: int
     loss: float | None
-    """Mean training loss of the last interval that was reported."""
+    """Mean training loss of the last reported interval."""
     valid_loss: float | None
     test_loss: float | None
     checkpoint: Path | None
-    """The last checkpoint; None if nothing is saved."""
+    """Last checkpoint, or None if nothing is saved."""
     seconds: float
-    """From the call to the end."""
+    """Duration of the call, in seconds."""
     signal: int | None = None
-    """The signal that ended the run early."""
+    """Signal that ended the run early."""
 
     @property
     def exit_code(self) -> int:
-        """0, or 128 + n if signal n ended the run before its last step, as shells have it (143 for SIGTERM)."""
+        """Exit code: 0, or 128 + n if signal n ended the run before its last step, as in shells (143 for SIGTERM)."""
         return 0 if self.signal is None else 128 + self.signal
 
 
 @dataclass(frozen=True)
 class TrainingHooks:
-    """What a caller from Python has done beside the training of its process; as it stands, nothing. No key and no
-    variable of the environment sets it."""
+    """Callbacks of a Python caller during training; by default none. No key or environment variable sets them."""
 
     on_phase: PhaseListener | None = None
     on_built: Callable[[TrainingRun], None] = lambda run: None
-    """Called with the run when it is ready for its first step, and again each time it goes back."""
+    """Called with the run when it is ready for its first step, and again after each rollback."""
     kept_backend: str | None = None
-    """Of attention, see `build_training_run`."""
+    """Attention backend chosen by an earlier process, see `build_training_run`."""
     save: SaveHooks = field(default_factory=SaveHooks)
 
 
 @dataclass(frozen=True)
 class StageEnd:
-    """A stage is over, and the next one begins from its last checkpoint."""
+    """End of a stage; the next stage starts from its last checkpoint."""
 
     load: str
-    """The run's folder."""
+    """Folder of the run."""
 
 
 class RollbackRequested(Exception):
-    """The run goes back."""
+    """Raised to roll the run back."""
 
     def __init__(self, rollback: Rollback) -> None:
         super().__init__(rollback.load)
@@ -107,13 +106,13 @@ class RollbackRequested(Exception):
 
 
 def train(config: Config, console: Console | None = None) -> TrainResult:
-    """Train a model from Python: in this process alone, or as the rank that the environment says this process is.
+    """Train a model from Python, in this process alone or as the rank given by the environment.
 
     Args:
-        config: the run's configuration, as it was read; it is resolved for this machine.
-        console: where the first process reports; None for silence.
+        config: configuration as read from files; it is resolved for this machine.
+        console: console of the first process; None prints nothing.
 
-    Returns, Raises: as `train_resolved`.
+    Returns, Raises: as in `train_resolved`.
     """
     launch_context = read_launcher_environment()
     rank_info = RankInfo()
@@ -137,20 +136,21 @@ def train_resolved(
     """Train a model. Every process of the run calls this with the same configuration.
 
     Args:
-        config: the run's configuration, resolved (`resolve_run`).
-        rank_info: which of the run's processes this is; torchrun's variables in the environment say the same.
-        console: where the first process reports; None for silence.
-        on_hang: ends this process when a rank hangs, which its main thread may not be able to; if absent with a line on
-            standard error.
-        stderr_fd: the descriptor that the user reads errors from; 2 may point to a log.
-        hooks: of the caller.
+        config: resolved configuration (`resolve_run`).
+        rank_info: rank of this process, equal to torchrun's variables in the environment.
+        console: console of the first process; None prints nothing.
+        on_hang: ends this process if a rank hangs, because its main thread may be unable to. By default it prints a
+            line on standard error.
+        stderr_fd: file descriptor on which the user reads errors; 2 may point to a log.
+        hooks: callbacks of the caller.
 
     Returns:
-        How the run ended: at its last step, or at a signal (`exit_code`).
+        The result, after the last step or after a signal (`exit_code`).
 
     Raises:
-        UserError: what the user wrote cannot be done.
-        RunError: the loss stayed non-finite, a disk is full, a file is damaged: says which checkpoint is the last good.
+        UserError: if the configuration is invalid for this machine, data or checkpoint.
+        RunError: if the loss stays non-finite, a disk is full, or a file is damaged; the message names the last good
+            checkpoint.
     """
     start_time, hooks = time.perf_counter(), hooks or TrainingHooks()
     rollback: Rollback | None = None
@@ -183,8 +183,7 @@ def _run_attempt(
     stderr_fd: int,
     hooks: TrainingHooks,
 ) -> TrainResult | Rollback | StageEnd:
-    """One start of a run, to its end, to the end of a stage or to where it goes back: as if it were started anew, by
-    the same path."""
+    """Run one attempt: to the end of the run or stage, or to a rollback. Each attempt starts like a new process."""
     with dump_memory_if_exhausted(config, rank_info.rank):
         run = build_training_run(config, rank_info, console, rollback, hooks.kept_backend)
     try:
@@ -203,13 +202,13 @@ def _run_attempt(
 
 
 class Trainer:
-    """Takes a run from where it is to its last step.
+    """Training loop that takes a run to its last step.
 
     Args:
-        run: the run, ready to take its next step.
-        start_time: when `train` was called, by `time.perf_counter`.
-        on_hang, stderr_fd, hooks: as of `train_resolved`.
-        rollback: by which this start of the run began, if it did.
+        run: run that is ready for its next step.
+        start_time: time of the call of `train`, by `time.perf_counter`.
+        on_hang, stderr_fd, hooks: see `train_resolved`.
+        rollback: rollback that began this start of the run, if any.
     """
 
     def __init__(
@@ -256,7 +255,7 @@ class Trainer:
         self.has_stepped = False
 
     def close(self) -> None:
-        """End the threads that watch and write."""
+        """Stop the watchdog and writer threads."""
         self.forward_timer.close()
         if self.profiler is not None:
             self.profiler.close()
@@ -264,7 +263,7 @@ class Trainer:
         self.saver.close()
 
     def train(self) -> TrainResult | StageEnd:
-        """All steps that are left of the stage and its last checkpoint; after the last stage the test."""
+        """Take the remaining steps of the stage and save its last checkpoint; after the last stage run the test."""
         run, train_iters = self.run, self.run.config.training.train_iters
         is_tested = is_test_done(run, self.saver.last_checkpoint)
         if self.data_position.step >= train_iters:
@@ -287,7 +286,7 @@ class Trainer:
                 assert run.config.checkpoint.save is not None  # `resolve_run`
                 return StageEnd(run.config.checkpoint.save)
             if is_stopped:
-                # It may have reached another process only.
+                # Another process may have received the signal.
                 signum = round(run.groups.all_reduce_max(stop.signal or 0))
                 run.console.log(summary.describe_stop(run.config, self.data_position.step, checkpoint, signum))
             elif not is_tested:
@@ -312,9 +311,10 @@ class Trainer:
         )
 
     def _check_end(self, losses: list[float]) -> None:
-        """Raise RunError if a run that has taken all its steps ended in a bad state.
+        """Raise RunError if a run that took all its steps ended in a bad state.
 
-        losses: those that the final weights give.
+        Args:
+            losses: losses at the final weights.
         """
         step = self.data_position.step
         if (stop := self.guard.judge_end(step, losses)) is not None:
@@ -322,7 +322,7 @@ class Trainer:
             raise RunError(stop.message)
 
     def _train_steps(self, stop: GracefulStop) -> bool:
-        """Train to the last step of the stage; True if the run was asked to stop before it."""
+        """Train to the last step of the stage. Return True if the run was asked to stop before it."""
         config = self.run.config
         training, checkpoint = config.training, config.checkpoint
         if self.data_position.step == 0:
@@ -351,14 +351,14 @@ class Trainer:
         return False
 
     def _is_reported(self, step: int) -> bool:
-        """Does an interval of the log end with this step?"""
+        """Return whether a log interval ends with this step."""
         return step == self.run.config.training.train_iters or step % self.run.config.logging.log_interval == 0
 
     def _is_due(self, interval: int | None) -> bool:
         return bool(interval) and self.data_position.step % interval == 0  # type: ignore[operator]
 
     def train_step(self, stop: GracefulStop) -> bool:
-        """One optimizer step; True instead if the run was asked to stop."""
+        """Take one optimizer step, or return True if the run was asked to stop."""
         run, engine, step = self.run, self.run.engine, self.data_position.step
         training, groups = run.config.training, run.groups
         num_micro_batches = training.gradient_accumulation_steps
@@ -390,7 +390,7 @@ class Trainer:
 
         loss = engine.forward_backward(
             micro_batches,
-            max(scored, 1),  # a mask may leave nothing of a batch
+            max(scored, 1),  # a mask may leave no tokens
             position_seed=rng.derive_position_seed(training.seed, self.data_position.samples),
             progress=show_progress,
         )
@@ -404,11 +404,11 @@ class Trainer:
         self.data_position.advance(training.train_batch_size or 0, read)
         length = micro_batches[0]["tokens"].shape[1] * groups.mesh.context.size
         flops = read * run.flops_per_token[length]
-        # The ranks of a rehearsal exchange nothing, and must take one way all the same.
+        # The ranks of a rehearsal exchange nothing, but must take the same branch.
         has_loss = scored > 0 or local_scored > 0
         if not has_loss:
             run.console.log(
-                f"step {step + 1}: no token of its batch is scored, so it has no loss and nothing is learned"
+                f"step {step + 1}: no token of its batch is scored, so it has no loss and changes no weights"
             )
         self.interval.add(loss, read, flops, engine.grad_norm, engine.skipped or not has_loss, engine.z_loss)
         self.has_stepped = True
@@ -418,7 +418,7 @@ class Trainer:
         return False
 
     def _try_graphs(self, batch: Batch) -> None:
-        """Have the engine replay CUDA graphs from now on, if a trial on this micro-batch speaks for them."""
+        """Try CUDA graphs on this micro-batch, and use them from now on if the trial succeeds."""
         self.awaits_graphs = False
         self.watchdog.enter_phase(TRIAL_PHASE, self.data_position.step)
         self.interval.pause()
@@ -429,14 +429,14 @@ class Trainer:
         self.interval.resume()
 
     def _check_loss(self, loss: Tensor) -> None:
-        """Stop or go back when the loss is bad. `loss` is this rank's part of the step's."""
+        """Stop or roll back if the loss is bad. `loss` is this rank's share of the step's loss."""
         position = self.data_position
         self._follow(self.guard.check(position.step, position.samples, loss))
         if self.guard.last_good_step == position.step:
             self.saver.confirm(position.step)
 
     def _guard_save(self, save: Callable[[], None]) -> None:
-        """Take a step of a save. The guard decides what follows if a weight is not finite."""
+        """Run a step of a save. If a weight is not finite, follow the guard's decision."""
         position = self.data_position
         try:
             save()
@@ -473,7 +473,7 @@ class Trainer:
         run.report(record)
 
     def _save_checkpoint(self) -> None:
-        """Begin a checkpoint of this step, unless there is one."""
+        """Start a checkpoint of this step, unless it exists."""
         run, saver, step = self.run, self.saver, self.data_position.step
         is_requested = step > 0 or 0 in run.config.checkpoint.extra_save_iters
         if saver.run is None or not is_requested or saver.has(step):
@@ -490,16 +490,16 @@ class Trainer:
         self.interval.resume()
 
     def _finish_saving(self) -> Path | None:
-        """The last checkpoint that is whole, once the pending save is finished."""
+        """Finish the pending save and return the last complete checkpoint."""
         if self.saver.run is not None:
             self.watchdog.enter_phase("save", self.data_position.step)
             self._guard_save(self.saver.finish)
         return self.saver.last_checkpoint
 
     def _list_checkpoints(self) -> list[Path]:
-        """The checkpoints that the run can go back to, oldest first: the one that it started from and its own."""
+        """Return the checkpoints available for a rollback, oldest first: the starting checkpoint and the run's own."""
         saver = self.saver
-        with suppress(NonFiniteWeightError):  # that save is given up, and earlier checkpoints stay
+        with suppress(NonFiniteWeightError):  # that save is abandoned, and earlier checkpoints remain
             saver.finish()
         own = [] if saver.run is None else self.run.groups.gather_objects(layout.list_checkpoints(saver.run))[0]
         start = self.run.resume.checkpoint

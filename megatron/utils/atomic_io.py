@@ -6,18 +6,11 @@ import json
 import os
 import secrets
 import tempfile
-import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from megatron.utils.errors import RunError, UserError
-
-
-def get_farfield_version() -> str:
-    """Return the version of this project, or `?` if its pyproject.toml is missing."""
-    project = Path(__file__).parents[2] / "pyproject.toml"
-    return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"] if project.is_file() else "?"
 
 
 def make_folder(key: str, folder: Path) -> list[Path]:

@@ -293,7 +293,7 @@ class ProgressMeter:
         left = None if left is None else left - (now - self._updated_at)
         if left is not None and left > 0:
             # With several jobs, the time is for all of them, not for the one shown.
-            return f"about {format_duration(left)} left{' in all' if len(self.jobs) > 1 else ''}"
+            return f"about {format_duration(left)} left{' in total' if len(self.jobs) > 1 else ''}"
         if is_start or self._bar is not None:
             return "estimating the time left"
         # The elapsed time distinguishes a line from the previous one.

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.analysis.bias_series import (
+from megatron.evaluation.analysis.bias_series import (
     compute_bias_by_distance,
     compute_terms,
     mask_window,
     sum_bias_series,
     to_float64,
 )
-from megatron.analysis.from_bias.effective_length import (
+from megatron.evaluation.analysis.from_bias.effective_length import (
     MAX_PLOTTED_DISTANCE,
     compute_effective_lengths,
     count_heads_within,
 )
-from megatron.analysis.receptive_field import (
+from megatron.evaluation.analysis.receptive_field import (
     PLOTTED_EPSILONS,
     ReceptiveField,
     compute_finite_field,

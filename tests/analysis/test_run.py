@@ -20,13 +20,13 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tiny_runs import make_run, write_corpora
 
-from megatron.analysis import page
-from megatron.analysis.analysis import Analysis, Figure, list_analysis_names, load_analyses, needs_text
-from megatron.analysis.from_text.empirical_receptive_field import measure_attention_mass
-from megatron.analysis.jobs import PAGE_FILE, find_ends_inside_documents, read_analysis_request
-from megatron.analysis.run import LOCK_FILE, analyze
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trained_run import open_run
+from megatron.evaluation.analysis import page
+from megatron.evaluation.analysis.analysis import Analysis, Figure, list_analysis_names, load_analyses, needs_text
+from megatron.evaluation.analysis.from_text.empirical_receptive_field import measure_attention_mass
+from megatron.evaluation.analysis.jobs import PAGE_FILE, find_ends_inside_documents, read_analysis_request
+from megatron.evaluation.analysis.run import LOCK_FILE, analyze
 from megatron.evaluation.texts import load_text
 from megatron.options.commands import AnalysisOptions
 from megatron.reports.html_page import HtmlPicture
@@ -279,7 +279,8 @@ def test_two_analyses_never_write_into_one_folder(place: Path, corpus: Path, pic
 
 
 def test_torch_waits_until_all_was_read() -> None:
-    code = "import sys, megatron.analysis.run, megatron.analysis.jobs; sys.exit('torch' in sys.modules)"
+    modules = "megatron.evaluation.analysis.run, megatron.evaluation.analysis.jobs"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
@@ -331,7 +332,7 @@ def test_tasks_and_texts_are_not_read_side_by_side(place: Path, corpus: Path, pi
         UserError, match="runs/text was trained on a text, runs/task on the task reverse_string; evaluate"
     ):
         analyzed(runs, "out")
-    with pytest.raises(UserError, match="--data is for texts, and a task is none"):
+    with pytest.raises(UserError, match="--data applies to texts only, but the runs were trained on a task"):
         analyzed(runs[:1], "out", data="x.txt")
     assert not (place / "out").exists()
     assert "runs/text" in analyzed(runs, "out", lengths=[8], only=["convergence"])

@@ -10,20 +10,22 @@ import torch
 from position_methods import build
 
 from megatron.attention.backends.pytorch import EagerBackend, RowBlockBackend
-from megatron.attention.check import machine
+from megatron.attention.check import evidence
 from megatron.attention.check import problem as problem_module
 from megatron.attention.check import trials as trials_module
+from megatron.attention.check.compared_rows import CheckedDocuments
 from megatron.attention.check.evidence import (
     CheckRecord,
     Evidence,
     Trial,
+    describe_card,
+    describe_software,
     read_cache,
     read_records,
     write_cache,
     write_records,
 )
-from megatron.attention.check.machine import describe_card, describe_software
-from megatron.attention.check.problem import CheckedDocuments, CheckProblem, build_problem
+from megatron.attention.check.problem import CheckProblem, build_problem
 from megatron.attention.check.trials import DeviceLostError, Judge, is_within_rounding, try_backends
 from megatron.attention.inputs import AttentionInputs
 from megatron.position.facts import AttentionDims
@@ -453,17 +455,17 @@ def test_software_is_identified_by_its_sources() -> None:
 def test_a_check_is_repeated_with_other_cuda_sources_or_another_switch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(machine.KERNEL_VARIABLE, raising=False)
+    monkeypatch.delenv(evidence.KERNEL_VARIABLE, raising=False)
     before = describe_software()
-    monkeypatch.setenv(machine.KERNEL_VARIABLE, "0")
+    monkeypatch.setenv(evidence.KERNEL_VARIABLE, "0")
     assert describe_software() != before
-    header = tmp_path / machine.SOURCES[0] / "kernel.h"
+    header = tmp_path / evidence.SOURCES[0] / "kernel.h"
     header.parent.mkdir()
-    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setattr(evidence, "ROOT", tmp_path)
     hashes = set()
     for source in ("int one;", "int two;"):
         header.write_text(source, encoding="utf-8")
-        hashes.add(machine.hash_attention_sources.__wrapped__())
+        hashes.add(evidence.hash_attention_sources.__wrapped__())
     assert len(hashes) == 2
 
 

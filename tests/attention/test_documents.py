@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from megatron.attention.backends import pytorch
+from megatron.attention.backends.backend import can_mask_documents, depends_on_document_start
 from megatron.attention.backends.pytorch import (
     ChunkedBackend,
     EagerBackend,
@@ -19,7 +20,6 @@ from megatron.attention.backends.pytorch import (
     SdpaBackend,
     pack_documents,
 )
-from megatron.attention.document_masks import can_mask_documents, depends_on_document_start
 from megatron.attention.documents import find_document_starts, restart_positions
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.segments import rotate_segments
@@ -195,7 +195,7 @@ def test_documents_at_randomized_positions_and_in_a_window(
 ) -> None:
     """Positions are randomized within each document's own length."""
     if place is CONTINUOUS and encoding == "learned":
-        with pytest.raises(UserError, match="continuous_positions: true, but pos_emb learned knows whole positions"):
+        with pytest.raises(UserError, match="continuous_positions: true, but pos_emb learned supports only integers"):
             small_gpt(LENGTH, encoding, processor, **place)
         return
     gpt = small_gpt(LENGTH, encoding, processor, **place).double()

@@ -147,7 +147,7 @@ def test_the_same_model_written_otherwise_is_the_same(corpus: Path, tmp_path: Pa
 
 
 def test_failed_and_empty_runs_leave_no_files(corpus, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="takes no positions"):
+    with pytest.raises(UserError, match="does not use positions"):
         train(tiny_config(corpus, tmp_path / "none", pos_emb="none", randomized_positions=64))
     assert not (tmp_path / "none" / "data_cache").exists()
     run = tmp_path / "run"

@@ -4,11 +4,12 @@ import re
 
 import pytest
 
-from megatron.config.load import SHIPPED_CONFIGS, load_config
+from megatron.config.load import load_config
 from megatron.config.parallelism import resolve_mesh_shape
 from megatron.distributed.hardware import LocalHardware
 from megatron.planning.memory_estimate import estimate_memory
 from megatron.training.resolve_run import resolve_run
+from megatron.utils.project import SHIPPED_CONFIGS
 from tools.docs.parallel_page import (
     GPT2_VOCABULARY,
     GPUS,

@@ -283,7 +283,7 @@ def test_a_dropped_letter_never_loses_a_key(path, data):
 
 def test_missing_keys_are_reported_with_meaning_and_searched_files(write):
     found = problems([], ["num_layers=2"])
-    missing = "hidden_size is missing (width of the residual stream); give it in a file or as hidden_size=…"
+    missing = "hidden_size is missing (width of the residual stream); set it in a file or as hidden_size=…"
     assert f"command line: {missing}" in found
     assert len(found) == 3
     write(empty="{}", some="seed: 3\n")

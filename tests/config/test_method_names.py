@@ -65,9 +65,9 @@ def test_names_of_the_field_lead_to_ours(name, key, ours):
 
 
 def test_methods_of_each_kind_are_suggested_for_the_other():
-    with pytest.raises(UserError, match=r"pos_emb: 'cdape' is not a value of it but of score_processor: .*=cdape"):
+    with pytest.raises(UserError, match=r"pos_emb: 'cdape' is a value of another key, score_processor: .*=cdape"):
         load_config([], [*SHAPE, "pos_emb=cdape"])
-    with pytest.raises(UserError, match="score_processor: 'rope' is not a value of it but of pos_emb: pos_emb=rotary"):
+    with pytest.raises(UserError, match="score_processor: 'rope' is a value of another key, pos_emb: pos_emb=rotary"):
         load_config([], [*SHAPE, "score_processor=rope"])
 
 

@@ -7,10 +7,11 @@ import pytest
 from models import build_model
 
 from megatron.config import method_names
-from megatron.config.load import SHIPPED_CONFIGS, load_config
+from megatron.config.load import load_config
 from megatron.config.schema import Config
 from megatron.position import catalog
 from megatron.utils.errors import UserError
+from megatron.utils.project import SHIPPED_CONFIGS
 
 MODELS = sorted((SHIPPED_CONFIGS / "model").glob("*.yml"))
 OVERLAYS = sorted([*(SHIPPED_CONFIGS / "position").glob("*.yml"), *(SHIPPED_CONFIGS / "cluster").glob("*.yml")])

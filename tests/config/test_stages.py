@@ -60,7 +60,7 @@ def test_a_stage_can_set_its_batch_size() -> None:
         ("[{until: 9}, {num_layers: 2}]", "stage 2: num_layers: a stage cannot change it; it can change seq_length, "),
         ("[{until: 9}, {context_parallel_size: 2}]", "stage 2: context_parallel_size: a stage cannot change it"),
         ("[{until: 9}, {seed: 2}]", "stage 2: seed: decides the order of the data"),
-        ("[{until: 9}, {precision: bf16}]", "stage 2: precision: is the run's"),
+        ("[{until: 9}, {precision: bf16}]", "stage 2: precision: belongs to the run"),
         ("[{until:9}]", "unknown key 'until:9'; YAML needs a space after the colon: {until: 9}"),
         ("[{until: 9}, {seq_len: 32}]", "command line, stage 2: unknown key 'seq_len'; did you mean seq_length?"),
         ("[{until: 9}, {lr: fast}]", "stage 2: optimizer.params.lr is fast; it must be a number"),

@@ -9,9 +9,9 @@ from published import MODELS, ROWS, model_of
 
 from megatron.config.schema import Config
 from megatron.conversion.families.opt import POSITION_OFFSET
+from megatron.conversion.hf_checkpoint import HF_FAMILIES, find_exact_family, get_family
 from megatron.conversion.hf_config import HFConfigReader
 from megatron.conversion.model_family import AddOne, ModelFamily
-from megatron.conversion.registry import HF_FAMILIES, find_exact_family, get_family
 
 
 def read(name: str) -> tuple[ModelFamily, Config, dict[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""The mixer's CUDA kernels as compiled by NVRTC, and their launch by the operator on a simulated card."""
+"""The mixer's CUDA kernels as NVRTC compiles them, and how the operator launches them on a card of their own."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from kernels.cuda.compile import compile_kernel
 from kernels.cuda.kernel import CudaKernel
 
 MAX_STACK_BYTES = 512
-"""Stack per thread for values that do not fit 255 registers, in bytes."""
+"""Stack of a thread for values that 255 registers do not hold."""
 PROGRAM = """
 import os
 import torch
@@ -82,7 +82,7 @@ FORWARD, BACKWARD = "Forward", "LogitGradient,Backward,Backward"
         ("a100", f"{FORWARD},{FORWARD},{FORWARD},{FORWARD}", f"{FORWARD},{FORWARD}"),
     ],
 )
-def test_the_operator_launches_cuda_kernels_if_supported(gpu: str, two_chunks: str, one_chunk: str) -> None:
+def test_the_operator_launches_them_where_they_fit(gpu: str, two_chunks: str, one_chunk: str) -> None:
     command = [sys.executable, "-m", "megatron.rehearsal.null_device", "--gpu", gpu, "-c", PROGRAM]
     inherited = {name: text for name, text in os.environ.items() if not name.startswith("FARFIELD_NULL_DEVICE")}
     environment = {**inherited, "LD_PRELOAD": "", "PYTHONPATH": ""}

@@ -78,7 +78,7 @@ def test_memory_that_does_not_suffice(corpus: Path, tmp_path: Path, dumped: list
 
     keys = {"memory_snapshot": 2} if recorded else {}
     try:
-        with pytest.raises(RunError, match="what held the memory of rank 0 is in ") as raised:
+        with pytest.raises(RunError, match="memory snapshot of rank 0: ") as raised:
             train_case(corpus, tmp_path / "run", TrainingHooks(on_built=leave_little), batch_size=512, **keys)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

@@ -17,7 +17,7 @@ from megatron.data.corpus.prepare import prepare_corpus
 from megatron.data.load_tokenizer import load_run_tokenizer, read_vocabulary, save_tokenizer
 from megatron.data.tokenizers import Tokenizer, tokenizer_from_files
 from megatron.evaluation.harness import HarnessModel
-from megatron.generation.text_generator import TextGenerator
+from megatron.evaluation.text_generator import TextGenerator
 from megatron.options.commands import GenerationOptions
 from megatron.options.data import CorpusOptions, DataOptions
 from megatron.utils.errors import UserError

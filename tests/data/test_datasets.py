@@ -247,7 +247,10 @@ def test_data_that_cannot_be_used_are_refused(dataset, words, tmp_path):
         ({"data_path": good, "train_data_weights": [1.0]}, "train_data_weights has 1 values for 0 paths"),
         ({"data_path": good, "split": "1,-1"}, "split is '1,-1'; it must be up to three fractions"),
         ({"data_path": good, "split": "a"}, "split is 'a'; it must be up to three fractions"),
-        ({"data_path": good, "split": "0.001,1,1"}, r"the train split of .*good has no tokens \(30 documents in all\)"),
+        (
+            {"data_path": good, "split": "0.001,1,1"},
+            r"the train split of .*good has no tokens \(30 documents in total\)",
+        ),
     ]:
         with pytest.raises(UserError, match=message) as error:
             build(DataOptions(**options, **words), train=4)

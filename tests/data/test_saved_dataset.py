@@ -75,7 +75,7 @@ def test_missing_files_are_named(saved: Path, tmp_path: Path, monkeypatch: pytes
     state = tmp_path / "test/state.json"
     written = json.loads(state.read_text())
     for change, message in [
-        ({"_indices_data_files": [{"filename": "i.arrow"}]}, "selected by an index \(datasets before 2.0"),
+        ({"_indices_data_files": [{"filename": "i.arrow"}]}, r"selected by an index \(datasets before 2.0"),
         ({"_data_files": [{"filename": "gone.arrow"}]}, "gone.arrow: not found but listed in state.json"),
         ({"_data_files": ["gone.arrow"]}, "state.json: _data_files does not list files"),
     ]:

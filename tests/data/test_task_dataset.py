@@ -12,10 +12,10 @@ from megatron.data.dataloader import build_dataloader
 from megatron.data.datasets import SampleOrder, build_datasets
 from megatron.data.load_tokenizer import read_vocabulary
 from megatron.data.task_dataset import TaskDataset
+from megatron.data.tasks.task_config import read_task_config
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import single_process
 from megatron.options.data import DataOptions
-from megatron.tasks.task_config import read_task_config
 from megatron.utils.errors import UserError
 
 REVERSE = DataOptions(task="reverse_string", task_length=9)

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from models import build_model
 from torch import nn
 
+from megatron.data.tasks.task import Task, TaskBatch
+from megatron.data.tasks.task_config import TaskConfig
 from megatron.data.tokenizers import ByteTokenizer
 from megatron.evaluation import accuracy
 from megatron.evaluation.eval_target import ScoringContext
 from megatron.evaluation.jobs import PartialRecords
 from megatron.evaluation.needle_map import find_effective_lengths
-from megatron.evaluation.probes.passkey import Passkey
+from megatron.evaluation.passkey import Passkey
 from megatron.evaluation.targets import build_probe
 from megatron.evaluation.task_eval import TaskDepthEval, build_task_eval
 from megatron.options.evaluation import EvaluationOptions as Options
@@ -27,8 +29,6 @@ from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.plots import render_plots_png
 from megatron.reports.records import Record
-from megatron.tasks.task import Task, TaskBatch
-from megatron.tasks.task_config import TaskConfig
 from megatron.utils.errors import UserError
 from tools.rounding import compute_tolerance, count_gpt_sums
 

@@ -13,9 +13,8 @@ from torch import nn
 from megatron.data.load_tokenizer import Vocabulary
 from megatron.data.tokenizers import ByteTokenizer
 from megatron.evaluation.eval_target import ScoringContext
-from megatron.evaluation.probes.passkey import DEPTHS, QUESTION, Passkey
-from megatron.evaluation.probes.probe import Probe
-from megatron.evaluation.probes.repeated import RepeatedTokens
+from megatron.evaluation.passkey import DEPTHS, QUESTION, Passkey
+from megatron.evaluation.probe import Probe, RepeatedTokens
 from megatron.evaluation.targets import PROBES, build_probe
 from megatron.options import evaluation
 from megatron.options.evaluation import EvaluationOptions as Options
@@ -86,7 +85,7 @@ def test_a_model_that_copies_so_far_is_seen_to() -> None:
         assert (record.axis, record.tokens, record.windows) == ("distance", 24, 6)
     tables = build_comparison_tables(found)
     assert [(table.axis.name, table.records[0].length) for table in tables] == [("distance", 40), ("distance", 80)]
-    assert "below 8.29" in tables[0].notes[-1]
+    assert "at least 8.29" in tables[0].notes[-1]
 
 
 @pytest.mark.parametrize("model", [RunningMean(), tiny_gpt(pos_emb="kerple_log")], ids=["running mean", "kerple_log"])
@@ -167,9 +166,9 @@ def test_options_of_probes() -> None:
         ({"protocol": "passkey"}, "windows of 64 tokens are too short"),
         ({"protocol": "repeated", "targets": 40}, "windows of 64 tokens are too short"),
         ({"protocol": "repeated", "targets": [4, 8]}, "copies one number of tokens"),
-        ({"protocol": "repeated", "data": "x.txt"}, "--data is for texts"),
-        ({"protocol": "repeated", "measures": ["position"]}, "--measures is for texts"),
-        ({"protocol": "repeated", "attention_mask": "document"}, "--attention-mask is for texts"),
+        ({"protocol": "repeated", "data": "x.txt"}, "--data applies to texts only"),
+        ({"protocol": "repeated", "measures": ["position"]}, "--measures applies to texts only"),
+        ({"protocol": "repeated", "attention_mask": "document"}, "--attention-mask applies to texts only"),
         ({"protocol": "passkey", "targets": 4}, "scores the key's digits"),
     ):
         with pytest.raises(UserError, match=message):

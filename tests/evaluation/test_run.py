@@ -23,7 +23,7 @@ from megatron.config.load import load_config
 from megatron.config.validation_errors import parse_section
 from megatron.data.datasets import load_token_stream
 from megatron.data.load_tokenizer import load_tokenizer, save_tokenizer
-from megatron.evaluation.lengths import choose_lengths
+from megatron.evaluation.eval_target import choose_lengths
 from megatron.evaluation.provenance import describe_machine, list_software_versions
 from megatron.evaluation.run import evaluate_runs
 from megatron.model.device_dtype import resolve_device

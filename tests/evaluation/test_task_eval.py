@@ -15,16 +15,22 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.trained_run import TrainedRun
 from megatron.config.schema import Config
+from megatron.data.tasks.task_config import read_task_config
 from megatron.evaluation.accuracy import score_answers
 from megatron.evaluation.eval_target import ScoringContext
-from megatron.evaluation.task_eval import NUM_FITTING_SEQUENCES, TaskEval, build_task_eval, is_task_run
+from megatron.evaluation.task_eval import (
+    CONSTANT,
+    NUM_FITTING_SEQUENCES,
+    POSITION,
+    TaskEval,
+    build_task_eval,
+    is_task_run,
+)
 from megatron.options.data import DataOptions
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.position import PositionOptions
 from megatron.reports import table_formats
 from megatron.reports.comparison_table import build_comparison_tables
-from megatron.tasks.task_config import read_task_config
-from megatron.tasks.trivial_baselines import CONSTANT, POSITION
 from megatron.utils.errors import RunError, UserError
 
 
@@ -202,10 +208,10 @@ def test_positions_that_end() -> None:
     ("options", "why"),
     [
         ({"lengths": [7]}, "lengths: 7 is not valid for the task mqar: 8 pairs"),
-        ({"data": "book.txt"}, "--data is for texts, and a task is none"),
-        ({"attention_mask": "document"}, "--attention-mask is for texts, and a task is none"),
-        ({"protocol": "nonoverlapping"}, "--protocol is for texts"),
-        ({"targets": 3}, "--targets is for texts"),
+        ({"data": "book.txt"}, "--data applies to texts only, but the runs were trained on a task"),
+        ({"attention_mask": "document"}, "--attention-mask applies to texts only, but the runs were trained on a task"),
+        ({"protocol": "nonoverlapping"}, "--protocol applies to texts only"),
+        ({"targets": 3}, "--targets applies to texts only"),
         ({"multiples": [0.3]}, "'0.3x' is not a length"),
     ],
 )

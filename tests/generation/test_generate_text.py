@@ -9,8 +9,8 @@ import pytest
 from models import build_model
 
 from megatron.data.tokenizers import ByteTokenizer
-from megatron.generation import generate_text as generation
-from megatron.generation.text_generator import Completion, TextGenerator
+from megatron.evaluation import generate_text as generation
+from megatron.evaluation.text_generator import Completion, TextGenerator
 from megatron.options.commands import GenerationOptions
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions

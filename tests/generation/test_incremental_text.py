@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizer_files import SAMPLE, open_tokenizers, write_tokenizers
 
 from megatron.data.tokenizers import Tokenizer
-from megatron.generation.text_generator import IncrementalDetokenizer, StopStrings
+from megatron.evaluation.text_generator import IncrementalDetokenizer, StopStrings
 
 KINDS = ["bytes", "HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"]
 

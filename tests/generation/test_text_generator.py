@@ -5,9 +5,8 @@ import torch
 from models import build_model
 
 from megatron.data.tokenizers import ByteTokenizer
-from megatron.generation.decoding import check_prompt_length, group_prompts
-from megatron.generation.sampling import TokenSampler
-from megatron.generation.text_generator import Completion, TextGenerator
+from megatron.evaluation.decoding import TokenSampler, check_prompt_length, group_prompts
+from megatron.evaluation.text_generator import Completion, TextGenerator
 from megatron.model.gpt import GPT
 from megatron.options.commands import GenerationOptions
 from megatron.options.model import ModelOptions

@@ -6,9 +6,10 @@ from position_methods import build
 
 from kernels.cdape_attention import mixer
 from megatron.attention.backends.registry import list_candidates
-from megatron.attention.check import machine
+from megatron.attention.check import evidence
+from megatron.attention.check.compared_rows import CheckedDocuments
 from megatron.attention.check.evidence import Trial
-from megatron.attention.check.problem import CheckedDocuments, build_problem
+from megatron.attention.check.problem import build_problem
 from megatron.attention.check.trials import try_backends
 from megatron.position.facts import AttentionDims
 from megatron.position.token_range import ALL_HEADS, TokenRange
@@ -83,4 +84,4 @@ def test_a_kernel_with_a_shifted_table_gradient_is_rejected(monkeypatch) -> None
 
 
 def test_the_switch_of_the_kernels_is_a_condition_of_a_check() -> None:
-    assert machine.KERNEL_VARIABLE == mixer.VARIABLE
+    assert evidence.KERNEL_VARIABLE == mixer.VARIABLE

@@ -104,5 +104,5 @@ def test_unsupported_cache_operations_raise_an_error() -> None:
     model = ModelOptions(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=LENGTH)
     with pytest.raises(UserError, match="'foo': choose from auto, sdpa, triton, native, flex, eager, chunked"):
         build_model(model, PositionOptions(pos_emb="none"), VOCABULARY, backend="foo")
-    with pytest.raises(UserError, match="has 46 positions, but a sequence of length 47"):
+    with pytest.raises(UserError, match="has 46 positions, but the requested sequence length is 47"):
         small_gpt(LENGTH, "learned", "none").new_kv_cache(47)

@@ -200,7 +200,7 @@ def test_one_value_is_one_value_however_it_is_written() -> None:
         (
             {"query_pre_attn_scalar": 4.0},
             {"pos_emb": ["rotary", "cope"]},
-            "query_pre_attn_scalar: 4, but pos_emb cope has products",
+            "query_pre_attn_scalar: 4, but pos_emb cope computes its own products",
         ),
     ],
 )

@@ -139,7 +139,7 @@ def test_invalid_configurations_are_rejected(keys: dict[str, Any], key: str, tex
 
 def test_methods_without_a_rule_are_refused() -> None:
     heads = {**WIDE, "mup_base_num_attention_heads": 4}
-    with pytest.raises(UserError, match="no rule for a head size that is not the base model's"):
+    with pytest.raises(UserError, match="no muP rule for a head size other than the base model's"):
         build_model(options(**heads), PositionOptions(pos_emb="transformer_xl"), VOCABULARY)
     with pytest.raises(UserError, match="kerple_log adds nothing to the token embeddings"):
         build_model(options(**WIDE, mup_rp_embedding_mult=2.0), CDAPE, VOCABULARY)

@@ -69,7 +69,7 @@ def test_gradients_reach_the_rows_of_the_ids() -> None:
 
 def test_methods_without_position_ids() -> None:
     for name in ("alibi", "fire", "kerple_log", "t5"):
-        with pytest.raises(UserError, match="knows only those of tokens in their order"):
+        with pytest.raises(UserError, match="supports only consecutive positions"):
             build(name)(TOKENS, position_ids=IDS)
-    with pytest.raises(RuntimeError, match="not drawn"):
+    with pytest.raises(RuntimeError, match="no randomized positions"):
         build("rotary", randomized_positions=50)(TOKENS, position_ids=IDS)

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron.config.position_overrides import format_rope, override_position, parse_rope
-from megatron.generation.decoding import decode_tokens
+from megatron.evaluation.decoding import decode_tokens
 from megatron.model.gpt import GPT
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
@@ -112,11 +112,11 @@ def assert_documents_are_refused(gpt: GPT) -> None:
     The results of a document would depend on the row that contains it.
     """
     x, starts = tokens(1, 6), torch.tensor([[0, 0, 2, 2, 2, 2]])
-    with pytest.raises(UserError, match=r"documents cannot be kept apart: .* depends on the length of the whole row"):
+    with pytest.raises(UserError, match=r"documents cannot be masked: .* depends on the length of the whole row"):
         gpt(x, document_starts=starts)
     gpt(x, document_starts=torch.zeros_like(starts))
     gpt.end_of_document = int(x[0, 1])
-    with pytest.raises(UserError, match="documents cannot be kept apart"):
+    with pytest.raises(UserError, match="documents cannot be masked"):
         gpt(x)
     gpt.end_of_document = None
 

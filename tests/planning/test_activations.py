@@ -10,15 +10,15 @@ from models import build_model
 from tiny_runs import tiny_config
 
 from kernels.cdape_attention import cpu
+from megatron.attention.backends.backend import compute_document_masks
 from megatron.attention.backends.pytorch import SdpaBackend
-from megatron.attention.document_masks import compute_document_masks
 from megatron.attention.documents import mask_documents, restart_positions
 from megatron.attention.segments import build_segments, concatenate_ranges
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, ParallelSizes, list_context_chunks
 from megatron.model import attention
 from megatron.model.attention import AttentionContext
-from megatron.planning import activations, attention_memory
+from megatron.planning import activations, row_block_memory
 from megatron.planning.memory_estimate import estimate_memory
 from megatron.position.catalog import list_encodings, list_temperatures
 from megatron.position.token_range import TokenRange
@@ -47,7 +47,7 @@ WITH_MAPS = {
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the C code for CPUs, as on a GPU; PyTorch's softmax is still the CPU's, without a product."""
     monkeypatch.setattr(cpu, "unavailable_reason", lambda: "a GPU")
-    monkeypatch.setattr(attention_memory, "SOFTMAX_BACKWARD_BYTES", 8)
+    monkeypatch.setattr(row_block_memory, "SOFTMAX_BACKWARD_BYTES", 8)
 
 
 def config(length: int, **keys: Any) -> Config:

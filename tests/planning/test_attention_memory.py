@@ -27,10 +27,11 @@ from megatron.config.load import load_config
 from megatron.distributed.hardware import get_gpu_spec
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
-from megatron.planning import attention_memory, memory_estimate
-from megatron.planning.attention_memory import ATTENTION_MEMORY, AttentionShape, choose_chunk_rows, list_backends
+from megatron.planning import attention_memory, memory_estimate, row_block_memory
+from megatron.planning.attention_memory import ATTENTION_MEMORY, choose_chunk_rows, list_backends
 from megatron.planning.model_costs import plan_encoding, plan_processor
 from megatron.planning.plan import CHECK_RECORD, make_plan, read_checked_backend
+from megatron.planning.row_block_memory import AttentionShape
 from megatron.planning.step_time import Cluster
 from megatron.position import registry
 from megatron.position.catalog import list_encodings, list_processors, read_encoding_facts, read_processor_facts
@@ -69,11 +70,11 @@ def test_row_blocks_match_explicit_counts(
     shape = AttentionShape(
         1, tuple(segments), 4, 16, 4, plan_encoding(position), processor, True, window, block_rows, False, 1 << 30
     )
-    groups = list(attention_memory._iter_row_blocks(shape, kept))
+    groups = list(row_block_memory._iter_row_blocks(shape, kept))
     total, largest, saved = 0, 0, 0
     for start, length in segments:
         is_saved = start + length <= kept
-        size = max(block_rows, attention_memory.MIN_ROWS_KEPT) if is_saved and processor is None else block_rows
+        size = max(block_rows, row_block_memory.MIN_ROWS_KEPT) if is_saved and processor is None else block_rows
         for first in range(start, start + length, size):
             last = min(first + size, start + length)
             reach = last if window is None else window - 1 + (0 if processor is None else processor.left_context)

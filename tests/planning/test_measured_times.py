@@ -55,7 +55,7 @@ def test_a_plan_prints_the_band_and_its_source(capsys: pytest.CaptureFixture[str
     assert (
         "cdape: a step takes 1.05 times as long as without it by FLOPs, and 1.33 to 1.84 times by measurements" in said
     )
-    assert "docs/results/gpu_check.md" in said
+    assert "docs/results/gpu_visit.md" in said
     assert re.search(r"measured with cdape +\d+–\d+", said)
     layout = make_plan(config, 50257, Cluster(get_gpu_spec("h200"), 1)).to_dict(1)["layouts"][0]
     assert layout["seconds_as_measured"]["low"] > layout["seconds"]["total"]

@@ -10,7 +10,7 @@ from models import build_model
 from tiny_runs import tiny_config
 
 from megatron.config import method_names
-from megatron.config.load import SHIPPED_CONFIGS, load_config
+from megatron.config.load import load_config
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, Mesh, ParallelSizes, pipeline_layer_range
 from megatron.distributed.process_groups import ProcessGroups
@@ -19,6 +19,7 @@ from megatron.model import build
 from megatron.options.position import SOFTMAX_TYPES
 from megatron.planning.model_costs import count_layer_kinds, count_parameters, count_rank_parameters
 from megatron.position import catalog
+from megatron.utils.project import SHIPPED_CONFIGS
 
 VOCABULARY = 50257
 MODELS = sorted(path.stem for path in (SHIPPED_CONFIGS / "model").glob("*.yml"))

@@ -19,15 +19,17 @@ from megatron.checkpoint.sharded_state import (
 from megatron.checkpoint.tensor_files import write_tensors
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.rehearsal.missing_ranks import (
+    SparseFile,
     StageParameter,
     complete_checkpoint,
+    crc32_with_zeros,
     divide_unwritten,
+    is_zero,
     read_pieces,
     read_stage_parameters,
     write_stage_parameters,
 )
 from megatron.rehearsal.missing_ranks import _dump as dump_pieces
-from megatron.rehearsal.sparse_files import SparseFile, crc32_with_zeros, is_zero
 
 SIZES = ParallelSizes(tensor=2, data=4, pipeline=2)
 DIVIDED = StageParameter("layer.weight", (6, 10), 0, 1, False)

@@ -62,7 +62,7 @@ def test_the_build_for_cpus_is_refused_with_the_command_that_helps() -> None:
 
 
 def test_the_remedy_for_the_build_for_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(build, "ROOT", tmp_path)
+    monkeypatch.setattr(build, "PACKAGES_FOLDER", tmp_path)
     monkeypatch.setattr(build, "torch_has_cuda", lambda: False)
     with pytest.raises(UserError, match="make setup-cuda") as refused:
         build.build_null_device()

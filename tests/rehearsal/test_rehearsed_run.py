@@ -110,7 +110,7 @@ def test_offloaded_states_must_fit_the_machine(monkeypatch):
 def test_runs_that_cannot_fit_are_rehearsed_only_on_request():
     config = load_config(FLAGSHIP).config
     assert plan_rehearsal(config, 64, None, None, gpu_memory=40 << 30).config.launch.check_resources
-    with pytest.raises(UserError, match=r"num_layers 1000000 × .* a rank needs at least .* and a GPU has 40 GiB"):
+    with pytest.raises(UserError, match=r"num_layers 1000000 × .* a rank needs at least .* but a GPU has 40 GiB"):
         plan_rehearsal(config.replace(num_layers=1000000), 64, None, None, gpu_memory=40 << 30)
     run = plan_rehearsal(config.replace(num_layers=1000000, check_resources=False), 64, None, None, gpu_memory=40 << 30)
     assert run.config.model.num_layers == 1000000

@@ -12,13 +12,12 @@ from scipy import stats
 from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.contests import Contest
-from megatron.reports.failures import RunFailure
 from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
 from megatron.reports.leaderboard_answers import build_answers
 from megatron.reports.leaderboard_plot import find_frontier
 from megatron.reports.metrics import get_metric
 from megatron.reports.paper_experiment import Experiment, write_experiment
-from megatron.reports.records import Record, record_from_row, write_records
+from megatron.reports.records import Record, RunFailure, record_from_row, write_records
 from megatron.reports.report import ReportSection, render_report
 from megatron.reports.significance import compare_methods
 from megatron.utils.errors import UserError
@@ -237,14 +236,14 @@ def test_a_failed_method_is_listed_last() -> None:
     failed = RunFailure("gone", 1, "the loss is not finite", 7, 64)
     board = board_of(records(), (failed,))
     assert board.ranking[-1] == "gone"
-    assert "No result there: gone." in " ".join(build_answers(board)[0].sentences)
+    assert "No result at this length: gone." in " ".join(build_answers(board)[0].sentences)
     assert dict(board.build_tables()[0].rows)["gone"][-1] == "–"
 
 
 def test_positions_that_end_are_why_a_number_is_missing() -> None:
     ended = [record.replace(max_length=64) for record in text("learned", (1.6, 1.6)) if record.length == 64]
     told = " ".join(build_answers(board_of([*records(), *ended]))[0].sentences)
-    assert "learned cannot be evaluated there, because its maximum length is 64 tokens." in told
+    assert "learned cannot be evaluated at this length, because its maximum length is 64 tokens." in told
     assert "Without a number" not in told
 
 

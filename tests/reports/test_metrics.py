@@ -64,8 +64,8 @@ def test_accuracy_from_file_to_table(tmp_path: Path) -> None:
         "rotary  100.0*  50.00   -50.00 [-56.00, -44.00] falls",
         "cdape   96.00   97.00*  +1.00 [-1.00, +3.00] holds",
         "512 tokens scored at every length; higher is better.",
-        "* best of its column.",
-        "95% bootstrap intervals of single cells are within -5.00 and +3.00.",
+        "* best in its column.",
+        "95% bootstrap intervals of individual cells are within -5.00 and +3.00.",
         "Change: accuracy at 160 minus that at 40 tokens [95% bootstrap interval].",
         "“holds”: the interval contains 0 or the change is under 0.5.",
     ]
@@ -195,7 +195,7 @@ def test_a_narrow_interval_shows_its_ends() -> None:
     assert str(layout.cells["a", 40]) == "5.0000"
     assert layout.cells["a", 40].interval_texts == ("4.9994", "5.0006")
     assert str(layout.changes["a"]) == "1.0002 [0.9999, 1.0004] holds"
-    assert "single cells are within -0.01% and +0.01%" in table_formats.render_comparison_text(layout)
+    assert "individual cells are within -0.01% and +0.01%" in table_formats.render_comparison_text(layout)
     assert "+0.02% from 40 tokens" in page_of(found)
 
 

@@ -18,7 +18,7 @@ from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import read_config
 from megatron.config.schema import Config
 from megatron.distributed.hardware import LocalHardware
-from megatron.evaluation.lengths import choose_lengths
+from megatron.evaluation.eval_target import choose_lengths
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports import plots
 from megatron.reports.records import Record

@@ -20,8 +20,8 @@ from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardRepor
 from megatron.reports.leaderboard_answers import build_answers
 from megatron.reports.records import read_records
 from megatron.sweeps import worker_pool
-from megatron.sweeps.member_run import read_last_step
 from megatron.sweeps.spec import read_sweep
+from megatron.training.metrics_log import read_last_step
 from megatron.utils.errors import RunError, UserError
 
 from .conftest import BASE, ROOT, Initialiser, Trainer, run, write

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.sweeps import member_run
+from megatron.training import metrics_log
 from megatron.utils.errors import RunError, UserError
 
 
@@ -15,7 +16,7 @@ from megatron.utils.errors import RunError, UserError
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(member_run, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(member_run, "DEEPY", tmp_path / "trainer.py")
+    monkeypatch.setattr(member_run, "COMMAND", [str(tmp_path / "trainer.py")])
     return tmp_path
 
 
@@ -25,7 +26,7 @@ def train(script: str, watch=lambda step: None) -> None:
 
 
 def test_a_training_is_watched_to_its_end(place: Path) -> None:
-    Path("metrics.jsonl").write_text('{"step": 99}\n')  # from an earlier attempt
+    Path("metrics.jsonl").write_text('{"kind": "train", "step": 99}\n')  # from an earlier attempt
     os.utime("metrics.jsonl", (1, 1))
     seen: list[int | None] = []
 
@@ -40,7 +41,7 @@ def test_a_training_is_watched_to_its_end(place: Path) -> None:
         from pathlib import Path
         while not Path("watched").exists():
             time.sleep(0.01)
-        Path("metrics.jsonl").write_text('{"step": 1}\\n{"step": 2}\\n{"step": ')
+        Path("metrics.jsonl").write_text('{"kind": "train", "step": 1}\\n{"kind": "train", "step": 2}\\n{"kind": ')
         print("arguments", sys.argv[1:])
         time.sleep(0.2)
         """,
@@ -111,11 +112,16 @@ def test_a_second_interrupt_does_without(place: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("content", "step"),
-    [("", None), ('{"step": 1}\n{"step": 2}\n', 2), ('{"step": 1}\n{"st', 1), ('{"step": 1}\nnoise\n[]\n', 1)],
+    [
+        ("", None),
+        ('{"kind": "train", "step": 1}\n{"kind": "train", "step": 2}\n', 2),
+        ('{"kind": "train", "step": 1}\n{"ki', 1),
+        ('{"kind": "train", "step": 1}\nnoise\n[]\n{"step": 2}\n', 1),
+    ],
 )
 def test_the_newest_step_that_was_written(place: Path, content: str, step: int | None) -> None:
     metrics = Path("metrics.jsonl")
-    assert member_run.read_last_step(metrics, 0) is None
+    assert metrics_log.read_last_step(metrics, 0) is None
     metrics.write_text(content)
-    assert member_run.read_last_step(metrics, 0) == step
-    assert member_run.read_last_step(metrics, time.time() + 60) is None
+    assert metrics_log.read_last_step(metrics, 0) == step
+    assert metrics_log.read_last_step(metrics, time.time() + 60) is None

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.data.tasks.task_config import read_task_config
 from megatron.distributed.process_groups import single_process
 from megatron.model.build import build_model
 from megatron.reports.records import record_from_row
@@ -11,7 +12,6 @@ from megatron.sweeps import remaining_work
 from megatron.sweeps.remaining_work import estimate_work
 from megatron.sweeps.run_sweep import sort_baselines_last
 from megatron.sweeps.spec import read_sweep
-from megatron.tasks.task_config import read_task_config
 
 SWEEP = """\
 num_layers: 1

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron.tasks import task_config
-from megatron.tasks.autoregressive_task import StringTask
+from megatron.data.tasks import task_config
+from megatron.data.tasks.autoregressive_task import StringTask
 from megatron.utils.errors import UserError
 
 SYMBOLS = "abcdefghijklmnopqrstuvwxyz$|."

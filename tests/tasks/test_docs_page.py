@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.tasks import task_config
-from megatron.tasks.transduction_task import TransductionTask
+from megatron.data.tasks import task_config
+from megatron.data.tasks.transduction_task import TransductionTask
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tasks.md"
 ROWS = {

@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megatron.tasks import task_config
-from megatron.tasks.task import TaskBatch
+from megatron.data.tasks import task_config
+from megatron.data.tasks.task import TaskBatch
 from megatron.utils.errors import UserError
 
 NEEDLES = {

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron.tasks import task_config
+from megatron.data.tasks import task_config
 from megatron.utils.errors import UserError
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron.tasks import task_config
+from megatron.data.tasks import task_config
 
 
 @pytest.mark.parametrize("ignore", [0.0, 0.1, 0.8, 0.98, 1.0])

@@ -6,9 +6,9 @@ import task_solvers as solvers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.tasks import task_config
-from megatron.tasks.task import Array
-from megatron.tasks.transduction_task import TransductionTask
+from megatron.data.tasks import task_config
+from megatron.data.tasks.task import Array
+from megatron.data.tasks.transduction_task import TransductionTask
 
 NAMES = sorted(solvers.SOLVERS)
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from megatron.tasks import task_config
-from megatron.tasks.task import TaskBatch
-from megatron.tasks.trivial_baselines import CONSTANT, POSITION, measure_baseline_correctness
+from megatron.data.tasks import task_config
+from megatron.data.tasks.task import TaskBatch
+from megatron.evaluation.task_eval import CONSTANT, POSITION, measure_baseline_correctness
 
 
 def mean_accuracies(name: str, lengths: list[int], count: int = 2000) -> dict[str, float]:

@@ -55,21 +55,21 @@ def small(*overrides: str) -> Config:
     ("machine", "keys", "more", "message"),
     [
         (CPU, [], ["num_layers=1000000"], r"num_layers 1000000 × hidden_size 256, .* at least 23\.\d TiB of this "
-         r"machine's memory for its 1 process, and it has 8 GiB"),
-        (CPU, ["num_layers=150", "num_gpus=2"], ["num_gpus=4"], r"GiB .* for its 4 processes, and it has 8 GiB"),
+         r"machine's memory for its 1 process, but it has 8 GiB"),
+        (CPU, ["num_layers=150", "num_gpus=2"], ["num_gpus=4"], r"GiB .* for its 4 processes, but it has 8 GiB"),
         (CPU, ["num_layers=150", "pipe_parallel_size=2", "gradient_accumulation_steps=2"], ["num_layers=300"],
-         r"GiB .* for its 2 processes, and it has 8 GiB"),
+         r"GiB .* for its 2 processes, but it has 8 GiB"),
         (CPU, [], ["seq_length=1000000000", "attention_backend=chunked"], r"× seq_length 1000000000: .* TiB"),
         (GPU, ["num_layers=300"], ["num_layers=1000000"], r"num_layers 1000000 × .*: a rank needs at least 23.3 TiB of "
-         r"GPU memory \(2\.87 TiB of weights, 5\.75 TiB of optimizer states\), and a GPU has 8 GiB"),
-        (GPU, [], ["hidden_size=100000"], r"hidden_size 100000, .* and a GPU has 8 GiB"),
+         r"GPU memory \(2\.87 TiB of weights, 5\.75 TiB of optimizer states\), but a GPU has 8 GiB"),
+        (GPU, [], ["hidden_size=100000"], r"hidden_size 100000, .* but a GPU has 8 GiB"),
         (GPU, [], ["train_micro_batch_size_per_gpu=10000"],
          r"train_micro_batch_size_per_gpu 10000 × seq_length 128: a rank needs at least [\d.]+ GiB of GPU memory "),
-        (GPU, ["seq_length=8192"], ["attention_backend=eager"], "and a GPU has 8 GiB"),
+        (GPU, ["seq_length=8192"], ["attention_backend=eager"], "but a GPU has 8 GiB"),
         (LocalHardware(1, 8, memory=GIB, gpu_memory=80 * GIB), [], ["num_layers=500"],
-         "building the model takes at least 1.47 GiB of this machine's memory for its 1 process, and it has 1 GiB"),
+         "building the model takes at least 1.47 GiB of this machine's memory for its 1 process, but it has 1 GiB"),
         (LocalHardware(1, 8, memory=4 * GIB, gpu_memory=80 * GIB), ["num_layers=500"], [OFFLOAD],
-         "offload_optimizer takes at least 4.41 GiB of this machine's memory for its 1 process, and it has 4 GiB"),
+         "offload_optimizer takes at least 4.41 GiB of this machine's memory for its 1 process, but it has 4 GiB"),
     ],
 )  # fmt: skip
 def test_too_large_models_are_rejected_before_building(
@@ -143,7 +143,7 @@ def test_unknown_values_are_not_checked() -> None:
     resolve_run(large, LocalHardware(1, 8))
     resolve_run(large.replace(device="cuda", num_gpus=1), CPU, dry_run=True)  # on GPUs of another machine
     resolve_remote_run(large)
-    with pytest.raises(UserError, match="and a GPU has 80 GiB"):
+    with pytest.raises(UserError, match="but a GPU has 80 GiB"):
         resolve_remote_run(large, gpu_memory=80 * GIB)
 
 
@@ -252,7 +252,7 @@ def test_checkpoints_too_large_for_the_disk_are_rejected_early(
         launch(config, dry=dry)
     assert re.fullmatch(
         rf"save: {run}: the checkpoints of this run need at least {format_bytes(needed)} more \(3 × "
-        rf"{format_bytes(3 * size)}, and {format_bytes(size)} while one is written\), and the disk has "
+        rf"{format_bytes(3 * size)}, and {format_bytes(size)} while one is written\), but the disk has "
         rf"{format_bytes(needed - 1)} free; .*, or set check_resources=false to start anyway", str(refused.value),
     )  # fmt: skip
     assert not run.parent.exists()

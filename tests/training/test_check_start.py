@@ -212,7 +212,7 @@ def test_checks_left_to_the_nodes_are_reported(
     with pytest.raises(UserError, match="wandb_mode online: no login"):
         launch(online)
     notes = launch(online.replace(slurm={"setup": ["export WANDB_API_KEY=$(cat key)"]}))
-    assert any(note.startswith("not checked: what only the training machines know: GPUs") for note in notes)
+    assert any(note.startswith("not checked: facts known only on the training machines: GPUs") for note in notes)
     assert "use_wandb: its package and login are checked only there" in notes
     moved = {"container": "docker://a/b", "container_mounts": [f"{tmp_path}:/data"]}
     elsewhere = online.replace(train_data_paths=["/data/train"], valid_data_paths=[], slurm=moved)
@@ -243,7 +243,7 @@ def test_a_training_on_this_machine_reads_its_tokens_once(
     ("keys", "message"),
     [
         ({"precision": "fp16"}, "precision is fp16, which needs a GPU, and device is cpu"),
-        ({"memory_snapshot": 1}, "memory_snapshot is 1, but this run computes on the CPU"),
+        ({"memory_snapshot": 1}, "memory_snapshot is 1, but this run uses the CPU"),
     ],
 )
 def test_unsupported_cpu_runs_are_rejected_before_the_queue(
@@ -258,7 +258,7 @@ def test_unsupported_cpu_runs_are_rejected_before_the_queue(
 def test_a_dry_run_checks_without_a_known_number_of_gpus(corpus: Path, tmp_path: Path) -> None:
     config = tiny_config(corpus, tmp_path / "a", device="cuda")
     notes = launch(config, dry=True)
-    assert any(note.startswith("not checked: what only the training") for note in notes)
+    assert any(note.startswith("not checked: facts known only on the training") for note in notes)
     with pytest.raises(UserError, match="one sample of seq_length 8192"):
         launch(config.replace(seq_length=8192), dry=True)
 

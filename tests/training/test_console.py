@@ -173,7 +173,7 @@ def test_a_run_prints_a_summary_at_start_and_end(corpus: Path, tmp_path: Path, m
     threads = format_quantity(torch.get_num_threads(), "thread")
     assert first == (
         f"{format_count(model.num_parameters())} parameters on CPU ({threads}) "
-        "in fp32; 2 steps of 8 × 16 tokens (micro-batches of 4, 2 accumulated, ZeRO 1) are 256 tokens; about 23 days"
+        "in fp32; 2 steps of 8 × 16 tokens (micro-batches of 4, 2 accumulated, ZeRO 1) = 256 tokens; about 23 days"
     )
     assert last == f"saved {result.checkpoint}; next: ./deepy.py evaluate '{tmp_path}/a run'"
 
@@ -247,7 +247,7 @@ def test_extending_a_finished_run_warns_of_a_rate_jump(corpus: Path, tmp_path: P
     # Cosine from 1e-2 to 1e-4: step 3 of 4 uses 1e-4 + 99e-4 (1 + cos 3π/4)/2; step 4 of 8 uses the midpoint.
     assert notes() == [
         "the learning rate was 1.55e-03 and jumps to 5.05e-03: its decay now ends at step 8; lr_decay_iters=4 keeps "
-        "the old schedule, which is over: it stays at min_lr=0.0001"
+        "the old schedule, which has ended: the rate stays at min_lr=0.0001"
     ]
     assert notes(lr_decay_iters=4) == []
 
@@ -256,7 +256,7 @@ def test_a_rate_that_ends_at_zero_needs_more_than_the_old_schedule() -> None:
     from megatron.training.schedule import LearningRateSchedule, describe_rate_jump
 
     old, new = LearningRateSchedule(1.0, 0.0, 0, 100, "linear"), LearningRateSchedule(1.0, 0.0, 0, 200, "linear")
-    assert "nothing is learned, so set min_lr too" in (describe_rate_jump(old, new, 100) or "")
+    assert "nothing is learned; set min_lr too" in (describe_rate_jump(old, new, 100) or "")
     assert describe_rate_jump(old, old, 50) is None
     assert describe_rate_jump(old, new, 0) is None
     middle = describe_rate_jump(old, new, 50) or ""

@@ -132,7 +132,7 @@ def test_zero_3_rejects_methods_computed_per_document(corpus: Path) -> None:
     times.
     """
     keys = {"attention_mask": "document", "zero_optimization": {"stage": 3}, "pos_emb": "fire"}
-    with pytest.raises(UserError, match=r"attention_mask: document: pos_emb fire .*stage 3 cannot do; use stage 2"):
+    with pytest.raises(UserError, match=r"attention_mask: document: pos_emb fire .*stage 3 does not support"):
         train(tiny_config(corpus, **keys))
 
 

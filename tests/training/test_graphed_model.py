@@ -186,9 +186,9 @@ def test_a_trial_detects_errors() -> None:
     graphed, trial = attempt(model, Wrong)
     assert graphed is None
     assert trial.refusal is not None
-    assert "differs from that of eager launches" in trial.refusal
+    assert "differs from the eager result" in trial.refusal
     model.get_submodule("decoder").register_forward_hook(lambda *_: None)
-    assert attempt(model)[1].refusal == "a hook on decoder wants to see every pass"
+    assert attempt(model)[1].refusal == "a hook on decoder must see every pass"
 
 
 class Failing(Rerun):
@@ -227,12 +227,12 @@ FAST = GraphTrial(None, 0.0633, 0.00827, True, 2 * GIB)
         ("auto", [FAST, GraphTrial("capture failed: x")], False, "CUDA graphs: off; capture failed: x (rank 1)"),
         (
             "auto", [GraphTrial(None, 0.1, 0.099, True, GIB)], False,
-            "CUDA graphs: off; no faster (99 ms for forward and backward of a micro-batch instead of 100)",
+            "CUDA graphs: off; not faster (99 ms for forward and backward of a micro-batch instead of 100)",
         ),
         (
             "auto", [FAST, GraphTrial(None, 0.06, 0.01, True, 3 * GIB, is_short=True)], False,
-            "CUDA graphs: off; the 3 GiB that they keep leave too little memory (10 ms for forward and backward of a "
-            "micro-batch instead of 63.3)",
+            "CUDA graphs: off; the 3 GiB that they keep would leave too little memory (10 ms for forward and backward "
+            "of a micro-batch instead of 63.3)",
         ),
         (
             "on", [GraphTrial(None, 0.1, 0.099, False, GIB, is_short=True)], True,
@@ -303,7 +303,7 @@ def test_keys_that_leave_it_to_the_trial(keys: dict[str, Any]) -> None:
 
 
 def test_graphs_on_a_cpu_are_refused() -> None:
-    with pytest.raises(UserError, match="cuda_graph on: this run computes on the CPU"):
+    with pytest.raises(UserError, match="cuda_graph on: this run uses the CPU"):
         resolve_run(tiny_config(Path(), cuda_graph="on", device="auto"), LocalHardware(num_gpus=0, num_cores=4))
     assert "device cpu" in dict(validate_config(tiny_config(Path(), cuda_graph="on", device="cpu")))["cuda_graph"]
 

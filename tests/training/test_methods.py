@@ -11,10 +11,11 @@ from tiny_runs import losses, tiny_config, write_corpora
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
-from megatron.config.load import SHIPPED_CONFIGS, load_config
+from megatron.config.load import load_config
 from megatron.position import registry
 from megatron.training.trainer import train
 from megatron.utils.errors import UserError
+from megatron.utils.project import SHIPPED_CONFIGS
 
 OVERLAYS = sorted((SHIPPED_CONFIGS / "position").glob("*.yml"))
 LENGTH = 16

@@ -105,7 +105,7 @@ def test_a_run_stopped_during_its_profile_and_its_continuation(corpus: Path, tmp
             True,
             r"profile.ranks are \[0, 1\], but the run has 1 rank,",
         ),
-        ({"memory_snapshot": 2}, True, "memory_snapshot is 2, but this run computes on the CPU"),
+        ({"memory_snapshot": 2}, True, "memory_snapshot is 2, but this run uses the CPU"),
     ],
 )
 def test_invalid_profiles_are_rejected(keys: dict[str, Any], save: bool, why: str, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_invalid_profiles_are_rejected(keys: dict[str, Any], save: bool, why: st
 def test_profiles_beyond_the_last_step_are_reported(tmp_path: Path) -> None:
     config: Config = tiny_config(tmp_path, tmp_path, profile={"from": 5, "to": 6})
     (note,) = [note for note in resolve_run(config, CPU).notes if "profile" in note]
-    assert note == "profile.from 5: beyond train_iters 4, so nothing is profiled"
+    assert note == "profile.from 5: after train_iters 4, so nothing is profiled"
 
 
 def test_the_table_of_a_gpu_has_its_kernels() -> None:

@@ -59,23 +59,27 @@ def test_the_machine_determines_unset_keys(
 @pytest.mark.parametrize(
     ("machine", "overrides", "message"),
     [
-        (LOGIN_NODE, ["device=cuda"], "there is no CUDA device here"),
-        (LOGIN_NODE, ["precision=fp16"], "precision is fp16, which needs a GPU, and there is none here"),
+        (LOGIN_NODE, ["device=cuda"], "this machine has no CUDA device"),
+        (LOGIN_NODE, ["precision=fp16"], "precision is fp16, which needs a GPU, and this machine has none"),
         (
             LocalHardware(4, 2),
             ["precision=fp16", "device=cpu"],
             "precision is fp16, which needs a GPU, and device is cpu",
         ),
-        (LocalHardware(2, 2), ["num_gpus=4"], "num_gpus is 4, but 2 GPUs are here"),
-        (LocalHardware(1, 2), ["num_gpus=4"], "1 GPU is here"),
-        (LOGIN_NODE, ["train_data_paths=[]"], "`./deepy.py prepare` makes a corpus"),
+        (LocalHardware(2, 2), ["num_gpus=4"], "num_gpus is 4, but this machine has 2 GPUs"),
+        (LocalHardware(1, 2), ["num_gpus=4"], "this machine has 1 GPU;"),
+        (LOGIN_NODE, ["train_data_paths=[]"], "`./deepy.py prepare` creates a corpus"),
         (LocalHardware(3, 2), [], r"train_batch_size 8 is not .* 3 ranks"),
         (
             LocalHardware(0, 1),
             ["train_batch_size=10", "num_gpus=5"],
-            r"num_gpus is 5, but 1 CPU core is here .* at most 4, 4",
+            r"num_gpus is 5, but this machine has 1 CPU core .* at most 4, 4",
         ),
-        (LOGIN_NODE, ["train_batch_size=18", "num_gpus=9"], r"num_gpus is 9, but 2 CPU cores are here .* at most 8"),
+        (
+            LOGIN_NODE,
+            ["train_batch_size=18", "num_gpus=9"],
+            r"num_gpus is 9, but this machine has 2 CPU cores .* at most 8",
+        ),
     ],
 )
 def test_refused_before_anything_is_started(machine: LocalHardware, overrides: list[str], message: str) -> None:
@@ -110,12 +114,16 @@ def test_processes_on_several_machines() -> None:
     [
         (["num_gpus=1", "nodes=4"], RankInfo(5, 8, 1, 4), "num_gpus is 1 and nodes is 4, but 8 processes were started"),
         (["num_gpus=4"], RankInfo(5, 8, 1, 4), "num_gpus is 4, but 8 processes were started"),
-        (["nodes=4"], RankInfo(5, 8, 1, 4), r"nodes is 4, but 8 processes were started \(WORLD_SIZE\), 4 of them here"),
-        (["nodes=2"], None, "nodes is 2, but this process was not started as one of several; start it with srun"),
+        (
+            ["nodes=4"],
+            RankInfo(5, 8, 1, 4),
+            r"nodes is 4, but 8 processes were started \(WORLD_SIZE\), 4 of them on this machine",
+        ),
+        (["nodes=2"], None, "nodes is 2, but this process was started alone; start it with srun"),
         (
             ["device=cuda", "train_micro_batch_size_per_gpu=1"],
             RankInfo(5, 8, 1, 8),
-            "num_gpus is 8, but 4 GPUs are here",
+            "num_gpus is 8, but this machine has 4 GPUs",
         ),
     ],
 )
@@ -143,7 +151,7 @@ def test_a_dry_run_on_a_login_node_lists_unchecked_parts(overrides: list[str], t
     assert (launch.device, launch.num_gpus, launch.distributed_backend) == ("cuda", None, "nccl")
     assert (training.train_batch_size, training.train_micro_batch_size_per_gpu) == (8, 2)
     assert settled.world_size is None
-    assert [note for note in settled.notes if "how many there will be (num_gpus), the batch" in note] == list(
+    assert [note for note in settled.notes if "the number of GPUs (num_gpus), the batch size" in note] == list(
         settled.notes
     )
     there = resolve_run(reloaded(settled.config, tmp_path), LocalHardware(num_gpus=4, num_cores=8)).config
@@ -152,7 +160,7 @@ def test_a_dry_run_on_a_login_node_lists_unchecked_parts(overrides: list[str], t
     known = resolve_run(config("save=a", "num_gpus=2", *overrides), LOGIN_NODE, dry_run=True)
     assert (known.world_size, known.config.training.gradient_accumulation_steps) == (2, 2)
     assert known.notes == (
-        "no GPU is here, and this run needs one; not checked: whether there are so many, and their memory",
+        "this run needs a GPU, and this machine has none; not checked: the number of GPUs, and GPU memory",
     )
     with pytest.raises(UserError, match="train_batch_size 8 is not"):
         resolve_run(config("num_gpus=3", *overrides).replace(num_gpus=3), LOGIN_NODE, dry_run=True)
@@ -173,7 +181,7 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
 
 def test_a_checkpoint_beyond_the_last_step_is_reported() -> None:
     notes = resolve_run(config("save=runs/a", "extra_save_iters=[1, 2, 9]"), LOGIN_NODE).notes
-    assert notes == ("extra_save_iters 9: beyond train_iters 2, so nothing is saved",)
+    assert notes == ("extra_save_iters 9: after train_iters 2, so nothing is saved",)
 
 
 @pytest.mark.parametrize(
@@ -181,16 +189,16 @@ def test_a_checkpoint_beyond_the_last_step_is_reported() -> None:
     [
         ((), ""),
         (("tensorboard_dir=foo", "use_tensorboard=false"), ""),
-        (("tensorboard_dir=foo",), ", but TensorBoard's events in foo"),
+        (("tensorboard_dir=foo",), " except TensorBoard events in foo"),
         (
             ("tensorboard_dir=foo", "use_wandb=true"),
-            ", but TensorBoard's events in foo and Weights & Biases' records in wandb",
+            " except TensorBoard events in foo and Weights & Biases records in wandb",
         ),
     ],
 )
 def test_a_run_without_a_folder_is_reported(overrides: tuple[str, ...], kept: str) -> None:
     (note,) = resolve_run(config(*overrides), LOGIN_NODE).notes
-    assert note == f"save is not set: this run will leave no checkpoints, metrics or log behind{kept}"
+    assert note == f"save is not set: this run saves no checkpoints, metrics or log{kept}"
 
 
 def test_ineffective_zero_options_are_reported() -> None:

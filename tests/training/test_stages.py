@@ -332,7 +332,7 @@ def test_insufficient_memory_is_reported_for_the_current_stage(
     planned = estimate_memory(second, ParallelSizes(), VOCABULARY).total
     assert planned > 1.01 * estimate_memory(resolved, ParallelSizes(), VOCABULARY).total
     said = re.escape(
-        "stage 2 of 3 of this run, train_micro_batch_size_per_gpu 2 × seq_length 32, is planned to need "
+        "the plan of stage 2 of 3 of this run, train_micro_batch_size_per_gpu 2 × seq_length 32, needs "
         f"{format_bytes(planned)} on each rank"
     )
     usual_step, usual_build = Trainer.train_step, training_run.build_model
@@ -376,7 +376,7 @@ def test_stages_in_tokens_end_at_steps_and_resolving_again_changes_nothing(corpu
         ends = [[(s.first_step, s.end_step) for s in some] for some in (later, stages[stage.index :])]
         assert ends[0] == ends[1]
         assert later[0].config == stage.config
-    with pytest.raises(UserError, match="the last stage ends at step 14, but train_iters is 20; leave one out"):
+    with pytest.raises(UserError, match="the last stage ends at step 14, but train_iters is 20; remove one"):
         resolve_run(config.replace(train_iters=20), LocalHardware.detect())
     with pytest.raises(UserError, match="stages need save"):
         resolve_run(config.replace(save=None), LocalHardware.detect())

@@ -63,9 +63,9 @@ def test_a_run_learns_and_reports(corpus: Path, tmp_path: Path) -> None:
     assert result.checkpoint == tmp_path / "checkpoints" / "step_0000030"
     begins, rows, epochs, validation, *lines, ends = text.splitlines()
     assert epochs == "training text: 4,071 tokens, read 0.472 times"
-    assert re.match(r"validation every 20 steps reads valid 128 of \d+ tokens", validation)
+    assert re.match(r"validation every 20 steps: valid 128 of \d+ tokens", validation)
     assert " parameters on " in begins
-    assert rows.endswith("% of rows contain several documents; attention crosses them")
+    assert rows.endswith("% of rows contain several documents; attention crosses document boundaries")
     assert ends == f"saved {result.checkpoint}; next: ./deepy.py evaluate {tmp_path}"
     assert [line.split()[1] for line in lines] == ["10/30", "20/30", "20/30", "30/30", "30/30", "30/30"]
     assert "\x1b" not in text
@@ -244,7 +244,7 @@ def test_a_signal_saves_after_the_step_and_the_run_resumes(
     [
         ({"train_data_paths": []}, "data"),
         ({"precision": "fp16"}, "precision is fp16, which needs a GPU"),
-        ({"device": "cuda"}, "device is cuda, but there is no CUDA device here"),
+        ({"device": "cuda"}, "device is cuda, but this machine has no CUDA device"),
         ({"valid_data_paths": ["no/such"], "eval_interval": 1}, "no/such"),
         ({"pos_emb": "kerple_lag"}, "kerple_lag"),
     ],
@@ -303,7 +303,7 @@ def test_insufficient_memory_is_reported_with_the_plan(
         )
 
     monkeypatch.setattr(Engine, "forward_backward", fail)
-    said = r"memory does not suffice \(for 123456789012 bytes more\); this run, train_micro_batch_size_per_gpu 4 × "
-    said += r"seq_length 16, is planned to need [\d.]+ "
+    said = r"out of memory \(123456789012 bytes more requested\); the plan of this run, "
+    said += r"train_micro_batch_size_per_gpu 4 × seq_length 16, needs [\d.]+ "
     with pytest.raises(RunError, match=said):
         train(tiny_config(corpus, tmp_path))

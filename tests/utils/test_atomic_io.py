@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.utils.atomic_io import get_farfield_version, parse_json, refuse_foreign_files, write_text_atomically
+from megatron.utils.atomic_io import parse_json, refuse_foreign_files, write_text_atomically
 from megatron.utils.errors import UserError
+from megatron.utils.project import get_farfield_version
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, "{", "1" * 5000, b"\xff\xff"])

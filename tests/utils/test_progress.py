@@ -81,9 +81,9 @@ def test_the_meter_measures_and_prints_periodically() -> None:
     assert (jobs[0].seconds, jobs[1].seconds) == (20, 30)
     assert out.getvalue().splitlines() == [
         "first: starting (estimating the time left)",
-        "first: step 70 (about 1 min 04 s left in all)",
-        "second (about 1 min 00 s left in all)",
-        "second (about 30 s left in all)",
+        "first: step 70 (about 1 min 04 s left in total)",
+        "second (about 1 min 00 s left in total)",
+        "second (about 30 s left in total)",
         "a [line] of text",
     ]
 

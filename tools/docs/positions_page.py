@@ -97,37 +97,18 @@ necessary, because it soon becomes local attention. Its best model is `cdape` on
 per layer (overlay `cdape_kerple_log`).
 
 Exploring Transformer Extrapolation (theorem 3.4) proves that a model extrapolates if the series Σ exp(bias(n))
-converges. It converges for `alibi`, `type1`, `type2`, `kerple_power` and `kerple_bias_weight`, for the heads of
-`kerple_log` with r1 > 1 (appendix B), of `kerple_log3` with r1·r3 > 1, and of `bam` with positive β. It does not
-converge for `inverse` and `inverse_nlogn`, the paper's counterexamples
-([every encoding](analysis.md#does-the-series-converge)). The theorem concerns the bias alone, not processors and
-contextual terms.
+converges; [analysis.md](analysis.md#does-the-series-converge) lists the result for every encoding. The theorem concerns
+the bias alone, not processors and contextual terms.
 
-Three papers are cited by name: KERPLE (Chi et al. 2022), Exploring Transformer Extrapolation (Qin et al. 2023) and
-DAPE V2 (Process attention score as feature map for length extrapolation). Perplexities and times under "When" below
-are theirs, with their model sizes and data. Our own measurements of every method at a small size are in
-[results/zoo.md](results/zoo.md); start there to train a small model. `cdape` on `fox` has the lowest mean perplexity
-at 32× the training length, but over three seeds the difference from `fox` and other methods is not significant.
-`cdape` on `kerple_log` has the best mean rank over text, needles and tasks, because `fox` fails on needles.
-`kerple_power`, with one seed, ranks above `kerple_log`, with three, which is the reverse of KERPLE's result. All of
-this is one tiny model, trained for minutes.
+[The leaderboard](results/zoo.md) compares all methods at a small size; start there to train a small model. KERPLE
+(Chi et al. 2022), Exploring Transformer Extrapolation (Qin et al. 2023) and DAPE V2 (Process attention score as feature
+map for length extrapolation) are cited by name below. Perplexities and times under "When" are theirs, with their model
+sizes and data.
 
-## Compare methods
-
-The [overlay](glossary.md#configurations) of a method follows the model, and each run gets its own folder:
-
-```
-./deepy.py train 125M rotary local_setup save=runs/rotary
-./deepy.py train 125M fox local_setup save=runs/fox
-./deepy.py train 125M cdape_kerple_log local_setup save=runs/cdape
-./deepy.py evaluate runs/rotary runs/fox runs/cdape --lengths 1x,4x,32x -o results/comparison
-```
-
-The 125M model needs a GPU; `configs/quickstart.yml` is a sweep of a model that two CPU cores train in minutes.
-The default of `pos_emb` is `learned`, and model files set `rotary`. The overlay `cdape` on a model file therefore
-applies CDAPE to rotary positions.
-`fox` and `cdape_kerple_log` have parameters in each layer; all layers of `kerple_log` share one set
-([below](#one-set-of-parameters-or-one-per-layer)).
+To train a method, put its [overlay](glossary.md#configurations) after the model:
+`./deepy.py train 125M fox local_setup save=runs/fox`. The default of `pos_emb` is `learned`, and model files set
+`rotary`, so the overlay `cdape` on a model file applies CDAPE to rotary positions. `fox` and `cdape_kerple_log` have
+parameters in each layer; all layers of `kerple_log` share one set ([below](#one-set-of-parameters-or-one-per-layer)).
 """
 
 SHARING = f"""\

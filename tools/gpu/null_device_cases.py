@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.config.load import SHIPPED_CONFIGS
+from megatron.utils.project import SHIPPED_CONFIGS
 
 OVERLAYS = sorted(path.stem for path in (SHIPPED_CONFIGS / "position").glob("*.yml"))
 BACKENDS = ("auto", "triton")

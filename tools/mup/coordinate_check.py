@@ -44,7 +44,7 @@ from megatron.config.schema import Config  # noqa: E402
 from megatron.distributed.process_groups import single_process  # noqa: E402
 from megatron.model.build import build_model  # noqa: E402
 from megatron.model.parameter_groups import parameter_groups  # noqa: E402
-from megatron.position.forget_gate import ForgetGate  # noqa: E402
+from megatron.position.encodings.fox import ForgetGate  # noqa: E402
 from megatron.training.optimizer import build_optimizer  # noqa: E402
 from tools.records import collect_provenance, format_provenance, write_record  # noqa: E402
 

@@ -28,13 +28,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megatron.analysis.analysis import Figure, Table
-from megatron.analysis.page import PageSection, render_analysis_page
+from megatron.evaluation.analysis.analysis import Figure, Table
+from megatron.evaluation.analysis.page import PageSection, render_analysis_page
 from megatron.reports.charts import Chart
-from megatron.reports.failures import RunFailure
 from megatron.reports.leaderboard import Ablation, Leaderboard
 from megatron.reports.line_chart import HorizontalAxis, Line, build_line_chart
-from megatron.reports.records import Record
+from megatron.reports.records import Record, RunFailure
 from megatron.reports.report import ReportSection, render_report
 
 WIDTHS = (360, 768, 1280, 1920)
@@ -287,7 +286,7 @@ def render_made_up_analysis() -> str:
         )  # fmt: skip
 
     def draw(narrow: bool) -> bytes:
-        from megatron.analysis.drawing import add_titles, create_panels, save_png
+        from megatron.evaluation.analysis.drawing import add_titles, create_panels, save_png
 
         figure, axes = create_panels(6, narrow)
         for panel in axes:

@@ -42,7 +42,7 @@ API_PAGES: dict[str, ApiPage] = {
         "Reference implementation in plain PyTorch, its inputs, and the interface of faster backends.",
         (
             *("megatron.attention.inputs", "megatron.attention.segments", "megatron.attention.reference"),
-            *("megatron.attention.softmax", "megatron.attention.query_scale", "megatron.attention.documents"),
+            *("megatron.attention.softmax", "megatron.attention.query_rows", "megatron.attention.documents"),
             *("megatron.attention.backends.backend", "megatron.attention.backends.registry"),
         ),
     ),
@@ -69,7 +69,7 @@ API_PAGES: dict[str, ApiPage] = {
         "Selection of scored tokens, scoring, and records of the results.",
         (
             *("megatron.evaluation.run", "megatron.evaluation.protocols", "megatron.evaluation.perplexity"),
-            *("megatron.evaluation.loss_records", "megatron.evaluation.lengths", "megatron.evaluation.texts"),
+            *("megatron.evaluation.loss_records", "megatron.evaluation.eval_target", "megatron.evaluation.texts"),
             *("megatron.evaluation.needle_map", "megatron.evaluation.accuracy", "megatron.reports.records"),
             *("megatron.reports.comparison_table", "megatron.reports.table_formats", "megatron.reports.plots"),
             "megatron.reports.metrics",
@@ -79,8 +79,12 @@ API_PAGES: dict[str, ApiPage] = {
         "Tasks from scratch",
         "Interface of tasks, kinds of tasks, and tasks by name. [Tasks](../tasks.md) lists them.",
         (
-            *("megatron.tasks.task", "megatron.tasks.transduction_task", "megatron.tasks.autoregressive_task"),
-            *("megatron.tasks.needle_task", "megatron.tasks.task_config"),
+            *(
+                "megatron.data.tasks.task",
+                "megatron.data.tasks.transduction_task",
+                "megatron.data.tasks.autoregressive_task",
+            ),
+            *("megatron.data.tasks.needle_task", "megatron.data.tasks.task_config"),
         ),
     ),
     "kernels": ApiPage(

@@ -1,10 +1,15 @@
-"""Interface of an attention backend, and limits on keeping score maps for the backward pass.
+"""Interface of an attention backend, limits on keeping score maps, and document masks.
+
+The limits concern score maps kept for the backward pass. Document masks include which backends and methods compute all
+documents of a row at once, and masks prepared before the layers.
 
 This module does not import torch at run time, so that the memory planner can read the limits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from megatron.attention.backends.capabilities import find_unsupported_feature, list_score_features
@@ -14,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron.attention.inputs import AttentionInputs
+    from megatron.attention.segments import Segment
     from megatron.position.encoding import Encoding
     from megatron.position.processor import Processor
 
@@ -87,3 +93,58 @@ class AttentionBackend(Protocol):
 
     def __call__(self, inputs: AttentionInputs, /) -> Tensor:
         """Compute the attention output [B, h, R, d]."""
+
+
+def depends_on_document_start(encoding: Encoding) -> bool:
+    """Return True if the scores of a query and a key would differ if their document began elsewhere in the row."""
+    adds_terms = any(type(encoding).overrides_hook(hook) for hook in ("dense", "contextual"))
+    return adds_terms and not encoding.relative
+
+
+def can_mask_documents(
+    encoding: Encoding, backend: AttentionBackend, processor: Processor | None = None, *, randomized: bool
+) -> bool:
+    """Return True if attention is computed for all documents of a row at once.
+
+    Randomized positions are drawn for the length of each document, so distances in a row are not differences of
+    columns. A processor that reads rows above must not read rows of another document.
+    """
+    is_right = processor is None or processor.takes_first_columns
+    return takes_first_keys(backend) and is_right and not randomized and not depends_on_document_start(encoding)
+
+
+def compute_document_masks(
+    segments: Sequence[Segment],
+    starts: Tensor,
+    backend: AttentionBackend,
+    encoding: Encoding,
+    window: int | None,
+    like: Tensor,
+    *,
+    dropout: bool,
+) -> tuple[Segment, ...]:
+    """Return the segments with masks that the backend prepares once for all layers and their recomputation.
+
+    Args:
+        segments: segments of all tokens from column P on, or of some of them.
+        starts: document starts, as defined by `documents.check_document_starts`.
+        backend: backend of all layers, with or without `compute_document_mask`.
+        encoding: encoding of a layer.
+        window: window of the layers.
+        like: tensor with the type and device of the queries.
+        dropout: True if attention weights are dropped.
+    """
+    compute = getattr(backend, "compute_document_mask", None)
+    if compute is None:
+        return tuple(segments)
+    return tuple(
+        segment
+        if segment.first_keys is None
+        else replace(
+            segment,
+            document_mask=compute(
+                segment.tokens, segment.context, segment.first_keys, starts, encoding, window, like, dropout=dropout
+            ),
+        )
+        for segment in segments
+    )

@@ -9,7 +9,7 @@ B batch, h heads of a rank, R its rows of a segment, C columns, d head dimension
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -17,19 +17,22 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.backends.backend import AttentionBackend, compute_document_masks
+from megatron.attention.check.compared_rows import (
+    ROWS_PER_SLAB,
+    CheckedDocuments,
+    Slab,
+    choose_slabs,
+    count_documents,
+    count_pairs,
+)
 from megatron.attention.check.fused_reference import attend_as_fused
-from megatron.attention.document_masks import compute_document_masks
-from megatron.attention.documents import split_documents
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import precompute_terms, sum_gates
 from megatron.attention.segments import (
     ALL_SEQUENCES,
-    SampleFunction,
     Segment,
     attend_segments,
-    no_sampling,
-    select_chunks,
 )
 from megatron.attention.softmax import SoftmaxSink, build_softmax_sink
 from megatron.position.base import ConvolutionParameters
@@ -44,8 +47,6 @@ MAX_PAIRS = 1 << 33
 MAX_EXACT_PAIRS = 1 << 24
 """Maximum number of scores computed in float64: all heads of 512 rows, or the last rows of a long sequence; 128 MB
 each."""
-ROWS_PER_SLAB = 64
-"""Number of consecutive rows that are compared, if not all are: first, last and middle rows of a segment."""
 DISTURBANCE = 0.1
 """Relative change of the parameters: some start at values (zero) that would hide a wrong gradient."""
 GRADIENT_SIZE = 1 / 16
@@ -53,41 +54,6 @@ GRADIENT_SIZE = 1 / 16
 SEED = 20
 PARAMETER_PREFIXES = ("encoding.", "processor.", "sink.")
 """Prefixes of parameter names in results."""
-
-
-@dataclass(frozen=True)
-class Slab:
-    """Compared rows start … stop − 1 of a segment."""
-
-    segment: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class CheckedDocuments:
-    """Documents that do not attend to each other."""
-
-    starts: Tensor
-    """int64 [B, T] on the CPU: the column at which the document of each token of the whole rows begins."""
-    masked: bool
-    """True if attention is computed for whole rows (`document_masks.can_mask_documents`), not for each document."""
-    sample: SampleFunction = no_sampling
-    """Sampling function of randomized positions."""
-
-    def select_last(self, num_rows: int) -> "CheckedDocuments":
-        """Return the documents of the last sequences."""
-        return replace(self, starts=self.starts[-num_rows:])
-
-    def split_rows(self, start: int, length: int) -> tuple[Segment, ...]:
-        """Return the segments of rows start … start + length − 1 of all sequences, one per document."""
-        segments = split_documents(self.starts, sample=self.sample)
-        return select_chunks(segments, [(start, length)], join_neighbours=False)
-
-    def find_borders(self, tokens: TokenRange) -> list[int]:
-        """Return the rows of a segment, from 0, at which a new document of the last sequence begins."""
-        row = self.starts[-1, tokens.start : tokens.stop]
-        return ((row[1:] != row[:-1]).nonzero()[:, 0] + 1).tolist()
 
 
 @dataclass(frozen=True)
@@ -128,13 +94,13 @@ class CheckProblem:
     @property
     def pairs_per_head(self) -> int:
         """Number of visible scores of one head and sequence."""
-        return sum(_count_pairs(tokens, self.window) for tokens in self.segments)
+        return sum(count_pairs(tokens, self.window) for tokens in self.segments)
 
     @cached_property
     def slabs(self) -> tuple[Slab, ...]:
         """Compared rows."""
         borders = [[] if self.documents is None else self.documents.find_borders(tokens) for tokens in self.segments]
-        return tuple(_choose_slabs(self.segments, self._rows_per_segment, borders))
+        return tuple(choose_slabs(self.segments, self._rows_per_segment, borders))
 
     @property
     def _rows_per_segment(self) -> int:
@@ -160,7 +126,7 @@ class CheckProblem:
             "keys": self.num_columns,
             "compared_rows": [[slab.start, slab.stop] for slab in self.slabs],
             "compared_heads": [[heads.start, heads.stop] for heads in self.head_ranges],
-            **({} if self.documents is None else {"documents": _count_documents(self.documents.starts)}),
+            **({} if self.documents is None else {"documents": count_documents(self.documents.starts)}),
         }
 
     @cached_property
@@ -494,11 +460,6 @@ def build_problem(
     return replace(problem, segments=cut)
 
 
-def _count_documents(starts: Tensor) -> list[int]:
-    """Return the number of documents of each sequence."""
-    return (starts == torch.arange(starts.shape[1])).sum(1).tolist()
-
-
 def _copy_disturbed(module: ModuleT, dtype: torch.dtype, device: torch.device) -> ModuleT:
     """Copy a module with disturbed parameters of the given type. Its tables keep their type, as in training."""
     copied = copy.deepcopy(module).to(device)
@@ -521,30 +482,3 @@ def _named_parameters(
     for prefix, module in zip(PARAMETER_PREFIXES, (encoding, processor, sink), strict=True):
         if module is not None:
             yield from ((f"{prefix}{name}", parameter) for name, parameter in module.named_parameters())
-
-
-def _count_pairs(tokens: TokenRange, window: int | None) -> int:
-    if window is None or window >= tokens.stop:
-        return tokens.length * (tokens.start + tokens.stop + 1) // 2
-    return tokens.length * window
-
-
-def _choose_slabs(
-    segments: tuple[TokenRange, ...], rows_per_segment: int, borders: Sequence[Sequence[int]]
-) -> Iterator[Slab]:
-    """Choose the compared rows of each segment: all rows if they are few, else first, middle and last ones.
-
-    Middle rows begin in the middle of a tile.
-
-    Args:
-        borders: rows of each segment at which documents begin; the middle rows are then on both sides of one of them.
-    """
-    for index, tokens in enumerate(segments):
-        if tokens.length <= rows_per_segment:
-            yield Slab(index, 0, tokens.length)
-            continue
-        size = max(min(rows_per_segment // 3, ROWS_PER_SLAB), 1)
-        border = min(borders[index], key=lambda row: abs(row - tokens.length // 2), default=tokens.length // 2)
-        middle = max(border - size // 3, size)
-        for start in sorted({0, min(middle, tokens.length - 2 * size), tokens.length - size}):
-            yield Slab(index, start, start + size)

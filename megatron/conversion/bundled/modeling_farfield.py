@@ -21,9 +21,8 @@ from transformers.utils import logging
 
 from megatron.attention.documents import find_document_starts, split_documents
 from megatron.attention.inputs import AttentionInputs
-from megatron.attention.query_scale import describe_query_rows, scale_queries
+from megatron.attention.query_rows import RowsAbove, describe_query_rows, scale_queries
 from megatron.attention.reference import compute_attention_in_blocks, sum_gates
-from megatron.attention.rows_above import RowsAbove
 from megatron.attention.segments import (
     SampleFunction,
     Segment,

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.utils.errors import UserError, describe_cause
+from megatron.utils.formatting import format_choices
 from megatron.utils.imports import require_package
-from megatron.utils.suggestions import format_choices
 
 if TYPE_CHECKING:
     import pyarrow as pa

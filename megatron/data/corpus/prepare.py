@@ -53,8 +53,8 @@ from megatron.utils.atomic_directory import (
     read_folder_version,
     recover_abandoned,
 )
-from megatron.utils.atomic_io import get_farfield_version
 from megatron.utils.errors import FarfieldError, UserError
+from megatron.utils.project import get_farfield_version
 from megatron.utils.signals import StoppedBySignal
 
 

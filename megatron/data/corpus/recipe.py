@@ -27,7 +27,7 @@ from megatron.data.indexed_dataset import check_dataset, open_indexed
 from megatron.data.tokenizers import TOKENIZERS, Tokenizer, tokenizer_from_files
 from megatron.options.data import SPLITS, CorpusOptions
 from megatron.utils.errors import FarfieldError, UserError
-from megatron.utils.suggestions import format_choices
+from megatron.utils.formatting import format_choices
 
 TRAINED_TOKENIZER = "bpe"
 """Choice of `tokenizer` that trains a BPE on the training documents; the result is an `HFTokenizer`."""

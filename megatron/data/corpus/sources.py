@@ -13,7 +13,7 @@ Each source is one word on the command line:
 - `hf:NAME` or `hf:NAME:CONFIG`: a dataset on the Hugging Face hub, or a folder that its library can read
   (`hub_dataset.py`);
 - a folder: all files in it and its subfolders with one of the suffixes, except hidden ones, in a fixed order; for a
-  dataset saved by the Hugging Face library, the files of one split (`saved_dataset.py`).
+  dataset saved by the Hugging Face library, the files of one split (`hub_dataset.py`).
 
 Reading has two stages. `scan_sources` and `iter_raw_documents` run in the parent process and handle only names, sizes
 and undecoded bytes. `decode_document` turns one raw document into text and runs in the workers. Decompression is
@@ -32,8 +32,14 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.data.corpus.file_readers import TABLE_SUFFIXES, count_rows, iter_lines, iter_table_texts
-from megatron.data.corpus.hub_dataset import HUB_PREFIX, DownloadCallback, HubDataset
-from megatron.data.corpus.saved_dataset import DEFAULT_SPLIT, is_saved_dataset, list_saved_files
+from megatron.data.corpus.hub_dataset import (
+    DEFAULT_SPLIT,
+    HUB_PREFIX,
+    DownloadCallback,
+    HubDataset,
+    is_saved_dataset,
+    list_saved_files,
+)
 from megatron.options.data import is_url
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import UserError

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.position.captured_tensors import keep_for_capture
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims, EncodingCost, OptionError
-from megatron.position.numerics import rotary_frequencies, rotate_halves
+from megatron.position.numerics import keep_for_capture, rotary_frequencies, rotate_halves
 from megatron.position.rotary_scaling import RotaryScaling
 from megatron.position.token_range import ALL_HEADS, TokenRange
 

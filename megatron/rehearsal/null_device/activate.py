@@ -30,7 +30,7 @@ def activate() -> None:
 def _collect_changes() -> dict[str, Callable[[ModuleType], None]]:
     """Return the patch of each module, applied right after its import."""
     # These modules import nothing but the standard library until they are called.
-    from megatron.rehearsal.null_device import host_reads, lone_rank, recorder, summary
+    from megatron.rehearsal.null_device import host_reads, library, lone_rank, recorder
 
     changes: dict[str, list[Callable[[Any], None]]] = {}
     for name, change in host_reads.IMPORT_PATCHES.items():
@@ -40,7 +40,7 @@ def _collect_changes() -> dict[str, Callable[[ModuleType], None]]:
             changes.setdefault(name, []).append(change)
     if folder := os.environ.get(LEDGER_VARIABLE):
         changes.setdefault("torch.distributed.distributed_c10d", []).append(recorder.start_recording(folder))
-        changes.setdefault("torch", []).append(summary.write_summary_at_exit(folder))
+        changes.setdefault("torch", []).append(library.write_summary_at_exit(folder))
 
     def join(parts: list[Callable[[Any], None]]) -> Callable[[ModuleType], None]:
         def change(module: ModuleType) -> None:

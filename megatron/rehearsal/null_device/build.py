@@ -2,7 +2,7 @@
 
 `native/` implements the functions that need an answer. This module generates a stub that returns success for every
 other function that torch's libraries import from CUDA, cuBLAS, cuDNN and NCCL. It reads the names from the undefined
-symbols of the installed libraries, so the stubs always match the installed torch. `summary.py` reports at exit which
+symbols of the installed libraries, so the stubs always match the installed torch. `library.py` reports at exit which
 stubs were called.
 """
 
@@ -25,8 +25,8 @@ from kernels.jit_build import (
 )
 from megatron.distributed.hardware import torch_has_cuda
 from megatron.utils.errors import UserError
+from megatron.utils.project import PACKAGES_FOLDER
 
-ROOT = Path(__file__).parents[3]
 SOURCES = Path(__file__).parent / "native"
 LIBRARY = "libcuda.so.1"
 """File name of the driver, which Triton and PyTorch load."""
@@ -80,7 +80,7 @@ def _find_cuda_torch() -> Path:
 
 def _describe_remedy() -> str:
     """Describe how to get the null device: use the environment of `make setup-cuda`, or install into the user's own."""
-    python = ROOT / ".venv-cuda" / "bin" / "python"
+    python = PACKAGES_FOLDER / ".venv-cuda" / "bin" / "python"
     if python.is_file():
         return f"run with {os.path.relpath(python)}, which has it"
     return (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron.distributed.hardware import get_gpu_spec, resolve_gpu_name
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import format_choices
+from megatron.utils.formatting import format_choices
 
 GIB = 2**30
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron.rehearsal.null_device.build import build_null_device
 from megatron.rehearsal.null_device.cards import Card
+from megatron.utils.project import PACKAGES_FOLDER
 
 DEVICE_VARIABLE = "FARFIELD_NULL_DEVICE"
 """Emulated GPU, read by `native/memory.c`. If set, the null device is active in the child process."""
@@ -17,7 +18,6 @@ LONE_RANK_VARIABLE = "FARFIELD_NULL_DEVICE_LONE_RANK"
 VOID_RESULTS = "the null device computes nothing: its losses, times and output files are meaningless"
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent.parent
 
 
 def build_environment(
@@ -33,7 +33,7 @@ def build_environment(
     Args:
         card: GPU that each device emulates.
         devices: number of devices of the node.
-        ledger: folder for the records of each rank (`recorder.py`, `summary.py`); None writes none.
+        ledger: folder for the records of each rank (`recorder.py`, `library.py`); None writes none.
         is_lone_rank: True if the child is one of many ranks (by torchrun's variables) and the others do not run.
         base: environment to extend; by default this process's.
 
@@ -57,7 +57,7 @@ def build_environment(
     _prepend(environment, "LD_PRELOAD", str(device.library), " ")
     _prepend(environment, "LD_LIBRARY_PATH", str(device.folder))
     _prepend(environment, "PATH", str(HERE / "bin"))
-    _prepend(environment, "PYTHONPATH", f"{HERE / 'site'}{os.pathsep}{ROOT}")
+    _prepend(environment, "PYTHONPATH", f"{HERE / 'site'}{os.pathsep}{PACKAGES_FOLDER}")
     environment["TRITON_LIBCUDA_PATH"] = str(device.folder)
     # Inductor's own launcher looks up driver functions by itself; without it, kernels are launched through Triton.
     environment["TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER"] = "0"

@@ -1,12 +1,19 @@
 """Interface to the null device's library in this process.
 
 It provides counters, loaded kernels, and the listener of its collectives.
+
+A summary of the process (peak memory, counters, kernels and stub calls) is written at exit to `rank-r.summary.json` in
+the ledger's folder.
 """
 
+import atexit
 import ctypes
+import json
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 
@@ -122,3 +129,36 @@ def listen_to_collectives(listener: Listener) -> None:
     callback = _LISTENER(call)
     _kept.append(callback)  # ctypes keeps no reference
     load_library().null_device_listen(callback)
+
+
+def get_summary_path(folder: str | Path, rank: int) -> Path:
+    return Path(folder) / f"rank-{rank}.summary.json"
+
+
+def write_summary_at_exit(folder: str) -> Callable[[Any], None]:
+    """Return the patch of torch that writes this process's summary at exit."""
+
+    def change(torch: Any) -> None:
+        process = os.getpid()
+
+        def write() -> None:
+            if os.getpid() == process and torch.cuda.is_initialized():
+                write_summary(folder, torch)
+
+        atexit.register(write)
+
+    return change
+
+
+def write_summary(folder: str | Path, torch: Any) -> None:
+    """Write the summary of this process so far."""
+    summary = {
+        "peak_allocated": torch.cuda.max_memory_allocated(),
+        "peak_reserved": torch.cuda.max_memory_reserved(),
+        "counters": asdict(read_counters()),
+        "kernels": [asdict(kernel) for kernel in read_kernels()],
+        "stub_calls": read_stub_calls(),
+    }
+    path = get_summary_path(folder, int(os.environ.get("RANK", "0")))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.rehearsal.null_device.library import listen_to_collectives
+from megatron.utils.project import find_own_path
 
-ROOT = str(Path(__file__).parents[3]) + os.sep
 _OWN = str(Path(__file__).parents[1]) + os.sep
 DTYPES = ("i8", "u8", "i32", "u32", "i64", "u64", "fp16", "fp32", "fp64", "bf16", "fp8_e4m3", "fp8_e5m2")
 """NCCL data types, indexed by their number."""
@@ -183,8 +183,8 @@ def list_own_frames() -> list[str]:
     frame: Any = sys._getframe(1)
     while frame is not None and len(frames) < MAX_FRAMES:
         path = frame.f_code.co_filename
-        own = path.removeprefix(ROOT)
-        if path.startswith(ROOT) and not path.startswith(_OWN) and "site-packages" not in own:
+        own = None if path.startswith(_OWN) else find_own_path(path)
+        if own is not None:
             frames.append(f"{own}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return frames

@@ -89,7 +89,7 @@ def find_excess(
 
 @settings(max_examples=8, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 1000), residual_bias=st.booleans())
-def test_maps_match_float64_without_invalid_accesses(shape: Shape, seed: int, residual_bias: bool) -> None:
+def test_maps_are_those_of_float64_and_no_access_is_wrong(shape: Shape, seed: int, residual_bias: bool) -> None:
     inputs = build_logit_inputs(shape, seed, residual_bias=residual_bias)
     attended = attend(inputs, shape, seed)
     found, sums, faults = run(inputs, attended, Launcher(mixer.FOLDER))
@@ -109,7 +109,7 @@ def test_the_order_of_warps_changes_no_bit() -> None:
     assert torch.equal(found.dlogits.transpose(2, 3)[:, seen], again.dlogits.transpose(2, 3)[:, seen])
 
 
-def test_logits_match_the_forward_pass() -> None:
+def test_logits_are_those_of_the_forward_pass() -> None:
     """A softmax's statistics hold for the logits that they were computed from, not for others that round otherwise."""
     shape = Shape(1, 12, 32, 40, 8)
     inputs = build_logit_inputs(shape)

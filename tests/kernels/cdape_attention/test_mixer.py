@@ -145,7 +145,7 @@ def launcher() -> Launcher:
 
 @settings(max_examples=8, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 1000))
-def test_gradients_match_float64_without_invalid_accesses(shape: Shape, seed: int) -> None:
+def test_gradients_are_those_of_float64_and_no_access_is_wrong(shape: Shape, seed: int) -> None:
     inputs = build_inputs(shape, seed)
     found, faults = run(inputs, Launcher(mixer.FOLDER))
     assert faults.errors == NO_ERRORS, faults
@@ -193,7 +193,7 @@ def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     assert is_wrong or faults.errors != NO_ERRORS
 
 
-def test_supported_shapes_match_the_kernels() -> None:
+def test_support_is_stated_for_shapes_that_the_kernels_take() -> None:
     shape = get_weight_shape(16, 32, 3, True)
     assert mixer.is_supported(shape, torch.bfloat16, 64, 512)
     for other, dtype, dim, columns in (

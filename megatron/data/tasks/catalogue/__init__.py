@@ -1,0 +1,1 @@
+"""Tasks, one per file; `megatron.data.tasks.task_config` finds them by name."""

@@ -1,0 +1,10 @@
+"""Word problem of A₅, the group of even permutations of five elements."""
+
+from megatron.data.tasks.word_problem_task import WordProblemTask
+
+
+class A5WordProblem(WordProblemTask):
+    """n of the 60 elements of A₅, the group of even permutations; the answer at each is the product so far."""
+
+    title = "the running product of n elements of A₅, the even permutations of five elements"
+    even_only = True

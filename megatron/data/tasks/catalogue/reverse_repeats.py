@@ -1,0 +1,13 @@
+"""Reversal of repetitive strings."""
+
+from megatron.data.tasks.autoregressive_task import RepetitiveStringTask
+from megatron.data.tasks.task import Array
+
+
+class ReverseRepeats(RepetitiveStringTask):
+    """`$ string | gnirts .`: n letters in repeated pieces; the answer is the reversed letters and a stop token."""
+
+    title = "n letters in repeated pieces, reversed, and a stop token"
+
+    def order_answer(self, string: Array) -> Array:
+        return string[:, ::-1]

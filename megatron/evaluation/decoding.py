@@ -1,0 +1,162 @@
+"""Token-by-token decoding, and sampling of the next token from logits.
+
+B sequences, V padded vocabulary, v tokens of the tokenizer. Rows of the output layer beyond the tokenizer's vocabulary
+are padding, and are never sampled. Probabilities are float64, so that equal logits give equal samples.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.model.gpt import GPT
+from megatron.utils.errors import RunError, UserError
+
+
+@dataclass(frozen=True)
+class TokenSampler:
+    """Sampler of the next token. It applies `temperature`, then `top_k`, then `top_p` to the remaining probability.
+
+    Args:
+        vocab_size: size of the tokenizer's vocabulary, v.
+        temperature: divisor of the logits; 0 selects the likeliest token.
+        top_k: number of likeliest tokens to sample from; 0 for all.
+        top_p: sample from the smallest set of likeliest tokens with at least this total probability; 1 for all.
+    """
+
+    vocab_size: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Compute the sampled distribution, float64 [B, v], from logits [B, V]. The temperature must not be 0.
+
+        Raises:
+            RunError: a logit is NaN.
+        """
+        scores = self._drop_padding(logits).double()
+        scores = (scores - scores.amax(-1, keepdim=True)) / self.temperature  # first: 1e-300 is a valid temperature
+        sorted_scores, order = scores.sort(dim=-1, descending=True, stable=True)
+        if 0 < self.top_k < self.vocab_size:
+            sorted_scores[:, self.top_k :] = -torch.inf
+        probabilities = sorted_scores.softmax(-1)
+        if self.top_p < 1:
+            before = probabilities.cumsum(-1) - probabilities  # total probability of likelier tokens
+            probabilities = probabilities.masked_fill(before >= self.top_p, 0.0)
+            probabilities /= probabilities.sum(-1, keepdim=True)
+        return torch.zeros_like(probabilities).scatter_(-1, order, probabilities)
+
+    def sample(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+        """Sample the next token of each row.
+
+        Args:
+            logits: [B, V].
+            uniforms: random numbers in [0, 1), float64 [B]; ignored by greedy decoding.
+
+        Returns:
+            int64 [B], each less than v.
+
+        Raises:
+            RunError: a logit is NaN.
+        """
+        if self.temperature == 0:
+            return self._drop_padding(logits).argmax(-1)
+        cumulative = self.probabilities(logits).cumsum(-1)
+        total = cumulative[:, -1]
+        # First token with a larger cumulative sum, guarded against rounding past the last token with nonzero
+        # probability.
+        thresholds = torch.minimum(uniforms.to(total.device) * total, torch.nextafter(total, torch.zeros_like(total)))
+        return torch.searchsorted(cumulative, thresholds[:, None], right=True)[:, 0]
+
+    def _drop_padding(self, logits: Tensor) -> Tensor:
+        """Return the logits of the tokenizer's own tokens, [B, v].
+
+        Raises:
+            RunError: a logit is NaN.
+        """
+        logits = logits[:, : self.vocab_size]
+        if logits.isnan().any():
+            raise RunError("the model's logits are NaN; check its weights, or use a higher precision")
+        return logits
+
+
+ChooseToken = Callable[[Tensor], Tensor]
+"""Function that maps the logits [B, V] at the last position to the next tokens, int64 [B]."""
+
+
+def check_prompt_length(model: GPT, prompt_length: int, max_new_tokens: int) -> None:
+    """Check that a model has enough positions for a prompt and its continuation.
+
+    Raises:
+        UserError: the model's maximum length is too small.
+    """
+    needed = prompt_length + max_new_tokens - 1  # the last token is generated but never an input
+    if model.max_length is not None and needed > model.max_length:
+        room = model.max_length + 1 - prompt_length
+        hint = f"use --maximum-tokens {room} or less" if room > 0 else "the prompt alone is too long"
+        raise UserError(
+            f"the model has {model.max_length:,} positions; a prompt of {prompt_length:,} tokens and "
+            f"{max_new_tokens:,} new tokens need {needed:,}; {hint}"
+        )
+
+
+def group_prompts(model: GPT, lengths: Sequence[int], batch_size: int) -> list[list[int]]:
+    """Group prompts into batches of similar length, given as lists of at most `batch_size` indices.
+
+    Left padding does not change the results of a row. With randomized positions, prompts of different lengths draw
+    different positions, so batches then contain prompts of equal length.
+    """
+    indices = sorted(range(len(lengths)), key=lengths.__getitem__) if batch_size > 1 else list(range(len(lengths)))
+    groups: list[list[int]] = []
+    for index in indices:
+        group = groups[-1] if groups else []
+        if 0 < len(group) < batch_size and (model.randomized is None or lengths[group[0]] == lengths[index]):
+            group.append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def pad_left(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Left-pad sequences to a batch.
+
+    Returns:
+        Tokens, int64 [B, T], with zeros to the left of shorter sequences; and the number of these zeros, int64 [B, 1].
+    """
+    paddings = [max(map(len, sequences)) - len(sequence) for sequence in sequences]
+    tokens = [[0] * padding + list(sequence) for padding, sequence in zip(paddings, sequences, strict=True)]
+    return torch.tensor(tokens, device=device), torch.tensor(paddings, device=device)[:, None]
+
+
+@torch.inference_mode()
+def decode_tokens(
+    model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int, choose_token: ChooseToken
+) -> Iterator[Tensor]:
+    """Continue prompts token by token. A caller can close the iterator early.
+
+    Randomized positions are drawn once for the prompt and all steps together, as training draws them for a sequence.
+
+    Args:
+        model: model in evaluation mode.
+        prompts: at least one token for each prompt; equal lengths if the model's positions are randomized.
+        max_new_tokens: number of decoding steps.
+        choose_token: see `ChooseToken`.
+
+    Yields:
+        Tokens chosen by `choose_token` at each step, int64 [B].
+
+    Raises:
+        UserError: the model has too few positions.
+    """
+    prompt_length, device = max(map(len, prompts)), next(model.parameters()).device
+    check_prompt_length(model, prompt_length, max_new_tokens)
+    tokens, paddings = pad_left(prompts, device)
+    is_padded = bool(paddings.any())
+    cache = model.new_kv_cache(prompt_length + max_new_tokens - 1)
+    for _ in range(max_new_tokens):
+        mask = torch.arange(cache.length + tokens.shape[1], device=device) >= paddings if is_padded else None
+        next_tokens = choose_token(model(tokens, num_logits=1, attention_mask=mask, kv_cache=cache)[:, -1])
+        yield next_tokens
+        tokens = next_tokens[:, None]

@@ -1,1 +1,0 @@
-"""Probes: evaluations on synthetic text, which need no corpus. `targets.py` lists them."""

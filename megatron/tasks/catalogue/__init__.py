@@ -1,1 +1,0 @@
-"""Tasks, one per file; `megatron.tasks.task_config` finds them by name."""
