@@ -95,7 +95,7 @@ test: style
 		exit $$tests
 
 # Tests outside tests/cuda that `make test` skips for want of a GPU or of the CUDA build, and that compute nothing.
-NEED_CUDA := tests/distributed/test_hardware.py tests/test_requirements.py::test_triton_is_the_one_that_torch_asks_for
+NEED_CUDA := tests/distributed/test_hardware.py tests/test_requirements.py::test_triton_version_matches_torch
 # pytest itself runs on the null device. A file's tests share what its fixtures made, so each file stays in one process.
 test-cuda: setup-cuda
 	@OMP_NUM_THREADS=1 $(VENV_CUDA)/bin/python -m megatron.rehearsal.null_device \

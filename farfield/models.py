@@ -286,8 +286,10 @@ class Model:
         return found
 
     def analyze(self, output: str | Path | None = None, **options: Any) -> Path:
-        """Make the page of `./deepy.py analyze` for this run with the options it was loaded with. See
-        `farfield.analyze`."""
+        """Make the page of `./deepy.py analyze` for this run with the options it was loaded with.
+
+        See `farfield.analyze`.
+        """
         from farfield.commands import analyze
 
         return analyze([str(self._loaded.checkpoint)], output, **{**self._reading, **options})

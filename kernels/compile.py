@@ -48,15 +48,17 @@ SPILL_BUDGET = 0
 Tiles that are too large for the registers spill far more: 4 to 10 KB (docs/log.md). The budgets apply to Triton 3.7.1.
 """
 SPILL_BUDGET_FLOAT32 = 2048
-"""Spill budget for float32 products, whose factors take twice the registers, and for the widest processors. The spills
-stay in the L1 cache.
+"""Spill budget for float32 products, whose operands need twice the registers, and for the widest processors.
+
+These spills stay in the L1 cache.
 """
 
 
 @dataclass(frozen=True)
 class KernelResources:
-    """Resource usage of one compiled kernel: bytes of shared memory per block; registers, and bytes of the rest, per
-    thread.
+    """Resource usage of one compiled kernel.
+
+    Shared memory is in bytes per block. Registers are per thread; all other values are bytes per thread.
     """
 
     shared: int
@@ -104,7 +106,6 @@ FLOAT_ARGUMENTS = ("scale", "above", "largest")
 """Arguments that are float32 numbers."""
 INTEGER_POINTERS = ("first_keys_ptr",)
 FLOAT64_POINTERS = ("key_bias_ptr",)
-"""Arguments that point to int32 numbers."""
 
 
 def build_signature(
@@ -116,16 +117,17 @@ def build_signature(
     tuples: Mapping[str, Any] = MappingProxyType({}),
     absent: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The types of a kernel's arguments, read off their names: what ends in `ptr` is a pointer, a stride is divisible
-    by 16, and the rest are integers but for FLOAT_ARGUMENTS, INTEGER_POINTERS and
-    FLOAT64_POINTERS.
+    """Build the signature of a kernel from the names of its arguments.
+
+    Names that end in `ptr` are pointers, strides are integers divisible by 16, and all others are integers except
+    FLOAT_ARGUMENTS, INTEGER_POINTERS and FLOAT64_POINTERS.
 
     Args:
-        constexprs: names that have no type.
-        dtype_name: the compute type: bf16, fp16 or fp32.
-        float32: pointers to float32 whatever the compute type.
-        aligned: integers that are divisible by 16, beside the strides.
-        tuples: the arguments that are NamedTuples, by name their class, whose fields are named as arguments are.
+        constexprs: names of constexpr arguments, which have no type.
+        dtype_name: compute type: bf16, fp16 or fp32.
+        float32: pointers to float32, whatever the compute type.
+        aligned: integers divisible by 16, in addition to strides.
+        tuples: NamedTuple class of each argument that is one, by name. Its fields are named like arguments.
         absent: fields that are None.
     """
 
@@ -228,8 +230,9 @@ def disassemble(code: Any) -> str:
 
 
 def list_miscompiled_kernels() -> list[str]:
-    """Return the names of launched kernels that ptxas miscompiled: Hopper programs that read uninitialized uniform
-    registers.
+    """Return the names of launched kernels that ptxas miscompiled: they read uninitialized uniform registers.
+
+    Only programs for Hopper can be affected.
 
     Raises:
         OSError: if Triton has no disassembler.

@@ -1,22 +1,26 @@
-"""Sizes that matrix products accept, and rows of matrices [count, d] whose head dimension d is none of them.
+"""Sizes that matrix products accept, and row access for matrices [count, d] of any head dimension d.
 
-A head dimension that is none is split into BLOCK_DA + BLOCK_DB (80 = 64 + 16); BLOCK_DB is 0 where it is one.
+A head dimension that products do not accept is split into BLOCK_DA + BLOCK_DB (80 = 64 + 16). Otherwise BLOCK_DB is 0.
 """
 
 import triton
 import triton.language as tl
 
 MAX_HEAD_DIM = 128
-"""Larger ones would need other tiles in every kernel."""
+"""Larger head dimensions would need other tiles in every kernel."""
 
 
 def pad_for_dot(size: int) -> int:
-    """The next size that a matrix product accepts: a power of two, at least 16."""
+    """Round up to a size that a matrix product accepts: a power of two, at least 16."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
-    """(BLOCK_DA, BLOCK_DB): powers of two, at least 16, that hold `head_dim` with little padding, or BLOCK_DB = 0."""
+    """Return (BLOCK_DA, BLOCK_DB).
+
+    Both are powers of two of at least 16 that cover `head_dim` with little padding; BLOCK_DB is 0 if one block
+    suffices.
+    """
     whole = pad_for_dot(head_dim)
     if whole == 16 or head_dim == whole:
         return whole, 0
@@ -25,7 +29,7 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
 
 
 def head_dim_constants(head_dim: int) -> dict[str, int]:
-    """The constants of a kernel that reads rows of a head dimension."""
+    """Return the constants of a kernel that reads rows of this head dimension."""
     first, second = split_head_dim(head_dim)
     return {"HEAD_DIM": head_dim, "BLOCK_DA": first, "BLOCK_DB": second}
 
@@ -42,9 +46,9 @@ def load_rows(
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr = True,
 ):
-    """Rows start … start + BLOCK − 1 of a [count, HEAD_DIM] matrix, columns FIRST … FIRST + WIDTH − 1; zero outside.
+    """Load rows start … start + BLOCK − 1, columns FIRST … FIRST + WIDTH − 1 of a [count, HEAD_DIM] matrix.
 
-    Not MASKED: all rows are inside.
+    Elements outside the matrix are zero. Unless MASKED, all rows are inside.
     """
     rows = tl.arange(0, BLOCK)
     columns = FIRST + tl.arange(0, WIDTH)
@@ -74,7 +78,7 @@ def store_rows(
     BLOCK: tl.constexpr,
     stride=None,
 ):
-    """The counterpart of `load_rows` for a [count, HEAD_DIM] matrix, contiguous without `stride`."""
+    """Store a tile at the position that `load_rows` reads. The matrix is contiguous unless `stride` is given."""
     if stride is None:
         stride = HEAD_DIM
     rows = tl.arange(0, BLOCK)

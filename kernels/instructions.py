@@ -74,7 +74,7 @@ class Instruction:
 
 
 def parse_instructions(disassembly: str) -> list[Instruction]:
-    """Return the instructions of a program in order."""
+    """Parse a disassembly into instructions, in order."""
     found: list[tuple[int, str]] = []
     labels: dict[str, int] = {}
     pending_labels: list[str] = []

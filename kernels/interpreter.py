@@ -99,8 +99,9 @@ class _Recorder:
         return partial(self._note, name) if callable(found) else found
 
     def _note(self, method: str, *args: Any) -> Any:
-        """Call a builder method and record it. Results of constants alone are constants, not steps, unless they are
-        returned.
+        """Call a builder method and record it.
+
+        Results of constants alone are constants, not steps, unless they are returned.
         """
         result = getattr(self.builder, method)(*args)
         if isinstance(result, tl.dtype):
@@ -186,8 +187,9 @@ def _describe(argument: Any) -> Any:
 
 
 def _record(function: Any, builder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, _Plan | None]:
-    """Call a function and return its result and its plan. Arguments are copied, so that a repeated tensor counts as
-    two.
+    """Call a function and return its result and its plan.
+
+    Arguments are copied, so that a repeated tensor counts as two.
     """
     given = [tl.tensor(copy(x.handle), x.type) if isinstance(x, tl.tensor) else x for x in (*args, *kwargs.values())]
     recorder = _Recorder(builder, [x.handle for x in given if isinstance(x, tl.tensor)])

@@ -1,11 +1,10 @@
-"""Launches of kernels at a fraction of what Triton's own path takes the host.
+"""Kernel launches with a fraction of the host time of Triton's own launcher.
 
-Triton finds compiled code by what an argument's value means to the compiler (a type, an alignment, 1), which its binder
-works out for every launch, and asks the device and the stream besides. Here the same is told by a key that is at least
-as fine, and code that Triton compiled once for a key is launched again as it is. The key that is asked first has whole
-numbers as they are: the layers and steps of a run repeat them. One met with other numbers (a step of decoding has its
-own lengths) is looked up by what they mean to the compiler. Whatever is unusual (the interpreter, a profiler's hooks,
-neither key met before) goes Triton's way.
+For every launch, Triton derives a cache key from what the arguments mean to the compiler (types, alignment, equality to
+1) and queries the device and the stream. This module uses keys that are at least as fine and relaunches the code that
+Triton compiled for a key. It first looks up the exact integers, because the layers and steps of a run repeat them. If
+they are new (each decoding step has its own lengths), it looks up what they mean to the compiler. Triton handles all
+other launches: in the interpreter, with a profiler's hooks, or with a new key.
 """
 
 from collections.abc import Sequence
@@ -16,34 +15,37 @@ import triton
 from torch import Tensor
 
 MAX_EXACT_KEYS = 4096
-"""Of launches that are kept by their numbers; then these are forgotten."""
+"""Maximum number of launches cached by their exact integers. The cache is cleared when it is full."""
 
 
 class _Launchable(NamedTuple):
-    """What was compiled, and all that a launch takes of it besides arguments."""
+    """Compiled kernel, with everything that a launch needs besides arguments."""
 
     compiled: Any
     run: Any
     function: Any
     metadata: Any
     rest: tuple[Any, ...]
-    """The constants that follow the other arguments."""
+    """Constants that follow the other arguments."""
 
 
 # Keys begin with the kernel's id: kernels live as long as their modules.
 _BY_MEANING: dict[tuple[Any, ...], _Launchable] = {}
 _BY_NUMBERS: dict[tuple[Any, ...], tuple[_Launchable, dict[str, Any], dict[str, Any]]] = {}
-"""With the constants and options, which keys name by their ids: kept, so that nothing else gets these."""
+"""Also stores the constants and options. Keys identify them by id, so they must stay alive."""
 
 
 def list_compiled_kernels() -> list[Any]:
-    """What `launch` has compiled in this process, each program once."""
+    """List the programs that `launch` has compiled in this process, each once."""
     return list({id(code.compiled): code.compiled for code in _BY_MEANING.values()}.values())
 
 
 def describe_arguments(arguments: Sequence[Any]) -> list[Any]:
-    """What code depends on of the arguments, or more: of a tensor its type and whether it begins at a multiple of 16
-    bytes, of an integer itself, of a tuple its members, of all else the type."""
+    """Describe what the compiled code depends on, or more.
+
+    A tensor is described by its type and by its address modulo 16, an integer by its value, a tuple by its elements,
+    and any other argument by its type.
+    """
     described: list[Any] = []
     for value in arguments:
         kind = type(value)
@@ -61,14 +63,14 @@ def describe_arguments(arguments: Sequence[Any]) -> list[Any]:
 
 
 def _generalize(value: Any) -> Any:
-    """Of an integer whether it is 1, a multiple of 16, and beyond 32 bits: all that its value means to the compiler."""
+    """Reduce an integer to what the compiler uses: whether it is 1, divisible by 16, or larger than 32 bits."""
     if type(value) is not int or value == 1:
         return value
     return (2 if value & 15 == 0 else 3) if -(1 << 31) <= value < 1 << 31 else (4 if value & 15 == 0 else 5, value)
 
 
 def _has_hooks() -> bool:
-    """Does something, a profiler perhaps, want to be told of launches?"""
+    """Return True if a hook, for example a profiler's, must be called for each launch."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
@@ -81,14 +83,14 @@ def launch(
     constants: dict[str, Any],
     options: dict[str, Any],
 ) -> Any:
-    """Launch a kernel on the current device and stream; returns what was compiled, as Triton's own launch does.
+    """Launch a kernel on the current device and stream. Return the compiled kernel, as Triton's launch does.
 
     Args:
-        kernel: of `triton.jit`.
-        grid: programs along the three dimensions.
-        arguments: those that are no constants, in the kernel's order, before these.
-        constants: by name; like the options kept and not to be changed.
-        options: what the compiler is told (`Tile.options`).
+        kernel: function decorated with `triton.jit`.
+        grid: number of programs in each of the three dimensions.
+        arguments: arguments that are not constants, in the kernel's order; they precede the constants.
+        constants: values of constexpr arguments by name. Like the options they are cached and must not be modified.
+        options: compiler options (`Tile.options`).
     """
     if _has_hooks() or not isinstance(kernel, triton.JITFunction):
         return kernel[grid](*arguments, **constants, **options)
@@ -111,6 +113,6 @@ def launch(
         kept = _BY_NUMBERS[key] = known, constants, options
     code = kept[0]
     stream = torch._C._cuda_getCurrentRawStream(device)
-    # Triton's own, without what it prepares for hooks.
+    # Triton's own launch, without the preparation for hooks.
     code.run(*grid, stream, code.function, code.metadata, None, None, None, *arguments, *code.rest)
     return code.compiled

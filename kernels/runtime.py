@@ -84,11 +84,11 @@ class DeviceProperties(NamedTuple):
 
 
 A100_40GB = DeviceProperties(40 << 30, 108)
-"""The smaller A100; taken where there is no GPU."""
+"""Properties of the smaller A100, used without a GPU."""
 
 
 def get_device_properties(x: Tensor) -> DeviceProperties:
-    """The tensor's device."""
+    """Return the properties of the tensor's device, or those of an A100 if it is not a CUDA device."""
     if x.device.type != "cuda":
         return A100_40GB
     return _read_device_properties(x.device)
@@ -116,7 +116,7 @@ def launch_context(x: Tensor) -> AbstractContextManager[object]:
 
 
 def outside_graphs(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return `function.apply`, which torch.compile does not trace: it ends the graph there and starts another."""
+    """Return `function.apply` without torch.compile tracing into it: the call breaks the graph."""
     return torch._dynamo.disable(function.apply) if torch.compiler.is_compiling() else function.apply
 
 

@@ -156,8 +156,10 @@ _frozen = 0  # number of imported modules when garbage collection last froze all
 
 @pytest.fixture(autouse=True)
 def _imports_are_not_searched() -> None:
-    """Freeze imported modules. DeepSpeed runs the garbage collector for every engine, which otherwise takes a third of
-    a second."""
+    """Freeze imported modules.
+
+    DeepSpeed runs the garbage collector for every engine, which otherwise takes a third of a second.
+    """
     if len(sys.modules) > _frozen + 100:
         _leave_out_what_is_there()
 

@@ -318,7 +318,7 @@ def test_a_plan_comes_without_torch(corpus):
     assert "162M parameters in bf16" in shown
 
 
-def test_each_command_names_a_page_that_tells_of_it(corpus, mistakes):
+def test_each_command_names_a_page_that_documents_it(corpus, mistakes):
     """Each command names a page that exists and documents the command."""
     calls = [(name, "--help") for name in COMMANDS]
     for (name, _), (_, text, _) in calls_without(("torch",), calls, corpus).items():
@@ -326,7 +326,7 @@ def test_each_command_names_a_page_that_tells_of_it(corpus, mistakes):
         assert re.search(rf"\./deepy\.py {name}\b", (ROOT / page).read_text()), name
 
 
-def test_versions_come_without_importing_what_they_are_of(tmp_path):
+def test_versions_are_read_without_importing_packages(tmp_path):
     import torch
 
     packages = ("torch", "deepspeed", "megatron.core", "transformers", "numpy")
@@ -349,7 +349,7 @@ def test_gpt_neox_habits(tmp_path, corpus, inside):
     assert "train_data_paths: [data/python/train_text_document]" in done.stdout
 
 
-def test_dry_run_prints_what_loads_to_the_same_thing(tmp_path, corpus, inside):
+def test_dry_run_output_loads_to_the_same_config(tmp_path, corpus, inside):
     first = inside("train", "tiny.yml", "pos-emb=kerple_log", "save=runs/x", "--dry-run", cwd=corpus)
     assert "note: pos_emb rotary (tiny.yml:5) replaced by kerple_log (command line)" in first.stderr
     (tmp_path / "config.yml").write_text(first.stdout)
@@ -362,7 +362,7 @@ def test_dry_run_prints_what_loads_to_the_same_thing(tmp_path, corpus, inside):
     assert not any("replaced" in note for note in notes)
 
 
-def test_dry_run_says_what_would_be_refused(tmp_path, inside):
+def test_dry_run_reports_invalid_configurations(tmp_path, inside):
     done = inside("train", "162M", "--dry-run", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")  # `--dry-run > run.yml` writes nothing misleading
     assert done.stderr.startswith("error: no data to train on")
@@ -419,7 +419,7 @@ SURROUNDINGS = (
 
 
 @pytest.mark.parametrize("surroundings", SURROUNDINGS, ids=str)
-def test_whatever_the_terminal_is_commands_print(surroundings, tmp_path):
+def test_commands_print_on_any_terminal(surroundings, tmp_path):
     """Commands print on any terminal: encodings without our characters, zero width, no docstrings.
 
     One process runs all of them, because these settings are fixed at its start.
@@ -485,7 +485,7 @@ def test_keys_are_readable_in_80_columns(tmp_path, inside):
         assert " ".join(expected.split()) in text
 
 
-def test_prepare_takes_the_files_with_the_suffixes(tmp_path, inside):
+def test_prepare_selects_files_by_suffix(tmp_path, inside):
     (tmp_path / "src").mkdir()
     for name in ("a.py", "b.rs", "c.txt"):
         (tmp_path / "src" / name).write_text(f"the text of {name}")
@@ -506,7 +506,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("text", OPTIONS)
-def test_what_only_the_method_can_refuse_is_told_with_file_and_line(corpus, tmp_path, inside, text):
+def test_errors_of_methods_name_file_and_line(corpus, tmp_path, inside, text):
     (tmp_path / "own.yml").write_text(text)
     done = inside("train", "tiny", str(tmp_path / "own.yml"), "--dry-run", cwd=corpus)
     assert done.returncode == 2
@@ -545,7 +545,7 @@ def test_unexpected_error_is_one_line_and_the_traceback_is_in_a_file(tmp_path, m
      "sweep shut/s.yml", "prepare text -o out --tokenizer HFTokenizer --vocab-file shut/x", "prepare text -o shut/out",
      "train tiny train_data_paths=[shut/x]", "train tiny save=shut/run", "import shut new"],
 )  # fmt: skip
-def test_what_may_not_be_read_is_said_to_be_forbidden_and_not_missing(corpus, mistakes, inside, arguments):
+def test_unreadable_files_are_reported_as_forbidden_not_missing(corpus, mistakes, inside, arguments):
     (corpus / "shut").mkdir(exist_ok=True)
     with unprivileged(), unreadable(corpus / "shut"), unreadable(corpus / "run" / "checkpoints"):
         done = inside(*arguments.split(), cwd=corpus)
@@ -586,7 +586,7 @@ def test_train_evaluate_and_nothing_but_ours_on_the_console(corpus, trained, ins
     assert json.loads((run / "results.json").read_text())[0]["length"] == 16
 
 
-def test_a_run_keeps_the_file_that_it_was_told_by(corpus, inside):
+def test_a_run_keeps_the_configuration_file_in_its_folder(corpus, inside):
     own = corpus / "exp1" / "config.yml"
     own.parent.mkdir()
     own.write_text(
@@ -659,7 +659,7 @@ def interrupted(corpus: Path, ranks: int) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in map(json.loads, metrics)}
 
 
-def test_interrupts_on_a_terminal_and_two_processes_that_give_the_losses_of_one(corpus):
+def test_interrupts_on_a_terminal_and_losses_of_two_processes(corpus):
     one, two = interrupted(corpus, 1), interrupted(corpus, 2)
     common = sorted(one.keys() & two.keys())[:2]  # rounding errors grow with the steps
     assert common
@@ -692,7 +692,7 @@ def test_an_empty_prompt_is_a_prompt(tmp_path, inside):
     assert "run: no such" in done.stderr
 
 
-def test_a_folder_whose_name_is_not_utf_8_is_shown(tmp_path, inside):
+def test_a_folder_with_a_non_utf_8_name_is_shown(tmp_path, inside):
     name = os.fsdecode(b"caf\xe9")
     record = {"method": "rotary", "train_length": 64, "length": 128, "protocol": "last", "perplexity": 5.5}
     (tmp_path / name).mkdir()

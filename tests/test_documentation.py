@@ -70,12 +70,12 @@ def list_defined_names(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_names_is_there(page: Path) -> None:
+def test_files_named_on_pages_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert find_missing_paths(text) + find_missing_modules(text) + find_missing_imports(text) == []
 
 
-def test_the_commands_of_records_are_there() -> None:
+def test_the_commands_of_records_exist() -> None:
     commands = {
         (page.name, name)
         for page in sorted((ROOT / "docs/results").glob("*.md"))
@@ -85,12 +85,12 @@ def test_the_commands_of_records_are_there() -> None:
     assert {(page, name) for page, name in commands if name not in FILES} == set()
 
 
-def test_the_files_that_the_code_names_are_there() -> None:
+def test_files_named_in_code_exist() -> None:
     missing = {str(path.relative_to(ROOT)): find_missing_modules(path.read_text(encoding="utf-8")) for path in SOURCES}
     assert {path: names for path, names in missing.items() if names} == {}
 
 
-def test_what_is_missing_is_found() -> None:
+def test_missing_names_are_detected() -> None:
     text = "see `megatron/nothing.py`, nothing.py, and megatron/position/encodings/NAME.py; encodings/rotary.py"
     assert find_missing_paths(text) == ["megatron/nothing.py"]
     assert find_missing_paths("kernels/nothing/README.md, kernels/OP/README.md") == ["kernels/nothing/README.md"]

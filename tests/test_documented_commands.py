@@ -113,11 +113,11 @@ def write_readers_file(path: Path, *, is_task: bool) -> None:
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_the_command_line_takes_what_a_page_shows(words: list[str], readers_files: Path) -> None:
+def test_documented_commands_parse(words: list[str], readers_files: Path) -> None:
     check_command(words, readers_files)
 
 
-def test_a_command_is_run_or_said_why_not() -> None:
+def test_each_command_runs_or_has_a_reason_not_to() -> None:
     shown = {words[1] for words in (each.values[0] for each in COMMANDS) if words[0] == "./deepy.py"}
     assert shown == {*RUN, *NOT_RUN}
     for reason in NOT_RUN.values():

@@ -87,7 +87,7 @@ def test_forks_end_before_their_server(sleepers: Sleepers) -> None:
     assert not Path(sleepers.server.path).parent.exists()
 
 
-def test_nobody_who_comes_and_goes_ends_a_server(sleepers: Sleepers) -> None:
+def test_disconnecting_clients_do_not_end_a_server(sleepers: Sleepers) -> None:
     """Neither Ctrl-C nor a client that disconnects without a request ends a server."""
     sleepers.ask()
     sleepers.server.process.send_signal(signal.SIGINT)
@@ -96,7 +96,7 @@ def test_nobody_who_comes_and_goes_ends_a_server(sleepers: Sleepers) -> None:
     assert sleepers.ask()
 
 
-def test_who_asks_a_server_that_has_ended_is_told(sleepers: Sleepers) -> None:
+def test_clients_of_an_ended_server_get_an_error(sleepers: Sleepers) -> None:
     connection = connect(sleepers.server.path, {}, (0, 1, 2))
     answers = connection.makefile()
     sleepers.pids.append(read_answer(answers, "started"))
@@ -124,7 +124,7 @@ def test_files_that_cannot_be_imported_fail_in_workers_too(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_script_hears_the_first_signal_and_tells_its_end(tmp_path: Path) -> None:
+def test_a_script_receives_the_first_signal_and_reports_its_exit(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys, time\ntime.sleep(float(sys.argv[1]))\nsys.exit(3)\n")
     assert Forked(script, "0", output=tmp_path / "out").wait(60) == 3

@@ -241,7 +241,7 @@ def _within(name: str, prefixes: tuple[str, ...]) -> bool:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_part_imports_only_what_the_architecture_allows(part: str) -> None:
+def test_packages_import_only_allowed_packages(part: str) -> None:
     own = part.removesuffix(".py").replace("/", ".")
     for path in _files(part):
         allowed = (*ALLOWED[part], own)
@@ -259,7 +259,8 @@ def _modules() -> dict[str, Path]:
 
 def _imported(path: Path, modules: dict[str, Path]) -> set[str]:
     """Return the project's modules that a file imports at any level; `from package import module` counts as the
-    module."""
+    module.
+    """
     found = {name for name in _imports(path) if name in modules}
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     for node in _import_statements(path):
@@ -272,8 +273,10 @@ def _imported(path: Path, modules: dict[str, Path]) -> set[str]:
 
 
 def test_no_circle_of_imports() -> None:
-    """There are no import cycles, even through imports inside functions. Files that need each other should be one or
-    three."""
+    """There are no import cycles, even through imports inside functions.
+
+    Files that need each other should be one or three.
+    """
     modules = _modules()
     graph = {name: _imported(path, modules) - {name} for name, path in modules.items()}
     assert sum(map(len, graph.values())) > 300  # guards against an empty graph
@@ -303,7 +306,8 @@ RANK_VARIABLES = (
 
 def _asks_who_it_is(path: Path) -> list[str]:
     """Return names with which a file queries torch.distributed, megatron-core's groups or the launcher's
-    environment."""
+    environment.
+    """
     asked = {name for name in _imports(path) if _within(name, ("torch.distributed", "megatron.core.parallel_state"))}
     asked -= {name for name in asked if _within(name, ("torch.distributed.pipelining",))}  # its group is an argument
     for node in ast.walk(ast.parse(path.read_text())):
@@ -316,7 +320,7 @@ def _asks_who_it_is(path: Path) -> list[str]:
     return sorted(asked)
 
 
-def test_only_one_part_asks_which_process_this_is() -> None:
+def test_only_one_package_queries_the_rank() -> None:
     """Only one package determines the rank of this process; others receive `ProcessGroups` or a `Mesh`."""
     files = [*(ROOT / "megatron").rglob("*.py"), *(ROOT / "kernels").rglob("*.py"), ROOT / "deepy.py"]
     asking = {path for path in files if _asks_who_it_is(path)}
@@ -360,7 +364,7 @@ def test_functions_stay_as_they_are_without_the_compiler() -> None:
 
 
 @pytest.mark.slow
-def test_no_process_imports_what_its_run_has_not_asked_for(tmp_path: Path) -> None:
+def test_processes_import_only_what_their_run_needs(tmp_path: Path) -> None:
     """No process imports optional packages that its run does not use.
 
     wandb would create temporary folders that a killed process leaves behind. Neither training nor kernels import the
@@ -377,7 +381,7 @@ def test_no_process_imports_what_its_run_has_not_asked_for(tmp_path: Path) -> No
     assert done.stdout.strip().splitlines()[-1] == "[]"
 
 
-def test_torch_says_nothing_of_a_compiler_that_nobody_uses(caplog: pytest.LogCaptureFixture) -> None:
+def test_torch_prints_no_warning_about_an_unused_compiler(caplog: pytest.LogCaptureFixture) -> None:
     """Import of torch gives no warning about an unused compiler.
 
     If a CUDA build of torch finds a toolkit but no GPU, its cpp_extension warns when it is imported.
@@ -390,8 +394,10 @@ def test_torch_says_nothing_of_a_compiler_that_nobody_uses(caplog: pytest.LogCap
 
 
 def test_kernels_is_this_projects() -> None:
-    """`kernels` is this project's package. Hugging Face has one of this name; a regular package takes precedence over a
-    namespace."""
+    """`kernels` is this project's package.
+
+    Hugging Face has one of this name; a regular package takes precedence over a namespace.
+    """
     import kernels
 
     assert Path(kernels.__file__).parent == ROOT / "kernels"

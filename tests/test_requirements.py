@@ -24,7 +24,7 @@ def pinned(path: Path) -> dict[str, Requirement]:
     return {canonicalize_name(requirement.name): requirement for requirement in found}
 
 
-def test_triton_is_the_one_that_torch_asks_for() -> None:
+def test_triton_version_matches_torch() -> None:
     asked = [Requirement(line) for line in requires("torch") or ()]
     of_triton = [r for r in asked if r.name == "triton" and (r.marker is None or r.marker.evaluate())]
     if not of_triton:
@@ -40,7 +40,7 @@ def test_every_requirement_is_bounded(file: str) -> None:
         assert any(specifier.operator in ("==", "<", "<=", "~=") for specifier in requirement.specifier), name
 
 
-def test_what_images_install_is_what_is_asked_for() -> None:
+def test_images_install_the_required_versions() -> None:
     """constraints.txt has an allowed version for each requirement."""
     exact = pinned(ROOT / "constraints.txt")
     for file in FILES:
@@ -50,7 +50,7 @@ def test_what_images_install_is_what_is_asked_for() -> None:
             assert requirement.specifier.contains(specifier.version), name
 
 
-def test_images_install_nothing_in_a_version_that_nobody_named() -> None:
+def test_images_install_only_pinned_versions() -> None:
     """constraints.txt also covers the dependencies of all requirements, as far as they are installed."""
     exact = pinned(ROOT / "constraints.txt")
     asked = [requirement for file in FILES for requirement in pinned(ROOT / file).values()]
@@ -70,7 +70,7 @@ def test_images_install_nothing_in_a_version_that_nobody_named() -> None:
     assert len(seen) > 100
 
 
-def test_a_package_that_is_missing_is_asked_for_in_one_line() -> None:
+def test_a_missing_package_is_reported_in_one_line() -> None:
     require_package("pytest", "this test")
     with pytest.raises(
         UserError, match=r"^--tasks needs the package lm_evil, .*: pip install -r requirements-eval\.txt$"

@@ -82,7 +82,7 @@ def test_results_of_other_names_or_shapes_are_refused() -> None:
         compute_excess(found | {"products": found["products"].T[:3]}, lambda: found, torch.float32)
 
 
-def test_what_must_be_exact_has_no_tolerance() -> None:
+def test_exact_results_have_no_tolerance() -> None:
     zero = {"zero": torch.zeros(3, dtype=torch.float64)}
     assert compute_excess(zero, lambda: zero, torch.float32) == {"zero": 0.0}
     assert compute_excess({"zero": torch.tensor([0.0, 1e-30, 0.0])}, lambda: zero, torch.float32) == {"zero": math.inf}
@@ -109,7 +109,7 @@ def test_an_operation_without_a_rule_is_no_exact_one() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-def test_sums_in_two_orders_are_alike_and_a_term_too_few_is_not(dtype: torch.dtype) -> None:
+def test_sums_in_two_orders_match_and_a_missing_term_is_detected(dtype: torch.dtype) -> None:
     terms = torch.rand(40, TERMS, generator=torch.Generator().manual_seed(7), dtype=dtype) / TERMS
     forwards, backwards = (x.cumsum(1)[:, -1] for x in (terms, terms.flip(1)))
     assert_close_in_rounding(forwards, backwards, TERMS)
@@ -118,7 +118,7 @@ def test_sums_in_two_orders_are_alike_and_a_term_too_few_is_not(dtype: torch.dty
 
 
 @pytest.mark.parametrize(("first", "second"), [(math.inf, 1.0), (1.0, -math.inf), (math.nan, 1.0), (1.0, math.nan)])
-def test_what_is_not_finite_is_alike_only_where_it_is_equal(first: float, second: float) -> None:
+def test_nonfinite_values_match_only_if_equal(first: float, second: float) -> None:
     minus = torch.tensor([-math.inf, 2.0])
     assert_close_in_rounding(minus, minus.clone(), 1)
     with pytest.raises(AssertionError):
@@ -134,7 +134,7 @@ def test_running_sums_and_gates_are_disturbed() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-def test_what_rounds_every_result_is_told_from_what_rounds_factors_alone(dtype: torch.dtype) -> None:
+def test_rounding_of_results_differs_from_rounding_of_factors(dtype: torch.dtype) -> None:
     a, b = _terms(dtype)
 
     def compute(a: Tensor, b: Tensor) -> Results:

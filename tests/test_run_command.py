@@ -86,7 +86,7 @@ def test_errors_are_lines(error: BaseException, code: int, told: str, capfd: pyt
 
 
 @pytest.mark.parametrize("error", [EOFError("ends too early"), OSError(5, "Input/output error", "a.bin")])
-def test_what_nobody_foresaw_is_no_interrupt(error: BaseException, capfd: pytest.CaptureFixture[str], app) -> None:
+def test_unexpected_errors_are_not_interrupts(error: BaseException, capfd: pytest.CaptureFixture[str], app) -> None:
     assert app(fails(error)) == 1
     line = capfd.readouterr().err
     assert line.startswith(f"error: {type(error).__name__}: ")
@@ -149,7 +149,7 @@ def test_streams_that_are_closed_go_nowhere_in_children_too(closed: str, tmp_pat
     assert (tmp_path / "run.sh").read_text() == "nothing"
 
 
-def test_help_that_nobody_reads_to_its_end(tmp_path: Path) -> None:
+def test_help_with_a_closed_pipe(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as output:

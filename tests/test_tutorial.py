@@ -39,7 +39,7 @@ def run(words: list[str], here: Path) -> subprocess.CompletedProcess[str]:
     return forked.run(here / program, *rest, cwd=here, root=here)
 
 
-def test_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
+def test_the_tutorial_works(tmp_path: Path) -> None:
     here = tmp_path / "farfield"
     here.mkdir()
     for name in TAKEN:

@@ -1,5 +1,7 @@
-"""Command-line parsing for the tools. An invalid command line prints one line to stderr and exits with 2 before any
-work."""
+"""Command-line parsing for the tools.
+
+An invalid command line prints one line to stderr and exits with 2 before any work.
+"""
 
 import argparse
 import os

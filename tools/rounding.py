@@ -37,15 +37,18 @@ __all__ = [
 
 
 def assert_within_rounding(found: Results, compute: Callable[[], Results], dtype: torch.dtype, **model: bool) -> None:
-    """Assert that every result's error is at most SAFETY_FACTOR times the rounding error. Arguments as in
-    `compute_excess`."""
+    """Assert that every result's error is at most SAFETY_FACTOR times the rounding error.
+
+    Arguments as in `compute_excess`.
+    """
     for name, ratio in compute_excess(found, compute, dtype, **model).items():
         assert ratio <= SAFETY_FACTOR, f"{name}: error is {ratio:.3g} times the rounding error of {dtype}"
 
 
 def compute_tolerance(terms: int, sums: int = 1, dtype: torch.dtype = torch.float32) -> float:
-    """Return the allowed difference of two evaluations of a formula in one data type, relative to the size of its
-    terms.
+    """Return the allowed difference of two evaluations of a formula in one data type.
+
+    It is relative to the size of its terms.
 
     Each evaluation has an error of √terms · u after one sum, and √sums times that after consecutive sums with
     independent errors. The difference of two evaluations is √2 times as large. SAFETY_FACTOR applies as above.

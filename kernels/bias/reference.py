@@ -44,8 +44,8 @@ def fire_bias(
     """Return the result of `fire.fire_bias` (FIRE: Li et al. 2023, equation 3)."""
     n = _distances(rows, columns, offset, c.device)
     i = (first_column + offset + torch.arange(rows, device=c.device)).to(c.dtype)
-    normaliser = torch.log1p(c * torch.maximum(multiplier * half_length, i)) + 1e-6
-    x = torch.log1p(c * n.clamp(min=0)) / normaliser[:, None]
+    normalizer = torch.log1p(c * torch.maximum(multiplier * half_length, i)) + 1e-6
+    x = torch.log1p(c * n.clamp(min=0)) / normalizer[:, None]
     hidden = torch.relu(torch.nn.functional.linear(x[..., None], weight1, bias1))
     bias = torch.nn.functional.linear(hidden, weight2, bias2).permute(2, 0, 1)
     return torch.where(n < 0, above, bias).to(dtype)

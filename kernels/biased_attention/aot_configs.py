@@ -1,7 +1,7 @@
-"""The configurations that the shipped models launch, for `python -m kernels.compile biased_attention`.
+"""Configurations that the shipped models launch, for `python -m kernels.compile biased_attention`.
 
-H heads, d head dimension. What is compiled depends on the head dimension and the type, not on H, which is a runtime
-argument; the shapes are (12, 64), (16, 64), (32, 80) and (4, 32), with 128 as the largest head dimension.
+H heads, d head dimension. The compiled code depends on the head dimension and the type, not on H, which is a runtime
+argument. The shapes are (12, 64), (16, 64), (32, 80) and (4, 32), with 128 as the maximum head dimension.
 """
 
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ from kernels.instructions import PassKernel
 HEAD_DIMS = (32, 64, 80, 96, 128)
 DTYPES_BY_NAME = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TABLES = {"plain": ("bias_ptr", "weight_ptr"), "bias": ("weight_ptr",), "bias+weight": ()}
-"""What is there of the tables, by which of them is absent."""
+"""Absent table pointers, by the name of the combination of tables."""
 STRIDE = 3 * 12 * 64
-"""From one row of q, k and v to the next, where they are computed as one matrix with 12 heads of 64."""
+"""Row stride of q, k and v if they are computed as one matrix with 12 heads of 64, in elements."""
 SPILL_BUDGETS = {
     ("fwd", False): 24,
     ("fwd", True): 120,
@@ -28,8 +28,10 @@ SPILL_BUDGETS = {
     ("bwd_dkdv", False): 0,
     ("bwd_dkdv", True): 144,
 }
-"""Bytes of half types, by kernel and whether a head has more than 64 dimensions. Most are spilled and read around the
-loops over tiles, not in them; tiles that spill nothing take half as many instructions again."""
+"""Spill budgets for half types, in bytes, by kernel and whether the head dimension exceeds 64.
+
+Most spills are around the loops over tiles, not inside them. Tiles without spills need 1.5 times the instructions.
+"""
 FLOAT32_POINTERS = ("bias_ptr", "weight_ptr", "lse_ptr", "delta_ptr", "dkey_bias_ptr", "sinks_ptr")
 TUPLES = {
     **dict.fromkeys(("q", "k", "v", "do", "o"), HeadRows),
@@ -39,8 +41,11 @@ TUPLES = {
 
 
 def list_configurations() -> Iterator[KernelConfig]:
-    """bias in all types, with a window, with documents and with sinks; plain and bias + weight, which share the tiles,
-    in bf16; a bias of keys in bf16 and float32, and beside a table's in bf16."""
+    """Yield the configurations to compile.
+
+    These are bias in all types, with a window, with documents and with sinks; in bf16 also plain and bias + weight,
+    which use the same tiles; key bias in bf16 and float32, and in bf16 also together with a bias table.
+    """
     for dim in HEAD_DIMS:
         for dtype_name in DTYPES_BY_NAME:
             yield from _list_kernels("bias", dim, dtype_name)
@@ -83,7 +88,7 @@ def _list_kernels(
                 constants |= {name: None for name in ("key_bias_ptr", "dkey_bias_ptr") if name in kernel.arg_names}
             if kernel is _fwd_kernel and not sinks:
                 constants["sinks_ptr"] = None
-            elif sinks and kernel is not _fwd_kernel:  # they know nothing of sinks
+            elif sinks and kernel is not _fwd_kernel:  # they do not depend on sinks
                 continue
             yield KernelConfig(
                 name=f"{kernel_name} {tables}{of_rows} d={dim} {dtype_name}",
@@ -99,7 +104,7 @@ def _list_kernels(
 
 
 def list_passes(arch: int) -> dict[str, list[PassKernel]]:
-    """The kernels of a forward and backward pass with 12 heads of 64 in bfloat16, with a learned bias and without."""
+    """Return the kernels of both passes in bfloat16, with and without a learned bias, for 12 heads of 64."""
     return {name: list(_build_pass(tables, arch)) for name, tables in (("learned bias", "bias"), ("no bias", "plain"))}
 
 

@@ -1,9 +1,13 @@
 """Backward kernels: gradients of q and the tables by row blocks, of k and v by column blocks. No atomics.
 
-B batch, H heads, R query rows, C key columns, d head dimension, N distances, G groups of row blocks.
-With P the probabilities, delta_i = dout_i · out_i − log2(e) dlse_i (lse in base 2) and dS = P ∘ (dout·vᵀ − delta)
-(FlashAttention-2, Dao 2023, algorithm 2), and for S = weight(n) · scale · q·k + bias(n), n = i − j:
-dbias[n] = sum of dS over the diagonal n; dweight[n] = sum of dS ∘ scale·q·k; dq = (dS ∘ weight) k · scale.
+B batch, H heads, R query rows, C key columns, d head dimension, N distances, G groups of row blocks. P are the
+probabilities, delta_i = dout_i · out_i − log2(e) dlse_i (lse in base 2) and dS = P ∘ (dout·vᵀ − delta)
+(FlashAttention-2, Dao 2023, algorithm 2). With S = weight(n) · scale · q·k + bias(n) and n = i − j:
+
+    dbias[n] = sum of dS over the diagonal n
+    dweight[n] = sum of dS ∘ scale·q·k over the diagonal n
+    dq = (dS ∘ weight) k · scale
+
 The gradient of a key's own bias is the sum of dS over its column.
 """
 
@@ -32,9 +36,9 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def shift_last(x, first, COUNT: tl.constexpr):
-    """x [a, b, c, COUNT] one place on along its last axis, `first` [a, b, c] in front: (shifted, what fell off).
+    """Shift x [a, b, c, COUNT] by one along its last axis and insert `first` [a, b, c]. Return (shifted, last element).
 
-    By taking pairs apart and joining others, which moves nothing between threads that hold the whole axis.
+    It splits and joins pairs, which moves no data between threads if each thread has the whole axis.
     """
     A: tl.constexpr = x.shape[0]
     B: tl.constexpr = x.shape[1]
@@ -53,11 +57,11 @@ def shift_last(x, first, COUNT: tl.constexpr):
 
 @triton.jit
 def fold_rows(tile, carried, BLOCK_M: tl.constexpr):
-    """Adds up rows of a square tile that are 8 apart, along diagonals: ([BLOCK_M / 2, BLOCK_M], to be carried).
+    """Add rows of a square tile that are 8 apart along diagonals. Return ([BLOCK_M / 2, BLOCK_M], carry).
 
     Entries (16w + r, c − 8) and (16w + r + 8, c) are on one diagonal, and matrix products leave both in one thread. Row
-    8w + r of the result holds at column c the diagonal 16w + r + 8 − c. The upper rows' last 8 columns, whose partners
-    are in the next tile, are carried as [BLOCK_M / 16, 8, 8].
+    8w + r of the result contains at column c the diagonal 16w + r + 8 − c. The carry is [BLOCK_M / 16, 8, 8]: the last
+    8 columns of the upper rows, whose partners are in the next tile.
     """
     PAIRS: tl.constexpr = BLOCK_M // 16
     rows = tl.reshape(tile, [PAIRS, 2, 8, BLOCK_M])
@@ -70,17 +74,17 @@ def fold_rows(tile, carried, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def diagonal_shifts(BLOCK_M: tl.constexpr):
-    """The diagonal that each row of `fold_rows` holds at column 0, [BLOCK_M / 2, 1]."""
+    """Return the diagonal at column 0 of each row of `fold_rows`, [BLOCK_M / 2, 1]."""
     r = tl.arange(0, BLOCK_M // 2)
     return (r // 8 * 16 + r % 8 + 8)[:, None]
 
 
 @triton.jit
 def rotate_diagonals(folded, BLOCK_M: tl.constexpr):
-    """Rows of `fold_rows`, rotated so that column t holds the diagonals t and t − BLOCK_M."""
+    """Rotate the rows of `fold_rows` so that column t contains the diagonals t and t − BLOCK_M."""
     r = tl.arange(0, BLOCK_M // 2)[:, None]
     t = tl.arange(0, BLOCK_M)[None, :]
-    # Each row twice, so that no index wraps: a thread's are then one address and constants of its loads.
+    # Each row is stored twice so that no index wraps: each thread then has one address, with constant offsets.
     index = (r * 2 + 1) * BLOCK_M + (diagonal_shifts(BLOCK_M) - t)
     SIZE: tl.constexpr = BLOCK_M // 2 * BLOCK_M
     twice = tl.permute(tl.join(folded, folded), (0, 2, 1))
@@ -90,9 +94,9 @@ def rotate_diagonals(folded, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def sum_diagonals(tile, carry, BLOCK_M: tl.constexpr):
-    """Sums along the diagonals t = 0 … BLOCK_M − 1 of a square tile and those that earlier tiles began: (sums, carry).
+    """Sum the diagonals t = 0 … BLOCK_M − 1 of a square tile, including those carried over. Return (sums, carry).
 
-    A tile to the right begins BLOCK_M diagonals before this one: its diagonal t continues t − BLOCK_M of this one.
+    A tile to the right starts BLOCK_M diagonals earlier: its diagonal t continues diagonal t − BLOCK_M of this tile.
     """
     upper_rows, last = carry
     folded, upper_rows = fold_rows(tile, upper_rows, BLOCK_M)
@@ -104,16 +108,16 @@ def sum_diagonals(tile, carry, BLOCK_M: tl.constexpr):
 
 @triton.constexpr_function
 def joins_bias(bias_ptr: Any, weight_ptr: Any, element_type: Any, JOINS_BIAS: bool) -> bool:
-    """Are the products of q and k added to the bias? Added later it is one more instruction for every score.
+    """Return True if the products of q and k accumulate onto the bias, which saves one instruction per score.
 
-    Not with a weight, which does not multiply the bias, nor in float32, whose sums would round more often.
+    False with a weight, which does not apply to the bias, and in float32, which would round more often.
     """
     return JOINS_BIAS and bias_ptr is not None and weight_ptr is None and element_type != tl.float32
 
 
 @triton.jit
 def _accumulate(ptr, n, values, N):
-    """ptr[n] += values. The program that calls this is the only one that touches these addresses."""
+    """Add `values` to ptr[n]. Only the calling program accesses these addresses."""
     mask = (n >= 0) & (n < N)
     tl.store(ptr + n, tl.load(ptr + n, mask=mask, other=0.0) + values, mask=mask)
 
@@ -143,10 +147,10 @@ def _bwd_dq_inner(
     HEAD_DIM: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Add the columns first … last − 1 to dq and the table gradients of the row block from `row` on.
+    """Add columns first … last − 1 to dq and the table gradients of the row block at `row`.
 
-    `block` is the rows' q, do, lse and delta. The state's carries hold the diagonals of the tile before that the next
-    tile completes.
+    `block` contains q, do, lse and delta of the rows. The state's carries are diagonals of the previous tile that the
+    next tile completes.
     """
     dq_a, dq_b, carry_bias, carry_weight = state
     q_a, q_b, do_a, do_b, lse, delta = block
@@ -165,7 +169,7 @@ def _bwd_dq_inner(
         products = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         if HOLDS_BIAS:
             products = spread_window(next_values, BLOCK_M, BLOCK_N, False)
-            # Triton loads nothing ahead that a product is added to.
+            # Triton does not prefetch values that a product is added to, so this loads them one tile ahead.
             next_base = top - c0 - BLOCK_N
             next_values = load_table_window(tables.bias_ptr, next_base, N, 1.0 / scale, BLOCK_M, BLOCK_N)
         products = tl.dot(q_a, tl.trans(k_a), products, input_precision=INPUT_PRECISION)
@@ -229,10 +233,10 @@ def _bwd_dq_kernel(
     HEAD_DIM: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """dq, delta and partial table gradients. Grid (G groups, B · H).
+    """Compute dq, delta and partial table gradients. Grid (G groups, B · H).
 
-    A program works through the row blocks of its group one after the other and adds to its own dbias and dweight
-    [B, H, G, N] (zero before), so partial sums take memory linear in N whatever the number of row blocks. Tiles are
+    A program processes the row blocks of its group in sequence and adds to its own dbias and dweight [B, H, G, N],
+    which are zero initially. Partial sums therefore take memory linear in N for any number of row blocks. Tiles are
     square. delta [B, H, R] is written for `_bwd_dkdv_kernel`. lse is in base 2, and so is its gradient dlse [B, H, R],
     which may be absent.
     """
@@ -260,7 +264,7 @@ def _bwd_dq_kernel(
     blocks = tl.cdiv(R, BLOCK_M)
     t = tl.arange(0, BLOCK_M)
     for step in range(0, tl.cdiv(blocks, groups)):
-        # Back and forth over the groups, so that each has long and short rows; the longest first.
+        # Alternate the direction over the groups, so that each gets long and short rows; the longest come first.
         turn = step % 2
         index = step * groups + turn * (groups - 1 - 2 * group) + group
         start = (blocks - 1 - index) * BLOCK_M
@@ -304,7 +308,7 @@ def _bwd_dq_kernel(
                                   BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
             # fmt: on
             dq_a, dq_b, carry_bias, carry_weight = state
-            # What the last tile left: it began at the last multiple of BLOCK_N before `last`.
+            # Add the diagonals left by the last tile, which started at the last multiple of BLOCK_N before `last`.
             n = top - tl.cdiv(last, BLOCK_N) * BLOCK_N + t
             nothing = tl.zeros([BLOCK_M, BLOCK_M], tl.float32)
             if dtables.bias_ptr is not None:
@@ -313,7 +317,7 @@ def _bwd_dq_kernel(
             if dtables.weight_ptr is not None:
                 sums, _ = sum_diagonals(nothing, carry_weight, BLOCK_M)
                 _accumulate(dtables.weight_ptr, n, sums * scale, N)
-            # The factor that the tiles left out: scale, or, with scale · log2(e) inside the weights, ln(2).
+            # Factor not yet applied in the tiles: scale, or ln(2) if the weights include scale · log2(e).
             factor = scale
             if tables.weight_ptr is not None:
                 factor = LN2
@@ -326,13 +330,15 @@ def _bwd_dq_kernel(
 
 @triton.jit
 def count_rows(first_keys_ptr, column, R):
-    """How many rows have a first key ≤ `column`; they come first. By a search that divides by 128 at a time, for its
-    loads wait for each other."""
+    """Count the rows whose first key is at most `column`; these rows come first.
+
+    The search divides the range by 128 per step, because its loads depend on each other.
+    """
     PIECES: tl.constexpr = 128
     count = column * 0
     step = count + tl.cdiv(R, PIECES)
     while step > 0:
-        # Of each of the next pieces of `step` rows its last one: the piece counts if that does.
+        # Compare the last row of each piece of `step` rows: the whole piece counts if its last row does.
         rows = count + (tl.arange(0, PIECES) + 1) * step - 1
         first_keys = tl.load(first_keys_ptr + rows, mask=rows < R, other=column + 1)
         count += tl.sum((first_keys <= column).to(tl.int32), 0) * step
@@ -369,10 +375,10 @@ def _bwd_dkdv_inner(
     HEAD_DIM: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Add the rows first … last − 1, `skipped` more from `skipped_from` on, to dk, dv and the gradient of the bias of
-    one column block.
+    """Add rows first … last − 1 to dk, dv and the key bias gradient of one column block.
 
-    Tiles are transposed: [BLOCK_N, BLOCK_M]. Not MASKED: all rows exist and see all columns.
+    Rows from `skipped_from` on are shifted by `skipped`. Tiles are transposed: [BLOCK_N, BLOCK_M]. Unless MASKED, all
+    rows exist and attend to all columns.
     """
     dk_a, dk_b, dv_a, dv_b, dkey_bias = state
     k_a, k_b, v_a, v_b = block
@@ -464,9 +470,9 @@ def _bwd_dkdv_kernel(
     HEAD_DIM: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """dk and dv [B, H, C, d], contiguous, and the gradient of keys' bias [B, H, C] or None.
+    """Compute dk and dv [B, H, C, d], contiguous, and the key bias gradient [B, H, C] or None.
 
-    Grid (blocks of BLOCK_N columns, B · H); the longest columns come first.
+    Grid (blocks of BLOCK_N columns, B · H). The longest columns come first.
     """
     c0 = tl.program_id(0) * BLOCK_N
     pair = tl.program_id(1).to(tl.int64)
@@ -490,7 +496,7 @@ def _bwd_dkdv_kernel(
         v_b = load_rows(v.ptr, c0, v.stride_row, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
         dk_b = tl.zeros([BLOCK_N, BLOCK_DB], tl.float32)
         dv_b = tl.zeros([BLOCK_N, BLOCK_DB], tl.float32)
-    # Row r sees column c from r = c − offset to r = c − offset + window − 1.
+    # Row r attends to column c from r = c − offset to r = c − offset + window − 1.
     first = tl.maximum(c0 - offset, 0) // BLOCK_M * BLOCK_M
     full = (tl.maximum(c0 + BLOCK_N - 1 - offset, 0) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
     last = R
@@ -499,8 +505,8 @@ def _bwd_dkdv_kernel(
         last = tl.minimum(R, tl.maximum(c0 + BLOCK_N - 1 - offset + window, 0))
         partial = tl.minimum(partial, tl.maximum(c0 + window - offset, 0) // BLOCK_M * BLOCK_M)
     if first_keys_ptr is not None:
-        # Rows see the block's last column up to the first document that begins behind it, and its first one up to the
-        # first that begins behind that.
+        # Rows attend to the block's last column until the first document that starts after it, and to all of the block
+        # until the first document that starts after its first column.
         first_keys_ptr += b * R
         last = tl.minimum(R, count_rows(first_keys_ptr, c0 + BLOCK_N - 1, R))
         partial = tl.minimum(partial, count_rows(first_keys_ptr, c0, R) // BLOCK_M * BLOCK_M)

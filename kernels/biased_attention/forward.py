@@ -1,11 +1,11 @@
-"""Forward kernel: softmax(weight · q·k · scale + bias) · v over row blocks, with log2 of the softmax's denominator.
+"""Forward kernel: softmax(weight · q·k · scale + bias) · v over row blocks, and log2 of the softmax's denominator.
 
 B batch, H heads, R query rows, C key columns, d head dimension, N distances; a tile has BLOCK_M rows and BLOCK_N
-columns. What the backward kernels share with it stands first.
-The online softmax is that of FlashAttention-2 (Dao 2023, algorithm 1), in base 2.
+columns. The first part of the module is shared with the backward kernels. The online softmax is that of
+FlashAttention-2 (Dao 2023, algorithm 1), in base 2.
 
-What belongs together is one argument: Triton takes a NamedTuple apart into as many arguments of the compiled kernel,
-so it costs nothing, and a None in it is a constant as it is alone.
+Related values are passed as one NamedTuple. Triton expands it into separate arguments of the compiled kernel, so it has
+no cost, and a None field is a constant as a None argument is.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class HeadRows(NamedTuple):
-    """q, k, v, the output or its gradient: [B, H, rows, d] whose rows are contiguous."""
+    """q, k, v, the output or its gradient: [B, H, rows, d] with contiguous rows."""
 
     ptr: Any
     stride_b: Any
@@ -28,16 +28,16 @@ class HeadRows(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A sequence's rows of a head, and how many elements lie from one to the next."""
+    """Rows of one sequence and head, with the row stride in elements."""
 
     ptr: Any
     stride_row: Any
 
 
 class Tables(NamedTuple):
-    """Bias and weight over the distances, or their partial gradients; None where there is none.
+    """Bias and weight by distance, or their partial gradients; None if absent.
 
-    Kernels move them to their head's entries in place, without a function: in Triton 3.6 none can return None.
+    Kernels advance the pointers to their head inline, because in Triton 3.6 no function can return None.
     """
 
     bias_ptr: Any
@@ -45,7 +45,7 @@ class Tables(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The numbers that all kernels need."""
+    """Numbers that all kernels need."""
 
     scale: Any
     H: Any
@@ -58,15 +58,16 @@ class Sizes(NamedTuple):
 
 @triton.jit
 def select_head(x, b, h, stride_row):
-    """`x` of a sequence and a head, whose rows are `stride_row` elements apart."""
+    """Return the rows of one sequence and head of `x`, with row stride `stride_row`."""
     return Rows(x.ptr + (b * x.stride_b + h * x.stride_h), stride_row)
 
 
 @triton.jit
 def load_table_window(table_ptr, base, N, factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What a tile whose first entry is at the distance `base` needs of a table, times `factor`; zero outside it.
+    """Load the table entries that a tile needs, times `factor`; entries outside the table are zero.
 
-    BLOCK_M + BLOCK_N − 1 entries, from base − (BLOCK_N − 1) on, and some more.
+    `base` is the distance of the tile's first element. The window has BLOCK_M + BLOCK_N − 1 entries from base −
+    (BLOCK_N − 1), padded to a power of two.
     """
     n = base - (BLOCK_N - 1) + tl.arange(0, 2 * (BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N))
     return tl.load(table_ptr + n, mask=(n >= 0) & (n < N), other=0.0) * factor
@@ -74,14 +75,14 @@ def load_table_window(table_ptr, base, N, factor, BLOCK_M: tl.constexpr, BLOCK_N
 
 @triton.jit
 def spread_window(values, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Entry BLOCK_N − 1 + r − c of the values at row r and column c, [BLOCK_M, BLOCK_N], or transposed.
+    """Expand a window to a tile: entry BLOCK_N − 1 + r − c at row r and column c, [BLOCK_M, BLOCK_N] or transposed.
 
-    Through shared memory: a load with a pointer for every element of the tile would be pipelined as 4-byte asynchronous
-    copies of all of it.
+    This goes through shared memory. A load with one pointer per element would be pipelined as 4-byte asynchronous
+    copies of the whole tile.
     """
     r, c = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    # BLOCK_N − 1 − c, so that what the compiler knows of a register's column becomes part of the load's address, and
-    # elements of a thread on one diagonal become one load.
+    # This computes BLOCK_N − 1 − c such that the constant part of a register's column becomes part of the load's
+    # address. Elements of a thread on the same diagonal then become one load.
     c = (BLOCK_N // 8 - 1 - c // 8) * 8 + (7 - c % 8)
     if TRANSPOSED:
         index = tl.reshape(c[:, None] + r[None, :], [BLOCK_N * BLOCK_M])
@@ -94,7 +95,7 @@ def spread_window(values, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOS
 
 @triton.jit
 def load_table_tile(table_ptr, base, N, factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """factor · table[base + r − c] as [BLOCK_M, BLOCK_N], or transposed; zero outside 0 … N − 1."""
+    """Load factor · table[base + r − c] as [BLOCK_M, BLOCK_N], or transposed; zero outside 0 … N − 1."""
     values = load_table_window(table_ptr, base, N, factor, BLOCK_M, BLOCK_N)
     return spread_window(values, BLOCK_M, BLOCK_N, TRANSPOSED)
 
@@ -110,10 +111,10 @@ def finish_scores(
     BLOCK_N: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """The scores in base 2, weight · scale · q·k + bias, and the weight in the same units.
+    """Return the scores in base 2, weight · scale · q·k + bias, and the weight in the same units.
 
     Args:
-        products: q·k [BLOCK_M, BLOCK_N], or transposed; if HOLDS_BIAS q·k + bias / scale.
+        products: q·k [BLOCK_M, BLOCK_N], or transposed; with HOLDS_BIAS, q·k + bias / scale.
     """
     weight = sizes.scale * LOG2E
     if tables.weight_ptr is not None:
@@ -126,15 +127,19 @@ def finish_scores(
 
 @triton.jit
 def load_key_bias(key_bias_ptr, columns, C, center):
-    """The bias of keys in base 2, counted from `center`: in the type that it is given in, then in float32. The last
-    column's where there are no more."""
+    """Load the bias of keys in base 2, relative to `center`.
+
+    The difference is computed in the input type, then rounded to float32. Columns beyond C get the last column's bias.
+    """
     return (tl.load(key_bias_ptr + tl.minimum(columns, C - 1)) - center).to(tl.float32) * LOG2E
 
 
 @triton.jit
 def load_center(key_bias_ptr, column, C):
-    """The bias of a key near the tile, from which those of a head's keys are counted: sums over thousands of keys are
-    large, and what is near a row differs by little."""
+    """Load the bias of a key near the tile, to which the other key biases are relative.
+
+    Sums over thousands of keys are large, but differ little near a row.
+    """
     center = 0.0
     if key_bias_ptr is not None:
         center = tl.load(key_bias_ptr + tl.minimum(column, C - 1))
@@ -143,7 +148,7 @@ def load_center(key_bias_ptr, column, C):
 
 @triton.jit
 def load_first_keys(first_keys_ptr, rows, R):
-    """The first column that each row sees, 0 beyond the last row; None where all see column 0 or a window's last."""
+    """Load the first column that each row attends to; 0 beyond the last row, or None without documents."""
     first_keys = None
     if first_keys_ptr is not None:
         first_keys = tl.load(first_keys_ptr + rows, mask=rows < R, other=0)
@@ -152,10 +157,10 @@ def load_first_keys(first_keys_ptr, rows, R):
 
 @triton.jit
 def visible_mask(distance, columns, C, window, first_keys, HAS_WINDOW: tl.constexpr):
-    """Which (row, column) pairs of a tile attend: causal, inside the keys, inside the window, inside the document.
+    """Return the mask of a tile: causal, within the keys, within the window and within the document.
 
     Args:
-        first_keys: of the tile's rows, in the shape that spreads over the tile, or None.
+        first_keys: first keys of the tile's rows, in a shape that broadcasts over the tile, or None.
     """
     mask = (distance >= 0) & (columns < C)
     if HAS_WINDOW:
@@ -174,11 +179,11 @@ def column_ranges(
     BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Where the tiles of BLOCK_M rows begin, where they need no mask any more, where they do again, and where they end.
+    """Return (start, full, full_stop, stop) for the tiles of BLOCK_M rows: tiles from full to full_stop need no mask.
 
     Args:
-        row: the first of the rows.
-        first_keys_ptr: of the sequence, or None. They never fall from row to row, so those of the first and the last
+        row: first of the rows.
+        first_keys_ptr: first keys of the sequence, or None. They are nondecreasing, so those of the first and the last
             row bound all others.
     """
     C, window = sizes.C, sizes.window
@@ -220,8 +225,10 @@ def _fwd_inner(
     HEAD_DIM: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Add the columns first … last − 1 to the running (maximum, sum, output, output of the second part) of the rows
-    from `row` on."""
+    """Add columns first … last − 1 to the running state of the rows from `row` on.
+
+    The state is (maximum, sum, output, second part of the output).
+    """
     maximum, total, o_a, o_b = state
     q_a, q_b = block
     C, window = sizes.C, sizes.window
@@ -242,7 +249,7 @@ def _fwd_inner(
             visible = visible_mask(distance, columns, C, window, first_keys, HAS_WINDOW)
             scores = tl.where(visible, scores, -float("inf"))
         new = tl.maximum(maximum, tl.max(scores, 1))
-        # A row may not have met a visible column yet: −inf − (−inf) would be NaN.
+        # Without this, a row that has no visible column yet would compute −inf − (−inf) = NaN.
         finite = tl.where(new == -float("inf"), 0.0, new)
         p = tl.exp2(scores - finite[:, None])
         shrink = tl.exp2(maximum - finite)
@@ -276,16 +283,18 @@ def _fwd_kernel(
     HEAD_DIM: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Grid (blocks of BLOCK_M rows, B · H). lse [B, H, R] is contiguous, tables [H, N] or None.
+    """Compute the output and lse of one row block. Grid (blocks of BLOCK_M rows, B · H).
 
-    sinks [H] or None: a row of a head with one begins as if it had met a key with that score and the value zero, and
-    its lse counts it. So the backward kernels know nothing of sinks.
+    lse [B, H, R] is contiguous, tables are [H, N] or None. lse is in base 2: converting it to base e and back would add
+    two roundings of its largest term in the backward pass.
 
-    first_keys [B, R], the first column that each row sees, or None; there is no window beside them. lse is in base 2:
-    converting it there and back would cost the backward pass two roundings of its largest term. With a bias of keys
-    [B, H, C], or None, it is counted from that of the row's own key, as is the bias of all keys that the row is near.
+    sinks [H] or None: rows of a head with a sink start as if they had already processed a key with this score and value
+    zero, and lse includes it. The backward kernels therefore do not depend on sinks.
+
+    first_keys [B, R], the first column that each row attends to, or None; never combined with a window. With key_bias
+    [B, H, C], lse is relative to the bias of the row's own key.
     """
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows first
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # longest rows first
     pair = tl.program_id(1).to(tl.int64)
     R = sizes.R
     b, h = pair // sizes.H, pair % sizes.H

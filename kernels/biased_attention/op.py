@@ -1,7 +1,7 @@
-"""The operators: `biased_attention`, differentiable, and `biased_attention_with_lse`.
+"""Differentiable operators `biased_attention` and `biased_attention_with_lse`.
 
-B batch, H heads, R query rows, C key columns, d head dimension, N distances.
-Activation checkpointing works around them; torch.compile does not look into them.
+B batch, H heads, R query rows, C key columns, d head dimension, N distances. Activation checkpointing supports them.
+torch.compile does not trace into them.
 """
 
 import math
@@ -33,32 +33,33 @@ def biased_attention(
     sinks: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(weight(n) · scale · q_i·k_j + bias(n) + key_bias_j) · v over the keys j ≤ i, n = i − j, in memory linear
-    in R and C.
+    """Compute softmax(weight(n) · scale · q_i·k_j + bias(n) + key_bias_j) · v over the keys j ≤ i, with n = i − j.
 
-    Differentiable in q, k, v, sinks and all biases and weights; outputs and gradients are bitwise repeatable.
+    Memory is linear in R and C. The result is differentiable in q, k, v, sinks, biases and weights. Outputs and
+    gradients are bitwise reproducible.
 
     Args:
-        q: [B, H, R, d]; row r stands at position offset + r of the keys.
+        q: [B, H, R, d]; row r is at position offset + r of the keys.
         k, v: [B, H, C, d], of q's type: float16, bfloat16 or float32. d is at most 128.
-        bias: float32 [H, N] over the distances 0 … N − 1, or None. −inf hides a distance.
-        weight: float32 [H, N], multiplied into the scores, or None.
-        key_bias: finite [B, H, C], added to all scores of a key, or None; float64, whose differences are taken before
-            they are rounded to float32, or float32.
+        bias: float32 [H, N] for the distances 0 … N − 1, or None. −inf masks a distance.
+        weight: float32 [H, N], multiplied with the scores, or None.
+        key_bias: finite [B, H, C], added to all scores of a key, or None. float32 or float64; with float64, differences
+            are computed before they are rounded to float32.
         offset: position of the first row, counted from key column 0; at least 0.
-        window: a row sees the last `window` keys only, its own included; None for all.
-        first_keys: int32 [B, R], the first key column that each row sees, which never falls from row to row: where
-            its document begins. None for 0. Not checked, which would wait for a GPU: what lies before it costs
-            nothing, as tiles of columns that no row of a tile sees are left out. Each row must see itself.
-        sinks: float32 [H], or None: of each head a logit that joins those of every row's keys and has no value.
-        scale: of the scores, not 0; 1/√d unless given.
+        window: number of keys that a row attends to, including its own; None for all.
+        first_keys: int32 [B, R], first key column that each row attends to, which is where its document begins. It must
+            be nondecreasing over the rows, and each row must attend to itself. None means 0. Values are not checked,
+            because that would synchronize with the GPU. Earlier columns cost nothing: kernels skip column tiles that no
+            row attends to.
+        sinks: float32 [H], or None: one logit per head that joins those of every row's keys and has no value.
+        scale: factor of the scores, not 0; 1/√d by default.
 
     Returns:
-        [B, H, R, d] in q's type, laid out as activations [R, B, H, d].
+        [B, H, R, d] in q's type. Its memory layout is [R, B, H, d], the order of activations.
 
     Raises:
-        ValueError: shapes, types or values that do not fit; a row that would see no key.
-        RuntimeError: tensors on the CPU outside Triton's interpreter.
+        ValueError: if shapes, types or values are invalid, or a row would attend to no key.
+        RuntimeError: if tensors are on the CPU outside Triton's interpreter.
     """
     return _checked_forward(q, k, v, bias, weight, key_bias, offset, window, first_keys, sinks, scale)[0]
 
@@ -77,20 +78,25 @@ def biased_attention_with_lse(
     sinks: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same with the logsumexp of every row, its sink counted, float32 [B, H, R], differentiable too: to join blocks
-    of keys."""
+    """Return the result of `biased_attention` and the logsumexp of every row, float32 [B, H, R].
+
+    The logsumexp includes the row's sink and is differentiable, so that results over blocks of keys can be combined.
+    """
     out, lse = _checked_forward(q, k, v, bias, weight, key_bias, offset, window, first_keys, sinks, scale)
     lse = lse * math.log(2)
     if key_bias is None:
         return out, lse
-    # The kernels count it from the row's own key. Their gradient is of the whole already.
+    # The kernels' lse is relative to the row's own key. Their gradient already accounts for that.
     own = torch.arange(offset, offset + q.shape[2], device=q.device).clamp_(max=k.shape[2] - 1)
     return out, lse + key_bias.detach()[:, :, own].float()
 
 
 def share_table(table: Tensor) -> Tensor:
-    """The same table for many calls, whose gradients are then added up where the kernels keep their partial sums: each
-    call but the first is spared an allocation, a sum over these and an addition, which the host issues."""
+    """Return the same table for use in several calls that share one buffer of partial gradients.
+
+    Each call but the first then saves an allocation, a sum over the partial gradients and an addition, all launched by
+    the host.
+    """
     if not (torch.is_grad_enabled() and table.requires_grad):
         return table
     shared: Tensor = outside_graphs(_SharedTable)(table)
@@ -98,7 +104,7 @@ def share_table(table: Tensor) -> Tensor:
 
 
 class _SharedTable(torch.autograd.Function):
-    """A table's place in the graph behind all calls that read it, which leave their partial gradients here."""
+    """Autograd node of a shared table. All calls that use the table accumulate their partial gradients here."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor) -> Tensor:
@@ -108,7 +114,7 @@ class _SharedTable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
-        """`grad` is of calls that did not leave theirs here."""
+        """Add the partial gradients to `grad`, which comes from calls that did not accumulate here."""
         partial, ctx.partial = ctx.partial, None
         if partial is None or ctx.backward_number != get_backward_number():
             return grad
@@ -117,7 +123,7 @@ class _SharedTable(torch.autograd.Function):
 
 
 def _find_shared(table: Tensor | None) -> Any:
-    """The node of the graph that `share_table` put behind a table; None if it did not."""
+    """Return the autograd node that `share_table` created for a table, or None."""
     node = None if table is None else table.grad_fn
     return node if isinstance(node, _SharedTable._backward_cls) else None
 
@@ -150,14 +156,14 @@ def _checked_forward(
 
 
 def _join_window(first_keys: Tensor, offset: int, window: int) -> Tensor:
-    """The first column that each row sees with a window beside its document."""
+    """Return the first column that each row attends to, given its document and a window."""
     start = offset - window + 1
     edges = torch.arange(start, start + first_keys.shape[1], dtype=torch.int32, device=first_keys.device)
     return torch.maximum(first_keys, edges)
 
 
 class _Signature(NamedTuple):
-    """What is asked of a tensor before it is computed with."""
+    """Properties of a tensor that are checked before a call."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -181,8 +187,7 @@ def _check_call(
     first_keys: _Signature | None,
     sinks: _Signature | None,
 ) -> None:
-    """Refuse what does not fit; once for all layers and steps whose calls are alike, for the host has other things to
-    do."""
+    """Reject invalid arguments. The result is cached for equal calls, across layers and steps, to save host time."""
     _check_qkv(q, k, v)
     _check_tables(q, bias, weight, _count_distances(q, k, offset, window))
     if key_bias is not None:
@@ -193,8 +198,8 @@ def _check_call(
                 f"float64 {list(k.shape[:3])} on {q.device}"
             )
     if sinks is not None and key_bias is not None:
-        # It is counted from the row's own key, whose gradient would be more than the kernels give.
-        raise ValueError("sinks beside a key_bias, of which a sink would have to know each row's own")
+        # lse is relative to the row's own key, so the sinks' gradient would need more than the kernels return.
+        raise ValueError("sinks and key_bias cannot be combined")
     for name, given, expected in (
         ("first_keys", first_keys, _Signature(torch.Size((q.shape[0], q.shape[2])), torch.int32, q.device)),
         ("sinks", sinks, _Signature(torch.Size((q.shape[1],)), torch.float32, q.device)),
@@ -224,7 +229,7 @@ def _check_qkv(q: _Signature, k: _Signature, v: _Signature) -> None:
 
 
 def _count_distances(q: _Signature, k: _Signature, offset: int, window: int | None) -> int:
-    """How many distances the rows see."""
+    """Return the number of distances between rows and keys."""
     if offset < 0:
         raise ValueError(f"offset {offset}; it must not be negative, or rows see no key")
     needed = offset + q.shape[2]
@@ -251,7 +256,7 @@ def _check_tables(q: _Signature, bias: _Signature | None, weight: _Signature | N
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
-    """Kernels take any strides but the last."""
+    """Make a tensor's last dimension contiguous. Kernels accept any other strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -266,7 +271,7 @@ def _allocate_output(q: Tensor) -> Tensor:
 
 
 def _row_stride(x: Tensor) -> int:
-    """From one row to the next, for which backward kernels are compiled; of a single row, which has any, its size."""
+    """Return the row stride, a constant of the backward kernels; for a single row, the head dimension."""
     return x.stride(2) if x.shape[2] > 1 else x.shape[3]
 
 
@@ -293,7 +298,7 @@ def _forward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output, and log2 of the softmax's denominator [B, H, R], counted from the own key's bias where there is one."""
+    """Return the output and log2 of the softmax's denominator [B, H, R], relative to the bias of the row's own key."""
     arch = get_arch(q)
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     bias, weight, first_keys = _contiguous(bias), _contiguous(weight), _contiguous(first_keys)
@@ -336,12 +341,12 @@ def _backward(
     needs_grad: tuple[bool, bool, bool],
     shared: tuple[Any, Any] = (None, None),
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]:
-    """Gradients of q, k, v, the two tables and the bias of keys, None for one that is absent or wants none; and delta
-    [B, H, R].
+    """Return delta [B, H, R] and the gradients of q, k, v, bias, weight and key_bias, None if not needed.
 
     Args:
-        needs_grad: does bias, does weight, does key_bias?
-        shared: of both the node that keeps partial gradients (`share_table`), which the table's is then left to.
+        needs_grad: True for each of bias, weight and key_bias that needs a gradient.
+        shared: node of bias and of weight that accumulates partial gradients (`share_table`), or None. It computes the
+            table's gradient.
     """
     arch = get_arch(q)
     grad, q, k, v = _rows_contiguous(grad), _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
@@ -351,7 +356,7 @@ def _backward(
     columns, size = k.shape[2], _table_size(bias, weight)
     tiles = configs.choose_tiles(arch, q.dtype, dim)
     if columns == rows:
-        dq, dk, dv = q.new_empty((3, *q.shape)).unbind()  # the host allocates once
+        dq, dk, dv = q.new_empty((3, *q.shape)).unbind()  # one allocation instead of three, to save host time
     else:
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     delta = torch.empty_like(lse)
@@ -394,10 +399,9 @@ def _backward(
 
 
 def _take_partial(q: Tensor, groups: int, size: int, needs_grad: bool, shared: Any) -> tuple[Tensor | None, bool]:
-    """Where the kernel adds up a table's gradients, and whether it is this call's alone; None if it wants none.
+    """Return the buffer [B, H, groups, N] for a table's partial gradients, and True if no other call uses it.
 
-    Returns:
-        float32 [B, H, groups, N].
+    The buffer is float32, or None if the table needs no gradient.
     """
     if not needs_grad:
         return None, True
@@ -407,15 +411,17 @@ def _take_partial(q: Tensor, groups: int, size: int, needs_grad: bool, shared: A
     if shared is not None and shared.partial is not None and shared.partial.shape == shape:
         return shared.partial, False
     partial = q.new_zeros(shape, dtype=torch.float32)
-    if shared is None or shared.partial is not None:  # calls over other numbers of rows
+    if shared is None or shared.partial is not None:  # calls with other numbers of rows
         return partial, True
     shared.partial = partial
     return partial, False
 
 
 class _BiasedAttention(torch.autograd.Function):
-    """Output and logsumexp; an autograd function, because torch's custom operators take the host several times as long
-    to call."""
+    """Autograd function for output and logsumexp.
+
+    Calling a custom operator of torch takes several times the host time.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -440,11 +446,11 @@ class _BiasedAttention(torch.autograd.Function):
         )
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[6]:
-            # As of any key: P ∘ (0 − delta), its value being zero; a row's P of it follows from the row's lse.
+            # As for any key: P ∘ (0 − delta), since its value is zero. A row's P follows from its lse.
             dsinks = -(torch.exp2(sinks[:, None] / math.log(2) - lse) * delta).sum((0, 2))
         return (*gradients, dsinks, None, None, None, None)
 
 
 def flops(batch: int, heads: int, rows: int, dim: int, *, backward: bool) -> float:
-    """Causal FLOPs that a result needs, R = C: forward 4d, backward 10d per pair (i, j) (recomputation not counted)."""
+    """Return the causal FLOPs of a result for R = C: 4d forward and 10d backward per pair (i, j), not recomputed."""
     return (10 if backward else 4) * dim * batch * heads * math.comb(rows + 1, 2)

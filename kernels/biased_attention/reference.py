@@ -1,4 +1,4 @@
-"""Plain PyTorch: the score map is materialised. In float64 it is the truth that the kernels are compared with.
+"""Plain PyTorch reference that materializes the score matrix; in float64 it is the ground truth for the kernels.
 
 B batch, H heads, R query rows, C key columns, d head dimension, N distances.
 """
@@ -21,7 +21,7 @@ def biased_attention(
     sinks: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(weight(n) · scale · q·k + bias(n) + key_bias) · v; arguments and result as in `op.biased_attention`."""
+    """Return softmax(weight(n) · scale · q·k + bias(n) + key_bias) · v; arguments as in `op.biased_attention`."""
     return _attend(q, k, v, bias, weight, key_bias, offset, window, first_keys, sinks, scale)[0]
 
 
@@ -39,7 +39,7 @@ def logsumexp(
     sinks: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Logarithm of the softmax's denominator, [B, H, R]."""
+    """Return the logarithm of the softmax's denominator, [B, H, R]."""
     return _attend(q, k, v, bias, weight, key_bias, offset, window, first_keys, sinks, scale)[1]
 
 
@@ -73,7 +73,7 @@ def _attend(
     if key_bias is not None:
         scores = scores + key_bias[..., None, :]
     scores = scores.masked_fill(~visible, float("-inf"))
-    if sinks is not None:  # a key whose value is zero
+    if sinks is not None:  # a key with value zero
         column = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
         scores, v = torch.cat([scores, column], -1), torch.nn.functional.pad(v, (0, 0, 0, 1))
     return torch.matmul(torch.softmax(scores, -1).to(v.dtype), v), torch.logsumexp(scores, -1)

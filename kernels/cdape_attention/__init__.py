@@ -1,1 +1,1 @@
-"""CDAPE attention in memory linear in the length: see README.md for the derivation and `op.py` for the interface."""
+"""CDAPE attention in memory linear in the length: README.md has the derivation, `op.py` the interface."""

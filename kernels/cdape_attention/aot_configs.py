@@ -1,4 +1,4 @@
-"""The kernels as the shipped models launch them, for `python -m kernels.compile cdape_attention`.
+"""Configurations that the shipped models launch, for `python -m kernels.compile cdape_attention`.
 
 H heads, D processor width, k kernel size, d head dimension.
 """
@@ -33,7 +33,7 @@ SHAPES = [
     (12, 64, 3),
     (32, 64, 7),
 ]
-"""H, D and k: the shipped models at the default width, and the widest."""
+"""H, D and k of the shipped models at the default width, and of the widest."""
 HEAD_DIMS = (32, 64, 80, 96, 128)
 ROWS = 256
 DECODE_ROWS = 1
@@ -43,18 +43,20 @@ SPILL_BUDGETS = {
     (True, False): 16,
     (True, True): 96,
 }
-"""Bytes, by whether a processor has more than three taps and whether rows hold documents. It is mix_bwd on sm_80 that
-spills: a register or two, and with documents a line of contributions, which it keeps for the next whole tile while it
-goes through tiles that are none. Loaded anew for each it would be 8 KB a tile more to read."""
+"""Spill budgets in bytes, by whether a processor has more than three taps and whether rows are packed documents.
+
+Only mix_bwd on sm_80 spills: one or two registers, and with documents a row of contributions. It keeps this row for the
+next whole tile while it processes other tiles. Loading it again would read 8 KB more per tile.
+"""
 PROCESSOR_KERNELS = {
     "mix_fwd": _processor_fwd_kernel,
     "mix_bwd": _processor_bwd_kernel,
     "mix_bwd_dw": _processor_bwd_dw_kernel,
 }
-"""The processor's kernels, by the names under which docs/results records them."""
+"""Processor kernels, by the names used in docs/results."""
 ATTEND_KERNELS = {"attend_fwd": _attend_fwd_kernel, "attend_sums": _attend_sums_kernel}
 HEAD_TILE_KERNELS = {"scores": _scores_kernel, "attend_bwd": _attend_bwd_kernel}
-"""Programs of these take a tile of all heads."""
+"""Kernels whose programs process a tile of all heads."""
 PRODUCT_KERNELS = {"multiply_map": _multiply_map_kernel, "multiply_transposed": _multiply_transposed_kernel}
 FLOAT32_POINTERS = (
     "sinks_ptr",
@@ -64,7 +66,7 @@ FLOAT32_POINTERS = (
 
 
 def _add_first_keys(constants: dict[str, Any], documents: bool) -> dict[str, Any]:
-    """There are none where rows hold one document."""
+    """Set the pointer to document starts to None if rows are single documents."""
     return constants if documents else constants | {"first_keys_ptr": None}
 
 
@@ -98,7 +100,7 @@ def _build_attend_config(
     sinks: bool = False,
     residue: bool = False,
 ) -> KernelConfig:
-    """`odd`: the columns of a chunk are no multiple of 16, as with a window."""
+    """Build the configuration of an attend kernel. `odd`: the columns are not a multiple of 16, as with a window."""
     kernel: Any = ATTEND_KERNELS[name]
     tile = attend_tile(name, rows, DTYPES_BY_NAME[dtype_name])
     constants = _add_first_keys(attend_constants(dim, tile, 12), documents)
@@ -121,7 +123,7 @@ def _build_attend_config(
 def _build_head_tile_config(
     name: str, heads: int, dim: int, dtype_name: str, rows: int, odd: bool = False, documents: bool = False
 ) -> KernelConfig:
-    """`odd` as above."""
+    """Build the configuration of a kernel over all heads; `odd` as in `_build_attend_config`."""
     kernel: Any = HEAD_TILE_KERNELS[name]
     dtype, aligned = DTYPES_BY_NAME[dtype_name], rows != DECODE_ROWS and not odd
     known = aligned or name == "scores"
@@ -141,7 +143,7 @@ def _build_head_tile_config(
 def _build_product_config(
     name: str, dim: int, dtype_name: str, *, odd: bool = False, documents: bool = False, add: bool = False
 ) -> KernelConfig:
-    """`odd` as above; `add`: of several chunks, whose sums are in float32."""
+    """Build the configuration of a product; `add`: the result is added to earlier chunks' sums in float32."""
     kernel: Any = PRODUCT_KERNELS[name]
     tile = product_tile(dim, DTYPES_BY_NAME[dtype_name])
     is_transposed = name == "multiply_transposed"
@@ -158,7 +160,7 @@ def _build_product_config(
 
 
 def list_configurations() -> Iterator[KernelConfig]:
-    """Every kernel at every shape in bfloat16, at one shape in the other types, and at some with documents."""
+    """Yield every kernel at every shape in bfloat16, at one shape in the other types, and at some with documents."""
     for heads, width, kernel_size in SHAPES:
         dtype_names = ("bf16", "fp16", "fp32") if (heads, width, kernel_size) == (12, 32, 3) else ("bf16",)
         for dtype_name in dtype_names:
@@ -201,9 +203,9 @@ def list_configurations() -> Iterator[KernelConfig]:
 
 
 def list_passes(arch: int) -> dict[str, list[PassKernel]]:
-    """The kernels of a forward and backward pass with 12 heads of 64, width 32 and k = 3, in bfloat16.
+    """Return the kernels of a forward and backward pass with 12 heads of 64, width 32 and k = 3, in bfloat16.
 
-    Their tiles are the same for each architecture.
+    The tiles are the same for each architecture.
     """
     return {"CDAPE": list(_build_pass())}
 

@@ -1,4 +1,4 @@
-"""What calls of the operator must be like, wherever they are computed. Neither Triton nor a compiler is asked for.
+"""Arguments of the operator and their checks, shared by all implementations. Needs neither Triton nor a compiler.
 
 B batch, H heads, R query rows, C key columns, d head dimension, N distances, D processor width, k kernel size.
 """
@@ -10,48 +10,51 @@ from torch import Tensor
 
 
 class CdapeArgs(NamedTuple):
-    """A call of the operator, wherever it is computed.
+    """Arguments of one call of the operator, on any device.
 
-    Row r stands at position offset + r of the columns and sees columns offset + r − window + 1 … offset + r; others
-    count as zero for Conv1. Where a cache has dropped columns, the p columns before the first one that a row sees must
-    still be there; column 0 is the left edge.
+    Row r is at position offset + r of the columns and attends to columns offset + r − window + 1 … offset + r. Other
+    columns count as zero for Conv1. If a cache has dropped columns, it must still contain the p columns before the
+    first one that a row attends to. Column 0 is the left edge.
     """
 
     q: Tensor
-    """Queries [B, H, R, d], rotated by the caller if at all."""
+    """Queries [B, H, R, d], already rotated if at all."""
     k: Tensor
-    """[B, H, C, d] of q's type, C ≥ offset + R; later columns are not read."""
+    """Keys [B, H, C, d] of q's type, C ≥ offset + R; later columns are not read."""
     v: Tensor
-    """As k."""
+    """Values, like k."""
     bias: Tensor | None
-    """float32 [H, N] over distances n = i − j, N ≥ offset + R, or None."""
+    """Bias table, float32 [H, N] over distances n = i − j, N ≥ offset + R, or None."""
     w1: Tensor
     """Conv1 [D, 2H, 1, k] (scores first; [D, H, 1, k] without a bias), k odd."""
     b1: Tensor
-    """[D]."""
+    """Bias of Conv1 [D]."""
     w2: Tensor
     """Conv2 [H, D, 1, k]."""
     b2: Tensor
-    """[H]; without sinks its gradient is zero: it has no effect under the softmax (unless float16 saturates)."""
+    """Bias of Conv2 [H]. Without sinks its gradient is zero: softmax cancels it (unless float16 saturates)."""
     offset: int = 0
     window: int | None = None
     first_keys: Tensor | None = None
-    """int32 [B, R], or None where it is 0: the column at which each row's document begins, at most offset + r and never
-    falling from row to row. It is the row's left edge, as column 0 is without: what lies before is outside, of both
-    convolutions too. Its values are not checked, which would wait for a GPU."""
+    """Column at which each row's document begins, int32 [B, R]; None means 0.
+
+    It must be nondecreasing and at most offset + r. It is the row's left edge, as column 0 is without documents:
+    earlier columns are padding, also for both convolutions. Values are not checked, because that would synchronize with
+    the GPU.
+    """
     residual_bias: bool = True
-    """Whether the bias is added to the logits too."""
+    """True if the bias is also added to the logits."""
     sinks: Tensor | None = None
-    """float32 [H], or None: of each head a logit that joins those of every row's keys and has no value."""
+    """One logit per head, float32 [H], that joins those of every row's keys and has no value; or None."""
     scale: float | None = None
-    """Of q·k, 1/√d if None."""
+    """Factor of q·k; None means 1/√d."""
 
 
 def check_shapes(args: CdapeArgs) -> None:
-    """Refuse what does not fit.
+    """Check that the shapes and types of the arguments are valid.
 
     Raises:
-        ValueError: shapes that do not fit each other, with what they must be.
+        ValueError: if they do not match, with the expected ones.
     """
     q, k, v, bias, w1, b1, w2, b2, offset, window, first_keys, _, sinks, _ = args
     if q.dim() != 4 or k.dim() != 4:

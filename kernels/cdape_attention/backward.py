@@ -1,9 +1,9 @@
 """Backward processor kernels: gradient of the logits of a chunk → gradients of scores, tables and weights.
 
-B batch, H heads, R query rows of the chunk, C columns of its maps, N distances, D processor width, k kernel size,
-p = k//2. BLOCK_H, BLOCK_D: H and D padded for `tl.dot`; BLOCK_KC: k·CHANNELS padded. Tiles as in `forward.py`, maps as
-in `scores.py`. Every sum over rows, batch and programs has one order: a program adds up its own rows, PyTorch adds up
-the programs. No atomics.
+B batch, H heads, R query rows of the chunk, C columns of its maps, N distances, D processor width, k kernel size, p =
+k//2. BLOCK_H, BLOCK_D: H and D padded for `tl.dot`; BLOCK_KC: k·CHANNELS padded. Tiles are those of `forward.py`, maps
+those of `scores.py`. Every sum over rows, batch and programs has a fixed order: a program sums its own rows, and
+PyTorch sums the programs. No atomics.
 """
 
 import triton
@@ -42,7 +42,7 @@ DO_NOT_SPECIALIZE = [
 
 @triton.jit
 def activation_backward(gradient, hidden, alive, MASKED: tl.constexpr, SATURATE: tl.constexpr):
-    """The gradient before LeakyReLU and saturation."""
+    """Return the gradient before LeakyReLU and saturation."""
     gradient = tl.where(hidden > 0, gradient, gradient * NEGATIVE_SLOPE)
     if SATURATE:
         gradient = tl.where((hidden < FLOAT16_MAX) & (hidden > -FLOAT16_MAX), gradient, 0.0)
@@ -67,9 +67,9 @@ def dhidden_tile(
     SATURATE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """The gradient of Conv1's result on a tile, float32 [PIXELS, BLOCK_D], before LeakyReLU and saturation.
+    """Return the gradient of Conv1's result on a tile, float32 [PIXELS, BLOCK_D], before LeakyReLU and saturation.
 
-    Also returns the gradient of the pixels' own logits, compute type.
+    Also return the gradient of the pixels' own logits, in the compute type.
     """
     row, n, j, alive = pixels
     head, width = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
@@ -90,10 +90,10 @@ def dhidden_tile(
 def split_row_blocks(
     split, split_blocks, top, extent, PADDING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """The row blocks of a split whose tiles begin at the distance `top`: (first, whole, last whole + 1, last + 1).
+    """Return a split's row blocks for tiles that start at distance `top`: (first, whole, last whole + 1, last + 1).
 
-    Rows before the first stand left of column 0. A tile is whole where all its rows see all that the taps of its pixels
-    read, right of the columns with values of their own.
+    Rows before the first are left of column 0. A tile is whole if all its rows see everything that its taps read,
+    outside the left edge's columns.
     """
     R, _, first_row, _, _, _, window, _ = extent
     first = tl.maximum(split * split_blocks, (top - (BLOCK_N - 1) - first_row) // BLOCK_M)
@@ -117,9 +117,10 @@ def begin_documents(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The row blocks of a split with documents, (first, last + 1): none if no row of them reaches back to a distance of
-    the tiles that begin at `top`; and the contributions by distance [BLOCK_N, BLOCK_D] for those of its tiles that are
-    whole, zero where none is.
+    """Return a split's row blocks with packed documents, (first, last + 1), and the contributions for its whole tiles.
+
+    The range is empty if no row reaches back to a distance of the tiles that start at `top`. The contributions by
+    distance [BLOCK_N, BLOCK_D] are zero if no tile is whole.
     """
     R, _, first_row, _, _, _, window, first_keys_ptr = extent
     first = split * split_blocks
@@ -137,8 +138,10 @@ def begin_documents(
 
 @triton.jit
 def inspect_row_block(index, top, extent, PADDING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of a row block of several documents and the distances from `top` on: is the tile whole, and does any of its rows
-    reach back so far in its document? Documents begin anywhere among rows, so that each block has to be asked."""
+    """Return whether a row block's tile is whole, and whether any of its rows reaches back to the tile's distances.
+
+    The tile starts at distance `top`. Documents can start at any row, so each block is inspected.
+    """
     R, _, first_row, _, _, _, window, first_keys_ptr = extent
     least, deepest = find_depths(index * BLOCK_M, R, first_row, first_keys_ptr, BLOCK_M)
     whole = is_whole_tile(top, least, index * BLOCK_M + BLOCK_M, R, window, PADDING, BLOCK_N)
@@ -147,7 +150,7 @@ def inspect_row_block(index, top, extent, PADDING: tl.constexpr, BLOCK_M: tl.con
 
 @triton.jit
 def store_channels(ptr, tile, entry, stored, COUNT: tl.constexpr):
-    """`tile` [entries, channels] as rows of a matrix [·, COUNT], those that are stored."""
+    """Store `tile` [entries, channels] as rows of a matrix [·, COUNT], where `stored` is True."""
     channel = tl.arange(0, tile.shape[1])
     mask = stored[:, None] & (channel < COUNT)[None, :]
     tl.store(ptr + (entry * COUNT)[:, None] + channel[None, :], tile, mask=mask)
@@ -177,10 +180,11 @@ def _processor_bwd_rows(
     SATURATE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Stores dS of the row blocks first … last − 1, `skipped` more from `skipped_from` on, and adds to the state: sums
-    over rows of the gradients of the bias contributions [BLOCK_N, BLOCK_D] and of the bias [BLOCK_N, BLOCK_H].
+    """Store dS of row blocks first … last − 1, and add to the sums over rows in the state.
 
-    What is summed in the halo is not kept. Not MASKED: tiles that are whole.
+    Blocks from `skipped_from` on are shifted by `skipped`. The state contains the gradients of the bias contributions
+    [BLOCK_N, BLOCK_D] and of the bias [BLOCK_N, BLOCK_H]; sums in the halo are discarded. Unless MASKED, all tiles are
+    whole.
     """
     bias_contribution_sum, bias_sum = state
     scores_ptr, dlogits_ptr, bias_contributions_ptr, w1_ptr, w2_ptr, dscores_ptr, dedge_ptr = pointers
@@ -276,10 +280,10 @@ def _processor_bwd_kernel(
     SATURATE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """One program: BLOCK_N − 2p distances of a split of the rows, all heads. Grid: batch, splits, distances.
+    """Compute dS and partial sums for BLOCK_N − 2p distances of a split of the rows, all heads.
 
-    Hidden values in a tile's halo are computed by two programs and counted by the one that keeps them; those at n < 0
-    are kept by the first block.
+    Grid: batch, splits, distances. Hidden values in a tile's halo are computed by two programs and counted by the one
+    that keeps them; the first block keeps those at n < 0.
     """
     PADDING: tl.constexpr = K // 2
     KEPT_DISTANCES: tl.constexpr = BLOCK_N - 2 * PADDING
@@ -354,11 +358,11 @@ def _processor_bwd_dw_rows(
     SATURATE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Adds the row blocks that `_processor_bwd_rows` would take to both weights' gradients [BLOCK_D, BLOCK_KC].
+    """Add row blocks to both weights' gradients [BLOCK_D, BLOCK_KC]; the blocks are those of `_processor_bwd_rows`.
 
-    Transposed, because a product with fewer than 64 rows is none of Hopper's warp-group products. With BLOCK_KC = 64
-    rows there were 16 of these in a turn of the loop, whose operands' descriptors do not fit the uniform registers, and
-    ptxas 12.8 then reads one that it never wrote: dW2 was wrong on an H200 (docs/log.md).
+    The products are transposed, because one with fewer than 64 rows is not a Hopper warp-group product. With BLOCK_KC =
+    64 rows, a loop iteration had 16 warp-group products. Their operands' descriptors exceed the uniform registers, and
+    ptxas 12.8 then reads an unwritten one: dW2 was wrong on an H200 (docs/log.md).
     """
     first_sum, second_sum = state
     scores_ptr, dlogits_ptr, bias_contributions_ptr, w1_ptr, w2_ptr = pointers
@@ -431,10 +435,10 @@ def _processor_bwd_dw_kernel(
     SATURATE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """One program: BLOCK_N distances, from −p on, of a split of the rows. Grid: batch, splits, distances.
+    """Compute partial weight gradients for BLOCK_N distances, from −p on, of a split of the rows.
 
-    Taps and channels are one axis, so that a pixel's neighbourhood, which lies in one piece, is one row of a matrix and
-    each weight's gradient one product with one accumulator.
+    Grid: batch, splits, distances. Taps and channels form one axis, so that a pixel's neighborhood, which is
+    contiguous, is one row of a matrix, and each weight's gradient is one product with one accumulator.
     """
     PADDING: tl.constexpr = K // 2
     batch, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)

@@ -1,7 +1,7 @@
-"""What `bias_term.py` makes of the bias, and its gradients, by hand: one product and a few copies each way.
+"""Terms that `bias_term.py` computes from the bias, and hand-written gradients: one product and a few copies each way.
 
-A step on a GPU takes as long as its host takes to issue operations, if these are small; autograd through `bias_term.py`
-issues several dozen a layer.
+If operations are small, a step on a GPU takes as long as its host needs to launch them. Autograd through `bias_term.py`
+launches several dozen per layer.
 
 L layers, H heads, R query rows, N distances, D processor width, k kernel size, p = k//2, B batch.
 """
@@ -17,30 +17,30 @@ from kernels.cdape_attention.weights import PackedWeights, WeightShape
 
 
 class BiasProduct:
-    """The bias contributions of calls and what their gradient means, in float32, of several layers at once.
+    """Bias contributions and their gradients, in float32, for several layers at once.
 
-    One product gives U and all of E: a row for each distance from −p to N − 1, D columns for U and D for each column
-    j < p of a map; row offset + r + p − j of these last is row r of the map.
+    One product computes U and all of E. It has one row for each distance from −p to N − 1, with D columns for U and D
+    for each column j < p of a map. For the latter, row offset + r + p − j is row r of the map.
 
     Args:
-        shape: of the weights.
-        rows, offset, window: of the calls.
-        dtype: the compute type, which decides what saturates.
+        shape: shape of the weights.
+        rows, offset, window: those of the calls.
+        dtype: compute type, which determines saturation.
     """
 
     def __init__(self, shape: WeightShape, rows: int, offset: int, window: int | None, dtype: torch.dtype) -> None:
         self.shape, self.rows, self.offset, self.count, self.dtype = shape, rows, offset, offset + rows, dtype
         self.window = window
         self.reach = self.count if window is None else min(window, self.count)
-        """Distances at which Conv1 sees the bias."""
+        """Number of distances at which Conv1 reads the bias."""
 
     @property
     def num_contributions(self) -> int:
-        """Entries of a layer's bias contributions."""
+        """Number of elements of one layer's bias contributions."""
         return (self.shape.padding * (1 + self.rows) + self.count) * self.shape.width
 
     def build_neighbourhoods(self, bias: Tensor | None) -> Tensor | None:
-        """What the taps see of the bias [L, H, N or more] at each distance, [L, p + N, H·k]."""
+        """Return the values of a bias [L, H, N or more] that Conv1's taps read at each distance, [L, p + N, H·k]."""
         if bias is None:
             return None
         padding, size = self.shape.padding, self.shape.kernel_size
@@ -49,11 +49,11 @@ class BiasProduct:
         return padded.unfold(2, size, 1).transpose(1, 2).flatten(2)
 
     def compute(self, neighbourhoods: Tensor | None, weights: PackedWeights) -> Tensor:
-        """The bias contributions, as `compute_bias_contributions` gives them: [L, p + N + R·p, D].
+        """Return the bias contributions [L, p + N + R·p, D], like `compute_bias_contributions`.
 
         Args:
             neighbourhoods: from `build_neighbourhoods`.
-            weights: those of all layers.
+            weights: packed weights of all layers.
         """
         width, padding = self.shape.width, self.shape.padding
         constants = weights.constants[:, None]
@@ -66,42 +66,43 @@ class BiasProduct:
         return torch.cat([product[..., :width], *at_edge], dim=1) if padding else product
 
     def new_gradient(self, layers: int, device: torch.device) -> Tensor:
-        """Room for the product's gradient, zero, with p rows more (see `differentiate`): [L, 2p + N, D·(1 + p)]."""
+        """Allocate the product's gradient, zeros [L, 2p + N, D·(1 + p)], with p extra rows (see `differentiate`)."""
         padding = self.shape.padding
         return torch.zeros(
             layers, 2 * padding + self.count, self.shape.width * (1 + padding), dtype=torch.float32, device=device
         )
 
     def _select_edge(self, product: Tensor, column: int) -> Tensor:
-        """Of the product or its gradient, the rows of the map at a column j < p: [(L,) R, D]."""
+        """Return the map's rows at a column j < p from the product or its gradient, [(L,) R, D]."""
         first, width = self.offset + self.shape.padding - column, self.shape.width
         return product[..., first : first + self.rows, width * (1 + column) : width * (2 + column)]
 
     def add_gradient(self, gradient: Tensor, partial: Tensor, *, is_first: bool) -> None:
-        """Take in the gradient of U from a chunk.
+        """Add the gradient of U from a chunk.
 
         Args:
-            gradient: a layer's part of that from `new_gradient`.
-            partial: [parts, n, D], of which the first N + p entries count.
-            is_first: nothing was taken in before.
+            gradient: one layer's slice of the result of `new_gradient`.
+            partial: [parts, n, D]; the first N + p entries count.
+            is_first: True if nothing was added before.
         """
         padding, width = self.shape.padding, self.shape.width
         covered = min(partial.shape[1], padding + self.count)
         add_sum(gradient[:covered, :width], partial[:, :covered], is_first=is_first)
 
     def set_edge_gradient(self, gradient: Tensor, partial: Tensor, first_row: int) -> None:
-        """Take in the gradient of E from a chunk, [B, rows, p, D], whose rows no other has."""
+        """Store the gradient of E from a chunk, [B, rows, p, D]; no other chunk has these rows."""
         for column in range(self.shape.padding):
             rows = self._select_edge(gradient, column)[first_row : first_row + partial.shape[1]]
             torch.sum(partial[:, :, column], 0, out=rows)
 
     def add_edge_gradient(self, gradient: Tensor, partial: Tensor, position: int, first_keys: Tensor) -> None:
-        """The same of rows of documents, which find their values by how far they stand behind their document's begin.
+        """Add the gradient of E from a chunk of packed documents.
 
-        Rows of many documents have the same: sums are in a fixed order, as `index_put_` sorts on a GPU.
+        Rows use the values at their offset within the document, so rows of many documents share values. The order of
+        the sum is fixed, because `index_put_` sorts on a GPU.
 
         Args:
-            position: of the chunk's first row.
+            position: position of the chunk's first row.
             first_keys: int32 [B, rows].
         """
         rows = torch.arange(position, position + first_keys.shape[1], device=first_keys.device)
@@ -113,24 +114,24 @@ class BiasProduct:
     def differentiate(
         self, gradient: Tensor, bias: Tensor | None, bias_weight: Tensor, dbias: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The gradients of the packed `bias_weight` and, float64 [L, D], of the constant; adds that of the table.
+        """Return the gradients of the packed `bias_weight` and of the constant. Add the table's gradient to `dbias`.
 
-        The constant's is summed in float64, see `repeat_bias`.
+        The constant's gradient, float64 [L, D], is summed in float64 (see `repeat_bias`).
 
         Args:
-            gradient: of the product.
+            gradient: gradient of the product.
             bias: [L, H, N or more], or None.
-            bias_weight: of the packed weights of all layers.
-            dbias: [L, N, H], is added to.
+            bias_weight: bias half of Conv1 from the packed weights of all layers.
+            dbias: [L, N, H]; the table's gradient is added to it.
         """
         layers, shape = len(gradient), self.shape
         constant = gradient.view(layers, -1, shape.width).sum(1, dtype=torch.float64)
-        neighbourhoods = self.build_neighbourhoods(bias)  # again, which is sooner done than kept
+        neighbourhoods = self.build_neighbourhoods(bias)  # computed again, which is faster than storing them
         if neighbourhoods is None or bias is None:
             return gradient.new_empty(layers, 0), constant
         dweight = neighbourhoods.mT @ gradient[:, : neighbourhoods.shape[1]]
         dneighbourhoods = gradient @ bias_weight.mT
-        # Entry a of the table was tap k − 1 − s of row a + s, for each s: on a diagonal of rows and taps.
+        # Entry a of the table was tap k − 1 − s of row a + s for each s: a diagonal over rows and taps.
         heads, size = shape.heads, shape.kernel_size
         stride = heads * size
         layer = dneighbourhoods.stride(0)
@@ -147,12 +148,12 @@ class BiasProduct:
 
 @lru_cache(maxsize=64)
 def get_bias_product(shape: WeightShape, rows: int, offset: int, window: int | None, dtype: torch.dtype) -> BiasProduct:
-    """That of calls which are alike, for all layers and steps."""
+    """Return the product for calls of these sizes, cached for all layers and steps."""
     return BiasProduct(shape, rows, offset, window, dtype)
 
 
 def add_sum(total: Tensor, partial: Tensor, *, is_first: bool) -> None:
-    """Add the sum over the first dimension; `is_first` says that nothing was added before."""
+    """Add the sum over the first dimension to `total`, which is overwritten if `is_first`."""
     if is_first:
         torch.sum(partial, 0, out=total)
     else:

@@ -1,8 +1,7 @@
-"""CDAPE attention on a CPU, in float32: the C code of `native/`, with gradients.
+"""CDAPE attention on a CPU, in float32: the C code in `native/`, with gradients.
 
-Letters as in `op.py`. A map of scores never lies in memory as a whole: rows are taken some at a time, and of these a
-tile of columns, so memory is linear in R and C. Kept between the passes are the inputs, the output and two numbers for
-each row.
+Shape letters are those of `op.py`. The code processes blocks of rows in tiles of columns and never stores a whole score
+map, so memory is linear in R and C. The inputs, the output and two numbers per row are saved for the backward pass.
 """
 
 import ctypes
@@ -22,19 +21,19 @@ from kernels.jit_build import CompileError, build_library
 
 NATIVE = Path(__file__).parent / "native"
 MAX_KERNEL_SIZE = 15
-"""Of a kernel: with more, tiles of native/problem.h would keep little of what they compute, and from 25 on nothing."""
+"""Maximum kernel size. Beyond it, tiles of native/problem.h would keep few of their results, and from 25 on none."""
 NO_WINDOW_INT64 = 1 << 40
-"""The window where there is none. The C code takes it as a long."""
+"""Window of calls without one, as a C long."""
 MAX_THREADS = 64
-"""Of a call; native/threads.h has room for 256."""
+"""Maximum number of threads of a call; native/threads.h has room for 256."""
 MAX_SPLITS = 16
-"""Parts of a sequence that have gradients of keys and values of their own."""
+"""Maximum number of parts of a sequence with separate gradients of keys and values."""
 MAX_BLOCK_ROWS, MIN_BLOCK_ROWS = 64, 8
-"""Query rows of a unit of work."""
+"""Maximum and minimum number of query rows of a unit of work."""
 
 
 class _Problem(ctypes.Structure):
-    """`Problem` of native/problem.h."""
+    """Struct `Problem` of native/problem.h."""
 
     _SIZES = "batch heads rows columns dim width kernel_size offset window"
     _DERIVED_SIZES = "num_threads padded_dim padded_width block_rows margin"
@@ -50,7 +49,7 @@ class _Problem(ctypes.Structure):
 
 @cache
 def unavailable_reason() -> str | None:
-    """Why the C code cannot run here, or None."""
+    """Return the reason why the C code cannot run on this machine, or None."""
     try:
         _load_library()
     except CompileError as error:
@@ -64,10 +63,10 @@ def _load_library() -> ctypes.CDLL:
 
 
 def set_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Give the library's functions their types, and compare its struct with `_Problem`.
+    """Set the types of the library's functions, and compare its struct with `_Problem`.
 
     Raises:
-        RuntimeError: a field lies elsewhere in C than here, so that a call would read and write other memory.
+        RuntimeError: if a field has another offset in C than here, so that a call would access the wrong memory.
     """
     library.cdape_lanes.restype = library.cdape_margin.restype = ctypes.c_long
     library.cdape_margin.argtypes = [ctypes.c_long]
@@ -84,10 +83,10 @@ def set_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def cdape_attention(args: CdapeArgs) -> Tensor:
-    """softmax(S + bias + Conv2(LeakyReLU(Conv1([S, bias])))) · v in memory linear in R and C, on a CPU.
+    """Compute softmax(S + bias + Conv2(LeakyReLU(Conv1([S, bias])))) · v in memory linear in R and C, on a CPU.
 
-    Result and errors as in `op.cdape_attention`, but float32 alone, any head dimension and width, and k at most
-    MAX_KERNEL_SIZE.
+    Result and errors are those of `op.cdape_attention`, but the type is always float32, head dimension and width are
+    arbitrary, and k is at most MAX_KERNEL_SIZE.
     """
     check_shapes(args)
     q, k, v, bias, w1, b1, w2, b2, offset, window, first_keys, residual_bias, sinks, scale = args
@@ -98,7 +97,7 @@ def cdape_attention(args: CdapeArgs) -> Tensor:
     if w1.shape[-1] > MAX_KERNEL_SIZE:
         raise ValueError(f"w1 is {list(w1.shape)}; k must be at most {MAX_KERNEL_SIZE}")
     heads, rows = q.shape[1:3]
-    # Rows of documents stand at any distance from their left edge.
+    # Rows of packed documents can have any distance from their left edge.
     of_rows = (rows, offset) if first_keys is None else (offset + rows, 0)
     bias_contributions = compute_bias_contributions(bias, w1, b1, *of_rows, window, q.dtype)
     bias_table = bias[:, : offset + rows] if bias is not None and residual_bias else q.new_empty(heads, 0)
@@ -106,7 +105,7 @@ def cdape_attention(args: CdapeArgs) -> Tensor:
     k, v = k[:, :, : offset + rows], v[:, :, : offset + rows]
     inputs_of_call = (q * scale, k, v, bias_contributions, bias_table, w1[:, :heads, 0], w2[:, :, 0])
     if sinks is not None:
-        sinks = sinks - b2  # which the C code leaves out: raising all keys' logits is lowering the sink
+        sinks = sinks - b2  # the C code leaves out b2: raising all keys' logits equals lowering the sink
     return _Attention.apply(b2, sinks, offset, window, first_keys, *inputs_of_call)
 
 
@@ -121,8 +120,8 @@ class _Attention(torch.autograd.Function):
         first_keys: Tensor | None,
         *inputs: Tensor,
     ) -> Tensor:
-        """`inputs` are `_Call`'s."""
-        del b2  # a constant for all of a head's logits has no effect under the softmax; sinks know of it already
+        """Run the C code; `inputs` are those of `_Call`."""
+        del b2  # softmax cancels a constant of all of a head's logits, and sinks already include it
         ctx.sizes = {"offset": offset, "window": window, "first_keys": first_keys}
         call = _Call(*inputs, **ctx.sizes)
         out, row_max, row_sum = call.forward()
@@ -137,15 +136,17 @@ class _Attention(torch.autograd.Function):
         *inputs, sinks, out, row_max, row_sum = ctx.saved_tensors
         gradients = _Call(*inputs, **ctx.sizes).backward(dout, out, row_max, row_sum)
         dsinks = None
-        if sinks is not None:  # as of any key, P ∘ (0 − Σ P ∘ dP), its value being zero
+        if sinks is not None:  # as for any key, P ∘ (0 − Σ P ∘ dP), since its value is zero
             probabilities = torch.exp(sinks[:, None] - row_max) / row_sum
             dsinks = -(probabilities * (dout * out).sum(-1)).sum((0, 2))
         return out.new_zeros(out.shape[1]), dsinks, None, None, None, *gradients
 
 
 def _add_sinks(sinks: Tensor, out: Tensor, row_max: Tensor, row_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, maximum and sum of rows that meet one more key, with the logit of their head's sink and no value. The
-    backward pass of the C code needs no more than these."""
+    """Return output, maximum and sum of rows with one more key: their head's sink, which has no value.
+
+    The C code's backward pass needs only these.
+    """
     maximum = torch.maximum(row_max, sinks[:, None])
     of_keys = row_sum * torch.exp(row_max - maximum)
     total = of_keys + torch.exp(sinks[:, None] - maximum)
@@ -153,7 +154,7 @@ def _add_sinks(sinks: Tensor, out: Tensor, row_max: Tensor, row_sum: Tensor) -> 
 
 
 class _Call:
-    """One call of the C code: its arguments as that wants them, and what it made back in our order."""
+    """One call of the C code: arguments converted to its layout, and results converted back."""
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class _Call:
         self.margin = self.library.cdape_margin(self.kernel_size)
         self.padded_dim, self.padded_width = (-(-n // self.lanes) * self.lanes for n in (self.dim, self.width))
         self.num_threads = min(torch.get_num_threads(), MAX_THREADS)
-        # Units are so small that there are some for each thread.
+        # Units are small enough that each thread gets several.
         self.block_rows = MAX_BLOCK_ROWS
         while self.block_rows > MIN_BLOCK_ROWS and self.batch * -(-self.rows // self.block_rows) < 4 * self.num_threads:
             self.block_rows //= 2
@@ -218,7 +219,7 @@ class _Call:
         }
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Output [B, H, R, d], and the softmax's maximum and sum, both [B, H, R]."""
+        """Return the output [B, H, R, d], and the softmax's maximum and sum, both [B, H, R]."""
         q = self.inputs["q"]
         outputs = {
             "next_block": torch.zeros(1, dtype=torch.int64),
@@ -230,9 +231,9 @@ class _Call:
         return self._unpad_dim(outputs["out"]), outputs["row_max"], outputs["row_sum"]
 
     def backward(self, dout: Tensor, out: Tensor, row_max: Tensor, row_sum: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of q, k, v, bias_contributions, bias_table, w1 and w2."""
+        """Return the gradients of q, k, v, bias_contributions, bias_table, w1 and w2."""
         inputs, num_threads, width, kernel_size = self.inputs, self.num_threads, self.width, self.kernel_size
-        dout = dout.contiguous()  # so that sums are of the same order however it lies in memory
+        dout = dout.contiguous()  # contiguous, so that the order of sums does not depend on the memory layout
         splits = self._choose_splits()
         shape = splits, self.batch, self.heads, inputs["k"].shape[2], self.padded_dim
         zeros = out.new_zeros
@@ -270,7 +271,7 @@ class _Call:
         )
 
     def _choose_splits(self) -> int:
-        """The least number of parts of a sequence that gives all threads as much to do, or nearly."""
+        """Return the smallest number of parts per sequence that balances the threads, or nearly so."""
         for splits in range(1, MAX_SPLITS):
             parts = self.batch * splits
             if parts % self.num_threads == 0 or parts >= 8 * self.num_threads:
@@ -285,7 +286,7 @@ class _Call:
         function(ctypes.byref(problem))
 
     def _pad_dim(self, x: Tensor) -> Tensor:
-        """[…, d] with d filled up with zeros to whole vectors."""
+        """Pad the head dimension with zeros to a multiple of the vector length."""
         filled = x if self.padded_dim == self.dim else F.pad(x, (0, self.padded_dim - self.dim))
         return filled.contiguous()  # padding keeps the order of axes in memory
 

@@ -1,11 +1,11 @@
-"""Attention in chunks of query rows: processor and softmax by kernels, matrix products by these or by PyTorch.
+"""Attention in chunks of query rows: launches the kernels of each chunk.
 
-B batch, H heads, R query rows, C key columns, d head dimension, N distances, D processor width, k kernel size,
-p = k//2. A chunk's maps hold the columns that one of its rows sees, and nothing of a chunk outlives it, so memory is
+B batch, H heads, R query rows, C key columns, d head dimension, N distances, D processor width, k kernel size, p =
+k//2. A chunk's maps contain the columns that any of its rows attends to. They are freed with the chunk, so memory is
 linear in R and C.
 
-The kernels take their arguments flat, unlike those of `biased_attention`: `do_not_specialize`, without which each step
-of decoding could compile anew, names arguments and cannot name fields of a NamedTuple.
+The kernels take flat arguments, unlike those of `biased_attention`. They need `do_not_specialize` to avoid recompiling
+for each decoding step, and it accepts only names of arguments, not of fields of a NamedTuple.
 """
 
 import math
@@ -48,19 +48,19 @@ from kernels.runtime import Tile, cdiv, get_arch, get_device_properties
 
 BACKWARD_KERNELS = (logit_gradient.KERNELS, mixer.TO_SCORES, mixer.TO_WEIGHTS)
 NO_WINDOW_INT32 = 1 << 30
-"""The window where there is none. Kernels take it in 32 bits, with room for sums with positions."""
+"""Window of calls without one. Kernels take it in 32 bits, with room for sums with positions."""
 ALIGNED = 16
-"""Maps begin at a multiple of this many columns: where they end at one too, kernels read four logits at a time."""
+"""Maps begin at a multiple of this many columns. If they also end at one, kernels read four logits at a time."""
 
 
 @dataclass(frozen=True)
 class CdapeProblem:
-    """What stays the same over all chunks."""
+    """Inputs that are the same for all chunks."""
 
     bias_contributions: Tensor
     """float32 [p + N + R·p, D], from `bias_product.BiasProduct`."""
     bias_table: Tensor
-    """float32 [H, N], added to the logits; [H, 0] where there is none."""
+    """Bias added to the logits, float32 [H, N], or [H, 0] without one."""
     weights: PackedWeights
     shape: WeightShape
     rows: int
@@ -68,15 +68,15 @@ class CdapeProblem:
     window: int
     dtype: torch.dtype
     first_keys: Tensor | None = None
-    """int32 [B, R], positions at which the rows' documents begin; then E is of the rows from position 0 on."""
+    """int32 [B, R], positions at which the rows' documents begin. E then starts at position 0."""
     sinks: Tensor | None = None
-    """float32 [H], contiguous."""
+    """Sinks, float32 [H], contiguous."""
     uses_mixer: bool = False
-    """True if both passes take the CUDA kernels (`mixer.py`) where they compute their shapes."""
+    """True if both passes use the CUDA kernels (`mixer.py`) for the shapes that they support."""
     operands: MixerOperands | None = None
-    """Operands of these kernels, of several layers."""
+    """Operands of these kernels for several layers."""
     layer: int = 0
-    """Number of the layer among them."""
+    """Index of the layer in the operands."""
 
     @property
     def heads(self) -> int:
@@ -84,7 +84,7 @@ class CdapeProblem:
 
     @property
     def padding(self) -> int:
-        """p: how many columns a tap reaches to either side."""
+        """Number of columns that a tap reaches to either side, p."""
         return self.shape.padding
 
     @property
@@ -92,29 +92,29 @@ class CdapeProblem:
         return self.bias_table.shape[1] > 0
 
     def tile(self, kernel: str, rows: int) -> Tile:
-        """Of a processor kernel, for a chunk of so many rows."""
+        """Return the tile of a processor kernel for a chunk with this number of rows."""
         return processor_tile(kernel, self.heads, self.shape.width, self.shape.kernel_size, rows, self.dtype)
 
     def constants(self, kernel: str, tile: Tile) -> dict[str, Any]:
-        """Of a processor kernel."""
+        """Return the constants of a processor kernel."""
         width, size = self.shape.width, self.shape.kernel_size
         return processor_constants(kernel, self.heads, width, size, self.dtype, tile, has_bias=self.has_bias)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows first … last − 1 of the queries and the columns that one of them sees."""
+    """Rows first … last − 1 of the queries, and the columns that any of them attends to."""
 
     first: int
     last: int
     left: int
     right: int
     position: int
-    """Of the first row."""
+    """Position of the first row."""
     edge_start: int
-    """Where the values of the left edge begin in the bias contributions."""
+    """Index of the left edge's values in the bias contributions."""
     first_keys: Tensor | None = None
-    """Of the chunk's rows."""
+    """First keys of the chunk's rows."""
 
     @property
     def rows(self) -> int:
@@ -128,13 +128,12 @@ class Chunk:
 
     @property
     def extent(self) -> tuple[int, int, int, int]:
-        """What says what a row sees, the same for all kernels: R, C, and the positions of the maps' first row and
-        column."""
+        """R, C, and the positions of the maps' first row and column, which determine visibility in all kernels."""
         return self.rows, self.right - self.left, self.position, self.left
 
     @property
     def processor_extent(self) -> tuple[int, ...]:
-        """The same for the processor's kernels, and which values of the left edge are the chunk's."""
+        """Extent for the processor kernels, including the chunk's index into the left edge's values."""
         return (*self.extent, self.edge_start, self.first if self.first_keys is None else 0)
 
 
@@ -150,31 +149,31 @@ def iter_chunks(problem: CdapeProblem, chunk_rows: int) -> Iterator[Chunk]:
 
 @dataclass(frozen=True)
 class ChunkMaps:
-    """The maps of one chunk: its workspace. What the processor reads has its heads last, [B, R, C, channels]
-    (`scores.py`); what matrix products and the softmax read has them first, [B, H, R, C].
+    """Maps of one chunk.
 
-    The forward pass uses scores and logits. The backward pass fills, in this order: `scores`; `logits`; with one kernel
-    `probabilities` and `dlogits`; then over the probabilities `dscores`. No kernel reads an entry of a column that the
-    row does not see, except to drop it.
+    Maps for the processor have their heads last, [B, R, C, channels] (`scores.py`). Maps for matrix products and the
+    softmax have them first, [B, H, R, C]. The forward pass uses scores and logits. The backward pass fills, in this
+    order: `scores`; `logits`; with one kernel `probabilities` and `dlogits`; then `dscores`, over the probabilities.
+    Kernels discard all entries in masked columns.
     """
 
     scores: Tensor
     """S = scale · q·k, compute type, heads last."""
     logits: Tensor
-    """L, float32; undefined where a row does not see the column."""
+    """L, float32; undefined if masked."""
     probabilities: Tensor
-    """P, compute type; undefined where a row does not see the column."""
+    """P, compute type; undefined if masked."""
     dlogits: Tensor
-    """dL, compute type, heads last; undefined where a row does not see the column."""
+    """dL, compute type, heads last; undefined if masked."""
 
     @property
     def dscores(self) -> Tensor:
-        """dS, in the place of `probabilities`."""
+        """dS, in the memory of `probabilities`."""
         return self.probabilities
 
 
 def compute_scores(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> Tensor:
-    """S of a chunk, heads last, in the compute type; what a row does not see is left as it was."""
+    """Return S of a chunk, heads last, in the compute type; fully masked tiles are undefined."""
     batch, heads, columns, dim = k.shape
     tile = heads_tile(chunk.rows, problem.dtype)
     width = chunk.right - chunk.left
@@ -191,17 +190,17 @@ def compute_scores(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tenso
 
 
 def head_tile_grid(chunk: Chunk, tile: Tile, batch: int) -> tuple[int, int, int]:
-    """The grid of a kernel whose programs take a tile of all heads."""
+    """Return the grid of a kernel whose programs process a tile of all heads."""
     return cdiv(chunk.right - chunk.left, tile.block_n), cdiv(chunk.rows, tile.block_m), batch
 
 
 def compute_logits(
     problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor, scores: Tensor | None = None
 ) -> Tensor:
-    """Logits of a chunk, float32 [B, H, R, C]; what a row does not see is left as it was.
+    """Return the logits of a chunk, float32 [B, H, R, C]; undefined if masked.
 
     Args:
-        scores: from `compute_scores`, if there are any.
+        scores: result of `compute_scores`, if available.
     """
     kernels = _choose_kernels(problem, chunk, k, (mixer_forward.KERNELS,))
     if kernels is not None:
@@ -217,15 +216,19 @@ def _build_logit_inputs(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: 
 
 
 def _locate_operands(problem: CdapeProblem, chunk: Chunk) -> tuple[MixerOperands, int, int, int, mixer.Spans | None]:
-    """Return the CUDA kernels' operands, the layer's number among them, the chunk's first row in E and among the maps'
-    columns, and the columns that its rows see."""
+    """Locate a chunk among the operands of the CUDA kernels.
+
+    Returns:
+        The operands, the index of the layer, the chunk's first row in E, its first row's column in the maps, and the
+        columns that its rows see.
+    """
     assert problem.operands is not None
     first_row = chunk.first if chunk.first_keys is None else 0
     return problem.operands, problem.layer, first_row, chunk.position - chunk.left, _find_spans(problem, chunk)
 
 
 def _find_spans(problem: CdapeProblem, chunk: Chunk) -> mixer.Spans | None:
-    """The columns that the chunk's rows see, or None if each sees all from position 0 on."""
+    """Return the columns that the chunk's rows see, or None if each row sees all columns from position 0."""
     if chunk.first_keys is None and chunk.right <= problem.window:
         return None
     return mixer.Spans(problem.window, chunk.left, chunk.first_keys)
@@ -252,8 +255,11 @@ def _process_scores(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tens
 def launch_softmax(
     kernel: Any, name: str, problem: CdapeProblem, chunk: Chunk, v: Tensor, tensors: tuple[Tensor | None, ...]
 ) -> None:
-    """Launch one of the attend kernels, attend_fwd or attend_sums by name, with the tensors that come first: logits,
-    values, and the output or its gradient."""
+    """Launch an attend kernel, attend_fwd or attend_sums by name.
+
+    Args:
+        tensors: its first arguments: logits, values, and the output or its gradient.
+    """
     batch, heads, columns, dim = v.shape
     tile = attend_tile(name, chunk.rows, problem.dtype)
     launch(
@@ -277,7 +283,7 @@ class Attended(NamedTuple):
     output: Tensor
     """[B, H, R, d], laid out as activations [R, B, H, d]."""
     stats: Tensor
-    """The softmax's maximum and sum of exponentials, float32 [2, B, H, R]."""
+    """Maximum and sum of exponentials of the softmax, float32 [2, B, H, R]."""
     residue: Tensor | None
     """Rounding error of the output, in its type, shape and layout, or None if the backward pass does not read the
     output."""
@@ -306,7 +312,10 @@ def forward(
 def _forward_chunk(
     problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor, v: Tensor, attended: Attended
 ) -> None:
-    """Output and softmax of a chunk's rows. A function of its own, so that its maps are freed before the next ones."""
+    """Compute output and softmax statistics of a chunk.
+
+    A separate function, so that its maps are freed before the next.
+    """
     logits = compute_logits(problem, chunk, scaled, k)
     residue = None if attended.residue is None else chunk.slice_rows(attended.residue)
     outputs = (chunk.slice_rows(attended.output), residue, attended.stats[..., chunk.first :])
@@ -326,17 +335,16 @@ class MixerSums(NamedTuple):
 
 
 class TermSums(NamedTuple):
-    """Gradients of what layers make of their tables and weights, to which chunks add; in a call those of its layer,
-    without L."""
+    """Gradients of layers' table and weight terms, to which chunks add; within a call those of its layer, without L."""
 
     bias_product: Tensor
     """float32 [L, 2p + N, D·(1 + p)], from `BiasProduct.new_gradient`."""
     bias_table: Tensor
     """float32 [L, N, H]; [L, 0, H] without a bias."""
     patches: Tensor
-    """Of both weights, float32 [L, 2, KC, DP]."""
+    """Gradients of both weights, float32 [L, 2, KC, DP]."""
     mixer: MixerSums | None = None
-    """What the CUDA kernels add to all three, if they run."""
+    """Sums that the CUDA kernels add to all three, or None if they do not run."""
 
     def select_layer(self, layer: int) -> "TermSums":
         mixer = self.mixer
@@ -346,10 +354,10 @@ class TermSums(NamedTuple):
 
 
 def new_term_sums(layers: int, product: BiasProduct, num_distances: int, device: torch.device) -> TermSums:
-    """Zero, so that a layer whose backward pass does not run has no gradient.
+    """Allocate sums of zeros, so that a layer without a backward pass has zero gradients.
 
     Args:
-        num_distances: that the bias holds; 0 without one.
+        num_distances: number of distances of the bias; 0 without one.
     """
     shape = product.shape
     bias_table = torch.zeros(layers, num_distances, shape.heads, dtype=torch.float32, device=device)
@@ -385,7 +393,7 @@ class GradientSums(NamedTuple):
     """Gradients that chunks add to."""
 
     k: Tensor
-    """[B·H, C, d]; of k's type where there is one chunk, else float32."""
+    """[B·H, C, d]; of k's type with one chunk, otherwise float32."""
     v: Tensor
     terms: TermSums
 
@@ -402,16 +410,16 @@ def backward(
     scale: float,
     chunk_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradient of q, of k and v as `GradientSums` has them, and of the sinks; adds the layer's others to `terms`.
+    """Return the gradients of q, k, v (k and v as in `GradientSums`) and sinks, and add the layer's others to `terms`.
 
-    The last chunk comes first: it has the most columns, so that what is allocated for it serves the others, and what
-    only it adds to needs no sum.
+    The last chunk comes first. It has the most columns, so the other chunks reuse its memory. Sums that only it
+    contributes to need no addition.
 
     Args:
-        dout: of the output. The others are contiguous; this has any strides but the last, and those of the output if
-            there is a residue.
-        attended: its output is read where there is a residue alone.
-        terms: still zero.
+        dout: gradient of the output. Its last dimension is contiguous; with a residue it has the output's strides. The
+            other tensors are contiguous.
+        attended: results of the forward pass; the output is read only if there is a residue.
+        terms: sums of the layer, initially zero.
     """
     stats = attended.stats
     chunks = list(iter_chunks(problem, chunk_rows))[::-1]
@@ -420,7 +428,7 @@ def backward(
     means = torch.empty(stats.shape[1:], dtype=torch.float32, device=v.device)  # each row's Σ P ∘ dP
 
     def differentiate_chunk(chunk: Chunk, *, is_first: bool) -> None:
-        """A function of its own, so that a chunk's maps are freed before the next ones."""
+        """Process a chunk. A separate function, so that its maps are freed before the next ones."""
         is_only = len(chunks) == 1
         kernels = _choose_kernels(problem, chunk, k, BACKWARD_KERNELS)
         if kernels is not None:
@@ -445,7 +453,7 @@ def backward(
 
 
 def _differentiate_sinks(sinks: Tensor, stats: Tensor, means: Tensor) -> Tensor:
-    """As of any key, P ∘ (0 − Σ P ∘ dP), its value being zero, over all rows: [H]."""
+    """Return the gradient of the sinks, [H]: as for any key P ∘ (0 − Σ P ∘ dP), summed over all rows."""
     maximum, total = stats
     probabilities = torch.exp2(sinks[:, None] / math.log(2) - maximum) / total
     return -(probabilities * means).sum((0, 2))
@@ -455,7 +463,7 @@ def _new_sums(terms: TermSums, chunks: list[Chunk], k: Tensor) -> GradientSums:
     batch, heads, columns, dim = k.shape
     is_whole = len(chunks) == 1 and (chunks[0].left, chunks[0].right) == (0, columns)
     if is_whole:
-        dk, dv = k.new_empty(2, batch * heads, columns, dim).unbind()  # the host allocates once
+        dk, dv = k.new_empty(2, batch * heads, columns, dim).unbind()  # one allocation saves host time
     else:
         dtype = k.dtype if len(chunks) == 1 else torch.float32
         dk, dv = k.new_zeros(2, batch * heads, columns, dim, dtype=dtype).unbind()
@@ -463,10 +471,10 @@ def _new_sums(terms: TermSums, chunks: list[Chunk], k: Tensor) -> GradientSums:
 
 
 def multiply_map(problem: CdapeProblem, chunk: Chunk, factor: Tensor, x: Tensor, out: Tensor, scale: float) -> None:
-    """Write scale · factor · x into the chunk's rows.
+    """Write scale · factor · x into the chunk's rows of `out`.
 
     Args:
-        factor: a map [B, H, R, C], read where a row sees the column.
+        factor: map [B, H, R, C]; masked entries are not read.
         x: [B, H, columns, d], contiguous like the output.
         out: [B, H, rows, d].
     """
@@ -487,10 +495,10 @@ def multiply_map(problem: CdapeProblem, chunk: Chunk, factor: Tensor, x: Tensor,
 def multiply_transposed(
     problem: CdapeProblem, chunk: Chunk, factor: Tensor, x: Tensor, total: Tensor, *, is_only: bool
 ) -> None:
-    """Add factorᵀ · (the chunk's rows of x) to the columns that the chunk sees; `is_only` says that nothing is there.
+    """Add factorᵀ · (the chunk's rows of x) to the chunk's columns of `total`, or overwrite them if `is_only`.
 
     Args:
-        factor: a map [B, H, R, C], read where a row sees the column.
+        factor: map [B, H, R, C]; masked entries are not read.
         x: [B, H, rows, d], of any strides but the last.
         total: [B·H, columns, d].
     """
@@ -509,7 +517,7 @@ def multiply_transposed(
 
 
 def _compute_maps(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> ChunkMaps:
-    """Scores and logits, and room for the rest."""
+    """Compute scores and logits, and allocate the other maps."""
     scores = compute_scores(problem, chunk, scaled, k)
     logits = compute_logits(problem, chunk, scaled, k, scores)
     return ChunkMaps(scores, logits, torch.empty_like(logits, dtype=problem.dtype), torch.empty_like(scores))
@@ -526,7 +534,7 @@ def _mixer_softmax_backward(
     sums: Tensor,
     kernel: MixerKernel,
 ) -> logit_gradient.LogitGradients:
-    """P and dL without logits in memory, and of the chunk's rows Σ P ∘ dP, into `sums` [B, H, R]."""
+    """Compute P and dL without storing logits, and write the chunk's Σ P ∘ dP to `sums` [B, H, R]."""
     output, stats, residue = attended
     assert residue is not None
     of_rows = slice(chunk.first, chunk.last)
@@ -546,7 +554,7 @@ def _mixer_softmax_backward(
 def softmax_backward(
     problem: CdapeProblem, chunk: Chunk, maps: ChunkMaps, v: Tensor, dout: Tensor, stats: Tensor, sums: Tensor
 ) -> None:
-    """P and dL, and of the chunk's rows Σ P ∘ dP, into `sums` [B, H, R]."""
+    """Compute P and dL, and write the chunk's Σ P ∘ dP to `sums` [B, H, R]."""
     batch, heads, columns, dim = v.shape
     inputs = (
         maps.logits,
@@ -573,7 +581,7 @@ def softmax_backward(
 def _choose_kernels(
     problem: CdapeProblem, chunk: Chunk, k: Tensor, families: tuple[KernelFamily, ...]
 ) -> tuple[MixerKernel, ...] | None:
-    """Return the CUDA kernels that compute this chunk, or None if Triton's are faster or one does not fit the GPU."""
+    """Return the CUDA kernels for this chunk, or None if Triton's are faster or a kernel does not fit the GPU."""
     takes = (
         problem.uses_mixer
         and k.is_cuda
@@ -602,7 +610,7 @@ def _mixer_backward(
     *,
     is_first: bool,
 ) -> None:
-    """dS over P, where a row sees the column; adds the chunk's part to the gradients of tables and weights."""
+    """Write visible dS over P, and add the chunk's gradients of tables and weights to `sums`."""
     inputs = mixer.MixerInputs(
         chunk.slice_rows(scaled), chunk.slice_columns(k), maps.dlogits, *_locate_operands(problem, chunk)
     )
@@ -623,11 +631,11 @@ def _processor_backward(
     *,
     is_first: bool,
 ) -> None:
-    """dS over P, where a row sees the column; adds the chunk's part to the gradients of the tables."""
+    """Write visible dS over P, and add the chunk's gradients of the tables to `sums`."""
     padding, batch, has_bias = problem.padding, maps.scores.shape[0], problem.has_bias
     tile = problem.tile("mix_bwd", chunk.rows)
     kept_distances = tile.block_n - 2 * padding
-    reach = min(chunk.right, problem.window + padding)  # hidden values just beyond the window reach into it
+    reach = min(chunk.right, problem.window + padding)  # hidden values just beyond the window affect columns in it
     blocks, row_blocks = cdiv(reach, kept_distances), cdiv(chunk.rows, tile.block_m)
     parts = choose_splits(blocks, batch, row_blocks)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": maps.scores.device}
@@ -639,7 +647,7 @@ def _processor_backward(
     outputs = (maps.dscores, dbias_contributions, dbias, dedge)
     launch(
         _processor_bwd_kernel,
-        (batch, parts, blocks),  # few distances have the most rows: the longest programs of all sequences begin first
+        (batch, parts, blocks),  # small distances have the most rows: longest programs first
         (*inputs, *outputs, chunk.first_keys, *chunk.processor_extent, problem.window, cdiv(row_blocks, parts)),
         problem.constants("mix_bwd", tile),
         tile.options,
@@ -661,7 +669,7 @@ def _take_edge_gradient(product: BiasProduct, chunk: Chunk, dedge: Tensor, sums:
 def _weights_backward(
     problem: CdapeProblem, chunk: Chunk, maps: ChunkMaps, sums: GradientSums, *, is_first: bool
 ) -> None:
-    """Adds the chunk's part to the gradients of the weights."""
+    """Add the chunk's gradients of the weights to `sums`."""
     padding, batch = problem.padding, maps.scores.shape[0]
     tile = problem.tile("mix_bwd_dw", chunk.rows)
     reach = min(chunk.right, problem.window + padding) + padding  # from −p on
@@ -673,7 +681,7 @@ def _weights_backward(
     tensors = (maps.scores, maps.dlogits, problem.bias_contributions, weights.patches1, weights.patches2, partial)
     launch(
         _processor_bwd_dw_kernel,
-        (batch, parts, blocks),  # few distances have the most rows: the longest programs of all sequences begin first
+        (batch, parts, blocks),  # small distances have the most rows: longest programs first
         (*tensors, chunk.first_keys, *chunk.processor_extent, problem.window, cdiv(row_blocks, parts)),
         problem.constants("mix_bwd_dw", tile),
         tile.options,

@@ -1,16 +1,17 @@
-"""Forward processor kernel: scores and bias of a chunk of rows → logits. Before it stands what it shares with the
-backward kernels: skewed tiles, and the hidden values on one.
+"""Forward processor kernel: scores and bias of a chunk of rows → logits.
+
+The first part of the module is shared with the backward kernels: skewed tiles, and the hidden values on them.
 
 B batch, H heads, R query rows of a chunk, C columns of a chunk's maps, D processor width, k kernel size, p = k//2.
-BLOCK_H and BLOCK_D are H and D padded for `tl.dot`. A tile is BLOCK_M rows by BLOCK_N distances, flattened to
-PIXELS = BLOCK_M·BLOCK_N: pixel (row, m) stands at distance n = top − m and column j = i − n, so that j grows with m and
-one table entry serves a column of the tile. A tap t reads column j + t − p, at distance n − t + p.
+BLOCK_H and BLOCK_D are H and D padded for `tl.dot`. A tile is BLOCK_M rows by BLOCK_N distances, flattened to PIXELS =
+BLOCK_M·BLOCK_N: pixel (row, m) is at distance n = top − m and column j = i − n, so that j grows with m and one table
+entry serves a column of the tile. A tap t reads column j + t − p, at distance n − t + p.
 
-Device functions take as tuples what belongs together: `pixels` is (row, n, j, alive), alive being the pixels that have
-a hidden value; `extent` is (R, C, first_column, edge_start, edge_row, window), the runtime sizes.
+Device functions take related values as tuples: `pixels` is (row, n, j, alive), where alive marks the pixels that have a
+hidden value; `extent` is (R, C, first_column, edge_start, edge_row, window), the runtime sizes.
 
-In rows of several documents j is counted from where the row's document begins (`locate_columns`): its left edge is then
-what column 0 is elsewhere. Where a pixel lies in a map does not depend on j.
+With packed documents, j is relative to the start of the row's document (`locate_columns`), which then replaces column 0
+as the left edge. The location of a pixel in a map does not depend on j.
 """
 
 import triton
@@ -22,7 +23,7 @@ FLOAT16_MAX = tl.constexpr(65504.0)
 
 @triton.jit
 def saturate(x, SATURATE: tl.constexpr):
-    """x held within float16's range where the compute type is float16."""
+    """Clamp x to float16's range if that is the compute type."""
     if SATURATE:
         x = tl.minimum(tl.maximum(x, -FLOAT16_MAX), FLOAT16_MAX)
     return x
@@ -30,15 +31,15 @@ def saturate(x, SATURATE: tl.constexpr):
 
 @triton.jit
 def leaky_relu(x):
-    """LeakyReLU, for a slope below 1."""
+    """Apply LeakyReLU with a slope below 1."""
     return tl.maximum(x, x * NEGATIVE_SLOPE)
 
 
 @triton.jit
 def shift_pixels(x, by, PIXELS: tl.constexpr, BLOCK_H: tl.constexpr):
-    """x [PIXELS, BLOCK_H] read `by` pixels further on. What crosses a row's end lands in the halo, not kept.
+    """Shift x [PIXELS, BLOCK_H] by `by` pixels. Values that cross a row's end land in the halo, which is not kept.
 
-    As one axis: gathered along the first of two, it would be laid out anew before and after.
+    The gather is along one flattened axis. Along the first of two axes it would change the layout before and after.
     """
     pixel = (tl.arange(0, PIXELS) + by) & (PIXELS - 1)
     index = pixel[:, None] * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
@@ -48,7 +49,7 @@ def shift_pixels(x, by, PIXELS: tl.constexpr, BLOCK_H: tl.constexpr):
 
 @triton.jit
 def locate_columns(row, n, R, first_row, edge_row, first_keys_ptr):
-    """The columns j at the distances n of rows, and where a row's values of the left edge are among those of all."""
+    """Return the columns j at the distances n, and the index of each row among the left edge's values."""
     j = first_row + row - n
     place = edge_row + row
     if first_keys_ptr is not None:
@@ -60,8 +61,10 @@ def locate_columns(row, n, R, first_row, edge_row, first_keys_ptr):
 
 @triton.jit
 def find_depths(first, R, first_row, first_keys_ptr, BLOCK_M: tl.constexpr):
-    """The least and the largest distance of the rows `first` … from their documents' first columns; rows that do not
-    exist are left out."""
+    """Return the smallest and largest distance of rows `first` … from their documents' starts.
+
+    Rows that do not exist are ignored.
+    """
     rows = first + tl.arange(0, BLOCK_M)
     begin = tl.load(first_keys_ptr + rows, mask=rows < R, other=0)
     depths = first_row + rows - begin
@@ -71,16 +74,16 @@ def find_depths(first, R, first_row, first_keys_ptr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def is_visible_pixel(row, n, j, R, window):
-    """May the row see the column: within the chunk, the triangle, the window and the sequence."""
+    """Return True for visible pixels: within the chunk, the triangle, the window and the sequence."""
     return (row < R) & (n >= 0) & (n < window) & (j >= 0)
 
 
 @triton.jit
 def map_pointers(map_ptr, origin, C, CHANNELS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M, BLOCK_N: tl.constexpr):
-    """Where the tile's pixels lie in a map [R, C, CHANNELS], [PIXELS, BLOCK_H]; pixel 0 is the map's entry `origin`.
+    """Return the pointers of the tile's pixels in a map [R, C, CHANNELS], [PIXELS, BLOCK_H]; pixel 0 is entry `origin`.
 
-    A row further down is C + 1 entries on, since the tile is skewed. What the compiler knows of a pixel's place is
-    added in 32 bits and last: it becomes part of the instruction that loads.
+    The next row is C + 1 entries further, since the tile is skewed. The part of the offset that is known at compile
+    time is added last, in 32 bits, so that it becomes part of the load instruction.
     """
     pixel = tl.arange(0, BLOCK_M * BLOCK_N)
     line = (pixel // BLOCK_N).to(tl.int64) * ((C + 1) * CHANNELS)
@@ -90,7 +93,7 @@ def map_pointers(map_ptr, origin, C, CHANNELS: tl.constexpr, BLOCK_H: tl.constex
 
 @triton.jit
 def load_map_tile(pointers, seen, MASKED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_H: tl.constexpr):
-    """The entries of a map at `pointers`, [PIXELS, BLOCK_H], zero where not seen; all are seen unless MASKED."""
+    """Load the entries of a map at `pointers`, [PIXELS, BLOCK_H]. With MASKED, entries that are not `seen` are zero."""
     exists = (tl.arange(0, BLOCK_H) < CHANNELS)[None, :]
     if MASKED:
         mask = seen[:, None] & exists if CHANNELS < BLOCK_H else seen[:, None]
@@ -100,7 +103,7 @@ def load_map_tile(pointers, seen, MASKED: tl.constexpr, CHANNELS: tl.constexpr, 
 
 @triton.jit
 def repeat_rows(line, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A function of the distance [BLOCK_N, ·] on all rows of a tile: [PIXELS, ·]."""
+    """Repeat a function of the distance [BLOCK_N, ·] for all rows of a tile: [PIXELS, ·]."""
     WIDTH: tl.constexpr = line.shape[1]
     tile = tl.broadcast_to(line[None, :, :], (BLOCK_M, BLOCK_N, WIDTH))
     return tl.reshape(tile, (BLOCK_M * BLOCK_N, WIDTH))
@@ -110,7 +113,7 @@ def repeat_rows(line, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 def load_contributions(
     bias_contributions_ptr, top, PADDING: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Conv1's bias half and constant at the distances top, top − 1, …, away from the left edge: [BLOCK_N, BLOCK_D]."""
+    """Load Conv1's bias half and constant at distances top, top − 1, …, away from the left edge: [BLOCK_N, BLOCK_D]."""
     n, width = top - tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     pointers = bias_contributions_ptr + ((n + PADDING).to(tl.int64) * D)[:, None] + width[None, :]
     return tl.load(pointers, mask=(width < D)[None, :], other=0.0) if D < BLOCK_D else tl.load(pointers)
@@ -128,7 +131,7 @@ def load_contribution_tile(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Conv1's bias half and constant as [PIXELS, BLOCK_D]: by distance, by row and column at the left edge."""
+    """Load Conv1's bias half and constant as [PIXELS, BLOCK_D]: by distance, or by row and column at the left edge."""
     width = tl.arange(0, BLOCK_D)
     entry = tl.where(j < PADDING, edge_start + place * PADDING + j, n + PADDING)
     offsets = entry.to(tl.int64) * D
@@ -154,9 +157,9 @@ def compute_hidden_tile(
     BLOCK_D: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Adds Conv1 of the scores to `hidden`, float32 [PIXELS, BLOCK_D], before saturation and LeakyReLU.
+    """Add Conv1 of the scores to `hidden`, float32 [PIXELS, BLOCK_D], before saturation and LeakyReLU.
 
-    Also returns the scores of the pixels themselves.
+    Also return the scores of the pixels themselves.
     """
     row, n, j, _ = pixels
     head, width = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
@@ -174,7 +177,7 @@ def compute_hidden_tile(
 
 @triton.jit
 def copy_as_product(x, BLOCK_H: tl.constexpr, INPUT_PRECISION: tl.constexpr):
-    """x [PIXELS, BLOCK_H] in float32, by a product with the identity: exact, and laid out as products are."""
+    """Convert x [PIXELS, BLOCK_H] to float32 by a product with the identity: exact, and in the layout of products."""
     head = tl.arange(0, BLOCK_H)
     identity = (head[:, None] == head[None, :]).to(x.dtype)
     return tl.dot(x, identity, input_precision=INPUT_PRECISION)
@@ -182,11 +185,11 @@ def copy_as_product(x, BLOCK_H: tl.constexpr, INPUT_PRECISION: tl.constexpr):
 
 @triton.jit
 def is_whole_tile(top, least_depth, rows_end, R, window, PADDING: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Do all rows see all that the taps of a tile's pixels read, right of the columns with values of their own?
+    """Return True if all rows see everything that the tile's taps read, outside the left edge's columns.
 
     Args:
-        top: the largest distance of the tile.
-        least_depth: how far its rows stand behind their left edge, at least.
+        top: largest distance of the tile.
+        least_depth: smallest distance of its rows from their left edge.
         rows_end: the row after its last one.
     """
     inside = (top + PADDING < window) & (top - (BLOCK_N - 1) >= PADDING)
@@ -212,7 +215,7 @@ def _processor_fwd_tile(
     SATURATE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Logits of the rows `first` … and the distances `top`, top − 1, …; not MASKED: a tile that is whole."""
+    """Compute the logits of rows `first` … at distances `top`, top − 1, …. Unless MASKED, the tile must be whole."""
     scores_ptr, logits_ptr, bias_contributions_ptr, bias_ptr, w1_ptr, w2_ptr, b2_ptr = pointers
     R, C, first_row, first_column, edge_start, edge_row, bias_count, window, first_keys_ptr = extent
     PADDING: tl.constexpr = K // 2
@@ -266,7 +269,7 @@ def _processor_fwd_tile(
 DO_NOT_SPECIALIZE = ["R", "C", "first_row", "first_column", "edge_start", "edge_row", "bias_count", "window"]
 
 
-@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)  # these change with every step of decoding
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)  # these change with every decoding step
 def _processor_fwd_kernel(
     scores_ptr,  # [B, R, C, CHANNELS] compute type, zero in channels beyond H
     logits_ptr,  # [B, H, R, C] float32, written where a row sees a column
@@ -296,7 +299,7 @@ def _processor_fwd_kernel(
     SATURATE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """One program: BLOCK_M rows, BLOCK_N − 2p distances of them, all heads. Grid: distances, rows, batch."""
+    """Compute the logits of BLOCK_M rows and BLOCK_N − 2p distances, all heads. Grid: distances, rows, batch."""
     PADDING: tl.constexpr = K // 2
     KEPT_DISTANCES: tl.constexpr = BLOCK_N - 2 * PADDING
     block, row_block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)

@@ -24,7 +24,7 @@ MAX_WARPS = 8
 
 
 class Tile(NamedTuple):
-    """What a block takes at a time."""
+    """Rows and columns of one tile of a thread block."""
 
     rows: int
     columns: int

@@ -1,9 +1,9 @@
-"""What kernels read of layers' tables and weights, for all layers at once and before the first of them.
+"""Terms that kernels read from layers' tables and weights, computed for all layers at once before the first layer.
 
-Each layer makes the same few dozen small operations of its table and its weights, which the host issues one by one: a
-GPU may wait for it. Here they are the same number for all layers together. The gradients come back the same way: each
-layer's kernels leave their sums with the node of the graph that made the terms, which turns those of all layers into
-gradients once the last one is done.
+Each layer applies the same few dozen small operations to its table and its weights. The host launches them one by one,
+and a GPU may wait for it. This module launches as many operations for all layers together. Gradients follow the same
+path: each layer's kernels accumulate into the graph node that computed the terms, and the node converts the sums of all
+layers to gradients after the last one.
 
 L layers, H heads, R query rows, N distances, D processor width, p = k//2.
 """
@@ -29,10 +29,10 @@ from kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pac
 from kernels.runtime import get_backward_number, outside_graphs
 
 MAX_ENTRIES = 1 << 23
-"""Of what all layers make of their biases: 32 MiB, and as much for its gradient. One layer needs but its own."""
+"""Maximum number of bias contributions of all layers together: 32 MiB, and as much for the gradient."""
 
 LayerWeights = tuple[Tensor, Tensor, Tensor, Tensor]
-"""w1, b1, w2, b2 as `args.CdapeArgs` has them."""
+"""w1, b1, w2, b2 as in `args.CdapeArgs`."""
 
 
 def build_problems(
@@ -65,7 +65,7 @@ def build_problems(
 def compute_terms(
     product: BiasProduct, biases: Tensor | None, weights: Sequence[LayerWeights]
 ) -> tuple[Tensor, PackedWeights]:
-    """The bias contributions [L, p + N + R·p, D] and the packed weights, from biases [L, H, N] or None."""
+    """Return the bias contributions [L, p + N + R·p, D] and the packed weights for biases [L, H, N] or None."""
     packed = pack_weights(product.shape, weights, product.dtype)
     return product.compute(product.build_neighbourhoods(biases), packed), packed
 
@@ -77,12 +77,12 @@ def differentiate_terms(
     sums: TermSums,
     dtypes: tuple[torch.dtype, ...],
 ) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, ...]]]:
-    """Of each layer the gradient of its bias, and those of its weights, which have these types.
+    """Return the gradients of each layer's bias, and of its weights in these types.
 
     Args:
-        biases: as above.
-        bias_weight: of the packed weights.
-        sums: of all layers; they are not kept.
+        biases: as for `compute_terms`.
+        bias_weight: from the packed weights.
+        sums: sums of all layers; they are consumed.
     """
     unpack_mixer_sums(sums, product)
     dweight, constants = product.differentiate(sums.bias_product, biases, bias_weight, sums.bias_table)
@@ -91,27 +91,28 @@ def differentiate_terms(
 
 @dataclass(frozen=True, eq=False)
 class LayerTerms:
-    """A layer's, from `compute_layer_terms`."""
+    """Terms of one layer, from `compute_layer_terms`."""
 
     problem: CdapeProblem
     product: BiasProduct
     anchor: Tensor
-    """No number: its node in the graph takes the sums of all layers."""
+    """Placeholder whose graph node accumulates the sums of all layers; its value is not used."""
 
     def fits(self, q: Tensor, offset: int, window: int | None) -> bool:
-        """Are they for a call with these queries [B, H, R, d]?"""
+        """Return True if the terms match a call with queries [B, H, R, d], this offset and this window."""
         product = self.product
         return (product.rows, product.offset, product.window, product.dtype) == (q.shape[2], offset, window, q.dtype)
 
 
 class _ComputeTerms(torch.autograd.Function):
-    """The terms of all layers; differentiable through `anchor` alone, which stands for all of them."""
+    """Autograd function for the terms of all layers. Only `anchor` is differentiable; it represents all of them."""
 
     @staticmethod
     def forward(ctx: Any, product: BiasProduct, num_layers: int, *tensors: Tensor) -> tuple[Tensor | None, ...]:
-        """
+        """Compute the terms of all layers.
+
         Args:
-            tensors: each layer's bias, if they have any, then each layer's weights.
+            tensors: each layer's bias, if any, then each layer's weights.
         """
         biases = torch.stack(tensors[:num_layers]) if product.shape.has_bias else None
         flat = tensors[len(tensors) - 4 * num_layers :]
@@ -140,11 +141,11 @@ def take_sums(node: Any, problem: CdapeProblem, *, uses_mixer: bool) -> TermSums
     """Return the tensors in which a call's kernels leave their sums: those of the layer, which are zero.
 
     Args:
-        node: of `LayerTerms.anchor`.
+        node: graph node of `LayerTerms.anchor`.
         uses_mixer: True if the CUDA kernels leave sums.
 
     Raises:
-        RuntimeError: another call of the layer was here before.
+        RuntimeError: if another call of the layer has used them.
     """
     number = get_backward_number()
     if node.backward_number != number:
@@ -172,13 +173,13 @@ def compute_layer_terms(
     dtype: torch.dtype,
     residual_bias: bool,
 ) -> list[LayerTerms] | None:
-    """The terms of layers that are called alike, for one call of each; None where all together are large.
+    """Return the terms of layers with equal call sizes, for one call of each, or None if they are too large together.
 
     Args:
-        biases: float32 [H, N] of each, N ≥ offset + R, or None.
-        weights: of each, in one type.
-        rows, offset, window, residual_bias: as `args.CdapeArgs` has them.
-        dtype: of the queries.
+        biases: float32 [H, N] of each layer, N ≥ offset + R, or None.
+        weights: weights of each layer, all in one type.
+        rows, offset, window, residual_bias: as in `args.CdapeArgs`.
+        dtype: type of the queries.
     """
     w1, _, w2, _ = weights[0]
     shape = get_weight_shape(w2.shape[0], w1.shape[0], w1.shape[-1], biases is not None)

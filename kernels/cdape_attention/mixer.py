@@ -1,5 +1,4 @@
-"""The processor's backward pass by CUDA kernels (`cuda/mixer_backward.h`): what they read, how they are launched, and
-what is made of their sums.
+"""Backward pass of the score processor by CUDA kernels (`cuda/mixer_backward.h`).
 
 B batch, H heads, R query rows of a chunk, C columns of its maps, N distances, D processor width, k kernel size,
 p = k//2. The kernels pad H to 16 and D to 32.
@@ -111,13 +110,13 @@ class MixerGradients(NamedTuple):
 
 
 def is_enabled() -> bool:
-    """True unless the environment forbids these kernels."""
+    """Return True unless the environment turns these kernels off."""
     return os.environ.get(VARIABLE) != "0"
 
 
 @cache
 def has_compiler() -> bool:
-    """True if NVRTC is here; if not, a warning says so once."""
+    """Return True if NVRTC can be loaded; otherwise warn once."""
     try:
         load_nvrtc()
     except CompileError as failure:
@@ -127,7 +126,7 @@ def has_compiler() -> bool:
 
 
 def fills_device(rows: int, batch: int, device: DeviceProperties) -> bool:
-    """True if a chunk has a block for each multiprocessor, on which no second one fits.
+    """Return True if a chunk has at least one block for each multiprocessor.
 
     With fewer, Triton's smaller programs are faster: on an H200 a micro-batch of 512 tokens of the 350M model, which
     has 16 blocks, took 20 ms with these kernels and kept the GPU busy for 12 ms with Triton's (docs/log.md).
@@ -136,8 +135,9 @@ def fills_device(rows: int, batch: int, device: DeviceProperties) -> bool:
 
 
 def is_supported(shape: WeightShape, dtype: torch.dtype, dim: int, columns: int) -> bool:
-    """True if some GPU has kernels for these shapes: half precision, three taps, up to 16 heads of dimensions that are
-    a multiple of 16, widths of up to 32.
+    """Return True if some GPU has kernels for these shapes.
+
+    They take half precision, three taps, up to 16 heads whose dimension is a multiple of 16, and widths of up to 32.
 
     Fewer heads or widths are padded. With at most half of both, Triton's kernels have no more instructions (README.md).
     """

@@ -31,8 +31,11 @@ MAX_TILE_COLUMNS = 64
 
 
 def build_table(contributions: Tensor, padding: int, distances: int) -> Tensor:
-    """Return U [L, n, D] in the order of accumulators, float32 [L, entries, 64]: entry e has distances e − front and
-    e − front + 8."""
+    """Return U [L, n, D] in the order of accumulators.
+
+    Returns:
+        float32 [L, entries, 64]. Entry e has distances e − front and e − front + 8.
+    """
     layers, known, width = contributions.shape
     entries = TABLE_FRONT + distances
     entries += entries % 2
@@ -47,11 +50,12 @@ def build_table(contributions: Tensor, padding: int, distances: int) -> Tensor:
 
 
 def build_group_table(contributions: Tensor, padding: int, position: int, distances: int) -> tuple[Tensor, int]:
-    """Return U [L, n, D] as operands of products, and the group of the distance of the row at `position` and column
-    p + 7. A row that stands 8 positions later has the next group.
+    """Return U [L, n, D] as operands of products, and the group at which a row begins.
 
     Returns:
-        float16 [L, groups, 2 halves of the width, 32 lanes, 2 n-tiles, 2 groups, 2]; zero beyond the given distances.
+        Operands, float16 [L, groups, 2 halves of the width, 32 lanes, 2 n-tiles, 2 groups, 2], zero beyond the given
+        distances; and the group with the distance between the row at `position` and column p + 7. A row 8 positions
+        later has the next group.
     """
     layers, known, width = contributions.shape
     least = position - padding - 7  # is the first distance of a group
@@ -135,7 +139,7 @@ def unpack_tables(sums: Tensor, shape: WeightShape) -> tuple[Tensor, Tensor]:
 
 
 class LogitTables(NamedTuple):
-    """What the logits of a position read by distance."""
+    """Tables by distance that the logits of a position read."""
 
     table: Tensor
     """U, from `build_group_table`."""
@@ -201,7 +205,7 @@ def find_pointer(stacked: Tensor, layer: int) -> int:
 
 
 def _width(tile: int | Tensor, column: int | Tensor) -> int | Tensor:
-    """The width that stands in a column of an n-tile, so that a lane has four neighbors."""
+    """Return the width index in a column of an n-tile. A lane has four neighboring widths."""
     return 16 * (tile // 2) + 4 * (column // 2) + 2 * (tile % 2) + column % 2
 
 

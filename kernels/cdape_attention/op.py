@@ -1,7 +1,7 @@
-"""CDAPE attention as one differentiable operation. Checkpointing works around it; `torch.compile` does not go into it.
+"""CDAPE attention as one differentiable operation. It supports checkpointing; `torch.compile` does not trace into it.
 
-B batch, H heads, R query rows, C key columns, d head dimension, N distances, D processor width, k kernel size,
-p = k//2.
+B batch, H heads, R query rows, C key columns, d head dimension, N distances, D processor width, k kernel size, p =
+k//2.
 """
 
 from collections.abc import Sequence
@@ -27,26 +27,26 @@ from kernels.head_dim import MAX_HEAD_DIM
 from kernels.runtime import DTYPES, get_arch, get_device_properties, launch_context, outside_graphs
 
 MAX_PROCESSOR_WIDTH = 64
-"""Widths beyond would need other tiles."""
+"""Larger widths would need other tiles."""
 
 
 def cdape_attention(args: CdapeArgs, *, chunk: int | None = None, terms: LayerTerms | None = None) -> Tensor:
-    """softmax(S + bias + Conv2(LeakyReLU(Conv1([S, bias])))) · v in memory linear in R and C, on a GPU.
+    """Compute softmax(S + bias + Conv2(LeakyReLU(Conv1([S, bias])))) · v in memory linear in R and C, on a GPU.
 
-    DAPE V2, equation 5 (equation 2 with residual_bias False); the key axis is extended by zeros, so that no row depends
+    DAPE V2, equation 5, or equation 2 without residual_bias. The key axis is padded with zeros, so that no row depends
     on C.
 
     Args:
-        args: d ≤ 128 and D ≤ 64; bfloat16, float16 or float32.
-        chunk: query rows per chunk; None lets the shape decide.
-        terms: of the layer, if they were computed before (`layer_terms.py`) for such a call: `LayerTerms.fits`.
+        args: arguments with d ≤ 128 and D ≤ 64, in bfloat16, float16 or float32.
+        chunk: query rows per chunk; None chooses them by shape.
+        terms: precomputed terms of the layer (`layer_terms.py`) that match the call (`LayerTerms.fits`).
 
     Returns:
         [B, H, R, d] of q's type, laid out as activations [R, B, H, d].
 
     Raises:
-        ValueError: shapes, types or options that do not fit.
-        RuntimeError: a kernel cannot run where the tensors are (on a CPU without Triton's interpreter).
+        ValueError: if shapes, types or options are invalid.
+        RuntimeError: if a kernel cannot run on the tensors' device (a CPU without Triton's interpreter).
     """
     check_shapes(args)
     q, k, v, bias, w1, b1, w2, b2, offset, window, first_keys, residual_bias, sinks, scale = args
@@ -56,8 +56,8 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None, terms: LayerTe
         raise ValueError(f"sinks is on {sinks.device} and q on {q.device}")
     _check_limits(q, k, v, w1, offset, chunk)
     if sinks is not None:
-        # The kernels add b2 to the logits and give it no gradient: without sinks it has no effect under the softmax.
-        # Raising all keys' logits is lowering the sink.
+        # The kernels add b2 to the logits and give it no gradient, since softmax cancels it without sinks. Raising all
+        # keys' logits equals lowering the sink.
         sinks = sinks + (b2.detach() - b2).float()
     batch, heads, rows, dim = q.shape
     scale = dim**-0.5 if scale is None else scale
@@ -86,7 +86,7 @@ def _needs_gradients(*tensors: Tensor | None) -> bool:
 
 
 def _check_limits(q: Tensor, k: Tensor, v: Tensor, w1: Tensor, offset: int, chunk: int | None) -> None:
-    """What the kernels ask for beyond shapes that fit."""
+    """Check the limits of the kernels beyond valid shapes."""
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(
             f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; they must be of one type: bfloat16, float16 or float32"
@@ -106,9 +106,11 @@ def _check_limits(q: Tensor, k: Tensor, v: Tensor, w1: Tensor, offset: int, chun
 
 
 class _CdapeAttention(torch.autograd.Function):
-    """Differentiable in all tensors. Between the passes it keeps q·scale, k and v, contiguous, rather than what they
-    were, which is then free; the tables, the weights as kernels read them, and two numbers a row; for the CUDA kernels
-    also the output and what its rounding left over."""
+    """Autograd function for calls without precomputed terms, differentiable in all tensors.
+
+    It saves contiguous q·scale, k and v, so that the original tensors can be freed; the tables, the packed weights, and
+    two numbers per row; for the CUDA kernels also the output and its rounding error.
+    """
 
     @staticmethod
     def forward(
@@ -133,7 +135,7 @@ class _CdapeAttention(torch.autograd.Function):
         get_arch(q)  # raises where no kernel can run
         heads, rows = q.shape[1:3]
         shape = get_weight_shape(heads, w1.shape[0], w1.shape[-1], bias is not None)
-        # Rows of documents stand at any distance from their left edge.
+        # Rows of packed documents can have any distance from their left edge.
         of_rows = (rows, offset) if first_keys is None else (offset + rows, 0)
         product = get_bias_product(shape, *of_rows, window, q.dtype)
         bias = None if bias is None else bias.contiguous()
@@ -143,7 +145,7 @@ class _CdapeAttention(torch.autograd.Function):
         problem = replace(problem, rows=rows, offset=offset, first_keys=first_keys, sinks=_contiguous(sinks))
         problem = replace(problem, uses_mixer=mixer.is_enabled())
         output, kept = _attend(q, k, v, problem, scale, chunk, needs_gradients=needs_gradients)
-        # Tensors are kept by `save_for_backward`, which knows when they are needed no more.
+        # `save_for_backward` frees these tensors when they are not needed any more.
         ctx.save_for_backward(*kept, biases, contributions, first_keys, problem.sinks, *packed)
         ctx.residual_bias = residual_bias
         ctx.product, ctx.offset, ctx.scale, ctx.chunk = product, offset, scale, chunk
@@ -166,7 +168,7 @@ class _CdapeAttention(torch.autograd.Function):
 
 
 class _AttendWithTerms(torch.autograd.Function):
-    """The same of a layer whose terms were computed before, to which the gradients of table and weights go."""
+    """Autograd function for a layer with precomputed terms, which receive the gradients of table and weights."""
 
     @staticmethod
     def forward(
@@ -194,7 +196,7 @@ class _AttendWithTerms(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *kept, sinks = ctx.saved_tensors
         problem, product = replace(ctx.terms.problem, sinks=sinks, uses_mixer=ctx.uses_mixer), ctx.terms.product
-        if ctx.node is None:  # neither table nor weights want a gradient
+        if ctx.node is None:  # neither table nor weights need a gradient
             sums = _new_sums(problem, product, problem.bias_table.shape[1], kept).select_layer(0)
         else:
             sums = take_sums(ctx.node, problem, uses_mixer=_has_residue(kept))
@@ -208,8 +210,10 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, problem: driver.CdapeProblem, scale: float, chunk: int, *, needs_gradients: bool
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """The output, and what the backward pass needs of a call: scaled queries, k, v, the softmax's statistics, and where
-    it reads them the output and what its rounding left over, else None."""
+    """Return the output and the tensors that the backward pass reads.
+
+    These are scaled queries, k, v, the softmax statistics and, if needed, the output and its rounding error, else None.
+    """
     scaled = torch.mul(q, scale, out=q.new_empty(q.shape))
     k, v = k.contiguous(), v.contiguous()
     with launch_context(q):
@@ -238,7 +242,7 @@ def _attend_backward(
     sums: driver.TermSums,
     ctx: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and the sinks; adds the others to the layer's sums."""
+    """Return the gradients of q, k, v and the sinks, and add the others to the layer's sums."""
     scaled, k, v, stats, output, residue = kept
     attended = driver.Attended(output, stats, residue)
     if output is not None and dout.stride() != output.stride():

@@ -1,9 +1,8 @@
-"""Products of a chunk's maps with rows of heads, over what rows see alone: dV = PᵀdO, dK = dSᵀQ and dQ = dS·K.
+"""Products of a chunk's maps with head rows over visible elements: dV = PᵀdO, dK = dSᵀQ and dQ = dS·K.
 
-B batch, H heads, R query rows of the chunk, C columns of its maps, d head dimension, in two parts as in
-`kernels.head_dim`. A product of PyTorch's reads whole maps, of which half is in the future of its rows; these kernels
-read no tile that no row sees, and take as zero what a row does not see of the others, so nobody has to write zeros
-there.
+B batch, H heads, R query rows of the chunk, C columns of its maps, d head dimension, in two blocks as in
+`kernels.head_dim`. PyTorch's matrix product reads whole maps, half of which are masked. These kernels skip fully masked
+tiles, and treat masked elements of other tiles as zero, so that no kernel has to write zeros.
 """
 
 import triton
@@ -32,7 +31,7 @@ def _add_columns(
     BLOCK_N: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Add the columns first … last − 1, `skipped` more from `skipped_from` on, to a product's two parts."""
+    """Add columns first … last − 1 to a product's two blocks; those from `skipped_from` on are shifted by `skipped`."""
     out_a, out_b = state
     map_ptr, x_ptr = pointers
     C = extent[1]
@@ -71,9 +70,9 @@ def _multiply_map_kernel(
     BLOCK_N: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """out = scale · map · x. One program: BLOCK_M rows of a head. Grid: rows, the last first, heads of all batch.
+    """Compute out = scale · map · x for BLOCK_M rows of a head. Grid: rows, the last first; heads of the whole batch.
 
-    The last rows see the most columns: programs that take longest begin first.
+    The last rows attend to the most columns, so the longest programs start first.
     """
     start, pair = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M, tl.program_id(1).to(tl.int64)
     map_ptr += pair * R * C
@@ -99,10 +98,13 @@ def _multiply_map_kernel(
 
 @triton.jit
 def row_ranges(start, extent, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return (first, whole, end, last): rows first … last − 1 see some of BLOCK_N columns, rows whole … end − 1 all of
-    them. In rows of several documents none counts as whole."""
+    """Return (first, whole, end, last), which bound the rows that attend to some or all of BLOCK_N columns.
+
+    Rows first … last − 1 attend to some of the columns, rows whole … end − 1 to all.
+    With packed documents, no row counts as whole.
+    """
     R, C, first_row, first_column, window, first_keys_ptr = extent
-    own = first_column - first_row + start  # the row of the first column's token
+    own = first_column - first_row + start  # row of the first column's token
     first = tl.maximum(own, 0) // BLOCK_M * BLOCK_M
     last = tl.maximum(tl.minimum(own + BLOCK_N - 1 + window, R), first)
     whole = tl.cdiv(tl.maximum(own + BLOCK_N - 1, 0), BLOCK_M) * BLOCK_M
@@ -131,7 +133,7 @@ def _add_rows(
     BLOCK_N: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Add the rows first … last − 1, `skipped` more from `skipped_from` on, to a transposed product's two parts."""
+    """Add rows first … last − 1 to a transposed product's two blocks; rows from `skipped_from` on are shifted."""
     out_a, out_b = state
     map_ptr, x_ptr, x_stride = pointers
     R, _, _, first_column, _, first_keys_ptr = extent
@@ -140,7 +142,7 @@ def _add_rows(
         if MASKED:
             r0 = tl.where(step < skipped_from, step, step + skipped)
         is_seen = True
-        if first_keys_ptr is not None:  # documents begin later and later, so all of the block's rows begin after this
+        if first_keys_ptr is not None:  # document starts are nondecreasing, so all of the block's rows start later
             is_seen = tl.load(first_keys_ptr + r0) - first_column < start + BLOCK_N
         if is_seen:
             row = r0 + tl.arange(0, BLOCK_M)
@@ -177,8 +179,10 @@ def _multiply_transposed_kernel(
     ADD: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """out = mapᵀ · x, or added to what is there. One program: BLOCK_N columns of a head. Grid: columns, heads of all
-    batch."""
+    """Compute out = mapᵀ · x, or add it to `out`, for BLOCK_N columns of a head.
+
+    Grid: columns, heads of the whole batch.
+    """
     start, pair = tl.program_id(0) * BLOCK_N, tl.program_id(1).to(tl.int64)
     map_ptr += pair * R * C
     x_ptr += pair // H * stride_batch + pair % H * stride_head

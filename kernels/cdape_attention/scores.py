@@ -1,9 +1,9 @@
-"""Scores of all heads of a chunk, S = q·k, and maps in which heads lie last: [B, R, C, channels], channels = 8·⌈H/8⌉.
+"""Scores of all heads of a chunk, S = q·k, and heads-last maps [B, R, C, channels], channels = 8·⌈H/8⌉.
 
-B batch, H heads, R query rows of the chunk, C columns of its maps, d head dimension, in two parts as in
-`kernels.head_dim`. The processor reads all heads of a pixel at once; where they lie side by side, 16 bytes are one load
-instead of eight. A tile holds rows by columns of each head, as a matrix product leaves them, and is stored eight heads
-at a time: `join_tiles` moves nothing between threads.
+B batch, H heads, R query rows of the chunk, C columns of its maps, d head dimension, in two blocks as in
+`kernels.head_dim`. The processor reads all heads of a pixel at once; if they are adjacent, eight heads are one load of
+16 bytes. A tile contains rows by columns of each head, as a matrix product leaves them, and is stored eight heads at a
+time: `join_tiles` moves no data between threads.
 """
 
 import triton
@@ -13,19 +13,19 @@ from kernels.head_dim import load_rows
 
 DO_NOT_SPECIALIZE = ["R", "C", "first_row", "first_column", "window", "R_total", "C_total"]
 GROUP = tl.constexpr(8)
-"""Heads that are stored together: 16 bytes of a half type."""
+"""Number of heads stored together: 16 bytes of a half type."""
 SMALL_GROUP = tl.constexpr(2)
-"""The same where masks, or an address for each element, take registers besides: with eight they would spill."""
+"""Number of heads stored together by code with masks or per-element addresses, where eight would spill registers."""
 
 
 def padded_channels(heads: int) -> int:
-    """Of a map: the heads, and what fills up their last group, which is zero."""
+    """Return the number of channels of a map: the heads, padded with zeros to a whole group."""
     return -(-heads // GROUP.value) * GROUP.value
 
 
 @triton.jit
 def join_tiles(tiles):
-    """Two, four or eight tiles [BLOCK_M, BLOCK_N] as one, [BLOCK_M, BLOCK_N, how many]."""
+    """Join two, four or eight tiles [BLOCK_M, BLOCK_N] along a new last axis."""
     SHAPE: tl.constexpr = (tiles[0].shape[0], tiles[0].shape[1], len(tiles))
     even, odd = tiles[0], tiles[1]
     if len(tiles) == 4:
@@ -53,7 +53,7 @@ def head_products(
     INPUT_PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Rows of a [R, d] from `row` on times rows of b [C, d] from `column` on: float32 [BLOCK_M, BLOCK_N].
+    """Multiply rows of a [R, d] from `row` on with rows of b [C, d] from `column` on: float32 [BLOCK_M, BLOCK_N].
 
     Rows of a are `a_stride` apart, those of b contiguous. Not MASKED: all of them exist.
     """
@@ -80,9 +80,9 @@ def store_group(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """`group` [BLOCK_M, BLOCK_N, heads] as channels of a map [R, C, CHANNELS], from a row and a column on.
+    """Store `group` [BLOCK_M, BLOCK_N, heads] as channels of a map [R, C, CHANNELS], starting at `row` and `column`.
 
-    `map_ptr` is that of the group's first channel. Not MASKED: the map has all of these rows and columns.
+    `map_ptr` points to the group's first channel. Unless MASKED, the map has all of these rows and columns.
     """
     r, c = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     offsets = ((row + r)[:, None] * C + (column + c)[None, :]) * CHANNELS
@@ -99,11 +99,11 @@ def store_group(
 def is_visible(
     row, column, R, first_row, first_column, window, first_keys_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Does any of BLOCK_M rows see any of BLOCK_N columns, both counted from the chunk's first?"""
+    """Return True if any of BLOCK_M rows attends to any of BLOCK_N columns, both relative to the chunk's first."""
     position = first_row - first_column + row
     last = position + tl.minimum(BLOCK_M, R - row) - 1
     visible = (column <= last) & (column + BLOCK_N > position - window + 1)
-    if first_keys_ptr is not None:  # they never fall from row to row
+    if first_keys_ptr is not None:  # nondecreasing over the rows
         visible = visible & (column + BLOCK_N > tl.load(first_keys_ptr + row) - first_column)
     return visible
 
@@ -125,7 +125,7 @@ def head_scores(
     INPUT_PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """S of a group's head on a tile; zeros for one that only fills up the last group."""
+    """Compute S for a group's head on a tile; zeros for a padding channel."""
     R, C, R_total, C_total = extent
     if MEMBER < HEADS:
         q_ptr += tl.cast(R_total, tl.int64) * (MEMBER * HEAD_DIM)
@@ -157,7 +157,7 @@ def _store_group_scores(
     INPUT_PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """S of a group on a tile: of HEADS heads, at most COUNT, from `first_head` on."""
+    """Store S of a group of HEADS heads, at most COUNT, starting at `first_head`, on a tile."""
     q_ptr, k_ptr, scores_ptr = pointers
     R, C, R_total, C_total = extent
     q_ptr += tl.cast(R_total, tl.int64) * (first_head * HEAD_DIM)
@@ -189,9 +189,10 @@ def _store_scores(
     INPUT_PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """S of all heads on a tile. Not MASKED: all of its rows and columns exist.
+    """Store S of all heads on a tile. Unless MASKED, all of its rows and columns exist.
 
-    Groups are a loop, not one after the other: ptxas would begin a group's loads in the registers of the one before.
+    The groups are a runtime loop instead of unrolled code: ptxas would start a group's loads in the registers of the
+    previous group.
     """
     WHOLE: tl.constexpr = H // COUNT * COUNT
     # fmt: off
@@ -227,7 +228,7 @@ def _scores_kernel(
     COUNT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """One program: BLOCK_M rows by BLOCK_N columns of all heads. Grid: columns, rows, batch."""
+    """Compute S for BLOCK_M rows by BLOCK_N columns of all heads. Grid: columns, rows, batch."""
     column, row, batch = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M, tl.program_id(2).to(tl.int64)
     if first_keys_ptr is not None:
         first_keys_ptr += batch * R

@@ -1,10 +1,10 @@
-"""From the logits of a chunk to its output, and from the output's gradient to that of the logits.
+"""Softmax kernels: from a chunk's logits to its output, and from the output's gradient to the logits' gradient.
 
-B batch, H heads, R query rows of the chunk, C columns of its maps, d head dimension, in two parts as
-in `kernels.head_dim`. A program of the first two kernels: BLOCK_M rows of one head, in blocks of BLOCK_N columns; their
-grid: row blocks · H · B. The third has a program for each tile of all heads, since it stores these last (`scores.py`).
-The softmax is online (Dao 2023, FlashAttention-2, algorithm 1), its maximum and its sum kept apart. The maximum is in
-base 2, and rounded to it once for both passes: what that costs, the sum divides out.
+B batch, H heads, R query rows of the chunk, C columns of its maps, d head dimension, in two blocks as in
+`kernels.head_dim`. A program of the first two kernels processes BLOCK_M rows of one head in blocks of BLOCK_N columns;
+their grid is row blocks · H · B. The third kernel has one program per tile of all heads, since it stores heads last
+(`scores.py`). The softmax is online (Dao 2023, FlashAttention-2, algorithm 1), with separate maximum and sum. The
+maximum is in base 2 and is rounded once for both passes; the sum cancels the rounding error.
 """
 
 import triton
@@ -21,12 +21,12 @@ from kernels.head_dim import load_rows, store_rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
 DO_NOT_SPECIALIZE = ["R", "first_row", "first_column", "window", "R_total", "C_total"]
-"""C is not among them: a compiler that knows it to be a multiple of 16 reads four logits at a time."""
+"""Arguments not specialized. C is specialized: if it is a multiple of 16, the compiler loads four logits at a time."""
 
 
 @triton.jit
 def program_position(R, BLOCK_M: tl.constexpr):
-    """The (batch, head) of a program, how many of these there are, and the program's first row."""
+    """Return the (batch, head) index of a program, the number of such pairs, and the program's first row."""
     blocks = tl.cdiv(R, BLOCK_M)
     program = tl.program_id(0)
     pairs = (tl.num_programs(0) // blocks).to(tl.int64)
@@ -35,8 +35,10 @@ def program_position(R, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def column_ranges(start, extent, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the blocks of columns begin of which one of BLOCK_M rows sees something, where those begin that all rows
-    see whole, and where both end."""
+    """Return (first, whole, end, last), which bound the column blocks that BLOCK_M rows attend to.
+
+    Column blocks from first to last have visible elements; those from whole to end are fully visible.
+    """
     R, C, first_row, first_column, window, first_keys_ptr = extent
     stop = first_row - first_column + 1 + start  # of the first row
     first = tl.maximum(stop - window, 0) // BLOCK_N * BLOCK_N
@@ -53,9 +55,9 @@ def column_ranges(start, extent, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def load_visible(map_ptr, row, column, extent, OTHER: tl.constexpr, MASKED: tl.constexpr):
-    """A map's tile [BLOCK_M, BLOCK_N], OTHER where a row does not see the column. Not MASKED: all rows see all columns.
+    """Load a map's tile [BLOCK_M, BLOCK_N], OTHER if masked. Unless MASKED, all rows attend to all columns.
 
-    What it does not see is loaded all the same and dropped: a mask that differs along a row would forbid wide loads.
+    Masked elements are loaded and replaced: a mask that varies along a row would prevent wide loads.
     """
     R, C, first_row, first_column, window, first_keys_ptr = extent
     pointers = map_ptr + row[:, None] * C + column[None, :]
@@ -89,7 +91,7 @@ def _attend_fwd_columns(
     BLOCK_N: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Adds the columns first … last − 1, `skipped` more from `skipped_from` on, to (maximum, sum, output in two parts).
+    """Add columns first … last − 1 to (maximum, sum, output in two blocks); those from `skipped_from` on are shifted.
 
     The maximum is in base 2.
     """
@@ -103,7 +105,7 @@ def _attend_fwd_columns(
         column = c0 + tl.arange(0, BLOCK_N)
         x = load_visible(logits_ptr, row, column, extent, float("-inf"), MASKED)
         higher = tl.maximum(maximum, tl.max(x, 1) * LOG2E)
-        # A row may not have met a column that it sees: −∞ − (−∞) would be NaN.
+        # Without this, a row that has no visible column yet would compute −∞ − (−∞) = NaN.
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         p = tl.exp2(x * LOG2E - finite[:, None])
         shrink = tl.exp2(maximum - finite)
@@ -151,7 +153,7 @@ def _attend_fwd_kernel(
     INPUT_PRECISION: tl.constexpr,
     H: tl.constexpr,
 ):
-    """O = softmax(L)·V."""
+    """Compute O = softmax(L)·V."""
     pair, pairs, start = program_position(R, BLOCK_M)
     if first_keys_ptr is not None:
         first_keys_ptr += pair // H * R
@@ -213,7 +215,7 @@ def _attend_sums_columns(
     BLOCK_N: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Adds the columns that `_attend_fwd_columns` would take to each row's sum of exp(L − maximum) ∘ dP."""
+    """Add columns to each row's sum of exp(L − maximum) ∘ dP; the columns are those of `_attend_fwd_columns`."""
     logits_ptr, v_ptr = pointers
     row, top, do_a, do_b = of_rows
     C = extent[1]
@@ -258,10 +260,11 @@ def _attend_sums_kernel(
     INPUT_PRECISION: tl.constexpr,
     H: tl.constexpr,
 ):
-    """Each row's Σ P ∘ dP, dP = dO·Vᵀ.
+    """Compute each row's Σ P ∘ dP, dP = dO·Vᵀ.
 
-    It is taken over the row's own products and not as dO·O: where one probability is nearly 1 the difference dP − Σ
-    cancels, and the rounding of O to a half type would stay (four to eight times plain PyTorch's error in float16).
+    It is summed over the row's own products instead of dO·O. If one probability is nearly 1, the difference dP − Σ
+    cancels, and the rounding error of O in a half type would remain (four to eight times plain PyTorch's error in
+    float16).
     """
     pair, pairs, start = program_position(R, BLOCK_M)
     if first_keys_ptr is not None:
@@ -307,7 +310,7 @@ def head_gradient(
     INPUT_PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """dL of a group's head on a tile, compute type; P is stored. Zeros for one that only fills up the last group."""
+    """Compute dL of a group's head on a tile, in the compute type, and store P. Zeros for a padding channel."""
     logits_ptr, v_ptr, do_ptr, stats_ptr, sums_ptr, p_ptr, pairs = pointers
     R, C, first_row, first_column, window, first_keys_ptr, R_total, C_total, stride_head, stride_row = extent
     if MEMBER < HEADS:
@@ -335,7 +338,7 @@ def head_gradient(
 
 @triton.jit
 def store_map_tile(ptr, tile, rows, columns, R, C, MASKED: tl.constexpr):
-    """A tile of a map [R, C]. Not MASKED: the map has all of these rows and columns."""
+    """Store a tile of a map [R, C]. Unless MASKED, the map has all of these rows and columns."""
     to, tile = ptr + rows[:, None] * C + columns[None, :], tile.to(ptr.dtype.element_ty)
     if MASKED:
         tl.store(to, tile, mask=(rows < R)[:, None] & (columns < C)[None, :])
@@ -362,7 +365,7 @@ def _store_group_gradient(
     INPUT_PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """P and dL of a group on a tile: of HEADS heads, at most COUNT, from `first_head` on."""
+    """Store P and dL of a group of HEADS heads, at most COUNT, starting at `first_head`, on a tile."""
     logits_ptr, v_ptr, do_ptr, stats_ptr, sums_ptr, p_ptr, pairs = pointers
     R, C, _, _, _, _, R_total, C_total, stride_head, _ = extent
     map_start = tl.cast(R, tl.int64) * C * first_head
@@ -404,7 +407,10 @@ def _store_gradient(
     INPUT_PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """P and dL of all heads on a tile, group by group as in `scores.py`. Not MASKED: all rows see all columns."""
+    """Store P and dL of all heads on a tile, by groups as in `scores.py`.
+
+    Unless MASKED, all rows attend to all columns.
+    """
     WHOLE: tl.constexpr = H // COUNT * COUNT
     # fmt: off
     for first_head in range(0, WHOLE, COUNT):
@@ -446,10 +452,10 @@ def _attend_bwd_kernel(
     COUNT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """dL = P ∘ (dP − Σ P ∘ dP), dP = dO·Vᵀ. One program: a tile of all heads. Grid: columns, rows, batch.
+    """Compute dL = P ∘ (dP − Σ P ∘ dP), dP = dO·Vᵀ, for a tile of all heads. Grid: columns, rows, batch.
 
-    Maximum and sum are kept apart and not as one logarithm, whose rounding scales a whole row of P: then the row of dL
-    no longer sums to zero, on which Conv1's constant depends.
+    Maximum and sum are separate instead of one logarithm, whose rounding error scales a whole row of P: the row of dL
+    would no longer sum to zero, which Conv1's constant relies on.
     """
     column, row, batch = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M, tl.program_id(2).to(tl.int64)
     pairs = tl.num_programs(2).to(tl.int64) * H

@@ -1,8 +1,8 @@
-"""Weights in the orders in which kernels and products read them, and their gradients back: a few gathers.
+"""Gather weights into the layouts that kernels and products read, and gather their gradients back.
 
-The host issues each operation, whatever its size, and there are dozens of such orders and pieces: so all weights are
-joined and gathered once, by an index that follows from the shapes alone; those of all layers at once, where the caller
-has them.
+The host launches each operation, whatever its size, and there are dozens of layouts and pieces. All weights are
+therefore concatenated and gathered once, by an index that depends on the shapes alone. If the caller has several
+layers, they are gathered together.
 
 L layers, H heads, D processor width, k kernel size, p = k//2, HP and DP padded for matrix products, KC patches
 (`forward.py`).
@@ -25,40 +25,40 @@ from kernels.head_dim import pad_for_dot
 
 @dataclass(frozen=True)
 class WeightShape:
-    """What all orders follow from."""
+    """Sizes that determine all layouts."""
 
     heads: int
     width: int
     kernel_size: int
     has_bias: bool
-    """Does Conv1 read a bias?"""
+    """True if Conv1 reads a bias."""
 
     @cached_property
     def padding(self) -> int:
-        """p: how many columns a tap reaches to either side."""
+        """Number of columns that a tap reaches to either side, p."""
         return self.kernel_size // 2
 
     @cached_property
     def patch_rows(self) -> int:
-        """KC."""
+        """Number of rows of a patch matrix, KC."""
         return pad_for_dot(self.kernel_size * padded_channels(self.heads))
 
     @cached_property
     def weights(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of Conv1's weight and constant and of Conv2's."""
+        """Shapes of the weights and constants of Conv1 and Conv2."""
         heads, width, size = self.heads, self.width, self.kernel_size
         return (width, heads * (1 + self.has_bias), 1, size), (width,), (heads, width, 1, size), (heads,)
 
     @cached_property
     def packed(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of what `PackedWeights` has in the compute type."""
+        """Shapes of the tensors of `PackedWeights` in the compute type."""
         heads, width = pad_for_dot(self.heads), pad_for_dot(self.width)
         patches = (self.patch_rows, width)
         return (self.kernel_size, heads, width), (self.kernel_size, width, heads), patches, patches
 
     @cached_property
     def packed_float32(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of what it has in float32."""
+        """Shapes of the tensors of `PackedWeights` in float32."""
         columns = self.width * (1 + self.padding)
         rows = self.heads * self.kernel_size if self.has_bias else 0
         return (pad_for_dot(self.heads),), (rows, columns), (columns,)
@@ -66,43 +66,46 @@ class WeightShape:
 
 @cache
 def get_weight_shape(heads: int, width: int, kernel_size: int, has_bias: bool) -> WeightShape:
-    """That of calls which are alike, whose sizes are worked out once."""
+    """Return the shape for calls of these sizes, cached with its derived sizes."""
     return WeightShape(heads, width, kernel_size, has_bias)
 
 
 class PackedWeights(NamedTuple):
-    """All weights of a call, as they are read; with L in front where they are those of several layers."""
+    """All weights of a call in the kernels' layouts; with a leading dimension L for several layers."""
 
     w1: Tensor
     """Conv1's score half [k, HP, DP]."""
     w2: Tensor
-    """[k, DP, HP]."""
+    """Conv2 [k, DP, HP]."""
     patches1: Tensor
     """Conv1's score half [KC, DP], row t·channels + h."""
     patches2: Tensor
-    """Conv2 [KC, DP], the taps mirrored: it is read backwards."""
+    """Conv2 [KC, DP] with mirrored taps, because it is read in reverse."""
     b2: Tensor
-    """float32 [HP]."""
+    """Constant of Conv2, float32 [HP]."""
     bias_weight: Tensor
-    """Conv1's bias half, float32 [H·k, D·(1 + p)], the last tap first: the first D columns for columns of a map that
-    all taps reach, the others for column j < p, without the taps that fall off the left edge."""
+    """Bias half of Conv1, float32 [H·k, D·(1 + p)], the last tap first.
+
+    The first D columns apply to map columns that all taps reach; the others to column j < p, without the taps beyond
+    the left edge.
+    """
     constants: Tensor
     """Conv1's constant for each of these columns, float32 [D·(1 + p)]."""
 
 
 class _Index(NamedTuple):
     packed: Tensor
-    """Of a layer's packed weights, those in the compute type first."""
+    """Indices of a layer's packed weights; those in the compute type come first."""
     sizes: list[int]
-    """Entries of these, and of the others."""
+    """Number of entries in the compute type, and in float32."""
     gradients: Tensor
-    """[(1 + p) · entries of a layer's weights] into what `unpack_gradients` joins."""
+    """Indices [(1 + p) · entries of a layer's weights] into the tensor that `unpack_gradients` concatenates."""
 
 
 def pack_weights(
     shape: WeightShape, weights: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], dtype: torch.dtype
 ) -> PackedWeights:
-    """Weights of layers, w1, b1, w2, b2 as `args.CdapeArgs` has them, for a compute type: all with L in front."""
+    """Pack the weights of layers, w1, b1, w2, b2 as in `args.CdapeArgs`, for a compute type, with L in front."""
     first = weights[0][0]
     index, zero = _build_index(shape, first.device), _build_zero(first.dtype, first.device)
     joined = torch.cat([x for w1, b1, w2, b2 in weights for x in (w1.reshape(-1), b1, w2.reshape(-1), b2, zero)])
@@ -116,12 +119,12 @@ def pack_weights(
 def unpack_gradients(
     shape: WeightShape, patches: Tensor, bias_weight: Tensor, constants: Tensor, dtypes: tuple[torch.dtype, ...]
 ) -> list[tuple[Tensor, ...]]:
-    """The gradients of each layer's w1, b1, w2 and b2, whose own is zero.
+    """Return the gradients of each layer's w1, b1, w2 and b2; that of b2 is zero.
 
     Args:
-        patches: those of `patches1` and `patches2`, [L, 2, KC, DP].
-        bias_weight, constants: those of `PackedWeights`; `constants` summed over its columns, [L, D].
-        dtypes: of the weights.
+        patches: gradients of `patches1` and `patches2`, [L, 2, KC, DP].
+        bias_weight, constants: gradients of these `PackedWeights`; `constants` summed over its columns, [L, D].
+        dtypes: types of the weights.
     """
     layers = len(patches)
     zero = _build_zero(constants.dtype, patches.device).expand(layers, 1)
@@ -137,7 +140,7 @@ def unpack_gradients(
 
 
 def _split(flat: Tensor, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
-    """The first entries of [L, n] as tensors of the shapes, L in front."""
+    """Split the first entries of [L, n] into tensors of these shapes, with L in front."""
     sizes = _list_sizes(shapes)
     pieces = flat.split([*sizes, flat.shape[1] - sum(sizes)], 1)
     return [piece.view(len(flat), *shape) for piece, shape in zip(pieces, shapes, strict=False)]
@@ -156,10 +159,10 @@ def _build_zero(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @cache
 def _build_index(shape: WeightShape, device: torch.device) -> _Index:
-    """Built on the CPU by moving the entries' own numbers, as the weights themselves would move."""
+    """Build the index on the CPU by packing entry numbers as the weights are packed."""
     with torch.inference_mode(False):
         numbers = torch.arange(sum(prod(piece) for piece in shape.weights))
-        zero = len(numbers)  # what is padding reads the zero at the end
+        zero = len(numbers)  # padding reads the zero at the end
         w1, b1, w2, b2 = (x[0] for x in _split(numbers[None], shape.weights))
         heads, width, size, padding = shape.heads, shape.width, shape.kernel_size, shape.padding
         scores, second = w1[:, :heads, 0], w2[:, :, 0]
@@ -182,7 +185,7 @@ def _build_index(shape: WeightShape, device: torch.device) -> _Index:
                 by_column[:, :taps, 1 + column] = last_tap_first[:, :taps]
         gradients = _invert(shape, packed[2:], bias_weight, zero)
         halves = [_flatten(pieces) for pieces in (packed, [packed_b2, bias_weight, constants])]
-        # Filled up, so that the next layer's begin at a multiple of 16 bytes too.
+        # Padded, so that the next layer's entries also begin at a multiple of 16 bytes.
         halves = [F.pad(half, (0, -len(half) % 16), value=zero) for half in halves]
         sizes = [len(half) for half in halves]
         return _Index(torch.cat(halves).to(device), sizes, gradients.flatten().to(device))
@@ -193,7 +196,7 @@ def _flatten(pieces: list[Tensor]) -> Tensor:
 
 
 def _invert(shape: WeightShape, patches: list[Tensor], bias_weight: Tensor, zero: int) -> Tensor:
-    """Where each weight's gradient lies in what `unpack_gradients` joins, up to 1 + p times."""
+    """Return where each weight's gradient is in the tensor that `unpack_gradients` concatenates, up to 1 + p times."""
     read_from = _flatten([*patches, bias_weight])
     place_of_zero = len(read_from) + shape.width
     gradients = torch.full((1 + shape.padding, zero), place_of_zero)

@@ -56,7 +56,7 @@ def compile_kernel(kernel: CudaKernel, arch: int) -> tuple[bytes, str]:
                         Path(file.name).replace(path)
                 return code.read_bytes(), name.read_text(encoding="ascii")
         except OSError:
-            continue  # this folder cannot hold a cache
+            continue  # this folder cannot be used as a cache
     return _compile(nvrtc, kernel.header, headers, expression, flags)
 
 

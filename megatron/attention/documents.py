@@ -107,8 +107,9 @@ def restart_positions(
     segments: Sequence[Segment] = (),
     capacity: int | None = None,
 ) -> TokenRange:
-    """Return the positions of the tokens at some columns of all sequences, T · B, with tokens of one column next to
-    each other.
+    """Return the positions of the tokens at some columns of all sequences, T · B.
+
+    Tokens of one column are adjacent.
 
     Args:
         starts: document starts, as defined by `check_document_starts`.

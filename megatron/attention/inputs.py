@@ -105,8 +105,9 @@ class AttentionInputs:
         return None if self.sinks is None else select_heads(self.sinks, self.heads)
 
     def drop_tensors(self) -> "AttentionInputs":
-        """Return the inputs without queries, keys, values, sinks and tables, for a function that the backward pass
-        recomputes.
+        """Return the inputs without queries, keys, values, sinks and tables.
+
+        They are for a function that the backward pass recomputes.
 
         Tensors captured by such a function stay in memory until then, even if the layer around it is recomputed.
         Tensors passed as arguments do not, because recomputation of the layer restores them.

@@ -94,8 +94,9 @@ def compute_tables_of_layers(
 
 
 def precompute_terms(inputs: AttentionInputs) -> AttentionInputs:
-    """Return the inputs with terms shared by all blocks of rows: the table, and the processor's contribution of the
-    bias.
+    """Return the inputs with terms shared by all blocks of rows.
+
+    These are the table, and the processor's contribution of the bias.
 
     The contribution is omitted if keys before a row are hidden, or if sequences do not begin at column 0.
     """
@@ -139,8 +140,9 @@ def compute_dense_terms(
 
 
 def sum_gates(gates: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Compute `AttentionInputs.row_bias` and `key_bias` of a segment: F_i and −F_j, where F is the running sum of its
-    gates.
+    """Compute `AttentionInputs.row_bias` and `key_bias` of a segment.
+
+    They are F_i and −F_j, where F is the running sum of its gates.
 
     A row differs from its nearest keys by less than 1 while F may be tens of thousands, so F is float64. Gates are
     rounded to multiples of 2⁻²⁸, of which float64 adds up 2²⁵ without rounding. A difference is then bitwise identical
@@ -206,8 +208,10 @@ def compute_scores_and_bias(inputs: AttentionInputs) -> tuple[Tensor, Tensor | N
 
 
 def _compute_products(q: Tensor, k: Tensor, inputs: AttentionInputs) -> Tensor:
-    """Compute q·k/√e [B, h, R, C] of rotated queries and keys of length e, with the rotation of the distance if there
-    are two."""
+    """Compute q·k/√e [B, h, R, C] of rotated queries and keys of length e.
+
+    If there are two rotations, this includes that of the distance.
+    """
 
     def multiply(q: Tensor, k: Tensor) -> Tensor:
         return torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
@@ -278,8 +282,9 @@ def compute_following_row_sums(inputs: AttentionInputs) -> Tensor:
 
 
 def compute_logits(inputs: AttentionInputs) -> Tensor:
-    """Compute masked logits of the query rows, the inputs of the softmax: float32 [B, h, R, C], −inf for hidden
-    columns.
+    """Compute masked logits of the query rows, float32 [B, h, R, C], −inf for hidden columns.
+
+    They are the inputs of the softmax.
 
     The bias is added after scaling by 1/√d, as in KERPLE's released code (in its equation 2 it is inside).
     """

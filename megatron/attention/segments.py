@@ -85,8 +85,10 @@ class Segment:
 
 
 def _select(x: Tensor, sequences: Tensor | slice, dim: int, start: int, length: int) -> Tensor:
-    """Select from x, or return x itself if everything is selected: the gradient of a slice zero-fills a whole
-    tensor."""
+    """Select from x, or return x itself if everything is selected.
+
+    The gradient of a slice zero-fills a whole tensor.
+    """
     if isinstance(sequences, Tensor) or sequences != ALL_SEQUENCES:
         x = x[sequences]
     return x if start == 0 and length == x.shape[dim] else x.narrow(dim, start, length)
@@ -130,8 +132,10 @@ def concatenate_ranges(ranges: Sequence[TokenRange]) -> tuple[Segment, ...]:
 
 
 def select_last_tokens(segments: Sequence[Segment], length: int, num_tokens: int) -> tuple[Segment, ...]:
-    """Return the parts of the segments in the last n of `length` tokens, as for a forward pass with only those
-    tokens."""
+    """Return the parts of the segments in the last n of `length` tokens.
+
+    They are those of a forward pass with only these tokens.
+    """
     num_skipped = max(length - num_tokens, 0)
     remaining = []
     for segment in segments:

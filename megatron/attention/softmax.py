@@ -67,8 +67,10 @@ def append_sink(logits: Tensor, sinks: Tensor) -> Tensor:
 
 
 def compute_softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """Compute the weights of keys [B, h, R, C] from masked logits. With sinks [h], a row that sees no key has zero
-    weights."""
+    """Compute the weights of keys [B, h, R, C] from masked logits.
+
+    With sinks [h], a row that sees no key has zero weights.
+    """
     if sinks is None:
         return torch.softmax(logits, dim=-1)
     return torch.softmax(append_sink(logits, sinks), dim=-1)[..., :-1]

@@ -86,8 +86,9 @@ def find_run_folder(path: str | Path) -> Path:
 
 
 def get_run_of_checkpoint(checkpoint: str | Path) -> Path:
-    """Return the run that contains a checkpoint, rolled-back ones included, or the checkpoint itself if it is in no
-    run.
+    """Return the run that contains a checkpoint, or the checkpoint itself if it is in no run.
+
+    The checkpoint may be rolled back.
     """
     path = Path(checkpoint).resolve()
     return next((parent.parent for parent in path.parents if parent.name == CHECKPOINTS), path)
@@ -117,8 +118,9 @@ def resolve_checkpoint_path(path: str | Path) -> Path:
 
 
 def suggest_folder(path: Path) -> str:
-    """Return `did you mean runs/kerple? ` for `runs/kerpel` or `rnus/kerple` if that folder exists, else an empty
-    string.
+    """Return a suggestion for a mistyped folder, or an empty string.
+
+    `runs/kerpel` or `rnus/kerple` give `did you mean runs/kerple?` if that folder exists.
     """
     folder = next((parent for parent in path.parents if parent.is_dir()), None)
     if folder is None:

@@ -115,8 +115,9 @@ def resolve_data_paths(config: Config, checkpoint: Path, directory: str | None) 
 
 
 def _list_base_folders(config: Config, checkpoint: Path, directory: str | None) -> list[tuple[str, str]]:
-    """Return candidate base directories of relative paths as (old, new), most likely first; "" is the working
-    directory.
+    """Return candidate base directories of relative paths as (old, new), most likely first.
+
+    "" is the working directory.
     """
     bases = [] if directory is None else [(directory, directory)]
     if config.checkpoint.save is not None:

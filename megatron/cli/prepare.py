@@ -79,16 +79,19 @@ ROW_LENGTHS = (512, 2048, 8192)
 """Row lengths for which the summary gives the fraction of rows with several documents."""
 
 
-def _describe_rows(corpus: CorpusInfo) -> str:
-    """Return a line on the fraction of rows of the largest split that contain more than one document."""
+def _describe_rows(corpus: CorpusInfo) -> list[str]:
+    """Return a line on the fraction of rows of the largest split with several documents, unless it rounds to 0%."""
     from megatron.data.document_starts import compute_crossing_share
     from megatron.data.indexed_dataset import open_indexed
 
     largest = max(corpus.splits, key=lambda split: corpus.splits[split].tokens)
     lengths = open_indexed(corpus.prefix(largest)).lengths
     shares = [(length, compute_crossing_share(lengths, length)) for length in ROW_LENGTHS]
-    parts = [f"{share:.0%} of {length:,}-token rows" for length, share in shares if share is not None]
-    return f"rows with several documents: {', '.join(parts) or 'none'}; attention_mask=document separates them"
+    percentages = [(length, f"{share:.0%}") for length, share in shares if share is not None]
+    parts = [f"{percentage} of {length:,}-token rows" for length, percentage in percentages if percentage != "0%"]
+    if not parts:
+        return []
+    return [f"{', '.join(parts)} contain several documents; attention_mask=document separates them"]
 
 
 def _print_note(console: Console, line: str) -> None:
@@ -111,7 +114,8 @@ def _print_summary(console: Console, corpus: CorpusInfo) -> None:
     headline = f"{corpus.folder} {state}: tokenizer {corpus.tokenizer}, {corpus.vocab_size:,} tokens"
     console.print(escape(headline), highlight=False, soft_wrap=True)
     console.print(table)
-    console.print(_describe_rows(corpus), highlight=False, soft_wrap=True)
+    for line in _describe_rows(corpus):
+        console.print(line, highlight=False, soft_wrap=True)
     for note in corpus.notes:
         _print_note(console, note)
     keys = {"train": "train_data_paths", "valid": "valid_data_paths", "test": "test_data_paths"}

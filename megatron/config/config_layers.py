@@ -95,8 +95,9 @@ def _to_underscores(name: str) -> str:
 def _flatten(
     values: dict[str, Any], document: YamlDocument, written_prefix: KeyPath = (), prefix: KeyPath = ()
 ) -> Iterator[tuple[KeyPath, SourcedValue]]:
-    """Yield the leaves of a mapping as (path, setting). A nested mapping is opened only if the schema has keys inside
-    it.
+    """Yield the leaves of a mapping as (path, setting).
+
+    A nested mapping is opened only if the schema has keys inside it.
 
     written_prefix: path of the mapping as written in the file; prefix: the same path in the schema.
     """
@@ -199,8 +200,10 @@ class ConfigLayers:
             self.key_rules[name].resolve(name, self.deferred[name], self)
 
     def drop_alternatives(self) -> None:
-        """Drop keys that a key of a later layer excludes, starting with the last layer. Dropped keys exclude
-        nothing."""
+        """Drop keys that a key of a later layer excludes, starting with the last layer.
+
+        Dropped keys exclude nothing.
+        """
         given = [path for path in self.values if path[0] in REPLACED_KEYS and len(path) == 1]
         for path in sorted(given, key=lambda path: -self.values[path].layer):
             new = self.values.get(path)
@@ -215,8 +218,10 @@ class ConfigLayers:
                     )
 
     def is_replaced(self, name: str, setting: SourcedValue, path: KeyPath) -> bool:
-        """Return True if a later layer's `path` replaces another project's key of the same meaning. If one layer sets
-        both, that is a problem."""
+        """Return True if a later layer's `path` replaces another project's key of the same meaning.
+
+        If one layer sets both, that is a problem.
+        """
         other = self.values.get(path)
         if other is None:
             return False
@@ -360,7 +365,7 @@ class ConfigLayers:
             )
 
     def _describe_unknown_key(self, path: KeyPath) -> str:
-        """Describe an unknown key: `unknown key 'num_layrs'; did you mean num_layers?`"""
+        """Describe an unknown key, for example `unknown key 'num_layrs'; did you mean num_layers?`."""
         name = ".".join(path)
         if path == ("sweep",):
             return "sweep: use `./deepy.py sweep` to run a file with this section"

@@ -92,8 +92,10 @@ def read_config(path: str | os.PathLike[str]) -> Config:
 def merge_documents(
     documents: Iterable[YamlDocument], overrides: Iterable[str] = (), files: Iterable[Path] = ()
 ) -> LoadedConfig:
-    """Merge documents that were already read, as `load_config` does (for a sweep's variants). `files` are passed
-    through."""
+    """Merge documents that were already read, as `load_config` does (for a sweep's variants).
+
+    `files` are passed through.
+    """
     layers, documents = ConfigLayers(RULES, VALUE_RULES), list(documents)
     for document in documents:
         layers.add_file(document)
@@ -178,8 +180,10 @@ def _has_name(path: Path, text: str) -> bool:
 
 
 def _locate_conflict(layers: ConfigLayers, key: str, message: str) -> str | None:
-    """Return where the latest of the conflicting values was set. Candidates are the key to blame and the keys that the
-    message names before its advice."""
+    """Return where the latest of the conflicting values was set.
+
+    Candidates are the key to blame and the keys that the message names before its advice.
+    """
     if key == "stages":  # its messages contain values of a stage
         return layers.locate((key,))
     named = [tuple(word.split(".")) for word in re.findall(r"[\w.]+\w", message.partition(";")[0])]
@@ -226,7 +230,7 @@ def _note_linear_decay(config: Config, layers: ConfigLayers) -> None:
         where = layers.locate(("lr_decay_style",)) or layers.locate(("min_lr",))
         layers.notes.append(
             f"{where}: lr_decay_style linear reaches min_lr {optimizer.min_lr:g} at the last step, as in "
-            "Megatron-LM; GPT-NeoX decays towards 0 and stops at min_lr"
+            "Megatron-LM; GPT-NeoX decays toward 0 and stops at min_lr"
         )
 
 
@@ -252,8 +256,10 @@ Nested keys are included."""
 
 
 def _note_unread(config: Config, layers: ConfigLayers) -> None:
-    """Note keys that have no effect with the other keys, unless they have their default. Keys of one layer share a
-    note."""
+    """Note keys that have no effect with the other keys, unless they have their default.
+
+    Keys of one layer share a note.
+    """
     values = config.to_flat()
     for key, (other_key, is_read_with) in READ_ONLY_WITH.items():
         if is_read_with(values[other_key]):
@@ -285,8 +291,10 @@ def _note_gated_width(model: ModelOptions, layers: ConfigLayers) -> None:
 
 
 def _find_unknown_methods(layers: ConfigLayers) -> Iterator[str]:
-    """Yield problems with the names of methods. pydantic accepts any text, and `validate_config` needs a whole
-    configuration."""
+    """Yield problems with the names of methods.
+
+    pydantic accepts any text, and `validate_config` needs a whole configuration.
+    """
     for key, methods in (
         ("pos_emb", list_encodings()),
         ("score_processor", method_names.list_processor_values()),

@@ -1,5 +1,6 @@
-"""Names of position encodings, score processors and temperatures, as values of `pos_emb`, `score_processor` and
-`attention_temperature`.
+"""Names of position encodings, score processors and temperatures.
+
+They are values of `pos_emb`, `score_processor` and `attention_temperature`.
 
 Names that GPT-NeoX, KERPLE and DAPE use in configurations are accepted (`neox_keys.POSITION_ALIASES`). Other names that
 a method's file declares are rejected with a hint to ours. Nothing here imports torch (`megatron/position/catalog.py`).
@@ -36,8 +37,10 @@ def list_temperature_values() -> list[str]:
 
 
 def find_method(text: str) -> tuple[str, str] | None:
-    """Return key and name of the method with a given name or other name: ("pos_emb", "rotary") for RoPE; None if
-    unknown."""
+    """Return key and name of the method with a given name or other name, or None if unknown.
+
+    For example, RoPE is ("pos_emb", "rotary").
+    """
     normalized = normalize_name(text)
     for key, methods in (
         ("pos_emb", list_encodings()),

@@ -18,8 +18,10 @@ from megatron.options.position import find_period
 
 
 class MethodOption(NamedTuple):
-    """Option of some methods. `method_key` is the key that names the method (`pos_emb` or `score_processor`), `option`
-    the name among its options."""
+    """Option of some methods.
+
+    `method_key` is the key that names the method (`pos_emb` or `score_processor`), `option` the name among its options.
+    """
 
     method_key: str
     methods: tuple[str, ...]
@@ -249,8 +251,10 @@ class StepKeyRule(DeferredRule):
 
 @dataclass(frozen=True)
 class WindowSize(DeferredRule):
-    """megatron-core's `[left, right]`: the keys visible before and after a token, −1 for all. Causal attention requires
-    0 on the right."""
+    """megatron-core's `[left, right]`: the keys visible before and after a token, −1 for all.
+
+    Causal attention requires 0 on the right.
+    """
 
     key: str = "window_size"
     own_key: str = "attention_window"
@@ -284,8 +288,10 @@ class WindowSize(DeferredRule):
 
 @dataclass(frozen=True)
 class LayerFrequency(DeferredRule):
-    """Key of megatron-core that turns one of our keys into a pattern of layers. The other value applies to every n-th
-    layer, or to the layers with `marked` in a list."""
+    """Key of megatron-core that turns one of our keys into a pattern of layers.
+
+    The other value applies to every n-th layer, or to the layers with `marked` in a list.
+    """
 
     key: str
     own_key: str

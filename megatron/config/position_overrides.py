@@ -1,5 +1,7 @@
-"""Overrides of a trained model's positions for reading it: its window, its document mask, a temperature without learned
-parameters, and rotary's frequencies or far distances.
+"""Overrides of a trained model's positions for reading it.
+
+They are its window, its document mask, a temperature without learned parameters, and rotary's frequencies or far
+distances.
 
 This module does not import torch, so that an error in a command's options is reported at once.
 """
@@ -132,8 +134,10 @@ def locate_rope_errors(rope: str | None) -> Iterator[None]:
 
 
 def parse_rope(text: str) -> dict[str, Any]:
-    """Return rotary's options for `yarn:8`, `yarn:factor=8,beta_fast=64`, `selfextend:8,256` or `dynamic`. The training
-    length is not included unless a longrope file sets it. Raises UserError for an invalid text."""
+    """Return rotary's options for `yarn:8`, `yarn:factor=8,beta_fast=64`, `selfextend:8,256` or `dynamic`.
+
+    The training length is not included unless a longrope file sets it. Raises UserError for an invalid text.
+    """
     name, _, rest = text.partition(":")
     if name not in ROPE_KINDS:
         forms = (":".join(filter(None, form)) for form in ROPE_FORMS.items())
@@ -169,8 +173,10 @@ def _check_number(text: str, option: str, value: object) -> None:
 
 
 def _read_longrope(text: str, path: str) -> dict[str, Any]:
-    """Read rotary's options from a file of factors with transformers' names: JSON or YAML, a mapping of `LONGROPE_KEYS`
-    or a complete config.json."""
+    """Read rotary's options from a file of factors with transformers' names.
+
+    It is JSON or YAML: a mapping of `LONGROPE_KEYS` or a complete config.json.
+    """
     if not path:
         raise UserError(f"rope {text}: the file of factors is missing, as in longrope:factors.json")
     values = dict(read_yaml(Path(path)).values)
@@ -200,8 +206,10 @@ def _read_longrope(text: str, path: str) -> dict[str, Any]:
 
 
 def format_rope(options: Mapping[str, Any]) -> str:
-    """Return the text from which `parse_rope` reads these options. For longrope, whose file is unknown, it contains a
-    hash of the factors."""
+    """Return the text from which `parse_rope` reads these options.
+
+    For longrope, whose file is unknown, it contains a hash of the factors.
+    """
     scaling = options["scaling"]
     name = next(name for name, kind in ROPE_KINDS.items() if kind == scaling)
     if scaling == "longrope":

@@ -1,5 +1,7 @@
-"""Reference of all keys, generated from the schema and the rule tables: `docs/configuration.md` and `./deepy.py
-keys`."""
+"""Reference of all keys, generated from the schema and the rule tables.
+
+It is shown in `docs/configuration.md` and by `./deepy.py keys`.
+"""
 
 from __future__ import annotations
 

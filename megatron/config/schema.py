@@ -94,8 +94,10 @@ class Config(BaseModel):
         return values
 
     def architecture_keys(self) -> dict[str, Any]:
-        """Return the keys that decide which function the trained weights compute; a resumed run must agree in all of
-        them."""
+        """Return the keys that determine which function the trained weights compute.
+
+        A resumed run must agree in all of them.
+        """
         return self.keys_by_policy("architecture", "context")
 
     def training_fingerprint(self, *, defaults: bool = True) -> dict[str, Any]:

@@ -45,8 +45,10 @@ def _validate_model(config: Config) -> Iterator[ConfigProblem]:
 
 
 def describe_unknown_method(key: str, name: str, methods: list[str]) -> Iterator[ConfigProblem]:
-    """Yield the problem with an unknown method name. `key` is `pos_emb`, `score_processor` or
-    `attention_temperature`."""
+    """Yield the problem with an unknown method name.
+
+    `key` is `pos_emb`, `score_processor` or `attention_temperature`.
+    """
     if name in methods:
         return
     match method_names.find_method(name):

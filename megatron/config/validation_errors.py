@@ -1,5 +1,7 @@
-"""Formatting of pydantic's validation errors: one line with the origin of the key, its name, its value and valid
-values."""
+"""Formatting of pydantic's validation errors.
+
+Each is one line with the origin of the key, its name, its value and valid values.
+"""
 
 from __future__ import annotations
 

@@ -159,8 +159,10 @@ def _locate_bad_scalar(node: Node | None, source: str) -> str:
 
 
 def _collect_lines(node: Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int], source: str) -> None:
-    """Collect the line of every key. Raises UserError for a key that is not text, whose spelling the values have
-    lost."""
+    """Collect the line of every key.
+
+    Raises UserError for a key that is not text, whose spelling the values have lost.
+    """
     if not isinstance(node, MappingNode):
         return
     for key_node, value_node in node.value:
@@ -180,8 +182,11 @@ def _collect_lines(node: Node, path: tuple[str, ...], lines: dict[tuple[str, ...
 def _check_plain_value(
     value: Any, source: str, line: int, lines: dict[tuple[str, ...], int], path: tuple[str, ...]
 ) -> None:
-    """Reject values that JSON cannot represent (dates, sets and binary data from tags, keys that are not text) and null
-    characters, which paths and environment variables cannot contain. `line` is 0 on the command line."""
+    """Reject values that JSON cannot represent, and null characters.
+
+    The former are dates, sets and binary data from tags, and keys that are not text. Paths and environment variables
+    cannot contain null characters. `line` is 0 on the command line.
+    """
     line = lines.get(path, line)
     where = f"{source}:{line}" if line else source
     name = ".".join(path) or "value"
@@ -254,8 +259,10 @@ def read_yaml(path: Path) -> YamlDocument:
 
 
 def parse_scalar(text: str, source: str) -> Any:
-    """Parse a single value as on the right of `key=value`: `1e-3`, `true`, `[0.9, 0.95]`, `rotary`; empty text is
-    null."""
+    """Parse a single value as on the right of `key=value`; empty text is null.
+
+    Examples are `1e-3`, `true`, `[0.9, 0.95]` and `rotary`.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -284,15 +291,19 @@ _Representer.add_representer(str, _Representer.represent_str)
 
 
 def dump_yaml(values: dict[str, Any]) -> str:
-    """Write a mapping as plain YAML 1.2, in its order. It may contain only JSON values with text keys; tuples become
-    lists."""
+    """Write a mapping as plain YAML 1.2, in its order.
+
+    It may contain only JSON values with text keys; tuples become lists.
+    """
     return _convert_json_to_yaml(json.dumps(values))
 
 
 @lru_cache(maxsize=512)
 def _convert_json_to_yaml(text: str) -> str:
-    """The YAML of a mapping that is given as JSON. It is kept, because a run writes the same sections again with every
-    checkpoint."""
+    """Convert a mapping from JSON to YAML.
+
+    Results are cached, because a run writes the same sections with every checkpoint.
+    """
     values = json.loads(text)
     writer = _build_loader()
     writer.Representer = _Representer

@@ -257,8 +257,9 @@ def _raise_unknown_parameter(
 
 
 def _resolve_yarn(hf_config: HFConfigReader, section_key: str, parameters: dict[str, Any]) -> None:
-    """Convert DeepSeek's parameters for the factor of cosines and sines, and check `truncate`, which is always true
-    here.
+    """Convert DeepSeek's parameters for the factor of cosines and sines.
+
+    Check `truncate`, which is always true here.
     """
     if parameters.pop("truncate", True) is not True:
         raise hf_config.value_error(section_key, "truncate must be true")

@@ -181,8 +181,9 @@ def _format_names(prefixes: Sequence[Path]) -> str:
 
 
 def compute_sequence_range(fractions: str, split: Split, num_sequences: int) -> tuple[int, int] | None:
-    """Return the range of sequences (end exclusive) of a split under fractions such as `969,30,1`, or None for fraction
-    0.
+    """Return the range of sequences (end exclusive) of a split, or None for fraction 0.
+
+    Fractions are given as in `969,30,1`.
 
     Rounding matches megatron-core, so a run reads the same documents as Megatron-LM would.
     """

@@ -36,13 +36,14 @@ def check_document_ends(dataset_slice: DatasetSlice, vocabulary: Vocabulary) -> 
 
 
 def describe_crossing_share(attention_mask: str, share: float | None) -> list[str]:
-    """Return a line on the fraction of rows with several documents and how attention treats them, if there are rows."""
-    then = "each attends only to itself" if attention_mask == "document" else "attention crosses document boundaries"
-    return (
-        []
-        if share is None
-        else [f"attention_mask {attention_mask}: {share:.0%} of rows contain several documents; {then}"]
-    )
+    """Return a line on the fraction of rows with several documents and how attention treats them.
+
+    There is no line if there are no rows, or if the fraction rounds to 0%.
+    """
+    if share is None or f"{share:.0%}" == "0%":
+        return []
+    effect = "each attends only to itself" if attention_mask == "document" else "attention crosses document boundaries"
+    return [f"attention_mask {attention_mask}: {share:.0%} of rows contain several documents; {effect}"]
 
 
 def estimate_crossing_share(parts: Sequence[DatasetSlice], seq_length: int) -> float | None:

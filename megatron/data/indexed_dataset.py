@@ -6,10 +6,16 @@ folder's `corpus.json` names the tokenizer.
 
 The format is Megatron's, shared with GPT-NeoX. `.bin` contains only tokens. `.idx` contains, in little-endian order:
 
-| bytes | content | |---|---| | 9 | `MMIDIDX\\0\\0` | | 8 | version, 1 | | 1 | type of the tokens: 1 uint8, 2 int8, 3
-int16, 4 int32, 5 int64, 8 uint16 (6 and 7 are floating point) | | 8 | S, number of sequences | | 8 | D, number of
-document boundaries: documents + 1 | | 4 S | length of each sequence in tokens, int32 | | 8 S | its first byte in .bin,
-int64 | | 8 D | sequence at which each document begins, int64; the last is S |
+| bytes | content |
+|---|---|
+| 9 | `MMIDIDX`, then two zero bytes |
+| 8 | version, 1 |
+| 1 | type of the tokens: 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16 (6 and 7 are floating point) |
+| 8 | S, number of sequences |
+| 8 | D, number of document boundaries: documents + 1 |
+| 4 S | length of each sequence in tokens, int32 |
+| 8 S | its first byte in .bin, int64 |
+| 8 D | sequence at which each document begins, int64; the last is S |
 
 Training reads such files through megatron-core, which does not validate them: a truncated file causes an assertion or a
 crash much later. All datasets are therefore opened with `open_indexed` first.

@@ -50,8 +50,9 @@ class StageOrder:
         return self.start + samples - self.first_sample
 
     def count_blocks(self, sequences: int, length: int) -> int:
-        """Return the number of blocks that contain the first `sequences` sequences of a length, counting a partial
-        block.
+        """Return the number of blocks that contain the first `sequences` sequences of a length.
+
+        A partial block counts.
         """
         return -(-sequences * length // self.block_length)
 

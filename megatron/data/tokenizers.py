@@ -176,8 +176,9 @@ class HuggingFaceTokenizer(Tokenizer):
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def _regex_errors(self) -> AbstractContextManager[None]:
-        """Return a context that handles panics if the file has regular expressions, which may exceed the library's
-        limits.
+        """Return a context that handles panics if the file has regular expressions.
+
+        They may exceed the library's limits.
         """
         return _translate_panics(self.files["tokenizer.json"]) if self._has_regex else nullcontext()
 

@@ -43,7 +43,7 @@ _GROUPS: dict[frozenset[Dimension | EmbeddingGroup], Callable[[], dist.ProcessGr
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """This process and its groups in a run."""
+    """Process groups of a run, from the view of the current process."""
 
     mesh: Mesh = field(default_factory=Mesh)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -170,8 +170,10 @@ class HeartbeatStore:
         return HeartbeatStore(self._groups, self._store if self.world_size == 1 else self._store.clone())
 
     def set(self, key: str, text: str, rank: int | None = None) -> None:
-        """Set a text of this process, or of another `rank`. It takes microseconds, because it does not wait for a
-        response."""
+        """Set a text of this process, or of another `rank`.
+
+        It takes microseconds, because it does not wait for a response.
+        """
         self._store.set(f"beats/{key}/{self.rank if rank is None else rank}", text)
 
     def get(self, key: str, rank: int = 0) -> str | None:

@@ -25,8 +25,9 @@ def run_batched(
     batch_tokens: int | None = None,
     after: Callable[[int], None] | None = None,
 ) -> None:
-    """Compute all rows in batches of consecutive rows. If a batch runs out of memory, halve the batch size from there
-    on.
+    """Compute all rows in batches of consecutive rows.
+
+    If a batch runs out of memory, halve the batch size from there on.
 
     Args:
         num_rows: number of rows.

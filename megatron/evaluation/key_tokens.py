@@ -93,8 +93,9 @@ def find_key_tokens(short_losses: np.ndarray, long_losses: np.ndarray, alpha: fl
 
 @dataclass
 class KeyTokenFile:
-    """Source of the key tokens of an evaluation: an existing file, or a file to be written after the first run is
-    scored.
+    """Source of the key tokens of an evaluation.
+
+    It is an existing file, or a file to be written after the first run is scored.
     """
 
     path: Path

@@ -349,8 +349,9 @@ class RecordBuilder:
 
 
 def list_position_bins(train_length: int, length: int) -> list[int]:
-    """Return the last position of each bin, ascending: the window's length, and the training length with its doubles
-    and halves up to there.
+    """Return the last position of each bin, ascending.
+
+    These are the window's length, and the training length with its doubles and halves up to there.
 
     A bin holds the positions after the previous bin. One bin ends at the training length, so that no bin mixes trained
     and untrained positions.

@@ -128,8 +128,9 @@ class Passkey(Probe):
         return TaskBatch(sequences[:, :-1], sequences[:, 1:], is_answer, is_answer)
 
     def _encode_answer(self, key: str) -> list[int]:
-        """Return the tokens that the key adds to the question, or an empty list if the key changes the question's
-        tokens.
+        """Return the tokens that the key adds to the question.
+
+        The list is empty if the key changes the question's tokens.
         """
         tokens, question = list(self.tokenizer.encode(QUESTION + key)), self._encode_question()
         return tokens[len(question) :] if tokens[: len(question)] == question else []

@@ -229,8 +229,9 @@ class RepeatedTokens(Probe):
         return 2 * self.num_copied + 1
 
     def list_axis_values(self, length: int) -> tuple[float, ...]:
-        """Return doubles of the copy's length with room for both copies, and the smallest and largest possible
-        distances.
+        """Return doubles of the copy's length with room for both copies, and the range of distances.
+
+        The range is given by the smallest and largest possible distance.
         """
         if length < self.min_length:
             return ()

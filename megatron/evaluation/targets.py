@@ -76,8 +76,9 @@ class TextEval:
         return []
 
     def describe_documents(self, trained: str, asked: str | None) -> str | None:
-        """Describe document masking in one line, or return None if attention crosses documents in training and
-        evaluation.
+        """Describe document masking in one line.
+
+        Return None if attention crosses documents in training and evaluation.
 
         The line gives the average context of a scored token within its own document, or says that evaluation does not
         mask documents although training did.

@@ -82,8 +82,9 @@ class RunConsole(Console):
             self._log.print(*objects, **options)
 
     def on_broken_pipe(self) -> None:
-        """Discard further output if the reader stops (`./deepy.py evaluate … | head`); the command continues to its
-        end.
+        """Discard further output if the reader stops (`./deepy.py evaluate … | head`).
+
+        The command continues to its end.
         """
         self.quiet = True
         redirect_to_null(self.file.fileno())

@@ -53,8 +53,10 @@ class LivePage:
         self._next_time = 0.0
 
     def render(self) -> str:
-        """Render the current page. Raises UserError if a folder is not a run or sweep, or its results cannot be
-        read."""
+        """Render the current page.
+
+        Raises UserError if a folder is not a run or sweep, or its results cannot be read.
+        """
         with self._lock:
             start_time = time.monotonic()
             if start_time < self._next_time:

@@ -99,8 +99,9 @@ def _train(
 
 @cache
 def _freeze_imports() -> None:
-    """Exclude imported objects from garbage collection, which DeepSpeed runs for every engine, taking a third of a
-    second.
+    """Exclude imported objects from garbage collection.
+
+    DeepSpeed runs it for every engine, which would take a third of a second.
 
     Called once per process: a second training must be able to collect the objects of the first.
     """

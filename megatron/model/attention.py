@@ -81,8 +81,9 @@ def gather_heads(x: Tensor, groups: ProcessGroups) -> Tensor:
 
 
 def gather_sequence(k: Tensor, v: Tensor, groups: ProcessGroups) -> tuple[Tensor, Tensor]:
-    """Gather keys and values of all tokens in order, [B, H or h, t, d] → [B, H or h, T, d]. The gradient is summed over
-    ranks.
+    """Gather keys and values of all tokens in order, [B, H or h, t, d] → [B, H or h, T, d].
+
+    The gradient is summed over ranks.
     """
     if groups.mesh.context.size == 1:
         return k, v
@@ -188,8 +189,9 @@ class PositionedAttention(MegatronModule):
         return None if self.window is None else self.window - 1 + beyond
 
     def compute_table(self, segments: Sequence[Segment], device: torch.device) -> ScoreTerms | None:
-        """Compute the encoding's table over all distances of a forward pass, or return None if the backend reads no
-        whole table.
+        """Compute the encoding's table over all distances of a forward pass.
+
+        Return None if the backend reads no whole table.
         """
         if not reads_whole_table(self.backend):
             return None
@@ -310,8 +312,9 @@ class PositionedAttention(MegatronModule):
         return self.processor is not None and self.processor.reads_rows_above
 
     def _extend_rows(self, cache: KVCache, q: Tensor, num_keys: int) -> tuple[Tensor, Tensor | None]:
-        """Return the queries of these rows preceded by earlier ones that the processor reads, and the sums over all
-        rows before them, or None if the processor reads no sums.
+        """Return the rows that a processor reads, or None if it reads no earlier rows.
+
+        These are the queries of these rows preceded by earlier ones, and the sums over all rows before them.
         """
         assert self.processor is not None
         if self.processor.overrides("row_terms"):
@@ -324,7 +327,7 @@ class PositionedAttention(MegatronModule):
         return self.processor is not None and has_parameters_divided_by_zero_3(self.processor)
 
     def _shares_rows(self, context: AttentionContext, length: int) -> bool:
-        """True if tensor-parallel ranks exchange heads for rows."""
+        """Return True if tensor-parallel ranks exchange heads for rows."""
         size = self.groups.mesh.tensor.size
         is_whole = context.kv_cache is None and context.num_logits is None and hide_nothing(context.segments)
         return self.processor is not None and size > 1 and is_whole and length % (2 * size) == 0
@@ -411,8 +414,9 @@ def compute_tables(
 def compute_layer_masks(
     attentions: Sequence[PositionedAttention], segments: tuple[Segment, ...], starts: Tensor, like: Tensor
 ) -> dict[int, tuple[Segment, ...]]:
-    """Compute the document masks of layers with the same backend and window once, for all of them and for
-    recomputation.
+    """Compute the document masks of layers with the same backend and window once.
+
+    They are shared by all these layers and by recomputation.
 
     Return the segments with their masks, by layer index.
 

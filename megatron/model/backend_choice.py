@@ -296,8 +296,9 @@ def _hash_starts(starts: torch.Tensor) -> str:
 def list_calls(
     position: PositionOptions, num_heads: int, has_processor: bool, groups: ProcessGroups, target: AttentionTarget
 ) -> tuple[tuple[TokenRange, ...], slice]:
-    """Return the rows of a sequence that this rank computes, and the heads, as divided by `GPT` and
-    `PositionedAttention`.
+    """Return the rows of a sequence that this rank computes, and the heads.
+
+    They are divided as by `GPT` and `PositionedAttention`.
     """
     limit, mesh = position.randomized_positions, groups.mesh
     continuous = position.continuous_positions

@@ -219,8 +219,9 @@ def _scale_initial_weights(gpt: GPT, model: ModelOptions) -> None:
 def _register_gradient_sums(
     encoding: Encoding | None, others: Sequence[nn.Module | None], groups: ProcessGroups
 ) -> None:
-    """Sum the gradients of parameters that each rank uses for its heads only. Parameters added to the embeddings
-    already have full gradients.
+    """Sum the gradients of parameters that each rank uses for its heads only.
+
+    Parameters added to the embeddings already have full gradients.
     """
     if encoding is not None and not type(encoding).overrides_hook("embed"):
         register_grad_all_reduce(encoding, groups)
@@ -429,10 +430,10 @@ ACTIVATIONS = {
 
 
 def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: ParallelSizes) -> LayerConfig:
-    """Return megatron-core's configuration of a model. Weights are initialized on the CPU, so that they do not depend
-    on the device.
-    """
+    """Return megatron-core's configuration of a model.
 
+    Weights are initialized on the CPU, so that they do not depend on the device.
+    """
     mup = MupScaling.from_options(model)
     layers = model.num_layers if mup is None else mup.base_layers
     width = model.mup_base_hidden_size or model.hidden_size  # muP scales the base model's deviations

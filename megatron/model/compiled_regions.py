@@ -51,12 +51,12 @@ class LayerConfig(TransformerConfig):
 
 
 def runs_compiled(x: Tensor) -> bool:
-    """True if regions are compiled for the device of a tensor."""
+    """Return True if regions are compiled for the device of a tensor."""
     return x.is_cuda
 
 
 def can_compile(config: TransformerConfig, x: Tensor) -> bool:
-    """True if a region that reads a tensor is to be compiled.
+    """Return True if a region that reads a tensor is to be compiled.
 
     Under a `TorchDispatchMode`, such as PyTorch's FLOP counter, regions run eagerly: Dynamo refuses to compile there
     and would never compile the region again.

@@ -270,8 +270,9 @@ class GPT(GPTModel):
         return segments, restarted
 
     def _place_tokens(self, position_ids: Tensor, device: torch.device) -> TokenRange:
-        """Build the range of T·B tokens with position ids [B, T] on the CPU, laid out as by
-        `documents.restart_positions`.
+        """Build the range of T·B tokens with position ids [B, T] on the CPU.
+
+        The layout is that of `documents.restart_positions`.
         """
         for layer in self.local_layers:
             encoding = layer.self_attention.core_attention.encoding
@@ -538,8 +539,9 @@ class GPT(GPTModel):
         return 3.0 * self._sum_over_stages(forward)
 
     def _matrices(self) -> list[torch.nn.Parameter]:
-        """Return the weights that multiply every token: linear layers and the output layer, but not the embedding
-        table.
+        """Return the weights that multiply every token.
+
+        These are linear layers and the output layer, but not the embedding table.
         """
         matrices = []
         for layer in self.local_layers:

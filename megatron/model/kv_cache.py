@@ -68,8 +68,9 @@ class KVCache:
         return self._layers[layer_index].extend(new, self.length)
 
     def extend_queries(self, layer_index: int, q: Tensor, rows_above: int) -> Tensor:
-        """Return the queries [B, H, T, d] of the new tokens, preceded by those of the last `rows_above` tokens, and
-        store them.
+        """Return the queries [B, H, T, d] of the new tokens, preceded by earlier ones, and store them.
+
+        The earlier queries are those of the last `rows_above` tokens.
         """
         stored = self._queries.get(layer_index)
         q = q if stored is None else torch.cat([stored, q], dim=2)
@@ -77,8 +78,9 @@ class KVCache:
         return q
 
     def extend_row_sums(self, layer_index: int, q: Tensor, num_keys: int) -> Tensor:
-        """Return sums float32 [B, num_keys] over the rows before q [B, H, T, d], for each of the last `num_keys`
-        tokens.
+        """Return sums float32 [B, num_keys] over the rows before q [B, H, T, d].
+
+        There is one sum for each of the last `num_keys` tokens.
 
         The result is the stored tensor itself: the caller adds the new rows to it.
         """
@@ -90,8 +92,9 @@ class KVCache:
         return sums
 
     def repeat(self, count: int) -> "KVCache":
-        """Return a cache of `count` sequences that all start with this cache's single sequence; this cache is
-        unchanged.
+        """Return a cache of `count` sequences that all start with this cache's single sequence.
+
+        This cache is unchanged.
         """
         repeated = KVCache(self.capacity, {layer: own.kept for layer, own in self._layers.items()}, self.sampled)
         repeated.length = self.length

@@ -121,7 +121,7 @@ def build_qk_norm(
 
 
 def is_held_whole(linear: ColumnParallelLinear | RowParallelLinear, weight: Tensor) -> bool:
-    """True if this rank alone computes a linear layer.
+    """Return True if this rank alone computes a linear layer.
 
     ZeRO 3 releases a weight after use. Autograd must then save the parameter itself instead of a view, as
     megatron-core's function does.
@@ -225,7 +225,7 @@ class BiasedSelfAttention(SelfAttention):
         return heads, output_gate
 
     def can_compile(self, x: Tensor) -> bool:
-        """True if regions with attention's weights and an activation are compiled.
+        """Return True if regions with attention's weights and an activation are compiled.
 
         They are not if ranks shard the weights, or under ZeRO 3, which gathers weights around each module call.
         """
@@ -240,11 +240,12 @@ class BiasedSelfAttention(SelfAttention):
         return self.recomputes and self.training and torch.is_grad_enabled()
 
     def split_heads(self, mixed: Tensor, rotation: Rotation | None = None, heads_first: bool = False) -> Heads:
-        """Split one tensor into queries [T, B, h, d], keys and values [T, B, g, d], and rotate queries and keys if a
-        rotation is given.
+        """Split one tensor into queries [T, B, h, d], keys and values [T, B, g, d].
+
+        Queries and keys are rotated if a rotation is given.
 
         Args:
-            heads_first: lay them out in memory as contiguous [B, heads, T, d].
+            heads_first: True to return views of contiguous tensors [B, heads, T, d].
         """
         mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
         query, key, value = mixed.split(self.group_sizes, dim=3)

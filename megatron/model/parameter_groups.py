@@ -78,8 +78,9 @@ def get_algorithm(parameter: nn.Parameter) -> Algorithm:
 
 
 def list_roles(model: nn.Module) -> list[tuple[nn.Parameter, Role]]:
-    """Return each parameter with its row in muP's table (`megatron/model/mup.py`), in the order of the model's
-    parameters.
+    """Return each parameter with its row in muP's table (`megatron/model/mup.py`).
+
+    The order is that of the model's parameters.
     """
     roles: dict[int, Role] = {id(matrix.parameter): "hidden" for matrix in list_hidden_matrices(model)}
     for name, module in model.named_modules():

@@ -249,8 +249,10 @@ def q_hidden_size(model: ModelOptions) -> int:
 
 
 def kv_hidden_size(model: ModelOptions) -> int:
-    """Return the width of a token's keys, which is also that of its values. Equal to that of its queries unless
-    grouped."""
+    """Return the width of a token's keys, which is also that of its values.
+
+    Equal to that of its queries unless grouped.
+    """
     return head_dim(model) * num_kv_heads(model)
 
 

@@ -52,8 +52,10 @@ def _is_window(value: Any) -> bool:
 
 
 def _check_layers(value: Any, kind: str, is_valid: Callable[[Any], bool]) -> Any:
-    """Check a value or a list of values. A list is reduced to its period, and to one value if all are the same, so that
-    equal models have equal keys."""
+    """Check a value or a list of values.
+
+    A list is reduced to its period, and to one value if all are the same, so that equal models have equal keys.
+    """
     if not isinstance(value, list):
         if is_valid(value):
             return value

@@ -18,8 +18,10 @@ MAX_STEPS = 10**9
 
 
 class ConfigSection(BaseModel):
-    """Frozen, strictly typed section. Unknown keys, strings for numbers, floats for integers, infinity and NaN are
-    errors."""
+    """Frozen, strictly typed section.
+
+    Unknown keys, strings for numbers, floats for integers, infinity and NaN are errors.
+    """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False, protected_namespaces=()
@@ -60,8 +62,10 @@ ChangePolicy = Literal["architecture", "context", "initialization", "data", "num
 
 
 def read_docstring(thing: Any) -> str:
-    """Return the docstring of a class or function, even if Python drops docstrings (`python -OO`). The headings of
-    configuration files and the command line's help are generated from docstrings."""
+    """Return the docstring of a class or function, even if Python drops docstrings (`python -OO`).
+
+    The headings of configuration files and the command line's help are generated from docstrings.
+    """
     if thing.__doc__ is not None:
         return inspect.cleandoc(thing.__doc__)
     try:

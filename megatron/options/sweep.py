@@ -129,8 +129,10 @@ class SweepOptions(ConfigSection):
         return [name for name, keys in self.variants.items() if BRANCH not in keys]
 
     def sort_variants(self) -> list[str]:
-        """List the variants in the order of the file, each after the one it branches from; cyclic branches are left
-        out."""
+        """List the variants in the order of the file, each after the one it branches from.
+
+        Cyclic branches are left out.
+        """
         branches, order = self.branches, []
         waiting = list(self.variants)
         while ready := [name for name in waiting if name not in branches or branches[name].variant in order]:

@@ -271,13 +271,17 @@ class _LayerEstimator:
         return num_gradients * self.num_tokens * self.ffn_size // self.sizes.tensor * self.bytes_per_element
 
     def attention_gradient_bytes(self) -> int:
-        """Return the bytes of gradients: residual stream, attention output, and keys or values, accumulated over
-        blocks."""
+        """Return the bytes of gradients.
+
+        These are of the residual stream, attention output, and keys or values, accumulated over blocks.
+        """
         return self.num_tokens * (self.hidden_size + 2 * self.local_q_size) * self.bytes_per_element
 
     def freed_bytes(self) -> int:
-        """Return the bytes freed before attention's backward pass: the feed-forward layer and its norm, unless
-        parallel."""
+        """Return the bytes freed before attention's backward pass.
+
+        These are the feed-forward layer and its norm, unless parallel.
+        """
         return 0 if self.model.gpt_j_residual else self.mlp_bytes() + self.norm_bytes() // 2
 
     def dropout_mask_bytes(self) -> int:

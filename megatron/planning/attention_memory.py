@@ -115,8 +115,10 @@ def estimate_flex(shape: AttentionShape) -> AttentionMemory:
 
 
 def estimate_cdape_attention(shape: AttentionShape) -> AttentionMemory:
-    """Estimate the memory of kernels/cdape_attention: score matrices of one chunk of rows, sized by the device
-    memory."""
+    """Estimate the memory of kernels/cdape_attention.
+
+    It stores score matrices of one chunk of rows, sized by the device memory.
+    """
     processor = shape.processor
     assert processor is not None
     columns, batch, heads = shape.num_columns, shape.batch_size, shape.num_heads
@@ -142,7 +144,7 @@ def estimate_cdape_attention(shape: AttentionShape) -> AttentionMemory:
 
 
 def has_cuda_kernels(shape: AttentionShape) -> bool:
-    """True if kernels/cdape_attention has CUDA kernels for the shape, as `mixer.is_supported` there (a test compares).
+    """Return True if kernels/cdape_attention has CUDA kernels for the shape, like `mixer.is_supported` (tested).
 
     They run where a block fits the GPU's shared memory and a chunk fills the card: elsewhere this is an upper bound.
     """
@@ -161,15 +163,19 @@ def has_cuda_kernels(shape: AttentionShape) -> bool:
 
 
 def kernel_map_bytes(num_heads: int, bytes_per_element: int) -> int:
-    """Return the bytes of all score matrices of a chunk in kernels/cdape_attention, per row and column of a
-    sequence."""
+    """Return the bytes of all score matrices of a chunk, per row and column of a sequence.
+
+    They are those of kernels/cdape_attention.
+    """
     channels = -(-num_heads // 8) * 8  # heads are padded to groups of 8
     return 2 * channels * bytes_per_element + num_heads * (bytes_per_element + 4)
 
 
 def choose_chunk_rows(shape: AttentionShape) -> int:
-    """Return the query rows of a chunk in kernels/cdape_attention. It equals `configs.choose_chunk_rows` there on a GPU
-    with more multiprocessors than needed; a test compares the two."""
+    """Return the query rows of a chunk in kernels/cdape_attention.
+
+    It equals `configs.choose_chunk_rows` there on a GPU with more multiprocessors than needed; a test compares the two.
+    """
     channels = -(-shape.num_heads // 8) * 8
     room = int(shape.gpu_bytes * MAPS_FRACTION) // (
         shape.batch_size * shape.num_columns * kernel_map_bytes(shape.num_heads, shape.bytes_per_element)
@@ -181,8 +187,10 @@ def choose_chunk_rows(shape: AttentionShape) -> int:
 
 
 def estimate_bias_matrix(shape: AttentionShape) -> AttentionMemory:
-    """Estimate the memory of kernels/bias, and of PyTorch's fused attention in recomputed row blocks. They hold the
-    bias matrix, its gradient, and the gradient that PyTorch returns for each sequence."""
+    """Estimate the memory of kernels/bias, and of PyTorch's fused attention in recomputed row blocks.
+
+    They hold the bias matrix, its gradient, and the gradient that PyTorch returns for each sequence.
+    """
     matrix = shape.num_heads * min(MATRIX_ROWS, shape.num_rows) * shape.num_columns * shape.bytes_per_element
     workspace = matrix * (2 + shape.batch_size)
     return AttentionMemory(workspace_bytes=workspace, workspace_map_bytes=workspace, recomputed_fraction=1.5)

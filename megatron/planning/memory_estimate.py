@@ -459,8 +459,10 @@ class _ModelStates:
 def find_largest_stage(
     stages: Sequence[Stage], sizes: ParallelSizes, vocab_size: int, gpu_bytes: int = DEFAULT_GPU_BYTES
 ) -> Stage:
-    """Return the stage of a run with the highest memory; among equal ones the last. Raises UserError as
-    `estimate_memory`."""
+    """Return the stage of a run with the highest memory; among equal ones the last.
+
+    Raises UserError as `estimate_memory`.
+    """
 
     def count_bytes(stage: Stage) -> tuple[int, int]:
         return estimate_memory(stage.config, sizes, vocab_size, gpu_bytes=gpu_bytes).total, stage.index

@@ -99,8 +99,10 @@ class PlannedProcessor:
         return self.cost.changes_weights(self.options)
 
     def flops_per_score(self, dims: AttentionDims) -> float:
-        """Return the FLOPs of the forward pass per score of all heads, without those of a bias, which sequences
-        share."""
+        """Return the FLOPs of the forward pass per score of all heads, without a bias.
+
+        Sequences share the bias.
+        """
         return 2.0 * self.cost.num_products(dims, self.options)
 
     def count_parameters(self, dims: AttentionDims, *, has_bias: bool) -> int:
@@ -109,8 +111,9 @@ class PlannedProcessor:
 
 
 def count_layer_kinds(config: Config, pipeline_stage: Axis | None = None) -> list[tuple[Config, int]]:
-    """Return the distinct layers of a model or pipeline stage, in order of first occurrence. Each comes as a
-    configuration in which all layers are alike, and the number of such layers.
+    """Return the distinct layers of a model or pipeline stage, in order of first occurrence.
+
+    Each comes as a configuration in which all layers are alike, and the number of such layers.
 
     Without patterns that is `config` itself. The search stops when the patterns repeat, so a million layers cost
     nothing.
@@ -130,9 +133,11 @@ def count_layer_kinds(config: Config, pipeline_stage: Axis | None = None) -> lis
 
 
 def list_distinct_pipeline_stages(config: Config, num_stages: int) -> list[int]:
-    """Return the indices of the pipeline stages that can have the maximum over all stages: the first, the last, and the
-    earliest of each group of inner stages with the same layers. Later ones have at most as many micro-batches in
-    flight, and so need no more memory or time."""
+    """Return the indices of the pipeline stages that can have the maximum over all stages.
+
+    These are the first, the last, and the earliest of each group of inner stages with the same layers. Later ones have
+    at most as many micro-batches in flight, and so need no more memory or time.
+    """
     period = config.position.period
     earliest: dict[tuple[Any, ...], int] = {}
     for stage in range(num_stages):
@@ -208,8 +213,11 @@ Shapes = tuple[tuple[int, int], ...]
 
 
 def list_layer_weights(model: ModelOptions) -> tuple[Shapes, ...]:
-    """Return the matrices in each weight of one layer, in the order of its parameters: attention output; queries, keys
-    and values; gates of the attention output, if any; first feed-forward weight (two matrices if gated); second one."""
+    """Return the matrices in each weight of one layer, in the order of its parameters.
+
+    The weights are attention output; queries, keys and values; gates of the attention output, if any; first
+    feed-forward weight (two matrices if gated); second one.
+    """
     size, q_size, kv_size = model.hidden_size, q_hidden_size(model), kv_hidden_size(model)
     inner = ffn_hidden_size(model)
     num_inner = 2 if model.activation in GATED_ACTIVATIONS else 1
@@ -236,8 +244,9 @@ def count_layer_norms(model: ModelOptions) -> int:
 
 
 def count_layer_parameters(config: Config, tensor_parallel_size: int) -> int:
-    """Return the parameters of one layer on one tensor-parallel rank. Matrices are sharded; parameters added after
-    their all-reduce are not.
+    """Return the parameters of one layer on one tensor-parallel rank.
+
+    Matrices are sharded; parameters added after their all-reduce are not.
 
     config: configuration whose layers are all alike (`count_layer_kinds`).
     """

@@ -79,8 +79,10 @@ def find_fastest_layouts(config: Config, vocab_size: int, cluster: Cluster) -> l
 
 
 def _layout_sort_key(layout: ParallelLayout) -> tuple[float, ...]:
-    """Return step time to four digits, then prefer the larger micro-batch, which is faster in practice, and less
-    memory."""
+    """Return a sort key: step time to four digits, larger micro-batch, less memory.
+
+    In practice a larger micro-batch is faster.
+    """
     micro_batch_size = layout.config.training.train_micro_batch_size_per_gpu
     return float(f"{layout.step_time.total:.4g}"), -micro_batch_size, layout.memory.total
 

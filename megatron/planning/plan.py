@@ -112,8 +112,10 @@ class Plan:
         return f"./deepy.py rehearse CONFIG… --gpus {self.cluster.num_gpus} {self.cluster.gpu_options}".rstrip()
 
     def estimate_backends(self) -> dict[str, BackendEstimate]:
-        """Estimate memory and time of the detailed layout for each attention backend that supports the method. `auto`
-        stands for its choice without a self-check on the GPU."""
+        """Estimate memory and time of the detailed layout for each attention backend that supports the method.
+
+        `auto` stands for its choice without a self-check on the GPU.
+        """
         layout = self.detailed_layout
         if layout is None:
             return {}
@@ -253,8 +255,10 @@ def _plan_stages(config: Config, vocab_size: int, cluster: Cluster) -> Plan:
 
 
 def read_checked_backend(config: Config) -> str | None:
-    """Return the choice of `auto` recorded by a self-check: "row blocks" or a value of `attention_backend`. None if the
-    run folder has no record or a damaged one."""
+    """Return the choice of `auto` recorded by a self-check: "row blocks" or a value of `attention_backend`.
+
+    None if the run folder has no record or a damaged one.
+    """
     save = config.checkpoint.save
     if config.model.attention_backend != "auto" or not config.model.attention_check or save is None:
         return None

@@ -197,8 +197,10 @@ def _estimate_blocks(shape: AttentionShape, blocks: list[RowBlocks], *, is_eager
 
 
 def _table_bytes(shape: AttentionShape, blocks: list[RowBlocks], *, is_eager: bool) -> int:
-    """Return the bytes per distance, independent of the batch: the encoding's tables and the processor's share of the
-    bias."""
+    """Return the bytes per distance, independent of the batch.
+
+    These are the encoding's tables and the processor's share of the bias.
+    """
     num_distances, num_tables = shape.num_distances, shape.encoding.cost.num_saved_tables
     if "table" in shape.encoding.facts.hooks and not all(block.is_saved for block in blocks):
         num_tables += shape.encoding.facts.adds_bias + shape.encoding.facts.multiplies_scores  # passed to each block

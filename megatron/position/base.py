@@ -19,8 +19,9 @@ INITIALIZATION_SUFFIXES = ("_start", "_below", "_init")
 
 
 class FireParameters(NamedTuple):
-    """Bias f(log(1 + c·n) / (log(1 + c·max(L, i)) + 1e-6)), L = multiplier · half_length, where f is a network 1 → W →
-    H with ReLU.
+    """Bias f(log(1 + c·n) / (log(1 + c·max(L, i)) + 1e-6)), L = multiplier · half_length.
+
+    f is a network 1 → W → H with ReLU.
 
     All tensors are float32.
     """
@@ -100,8 +101,10 @@ class PositionModule(nn.Module):
 
     @classmethod
     def options(cls) -> dict[str, inspect.Parameter]:
-        """Return names, types and defaults of the options: the keys of `pos_emb_options`, `score_processor_options` or
-        `attention_temperature_options`."""
+        """Return names, types and defaults of the options.
+
+        These are the keys of `pos_emb_options`, `score_processor_options` or `attention_temperature_options`.
+        """
         parameters = inspect.signature(cls.__init__).parameters
         return {name: parameter for name, parameter in parameters.items() if name not in MODEL_ARGUMENTS}
 

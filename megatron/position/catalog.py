@@ -1,5 +1,6 @@
-"""Catalog of all encodings, processors and temperatures, and the declarations in their files, read without importing
-torch.
+"""Catalog of all encodings, processors and temperatures.
+
+The declarations in their files are read without importing torch.
 
 A method is a file in `encodings/`, `processors/` or `temperatures/`, and its name is the name of the file. Its options
 are the keyword arguments of the constructor, and its hooks are methods of the class. Both are read from the syntax
@@ -100,8 +101,9 @@ class MethodFacts:
         return self.hooks == {"embed"}
 
     def has_parameters(self, options: Mapping[str, Any], **dims: int) -> bool:
-        """Return True if an encoding or temperature with these options has trained parameters, or if its file does not
-        say.
+        """Return True if an encoding or temperature with these options has trained parameters.
+
+        Also return True if its file does not say.
 
         Args:
             options: options of the method.
@@ -244,8 +246,9 @@ def _build_path(folder: Path, name: str) -> Path:
 
 
 def compute_method_digests(names_by_kind: Mapping[str, Iterable[str]]) -> dict[str, str]:
-    """Compute digests of the code of the user's own methods, by file (encodings/fox.py). Excludes the project's
-    methods.
+    """Compute digests of the code of the user's own methods, by file (encodings/fox.py).
+
+    Excludes the project's methods.
 
     Changes of comments, docstrings, layout and descriptions do not change a digest.
 
@@ -263,8 +266,10 @@ def compute_method_digests(names_by_kind: Mapping[str, Iterable[str]]) -> dict[s
 
 
 def _list_code(node: Any) -> Any:
-    """Return a syntax tree as nested tuples, without docstrings and descriptions. All Python versions give the same
-    result."""
+    """Return a syntax tree as nested tuples, without docstrings and descriptions.
+
+    All Python versions give the same result.
+    """
     if isinstance(node, list):
         return tuple(map(_list_code, node))
     if not isinstance(node, ast.AST):
@@ -320,8 +325,10 @@ def _read_folder(folder: Path) -> tuple[str, ...]:
 
 @cache
 def _read_names(folder: Path, changed: int) -> tuple[str, ...]:
-    """Return the method names in a folder, cached by its modification time, because a plan requests them thousands of
-    times."""
+    """Return the method names in a folder, cached by its modification time.
+
+    A plan requests them thousands of times.
+    """
     names = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
     for name in names:
         if not name.isidentifier() or name != name.lower():

@@ -121,13 +121,17 @@ class Encoding(PositionModule):
         return self.dims.head_dim * (cost.count_qk_numbers(self.option_values) if isinstance(cost, EncodingCost) else 1)
 
     def describe_unsupported_reach(self, num_positions: int) -> str | None:
-        """Explain why the encoding does not support positions 0 … num_positions − 1, apart from `max_length`; None if
-        it does."""
+        """Explain why the encoding does not support positions 0 … num_positions − 1, or return None.
+
+        The limit of `max_length` is checked elsewhere.
+        """
         return None
 
     def bias_tails(self) -> list[SeriesTail]:
-        """Return how the series Σ_t exp(bias at distance t) ends, for each head. An encoding with a bias overrides
-        this."""
+        """Return how the series Σ_t exp(bias at distance t) ends, for each head.
+
+        An encoding with a bias overrides this.
+        """
         if self.overrides_hook("gate"):
             tail = unknown_tail("the layer's input determines how the bias falls")
         else:
@@ -154,13 +158,17 @@ class Encoding(PositionModule):
         return x
 
     def rotate_keys(self, x: Tensor, tokens: TokenRange, heads: slice = ALL_HEADS) -> Tensor:
-        """Rotate keys [B, g, T, d] if `rotates_alike` is False; `heads` are then the first heads that share each
-        key."""
+        """Rotate keys [B, g, T, d] if `rotates_alike` is False.
+
+        `heads` are then the first heads that share each key.
+        """
         return self.rotate(x, tokens) if self.rotates_alike else self.rotate(x, tokens, heads)
 
     def get_cos_sin(self, like: Tensor, tokens: TokenRange) -> tuple[Tensor, Tensor] | None:
-        """Return cos and sin [T, r] of `rotate`, if x·cos + swap(x)·sin is all that it does to queries and keys, swap
-        exchanging the halves of the first r dimensions; else None.
+        """Return cos and sin [T, r] of `rotate`, or None.
+
+        They exist if x·cos + swap(x)·sin is all that it does to queries and keys, where swap exchanges the halves of
+        the first r dimensions.
 
         like: has the queries' type and device.
         """
@@ -176,20 +184,25 @@ class Encoding(PositionModule):
     # A tensor-parallel rank holds some of the heads: `heads` selects the h heads of the result.
 
     def dense(self, query: TokenRange, key: TokenRange, like: Tensor, heads: slice) -> ScoreTerms:
-        """Return bias and weight [h, R, C] for rows and columns. Entries with j > i are never used but must be
-        finite."""
+        """Return bias and weight [h, R, C] for rows and columns.
+
+        Entries with j > i are never used but must be finite.
+        """
         return ScoreTerms()
 
     def contextual(
         self, q: Tensor, k: Tensor, scores: Tensor, query: TokenRange, key: TokenRange, heads: slice
     ) -> Tensor | None:
-        """Return terms [B, h, R, C] to add to the scores, from q [B, h, R, d], k [B, h, C, d] and q·k/√d [B, h, R,
-        C]."""
+        """Return terms [B, h, R, C] to add to the scores.
+
+        Inputs are q [B, h, R, d], k [B, h, C, d] and q·k/√d [B, h, R, C].
+        """
         return None
 
     def gate(self, x: Tensor, heads: slice) -> Tensor | None:
-        """Return the contribution of each token to the bias between earlier keys and the rows from it on: float32 [B,
-        h, T].
+        """Return the bias contribution of each token, float32 [B, h, T].
+
+        It applies between earlier keys and the rows from the token on.
 
         The bias of row i and key j is the sum over tokens j + 1 … i, so it is 0 for the row's own key. If the
         contributions are logarithms of gates in 0 … 1, the bias is the logarithm of the share of the key that is left.

@@ -101,8 +101,10 @@ class _Rotation(torch.autograd.Function):
 
 
 def _allocate_turned(x: Tensor, rotated: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result with the unrotated dimensions filled in, a view of the rotated ones, and x with swapped
-    halves."""
+    """Return the result with the unrotated dimensions, and views for the rotation.
+
+    The views are the rotated dimensions of the result, and x with swapped halves.
+    """
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     turned = result
     if rotated < x.shape[-1]:

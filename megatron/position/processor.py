@@ -1,5 +1,6 @@
-"""Interface of a score processor: a map from all heads' scores and biases to logits, and from softmax weights to
-weights.
+"""Interface of a score processor.
+
+It maps all heads' scores and biases to logits, and softmax weights to weights.
 
 A processor declares what a row depends on besides itself, so that code that splits rows (into blocks, ranks or decoding
 steps) can provide it. This is neighboring columns (`left_context`), some rows above (`rows_above`), or a sum over all
@@ -17,8 +18,10 @@ from megatron.position.token_range import ALL_HEADS, TokenRange
 
 
 class BiasContribution(NamedTuple):
-    """Contribution of a Toeplitz bias to the first layer of a processor with W channels, for key columns from index
-    0."""
+    """Contribution of a Toeplitz bias to the first layer of a processor with W channels.
+
+    It covers key columns from index 0.
+    """
 
     table: Tensor
     """float32 [W, p + N] at distances n = −p … N − 1; p is the `left_context` of the processor."""
@@ -26,8 +29,10 @@ class BiasContribution(NamedTuple):
     """float32 [W, N, p]: the first columns of rows 0 … N − 1, which depend on the left edge and not only on n."""
 
     def for_rows(self, query: TokenRange, num_columns: int) -> Tensor:
-        """Return [W, R, num_columns + p], W innermost, for query rows, keys 0 … num_columns − 1 and p columns after
-        them."""
+        """Return [W, R, num_columns + p], W innermost.
+
+        It is for query rows, keys 0 … num_columns − 1 and p columns after them.
+        """
         left_context = self.edge.shape[-1]
         # Entry n of the table has index n + p, so the rows are shifted by p.
         shifted = TokenRange(query.start + left_context, query.length)
@@ -82,8 +87,10 @@ class Processor(PositionModule):
 
     @property
     def takes_first_columns(self) -> bool:
-        """True if the processor supports rows with several documents (`first_columns`). Otherwise it runs document by
-        document."""
+        """True if the processor supports rows with several documents (`first_columns`).
+
+        Otherwise it runs document by document.
+        """
         return not self.reads_rows_above
 
     def has_effect(self) -> bool:

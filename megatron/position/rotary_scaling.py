@@ -125,8 +125,10 @@ class RotaryScaling:
         return float(_DEFAULTS[name] if value is None else value)
 
     def check_pairs(self, half: int, base: float) -> None:
-        """Check the number of pairs of dimensions. Raises ValueError if it is too small or does not match the
-        factors."""
+        """Check the number of pairs of dimensions.
+
+        Raises ValueError if it is too small or does not match the factors.
+        """
         if self.kind in ("ntk", "dynamic") and half < 2:
             raise ValueError(f"scaling {self.kind} needs at least two rotated pairs of dimensions")
         for name in ("short_factor", "long_factor"):
@@ -176,8 +178,10 @@ class RotaryScaling:
         return plain * (unscaled + (1 - unscaled) / self._get_value("factor"))
 
     def _ramp(self, plain: Tensor, base: float) -> Tensor:
-        """Return a ramp from 0 for pairs with many periods in the original length to 1 for those with few: float64
-        [half]."""
+        """Return a ramp from 0 to 1 over the pairs, float64 [half].
+
+        It is 0 for pairs with many periods in the original length, and 1 for those with few.
+        """
         half = plain.shape[0]
 
         def find_pair(turns: float) -> float:

@@ -91,8 +91,10 @@ def power_tail(exponent: float, rate: float = 1.0, inner: float = 1.0, *, decay_
 
 
 def exponential_tail(rate: float, exponent: float = 1.0) -> SeriesTail:
-    """Return the tail of b = exp(−rate·t^exponent) with rate > 0 and 0 < exponent ≤ 2. It converges, also for exponents
-    below 1."""
+    """Return the tail of b = exp(−rate·t^exponent) with rate > 0 and 0 < exponent ≤ 2.
+
+    It converges, also for exponents below 1.
+    """
 
     def log_integral(x: float) -> float:
         a = 1 / exponent

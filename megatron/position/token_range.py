@@ -20,8 +20,10 @@ ALL_HEADS = slice(None)
 
 
 def select_heads(x: Tensor, heads: slice) -> Tensor:
-    """Select heads, the first dimension of x. Returns x itself for all heads, because the gradient of a slice fills a
-    tensor."""
+    """Select heads, the first dimension of x.
+
+    Returns x itself for all heads, because the gradient of a slice fills a tensor.
+    """
     return x if heads == ALL_HEADS else x[heads]
 
 
@@ -92,8 +94,10 @@ class TokenRange:
 
     @property
     def reach(self) -> int:
-        """Bound of the positions of all present and future tokens of the sequence. It is the same in every decoding
-        step."""
+        """Bound of the positions of all present and future tokens of the sequence.
+
+        It is the same in every decoding step.
+        """
         if self.sampled is None:
             return self.known_length
         return max(self.sampled.limit, self.sequence_length or 0)
@@ -127,7 +131,9 @@ def count_distances(query: TokenRange, key: TokenRange) -> int:
 def causal_mask(
     query: TokenRange, key: TokenRange, device: torch.device | str | None = None, window: int | None = None
 ) -> Tensor:
-    """Return the causal mask, bool [R, C]: True if the row sees the key. A window limits it to the last `window` keys,
-    own included."""
+    """Return the causal mask, bool [R, C]: True if the row sees the key.
+
+    A window limits it to the last `window` keys, own included.
+    """
     distance = query.indices(device)[:, None] - key.indices(device)[None, :]
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)

@@ -121,8 +121,10 @@ class Ledger:
         return Ledger(target, tuple(calls))
 
     def normalize(self, sizes: ParallelSizes) -> tuple[Any, ...]:
-        """Return the calls without rank numbers. The result is equal for two ranks of a stage that issue the same
-        operations."""
+        """Return the calls without rank numbers.
+
+        The result is equal for two ranks of a stage that issue the same operations.
+        """
         first = _find_first_of_stage(sizes, self.rank)
         return tuple((call.signature, call.communicator) for call in self.translate(first, sizes).calls)
 
@@ -148,8 +150,10 @@ def read_ledger(path: Path, rank: int) -> Ledger:
 
 
 def parse_calls(entries: Iterable[dict[str, Any]]) -> Iterator[CollectiveCall]:
-    """Parse entries written by `null_device/recorder.py`: definitions of named groups, and operations on those
-    groups."""
+    """Parse entries written by `null_device/recorder.py`.
+
+    They are definitions of named groups, and operations on those groups.
+    """
     entries = list(entries)
     named = [(entry["group"], tuple(sorted(entry["ranks"]))) for entry in entries if "op" not in entry]
     by_ranks: dict[tuple[int, ...], list[str]] = {}

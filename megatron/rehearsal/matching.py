@@ -1,5 +1,6 @@
-"""Check that the ranks of a run agree on what they communicate. If they disagree, a real run hangs or computes wrong
-sums.
+"""Check that the ranks of a run agree on what they communicate.
+
+If they disagree, a real run hangs or computes wrong sums.
 
     in every group      all members issue the same operations, sizes, types, reductions and roots, in the same order
     between two ranks   each send matches a receive with the same number of elements and type, in the same order

@@ -183,8 +183,10 @@ class _Execution:
                 self._end_processes()
 
     def _can_save(self) -> bool:
-        """Return True if every pipeline stage has a rank that runs. The first rank, which completes the checkpoint,
-        always runs."""
+        """Return True if every pipeline stage has a rank that runs.
+
+        The first rank, which completes the checkpoint, always runs.
+        """
         ran = set(self._ranks)
         return all(ran & set(stage) for stage in list_stages(self._run.sizes))
 

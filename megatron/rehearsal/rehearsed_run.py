@@ -1,5 +1,6 @@
-"""Configuration of a rehearsal: the run's own configuration, resolved for its machines, and the shortened one to
-execute.
+"""Configuration of a rehearsal.
+
+It consists of the run's own configuration, resolved for its machines, and the shortened one to execute.
 
 The rehearsal keeps everything that determines what a rank computes, stores and communicates. It changes the length of
 the run and its paths: three steps, a validation of one batch and a final checkpoint, all in a temporary folder. If a

@@ -1,5 +1,6 @@
-"""Report of a rehearsal: verdicts, memory compared with the plan, ledger, kernels, disk, time, and limits of the
-rehearsal.
+"""Report of a rehearsal.
+
+It contains verdicts, memory compared with the plan, ledger, kernels, disk, time, and limits of the rehearsal.
 
 Figures that a rehearsal cannot measure are marked. The memory of the CUDA context (0.3 to 0.5 GiB) and of NCCL's
 buffers (about 0.5 GiB per communicator) are published measurements (documentation of PyTorch's memory snapshots,
@@ -80,8 +81,8 @@ class RehearsalReport:
             return "failed"
         reserved = max(result.peak_reserved for result in results)
         card = rehearsal.card.memory
-        unmodelled = (CONTEXT_GIB[1] + NCCL_GIB * self.count_communicators(rank)) * GIB
-        return "tight" if reserved > TIGHT_SHARE * card or reserved + unmodelled > card else "fits"
+        unmodeled = (CONTEXT_GIB[1] + NCCL_GIB * self.count_communicators(rank)) * GIB
+        return "tight" if reserved > TIGHT_SHARE * card or reserved + unmodeled > card else "fits"
 
     @cached_property
     def verdict(self) -> Verdict:
@@ -153,8 +154,10 @@ class RehearsalReport:
         return STEP_TIME_BAND[0] * total, STEP_TIME_BAND[1] * total
 
     def summarize_collectives(self, rank: int) -> list[CollectiveSummary]:
-        """Summarize a rank's NCCL calls in training by group, operation and type, sorted by bytes in descending
-        order."""
+        """Summarize a rank's NCCL calls in training by group, operation and type.
+
+        The largest number of bytes comes first.
+        """
         sizes = self.rehearsal.run.sizes
         counts: dict[tuple[str, int, str, str], list[int]] = defaultdict(lambda: [0, 0])
         for call in self.rehearsal.train_traces[rank].ledger.calls:
@@ -168,8 +171,11 @@ class RehearsalReport:
         return sorted(rows, key=lambda row: -row.bytes)
 
     def list_kernels(self) -> list[dict[str, Any]]:
-        """List the loaded Triton kernels, one entry per compilation variant: name, registers per thread, stack bytes
-        (spilled registers), shared memory bytes per block, and launches."""
+        """List the loaded Triton kernels, one entry per compilation variant.
+
+        An entry has name, registers per thread, stack bytes (spilled registers), shared memory bytes per block, and
+        launches.
+        """
         found: dict[tuple[Any, ...], int] = defaultdict(int)
         for trace in self.rehearsal.train_traces.values():
             for kernel in trace.summary.get("kernels", ()):
@@ -202,8 +208,10 @@ class RehearsalReport:
 
     @cached_property
     def disk(self) -> dict[str, Any] | None:
-        """Bytes of a checkpoint, of all checkpoints kept by the run and of the one being written, and free disk
-        space."""
+        """Sizes of checkpoints, in bytes, and free disk space.
+
+        The sizes are those of a checkpoint, of all checkpoints kept by the run, and of the one being written.
+        """
         if (checkpoint := self.rehearsal.checkpoint) is None:
             return None
         config = self.rehearsal.run.config

@@ -27,8 +27,10 @@ class Role:
     """All ranks of the group, in order."""
 
     def describe_coordinates(self, sizes: ParallelSizes) -> str:
-        """Describe the coordinates of the running rank along dimensions larger than one: `stage 1, tensor 0, data
-        3`."""
+        """Describe the coordinates of the running rank along dimensions larger than one.
+
+        For example: `stage 1, tensor 0, data 3`.
+        """
         coordinates = sizes.coordinates(self.rank)
         names = {"pipeline": "stage"}
         parts = [
@@ -102,8 +104,9 @@ def find_varying_dimensions(sizes: ParallelSizes, ranks: Sequence[int]) -> froze
 def translate_rank(
     sizes: ParallelSizes, member: int, source: int, target: int, along: frozenset[Dimension], *, is_relative: bool
 ) -> int:
-    """Return the rank that relates to `target` as `member` relates to `source`; source and target share a pipeline
-    stage.
+    """Return the rank that relates to `target` as `member` relates to `source`.
+
+    Source and target share a pipeline stage.
 
     Args:
         sizes: mesh sizes.

@@ -65,7 +65,7 @@ def _write_dataset(prefix: Path, tokens: np.ndarray) -> None:
 
 
 def _describe_tokenizer(vocab_size: int) -> dict[str, object]:
-    """Return a tokenizer.json with the words w1, w2, …"""
+    """Return a tokenizer.json with the words w1, w2 and so on."""
     words = {END_TOKEN: 0} | {f"w{index}": index for index in range(1, vocab_size)}
     end = {"id": 0, "content": END_TOKEN, "special": True}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)

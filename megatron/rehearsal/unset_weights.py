@@ -23,8 +23,10 @@ MIN_ELEMENTS = 1 << 16
 
 @contextmanager
 def without_weight_values() -> Iterator[None]:
-    """Build models without initializing weights, and convert or move large floating-point tensors without their
-    contents."""
+    """Build models without initializing weights.
+
+    Large floating-point tensors are converted or moved without their contents.
+    """
     from megatron.model.megatron_core import ColumnParallelLinear
 
     layers = sys.modules[ColumnParallelLinear.__module__]  # which initializes sharded layers

@@ -404,8 +404,9 @@ def _order_methods(
 
 
 def _thin_out(x_values: list[float], table: ComparisonTable) -> list[float]:
-    """Return all x values, or `MAX_DENSE_POINTS` values of a dense axis, evenly spaced by logarithm, plus the table's
-    columns.
+    """Return all x values, or `MAX_DENSE_POINTS` values of a dense axis plus the table's columns.
+
+    The latter are evenly spaced by logarithm.
     """
     if not table.axis.is_dense or len(x_values) <= MAX_DENSE_POINTS:
         return x_values

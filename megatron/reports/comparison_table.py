@@ -240,8 +240,9 @@ class ComparisonTable:
         return "change", f"{first} to {last}"
 
     def get_missing_text(self, method: str, x: float) -> str:
-        """Return the text for a missing value: the method's maximum length or a failure if that is the reason, else a
-        dash.
+        """Return the text for a missing value.
+
+        It is the method's maximum length or a failure if that is the reason, else a dash.
         """
         if self.ends_before(method, x):
             return f"max {self.max_lengths[method]:,}"
@@ -300,8 +301,9 @@ def build_comparison_tables(records: Sequence[Record], failures: Sequence[RunFai
 
 
 def select_curve_tables(tables: Sequence[ComparisonTable]) -> list[ComparisonTable]:
-    """Select tables that can be drawn as curves. If all tables summarize several lengths in one number, return them
-    all.
+    """Select tables that can be drawn as curves.
+
+    If all tables summarize several lengths in one number, return them all.
     """
     return [table for table in tables if table.metric.length_summary is None] or list(tables)
 
@@ -382,8 +384,9 @@ def _build_comparison_table(
 
 
 def _choose_octaves(places: Sequence[float], train_length: int) -> tuple[float, ...]:
-    """Choose columns among many x values: those nearest to the training length, its halves, and its doubles, and the
-    last one.
+    """Choose columns among many x values.
+
+    They are those nearest to the training length, its halves, and its doubles, and the last one.
     """
     octaves = [train_length * 2.0**power for power in range(-40, 41)]
     inside = [octave for octave in octaves if places[0] <= octave <= places[-1]]

@@ -27,8 +27,9 @@ _PAGE_MARKERS = (
 
 @cache
 def build_environment(folder: Path) -> jinja2.Environment:
-    """Build the jinja2 environment for templates in a folder, which may extend and import each other and the shared
-    ones.
+    """Build the jinja2 environment for templates in a folder.
+
+    They may extend and import each other and the shared ones.
 
     Environments and compiled templates are cached, because compiling a template takes longer than rendering it.
     """

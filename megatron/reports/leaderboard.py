@@ -67,7 +67,7 @@ def measure_costs(table: ComparisonTable, baseline: str) -> dict[str, MethodCost
 
 
 def has_cpu_times(table: ComparisonTable) -> bool:
-    """True if all records of models are from CPUs and include CPU times."""
+    """Return True if all records of models are from CPUs and include CPU times."""
     records = [record for record in table.records if not record.is_trivial_baseline]
     return all(
         record.device == "cpu" and record.step_cpu_seconds is not None and record.cpu_seconds is not None
@@ -207,8 +207,8 @@ class LeaderboardReport:
                 cells.append(self._describe_distance(method))
             rows.append((method, tuple(cells)))
         notes.append(
-            "Sorted by the mean over kinds of the mean rank in each kind. 1 is the best rank; methods without a "
-            "number are last."
+            "Methods are sorted by mean rank: ranks are averaged within each kind of contest, then over kinds. "
+            "Rank 1 is the best; methods without a number are last."
         )
         if len(self.ranks) < len(self.ranking):
             notes.append(
@@ -291,9 +291,9 @@ class LeaderboardReport:
             (
                 "parameters",
                 "training step",
-                f"reading {self.largest}",
-                "GiB in training",
-                f"GiB reading {self.largest}",
+                f"scoring at {self.largest}",
+                "training memory (GiB)",
+                f"scoring memory at {self.largest} (GiB)",
             ),
             tuple(rows),
             (

@@ -38,9 +38,9 @@ def build_answers(board: LeaderboardReport) -> list[Answer]:
         return []
     names = list(dict.fromkeys(ablation.name for ablation in board.leaderboard.ablations))
     return [
-        Answer(f"Which method holds at {board.largest}?", tuple(_tell_who_holds(board))),
+        Answer(f"Which methods hold at {board.largest}?", tuple(_tell_who_holds(board))),
         *(Answer(f"Does {name} improve other methods?", tuple(_tell_what_adds(board, name))) for name in names),
-        Answer("What does it cost?", tuple(_tell_costs(board, names))),
+        Answer("What do methods cost?", tuple(_tell_costs(board, names))),
     ]
 
 
@@ -61,18 +61,18 @@ def _tell_who_holds(board: LeaderboardReport) -> Iterator[str]:
     holding.sort(key=lambda method: text.cells[method, last].mean)
     limit = f"{HOLDS_WITHIN - 1:.0%}"
     yield (
-        f"Of {len(changes)} methods {len(holding)} hold: perplexity at {board.largest} is at most {limit} "
+        f"{len(holding)} of {len(changes)} methods hold: their perplexity at {board.largest} is at most {limit} "
         f"above that at the training length ({_name_methods(holding)})."
     )
     lost = sorted((method for method in changes if method not in holding), key=changes.__getitem__)
     if lost:
         worst = lost[-1]
         yield (
-            f"Perplexity of the others rises, least for {lost[0]} ({format_percent(changes[lost[0]] - 1)}) and most "
-            f"for {worst} ({format_percent(changes[worst] - 1)})."
+            f"The perplexity of the others rises, least for {lost[0]} ({format_percent(changes[lost[0]] - 1)}) and "
+            f"most for {worst} ({format_percent(changes[worst] - 1)})."
         )
     value = text.metric.format_value(text.cells[best, last].mean)
-    yield f"The lowest mean perplexity at {board.largest} is that of {best}: {value}."
+    yield f"{best} has the lowest mean perplexity at {board.largest}, {value}."
     yield _compare_with_best(board)
     missing = [m for m in board.ranking if (m, last) not in text.cells and m in text.methods]
     ended: dict[int, list[str]] = {}
@@ -88,7 +88,7 @@ def _tell_who_holds(board: LeaderboardReport) -> Iterator[str]:
     num_partial = sum(text.cells[method, last].partial_num_seeds is not None for method in changes)
     if num_partial:
         yield (
-            f"{num_partial} of these {len(changes)} have fewer than {text.max_seeds} seeds (see n in the tables), so "
+            f"{num_partial} of the {len(changes)} methods have fewer than {text.max_seeds} seeds (n in the tables), so "
             "their results are less certain."
         )
     for contest in board.contests:
@@ -141,15 +141,15 @@ def _tell_costs(board: LeaderboardReport, names: Sequence[str]) -> Iterator[str]
     assert text is not None
     best = board.best_text_method
     if best is not None and best in board.costs and best != baseline:
-        yield f"Relative to {baseline}, {best}, the best at {board.largest}, takes {_describe_cost(board, best)}."
+        yield f"Relative to {baseline}, {best}, the best at {board.largest}, {_describe_cost(board, best)}."
     for name in names:
         pairs = [a for a in board.leaderboard.ablations if a.name == name]
         steps = _compare_costs(board, pairs, "step")
         scoring = _compare_costs(board, pairs, "scoring")
         if steps and scoring:
             yield (
-                f"With {name} a training step takes {_format_ratios(steps)} as long as without it, and "
-                f"reading {board.largest} {_format_ratios(scoring)}."
+                f"With {name}, a training step takes {_format_ratios(steps)} as long as without it, and "
+                f"scoring at {board.largest} {_format_ratios(scoring)} as long."
             )
     if best is None or len(text.methods) == 1 or not board.costs[best].has_times:
         return
@@ -157,12 +157,12 @@ def _tell_costs(board: LeaderboardReport, names: Sequence[str]) -> Iterator[str]
     good = f"whose mean perplexity at {board.largest} is within {GOOD_WITHIN - 1:.0%} of the lowest"
     if cheap:
         yield (
-            f"Methods {good}, and that are at most 10% slower than {baseline} in training and in reading "
+            f"Methods {good}, and that are at most 10% slower than {baseline} in training and in scoring at "
             f"{board.largest}: {_name_methods(cheap)}."
         )
     else:
         yield (
-            f"Every method {good} is more than 10% slower than {baseline} in training or in reading {board.largest}."
+            f"Every method {good} is more than 10% slower than {baseline} in training or in scoring at {board.largest}."
         )
 
 
@@ -191,14 +191,14 @@ def _describe_cost(board: LeaderboardReport, method: str) -> str:
     cost, base = board.costs[method], board.costs.get(board.leaderboard.baseline)
     parts = []
     if cost.step is not None:
-        parts.append(f"{cost.step:.2f} times the training step")
+        parts.append(f"takes {cost.step:.2f} times as long per training step")
     if cost.scoring is not None:
-        parts.append(f"{cost.scoring:.2f} times the time to read {board.largest}")
+        parts.append(f"takes {cost.scoring:.2f} times as long to score at {board.largest}")
     if cost.parameters is not None and base is not None and base.parameters:
         share = cost.parameters / base.parameters - 1
         kind = "as many" if not share else f"{abs(share):.1%} {'more' if share > 0 else 'fewer'}"
-        parts.append(f"{kind} parameters")
-    return ", ".join(parts) or "an unknown cost"
+        parts.append(f"has {kind} parameters")
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]])) or "has an unknown cost"
 
 
 def _compare_costs(board: LeaderboardReport, pairs: Sequence[Ablation], field: str) -> list[float]:
@@ -215,7 +215,7 @@ def _tell_winner(contest: Contest) -> str:
     """Name the best methods in a task, and the number of methods above the trivial baselines."""
     order = sorted(contest.scores, key=lambda method: contest.metric.get_sort_key(contest.scores[method]))
     top = [method for method in order if contest.scores[method] == contest.scores[order[0]]]
-    text = f"In {contest.title}, the best is {_name_methods(top)} with {contest.format_score(order[0])}"
+    text = f"Best in {contest.title}: {_name_methods(top)}, with {contest.format_score(order[0])}"
     if contest.floor is None:
         return f"{text}."
     learned = [method for method in order if contest.is_above_floor(method)]

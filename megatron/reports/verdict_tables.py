@@ -119,7 +119,7 @@ class Extrapolation:
 
     @property
     def relative_changes(self) -> dict[int, float]:
-        """n → r_n."""
+        """Relative change r_n for each n."""
         return {length: change.mean - 1 for length, change in self.changes.items()}
 
     def extrapolates(self, delta: float) -> bool:

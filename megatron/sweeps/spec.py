@@ -79,8 +79,9 @@ class SweepMember:
         return evaluations
 
     def get_method(self, evaluation: str | None) -> str:
-        """Return the method name in an evaluation's records: the variant, plus the evaluation if it overrides
-        positions.
+        """Return the method name in an evaluation's records.
+
+        It is the variant, plus the evaluation if it overrides positions.
         """
         is_read_otherwise = any(value is not None for value in list_overrides(self.evaluations[evaluation]).values())
         return f"{self.variant} ({evaluation})" if evaluation is not None and is_read_otherwise else self.variant
@@ -101,8 +102,9 @@ class SweepMember:
 
     @cached_property
     def resolved_run(self) -> ResolvedRun:
-        """Run as its training will resolve it, on this machine or a job's nodes, without values that depend on the
-        data.
+        """Run as its training will resolve it, without values that depend on the data.
+
+        It is resolved for this machine or a job's nodes.
 
         Raises the same errors as the training.
         """

@@ -209,8 +209,9 @@ def find_vocab_size(data: DataOptions) -> int:
 
 
 def find_start_step(options: CheckpointOptions) -> int:
-    """Return the step at which a run starts, from the names of its checkpoints. Errors in checkpoints are left to the
-    code that reads them.
+    """Return the step at which a run starts, from the names of its checkpoints.
+
+    Errors in checkpoints are left to the code that reads them.
     """
     if options.load is None or options.finetune:
         return 0

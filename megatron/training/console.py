@@ -67,8 +67,9 @@ def format_train_record(record: TrainRecord, train_iters: int) -> str:
 
 
 def format_norms(record: TrainRecord) -> str | None:
-    """Format the norms of an interval as one line, each with the norm of the last update, or return None if not
-    measured.
+    """Format the norms of an interval as one line, or return None if not measured.
+
+    Each norm is followed by that of the last update.
     """
     if record.param_norm is None or record.update_norm is None:
         return None

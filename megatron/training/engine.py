@@ -119,8 +119,9 @@ class Engine:
         """True if the last step changed no weights because its gradients were not finite."""
 
     def _refuse_unequal_groups(self, count: int) -> None:
-        """Raise UserError if pipeline stages have different groups: DeepSpeed's optimizer sums norms over stages group
-        by group.
+        """Raise UserError if pipeline stages have different groups.
+
+        DeepSpeed's optimizer sums norms over stages group by group.
         """
         if self.groups.mesh.pipeline.size > 1 and len(set(self.groups.gather_objects(count))) > 1:
             raise UserError(

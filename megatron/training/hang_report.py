@@ -150,8 +150,9 @@ class RankReport:
     """Number of pending collectives; with NCCL the host continues while its device waits."""
 
     def describe(self, is_one: bool) -> str:
-        """Describe the rank: `waits in all_reduce of 4 int64 over gloo among ranks 0-1 (megatron/…/trainer.py:222
-        step)`.
+        """Describe the rank, for example as waiting in a collective.
+
+        The format is `waits in all_reduce of 4 int64 over gloo among ranks 0-1 (megatron/…/trainer.py:222 step)`.
         """
         if self.collective is None:
             return f"{'is' if is_one else 'are'} at {self.location}"

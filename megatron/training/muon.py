@@ -148,8 +148,9 @@ class MuonWithAdamW(ProjectedAdamW):
                 piece.values.copy_(result.reshape(-1).narrow(0, piece.start, piece.values.numel()))
 
     def _complete(self, pieces: Sequence["_Piece"]) -> list[Tensor | None]:
-        """Return this tensor-parallel rank's whole shard of each matrix of which it updates elements, or None for the
-        others.
+        """Return this tensor-parallel rank's whole shard of each matrix.
+
+        Matrices of which it updates no elements are None.
         """
         cut = [piece for piece in pieces if piece.is_cut]
         wholes = {}
@@ -233,8 +234,9 @@ def list_pieces(matrices: Sequence[HiddenMatrix], updates: Sequence[Tensor], axi
 
 
 def batch_by_size(pieces: Sequence[_Piece], tensor_ranks: int) -> Iterator[list[_Piece]]:
-    """Batch pieces of matrices so that a batch has at most `MUON_MATRICES_AT_ONCE` elements. All ranks get the same
-    batches.
+    """Batch pieces of matrices so that a batch has at most `MUON_MATRICES_AT_ONCE` elements.
+
+    All ranks get the same batches.
     """
     batch: list[_Piece] = []
     elements = 0

@@ -136,8 +136,9 @@ class PipelineSchedule:
     def _collect_inputs(
         self, micro_batches: Sequence[Batch], position_seed: int | None
     ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """Return the inputs of this stage for all micro-batches: tokens on the first stage, labels and the mask on the
-        last.
+        """Return the inputs of this stage for all micro-batches.
+
+        These are tokens on the first stage, and labels and the mask on the last.
         """
 
         def join(name: str) -> Tensor:

@@ -70,8 +70,9 @@ class ProjectedAdamW(ProjectedOptimizer, torch.optim.AdamW):
 
 
 class ProjectedLion(ProjectedOptimizer):
-    """Lion (Chen et al. 2023, 2302.06675, algorithm 2) with bounds: the sign of an interpolated momentum, with one
-    moment.
+    """Lion (Chen et al. 2023, 2302.06675, algorithm 2) with bounds.
+
+    The update is the sign of an interpolated momentum, with one moment.
 
     θ ← θ − lr·λ·θ − lr·sign(β1·m + (1 − β1)·g)
     m ← β2·m + (1 − β2)·g

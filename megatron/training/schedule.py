@@ -90,8 +90,9 @@ class LearningRateSchedule:
         return self.min_lr + (self.lr - self.min_lr) * share
 
     def _find_final_share(self, step: int) -> float | None:
-        """Return the completed fraction of the final decay, or None before it. Warm-up takes precedence if both
-        overlap.
+        """Return the completed fraction of the final decay, or None before it.
+
+        Warm-up takes precedence if both overlap.
         """
         start = self.decay_steps - self.final_steps
         return None if step < start or not self.final_steps else (step - start) / self.final_steps

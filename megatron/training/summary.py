@@ -1,5 +1,7 @@
-"""First and last lines of a run: its description and expected duration, the saved checkpoint and the next command, and
-advice if memory runs out.
+"""First and last lines of a run.
+
+They show its description and expected duration, the saved checkpoint and the next command, and advice if memory runs
+out.
 """
 
 import re

@@ -399,8 +399,9 @@ def _build_stage_schedule(stage: Stage) -> LearningRateSchedule:
 
 
 def _draw_documents(config: Config, length: int, groups: ProcessGroups) -> torch.Tensor | None:
-    """Draw rows like the run's, for the check of backends that mask documents, or return None if documents are not
-    masked.
+    """Draw rows like the run's for the check of backends that mask documents.
+
+    Return None if documents are not masked.
     """
     if config.position.attention_mask != "document" or config.data.task is not None or groups.device.type == "cpu":
         return None

@@ -107,8 +107,9 @@ class Validator:
             self._report(name, dataset, step)
 
     def test(self, step: int) -> ValidationRecord | None:
-        """Report and return the loss on the test text, or None without text or scored tokens. All processes must call
-        this.
+        """Report and return the loss on the test text, or None without text or scored tokens.
+
+        All processes must call this.
         """
         dataset = self._run.datasets.test
         return None if dataset is None else self._report("test", dataset, step)

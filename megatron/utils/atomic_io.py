@@ -37,8 +37,10 @@ def make_folder(key: str, folder: Path) -> list[Path]:
 
 
 def refuse_file_in_path(key: str, folder: Path) -> None:
-    """Raise UserError, beginning with `key`, if a path is a file or inside a file. Raises OSError if it cannot be
-    checked."""
+    """Raise UserError, beginning with `key`, if a path is a file or inside a file.
+
+    Raises OSError if it cannot be checked.
+    """
     for path in (*reversed(folder.parents), folder):
         if path.exists() and not path.is_dir():
             subject = "which" if path == folder else f"but {path}"

@@ -1,5 +1,7 @@
-"""Output streams that can no longer be written (`./deepy.py train … | head`, a closed terminal, a full disk), and ASCII
-fallbacks."""
+"""Output streams that can no longer be written, and ASCII fallbacks.
+
+Examples are `./deepy.py train … | head`, a closed terminal, and a full disk.
+"""
 
 import codecs
 import errno

@@ -114,8 +114,9 @@ class _MeasuredWork:
 
 
 def estimate_seconds_left(jobs: Sequence[WorkItem], at_once: int = 1) -> float | None:
-    """Estimate the remaining time of all jobs, or None if no speed is known yet. Takes time linear in the number of
-    jobs.
+    """Estimate the remaining time of all jobs, or None if no speed is known yet.
+
+    Takes time linear in the number of jobs.
 
     Args:
         at_once: number of jobs that run at the same time, each at the observed speed. The last ones are assumed to end
@@ -145,8 +146,9 @@ def estimate_seconds_left(jobs: Sequence[WorkItem], at_once: int = 1) -> float |
 
 
 def _blend_estimates(job: WorkItem, own: Throughput | None, kind_throughput: Throughput | None) -> Throughput | None:
-    """Blend a job's throughput with that of its kind, as if `PRIOR_WORK_FRACTION` of its work had run at the kind's
-    speed.
+    """Blend a job's throughput with that of its kind.
+
+    The result is as if `PRIOR_WORK_FRACTION` of its work had run at the kind's speed.
 
     A speed measured over a short interval is mostly noise.
     """
@@ -158,8 +160,10 @@ def _blend_estimates(job: WorkItem, own: Throughput | None, kind_throughput: Thr
 
 
 def build_progress_bar(console: Console, *columns: ProgressColumn) -> Progress:
-    """Build a bar of the terminal's width that disappears when it stops: description, bar, `columns`, remaining
-    time."""
+    """Build a bar of the terminal's width that disappears when it stops.
+
+    It shows the description, the bar, `columns`, and the remaining time.
+    """
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),

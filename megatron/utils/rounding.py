@@ -70,8 +70,10 @@ class RoundingMode(TorchDispatchMode):
         return x + torch.sqrt(torch.as_tensor(terms, device=x.device)) * sizes * self.noise(x)
 
     def factor(self, x: Tensor) -> Tensor:
-        """Round a factor of a product to the type. Values that the type represents exactly, such as inputs, are
-        unchanged."""
+        """Round a factor of a product to the type.
+
+        Values that the type represents exactly, such as inputs, are unchanged.
+        """
         return x.to(self.dtype).to(x.dtype) if isinstance(x, Tensor) and self.dtype.itemsize < 4 else x
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -172,8 +174,10 @@ def _index_put(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) 
 
 
 def _softmax(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
-    """Perturb the exponent by its own size, including base 2 and the subtraction, and the common denominator of each
-    row."""
+    """Perturb the exponent by its own size, and the common denominator of each row.
+
+    The exponent includes base 2 and the subtraction.
+    """
     x, dim, *rest = args
     exact = func(x, dim, *rest)
     out = func(mode.disturbed(x, 2), dim, *rest)
@@ -231,8 +235,10 @@ def _iter_squared_sizes(
     dtype: torch.dtype,
     **model: bool,
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the squared error sizes (`compute_error_sizes`) of each result for one perturbed evaluation after
-    another."""
+    """Yield the squared error sizes of each result for one perturbed evaluation after another.
+
+    They are computed by `compute_error_sizes`.
+    """
     for seed in range(NUM_DRAWS):
         with RoundingMode(dtype, seed, **model):
             drawn = compute()
@@ -273,8 +279,9 @@ def compute_size_ratio(error: Tensor, size: Tensor) -> float:
 def compute_excess(
     found: Results, compute: Callable[[], Results], dtype: torch.dtype, **model: bool
 ) -> dict[str, float]:
-    """Return the ratio of each result's error to the size of rounding errors: the larger of norm and maximum; ∞ for
-    NaN.
+    """Return the ratio of each result's error to the size of rounding errors.
+
+    It is the larger of norm and maximum, and ∞ for NaN.
 
     It stops drawing as soon as no result can exceed SAFETY_FACTOR any more. The mean square over all N draws is at
     least k/N times that over the first k, so a ratio can grow by at most √(N/k). A ratio above SAFETY_FACTOR always

@@ -86,8 +86,10 @@ def install_exit_handlers() -> None:
 
 
 def raise_on_signal(signum: int, frame: FrameType | None) -> None:
-    """Handle a signal by raising an exception. Waits for an import to finish, because torch and numpy would abort or
-    stay half imported."""
+    """Handle a signal by raising an exception.
+
+    Waits for an import to finish, because torch and numpy would abort or stay half imported.
+    """
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             _acknowledge_signal()

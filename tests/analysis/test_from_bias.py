@@ -64,7 +64,7 @@ def test_theoretical_receptive_fields(encoding: Encoding, head: int, expected: l
 
 
 @pytest.mark.parametrize("name", ["type1", "kerple_log", "kerple_power", "type2", "alibi"])
-def test_few_terms_and_a_bound_give_what_many_terms_give(name: str) -> None:
+def test_few_terms_with_a_bound_match_many_terms(name: str) -> None:
     """The tail's bounds carry the result: 64 explicit terms give the same as 65,536."""
     parameters = {"kerple_log": {"r1": 1.7, "r2": 0.4}, "kerple_power": {"r1": 0.2, "r2": 0.6}}.get(name, {})
     encoding = encoding_of(name, **parameters)
@@ -126,7 +126,7 @@ def test_a_window_ends_every_series() -> None:
     )
 
 
-def test_what_is_too_far_to_count_is_told_by_a_bound() -> None:
+def test_large_distances_are_bounded() -> None:
     fields = fields_of(encoding_of("kerple_log", r1=1.01, r2=0.5))
     assert str(fields[0]) == "over 2^53"
     assert str(ReceptiveField(3, 5)) == "3 to 5"
@@ -147,7 +147,7 @@ def test_biases_are_the_encodings_own() -> None:
 @pytest.mark.parametrize(
     "name", [n for n in registry.list_encodings() if registry.load_encoding_class(n).overrides_hook("table")]
 )
-def test_tables_compute_in_float64_when_asked(name: str) -> None:
+def test_tables_compute_in_float64_on_request(name: str) -> None:
     """Tables are computed in float64 on request, not in float32 and then converted."""
     encoding = encoding_of(name, heads=3)
     coarse = encoding.table(torch.arange(50.0))
@@ -170,7 +170,7 @@ def test_fires_bias_is_that_of_one_query() -> None:
         compute_terms(to_float64(encoding), torch.arange(3, dtype=torch.float64))
 
 
-def test_a_window_hides_what_is_outside() -> None:
+def test_a_window_masks_keys_outside_of_it() -> None:
     assert mask_window(torch.zeros(1, 5), 3).tolist() == [[0, 0, 0, -math.inf, -math.inf]]
     assert torch.equal(mask_window(torch.zeros(1, 5), 8), torch.zeros(1, 5))
 
@@ -194,7 +194,7 @@ def test_effective_lengths_against_a_loop(r1: float, r2: float) -> None:
     assert compute_effective_lengths(encoding) == [expected]
 
 
-def test_effective_lengths_that_are_none() -> None:
+def test_missing_effective_lengths() -> None:
     assert compute_effective_lengths(encoding_of("fire", heads=2)) == [None, None]
     assert compute_effective_lengths(encoding_of("sandwich")) == [None]  # not monotonic
     assert compute_effective_lengths(encoding_of("none")) == [math.inf]
@@ -207,9 +207,10 @@ def test_heads_are_counted_up_to_each_distance() -> None:
     assert count_heads_within([math.inf], distances) == [0] * 6
 
 
-def test_the_documented_values_of_sandwich_are_those_at_the_documented_distances() -> None:
+def test_documented_values_of_sandwich_match() -> None:
     """The table in docs/analysis.md contains Sandwich's bias at 10⁴, 10⁵ and 10⁶ keys for the first, sixth and last of
-    12 heads."""
+    12 heads.
+    """
     page = (Path(__file__).parents[2] / "docs" / "analysis.md").read_text(encoding="utf-8")
     rows = re.findall(r"^ *\| ([\d.]+) \(\w+\) \| (−[\d.]+), (−[\d.]+), (−[\d.]+) \|", page, re.MULTILINE)
     far = torch.tensor([10**4, 10**5, 10**6], dtype=torch.float64)

@@ -1,5 +1,6 @@
 """Analyses of models that read text, compared with loops over materialized scores that share no code with the
-analyses."""
+analyses.
+"""
 
 import math
 from collections.abc import Iterator
@@ -159,7 +160,8 @@ def test_entropy_and_largest_weight_by_position(processor: str, place: dict, win
 )
 def test_blocks_of_rows_have_the_entropy_of_the_whole(place: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Entropy from blocks of rows equals entropy from the weights of all rows at once, with the inputs of the model's
-    backend."""
+    backend.
+    """
     place = {"pos_emb": "rotary", "score_processor": "none", **place}
     model = small_gpt(LENGTH, place.pop("pos_emb"), place.pop("score_processor"), **place)
     found = measure_attention_entropy(model, windows(1), 6)
@@ -226,7 +228,7 @@ def test_mean_attention_by_distance(processor: str, place: dict, window: int | N
 
 
 @pytest.mark.parametrize(("processor", "place", "window"), CASES)
-def test_maps_are_means_over_what_is_seen(
+def test_maps_are_means_over_visible_tokens(
     processor: str, place: dict, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     side, heads = 6, [2, 0]
@@ -305,7 +307,8 @@ def test_fields_of_a_known_distribution() -> None:
 
 class Mixing(Processor):
     """Processor that returns 2·S of the head, half of the next head's score one key to the left, and three times the
-    bias."""
+    bias.
+    """
 
     left_context = 1
 

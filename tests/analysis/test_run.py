@@ -114,7 +114,7 @@ def test_models_stand_side_by_side(place: Path, corpus: Path, pictures: list[Fig
     assert {row["layer"] for row in rows_of("convergence")} == {"all layers", "layer 0", "layer 1"}
 
 
-def test_data_are_what_was_measured(place: Path, corpus: Path, pictures: list[Figure]) -> None:
+def test_data_matches_the_measurements(place: Path, corpus: Path, pictures: list[Figure]) -> None:
     run = make_run("runs/a", corpus, **CDAPE)
     analyzed([run])
     folder = "runs/a/analysis"
@@ -147,7 +147,7 @@ def test_data_are_what_was_measured(place: Path, corpus: Path, pictures: list[Fi
     assert all(sum(line) == pytest.approx(1, abs=0.02) for line in attention["cells"])  # three digits each
 
 
-def test_what_a_bias_alone_tells_needs_no_run(place: Path, pictures: list[Figure]) -> None:
+def test_analysis_of_a_bias_needs_no_run(place: Path, pictures: list[Figure]) -> None:
     text = analyzed([], "out", ["162M type1", "162M type2"], lengths=[64], only=["theoretical_receptive_field"])
     assert "No text was read" in text
     fields = {
@@ -159,7 +159,9 @@ def test_what_a_bias_alone_tells_needs_no_run(place: Path, pictures: list[Figure
     assert [fields["type2 (untrained)", share] for share in ("0.5", "0.1", "0.01", "0.001")] == ["2", "4", "9", "15"]
 
 
-def test_what_a_layer_reads_is_no_function_of_the_distance(place: Path, corpus: Path, pictures: list[Figure]) -> None:
+def test_bias_from_layer_input_is_not_a_function_of_the_distance(
+    place: Path, corpus: Path, pictures: list[Figure]
+) -> None:
     """FoX's bias depends on the layer input, so no fixed bias is reported; its attention is measured."""
     text = analyzed([make_run("runs/fox", corpus, **{**CDAPE, "pos_emb": "fox"})], "out")
     reason = "Does not apply to cdape(width=4)+fox(per_layer). Its bias depends on the layer"
@@ -186,7 +188,7 @@ def test_positions_that_end(place: Path, corpus: Path, pictures: list[Figure]) -
     assert not (place / "other" / "empirical_receptive_field.csv").exists()
 
 
-def test_seeds_are_told_apart(place: Path, corpus: Path, pictures: list[Figure]) -> None:
+def test_seeds_are_distinguished(place: Path, corpus: Path, pictures: list[Figure]) -> None:
     runs = [make_run("runs/one", corpus, seed=1), make_run("runs/two", corpus, seed=2)]
     analyzed(runs, "out", only=["kernels"])
     assert {row["method"] for row in rows_of("kernels")} == {"kerple_log", "kerple_log [runs/two]"}
@@ -203,7 +205,7 @@ def test_places_inside_documents(lengths: list[int], length: int, count: int) ->
     assert not found or (found[0], found[-1]) == (every[0], every[-1] if count > 1 else every[0])
 
 
-def test_models_of_documents_apart_read_within_documents(place: Path, corpus: Path) -> None:
+def test_models_with_document_masking_read_within_documents(place: Path, corpus: Path) -> None:
     runs = [make_run(f"runs/{mask}", corpus, attention_mask=mask) for mask in ("causal", "document")]
     for lengths, where in (([8, 24], "each within one document"), ([8, 200], "because none is long enough")):
         inputs = read_analysis_request(runs, [], AnalysisOptions(lengths=lengths, windows=3), "out").inputs
@@ -257,7 +259,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("given", "message"), WRONG)
-def test_mistakes_are_told_before_any_work(given: dict, message: str, place: Path, corpus: Path) -> None:
+def test_errors_are_reported_before_any_work(given: dict, message: str, place: Path, corpus: Path) -> None:
     make_run("runs/a", corpus)
     (place / "text.txt").write_text("1 2 3")
     with pytest.raises(UserError, match=message):
@@ -292,7 +294,7 @@ def test_analyses_are_found_by_their_files() -> None:
         assert analysis.description.endswith(".")
 
 
-def test_a_page_escapes_what_it_is_given() -> None:
+def test_a_page_escapes_its_inputs() -> None:
     part = page.PageSection("x", "<t>", "a & b", ["<p>", page.Table(["<c>"], [["<v>"]])], {"<m>": "<r>."})
     text = page.render_analysis_page("<title>", ["<s>"], [part], page.Table(["m"], [["<n>"]]), {"<f>": "<g>"})
     for markup in ("<t>", "<v>", "<m>", "<r>", "<s>", "<n>", "<g>", "<c>"):
@@ -343,7 +345,7 @@ def test_lengths_that_a_task_does_not_have(place: Path, corpus: Path) -> None:
     assert not (place / "runs/task/analysis").exists()
 
 
-def test_taps_are_those_of_each_length(corpus: Path, place: Path, pictures: list[Figure]) -> None:
+def test_taps_match_each_length(corpus: Path, place: Path, pictures: list[Figure]) -> None:
     """Processor taps are measured at each length, because their values beyond the training length matter."""
     run = make_run("run", corpus, **CDAPE)
     weights = Path(run) / "checkpoints/step_0000004/model.safetensors"

@@ -60,7 +60,7 @@ def test_row_blocks_keep_the_maps_of_short_training_sequences_alone(
     assert_close_in_rounding(out, reference, terms=32 * 3, sums=4)  # scores, two convolutions, values
 
 
-def test_auto_takes_sdpa_where_nothing_is_added_and_says_what_it_took(caplog) -> None:
+def test_auto_uses_sdpa_without_a_bias_and_reports_its_choice(caplog) -> None:
     caplog.set_level(logging.INFO)
     assert isinstance(select_backend("auto", 4, *build("rotary", "none")), SdpaBackend)
     assert not isinstance(select_backend("auto", 4, *build("alibi", "none")), SdpaBackend)
@@ -111,8 +111,10 @@ def test_chunked_keeps_memory_linear_in_the_length() -> None:
 
 
 def test_the_backward_pass_of_row_blocks_holds_the_gradients_of_one_block() -> None:
-    """The backward pass of row blocks stores key and value gradients of one block only. Storing all would need T²
-    memory."""
+    """The backward pass of row blocks stores key and value gradients of one block only.
+
+    Storing all would need T² memory.
+    """
 
     def measure_peak(length: int) -> int:
         encoding, processor = build("alibi", "none")

@@ -141,7 +141,7 @@ def test_parameters_that_start_at_zero_are_moved_and_bounds_hold() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_a_problem_that_would_take_long_has_fewer_sequences_then_fewer_rows(monkeypatch) -> None:
+def test_a_slow_problem_is_reduced_by_sequences_then_rows(monkeypatch) -> None:
     pairs = 3 * 24 * 25 // 2
     monkeypatch.setattr(problem_module, "MAX_PAIRS", 2 * pairs)
     assert make_problem(("none", "none"), batch=4).batch == 2
@@ -201,7 +201,7 @@ def make_nan(out, _):
         (make_nan, "output"),
     ],
 )
-def test_a_wrong_kernel_is_named_and_left(spoil, result: str) -> None:
+def test_a_wrong_kernel_is_named_and_rejected(spoil, result: str) -> None:
     trials = try_backends(
         make_problem(("kerple_log", "none")),
         {"row blocks": RowBlockBackend(8), "wrong": Wrong(spoil)},
@@ -219,7 +219,7 @@ def test_a_wrong_kernel_is_named_and_left(spoil, result: str) -> None:
 
 @pytest.mark.parametrize("method", [("kerple_log", "none"), ("kerple_log", "cdape"), ("none", "none")])
 @pytest.mark.parametrize("shift", [None, 1, -1])
-def test_a_kernel_that_takes_documents_for_others_is_left(method, shift: int | None) -> None:
+def test_a_kernel_that_confuses_documents_is_rejected(method, shift: int | None) -> None:
     """Kernels that ignore documents, or start them a token too early or too late, are rejected."""
 
     class Ignoring(RowBlockBackend):
@@ -242,7 +242,7 @@ def test_a_kernel_that_takes_documents_for_others_is_left(method, shift: int | N
     assert make_problem(method, documents=APART).describe()["documents"] == [1, 3]
 
 
-def test_rows_at_the_begin_of_a_document_are_compared(monkeypatch) -> None:
+def test_first_rows_of_documents_are_compared(monkeypatch) -> None:
     """If not all rows are compared, rows on both sides of the boundary nearest to the middle are."""
     monkeypatch.setattr(problem_module, "MAX_EXACT_PAIRS", 1)
     monkeypatch.setattr(problem_module, "ROWS_PER_SLAB", 9)
@@ -273,9 +273,11 @@ def test_documents_have_one_mask_a_problem_and_fewer_sequences_keep_the_last(mon
     assert (problem.batch, problem.describe()["documents"]) == (1, [3])
 
 
-def test_what_errs_a_little_once_is_computed_once_more(monkeypatch) -> None:
-    """A backend with a small error is checked again. A kink may push a correct backend over the limit once, but not
-    twice."""
+def test_small_errors_are_checked_again(monkeypatch) -> None:
+    """A backend with a small error is checked again.
+
+    A kink may push a correct backend over the limit once, but not twice.
+    """
     asked: list[int] = []
     real = Judge.compute_excess
 
@@ -292,7 +294,7 @@ def test_what_errs_a_little_once_is_computed_once_more(monkeypatch) -> None:
     assert trial.refusal == "errs in dq by 9 times the rounding error of float32"
 
 
-def test_nothing_is_right_that_is_not_a_number() -> None:
+def test_nan_is_never_correct() -> None:
     assert is_within_rounding({"output": 3.9, "dq": 0.0})
     assert not is_within_rounding({"output": math.inf})
     assert not is_within_rounding({"output": math.nan})
@@ -301,7 +303,7 @@ def test_nothing_is_right_that_is_not_a_number() -> None:
 # Failures and timeouts.
 
 
-def test_what_raises_or_runs_out_of_memory_is_named_and_the_others_go_on() -> None:
+def test_failing_candidates_are_named_and_the_others_continue() -> None:
     out_of_memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 TiB")
     trials = try_backends(
         make_problem(("none", "none")),
@@ -316,7 +318,7 @@ def test_what_raises_or_runs_out_of_memory_is_named_and_the_others_go_on() -> No
     assert [trial.is_final for trial in trials] == [True, False, True]  # memory may be available later
 
 
-def test_what_fails_while_it_is_timed_is_left_too() -> None:
+def test_candidates_that_fail_during_timing_are_rejected() -> None:
     calls = []
 
     def spoil(out, _):
@@ -362,7 +364,7 @@ def test_a_reference_that_cannot_be_computed_is_no_backends_fault(monkeypatch) -
     assert trial.refusal == "was not compared: computing in float64 raised ZeroDivisionError: division by zero"
 
 
-def test_a_device_that_is_lost_ends_the_check_with_what_is_known(monkeypatch) -> None:
+def test_a_lost_device_ends_the_check_with_partial_results(monkeypatch) -> None:
     monkeypatch.setattr(trials_module, "is_device_usable", lambda device: False)
     backends = {
         "row blocks": RowBlockBackend(8),
@@ -413,7 +415,7 @@ def test_evidence_is_found_again_for_the_same_and_for_nothing_else(cache: Path) 
         lambda text: "\x00" * 100,
     ],
 )
-def test_a_damaged_file_is_as_good_as_none(damage, cache: Path) -> None:
+def test_a_damaged_file_is_ignored(damage, cache: Path) -> None:
     evidence = evidence_of(RIGHT)
     write_cache(evidence)
     (path,) = cache.iterdir()
@@ -423,7 +425,7 @@ def test_a_damaged_file_is_as_good_as_none(damage, cache: Path) -> None:
     assert read_cache(evidence.key) == evidence
 
 
-def test_a_cache_that_takes_no_files_costs_nothing(tmp_path: Path, monkeypatch) -> None:
+def test_an_unwritable_cache_is_ignored(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     write_cache(evidence_of(RIGHT))
@@ -442,7 +444,7 @@ def test_a_run_keeps_its_record(tmp_path: Path) -> None:
     assert read_records(tmp_path) == []
 
 
-def test_software_is_told_apart_by_its_sources() -> None:
+def test_software_is_identified_by_its_sources() -> None:
     assert describe_card(torch.device("cpu")) == {"name": "cpu"}
     software = describe_software()
     assert software["torch"] == torch.__version__

@@ -132,7 +132,7 @@ def test_nothing_of_a_document_reaches_another(encoding, processor, first: int, 
         assert torch.equal(here[:, :, middle], there[:, :, middle])
 
 
-def test_only_what_depends_on_absolute_positions_is_left_out() -> None:
+def test_only_methods_with_absolute_positions_are_excluded() -> None:
     left_out = {name for name in registry.list_encodings() if depends_on_document_start(build(name, "none")[0])}
     assert left_out == {"fire"}
 
@@ -151,9 +151,10 @@ def read_alone(gpt: GPT, tokens: Tensor, rows: list[list[tuple[int, int]]]) -> T
 
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize(("encoding", "processor"), COVERING)
-def test_a_packed_row_gives_what_each_document_gives_alone(encoding: str, processor: str, masked: bool) -> None:
+def test_a_packed_row_equals_its_separate_documents(encoding: str, processor: str, masked: bool) -> None:
     """A packed row gives the logits and gradients of separate documents, with both masking methods, with and without a
-    cache, and for the last tokens only."""
+    cache, and for the last tokens only.
+    """
     gpt = small_gpt(LENGTH, encoding, processor).double()
     attention = [layer.self_attention.core_attention for layer in gpt.local_layers]
     for each in attention:
@@ -212,7 +213,7 @@ END = 0
     [("rotary", "none"), ("fire", "cdape"), ("kerple_log", "cdape"), ("cope", "mta"), ("rotary", "selective")],
 )
 @torch.inference_mode()
-def test_documents_are_found_in_what_is_read(encoding: str, processor: str) -> None:
+def test_documents_are_found_in_the_tokens(encoding: str, processor: str) -> None:
     """A model trained with document masking finds documents in left-padded rows and in chunked input."""
     gpt = small_gpt(LENGTH, encoding, processor).double()
     tokens = torch.randint(1, VOCABULARY, (len(PACKED), LENGTH))
@@ -245,7 +246,8 @@ def test_documents_are_found_in_what_is_read(encoding: str, processor: str) -> N
 @torch.inference_mode()
 def test_one_document_a_row_is_the_plain_forward_pass() -> None:
     """One document per row equals the plain forward pass bit for bit, with the same segments; nothing is masked or
-    rotated twice."""
+    rotated twice.
+    """
     gpt, tokens = small_gpt(LENGTH, "rotary", "none"), torch.randint(VOCABULARY, (2, LENGTH))
     seen: list[AttentionContext] = []
     run_layers = gpt._run_layers
@@ -269,7 +271,8 @@ def test_a_layout_that_contradicts_itself_is_refused() -> None:
 @pytest.mark.parametrize(("start", "window"), [(0, None), (0, 5), (7, None)])
 def test_masks_that_layers_share_are_their_own(start: int, window: int | None, dtype: torch.dtype) -> None:
     """Masks shared by layers are bit-for-bit those built separately, also for the last rows alone and in several
-    blocks."""
+    blocks.
+    """
     encoding, _ = build("rotary", "none")
     rows = pack([[3, 8, 1, 6, 4], [22]])
     starts = first_keys_of(rows)
@@ -287,7 +290,7 @@ def test_masks_that_layers_share_are_their_own(start: int, window: int | None, d
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 40])
-def test_flash_attention_is_told_where_documents_lie(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_gets_document_bounds(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The arguments of FlashAttention follow PyTorch's documentation of `varlen_attn`.
 
     The test emulates it in plain PyTorch: concatenated sequences, and the number of keys visible to the left of each

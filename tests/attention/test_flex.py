@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
         (1, 257, 256, 3),
     ],
 )
-def test_blocks_are_those_of_the_whole_map(rows: int, columns: int, offset: int, window: int | None) -> None:
+def test_blocks_match_the_whole_map(rows: int, columns: int, offset: int, window: int | None) -> None:
     """Blocks equal those of the whole mask, also with documents, which differ between sequences."""
     mask = build_block_mask(rows, columns, offset, window, CPU)
     visible = causal_mask(TokenRange(offset, rows), TokenRange(0, columns), CPU, window)
@@ -134,7 +134,7 @@ def test_it_equals_eager_in_the_output_and_all_gradients(
         (("alibi", "none"), None),
     ],
 )
-def test_it_refuses_what_is_not_a_bias_of_the_distance(pair, complaint, monkeypatch) -> None:
+def test_it_rejects_biases_other_than_of_the_distance(pair, complaint, monkeypatch) -> None:
     backend = FlexBackend(EagerBackend())
     if not torch.cuda.is_available():
         assert backend.unsupported_reason(*build(*pair)) == "it needs a CUDA device"
@@ -144,7 +144,7 @@ def test_it_refuses_what_is_not_a_bias_of_the_distance(pair, complaint, monkeypa
     assert (backend.unsupported_reason(*build(*pair), softcap=50.0) is None) == able
 
 
-def test_it_is_left_where_results_must_be_repeatable(monkeypatch) -> None:
+def test_it_is_not_used_for_deterministic_runs(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert "not deterministic (deterministic: true)" in (
@@ -161,7 +161,7 @@ def test_it_is_refused_by_name_without_a_gpu() -> None:
         select_backend("flex", 4, *build("alibi", "none"))
 
 
-def test_what_it_leaves_goes_to_row_blocks_and_is_said_once(monkeypatch, caplog) -> None:
+def test_unsupported_calls_use_row_blocks_and_are_reported_once(monkeypatch, caplog) -> None:
     flexed: list[int] = []
 
     def attend(inputs: AttentionInputs) -> torch.Tensor:

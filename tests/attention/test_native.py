@@ -55,7 +55,7 @@ def differentiated(backend, rows: AttentionInputs) -> list[torch.Tensor]:
 @compiled
 @pytest.mark.parametrize("pair", [(e, p) for e in ("none", "kerple_log") for p in ("dape", "cdape")])
 @pytest.mark.parametrize("keys", [{}, {"start": 9}, {"window": 6}], ids=str)
-def test_documents_are_kept_apart_as_by_eager(pair: tuple[str, str], keys: dict[str, int]) -> None:
+def test_document_masking_matches_eager(pair: tuple[str, str], keys: dict[str, int]) -> None:
     """Documents are separated as in eager, which tests/attention/test_documents.py checks."""
     rows = rows_of(pair, length=40, **keys)
     begins = torch.tensor([[0] * 7 + [7] * 14 + [21] * 2 + [23] * 17, [0] * 39 + [39]], dtype=torch.int32)
@@ -89,13 +89,13 @@ def test_equals_eager(pair: tuple[str, str], keys: dict[str, int]) -> None:
         (("kerple_log", "cdape"), "no C compiler"),
     ],
 )
-def test_what_it_refuses_is_named(pair: tuple[str, str], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejected_calls_are_named(pair: tuple[str, str], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "unavailable_reason", lambda: "no C compiler was found")
     with pytest.raises(UserError, match=f"attention_backend 'native': ({why}).*; choose from auto, "):
         select_backend("native", 4, *build(*pair))
 
 
-def test_kernels_that_are_too_long_are_refused_and_auto_leaves_them_to_row_blocks() -> None:
+def test_too_long_inputs_are_rejected_and_auto_uses_row_blocks() -> None:
     encoding, _ = build("kerple_log", "cdape")
     wide = build_processor("cdape", encoding.dims, {"kernel_size": 17}, has_bias=True)
     with pytest.raises(UserError, match="its kernels have a size of at most 15, not 17; choose from auto, eager"):
@@ -104,7 +104,7 @@ def test_kernels_that_are_too_long_are_refused_and_auto_leaves_them_to_row_block
 
 
 @compiled
-def test_what_it_leaves_to_row_blocks_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_fallback_to_row_blocks_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     native._warn_fallback.cache_clear()
     rows = rows_of(("kerple_log", "cdape"))
     drawn = sample_positions(21, 40, seed=0)
@@ -128,7 +128,7 @@ def test_what_it_leaves_to_row_blocks_is_said_once(caplog: pytest.LogCaptureFixt
 
 
 @compiled
-def test_auto_takes_it_where_it_can_and_row_blocks_elsewhere_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_uses_it_if_supported_and_row_blocks_otherwise(caplog: pytest.LogCaptureFixture) -> None:
     rows = rows_of(("kerple_log", "cdape"))
     auto = select_backend("auto", 4, rows.encoding, rows.processor)
     assert torch.equal(auto(rows), select_backend("native", 4, rows.encoding, rows.processor)(rows))
@@ -139,7 +139,7 @@ def test_auto_takes_it_where_it_can_and_row_blocks_elsewhere_without_a_word(capl
     assert not caplog.records
 
 
-def test_auto_does_without_a_compiler_and_says_what_that_costs(
+def test_auto_works_without_a_compiler_and_reports_the_cost(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     native._warn_unavailable.cache_clear()

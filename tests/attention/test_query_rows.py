@@ -67,7 +67,7 @@ def test_keys_are_counted(place: str, window: int | None) -> None:
     assert found.num_keys.dtype == found.positions.dtype == torch.float32
 
 
-def test_positions_begin_anew_with_documents_and_after_padding() -> None:
+def test_positions_restart_with_documents_and_after_padding() -> None:
     within = (torch.arange(LENGTH) - STARTS).float()
     for segments in (mask_documents(STARTS, 0, CPU), split_documents(STARTS)):
         assert torch.equal(describe_query_rows(segments, None, 2, LENGTH, CPU).positions, within)
@@ -76,7 +76,7 @@ def test_positions_begin_anew_with_documents_and_after_padding() -> None:
     assert torch.equal(padded[2], torch.arange(float(LENGTH)))
 
 
-def test_randomized_positions_are_told_and_keys_are_counted() -> None:
+def test_randomized_positions_are_rejected_and_keys_counted() -> None:
     drawn = sample_positions(LENGTH, 100, seed=1)
     found = describe_query_rows((Segment(TokenRange(4, LENGTH - 4, drawn)),), None, 1, LENGTH - 4, CPU)
     assert torch.equal(found.positions[0], drawn.values[4:].float())

@@ -38,7 +38,7 @@ def test_toeplitz_reads_the_table_and_sums_its_diagonals(start: int, rows: int, 
 
 
 @given(start=st.integers(0, 9), rows=st.integers(1, 6), columns=st.integers(1, 9), width=st.integers(0, 9))
-def test_an_edge_stands_in_the_first_columns_and_channels_may_lie_innermost(
+def test_edge_values_are_in_the_first_columns_with_any_channel_layout(
     start: int, rows: int, columns: int, width: int
 ) -> None:
     width = min(width, columns)

@@ -74,7 +74,7 @@ def test_gradients_come_from_the_tokens_alone() -> None:
         assert_close_in_rounding(a, parameter.grad, TERMS * sum(LENGTHS), 2 * SUMS)
 
 
-def test_what_is_only_padding_is_nowhere() -> None:
+def test_padding_is_in_no_segment() -> None:
     mask = torch.tensor([[False, False, False], [False, True, True], [True, False, True]])
     whole, alone = build_segments(3, mask)
     assert (alone.tokens.start, alone.tokens.length, alone.first_column, alone.first_key_column) == (0, 2, 1, 1)

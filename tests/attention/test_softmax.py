@@ -80,7 +80,8 @@ def test_blocks_are_the_whole_with_all_gradients(
 )
 def test_fused_backends_equal_eager_with_sinks(encoding: str, processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The C implementation with a processor (a sink gives its last bias an effect) and FlexAttention without one match
-    eager."""
+    eager.
+    """
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)  # PyTorch does not support gradients on a CPU
     inputs = draw_inputs(encoding, processor, 6)
     unused = EagerBackend()
@@ -101,7 +102,8 @@ def test_a_row_of_padding_has_no_weights() -> None:
 
 def test_a_gates_row_term_is_not_the_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention omits a gate's row term from the scores, where it cancels in the softmax; a sink would not cancel
-    it."""
+    it.
+    """
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     inputs = draw_inputs("fox", "none")
     expected = EagerBackend()(replace(inputs, sinks=SINKS))

@@ -146,7 +146,7 @@ def test_the_same_model_written_otherwise_is_the_same(corpus: Path, tmp_path: Pa
         )  # fmt: skip
 
 
-def test_nothing_is_left_of_a_model_that_cannot_be_built_or_of_a_run_with_nothing_to_do(corpus, tmp_path: Path) -> None:
+def test_failed_and_empty_runs_leave_no_files(corpus, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not use positions"):
         train(tiny_config(corpus, tmp_path / "none", pos_emb="none", randomized_positions=64))
     assert not (tmp_path / "none" / "data_cache").exists()

@@ -101,7 +101,7 @@ def apart_by(run: Path, unbroken: Path) -> float:
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
-def test_it_goes_on_as_one_process_would_have(runs: Path, one: str, other: str) -> None:
+def test_it_resumes_like_a_single_process(runs: Path, one: str, other: str) -> None:
     assert apart_by(runs / f"{one} to {other}", runs / "unbroken") < 1
 
 

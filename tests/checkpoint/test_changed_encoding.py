@@ -128,7 +128,7 @@ def unnamed(config: Config, *keys: str) -> Config:
     return config.model_copy(update={"position": type(config.position).model_validate(given)})
 
 
-def test_what_nobody_named_stays_refused(corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
+def test_unset_method_keys_are_rejected(corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
     keys = {"train_iters": 1, "load": str(trained["rotary"]), "finetune": True}
     with pytest.raises(UserError, match=r"pos_emb: this run has learned.*set it explicitly to change it"):
         train(unnamed(tiny_config(corpus, tmp_path / "a", **keys), "pos_emb"))
@@ -141,7 +141,7 @@ def test_what_nobody_named_stays_refused(corpus: Path, trained: dict[str, Path],
     assert not any((tmp_path / name / "checkpoints").exists() for name in "abcd")
 
 
-def test_several_ranks_begin_as_one_does(corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
+def test_several_ranks_start_like_one(corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
     """Several ranks start as one does: each stage and rank drops and creates its own parameters of the encoding."""
     keys = {
         "load": str(trained["t5"]), "finetune": True, "pos_emb": "kerple_log", "train_iters": 2,

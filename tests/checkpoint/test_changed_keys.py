@@ -76,5 +76,5 @@ def test_a_changed_key_follows_its_role(trained: Config, key: ConfigKey) -> None
     assert found == BY_ROLE[key.policy or ""]
 
 
-def test_nothing_changed_nothing_said(trained: Config) -> None:
+def test_no_output_without_changes(trained: Config) -> None:
     assert [note for note in plan_resume(trained, ALONE).notes if ", now " in note or "no effect" in note] == []

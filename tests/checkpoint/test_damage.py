@@ -68,7 +68,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", list(DAMAGE))
-def test_the_one_before_is_taken_and_ends_where_the_run_would_have(
+def test_the_previous_checkpoint_is_used_and_reaches_the_same_end(
     trained: Path, run: Path, corpus: Path, damage: str
 ) -> None:
     act, words = DAMAGE[damage]
@@ -88,7 +88,7 @@ def test_the_one_before_is_taken_and_ends_where_the_run_would_have(
     assert (run / "checkpoints" / "abandoned" / "0001" / "step_0000004").is_dir()
 
 
-def test_a_damaged_one_that_is_named_is_refused_and_nothing_changes(run: Path, corpus: Path) -> None:
+def test_a_named_damaged_checkpoint_is_rejected_without_changes(run: Path, corpus: Path) -> None:
     checkpoint = run / "checkpoints" / layout.format_checkpoint_name(4)
     flipped(states(checkpoint))
     before = sorted(run.rglob("*"))
@@ -101,14 +101,14 @@ def test_a_damaged_one_that_is_named_is_refused_and_nothing_changes(run: Path, c
     assert sorted(run.rglob("*")) == before
 
 
-def test_none_is_whole(run: Path, corpus: Path) -> None:
+def test_no_complete_checkpoint(run: Path, corpus: Path) -> None:
     for checkpoint in layout.list_checkpoints(run):
         flipped(states(checkpoint))
     with pytest.raises(RunError, match=r"all checkpoints are damaged: step_0000004: .*; step_0000002: .* start over"):
         resumed(corpus, run, train_iters=6)
 
 
-def test_going_back_is_asked_for_by_name_and_loses_nothing(trained: Path, run: Path, corpus: Path) -> None:
+def test_rolling_back_needs_a_request_and_keeps_everything(trained: Path, run: Path, corpus: Path) -> None:
     old, rate = run / "checkpoints" / layout.format_checkpoint_name(2), {"optimizer": {"params": {"lr": 2e-2}}}
     later = (run / "checkpoints" / layout.format_checkpoint_name(4) / "model.safetensors").read_bytes()
     with pytest.raises(UserError, match="rollback=true"):

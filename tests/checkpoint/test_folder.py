@@ -26,23 +26,24 @@ def test_steps_are_sorted_as_numbers(tmp_path: Path) -> None:
     assert layout.format_checkpoint_name(500) == "step_0000500"
 
 
-def test_the_newest_needs_no_pointer_and_believes_none(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_found_without_a_pointer(tmp_path: Path) -> None:
     """The newest checkpoint is found without a pointer file, so a kill between a rename and a pointer update does not
-    matter."""
+    matter.
+    """
     make(tmp_path, 140, 145)
     (tmp_path / "checkpoints" / "latest").write_text("step_0000140\n")  # as written by earlier versions
     (tmp_path / "checkpoints" / ".step_0000150.tmp").mkdir()
     assert layout.resolve_checkpoint_path(tmp_path) == tmp_path / "checkpoints" / "step_0000145"
 
 
-def test_resolve_takes_a_run_its_checkpoints_or_one_of_them(tmp_path: Path) -> None:
+def test_resolve_accepts_a_run_its_checkpoints_folder_or_a_checkpoint(tmp_path: Path) -> None:
     make(tmp_path, 5, 10)
     five, ten = (tmp_path / "checkpoints" / layout.format_checkpoint_name(step) for step in (5, 10))
     assert layout.resolve_checkpoint_path(tmp_path) == layout.resolve_checkpoint_path(tmp_path / "checkpoints") == ten
     assert layout.resolve_checkpoint_path(str(five)) == five
 
 
-def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     assert layout.find_latest_checkpoint(tmp_path) is None
     with pytest.raises(UserError, match="contains no checkpoint"):
         layout.resolve_checkpoint_path(tmp_path)
@@ -50,7 +51,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         layout.resolve_checkpoint_path(tmp_path / "run")
 
 
-def test_prune_keeps_the_newest_and_what_was_set_aside_and_sweeps_up(tmp_path: Path) -> None:
+def test_prune_keeps_the_newest_and_rolled_back_checkpoints(tmp_path: Path) -> None:
     make(tmp_path, 1, 2, 3, 4, 5, 6)
     layout.move_aside([tmp_path / "checkpoints" / layout.format_checkpoint_name(6)])
     (tmp_path / "checkpoints" / ".step_0000006.tmp").mkdir()
@@ -71,7 +72,7 @@ def test_prune_spares_the_steps_that_were_named(tmp_path: Path) -> None:
     assert steps(tmp_path) == [2, 4, 5]
 
 
-def test_what_is_set_aside_is_never_overwritten(tmp_path: Path) -> None:
+def test_rolled_back_files_are_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("before\n")
     for number in (1, 2):
         make(tmp_path, 3, 4)

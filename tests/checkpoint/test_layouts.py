@@ -1,5 +1,6 @@
 """Checkpoints of sharded models: one file of whole weights, resumed bit for bit, and loaded as weights by other
-layouts."""
+layouts.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_weights_are_whole_and_those_of_one_process(runs: tuple[Path, list[str | None], Path], name: str) -> None:
+def test_gathered_weights_match_one_process(runs: tuple[Path, list[str | None], Path], name: str) -> None:
     where, errors, _ = runs
     assert errors == [None] * len(errors)
     ours, alone = weights(where / name), weights(where / "alone")
@@ -80,9 +81,7 @@ def test_the_same_layout_goes_on_bit_for_bit(runs: tuple[Path, list[str | None],
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_takes_over_the_weights_of_one_process(
-    runs: tuple[Path, list[str | None], Path], name: str
-) -> None:
+def test_every_layout_loads_the_weights_of_one_process(runs: tuple[Path, list[str | None], Path], name: str) -> None:
     where, _, _ = runs
     unit = compute_tolerance(1, SUMS, torch.bfloat16) if "bf16" in name else compute_tolerance(TERMS, SUMS)
     assert losses(where / f"{name}, finetuned") == pytest.approx(losses(where / "alone, finetuned"), rel=unit)

@@ -53,7 +53,7 @@ def going_on(corpus: Path, run: Path, stored: Path = ONE, **keys: object) -> Con
     return tiny_config(corpus, run, **keep | {"load": str(run), "save": str(run)} | keys)
 
 
-def test_a_run_of_format_1_goes_on_and_writes_today_s_format(run: Path, corpus: Path) -> None:
+def test_a_run_of_format_1_resumes_and_writes_the_current_format(run: Path, corpus: Path) -> None:
     train(going_on(corpus, run))
     # bfloat16 rounding: another machine may sum in another order
     assert losses(run) == pytest.approx([NEXT_LOSS[ONE]], rel=2**-7)
@@ -62,7 +62,7 @@ def test_a_run_of_format_1_goes_on_and_writes_today_s_format(run: Path, corpus: 
     assert not (newest / "deepspeed").exists()
 
 
-def test_a_run_of_format_2_goes_on_in_its_layout(corpus: Path, tmp_path: Path) -> None:
+def test_a_run_of_format_2_resumes_in_its_layout(corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(TWO, run / "checkpoints" / TWO.name)
     assert train_with_processes(tmp_path / "job", [going_on(corpus, run, TWO)]) == [None]
@@ -70,9 +70,7 @@ def test_a_run_of_format_2_goes_on_in_its_layout(corpus: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("stored", [ONE_PER_LAYER, TWO_PER_LAYER])
-def test_runs_from_before_layers_called_their_encoding_position_go_on(
-    stored: Path, corpus: Path, tmp_path: Path
-) -> None:
+def test_runs_with_old_names_of_encoding_parameters_resume(stored: Path, corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(stored, run / "checkpoints" / stored.name)
     train(going_on(corpus, run, stored))
@@ -90,7 +88,7 @@ def test_runs_from_before_layers_called_their_encoding_position_go_on(
         ({"zero_optimization": {"stage": 3}}, r"zero_optimization.stage: .* written with 1, but this run has 3"),
     ],
 )
-def test_states_that_cannot_be_divided_anew_are_refused(
+def test_states_that_cannot_be_resharded_are_rejected(
     run: Path, corpus: Path, keys: dict[str, object], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
@@ -155,7 +153,7 @@ def test_without_checksums_a_failed_load_never_starts_over(run: Path, corpus: Pa
     assert not (run / "metrics.jsonl").exists()
 
 
-def test_without_checksums_a_whole_one_is_taken_and_told(run: Path, corpus: Path) -> None:
+def test_a_complete_checkpoint_without_checksums_is_used_with_a_note(run: Path, corpus: Path) -> None:
     (run / "checkpoints" / ONE.name / "manifest.json").unlink()
     stream = io.StringIO()
     train(going_on(corpus, run), Console(file=stream, width=250))

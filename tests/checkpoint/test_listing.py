@@ -24,7 +24,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_each_is_told_with_its_loss_and_what_is_wrong_with_it(
+def test_each_bad_step_is_reported_with_loss_and_reason(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states = "states/rank_00000.safetensors"
@@ -43,7 +43,7 @@ def test_each_is_told_with_its_loss_and_what_is_wrong_with_it(
     assert "progress.json is missing" in shown
 
 
-def test_what_is_no_run_is_told(run: Path, tmp_path: Path) -> None:
+def test_folders_without_a_run_are_reported(run: Path, tmp_path: Path) -> None:
     for path, message in (
         (tmp_path / "nowhere", "no such folder"),
         (tmp_path, "this folder has no checkpoint but contains runs that do"),
@@ -65,7 +65,7 @@ def test_the_newest_and_the_milestones_stay(run: Path) -> None:
     assert said == [f"deleted {run / 'checkpoints' / layout.format_checkpoint_name(2)}"]
 
 
-def test_nothing_is_deleted_where_a_run_writes_or_nothing_whole_would_stay(
+def test_nothing_is_deleted_from_active_runs_or_without_a_complete_checkpoint(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron.checkpoint.run_folder.LOCK_TIMEOUT", 0.0)

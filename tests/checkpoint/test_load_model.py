@@ -101,7 +101,7 @@ def test_damage_is_named(corpus: Path, tmp_path: Path) -> None:
     load_model(checkpoint)
 
 
-def test_files_that_are_not_what_was_written_are_refused(corpus: Path, tmp_path: Path) -> None:
+def test_modified_files_are_rejected(corpus: Path, tmp_path: Path) -> None:
     """Modified files are rejected even if they load: a bit of a weight, another activation, another vocabulary size."""
     train(tiny_config(corpus, tmp_path, train_iters=2, checkpoint_factor=1))
     checkpoint = tmp_path / "checkpoints" / "step_0000002"

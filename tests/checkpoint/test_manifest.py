@@ -37,7 +37,7 @@ def flip(path: Path, bit: int) -> None:
     path.write_bytes(content)
 
 
-def test_what_was_written_is_whole(checkpoint: Path) -> None:
+def test_written_files_are_complete(checkpoint: Path) -> None:
     assert manifest.find_damage(checkpoint) is None
     assert manifest.find_damage(checkpoint, manifest.MODEL_FILES) is None
     assert manifest.find_latest_valid(checkpoint.parents[1]) == checkpoint
@@ -108,20 +108,20 @@ def test_damage_is_named(checkpoint: Path, what: str) -> None:
         manifest.find_latest_valid(checkpoint.parents[1])
 
 
-def test_an_older_whole_one_is_taken(checkpoint: Path) -> None:
+def test_an_older_complete_checkpoint_is_used(checkpoint: Path) -> None:
     newer = checkpoint.with_name("step_0000006")
     newer.mkdir()
     assert manifest.find_latest_valid(checkpoint.parents[1]) == checkpoint
     assert manifest.find_latest_valid(checkpoint) is None
 
 
-def test_what_nobody_reads_may_lie_beside(checkpoint: Path) -> None:
+def test_unrelated_files_are_ignored(checkpoint: Path) -> None:
     (checkpoint / "notes.txt").write_text("a good one")
     (checkpoint / "deepspeed" / ".DS_Store").write_text("")
     assert manifest.find_damage(checkpoint) is None
 
 
-def test_only_what_will_be_read_is_looked_at(checkpoint: Path) -> None:
+def test_only_data_to_be_read_is_checked(checkpoint: Path) -> None:
     flip(checkpoint / "deepspeed/one.pt", 5)
     assert manifest.find_damage(checkpoint, manifest.MODEL_FILES) is None
     flip(checkpoint / "config.yml", 5)

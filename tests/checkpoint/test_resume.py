@@ -58,7 +58,7 @@ def test_stopped_and_resumed_is_uninterrupted_bit_for_bit(
     assert all(torch.equal(one[name], two[name]) for name in one if isinstance(one[name], torch.Tensor))
 
 
-def test_reports_between_checkpoints_are_those_of_an_unbroken_run(corpus: Path, tmp_path: Path) -> None:
+def test_metrics_between_checkpoints_match_an_uninterrupted_run(corpus: Path, tmp_path: Path) -> None:
     """An interval interrupted by a stop is reported completely, and steps after the checkpoint are rolled back."""
     keys = {"train_iters": 12, "log_interval": 5, "checkpoint_factor": 7}
     train(tiny_config(corpus, tmp_path / "whole", **keys))
@@ -109,7 +109,7 @@ def test_extending_a_run_keeps_the_order_of_its_data(
     assert not torch.equal(again[:320], first)  # a run planned for 33 steps has another order, so the test can fail
 
 
-def test_the_optimizers_options_are_those_of_the_new_configuration(trained: Path, corpus: Path, tmp_path: Path) -> None:
+def test_optimizer_options_come_from_the_new_configuration(trained: Path, corpus: Path, tmp_path: Path) -> None:
     run = copied(trained, tmp_path / "run")
     stream = io.StringIO()
     optimizer = {"params": {"lr": 1e-2, "betas": [0.5, 0.6]}}
@@ -140,7 +140,7 @@ def test_a_changed_model_is_refused_naming_the_field(
         train(tiny_config(corpus, tmp_path / "new", load=str(trained), **{key: value}))
 
 
-def test_other_data_are_refused_if_their_tokenizer_is_another(trained: Path, tmp_path: Path) -> None:
+def test_other_data_is_rejected_if_its_tokenizer_differs(trained: Path, tmp_path: Path) -> None:
     other = write_corpora(tmp_path / "other")
     numbers = tmp_path / "other" / "numbers.json"
     tokenizer = json.loads(numbers.read_text())
@@ -163,7 +163,7 @@ def test_other_data_are_refused_if_their_tokenizer_is_another(trained: Path, tmp
     ],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_another_optimizer_of_deepspeed_goes_on_with_the_same_masters_and_moments(
+def test_another_deepspeed_optimizer_resumes_masters_and_moments(
     corpus: Path, tmp_path: Path, before: dict[str, object], after: dict[str, object], precision: str
 ) -> None:
     keys = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "precision": precision}
@@ -190,7 +190,7 @@ def test_another_optimizer_of_deepspeed_goes_on_with_the_same_masters_and_moment
     assert len(losses(tmp_path)) == 4
 
 
-def test_another_precision_goes_on_from_the_masters_and_says_so(trained: Path, corpus: Path, tmp_path: Path) -> None:
+def test_another_precision_resumes_from_the_masters_with_a_note(trained: Path, corpus: Path, tmp_path: Path) -> None:
     stream = io.StringIO()
     keys = {"precision": "bf16", "train_iters": 6, "zero_optimization": {"stage": 1}}
     train(tiny_config(corpus, tmp_path, load=str(trained), **keys), Console(file=stream, width=200))
@@ -200,7 +200,7 @@ def test_another_precision_goes_on_from_the_masters_and_says_so(trained: Path, c
     assert losses(tmp_path) == pytest.approx(losses(tmp_path / "fp32"), rel=2**-5)
 
 
-def test_where_a_run_starts_is_never_a_guess(trained: Path, corpus: Path, tmp_path: Path) -> None:
+def test_the_starting_checkpoint_is_unambiguous(trained: Path, corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"save: {trained} already contains checkpoints .*add load={trained}"):
         train(tiny_config(corpus, trained))
     with pytest.raises(UserError, match=r"load: .*nowhere: no such folder"):
@@ -236,7 +236,7 @@ def test_another_folder_takes_over_from_an_older_checkpoint(trained: Path, corpu
     assert (branch.trainer_state.origin, branch.training_digest) == (None, whole.training_digest)
 
 
-def test_a_run_that_changed_its_rate_is_no_seed_of_one_that_always_had_it(
+def test_runs_with_different_rate_histories_are_not_seeds_of_one_method(
     trained: Path, corpus: Path, tmp_path: Path
 ) -> None:
     def resume(name: str, **keys: Any) -> str:
@@ -273,7 +273,7 @@ def test_a_finished_run_has_nothing_to_do(trained: Path, corpus: Path, tmp_path:
     assert losses(run) == losses(trained)
 
 
-def test_finetuning_takes_the_weights_and_nothing_else(trained: Path, corpus: Path, tmp_path: Path) -> None:
+def test_finetuning_loads_only_the_weights(trained: Path, corpus: Path, tmp_path: Path) -> None:
     other = write_corpus(tmp_path / "text" / "other", seed=9)
     shutil.copy(corpus / "corpus.json", tmp_path / "text" / "corpus.json")
     keys = {"train_data_paths": [str(other)], "tokenizer_type": None}

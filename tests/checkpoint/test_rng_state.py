@@ -17,7 +17,7 @@ def draw() -> tuple[object, ...]:
     return random.random(), random.gauss(0, 1), *numpy, torch.rand(1).item(), torch.randn(3).tolist()
 
 
-def test_what_was_captured_comes_back(tmp_path: Path) -> None:
+def test_captured_results_are_returned(tmp_path: Path) -> None:
     draw()  # an odd number of Gaussians leaves a cached value in the generators
     tensor_files.write_tensors(tmp_path / "states", *rng_state.pack_rng_state(rng_state.capture_rng_state()))
     expected = draw()
@@ -27,7 +27,7 @@ def test_what_was_captured_comes_back(tmp_path: Path) -> None:
     assert draw() == expected
 
 
-def test_those_of_a_gpu_are_kept(tmp_path: Path) -> None:
+def test_random_states_of_a_gpu_are_saved(tmp_path: Path) -> None:
     gpu = {"cuda": torch.arange(16, dtype=torch.uint8), "tracker": {"model-parallel-rng": torch.ones(4)}}
     tensor_files.write_tensors(tmp_path / "states", *rng_state.pack_rng_state(rng_state.capture_rng_state() | gpu))
     with safe_open(tmp_path / "states", "pt") as file:
@@ -37,7 +37,7 @@ def test_those_of_a_gpu_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("metadata", [{}, {"random": "{}"}, {"random": "no"}])
-def test_a_file_without_them_is_told(tmp_path: Path, metadata: dict[str, str]) -> None:
+def test_a_file_without_random_states_is_rejected(tmp_path: Path, metadata: dict[str, str]) -> None:
     tensor_files.write_tensors(tmp_path / "states", {"random/torch": torch.get_rng_state()}, metadata)
     with (
         safe_open(tmp_path / "states", "pt") as file,

@@ -38,7 +38,7 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path) -> No
     RunLock(tmp_path / "run").release()
 
 
-def test_what_holds_it_for_a_moment_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_briefly_held_locks_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "LOCK_TIMEOUT", 60.0)
     first = RunLock(tmp_path)
     threading.Timer(0.3, first.release).start()
@@ -69,7 +69,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         RunLock(tmp_path / "file")
 
 
-def test_a_configuration_of_somebody_keeps_its_name_and_its_comments(tmp_path: Path) -> None:
+def test_a_user_configuration_keeps_its_name_and_comments(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, tmp_path, train_iters=7)
     own = tmp_path / "config.yml"
     own.write_text(OWN)
@@ -86,7 +86,7 @@ def test_a_configuration_of_somebody_keeps_its_name_and_its_comments(tmp_path: P
     assert (get_config_path(tmp_path), (tmp_path / RESOLVED_CONFIG).exists()) == (own, False)
 
 
-def test_a_run_replaces_what_a_run_wrote_unless_somebody_changed_it(tmp_path: Path) -> None:
+def test_a_run_replaces_generated_files_unless_edited(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, tmp_path, train_iters=7)
     own = tmp_path / "config.yml"
     assert save_config(config, tmp_path) is save_config(config.replace(train_iters=9), tmp_path) is None
@@ -98,7 +98,7 @@ def test_a_run_replaces_what_a_run_wrote_unless_somebody_changed_it(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", RESOLVED_CONFIG])
-def test_a_folder_with_files_of_others_takes_no_run(tmp_path: Path, name: str) -> None:
+def test_a_folder_with_other_files_is_rejected_for_a_run(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine: true\n")
     with pytest.raises(UserError, match=f"save: .* contains {name}, which no run wrote"):
         refuse_foreign_run_files(tmp_path, ("metrics.jsonl",))

@@ -38,7 +38,7 @@ def names(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
-def test_what_a_checkpoint_holds(corpus: Path, tmp_path: Path) -> None:
+def test_contents_of_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
     config = tiny_config(corpus, tmp_path, zero_optimization={"stage": 2}, precision="bf16", bf16={"enabled": True})
     result = train(config)
     assert result.checkpoint is not None
@@ -112,7 +112,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(
 
 
 @pytest.mark.parametrize("kilobytes", [20, 100])
-def test_a_disk_that_really_refuses(corpus: Path, tmp_path: Path, kilobytes: int) -> None:
+def test_a_full_disk(corpus: Path, tmp_path: Path, kilobytes: int) -> None:
     """A file size limit fails like a full disk, in a rank's file or in model.safetensors."""
     train(tiny_config(corpus, tmp_path, train_iters=2))
     told = r"step_0000004: not saved: .*File too large.*; .* is .*step_0000002"
@@ -140,7 +140,7 @@ def test_weights_that_are_not_finite_are_not_saved(
     assert names(tmp_path) == ["step_0000002"]
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(
+def test_training_continues_while_a_checkpoint_is_written(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training continues during a save. The disk blocks until the next save waits; by then two more steps have run.
@@ -214,7 +214,7 @@ def test_hooks_of_a_caller_hear_of_a_run_and_of_its_saves(corpus: Path, tmp_path
         assert (one / path).read_bytes() == (other / path).read_bytes()
 
 
-def test_a_disk_that_refuses_in_the_background_ends_the_run_at_the_next_step(
+def test_a_disk_error_in_the_background_ends_the_run_at_the_next_step(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharded_state, "write_tensors", refuse)
@@ -224,7 +224,7 @@ def test_a_disk_that_refuses_in_the_background_ends_the_run_at_the_next_step(
     assert len(losses(tmp_path)) < 100
 
 
-def test_memory_that_does_not_suffice_is_told_and_loses_nothing(
+def test_insufficient_memory_is_reported_without_data_loss(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tiny_config(corpus, tmp_path, train_iters=2, lr_decay_iters=4))

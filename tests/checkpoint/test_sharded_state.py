@@ -84,7 +84,7 @@ def test_any_part_is_found(
 
 
 @pytest.mark.parametrize("how", [None, ShardSpec(0, 1)])
-def test_a_hole_is_told(tmp_path: Path, how: ShardSpec | None) -> None:
+def test_a_gap_is_reported(tmp_path: Path, how: ShardSpec | None) -> None:
     files = write(tmp_path, torch.randn(8, 3), how, 2, [5, 9])
     with ShardReader([*files[:1], *files[2:]]) as pieces:
         with pytest.raises(RunError, match=r"contains no exp_avg for element 5 of weight"):
@@ -96,7 +96,7 @@ def test_a_hole_is_told(tmp_path: Path, how: ShardSpec | None) -> None:
             pieces.read_tensor("exp_avg_sq", "weight")
 
 
-def test_what_is_no_such_file_is_told(tmp_path: Path) -> None:
+def test_invalid_files_are_reported(tmp_path: Path) -> None:
     tensor_files.write_tensors(tmp_path / "plain", {"weight": torch.zeros(3)}, {})
     (tmp_path / "text").write_text("no")
     for name in ("plain", "text", "missing"):
@@ -108,7 +108,7 @@ def test_what_is_no_such_file_is_told(tmp_path: Path) -> None:
 
 
 @given(size=some.integers(1, 50), ranks=some.integers(1, 9))
-def test_shares_of_what_several_hold_are_all_of_it(size: int, ranks: int) -> None:
+def test_shards_of_a_shared_parameter_recombine(size: int, ranks: int) -> None:
     held = fragment(nn.Parameter(torch.randn(size + 3)), 2, size + 2)
     shares = [held.split_over_axis(Axis(index, ranks)) for index in range(ranks)]
     assert torch.equal(torch.cat([each.master for each in shares]), held.master)

@@ -93,7 +93,7 @@ def test_cope_of_format_5_computes_as_it_did() -> None:
 
 
 @pytest.mark.parametrize("written", [3, 4])
-def test_a_run_goes_on_from_weights_and_optimizer_states_of_the_old_name(written: int, tmp_path: Path) -> None:
+def test_a_run_resumes_from_states_with_old_names(written: int, tmp_path: Path) -> None:
     """Resuming with old names of weights and optimizer states equals resuming with new ones, bit for bit.
 
     The differences of format 3 do not concern this configuration.
@@ -123,9 +123,10 @@ def test_a_run_goes_on_from_weights_and_optimizer_states_of_the_old_name(written
     assert all(torch.equal(states[0][name], states[1][name]) for name in moments)
 
 
-def test_finetuning_takes_an_old_layer_s_encoding_and_drops_it(tmp_path: Path) -> None:
+def test_finetuning_drops_the_encoding_of_an_old_layer(tmp_path: Path) -> None:
     """Finetuning loads an old layer's encoding into per-layer encodings, or drops it for another encoding and reports
-    it."""
+    it.
+    """
     corpus = write_corpora(tmp_path / "corpus")
     keys = load_checkpoint_config(FOUR).to_flat() | {"load": str(FOUR), "finetune": True, "train_iters": 1}
     keys |= {"train_data_paths": [str(corpus / "train_text_document")], "lr_decay_iters": None}
@@ -150,7 +151,7 @@ def test_an_old_checkpoint_is_exported_by_the_names_it_has(tmp_path: Path) -> No
     assert all(torch.equal(old[name], new[name]) for name in names)
 
 
-def test_a_key_that_is_gone_and_a_stricter_check_lose_no_checkpoint(
+def test_removed_keys_and_stricter_checks_keep_checkpoints_readable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checkpoints stay readable after a key is removed and a check becomes stricter, as in a future format."""
@@ -190,7 +191,7 @@ def test_a_configuration_of_this_format_is_read_as_it_was_written(tmp_path: Path
         (None, "config.yml: not found; the checkpoint is damaged"),
     ],
 )
-def test_what_is_none_is_said_in_one_line(text: str | None, said: str, tmp_path: Path) -> None:
+def test_invalid_inputs_are_reported_in_one_line(text: str | None, said: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "config.yml").write_text(text)
     with pytest.raises(RunError) as caught:
@@ -199,7 +200,7 @@ def test_what_is_none_is_said_in_one_line(text: str | None, said: str, tmp_path:
     assert "\n" not in str(caught.value)
 
 
-def test_a_later_version_is_told_from_damage(tmp_path: Path) -> None:
+def test_a_later_version_is_distinguished_from_damage(tmp_path: Path) -> None:
     checkpoint = tmp_path / "step_0000002"
     shutil.copytree(ONE, checkpoint)
     content = json.loads((checkpoint / "manifest.json").read_text())

@@ -19,7 +19,7 @@ TYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8,
     kinds=some.lists(some.sampled_from(TYPES), min_size=5, max_size=5),
     note=some.text(),
 )
-def test_the_library_reads_what_was_written(
+def test_the_library_reads_written_files(
     tmp_path_factory: pytest.TempPathFactory, shapes: dict[str, list[int]], kinds: list[torch.dtype], note: str
 ) -> None:
     path = tmp_path_factory.mktemp("stream") / "file"
@@ -39,7 +39,7 @@ def test_the_library_reads_what_was_written(
             assert torch.equal(found, tensor)
 
 
-def test_a_tensor_that_is_not_what_the_header_says_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_that_contradicts_the_header_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="weight is"):
         tensor_files.write_tensor_stream(
             tmp_path / "file", {"weight": tensor_files.TensorSpec((2, 3))}, [torch.zeros(3, 2)], {}

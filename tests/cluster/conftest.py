@@ -1,5 +1,6 @@
 """SLURM cluster on this machine: a controller and two nodes in a temporary folder, independent of the machine's own
-setup."""
+setup.
+"""
 
 import getpass
 import os
@@ -52,7 +53,8 @@ class Slurm:
 
     def state(self, job: str) -> str:
         """Return the state of a job (PENDING, RUNNING, COMPLETED …); for a job array, the distinct states of its
-        tasks."""
+        tasks.
+        """
         found = re.findall(r"JobState=(\S+)", self("scontrol", "show", "job", job))
         return ",".join(sorted(set(found)))
 

@@ -72,7 +72,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_loses_a_rank_goes_on_and_stops(
+def test_a_run_loses_a_rank_resumes_and_stops(
     two_nodes: TwoNodes, whole: tuple[Path, list[float]], way: str, tmp_path: Path
 ) -> None:
     folder, expected = whole

@@ -38,7 +38,7 @@ def test_the_table_has_every_model_and_every_overlay() -> None:
 
 
 @pytest.mark.parametrize(("model", "overlay", "gpus", "gib", "estimate"), CASES)
-def test_what_the_table_names_fits(model: str, overlay: str, gpus: int, gib: float, estimate: float) -> None:
+def test_configurations_in_the_table_fit(model: str, overlay: str, gpus: int, gib: float, estimate: float) -> None:
     for method in (METHOD, "rotary", "fire"):
         config = load_config([model, method, overlay, "local_setup"]).config
         on_site = resolve_run(config, LocalHardware(num_gpus=gpus, num_cores=gpus))
@@ -54,7 +54,7 @@ def test_what_the_table_names_fits(model: str, overlay: str, gpus: int, gib: flo
             assert found.total / 2**30 == pytest.approx(estimate, abs=0.051)
 
 
-def test_fewer_gpus_than_the_table_says_do_not_fit() -> None:
+def test_fewer_gpus_than_in_the_table_do_not_fit() -> None:
     for model, overlay, gpus, gib, _ in CASES:
         assert all(fewer >= gpus for fewer, found in list_estimates(model, overlay) if found.fits(gib))
 

@@ -193,7 +193,8 @@ def test_every_key_is_read_somewhere():
 
 def test_keys_that_are_no_longer_read_are_found():
     """Unused keys are found although `split` occurs as `text.split`, `eod_mask_loss` as a variable, and `betas` in
-    dictionaries."""
+    dictionaries.
+    """
     uses = {
         "split": r"\b(data|options|run_data)\.split\b",
         "eod_mask_loss": r"\bdata\.eod_mask_loss\b",

@@ -49,7 +49,7 @@ def only_problem(files: list[str], overrides: list[str] = ()) -> str:
     return line
 
 
-def test_later_wins_and_says_what_it_replaced(write):
+def test_later_layers_win_and_report_replaced_values(write):
     write(over="# x\noptimizer: {params: {lr: 1e-3}}\nseed: 7\n")
     loaded = load_config(["base.yml", "over"], ["seed=8", "optimizer.params.lr=0.01"])
     params = loaded.config.optimizer.optimizer.params
@@ -105,7 +105,7 @@ def test_a_later_layer_decides_between_a_key_and_its_name_elsewhere(write, own, 
     assert load_config(["base", "own", "foreign"]).layers.values[path].value == foreign_value
 
 
-def test_what_is_replaced_replaces_nothing(write):
+def test_replaced_options_replace_nothing(write):
     """A task excludes texts and the length; a text in a later layer excludes the task and restores the length."""
     write(task="task: copy_string\ntask_length: 8", text="train_data_paths: [a]")
     config = load_config(["base", "task", "text"]).config
@@ -113,7 +113,7 @@ def test_what_is_replaced_replaces_nothing(write):
 
 
 @pytest.mark.parametrize("value", ["train_iters=0", "train_iters=null", "stages=[{until: 4}, {}]", "data_path=null"])
-def test_a_value_that_gives_nothing_replaces_nothing(write, value):
+def test_an_empty_value_replaces_nothing(write, value):
     write(first="train_epochs: 2\ntrain_data_paths: [a]\nsave: x")
     layers = load_config(["base", "first"], [value]).layers
     assert layers.values[("train_epochs",)].value == 2
@@ -244,7 +244,7 @@ def test_all_problems_at_once_each_with_its_place(write):
         ("optimizer_type=sgd", "use Adam, AdamW, Muon or Lion"),
     ],
 )
-def test_wrong_values_name_key_value_and_what_is_valid(write, override, message):
+def test_errors_name_key_value_and_valid_values(write, override, message):
     line = only_problem(["base"], [override])
     assert line.startswith("command line: ")
     assert message in line, line
@@ -281,7 +281,7 @@ def test_a_dropped_letter_never_loses_a_key(path, data):
     assert ".".join(path) in first, first
 
 
-def test_missing_keys_are_named_with_their_meaning_and_where_they_were_looked_for(write):
+def test_missing_keys_are_reported_with_meaning_and_searched_files(write):
     found = problems([], ["num_layers=2"])
     missing = "hidden_size is missing (width of the residual stream); set it in a file or as hidden_size=…"
     assert f"command line: {missing}" in found
@@ -293,12 +293,12 @@ def test_missing_keys_are_named_with_their_meaning_and_where_they_were_looked_fo
     assert only_problem([]) == "no configuration given; name a file, such as model/125M"
 
 
-def test_a_file_that_says_nothing_is_named(write):
+def test_an_empty_file_is_reported(write):
     write(nothing="# only a comment\n")
     assert only_problem(["nothing.yml"]) == "nothing.yml: contains no keys"
 
 
-def test_a_wrong_method_is_told_beside_other_problems(write):
+def test_an_invalid_method_is_reported_with_other_problems(write):
     write(wrong="num_layers: two\npos_emb: ropee\n")
     found = problems(["wrong.yml"])
     assert any(line.startswith("wrong.yml:1: num_layers is two; it must be") for line in found)
@@ -393,7 +393,7 @@ def test_a_folder_is_no_configuration(tmp_path):
         load_config([tmp_path])
 
 
-def test_a_key_that_is_not_read_beside_the_others_is_told(write):
+def test_an_unused_key_is_reported(write):
     write(over="split: 8,1,1\nwandb_project: mine\n")
     notes = load_config(["base", "over"], ["train_data_paths=[x]"]).notes
     assert "over.yml:1: split has no effect: train_data_paths is ['x']" in notes
@@ -401,7 +401,7 @@ def test_a_key_that_is_not_read_beside_the_others_is_told(write):
     assert not any("split" in note for note in load_config(["base", "over"], ["data_path=x"]).notes)
 
 
-def test_validations_without_an_interval_are_told(write):
+def test_validation_without_an_interval_is_reported(write):
     keys = ["eval_at_start=true", "eval_lengths=[2x]", "valid_data_sets={a: x}"]
     notes = load_config(["base"], [*keys, "eval_interval=0"]).notes
     for key in ("eval_at_start", "eval_lengths", "valid_data_sets.a"):
@@ -415,13 +415,13 @@ def test_a_validation_set_is_located_by_its_key(write):
         raise UserError("valid_data_sets.a: no", "valid_data_sets.a")
 
 
-def test_validation_sets_stay_beside_a_data_path(write):
+def test_validation_sets_can_be_combined_with_a_data_path(write):
     write(sets="train_data_paths: [b]\nvalid_data_sets: {a: x}")
     data = load_config(["base", "sets"], ["data_path=c"]).config.data
     assert (data.data_path, data.train_data_paths, data.valid_data_sets) == ("c", [], {"a": "x"})
 
 
-def test_keys_of_a_section_that_is_not_read_are_told_together(write):
+def test_keys_of_an_unused_section_are_reported_together(write):
     write(
         job="slurm: {partition: a, account: b, requeue: true}\nlauncher: slurm\nnum_gpus: 1\n",
         half="precision: fp16\nfp16: {loss_scale: 3, hysteresis: 2}\n",

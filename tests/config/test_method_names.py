@@ -64,14 +64,14 @@ def test_names_of_the_field_lead_to_ours(name, key, ours):
         assert f"{key}: {ours}" in [row[0] for row in reference.lookup_keys(name)]
 
 
-def test_each_kind_of_method_knows_the_other():
+def test_methods_of_each_kind_are_suggested_for_the_other():
     with pytest.raises(UserError, match=r"pos_emb: 'cdape' is a value of another key, score_processor: .*=cdape"):
         load_config([], [*SHAPE, "pos_emb=cdape"])
     with pytest.raises(UserError, match="score_processor: 'rope' is a value of another key, pos_emb: pos_emb=rotary"):
         load_config([], [*SHAPE, "score_processor=rope"])
 
 
-def test_names_of_other_projects_are_told_where_a_file_is_named():
+def test_names_of_other_projects_are_reported_with_the_file():
     with pytest.raises(UserError, match=r"kerple_capev2: no such .*; it is a value: pos_emb=kerple_capev2"):
         load_config(["kerple_capev2"])
     rows = {row[0]: row[3] for row in reference.lookup_keys("kerple_capev2")}

@@ -71,7 +71,7 @@ def test_gpt_neox_125m_with_its_local_setup(read):
     assert all(key in notes for key in silent)
 
 
-def test_every_stock_key_is_understood_or_said_to_do_nothing(read):
+def test_every_stock_key_is_supported_or_reported_as_ineffective(read):
     """Every key of a stock file is either supported or mentioned in a note."""
     for files in (
         (stock.NEOX_125M, stock.NEOX_LOCAL_SETUP, stock.NEOX_BF16),
@@ -86,7 +86,7 @@ def test_every_stock_key_is_understood_or_said_to_do_nothing(read):
 
 
 @pytest.mark.parametrize("files", [("NEOX_125M", "NEOX_LOCAL_SETUP"), ("KERPLE_TRAIN", "KERPLE_LOCAL_SETUP"), ()])
-def test_stock_files_resolve_for_a_cluster_where_no_gpu_is(read, files):
+def test_stock_files_resolve_without_a_gpu(read, files):
     """Stock files resolve without a GPU: they train in float16 on any number of GPUs."""
     values = [getattr(stock, name) for name in files] or [stock.DAPE["125M_kerple_c"]]
     settled = resolve_run(
@@ -137,7 +137,7 @@ def test_dape_125m(read, name):
         assert any("mlp_width has no effect: score_processor is none" in note for note in loaded.notes)
 
 
-def test_a_key_of_dapes_fire_implies_layers_of_its_own_unless_a_file_says_otherwise(read) -> None:
+def test_a_key_of_dapes_fire_implies_separate_layers_by_default(read) -> None:
     own = read(stock.DAPE["125M_fire"], {"pos_emb_per_layer": False}).config
     assert (own.position.pos_emb_per_layer, own.optimizer.decay_positions) == (False, True)
     kerple = read({**stock.DAPE["125M_fire"], "pos-emb": "kerple_log"}).config
@@ -270,7 +270,7 @@ def test_a_schedule_by_megatrons_and_open_pull_requests_names(read):
         ({"expansion_factor": -2}, "positive number"),
     ],
 )
-def test_refused_with_what_to_use_instead(read, theirs, message):
+def test_rejected_keys_name_the_replacement(read, theirs, message):
     with pytest.raises(UserError) as caught:
         read({**SMALL, **theirs})
     (line,) = str(caught.value).splitlines()
@@ -306,7 +306,7 @@ def test_offloading_to_the_cpu_by_all_its_names(read):
         read({**SMALL, "zero_optimization": {"stage": 3, "cpu_offload": False, **own}})
 
 
-def test_all_spellings_of_documents_kept_apart(read):
+def test_all_spellings_of_document_masking(read):
     def mask_of(theirs):
         return read({**SMALL, **theirs}).config.position.attention_mask
 
@@ -361,7 +361,7 @@ def test_their_switches_of_profiles_are_our_steps(read):
         (["window_attn_skip_freq=4"], "rotary", None),
     ],
 )
-def test_megatron_s_patterns_of_layers_are_those_of_its_own_functions(overrides, encodings, windows) -> None:
+def test_layer_patterns_match_megatron(overrides, encodings, windows) -> None:
     position = load_config(["125M", "rotary"], overrides).config.position
     assert (position.pos_emb, position.attention_window) == (encodings, windows)
     settings = {name: ast.literal_eval(value) for name, _, value in (text.partition("=") for text in overrides)}
@@ -387,7 +387,7 @@ def test_megatron_s_patterns_of_layers_are_those_of_its_own_functions(overrides,
         (["window_size=[4,0]", "attention_window=5"], "window_size contradicts attention_window"),
     ],
 )
-def test_what_a_pattern_of_layers_cannot_say_is_refused(overrides, problem) -> None:
+def test_invalid_layer_patterns_are_rejected(overrides, problem) -> None:
     with pytest.raises(UserError, match=re.escape(problem)):
         load_config(["125M", "rotary"], overrides)
 
@@ -457,7 +457,7 @@ def test_fire_under_a_processor_of_dapes_has_the_activation_that_it_has_there() 
 
 
 @pytest.mark.parametrize("method", ["alibi", "rpe", "kerple_log", "fire", "transformer_xl", "rope_dapev1", "nope_c"])
-def test_scaling_by_layer_is_refused_where_something_is_added_to_the_scores(read, method: str) -> None:
+def test_scaling_by_layer_is_rejected_with_a_bias(read, method: str) -> None:
     """Scaling by layer is rejected if a term is added to the scores: layer n of GPT-NeoX then has n times the bias.
 
     Its fraction of the logits is 0.25 with alibi and 0.60 with rpe.
@@ -471,7 +471,7 @@ def test_scaling_by_layer_is_refused_where_something_is_added_to_the_scores(read
 
 
 @pytest.mark.parametrize("method", ["rotary", "learned", "sinusoidal", "none"])
-def test_scaling_by_layer_changes_nothing_where_nothing_is_added(read, method: str) -> None:
+def test_scaling_by_layer_has_no_effect_without_a_bias(read, method: str) -> None:
     loaded = read({**SMALL, "pos_emb": method, "apply_query_key_layer_scaling": True})
     assert any("apply_query_key_layer_scaling has no effect: the softmax" in note for note in loaded.notes)
     with pytest.raises(UserError, match=r"apply_query_key_layer_scaling: is 'often'; it must be true or false"):
@@ -489,7 +489,7 @@ def test_scaling_by_layer_changes_nothing_where_nothing_is_added(read, method: s
         ({}, 32),  # 4 × 24 / 3
     ],
 )
-def test_a_gated_layer_has_the_width_that_gpt_neox_gives_it(read, keys: dict[str, int], width: int) -> None:
+def test_a_gated_layer_has_the_width_of_gpt_neox(read, keys: dict[str, int], width: int) -> None:
     loaded = read({**SMALL, **keys, "activation": "swiglu"})
     assert ffn_hidden_size(loaded.config.model) == width
     assert any(f"gives a feed-forward width of {width} (a third), as in GPT-NeoX" in note for note in loaded.notes)
@@ -509,9 +509,10 @@ def test_a_gated_layer_without_a_width_is_refused(read) -> None:
               "model_parallel_size": 2, "num_gpus": 2})  # fmt: skip
 
 
-def test_rows_of_the_embedding_are_raised_to_what_the_ranks_divide(read) -> None:
+def test_embedding_rows_are_padded_to_a_multiple_of_the_ranks(read) -> None:
     """GPT-NeoX's llama/13B.yml sets make_vocab_size_divisible_by 1 for two ranks and multiplies it by the number of
-    ranks."""
+    ranks.
+    """
     loaded = read({**SMALL, "hidden_size": 32, "num_attention_heads": 4, "make_vocab_size_divisible_by": 3,
                    "model_parallel_size": 2, "num_gpus": 2})  # fmt: skip
     assert loaded.config.model.make_vocab_size_divisible_by == 6

@@ -21,7 +21,8 @@ def test_page_is_current():
 
 def declared() -> dict[str, str]:
     """Return name → description of every `name: type = key(default, "doc", …)` in megatron/options, parsed from the
-    sources."""
+    sources.
+    """
     found = {}
     for path in (ROOT / "megatron/options").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -44,7 +45,7 @@ def list_rows(section: str | None = None) -> list[tuple[str, list[str]]]:
     return [(name, cells) for cells in lines for name in re.findall(r"`([^`]+)`", cells[0])]
 
 
-def test_page_has_what_the_sources_declare():
+def test_page_matches_the_sources():
     found = declared()
     assert len(found) > 90  # guards against an empty comparison
     written = {(name.split(".")[-1], cells[-1].replace("¦", "|")) for name, cells in list_rows()}
@@ -62,7 +63,7 @@ def test_page_has_every_key_of_the_stock_configurations():
     assert flat - known == set()
 
 
-def test_page_says_what_a_person_must_know_of_some_keys():
+def test_page_has_notes_on_some_keys():
     """The page states essential facts about some keys. They are written here by hand, independently of the tables."""
     assert rows("model")["num_layers"][:3] == ["`num_layers`", "required", "whole number"]
     assert rows("model")["num_layers"][3] == "architecture"

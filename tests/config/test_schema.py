@@ -27,7 +27,7 @@ def test_every_key_has_one_owner():
     assert len(names) == len(set(names)) == len(map_key_owners())
 
 
-def test_headings_are_read_from_the_source_where_python_leaves_docstrings_out(monkeypatch):
+def test_headings_are_read_from_the_source_without_docstrings(monkeypatch):
     whole, headings = small().to_yaml(), {name: read_docstring(section) for name, section in SECTIONS.items()}
     assert all(headings.values())
     for section in SECTIONS.values():
@@ -119,7 +119,7 @@ def test_configuration_is_frozen():
         "make_vocab_size_divisible_by=64", "layernorm_epsilon=1e-6", "intermediate_size=50",
     ],
 )  # fmt: skip
-def test_architecture_changes_with_what_decides_the_function(change):
+def test_architecture_depends_on_keys_that_determine_the_function(change):
     assert small(change).architecture_keys() != small().architecture_keys()
 
 
@@ -131,7 +131,7 @@ def test_architecture_changes_with_what_decides_the_function(change):
         "init_method=small_init", "data_path=elsewhere", "tokenizer_type=bytes",
     ],
 )  # fmt: skip
-def test_architecture_ignores_what_does_not(change):
+def test_architecture_ignores_other_keys(change):
     assert small(change).architecture_keys() == small().architecture_keys()
 
 
@@ -153,13 +153,13 @@ def test_every_leaf_has_one_role():
 
 
 @pytest.mark.parametrize("change", ["hidden_dropout=0.5", "fp16.loss_scale=8", "lr=1", "seq_length=32", "split='9,1'"])
-def test_what_is_trained_changes_with_what_decides_it(change):
+def test_training_digest_depends_on_relevant_keys(change):
     assert small(change).training_fingerprint() != small().training_fingerprint()
     assert small(change).compute_training_digest() != small().compute_training_digest()
 
 
 @pytest.mark.parametrize("change", ["attention_backend=eager", "num_gpus=2", "log_interval=7", "save=x"])
-def test_what_is_trained_is_the_same_wherever_it_runs(change):
+def test_training_digest_does_not_depend_on_the_machine(change):
     assert (
         small(change, "train_batch_size=8").training_fingerprint() == small("train_batch_size=8").training_fingerprint()
     )
@@ -171,7 +171,7 @@ def test_the_digest_of_a_training_is_that_of_all_its_seeds():
     assert small().compute_training_digest(origin="a") != small().compute_training_digest(origin="b")
 
 
-def test_the_digest_of_a_checkpoint_knows_what_the_keys_do_not_say():
+def test_the_checkpoint_digest_includes_more_than_keys():
     relative, absolute = small("train_data_paths=[text/train]"), small("train_data_paths=[/text/train]")
     state = TrainerState(directory="/here", vocabulary={"size": 9, "name": "bytes"})
     for change in (

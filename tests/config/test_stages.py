@@ -36,7 +36,7 @@ def test_other_names_mean_the_same_in_a_stage() -> None:
     assert load_config([], [*SMALL, ours, f"stages={one.config.training.stages}"]).config == one.config
 
 
-def test_a_batch_that_a_stage_gives_is_its_batch() -> None:
+def test_a_stage_can_set_its_batch_size() -> None:
     batch = "{until: 20, seq_length: 64, train_batch_size: 24}"
     micro = "{seq_length: 32, train_micro_batch_size_per_gpu: 2}"
     text = f"stages=[{{until: 9}}, {batch}, {micro}]"

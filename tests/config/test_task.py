@@ -68,7 +68,7 @@ def test_the_sequence_length_follows(tmp_path: Path, text: str, expected: int) -
         ("task: even_pairs\ntask_length: 4\npipe_parallel_size: 2\n", "pipe_parallel_size 2: .* differ in length"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path: Path, text: str, why: str) -> None:
+def test_invalid_options_are_rejected(tmp_path: Path, text: str, why: str) -> None:
     with pytest.raises(UserError, match=why):
         loaded(tmp_path, text)
 
@@ -80,7 +80,7 @@ def test_another_task_drops_the_options_of_the_first(tmp_path: Path) -> None:
     assert found.config.model.seq_length == 130
 
 
-def test_a_task_that_says_positions_sizes_their_table(tmp_path: Path) -> None:
+def test_task_positions_determine_the_table_size(tmp_path: Path) -> None:
     def table_size(text: str) -> int | None:
         return loaded(tmp_path, text + "pos_emb: learned\n").config.model.max_position_embeddings
 

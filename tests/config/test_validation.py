@@ -119,7 +119,7 @@ def test_a_batch_alone_is_one_micro_batch_per_rank(batch, ranks):
     assert (training.train_micro_batch_size_per_gpu, training.gradient_accumulation_steps) == (batch // ranks, 1)
 
 
-def test_settled_batch_is_stable_and_another_number_of_ranks_is_refused():
+def test_resolved_batch_is_stable_and_another_number_of_ranks_is_rejected():
     config = resolve_batch_size(load_config([], [*SMALL, "train_batch_size=8"]).config, 2)
     assert resolve_batch_size(config, 2) == config
     with pytest.raises(UserError, match="× 3 ranks = 12"):
@@ -212,7 +212,7 @@ def test_micro_batches_are_at_least_as_many_as_stages(overrides: tuple[str, ...]
     assert sizes == found
 
 
-def test_ranks_known_from_the_configuration_alone():
+def test_ranks_from_the_configuration_alone():
     assert get_known_world_size(load_config([], SMALL).config) is None
     assert get_known_world_size(load_config([], [*SMALL, "device=cpu"]).config) == 1
     assert get_known_world_size(load_config([], [*SMALL, "device=cpu", "num_gpus=3"]).config) == 3

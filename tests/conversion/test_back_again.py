@@ -80,7 +80,7 @@ def test_exported_and_imported(case: ExportCase, tmp_path: Path) -> None:
     assert load_run_tokenizer(again.folder, again.config.data, again.tokenizer_name).name == "bytes"
 
 
-def test_weights_that_changed_on_the_way_are_refused(tmp_path: Path) -> None:
+def test_changed_weights_are_rejected(tmp_path: Path) -> None:
     """A flipped bit in a weight is detected by its checksum."""
     case = next(iter(list_architecture_cases()))
     run = write_run(tmp_path / "run", case.config(), build_gpt(case, 257))

@@ -112,13 +112,13 @@ def test_methods_of_ones_own_travel(own_methods: Path) -> None:
         ("facts", "", r"facts.py: an export has all files in one folder, but megatron.position.facts.py has the same"),
     ],
 )
-def test_methods_that_cannot_travel_are_refused(own_methods: Path, name: str, head: str, message: str) -> None:
+def test_methods_that_cannot_be_exported_are_rejected(own_methods: Path, name: str, head: str, message: str) -> None:
     (own_methods / "encodings" / f"{name}.py").write_text(f"{head}\n{OWN}")
     with pytest.raises(UserError, match=message):
         bundle_modeling_code([name], ["none"])
 
 
-def test_folders_of_methods_may_lie_in_the_project(own_methods: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_method_folders_may_be_in_the_project(own_methods: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_code, "REPOSITORY", own_methods.parent)
     (own_methods / "encodings" / "mine.py").write_text(f"import megatron.position.facts\n{OWN}")
     with pytest.raises(UserError, match=r"mine.py:1: import megatron.position.facts: an export"):

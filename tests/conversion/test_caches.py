@@ -75,7 +75,7 @@ def test_decoding_that_rolls_the_cache_back_writes_greedy_text(models: dict[str,
 
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
-def test_logits_after_a_crop_are_those_without_the_removed_tokens(models: dict[str, Any], name: str) -> None:
+def test_cropping_the_cache_removes_tokens(models: dict[str, Any], name: str) -> None:
     model, cache = models[name], DynamicCache()
     tokens = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(1))
     tokens[0, [5, 22]], tokens[1, 19] = END, END
@@ -89,7 +89,9 @@ def test_logits_after_a_crop_are_those_without_the_removed_tokens(models: dict[s
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["kerple_log", "selective", "documents"])
-def test_each_cache_of_transformers_is_right_or_refused(models: dict[str, Any], name: str, implementation: str) -> None:
+def test_each_cache_of_transformers_is_correct_or_rejected(
+    models: dict[str, Any], name: str, implementation: str
+) -> None:
     plain = generate(models[name], use_cache=False)
     try:
         found = generate(models[name], cache_implementation=implementation)
@@ -105,7 +107,7 @@ def test_each_cache_of_transformers_is_right_or_refused(models: dict[str, Any], 
 
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
-def test_a_cache_that_rounds_is_refused_where_numbers_must_be_exact(models: dict[str, Any], name: str) -> None:
+def test_a_quantized_cache_is_rejected_by_exact_methods(models: dict[str, Any], name: str) -> None:
     model, cache = models[name], RoundingCache()
     if name in KEEPS_EXACT_NUMBERS:
         with pytest.raises(ValueError, match="RoundingCache does not return exactly what was stored"):
@@ -117,7 +119,7 @@ def test_a_cache_that_rounds_is_refused_where_numbers_must_be_exact(models: dict
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_keys_that_something_else_trained_are_read_or_refused(models: dict[str, Any], name: str) -> None:
+def test_keys_of_other_trainers_are_read_or_rejected(models: dict[str, Any], name: str) -> None:
     """Keys in the cache before the first token, as in peft's prefix tuning, are read or rejected."""
     model, cache = models[name], DynamicCache()
     prefix = torch.randn(1, 3, 4, WIDTH // 3, generator=torch.Generator().manual_seed(2), requires_grad=True)
@@ -149,7 +151,7 @@ def test_static_caches_are_refused_at_once(models: dict[str, Any]) -> None:
 
 
 @torch.inference_mode()
-def test_the_cache_is_known_by_its_type_whatever_its_name(models: dict[str, Any]) -> None:
+def test_caches_are_identified_by_type(models: dict[str, Any]) -> None:
     """The cache is identified by its type: transformers 5.24 names it cache, 5.23 past_key_values."""
     model = models["cdape"]
     expected = model(PROMPT, use_cache=False).logits
@@ -172,6 +174,6 @@ def test_stop_strings_end_the_text(models: dict[str, Any]) -> None:
     assert found[PROMPT.shape[1] :] == plain[:1]
 
 
-def test_arguments_that_ask_for_another_result_are_refused(models: dict[str, Any]) -> None:
+def test_arguments_that_change_the_result_are_rejected(models: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="this model does not support output_attentions"):
         models["cdape"](PROMPT, output_attentions=True)

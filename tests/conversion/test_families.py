@@ -80,7 +80,7 @@ def test_the_configuration_there_and_back(name: str) -> None:
         "cohere2",
     ],
 )
-def test_transformers_reads_what_is_written(name: str, tmp_path: Path) -> None:
+def test_transformers_loads_exports(name: str, tmp_path: Path) -> None:
     """transformers reads the written configuration with its own class and builds the same model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -124,7 +124,7 @@ def test_transformers_reads_what_is_written(name: str, tmp_path: Path) -> None:
         ("qwen2", {"use_bias_in_mlp": True}, "Qwen2ForCausalLM has biases only in queries, keys and values"),
     ],
 )
-def test_what_a_family_cannot_express_is_said(name: str, keys: dict[str, object], reason: str) -> None:
+def test_unsupported_features_of_a_family_are_reported(name: str, keys: dict[str, object], reason: str) -> None:
     family, config, _ = read(name)
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(family.unsupported_reason(config.replace(**keys)))

@@ -69,7 +69,7 @@ def test_rope_of_the_evaluation_is_the_scaling_that_transformers_has(
             assert_close_in_rounding(plain(tokens), reference, TERMS, SUMS + 3 * ANGLES)
 
 
-def test_what_is_compared_can_differ(tmp_path: Path) -> None:
+def test_the_comparison_can_fail(tmp_path: Path) -> None:
     """Exact gelu instead of the approximation, or a lost norm bias, exceeds the tolerance by far."""
     theirs = written("gpt2", tmp_path / "source")
     tokens = torch.randint(ROWS, (2, LENGTH))
@@ -195,7 +195,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "change", "message"), [(name, *case) for name, cases in REFUSED.items() for case in cases]
 )
-def test_what_would_be_dropped_is_refused_by_name(
+def test_unsupported_parameters_are_rejected_by_name(
     name: str, change: dict[str, Any], message: str, sources: Path, tmp_path: Path
 ) -> None:
     source = tmp_path / "source"
@@ -211,7 +211,7 @@ def test_what_would_be_dropped_is_refused_by_name(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-def test_keys_that_mean_nothing_are_told(sources: Path, tmp_path: Path) -> None:
+def test_ignored_keys_are_reported(sources: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for path in (sources / "opt").iterdir():

@@ -42,7 +42,7 @@ def config_of(run: Path, corpus: Path, save: Path, **keys: object) -> Config:
     return tiny_config(corpus, save, **{**sections, "pos_emb_options": {}, **chosen})
 
 
-def test_its_configuration_says_nothing_of_training_and_a_training_asks_for_it(run: Path) -> None:
+def test_an_imported_configuration_lacks_training_keys(run: Path) -> None:
     config = load_config([run / "config.yml"]).config
     assert config.training.train_iters == 0
     with pytest.raises(UserError, match="no data to train on"):
@@ -59,7 +59,7 @@ def test_it_is_evaluated(run: Path, corpus: Path) -> None:
 
 
 @pytest.mark.parametrize("processor", ["none", "cdape"])
-def test_it_is_finetuned_and_begins_as_what_it_was(processor: str, run: Path, corpus: Path, tmp_path: Path) -> None:
+def test_finetuning_starts_from_the_imported_model(processor: str, run: Path, corpus: Path, tmp_path: Path) -> None:
     """Finetuning starts with the imported model's loss, also with CDAPE at zero effect and at another length."""
     keys = {"score_processor": processor, "score_processor_options": {"zero_init": True}} if processor != "none" else {}
     config = config_of(run, corpus, tmp_path / "tuned", seq_length=24, **keys)
@@ -74,7 +74,7 @@ def test_it_is_finetuned_and_begins_as_what_it_was(processor: str, run: Path, co
         assert not torch.equal(tuned(tokens), source(tokens))
 
 
-def test_there_is_no_training_to_go_on_with(run: Path, corpus: Path, tmp_path: Path) -> None:
+def test_an_imported_model_has_no_training_to_resume(run: Path, corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"contains only weights \(an imported model\).*finetune=true"):
         train(config_of(run, corpus, tmp_path / "tuned", finetune=False))
 

@@ -42,7 +42,7 @@ def test_exports_equal_the_project(tmp_path: Path) -> None:
     assert not select_beyond_rounding(measure_differences(cases, tmp_path))
 
 
-def test_what_is_no_number_is_beyond_rounding() -> None:
+def test_nan_exceeds_rounding() -> None:
     fine, none, *_ = EVERY_METHOD
     found = {fine: {"1x whole": 0.0}, none: {"1x whole": 0.0, "4x whole": math.nan}}
     assert list(select_beyond_rounding(found)) == [none.title]

@@ -107,7 +107,7 @@ def test_the_same_logits(name: str, tmp_path: Path) -> None:
     assert_close_in_rounding(ours, reference, TERMS, SUMS + 2 * LAYERS * 8)
 
 
-def test_what_is_compared_can_differ(tmp_path: Path) -> None:
+def test_the_comparison_can_fail(tmp_path: Path) -> None:
     """Names of the other kernel, a gate before its values, and unsummed biases all exceed the tolerance by far."""
     tokens = torch.randint(ROWS, (2, LENGTH))
     theirs = layout({"pos_emb": "rotary", "activation": "geglu", **PARALLEL}, ranks=2).fill()
@@ -120,7 +120,7 @@ def test_what_is_compared_can_differ(tmp_path: Path) -> None:
         assert_close_in_rounding(wrong, theirs.logits(tokens), TERMS, SUMS + 2 * LAYERS * 8)
 
 
-def test_an_encoding_whose_files_are_not_known_is_refused(tmp_path: Path) -> None:
+def test_an_encoding_with_an_unknown_layout_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"pos_emb kerple_log3 cannot be imported.*fire, .*kerple_log, .*t5"):
         imported(layout({"pos_emb": "kerple_log3"}).fill().write(tmp_path / "source"))
 
@@ -163,7 +163,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_what_is_wrong_is_one_line_and_leaves_nothing(what: str, tmp_path: Path) -> None:
+def test_errors_are_one_line_and_leave_no_files(what: str, tmp_path: Path) -> None:
     theirs = layout({"pos_emb": "kerple_log"}, ranks=2, whole_files=what == "no module").fill()
     if what == "a tensor too many":
         theirs.states[0]["2.attention.wonder.weight"] = theirs.states[1]["2.attention.wonder.weight"] = torch.ones(2)

@@ -57,7 +57,7 @@ def collate(**choices: Any) -> dict[str, Any]:
     ],
     ids=["position_ids", "cu_seq_lens", "seq_idx", "all"],
 )
-def test_packed_sequences_are_what_they_are_alone(
+def test_packed_sequences_match_separate_ones(
     models: dict[str, tuple[GPT, Any]], name: str, choices: dict[str, Any]
 ) -> None:
     gpt, model = models[name]
@@ -87,7 +87,7 @@ def test_rows_may_be_packed_otherwise_and_padded(models: dict[str, tuple[GPT, An
 
 @pytest.mark.parametrize("name", ["document", "selective"])
 @torch.inference_mode()
-def test_an_end_token_ends_what_later_tokens_see(models: dict[str, tuple[GPT, Any]], name: str) -> None:
+def test_tokens_do_not_attend_past_an_end_token(models: dict[str, tuple[GPT, Any]], name: str) -> None:
     """An end token limits the visibility of later tokens, in one pass, with a cache, and after removing tokens from the
     cache.
 
@@ -111,7 +111,7 @@ def test_an_end_token_ends_what_later_tokens_see(models: dict[str, tuple[GPT, An
 
 
 @pytest.mark.parametrize("name", ["document", "selective"])
-def test_generation_goes_on_with_the_last_document(models: dict[str, tuple[GPT, Any]], name: str) -> None:
+def test_generation_continues_the_last_document(models: dict[str, tuple[GPT, Any]], name: str) -> None:
     gpt, model = models[name]
     longest, count = max(map(len, PROMPTS)), 8
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS])
@@ -132,7 +132,7 @@ def test_generation_goes_on_with_the_last_document(models: dict[str, tuple[GPT, 
     assert torch.equal(*beams)
 
 
-def test_what_cannot_be_kept_apart_is_refused(models: dict[str, tuple[GPT, Any]]) -> None:
+def test_unsupported_packing_is_rejected(models: dict[str, tuple[GPT, Any]]) -> None:
     tokens = torch.tensor([[5, 1, 9, 2]])
     again = torch.tensor([[0, 1, 0, 1]])
     borders = torch.tensor([0, 2, 4])
@@ -167,14 +167,14 @@ def test_a_cache_of_something_else_is_refused(models: dict[str, tuple[GPT, Any]]
         model(torch.tensor([[9, 2]]), past_key_values=cache)
 
 
-def test_an_export_says_that_documents_are_kept_apart(models: dict[str, tuple[GPT, Any]]) -> None:
+def test_an_export_states_document_masking(models: dict[str, tuple[GPT, Any]]) -> None:
     for name, end in (("causal", None), ("document", END)):
         folder = Path(models[name][1].config._name_or_path)
         assert json.loads((folder / "config.json").read_text())["document_end_token_id"] == end
         assert ("document masking" in (folder / "README.md").read_text()) == (end is not None)
 
 
-def test_a_native_export_says_that_it_reads_a_row_as_one_document(tmp_path: Path) -> None:
+def test_a_native_export_states_the_lack_of_document_masking(tmp_path: Path) -> None:
     keys = {"pos_emb": "rotary", "norm": "rmsnorm", "activation": "swiglu", "no_weight_tying": True}
     keys |= {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False, "attention_mask": "document"}
     case, lines = ExportCase("llama", keys), []

@@ -180,7 +180,7 @@ def test_the_code_of_a_tokenizer(tmp_path: Path) -> None:
     assert transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)("a b").input_ids
 
 
-def test_what_cannot_be_renewed_is_refused(tmp_path: Path) -> None:
+def test_exports_that_cannot_be_refreshed_are_rejected(tmp_path: Path) -> None:
     folder = write_export(tmp_path, {"pos_emb": "kerple_log"})
     with pytest.raises(UserError, match="nowhere: no such folder; expected an export"):
         refresh_export.refresh_export(tmp_path / "nowhere")

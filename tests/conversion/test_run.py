@@ -153,7 +153,7 @@ def test_a_full_disk_leaves_things_as_they_were(there: bool, run: Path, tmp_path
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_of_two_exports_into_one_folder_none_is_lost(
+def test_two_exports_into_one_folder_are_both_kept(
     there: bool, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "fire"

@@ -187,7 +187,7 @@ def test_a_missing_weight_has_its_start_value(
     assert low <= found.min() <= found.max() <= high
 
 
-def test_what_would_be_silently_wrong_is_refused(transformers: Any, model: Any) -> None:
+def test_silent_errors_are_rejected(transformers: Any, model: Any) -> None:
     tokens = torch.tensor([PROMPTS[0]])
     places = torch.arange(8)[None]
     refused: list[tuple[str, dict[str, Any]]] = [
@@ -207,7 +207,7 @@ def test_what_would_be_silently_wrong_is_refused(transformers: Any, model: Any) 
     model(tokens, position_ids=places, cache_position=places[0], output_attentions=False)
 
 
-def test_sdpa_is_not_put_in_the_place_of_our_attention(transformers: Any, exported: tuple[GPT, Path]) -> None:
+def test_sdpa_does_not_replace_our_attention(transformers: Any, exported: tuple[GPT, Path]) -> None:
     with pytest.raises(ValueError, match="does not support an attention implementation"):
         load(transformers, exported[1], attn_implementation="sdpa")
 
@@ -228,9 +228,7 @@ def test_exports_in_folders_of_one_name_keep_their_own_code(transformers: Any, t
 
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
-def test_a_padded_row_is_what_it_is_alone_where_positions_are_drawn(
-    transformers: Any, tmp_path: Path, side: str
-) -> None:
+def test_padded_rows_match_single_rows_with_random_positions(transformers: Any, tmp_path: Path, side: str) -> None:
     case = ExportCase("randomized", {"pos_emb": "rotary", "randomized_positions": 64})
     gpt = build_gpt(case, VOCABULARY)
     folder = export_model(write_run(tmp_path / "run", case.config(), gpt), tmp_path / "export", log=lambda line: None)

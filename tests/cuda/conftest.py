@@ -1,5 +1,4 @@
-"""Shared by the tests that run on the null CUDA device (`make test-cuda`), which tests/conftest.py collects there
-alone."""
+"""Fixtures of the tests on the null CUDA device (`make test-cuda`); tests/conftest.py collects them only there."""
 
 import signal
 from collections.abc import Iterator
@@ -12,12 +11,12 @@ from tools.gpu.null_device_cases import VOCABULARY
 
 LONGEST = 131072
 SECONDS = 600
-"""A test may take; a wait for a device that computes nothing would never end."""
+"""Time limit of a test, in seconds: a wait for a device that computes nothing would never end."""
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus folder of random tokens, with sequences of the greatest length."""
+    """Corpus folder of random tokens, with sequences of the maximum length."""
     folder = tmp_path_factory.mktemp("text") / "corpus"
     write_synthetic_corpus(folder, VOCABULARY, LONGEST)
     return folder
@@ -25,7 +24,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _ends_in_time() -> Iterator[None]:
-    """A test that hangs fails, where it hangs."""
+    """Time limit that makes a hanging test fail at the line where it hangs."""
 
     def fail(number: int, frame: object) -> None:
         raise TimeoutError(f"the test took more than {SECONDS} seconds")

@@ -1,5 +1,4 @@
-"""Every command of the command line that computes, on a CUDA device: as users start it, to its end, without a word of
-PyTorch's."""
+"""Every command that computes runs on a CUDA device as users start it, without warnings of PyTorch."""
 
 import json
 import os
@@ -17,11 +16,11 @@ from tools.gpu.null_device_cases import BASE, CPLUSPLUS_LINE
 ROOT = Path(__file__).parents[2]
 NOISE = re.compile(r"Traceback|\w*Warning: |destroy_process_group", re.MULTILINE)
 FOREIGN = re.compile(r"site-packages/(?!torch/|triton/)[^\n]*Warning: [^\n]*")
-"""Deprecations of other packages, in a log."""
+"""Deprecation warnings of other packages in a log."""
 
 
 def find_noise(text: str) -> list[str]:
-    """Tracebacks and warnings in what was printed or logged."""
+    """Tracebacks and warnings in printed or logged text."""
     lines = FOREIGN.sub("", text).splitlines()
     return [line for line in lines if NOISE.search(line) or CPLUSPLUS_LINE.match(line)]
 
@@ -39,7 +38,7 @@ def test_noise_is_found() -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """A folder with a configuration, and a run that was trained by it for two steps and went on for two."""
+    """Folder with a configuration and a run, trained for two steps and resumed for two."""
     folder = tmp_path_factory.mktemp("commands")
     names = ("train", "valid", "test")
     keys = {name: value for name, value in BASE.items() if name not in ("device", "distributed_backend", "num_gpus")}
@@ -54,7 +53,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 
 def run_command(folder: Path, command: str, *, devices: int = 1, program: str = "deepy.py", codes=(0,)) -> str:
-    """Return the output of a command. Fails on other exit codes, and on warnings in the output or a log."""
+    """Return the output of a command. Fail on other exit codes, and on warnings in the output or a log."""
     base = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "LD_LIBRARY_PATH")}
     environment = build_environment(get_card("h100"), devices=devices, base=base)
     done = subprocess.run(
@@ -113,8 +112,10 @@ def test_sweep(place: Path) -> None:
 
 
 def test_gpu_check(place: Path) -> None:
-    """A part of `make gpu-check`, whose numbers mean nothing here: it runs, or is cut on a busy machine, and writes its
-    record and page."""
+    """A part of `make gpu-check` runs, or is interrupted on a busy machine, and writes its record and page.
+
+    Its numbers have no meaning here.
+    """
     output = place / "checked.json"
     run_command(place, f"--parts memory --json {output}", program="tools/gpu/check.py", codes=(0, 1))
     code = json.loads(output.read_text(encoding="utf-8"))["parts"]["memory"]["exit"]

@@ -1,4 +1,4 @@
-"""Micro-batches as CUDA graphs on the null device: they are captured and replayed, and spare the host launches."""
+"""Micro-batches as CUDA graphs on the null device: they are captured and replayed, which saves kernel launches."""
 
 import io
 from pathlib import Path
@@ -65,7 +65,7 @@ def train(
 def test_a_step_replays_two_graphs_for_each_micro_batch(
     stage: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And launches less: what is left are DeepSpeed's and the sums of gradients. It reads the same batches."""
+    """Graphs save launches: DeepSpeed's launches and the sums of gradients remain. The run reads the same batches."""
     keys = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2}
     _, eager, read = train(corpus, tmp_path / "a", monkeypatch, cuda_graph="off", **keys)
     said, graphs, read_by_graphs = train(corpus, tmp_path / "b", monkeypatch, cuda_graph="on", **keys)
@@ -79,7 +79,7 @@ def test_a_step_replays_two_graphs_for_each_micro_batch(
 
 
 def test_validation_and_a_resumed_run(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Validation launches kernels; a run that goes on has its own trial, and checkpoints are as ever."""
+    """Validation launches kernels, a resumed run has its own trial, and checkpoints are unchanged."""
     keys = {"checkpoint_factor": 2, "eval_interval": 3, "eval_iters": 1}
     said, steps, _ = train(corpus, tmp_path / "run", monkeypatch, **keys)
     assert said.count("CUDA graphs: on; ") == 1
@@ -96,7 +96,7 @@ NEVER = {"rotary_randomized": "randomized_positions: the host draws positions in
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_method_is_captured_or_says_why_not(
+def test_every_method_is_captured_or_gives_a_reason(
     overlay: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys: dict[str, Any] = {"num_layers": 4} if overlay in {"irope", "rnope_swa", "smollm3", "swan"} else {}
@@ -110,7 +110,7 @@ def test_every_method_is_captured_or_says_why_not(
         assert "CUDA graphs: on; " in said
 
 
-def test_what_cannot_be_captured_is_refused(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncapturable_models_are_rejected(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"cuda_graph on: .*fope.py:\d+ waits for the device, which no graph can"):
         train(corpus, tmp_path, monkeypatch, "fope", cuda_graph="on")
 
@@ -127,7 +127,7 @@ def test_cached_tensors_that_a_graph_reads_outlive_the_cache() -> None:
     assert any(tensor is captured for tensor in collected)
 
 
-def test_a_rehearsal_leaves_out_what_the_trial_takes() -> None:
+def test_a_rehearsal_excludes_the_self_check() -> None:
     memory = PhaseMemory()
     torch.zeros(1, device="cuda")
     before = torch.cuda.memory_allocated()
@@ -142,7 +142,7 @@ def test_a_rehearsal_leaves_out_what_the_trial_takes() -> None:
 
 
 def test_a_capture_is_a_streams() -> None:
-    """Another thread that launches into the stream, as autograd's does, takes memory of the graph's pool."""
+    """Another thread that launches into the stream, as autograd does, allocates from the graph's memory pool."""
     x = torch.ones(1 << 24, device="cuda", requires_grad=True)
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     torch.cuda.empty_cache()
@@ -159,7 +159,7 @@ def test_a_capture_is_a_streams() -> None:
 
 
 def test_reports_of_memory_leave_out_the_trial(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trial that takes a lot, and whose graphs are not taken, does not show in the peak of the steps after it."""
+    """An expensive trial whose graphs are not used does not affect the peak memory of later steps."""
     train(corpus, tmp_path, monkeypatch, cuda_graph="off")
     peak = torch.cuda.max_memory_allocated()
 

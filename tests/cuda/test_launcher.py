@@ -53,7 +53,7 @@ def test_the_same_code_is_launched_as_by_triton(dtype: torch.dtype) -> None:
     assert len({id(code) for code in compiled.values()}) > 10  # there is something to confuse
 
 
-def test_constants_tell_code_apart() -> None:
+def test_constants_distinguish_compiled_code() -> None:
     x = torch.zeros(64, device="cuda")
     call = (x, x, Rows(None, 1), 5, 1.0)
     first, second = _launched(call, 16), _launched(call, 32)
@@ -61,7 +61,7 @@ def test_constants_tell_code_apart() -> None:
     assert (_launched(call, 16), _launched(call, 32)) == (first, second)
 
 
-def test_a_hook_is_told_of_every_launch() -> None:
+def test_a_hook_is_called_for_every_launch() -> None:
     x = torch.zeros(64, device="cuda")
     call = (x, x, Rows(None, 1), 5, 1.0)
     _launched(call)

@@ -40,10 +40,11 @@ PAIR = list_layout_cases(["kerple_log"], ["data", "tensor_2", "context_2", "pipe
 def start_worker(
     cases: list[Case], corpus: Path, folder: Path, rank: int, ranks: int, port: int, after: Path | None = None
 ) -> subprocess.Popen:
-    """A process that is one rank of some; its results are in folder/RANK.jsonl, what it prints in folder/RANK.txt.
+    """Run a process as one rank. Its results are in folder/RANK.jsonl, and its output in folder/RANK.txt.
 
     Args:
-        after: results of a rank whose cases this one's follow; of the ranks of a job only one runs, then. Else all do.
+        after: results of a rank whose cases come first, so that only one rank of a job runs at a time. Without it, all
+            ranks run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     job = folder / f"job_{rank}.json"

@@ -1,4 +1,4 @@
-"""Every method trains on a CUDA device, by the default and by the kernels, in each type, shape and length."""
+"""Every method trains on a CUDA device with the default backend and with kernels, in each type, shape and length."""
 
 import os
 import warnings
@@ -23,7 +23,7 @@ from tools.gpu.null_device_cases import (
 )
 
 LONG = ["length_32768", "length_131072"]
-"""Lengths at which row blocks take minutes of a busy CPU; the whole matrix has them."""
+"""Lengths at which row blocks take minutes of a busy CPU; the complete matrix includes them."""
 SAMPLE = [
     *list_feature_cases(OVERLAYS, ["bf16"]),
     *list_feature_cases(["kerple_log", "cdape_kerple_log"], [name for name in FEATURES if name not in LONG]),
@@ -43,7 +43,7 @@ CASES = list({case.name: case for case in SAMPLE}.values())
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_case_trains(case: Case, corpus: Path, tmp_path: Path) -> None:
-    """To its end or to the documented refusal; without a warning, and nothing falls back that does not say so."""
+    """Each case finishes or raises the documented error, without warnings and without silent fallbacks."""
     outcome = run_case(case, corpus, tmp_path / "run")
     assert find_faults(case, outcome) == [], outcome.trace
 
@@ -54,7 +54,7 @@ def test_every_overlay_is_among_the_cases() -> None:
 
 
 def test_a_case_that_goes_wrong_is_found(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each kind of fault: a crash, a warning of PyTorch's, one that its C++ wrote, a fallback, one that is not told."""
+    """Each kind of fault is detected: crash, warning of PyTorch or its C++ code, fallback, and silent fallback."""
     case = next(case for case in CASES if case.name == "kerple_log-triton-bf16")
     real = GPT.forward
 
@@ -83,7 +83,7 @@ def test_a_case_that_goes_wrong_is_found(corpus: Path, tmp_path: Path, monkeypat
 
 
 def test_flex_attention_is_compiled_once_for_all_documents(corpus: Path, tmp_path: Path) -> None:
-    """Every micro-batch has other ones, and none is compiled for; where rows are one each there is another mask."""
+    """Every micro-batch has other documents, and none is compiled for; rows of single documents have another mask."""
     keys = {"attention_backend": "flex", "attention_mask": "document", "num_layers": 3, "train_iters": 6}
     before = counters["stats"]["unique_graphs"]
     outcome = run_case(Case("kerple_log-flex-documents", "kerple_log", keys), corpus, tmp_path / "run")

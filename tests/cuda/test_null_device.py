@@ -1,4 +1,4 @@
-"""The null device allocates, copies and refuses as a card does."""
+"""The null device allocates, copies and rejects invalid requests as a GPU does."""
 
 import ctypes
 import json
@@ -40,7 +40,7 @@ def test_memory_is_the_cards() -> None:
     assert torch.cuda.mem_get_info()[0] >= free - slack
 
 
-def test_what_the_host_copied_is_read_back() -> None:
+def test_host_copies_are_read_back() -> None:
     x = torch.randn(1000, 1000)
     on_device = x.to("cuda")
     assert torch.equal(on_device.cpu(), x)
@@ -60,7 +60,7 @@ def test_nothing_is_computed() -> None:
 
 
 def test_operators_that_torch_compiles_when_they_are_called() -> None:
-    """By NVRTC, which needs no GPU; what cuSOLVER and cuFFT compute is refused in torch's own words."""
+    """NVRTC needs no GPU. Operations of cuSOLVER and cuFFT raise torch's own errors."""
     x, before = torch.rand(1000, device="cuda"), {kernel.name for kernel in read_kernels()}
     assert torch.special.bessel_j0(x).shape == x.shape
     add = torch.cuda.jiterator._create_jit_fn("template <typename T> T add_three(T x) { return x + T(3); }")
@@ -82,8 +82,8 @@ def test_a_launch_that_no_card_can_do_fails(grid: tuple[int, ...]) -> None:
         _add_kernel[grid](x, x, 128, BLOCK=128)
 
 
-def test_a_block_that_wants_more_than_a_card_has_fails() -> None:
-    """Shared memory beyond what was asked for, or beyond the card's; more registers than a multiprocessor has."""
+def test_a_block_that_exceeds_the_card_fails() -> None:
+    """Launches fail with more shared memory than requested or available, or too many registers."""
     x = torch.zeros(128, device="cuda")
     compiled = _add_kernel[(1,)](x, x, 128, BLOCK=1024)
     driver, function = load_library(), ctypes.c_void_p(compiled.function)
@@ -128,7 +128,7 @@ def _run(environment: dict[str, str], code: str) -> str:
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_of_the_kernels_that_ran_the_miscompiled_ones_are_found(stages: int) -> None:
-    """With one stage ptxas 12.8, which the pinned Triton brings, gets this tile wrong at the 2.7B model's heads."""
+    """With one stage, ptxas 12.8 of the pinned Triton miscompiles this tile at the 2.7B model's heads."""
     code = f"""
 from dataclasses import replace
 import torch
@@ -206,7 +206,7 @@ dist.destroy_process_group()
     assert summary["peak_allocated"] >= 2000
 
 
-def test_what_kernels_would_have_written_reads_as_zeros() -> None:
+def test_outputs_of_kernels_are_zeros() -> None:
     x = torch.randn(100, 100).to("cuda")
     kept = x.clone()  # larger than a small message
     assert torch.equal(x[:, 3].contiguous().cpu(), torch.zeros(100))

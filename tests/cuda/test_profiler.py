@@ -1,4 +1,4 @@
-"""Snapshots of a GPU's memory: after a step that is named, and where the memory does not suffice."""
+"""Snapshots of a GPU's memory: after a given step, and when memory is exhausted."""
 
 import gc
 import pickle
@@ -18,7 +18,7 @@ from tools.gpu.null_device_cases import Case, build_config
 
 @pytest.fixture
 def dumped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes that were allocated at each snapshot, by the allocator's own count."""
+    """Allocated bytes at each snapshot, as counted by the allocator."""
     counts: list[int] = []
     real = torch.cuda.memory._dump_snapshot
 
@@ -37,7 +37,7 @@ def train_case(corpus: Path, run: Path, hooks: TrainingHooks | None = None, batc
 
 
 def read_snapshot(path: Path) -> tuple[int, list[dict[str, Any]], list[dict[str, Any]]]:
-    """Bytes of all blocks that are in use, these blocks, and the history of allocations."""
+    """Return the bytes of all used blocks, these blocks, and the history of allocations."""
     snapshot = pickle.loads(path.read_bytes())
     blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
     used = [block for block in blocks if block["state"].startswith("active")]
@@ -63,9 +63,9 @@ def test_the_memory_after_a_step(corpus: Path, tmp_path: Path, dumped: list[int]
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_memory_that_does_not_suffice(corpus: Path, tmp_path: Path, dumped: list[int], recorded: bool) -> None:
-    """A snapshot contains the tensors that hold the memory, and the Python lines that allocated it if recorded.
+    """A snapshot contains the tensors in memory, and the Python lines that allocated them if recorded.
 
-    Tests before may have left free parts of some 20 MiB in the allocator's segments: the batch needs larger tensors.
+    Earlier tests may leave free blocks of some 20 MiB in the allocator's segments, so the batch needs larger tensors.
     """
     weights: list[int] = []
     total = torch.cuda.get_device_properties(0).total_memory

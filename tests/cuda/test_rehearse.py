@@ -1,4 +1,4 @@
-"""Whole rehearsals of small runs: what they say, and what they leave."""
+"""Complete rehearsals of small runs: their reports and their files."""
 
 import json
 import os
@@ -104,6 +104,6 @@ def test_an_interrupted_rehearsal_leaves_nothing(tmp_path: Path) -> None:
     assert names == "", "no rank is left"
 
 
-def test_what_the_run_refuses_is_told_as_the_run_tells_it() -> None:
+def test_errors_match_those_of_the_run() -> None:
     with pytest.raises(UserError, match="does not divide the 3 processes"):
         run_small("model_parallel_size=2", gpus=3)

@@ -119,7 +119,7 @@ def test_an_import_reads_as_the_source_and_so_does_its_export(published: tuple[s
     assert of_transformers(tmp_path / "other")("the").input_ids == other.encode_with_bos("the")
 
 
-def test_prompts_and_tasks_begin_as_the_text_does(published: tuple[str, Path]) -> None:
+def test_prompts_and_tasks_begin_like_the_text(published: tuple[str, Path]) -> None:
     style, folder = published
     tokenizer = resolve_tokenizer(source(folder), None, None, None)
     begin = [] if STYLES[style] is None else [STYLES[style]]
@@ -144,7 +144,7 @@ def prepared(folder: Path, output: Path, **keys: Any) -> Path:
 
 
 @pytest.mark.parametrize("add_bos", [None, False])
-def test_documents_of_a_corpus_begin_with_it(tmp_path: Path, add_bos: bool | None) -> None:
+def test_documents_begin_with_the_token(tmp_path: Path, add_bos: bool | None) -> None:
     write_style("Llama 3", tmp_path)
     corpus = prepared(tmp_path, tmp_path / "corpus", add_bos=add_bos)
     tokenizer = tokenizer_from_files("HFTokenizer", tmp_path / "tokenizer.json", bos=add_bos)
@@ -158,7 +158,7 @@ def test_documents_of_a_corpus_begin_with_it(tmp_path: Path, add_bos: bool | Non
         prepared(tmp_path, corpus, add_bos=add_bos is not None)
 
 
-def test_corpora_that_begin_differently_do_not_mix(tmp_path: Path) -> None:
+def test_corpora_with_different_begin_tokens_do_not_mix(tmp_path: Path) -> None:
     write_style("Llama 3", tmp_path)
     one, other = (prepared(tmp_path, tmp_path / str(add), add_bos=add) for add in (True, False))
     paths = [str(next(corpus.glob("*.bin")).with_suffix("")) for corpus in (one, other)]
@@ -168,7 +168,7 @@ def test_corpora_that_begin_differently_do_not_mix(tmp_path: Path) -> None:
         read_vocabulary(DataOptions(train_data_paths=paths))
 
 
-def test_what_cannot_stand_before_a_text_is_named(tmp_path: Path) -> None:
+def test_invalid_begin_tokens_are_rejected(tmp_path: Path) -> None:
     byte_level(tmp_path, ["<|endoftext|>"], None)
     path = tmp_path / "tokenizer.json"
     with pytest.raises(UserError, match=r"add_bos: tokenizer HFTokenizer-\w+ has no beginning-of-text token"):

@@ -69,14 +69,15 @@ def test_a_larger_alpha_favours_larger_corpora(counts: list[int], alpha: float, 
 @given(st.integers(1, 10**12), st.integers(1, 10**12))
 def test_of_two_corpora_with_alpha_one_each_is_half(one: int, other: int) -> None:
     """With two corpora and alpha 1, each gets half, because the factor 1 − p of one is the fraction of the other
-    (docs/data.md)."""
+    (docs/data.md).
+    """
     assert compute_document_weights([one, other], 1.0) == pytest.approx([0.5, 0.5])
     assert compute_document_weights([one], 0.3) == [1.0]
     assert compute_document_weights([], 0.3) == []  # for a split without data
     assert compute_document_weights([one, 10**15], 1e6) == [0.0, 1.0]  # no overflow
 
 
-def test_a_name_that_is_none_is_told_in_a_line() -> None:
+def test_an_invalid_name_is_reported_in_one_line() -> None:
     for keys, message in (
         ({"train_data_paths": ["a", 3]}, "item 2 of train_data_paths is 3; it must be text or a list of texts"),
         ({"train_data_paths": [["a", 3]]}, r"item 1 of train_data_paths is \['a', 3\]; it must be text"),
@@ -160,7 +161,7 @@ def test_stages_of_other_alphas_read_on(dataset: Dataset, counts: list[int], one
     assert same.start == 40
 
 
-def test_folders_and_lists_stand_for_their_datasets(dataset: Dataset, texts: Path, tmp_path: Path) -> None:
+def test_folders_and_lists_expand_to_datasets(dataset: Dataset, texts: Path, tmp_path: Path) -> None:
     corpus = prepare([str(texts)], tmp_path / "all/divided", split=(0.6, 0.2, 0.2))
     whole = prepare([str(texts)], tmp_path / "all/whole", split=None)
     for folder in (".hidden", "all/.hidden"):
@@ -186,7 +187,7 @@ def test_folders_and_lists_stand_for_their_datasets(dataset: Dataset, texts: Pat
             ]  # fmt: skip
 
 
-def test_what_names_no_corpus_is_refused(dataset: Dataset, texts: Path, tmp_path: Path) -> None:
+def test_paths_without_a_corpus_are_rejected(dataset: Dataset, texts: Path, tmp_path: Path) -> None:
     corpus = prepare([str(texts)], tmp_path / "corpus", split=(0.6, 0.2, 0.2))
     path, empty = dataset("shards/train_0", documents(3, 9)), dataset("none", [])
     dataset("mixed/pile_train", documents(3, 9))

@@ -69,7 +69,7 @@ def test_a_folder_of_texts_becomes_three_datasets(texts, tmp_path, reader, expec
     assert os.path.getsize(f"{corpus.prefix('train')}.bin") == 2 * corpus.splits["train"].tokens
 
 
-def test_megatron_core_reads_what_was_written(texts, tmp_path, reader):
+def test_megatron_core_reads_written_datasets(texts, tmp_path, reader):
     from megatron.data.megatron_core import IndexedDataset
 
     corpus = prepare([str(texts)], tmp_path / "out", split=None)
@@ -266,7 +266,7 @@ def test_a_link_to_another_place_stays_a_link(texts, tmp_path):
         ({"suffixes": [".bad"]}, r"x\.bad:1: not UTF-8"),
     ],
 )
-def test_bad_choices_leave_nothing_behind(texts, tmp_path, options, message):
+def test_invalid_choices_leave_no_files(texts, tmp_path, options, message):
     (texts / "x.bad").write_bytes(b"\xff\xff")
     with pytest.raises(UserError, match=message) as error:
         prepare([str(texts)], tmp_path / "out", **({"split": None} | options))
@@ -288,7 +288,7 @@ def test_options_that_no_source_reads_are_refused(texts, tmp_path, monkeypatch, 
         prepare(sources, tmp_path / "out", **options)
 
 
-def test_a_seed_that_decides_nothing_is_told(texts):
+def test_an_unused_seed_is_reported(texts):
     def list_notes(source, **options):
         notes = read_corpus_recipe(CorpusOptions(sources=[str(source)], **options)).list_notes()
         return [note for note in notes if note.startswith("seed ")]
@@ -496,7 +496,7 @@ def test_the_same_corpus_prepared_twice_at_once_is_used_by_both(texts, tmp_path,
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_of_two_corpora_prepared_at_once_none_is_lost(there, texts, many, tmp_path, monkeypatch):
+def test_two_corpora_prepared_concurrently_are_both_kept(there, texts, many, tmp_path, monkeypatch):
     output = tmp_path / "out"
     if there:
         prepare([str(texts)], output, seed=7)

@@ -109,7 +109,7 @@ def train_on(folder, cache=None):
         ("files/train_text_document.idx/sha256", "0", r"files\.train_text_document\.idx\.sha256 is '0'; "),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_words(corpus, place, value, message):
+def test_invalid_metadata_is_rejected(corpus, place, value, message):
     edit(corpus, place, value)
     with pytest.raises(RunError, match=rf"corpus\.json: .*{message}") as error:
         train_on(corpus)
@@ -122,7 +122,7 @@ def test_what_makes_no_sense_is_refused_in_words(corpus, place, value, message):
     [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}", b"\0" * 50],
     ids=["empty", "cut", "list", "number", "null", "not text", "deep", "digits", "zeros"],
 )
-def test_what_is_no_description_is_refused_in_one_line(bpe, content):
+def test_invalid_descriptions_are_rejected_in_one_line(bpe, content):
     (bpe / CORPUS_FILE).write_bytes(content)
     with pytest.raises(RunError, match=r"corpus\.json: not a corpus description \(.+\); prepare the corpus") as error:
         read_corpus(bpe)
@@ -137,7 +137,8 @@ def test_a_description_of_gigabytes_is_not_read(bpe, monkeypatch):
 
 def test_every_flipped_length_is_noticed(bpe):
     """Damaged lengths are detected even if the index is consistent, as when two documents change their lengths
-    together."""
+    together.
+    """
     path = bpe / "train_text_document.idx"
     whole = path.read_bytes()
     for place in range(len(whole)):

@@ -65,7 +65,7 @@ def test_batches_are_stacked_samples(num_workers):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_error_is_one_line_whoever_met_it(num_workers):
+def test_errors_of_any_process_are_one_line(num_workers):
     found = build_dataloader(Numbers(9, broken=4), micro_batch_size=2, mesh=Mesh(), num_workers=num_workers)
     assert next(found)["tokens"][:, 0].tolist() == [0, 1]
     next(found)

@@ -32,7 +32,7 @@ ALONE = ProcessGroups()
 
 
 def numbered(lengths, first=0):
-    """Return documents whose tokens are all different: first, first + 1, …"""
+    """Return documents whose tokens are all different: first, first + 1, and so on."""
     edges = np.cumsum([first, *lengths])
     return [list(range(a, b)) for a, b in pairwise(edges)]
 
@@ -309,7 +309,7 @@ def test_samples_share_no_mask(dataset, words):
     assert samples[1]["loss_mask"].all()
 
 
-def test_the_index_is_cached_and_made_anew_for_other_data(dataset, words, tmp_path, monkeypatch):
+def test_the_index_is_cached_and_rebuilt_for_other_data(dataset, words, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     path = dataset("d", numbered(LENGTHS))
     data = DataOptions(train_data_paths=[path], **words)
@@ -422,7 +422,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_index_is_built_anew_and_nothing_in_it_is_run(dataset, words, tmp_path, damage):
+def test_a_damaged_index_is_rebuilt_without_executing_it(dataset, words, tmp_path, damage):
     data = DataOptions(train_data_paths=[dataset("d", numbered(LENGTHS))], **words)
     cache = tmp_path / "cache"
     first = build(data, train=60, cache=cache)

@@ -52,7 +52,7 @@ def find_starts(row):
     return starts
 
 
-def test_samples_say_where_their_documents_begin(dataset, words):
+def test_samples_contain_document_starts(dataset, words):
     path = dataset("d", documents())
     data = DataOptions(train_data_paths=[path], valid_data_paths=[path], **words)
     apart, together = build(data), build(data, apart=False)
@@ -92,7 +92,7 @@ def test_the_share_is_that_of_the_samples_that_are_read(dataset, words):
     assert build(blend, apart=False).crossing_share == pytest.approx(built.crossing_share / 4)
 
 
-def test_documents_that_cannot_be_told_apart_are_refused(dataset, words):
+def test_documents_without_end_tokens_are_rejected(dataset, words):
     data = DataOptions(train_data_paths=[dataset("d", documents(end=7))], **words)
     with pytest.raises(UserError, match=r"documents of .*d do not end with the end-of-document token of .*\(1999\)"):
         build(data)
@@ -101,7 +101,8 @@ def test_documents_that_cannot_be_told_apart_are_refused(dataset, words):
 
 def test_rows_are_drawn_by_the_lengths_of_documents(dataset, words):
     """Rows are drawn with realistic document lengths: as many documents start in them as in the text, and at least one
-    boundary occurs."""
+    boundary occurs.
+    """
     data = DataOptions(train_data_paths=[dataset("d", documents())], **words)
     starts = draw_document_starts(data, 2000, 16)
     assert starts.dtype == np.int64

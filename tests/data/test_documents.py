@@ -27,7 +27,7 @@ def test_assignment_depends_on_names_and_not_on_their_order(names, seed, random)
     assert dict(zip(names, assign_documents(names, (0.6, 0.2, 0.2), seed), strict=True)) == first
 
 
-def test_a_growing_corpus_keeps_nearly_all_documents_where_they_were():
+def test_a_growing_corpus_keeps_nearly_all_documents_in_their_split():
     names = [f"file {i}" for i in range(2000)]
     before = assign_documents(names, (0.9, 0.05, 0.05), 1)
     after = assign_documents([*names, *(f"new {i}" for i in range(20))], (0.9, 0.05, 0.05), 1)[:2000]

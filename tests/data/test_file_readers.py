@@ -76,7 +76,7 @@ def test_a_table_makes_the_corpus_of_its_texts(
     assert prepare([str(tmp_path / name)], tmp_path / "of_rows", split=None).reused
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, write in KINDS:
         path = tmp_path / name
         write(path, table())
@@ -103,7 +103,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         decoded(tmp_path / "a.parquet")
 
 
-def test_limits_take_the_first_documents(tmp_path: Path, reader: Callable[[Path], list[list[int]]]) -> None:
+def test_limits_select_the_first_documents(tmp_path: Path, reader: Callable[[Path], list[list[int]]]) -> None:
     write_parquet(tmp_path / "a.parquet", table())
     source, out = [str(tmp_path / "a.parquet")], tmp_path / "out"
     whole = reader(prepare(source, tmp_path / "whole", split=None).prefix("all"))

@@ -32,7 +32,7 @@ def test_a_stream_is_a_view_of_the_file(dataset):
     assert np.shares_memory(opened.read_stream(1, 4), opened.tokens)
 
 
-def test_sequences_may_lie_in_any_order_in_the_file(dataset, tmp_path):
+def test_sequences_may_be_in_any_order_in_the_file(dataset, tmp_path):
     prefix = dataset("d", [[1, 2, 3], [4, 5, 6], [7, 8, 9]])
     idx = bytearray((tmp_path / "d.idx").read_bytes())
     starts = slice(34 + 12, 34 + 12 + 24)

@@ -68,7 +68,7 @@ CHOICES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("choices", CHOICES, ids=str)
-def test_interrupted_work_goes_on(tmp_path: Path, source: str, choices: dict[str, Any]) -> None:
+def test_interrupted_work_resumes(tmp_path: Path, source: str, choices: dict[str, Any]) -> None:
     whole = contents(prepare([source], tmp_path / "whole", **choices).folder)
     first = Interrupting("tokenizing", 4, stop)
     with pytest.raises(KeyboardInterrupt):
@@ -97,7 +97,7 @@ def test_interrupted_work_goes_on(tmp_path: Path, source: str, choices: dict[str
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_bad_line_ends_the_work_and_the_same_command_goes_on_without_it(tmp_path: Path, workers: int) -> None:
+def test_an_invalid_line_stops_the_work_and_the_command_resumes(tmp_path: Path, workers: int) -> None:
     lines = [json.dumps({"text": text}) for text in DOCUMENTS]
     path = tmp_path / "bad.jsonl"
     good = [line if i not in (201, 350) else json.dumps({"text": ""}) for i, line in enumerate(lines)]
@@ -122,7 +122,7 @@ def test_a_bad_line_ends_the_work_and_the_same_command_goes_on_without_it(tmp_pa
 
 
 @pytest.mark.parametrize("choices", [{"tokens": 100_000}, {"tokenizer": "bpe", "vocab_size": 300}], ids=str)
-def test_bad_documents_are_left_out_of_counting_and_training_too(tmp_path: Path, choices: dict[str, Any]) -> None:
+def test_invalid_documents_are_excluded_from_counts_and_training(tmp_path: Path, choices: dict[str, Any]) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text("\n".join([*(json.dumps({"text": text}) for text in DOCUMENTS[:80]), "[]", '{"txt": 1}', "{"]))
     with pytest.raises(UserError, match=r"at least 3 documents cannot be decoded"):
@@ -131,7 +131,7 @@ def test_bad_documents_are_left_out_of_counting_and_training_too(tmp_path: Path,
     assert json.loads((tmp_path / "out" / "corpus.json").read_text())["bad_documents"] == 3
 
 
-def test_other_work_and_damaged_remains_begin_anew(tmp_path: Path, source: str) -> None:
+def test_other_work_and_damaged_files_restart(tmp_path: Path, source: str) -> None:
     whole = contents(prepare([source], tmp_path / "whole").folder)
 
     def interrupted() -> Path:
@@ -198,7 +198,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     return made
 
 
-def test_a_dataset_is_fetched_once_and_goes_on_where_the_network_ended(
+def test_a_dataset_is_downloaded_once_and_resumes(
     tmp_path: Path, source: str, stream: Stream, reader: Callable[[Path], list[list[int]]]
 ) -> None:
     pytest.importorskip("datasets", reason="requirements-eval.txt is not installed")
@@ -272,7 +272,7 @@ def test_a_local_folder_through_the_library(
         prepare(["hf:a"], tmp_path / "none")
 
 
-def test_an_error_says_that_all_text_was_left_out(tmp_path: Path) -> None:
+def test_dropping_all_text_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"x": 1}\n' * 3)
     with pytest.raises(

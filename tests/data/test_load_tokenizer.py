@@ -36,7 +36,7 @@ def test_a_copy_is_the_tokenizer_wherever_the_run_goes(
     assert (moved / "tokenizer" / "description.json").stat().st_mtime_ns == before
 
 
-def test_a_changed_file_is_named_when_it_is_read_and_put_right_by_the_run(
+def test_a_changed_tokenizer_file_is_named_and_restored_by_the_run(
     tmp_path: Path, all_tokenizers: dict[str, Tokenizer]
 ) -> None:
     folder = save_tokenizer(all_tokenizers["HFTokenizer"], tmp_path)
@@ -69,7 +69,7 @@ def test_a_folder_that_is_something_else_stays(
     assert [path.read_text() for path in (tmp_path / "tokenizer").iterdir()] == ["mine"] * len(files)
 
 
-def test_runs_without_a_copy_take_their_datas_tokenizer(tmp_path: Path, all_tokenizers: dict[str, Tokenizer]) -> None:
+def test_runs_without_a_tokenizer_use_that_of_their_data(tmp_path: Path, all_tokenizers: dict[str, Tokenizer]) -> None:
     (tmp_path / "text.txt").write_text("some text\n" * 40)
     prepare([str(tmp_path / "text.txt")], tmp_path / "corpus", split=None)
     data = DataOptions(train_data_paths=[str(tmp_path / "corpus" / "text_document")])

@@ -23,7 +23,8 @@ def read(*sources: Path | str, hf_split: str | None = None) -> list[str | None]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Dataset alone in two files, a dataset in splits, and the library's cache of a dataset, each with expected
-    contents."""
+    contents.
+    """
     folder = tmp_path_factory.mktemp("saved")
     datasets.disable_progress_bars()
     all_texts = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(len(TEXTS)))})
@@ -37,7 +38,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_rows_are_those_of_the_library(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_match_the_library(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = datasets.load_from_disk(str(saved / "splits"))
     monkeypatch.setitem(sys.modules, "datasets", None)  # the library is not needed any more
     assert len(list((saved / "alone").glob("*.arrow"))) == 3
@@ -60,7 +61,7 @@ def test_they_become_a_corpus(saved: Path, tmp_path: Path) -> None:
         prepare([str(saved / "splits")], tmp_path / "corpus", split=None, hf_split="test")
 
 
-def test_what_is_not_there_is_named(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files_are_named(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets.Dataset.from_dict({"text": TEXTS}, split="test").save_to_disk(tmp_path / "test")
     (cached,) = (path.parent for path in (saved / "cache").rglob("dataset_info.json"))
     for source, split, message in [

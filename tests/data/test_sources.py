@@ -41,7 +41,7 @@ def write_lines(path, lines):
     return path
 
 
-def test_a_folder_gives_its_text_files_in_a_fixed_order(texts, expected_texts):
+def test_text_files_of_a_folder_have_a_fixed_order(texts, expected_texts):
     found = read(texts)
     assert [name for name, _ in found] == [
         "texts/a.txt",
@@ -220,7 +220,7 @@ def test_a_line_beyond_bounds_names_its_file(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("token", [-1, 70_000, 257])
-def test_a_tokenizer_that_gives_other_tokens_than_its_own_is_refused(tmp_path, monkeypatch, token):
+def test_a_tokenizer_with_unexpected_tokens_is_rejected(tmp_path, monkeypatch, token):
     """A tokenizer that returns ids outside its vocabulary is rejected. A 16-bit type would store 70,000 as 4,464."""
     (tmp_path / "a.txt").write_text("text")
     documents = list(sources.iter_raw_documents(sources.describe_source_file(tmp_path / "a.txt")))

@@ -90,7 +90,7 @@ def test_nothing_is_read_twice() -> None:
     assert len(set(inputs)) == 1800  # 2^64 inputs, so two equal ones would not be chance
 
 
-def test_another_batch_size_goes_on_where_the_first_one_stopped() -> None:
+def test_another_batch_size_resumes_at_the_same_sample() -> None:
     """With another batch size, reading continues without repetition, and all samples of a step have one length."""
     first, second = samples(1000), samples(1000, batch=8, start=36)
     assert rows([first[35]]) != rows([second[36]])
@@ -99,7 +99,7 @@ def test_another_batch_size_goes_on_where_the_first_one_stopped() -> None:
     assert len(second[30]["tokens"]) > 0  # indices before the start can be read
 
 
-def test_samples_are_what_the_task_draws() -> None:
+def test_samples_match_the_task() -> None:
     sample = samples()[5]
     task = read_task_config(REVERSE).task
     half = len(sample["tokens"]) // 2
@@ -131,6 +131,6 @@ def test_datasets_of_a_task() -> None:
         ({"task": "mqar"}, "task_length is missing"),
     ],
 )
-def test_what_cannot_be_learned_is_refused(keys: dict, why: str) -> None:
+def test_unlearnable_options_are_rejected(keys: dict, why: str) -> None:
     with pytest.raises(UserError, match=why):
         read_vocabulary(DataOptions(**keys))

@@ -91,7 +91,7 @@ def test_the_end_of_documents_is_found_by_its_names(tmp_path, eod):
     assert (tokenizer.eod, tokenizer.vocab_size) == (3, 6)  # ids may have gaps
 
 
-def test_names_tell_tokenizers_apart(all_tokenizers, tmp_path, files):
+def test_names_distinguish_tokenizers(all_tokenizers, tmp_path, files):
     assert len({tokenizer.name for tokenizer in all_tokenizers.values()}) == 4
     all_tokenizers["HFTokenizer"].copy_files(tmp_path)
     assert tokenizer_from_files("HFTokenizer", tmp_path / "tokenizer.json").name == all_tokenizers["HFTokenizer"].name
@@ -99,7 +99,7 @@ def test_names_tell_tokenizers_apart(all_tokenizers, tmp_path, files):
     assert tokenizer_from_files("HFTokenizer", tmp_path / "tokenizer.json").name != all_tokenizers["HFTokenizer"].name
 
 
-def test_errors_name_what_is_wrong(tmp_path, files):
+def test_errors_name_the_cause(tmp_path, files):
     broken = tmp_path / "tokenizer.json"
     broken.write_text("{")
     hf.Tokenizer(hf.models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "no-end.json"))
@@ -132,7 +132,7 @@ def test_errors_name_what_is_wrong(tmp_path, files):
 
 
 @pytest.mark.parametrize("kind", ["HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"])
-def test_damaged_files_work_or_are_refused_in_one_line(tmp_path, all_tokenizers, kind):
+def test_damaged_files_work_or_are_rejected_in_one_line(tmp_path, all_tokenizers, kind):
     rng = np.random.default_rng(0)
     whole = {name: path.read_bytes() for name, path in all_tokenizers[kind].files.items()}
     refused = 0
@@ -162,7 +162,7 @@ def test_ids_beyond_all_memory_are_refused(tmp_path):
         tokenizer_from_files("HFTokenizer", path)
 
 
-def test_a_regex_that_explodes_is_told_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_exponential_regex_is_reported_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A panic of the regex library becomes a one-line error, instead of sixty lines and a BaseException."""
     made = hf.Tokenizer(hf.models.BPE())
     made.pre_tokenizer = hf.pre_tokenizers.Split(hf.Regex("(a+)+$"), "isolated")

@@ -21,7 +21,7 @@ def scored_labels(dataset) -> list[int]:
 
 @given(st.lists(st.integers(2, 90), min_size=1, max_size=4), st.integers(1, 9), st.integers(1, 4), st.integers(1, 13))
 @settings(max_examples=60, deadline=None)
-def test_every_token_is_scored_once_with_what_precedes_it(sizes, length, pieces, batch_size):
+def test_every_token_is_scored_once_with_its_context(sizes, length, pieces, batch_size):
     ends = np.cumsum([0, *sizes])
     streams = [np.arange(first, last) for first, last in pairwise(ends)]
     dataset = ValidationDataset(streams, [1.0] * len(sizes), length, WORDS, block_length=length * pieces)
@@ -69,6 +69,6 @@ def test_lengths_under_a_limit_score_the_same_tokens():
     assert len(found[0]) == 160
 
 
-def test_the_token_behind_an_end_of_document_may_be_left_out():
+def test_the_token_after_an_end_of_document_may_be_excluded():
     dataset = ValidationDataset([np.array([1, 2, 7, 3, 4, 7, 5])], [1.0], 4, WORDS, eod_mask_loss=True)
     assert scored_labels(dataset) == [2, 7, 4, 7]

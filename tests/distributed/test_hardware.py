@@ -44,7 +44,7 @@ def test_gpus_are_files(machine):
         ("echo 'GPU 0: broken'\nexit 9", 0),
     ],
 )
-def test_where_gpus_are_no_files_the_tool_is_asked(machine, script, count):
+def test_gpus_are_queried_with_the_tool_without_device_files(machine, script, count):
     tool = machine / "bin" / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
@@ -63,7 +63,7 @@ def test_where_gpus_are_no_files_the_tool_is_asked(machine, script, count):
         ("true", None),
     ],
 )
-def test_the_largest_gpu_is_asked_for_its_memory(machine, script, memory):
+def test_the_memory_of_the_largest_gpu_is_queried(machine, script, memory):
     assert hardware.detect_gpu_memory() is None
     tool = machine / "bin" / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\n{script}\n")
@@ -74,7 +74,7 @@ def test_the_largest_gpu_is_asked_for_its_memory(machine, script, memory):
 
 
 @pytest.mark.parametrize(("cuda", "has"), [("'13.0'", True), ("None", False)])
-def test_torch_is_asked_without_being_imported(monkeypatch, tmp_path, cuda, has):
+def test_the_torch_version_is_read_without_importing_it(monkeypatch, tmp_path, cuda, has):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError")
     (tmp_path / "torch" / "version.py").write_text(f"hip = '6'\ncuda: Optional[str] = {cuda}\n")

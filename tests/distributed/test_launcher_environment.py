@@ -24,7 +24,7 @@ MPIRUN = {
 }
 
 
-def test_nobody_said_anything() -> None:
+def test_no_launcher_environment() -> None:
     assert read_launcher_environment({}) is None
     assert (
         read_launcher_environment({"RANK": "0", "WORLD_SIZE": "1"}) is None
@@ -34,7 +34,7 @@ def test_nobody_said_anything() -> None:
 
 
 @pytest.mark.parametrize("rank_info", [RankInfo(3, 8, 1), RankInfo(3, 8, 1, 2)])
-def test_what_is_said_is_heard(rank_info: RankInfo) -> None:
+def test_environment_variables_are_read_back(rank_info: RankInfo) -> None:
     started = read_launcher_environment(rank_info.to_environment("10.0.0.1", 2345))
     assert started is not None
     assert (started.rank_info, started.address, started.port) == (rank_info, "10.0.0.1", 2345)
@@ -42,7 +42,7 @@ def test_what_is_said_is_heard(rank_info: RankInfo) -> None:
     assert RankInfo.from_environment(started.to_environment()) == rank_info
 
 
-def test_a_task_of_srun_knows_its_place() -> None:
+def test_a_task_of_srun_knows_its_rank() -> None:
     started = read_launcher_environment(SRUN)
     assert started is not None
     assert started.rank_info == RankInfo(5, 9, 1, 4)
@@ -59,7 +59,7 @@ def test_a_task_of_srun_knows_its_place() -> None:
     assert another.job_port != started.job_port  # two steps of a job may run at once
 
 
-def test_the_user_says_where_to_meet() -> None:
+def test_the_user_sets_the_rendezvous() -> None:
     started = read_launcher_environment({**SRUN, "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "4444"})
     assert started is not None
     assert (started.address, started.port) == ("10.0.0.7", 4444)
@@ -70,7 +70,7 @@ def test_the_user_says_where_to_meet() -> None:
     assert started.to_environment()["MASTER_PORT"] == str(started.job_port)
 
 
-def test_a_process_of_mpirun_knows_its_place() -> None:
+def test_a_process_of_mpirun_knows_its_rank() -> None:
     started = read_launcher_environment(MPIRUN)
     assert started is not None
     assert (started.rank_info, started.address) == (RankInfo(3, 4, 3), "127.0.0.1")
@@ -89,7 +89,8 @@ def test_one_process_may_start_others() -> None:
 
 def test_the_innermost_launcher_counts() -> None:
     """The innermost launcher wins: mpirun reaches machines through srun, and srun starts one torchrun on each of two
-    machines."""
+    machines.
+    """
     inside = {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     inside["SLURM_LOCALID"] = "0"
     for inner, place in ((TORCHRUN, RankInfo(3, 8, 1)), (MPIRUN, RankInfo(3, 4, 3))):

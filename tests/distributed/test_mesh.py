@@ -31,7 +31,7 @@ def points(sizes: ParallelSizes) -> list[dict[str, int]]:
 
 
 @given(meshes)
-def test_coordinates_are_those_counted_out(sizes: ParallelSizes) -> None:
+def test_coordinates_match_explicit_counts(sizes: ParallelSizes) -> None:
     counted = points(sizes)
     assert sizes.world_size == len(counted)
     for rank, point in enumerate(counted):
@@ -79,13 +79,13 @@ def test_each_token_is_counted_once(sizes: ParallelSizes) -> None:
 
 
 @given(meshes)
-def test_what_is_left_is_data_parallel(sizes: ParallelSizes) -> None:
+def test_remaining_ranks_are_data_parallel(sizes: ParallelSizes) -> None:
     assert sizes == ParallelSizes.from_world_size(
         sizes.world_size, tensor=sizes.tensor, context=sizes.context, pipeline=sizes.pipeline
     )
 
 
-def test_what_is_no_mesh_is_refused() -> None:
+def test_invalid_meshes_are_rejected() -> None:
     with pytest.raises(ValueError, match="6 ranks are not divisible by tensor 2 × context 1 × pipeline 2 = 4"):
         ParallelSizes.from_world_size(6, tensor=2, pipeline=2)
     for wrong in (

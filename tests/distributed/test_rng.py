@@ -7,7 +7,7 @@ from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import single_process
 
 
-def test_ranks_of_one_data_index_draw_alike_and_others_do_not() -> None:
+def test_only_ranks_of_one_data_index_draw_equal_samples() -> None:
     sizes = ParallelSizes(tensor=2, context=2, data=3, pipeline=2)
     meshes = [Mesh(rank, sizes) for rank in range(sizes.world_size)]
     assert {rng.derive_seed(7, "initialization", mesh) for mesh in meshes} == {7}

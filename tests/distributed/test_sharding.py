@@ -45,7 +45,7 @@ def test_elements_over_all_ranks() -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.sampled_from([0, 1]))
-def test_what_is_cut_joins_to_the_whole(ranks: int, strips: int, size: int, dim: int) -> None:
+def test_split_tensors_recombine(ranks: int, strips: int, size: int, dim: int) -> None:
     shape = [5, 5]
     shape[dim] = ranks * strips * size
     whole, how = torch.arange(float(shape[0] * shape[1])).reshape(shape), ShardSpec(dim, strips)

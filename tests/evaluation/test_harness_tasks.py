@@ -145,7 +145,8 @@ def of_continuation(model: GPT, context: str, continuation: str, length: int) ->
 
 def of_document(model: GPT, text: str, length: int) -> float:
     """Sum the log probabilities of a document in windows; each token is scored once, the last window with the longest
-    context."""
+    context.
+    """
     stream = [256, *text.encode()]
     total, scored = 0.0, 0
     while scored < len(stream) - 1:
@@ -199,7 +200,7 @@ def test_choices_and_continuations(found: dict[tuple[str, str, int], Record], ru
     assert found["asked", "acc", length].value == sum(greedy for _, greedy in answers) / len(answers)
 
 
-def test_what_is_written_is_greedy_over_whole_passes(place: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_text_is_greedy_over_full_passes(place: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.evaluation.harness import HarnessModel
 
     seen: list[tuple[str, str]] = []
@@ -223,7 +224,7 @@ def test_what_is_written_is_greedy_over_whole_passes(place: Path, run: Path, mon
         assert text == re.split("e|\n", expected)[0]
 
 
-def test_records_say_what_was_measured(found: dict[tuple[str, str, int], Record]) -> None:
+def test_records_describe_the_measurement(found: dict[tuple[str, str, int], Record]) -> None:
     record = found["choices", "acc", 24]
     assert (record.protocol, record.train_length, record.tokenizer, record.step) == ("choices, 0-shot", 12, "bytes", 5)
     assert re.search(r"torch .*, lm_eval \d", record.software or "")
@@ -292,7 +293,7 @@ def test_texts_that_a_task_makes(place: Path, run: Path, tmp_path: Path) -> None
         evaluate_tasks([run], tasks.replace(metadata="4096"), EvaluationOptions())
 
 
-def test_what_cannot_be_done_is_one_line(place: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_requests_are_reported_in_one_line(place: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lm_eval import tasks as of_harness
 
     # Skips the thousands of built-in tasks, which take ten seconds to list.
@@ -348,7 +349,7 @@ def test_an_empty_choice(run: Path) -> None:
         HarnessModel(load_model(run).model, ByteTokenizer(), 12).loglikelihood(asked)
 
 
-def test_values_that_no_record_holds_are_told() -> None:
+def test_values_not_in_records_are_reported() -> None:
     from megatron.evaluation.harness import RequestCounts
 
     about = {"method": "a", "train_length": 8, "length": 8, "seed": 1}

@@ -30,7 +30,7 @@ FIELDS = {"run": "runs/a", "step": 3}
 KEYS = {"lengths": [5, 9, 27], "targets": 5, "windows": 7, "measures": ["long_perplexity"]}
 
 
-def test_defaults_are_those_of_the_paper() -> None:
+def test_defaults_match_the_paper() -> None:
     assert (DEFAULT_ALPHA, DEFAULT_BETA) == (2.0, -2.0)
 
 
@@ -54,7 +54,8 @@ def long_perplexity(
 
 def test_long_perplexity_is_that_of_a_loop(tmp_path: Path) -> None:
     """The reference determines key tokens from two losses of each target; another model is scored on these tokens
-    only."""
+    only.
+    """
     reference, other = RunningMean().eval(), RunningMean().eval()
     alpha, beta = 0.02, -3.2
     path = tmp_path / "keys.json"

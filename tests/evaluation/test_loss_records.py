@@ -153,7 +153,7 @@ def test_sums_of_blocks_are_kept_for_comparisons(running_mean: RunningMean, tmp_
         ({"stride": 8}, "stride: only for protocol strided, not last"),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(choices: dict, message: str) -> None:
+def test_invalid_measurements_are_reported_in_one_line(choices: dict, message: str) -> None:
     options = Options(**{"lengths": [8, 16], **choices})
     with pytest.raises(UserError, match=message):
         check_measures(options, plan_from_options(options, [TRAIN_LENGTH], 999))

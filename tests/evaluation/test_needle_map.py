@@ -120,7 +120,7 @@ def test_the_map_of_a_model_that_sees_so_far() -> None:
     assert (none.value, none.low, none.high) == (0.0, 0.0, 0.0), "no score at the shortest length"
 
 
-def test_losses_are_those_of_the_model() -> None:
+def test_losses_match_the_model() -> None:
     model = tiny_gpt(pos_emb="kerple_log")
     small = build_probe(Options(protocol="passkey", depths=2, windows=3), [120], BYTES)
     with pytest.raises(UserError, match="depths: protocol repeated uses distances"):
@@ -151,7 +151,7 @@ def test_losses_are_those_of_the_model() -> None:
     ],
     ids=lambda position: "+".join(map(str, position.values())),
 )
-def test_what_sequences_begin_with_is_read_once(position: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_prefixes_are_computed_once(position: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """The common beginning of all sequences is computed once, and losses equal those of whole sequences."""
     model = build_model(
         ModelOptions(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=TRAIN_LENGTH),
@@ -180,7 +180,7 @@ def test_what_sequences_begin_with_is_read_once(position: dict, monkeypatch: pyt
             assert one.value == pytest.approx(other.value, abs=tolerance)
 
 
-def test_an_interrupted_map_goes_on_where_it_was(tmp_path: object) -> None:
+def test_an_interrupted_map_resumes(tmp_path: object) -> None:
     probe, whole = Passkey((200, 400), 4, BYTES, (0.0, 0.5, 1.0)), KeyReader(260)
     fields = {"run": "runs/a", "software": "x"}
     expected = probe.score(loaded(whole), ScoringContext(fields))  # type: ignore[arg-type]
@@ -219,7 +219,8 @@ def test_an_interrupted_map_goes_on_where_it_was(tmp_path: object) -> None:
 
 class Recall(Task):
     """Task with zeros, a 1 followed by a letter from 2 to 9 at a given depth, and a final 1 that asks for the
-    letter."""
+    letter.
+    """
 
     title, paper, has_depth = "the letter after the mark", "none", True
 
@@ -300,7 +301,7 @@ def test_a_task_that_has_a_depth() -> None:
     assert render_plots_png(found)[:4] == b"\x89PNG"
 
 
-def test_what_has_no_depth_is_refused() -> None:
+def test_tasks_without_depth_are_rejected() -> None:
     config = SimpleNamespace(
         data=SimpleNamespace(task="copy_string", task_length=4, task_shortest_length=None, task_options={})
     )

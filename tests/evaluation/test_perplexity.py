@@ -37,7 +37,8 @@ def one_loss(model: nn.Module, tokens: np.ndarray, label: int) -> float:
 
 def by_hand(model: nn.Module, ends: list[int], length: int, targets: int) -> list[list[float]]:
     """Return losses of windows whose inputs end before position `end`; each target is predicted from the window up to
-    it."""
+    it.
+    """
     rows = []
     for end in ends:
         start = end - length
@@ -93,7 +94,7 @@ def test_nonoverlapping_equals_a_plain_loop(running_mean: RunningMean) -> None:
     assert len({record.target_digest for record in records}) == 1
 
 
-def test_a_model_that_knows_nothing_has_the_vocabulary_as_perplexity(running_mean: RunningMean) -> None:
+def test_a_uniform_model_has_the_vocabulary_size_as_perplexity(running_mean: RunningMean) -> None:
     for parameter in running_mean.parameters():
         parameter.data.zero_()
     (record,) = scored(loaded(running_mean), STREAM, Options(lengths=[16], targets=8))
@@ -110,7 +111,7 @@ def test_batching_changes_nothing_but_the_batches(running_mean: RunningMean, bat
     assert sum(count for count, _ in running_mean.batches) == 10
 
 
-def test_too_little_memory_takes_smaller_batches(running_mean: RunningMean) -> None:
+def test_out_of_memory_leads_to_smaller_batches(running_mean: RunningMean) -> None:
     whole = running_mean.forward
 
     def small_memory(tokens: torch.Tensor, **rest: Any) -> torch.Tensor:
@@ -131,7 +132,7 @@ def test_too_little_memory_takes_smaller_batches(running_mean: RunningMean) -> N
         compute_window_losses(running_mean, STREAM, starts, 20, 7)
 
 
-def test_other_errors_are_not_taken_for_memory(running_mean: RunningMean) -> None:
+def test_other_errors_are_not_treated_as_out_of_memory(running_mean: RunningMean) -> None:
     running_mean.output = nn.Linear(5, 3)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         compute_window_losses(running_mean, STREAM, np.array([0]), 20, 7)
@@ -161,7 +162,7 @@ def test_bits_per_byte_counts_bytes_not_document_ends(running_mean: RunningMean)
     assert scored(loaded(running_mean), STREAM, TWENTY, vocabulary=other)[0].bits_per_byte is None
 
 
-def test_the_same_model_gives_the_same_numbers_twice() -> None:
+def test_repeated_evaluations_are_identical() -> None:
     model = loaded(tiny_gpt(pos_emb="t5"))
     first, second = (scored(model, STREAM, Options(lengths=[8, 32])) for _ in range(2))
     changing = {"date", "seconds", "cpu_seconds", "memory_gib"}
@@ -191,7 +192,7 @@ def test_progress_ends_at_the_whole(running_mean: RunningMean) -> None:
     assert [call[0] for call in calls] == sorted(call[0] for call in calls)
 
 
-def test_what_a_record_says() -> None:
+def test_fields_of_a_record() -> None:
     model = tiny_gpt(pos_emb="kerple_log", score_processor="cdape", score_processor_options={"kernel_size": 5})
     position = {"score_processor": "cdape", "score_processor_options": {"kernel_size": 5}, "pos_emb": "kerple_log"}
     (record,) = scored(loaded(model, **position), STREAM, Options(lengths=[16]))
@@ -208,7 +209,7 @@ def test_a_loss_that_is_not_finite_is_an_error(running_mean: RunningMean, choice
         scored(loaded(running_mean), STREAM, Options(lengths=[8], **choices))
 
 
-def test_a_model_whose_positions_end_is_scored_up_to_there_on_the_targets_of_the_others() -> None:
+def test_a_limited_model_is_scored_up_to_its_maximum_on_the_same_targets() -> None:
     learned = loaded(tiny_gpt(pos_emb="learned"), pos_emb="learned")
     (found,) = scored(learned, STREAM, Options(lengths=[8, 16, 64], windows=5))
     others = scored(loaded(tiny_gpt(pos_emb="rotary")), STREAM, Options(lengths=[8, 16, 64], windows=5))
@@ -235,7 +236,7 @@ def test_a_summary_against_the_formula_for_equal_blocks() -> None:
     assert summarize_losses(losses[:1].sum(axis=1), np.array([6])).stderr is None
 
 
-def test_the_standard_error_tells_how_far_repetitions_scatter() -> None:
+def test_the_standard_error_matches_the_spread_of_repetitions() -> None:
     generator = np.random.default_rng(2)
     means, errors = [], []
     for _ in range(400):

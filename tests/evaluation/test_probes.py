@@ -30,7 +30,8 @@ BYTES = ByteTokenizer()
 
 class Copier(nn.Module):
     """Model that predicts the successor of the last equal token within `reach` tokens, and otherwise a uniform
-    distribution."""
+    distribution.
+    """
 
     def __init__(self, vocabulary: int, reach: int) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class Copier(nn.Module):
 
 
 @given(st.integers(1, 6), st.integers(14, 60), st.integers(2, 5))
-def test_the_copy_stands_where_it_should(copied: int, length: int, count: int) -> None:
+def test_the_copy_is_at_the_right_position(copied: int, length: int, count: int) -> None:
     probe = RepeatedTokens([length], count, Vocabulary(50, "x", 7), copied)
     distances = probe.list_axis_values(length)
     assert distances[0] == copied + 1
@@ -97,7 +98,7 @@ def test_losses_equal_a_plain_loop(model: nn.Module) -> None:
         assert record.low <= record.value <= record.high
 
 
-def test_the_key_is_hidden_at_its_depth_and_asked_for_at_the_end() -> None:
+def test_the_key_is_at_its_depth_and_requested_at_the_end() -> None:
     probe = Passkey([300], 5, BYTES)
     keys = list(probe.answers)
     assert probe.list_axis_values(300) == DEPTHS
@@ -122,7 +123,8 @@ def test_the_key_is_hidden_at_its_depth_and_asked_for_at_the_end() -> None:
 
 class Joining(ByteTokenizer):
     """Model that reads the question's last letter together with its successor, unless the key has only digits
-    `apart`."""
+    `apart`.
+    """
 
     def __init__(self, apart: str = "") -> None:
         super().__init__()
@@ -137,7 +139,7 @@ class Joining(ByteTokenizer):
         return [*tokens[:at], 255, *tokens[at + 2 :]]
 
 
-def test_keys_that_have_no_tokens_of_their_own_are_not_asked() -> None:
+def test_keys_without_own_tokens_are_skipped() -> None:
     with pytest.raises(UserError, match="merges the end of the question with the key"):
         Passkey([300], 2, Joining())
     some = Passkey([300], 2, Joining(apart="0123456"))

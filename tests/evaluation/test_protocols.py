@@ -113,7 +113,7 @@ def test_windows_spread_over_the_whole_stream() -> None:
     assert plan.starts[10].tolist() == [90, 390, 690, 990]
 
 
-def test_windows_of_nonoverlapping_are_those_of_the_largest_length() -> None:
+def test_nonoverlapping_windows_match_the_largest_length() -> None:
     plan = build_scoring_plan(1000, [8, 32], "nonoverlapping", windows=3)
     assert (plan.num_windows(32), plan.num_windows(8), plan.target_sets[0].blocks) == (3, 12, 3)
 
@@ -151,7 +151,7 @@ def test_windows_of_nonoverlapping_are_those_of_the_largest_length() -> None:
         ({"stream_length": 999, "lengths": [64], "protocol": "strided", "stride": 8, "windows": 9}, "a multiple of 8"),
     ],
 )
-def test_what_cannot_be_planned_is_one_line(arguments: dict, message: str) -> None:
+def test_invalid_protocols_are_reported_in_one_line(arguments: dict, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         build_scoring_plan(**{"targets": [64], **arguments})
     assert "\n" not in str(caught.value)

@@ -75,7 +75,7 @@ def test_a_temperature_of_the_evaluation_alone_is_not_one_of_the_training() -> N
     ]
 
 
-def test_frequencies_of_the_evaluation_alone_are_not_those_of_the_training() -> None:
+def test_overridden_frequencies_apply_to_the_evaluation_only() -> None:
     plain, hope = config("pos_emb=rotary"), config("pos_emb=rotary", "pos_emb_options={scaling: hope}", "seed=2")
     assert assign_distinct_names([plain, hope], ["a", "b"]) == ["rotary", "rotary(scaling=hope)"]
     for rope, named in {

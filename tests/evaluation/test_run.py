@@ -228,7 +228,7 @@ def test_a_file_of_text_is_tokenized_by_the_tokenizer_of_the_corpus(place: Path)
         evaluated([run, make_run("runs/bytes")], [8], data="more.txt")
 
 
-def test_a_run_reads_text_by_its_own_copy_when_its_corpus_is_gone(place: Path) -> None:
+def test_a_run_uses_its_own_tokenizer_if_the_corpus_is_missing(place: Path) -> None:
     bpe = prepare(["text.txt"], "bpe", tokenizer="bpe", vocab_size=300, split=(0.4, 0.3, 0.3))
     data = [entry.replace("corpus/", "bpe/") for entry in DATA]
     run = make_run("runs/bpe", data=data, tokenizer=bpe.tokenizer, size=bpe.vocab_size)
@@ -268,7 +268,7 @@ def test_data_are_found_from_any_directory_and_after_the_tree_was_moved(
     assert (other.dataset, other.value) == (str(moved / "corpus" / "test_text_document"), found.value)
 
 
-def test_a_run_that_does_not_know_where_it_was_trained(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_training_provenance(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run("runs/a")
     (found,) = evaluated([run], [8])
     monkeypatch.chdir(place.parent)
@@ -298,7 +298,7 @@ def test_seeds_are_one_method_and_other_differences_are_not(place: Path) -> None
     assert first.training_digest == second.training_digest
 
 
-def test_a_run_whose_positions_end_is_scored_up_to_there_and_said(place: Path) -> None:
+def test_a_run_is_scored_up_to_its_maximum_length_with_a_note(place: Path) -> None:
     make_run("runs/a", "pos_emb=rotary")
     make_run("runs/learned", "pos_emb=learned", "max_position_embeddings=20")
     out = io.StringIO()
@@ -419,7 +419,7 @@ def test_equal_text_under_two_names_is_the_same_text(place: Path) -> None:
     assert len({r.target_digest for r in found}) == 1
 
 
-def test_what_cannot_be_compared_is_refused_before_any_work(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomparable_runs_are_rejected_before_any_work(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_work(*_: object, **__: object) -> None:
         raise AssertionError("a model was loaded")
 
@@ -475,7 +475,7 @@ def test_a_failure_keeps_the_runs_before_it(place: Path) -> None:
     assert [r.method for r in records.read_records("results/results.json")] == ["rotary"]
 
 
-def test_bfloat16_weights_are_asked_for_by_name(place: Path) -> None:
+def test_bfloat16_weights_need_an_explicit_request(place: Path) -> None:
     run = make_run("runs/a", "pos_emb=kerple_log")
     (exact,) = evaluated([run], [16])
     (rounded,) = evaluated([run], [16], precision="bf16")
@@ -517,7 +517,7 @@ def test_lengths_in_tokens_and_in_training_lengths(text: str | None, lengths: li
 
 
 @pytest.mark.parametrize("text", ["", "8,", "x", "-8", "0", "0.3x", "1e99999x", "8.0", "nanx", "infx", "9" * 30])
-def test_lengths_that_are_none(text: str) -> None:
+def test_invalid_lengths(text: str) -> None:
     with pytest.raises(UserError, match="is not a length"):
         choose_lengths(Options(**parse_lengths(text)), [8])
 

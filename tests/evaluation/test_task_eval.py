@@ -114,7 +114,7 @@ def test_answers_equal_a_loop_over_single_tokens(task: str, options: dict[str, o
                 assert correct[row, place] == (drawn.accuracy_mask[row, place] and best == label)
 
 
-def test_records_of_a_model_that_knows_the_answers() -> None:
+def test_records_of_a_perfect_model() -> None:
     of = config(length=20)  # so many inputs that none is drawn twice
     task_eval = build_task_eval(EvaluationOptions(multiples=[1, 2, 3], windows=40), [of])
     found = task_eval.score(loaded(Oracle(task_eval, wrong=10), of), ScoringContext(record_fields={"run": "runs/a"}))
@@ -139,8 +139,10 @@ def test_records_of_a_model_that_knows_the_answers() -> None:
 
 
 def test_changes_and_means_are_as_unsure_as_independent_draws() -> None:
-    """Intervals treat lengths as independent. The model errs in the same rows at every length, so paired draws would
-    look certain."""
+    """Intervals treat lengths as independent.
+
+    The model errs in the same rows at every length, so paired draws would look certain.
+    """
     of = config(length=20)
     task_eval = build_task_eval(EvaluationOptions(multiples=[1, 2, 3], windows=40), [of])
     found = task_eval.score(loaded(Oracle(task_eval, wrong=10), of), ScoringContext())
@@ -173,7 +175,7 @@ def test_whole_answers_of_letters() -> None:
     assert found == {"accuracy": 0.75, "exact_match": 0.75}
 
 
-def test_floors_stand_beside_the_models() -> None:
+def test_trivial_baselines_are_listed_with_the_models() -> None:
     of = config("bucket_sort", 10)
     task_eval = build_task_eval(EvaluationOptions(lengths=[10, 40], windows=200), [of])
     found = task_eval.build_baseline_records()
@@ -213,19 +215,19 @@ def test_positions_that_end() -> None:
         ({"multiples": [0.3]}, "'0.3x' is not a length"),
     ],
 )
-def test_what_a_task_is_not_asked(options: dict, why: str) -> None:
+def test_unsupported_task_options(options: dict, why: str) -> None:
     with pytest.raises(UserError, match=why):
         build_task_eval(EvaluationOptions(**options), [config("mqar", 64)])
 
 
-def test_of_the_usual_lengths_those_are_scored_that_a_task_has() -> None:
+def test_default_lengths_are_limited_to_those_of_the_task() -> None:
     of = config("addition", 6, positions="coupled", max_digits=16)
     assert build_task_eval(EvaluationOptions(), [of]).lengths == (6, 12)
     with pytest.raises(UserError, match="lengths: 24 is not valid for the task addition"):
         build_task_eval(EvaluationOptions(multiples=[1.0, 4.0]), [of])
 
 
-def test_a_task_is_asked_with_other_options_than_it_was_learned_with() -> None:
+def test_a_task_can_be_evaluated_with_other_options() -> None:
     of = config("flip_flop", 8, ignore=0.5)
     asked = build_task_eval(EvaluationOptions(lengths=[64], windows=300, task_options="ignore=0.98"), [of])
     assert asked.task_config.label == "flip_flop(ignore=0.98)"
@@ -247,7 +249,7 @@ def test_a_task_is_asked_with_other_options_than_it_was_learned_with() -> None:
         build_task_eval(EvaluationOptions(lengths=[16], task_options="vocabulary=128"), [recall])
 
 
-def test_runs_of_different_tasks_are_apart() -> None:
+def test_runs_of_different_tasks_are_separate() -> None:
     def run(name: str, of: Config) -> TrainedRun:
         return SimpleNamespace(name=name, config=of)  # type: ignore[return-value]
 
@@ -260,7 +262,7 @@ def test_runs_of_different_tasks_are_apart() -> None:
         is_task_run([run("a", config()), run("b", text)])
 
 
-def test_a_loss_that_is_not_finite_is_told() -> None:
+def test_a_nonfinite_loss_is_reported() -> None:
     of = config("even_pairs", 4)
     task_eval, model = build_task_eval(EvaluationOptions(lengths=[4], windows=4), [of]), gpt(of)
     with torch.no_grad():
@@ -269,7 +271,7 @@ def test_a_loss_that_is_not_finite_is_told() -> None:
         task_eval.score(loaded(model, of), ScoringContext())
 
 
-def test_predictors_are_fitted_to_fewer_sequences_where_these_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predictors_are_fitted_to_fewer_sequences_if_they_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     task_eval = build_task_eval(EvaluationOptions(lengths=[4, 40]), [config("reverse_string", 4)])
     assert [task_eval.sample_batch(length, fitting=True).tokens.shape[0] for length in task_eval.lengths] == [
         NUM_FITTING_SEQUENCES
@@ -304,7 +306,7 @@ def test_a_trained_run_from_the_command_line_on(tmp_path: Path, monkeypatch: pyt
     assert all(r.value == same[r.method, r.metric, r.length] for r in again if r.metric == "accuracy")
 
 
-def test_positions_of_a_task_are_learned_and_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_task_positions_are_trained_and_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Position ids drawn in training reach the model also beyond the training length: 43 tokens, 16 positions."""
     from megatron.data.task_dataset import TaskDataset
     from megatron.evaluation.run import evaluate_runs

@@ -58,7 +58,7 @@ def test_torch_waits_for_the_first_model() -> None:
         farfield.laod  # noqa: B018
 
 
-def test_keys_are_what_the_command_line_would_read(tmp_path: Path) -> None:
+def test_keys_match_the_command_line(tmp_path: Path) -> None:
     keys = {
         "pos_emb": ["rotary", "none"], "save": str(tmp_path / "1e5"), "attention_window": None,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "optimizer.params.eps": 1e-7,
@@ -131,7 +131,7 @@ def test_a_training_with_a_method_of_ones_own(tmp_path: Path, own_methods: Path,
 
 
 @pytest.mark.usefixtures("commands_are_forks")
-def test_a_changed_method_is_told_and_not_resumed(tmp_path: Path, own_methods: Path) -> None:
+def test_a_changed_method_is_reported_and_not_resumed(tmp_path: Path, own_methods: Path) -> None:
     corpus = write_corpora(tmp_path / "text")
     config = tiny_config(corpus, tmp_path / "run", train_iters=2, pos_emb="eighths", device="cpu")
     config.save(tmp_path / "run.yml")

@@ -30,7 +30,7 @@ def load(corpus: Path, folder: Path, **keys: object) -> farfield.Model:
 TEXT = " ".join(str(number % 53) for number in range(200))
 
 
-def test_losses_are_those_of_the_logits(model: farfield.Model) -> None:
+def test_losses_match_the_logits(model: farfield.Model) -> None:
     tokens = model.encode(TEXT)
     scores = model.score(TEXT, 24)
     assert scores.losses.shape == ((len(tokens) - 1) // 24, 24)
@@ -51,7 +51,7 @@ def test_the_last_targets_of_a_window_have_the_others_before_them(model: farfiel
     assert flat == model.encode(TEXT)[89 : 89 + len(flat)], "no target is left out, none is scored twice"
 
 
-def test_scores_are_those_of_evaluate(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_match_evaluate(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = make_run("run", corpus, pos_emb="alibi")
     Path("text.txt").write_text(TEXT)
@@ -73,7 +73,7 @@ def test_bias_is_the_formula(corpus: Path, tmp_path: Path) -> None:
     assert table.shape == (model.num_layers, model.num_heads, 64)
 
 
-def test_maps_are_softmax_of_what_they_say(model: farfield.Model) -> None:
+def test_maps_are_the_softmax_of_their_logits(model: farfield.Model) -> None:
     maps = model.attention_maps(TEXT[:80])
     assert sorted(maps) == list(range(model.num_layers))
     length = len(model.encode(TEXT[:80]))
@@ -100,7 +100,7 @@ def test_rotary_has_maps_and_no_bias(corpus: Path, tmp_path: Path) -> None:
         model.bias_table()
 
 
-def test_texts_are_those_of_the_likeliest_tokens(model: farfield.Model) -> None:
+def test_texts_consist_of_the_likeliest_tokens(model: farfield.Model) -> None:
     written = model.generate("1 2 3", maximum_tokens=5, temperature=0)
     tokens = model.encode("1 2 3")
     for _ in range(5):
@@ -181,7 +181,7 @@ def test_an_analysis_reads_as_the_model_was_loaded(
     }  # fmt: skip
 
 
-def test_what_a_layer_reads_is_no_table(corpus: Path, tmp_path: Path) -> None:
+def test_bias_from_layer_input_is_not_a_table(corpus: Path, tmp_path: Path) -> None:
     model = load(corpus, tmp_path, pos_emb="fox")
     with pytest.raises(farfield.UserError, match="the bias of fox depends on the layer's input"):
         model.bias_table()

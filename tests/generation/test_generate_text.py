@@ -106,7 +106,7 @@ def test_a_text_that_is_interrupted_ends_with_a_line_break(monkeypatch: pytest.M
     assert out.getvalue() == "begun\n"
 
 
-def test_lines_are_gone_on_with_until_there_are_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_input_line_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     typed = iter(["ab", "x" * 30, "stop", "ab"])
     writer, usual = a_writer(temperature=0.0), TextGenerator.generate
 

@@ -93,7 +93,7 @@ def test_a_text_ends_at_the_same_place_however_it_comes(text: str, stops: list[s
     assert texts.stopped == any(stop in text for stop in stops)
 
 
-def test_only_what_may_begin_a_stop_waits() -> None:
+def test_only_possible_prefixes_of_stop_strings_are_withheld() -> None:
     texts = StopStrings(["\n\n"])
     assert [texts.push(piece) for piece in ("one", "\n", "two\n", "\nthree", "four")] == ["one", "", "\ntwo", "", ""]
     assert texts.flush() == ""

@@ -37,16 +37,14 @@ def defined(logits: list[float], temperature: float, top_k: int, top_p: float) -
     top_p=st.sampled_from([0.03, 0.31, 0.77, 0.983, 1.0]),
 )
 @settings(max_examples=300, deadline=None)
-def test_probabilities_are_those_of_the_definitions(
-    logits: list[int], temperature: float, top_k: int, top_p: float
-) -> None:
+def test_probabilities_match_the_definitions(logits: list[int], temperature: float, top_k: int, top_p: float) -> None:
     values = [value / 10 for value in logits]
     sampling = TokenSampler(len(values), temperature, top_k, top_p)
     found = sampling.probabilities(torch.tensor([[*values, 1e3, 1e3]], dtype=torch.float64))[0]
     assert found.tolist() == pytest.approx(defined(values, temperature, top_k, top_p), abs=ROUNDING)
 
 
-def test_each_token_is_drawn_as_often_as_its_probability_says() -> None:
+def test_token_frequencies_match_probabilities() -> None:
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     sampling, draws = TokenSampler(10, temperature=1.3, top_k=7, top_p=0.9), 20_000
     expected = defined(logits[0, :10].tolist(), 1.3, 7, 0.9)
@@ -57,7 +55,7 @@ def test_each_token_is_drawn_as_often_as_its_probability_says() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_padding_and_what_is_cut_off_are_never_chosen(dtype: torch.dtype) -> None:
+def test_padding_and_truncated_tokens_are_never_sampled(dtype: torch.dtype) -> None:
     logits = torch.tensor([[0.0, -torch.inf, 3.0, 1.0, 50.0, 60.0]] * 4, dtype=dtype)
     edges = torch.tensor([0.0, 0.5, 1 - 2**-53, 1 - 2**-30], dtype=torch.float64)
     for sampling in (

@@ -82,7 +82,7 @@ def test_randomized_positions_are_drawn_for_the_whole_text() -> None:
             assert int(logits[:257].argmax()) == text.tokens[step]
 
 
-def test_the_same_seed_gives_the_same_text_and_each_prompt_draws_its_own() -> None:
+def test_a_seed_reproduces_the_text_and_prompts_sample_independently() -> None:
     model = gpt()
     first = written(model, ["a", "a", "bc"], seed=1, maximum_tokens=30)
     again = written(model, ["a", "a", "bc"], seed=1, maximum_tokens=30)
@@ -96,7 +96,8 @@ def test_the_same_seed_gives_the_same_text_and_each_prompt_draws_its_own() -> No
 
 def test_draws_follow_the_probabilities_of_the_model() -> None:
     """First tokens of many samples, compared with the softmax of a whole forward pass by a chi-square test at p =
-    1e-6."""
+    1e-6.
+    """
     model, draws = gpt(), 400
     texts = written(model, ["x"] * draws, maximum_tokens=1, temperature=0.8, top_k=4, batch_size=100)
     with torch.no_grad():
@@ -151,7 +152,7 @@ def test_groups_are_of_similar_length_and_not_too_large() -> None:
 @pytest.mark.parametrize(
     "position", [{"pos_emb": "learned"}, {"randomized_positions": 60}, {"score_processor": "cdape"}]
 )
-def test_a_text_does_not_depend_on_what_is_read_with_it(position: dict[str, object]) -> None:
+def test_a_text_does_not_depend_on_its_batch(position: dict[str, object]) -> None:
     model = gpt(**position)
     together = written(model, PROMPTS, seed=3, maximum_tokens=15, batch_size=5)
     one_by_one = written(model, PROMPTS, seed=3, maximum_tokens=15, batch_size=1)

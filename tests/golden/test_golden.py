@@ -111,7 +111,7 @@ RUNS: dict[str, Callable[[Path, Path], Numbers]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_numbers_are_those_recorded(name: str, corpus: Path, tmp_path: Path) -> None:
+def test_numbers_match_the_recorded_ones(name: str, corpus: Path, tmp_path: Path) -> None:
     found = RUNS[name](corpus, tmp_path)
     golden = json.loads(GOLDEN.read_text(encoding="utf-8")) if GOLDEN.is_file() else {"runs": {}}
     if os.environ.get("RECORD_GOLDEN"):

@@ -97,7 +97,8 @@ def tall_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def tall_processor_tile(kernel: str, *args: Any) -> Tile:
         """Return a tile; on a GPU with fewer rows for the weights' gradients, because 256 pixels in float32 exceed
-        shared memory."""
+        shared memory.
+        """
         rows = 4 if kernel == "mix_bwd_dw" and not INTERPRETED else 16
         return replace(processor_tile(kernel, *args), block_m=rows, block_n=16)
 

@@ -44,7 +44,7 @@ def try_candidates(
     ],
 )
 @pytest.mark.parametrize("apart", [False, True])
-def test_every_backend_is_right(method, dtype, names, apart: bool) -> None:
+def test_every_backend_is_correct(method, dtype, names, apart: bool) -> None:
     """Every backend is correct for rows of one document and of three."""
     starts = torch.tensor([[0] * 4 + [4] * 2 + [6] * 7])
     documents = CheckedDocuments(starts, masked=method[0] != "fire") if apart else None
@@ -54,7 +54,7 @@ def test_every_backend_is_right(method, dtype, names, apart: bool) -> None:
     assert all(0 < trial.largest_excess < 4 for trial in trials.values())
 
 
-def test_a_kernel_whose_table_gradient_is_off_by_one_is_left(monkeypatch) -> None:
+def test_a_kernel_with_a_shifted_table_gradient_is_rejected(monkeypatch) -> None:
     """A planted error moves the bias gradient from distance n to n + 1; output, dq, dk and dv stay correct."""
     from megatron.attention.backends import triton
 

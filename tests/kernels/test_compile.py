@@ -23,7 +23,7 @@ from kernels.compile import SHARED_LIMIT, KernelConfig, KernelResources, list_op
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_folder_with_kernels_says_what_to_compile() -> None:
+def test_every_kernel_folder_lists_configurations() -> None:
     sources = (ROOT / "kernels").glob("*/*.py")
     with_kernels = {path.parent.name for path in sources if "triton.jit" in path.read_text(encoding="utf-8")}
     assert with_kernels == set(list_ops())
@@ -98,7 +98,7 @@ def test_the_scores_of_the_shipped_models_may_not_spill() -> None:
         ),
     ],
 )
-def test_what_is_beyond_a_limit_is_named_and_fails(
+def test_exceeded_limits_are_named_and_fail(
     used: KernelResources, complaint: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(compiler, "measure_resources", lambda *args, **options: used)
@@ -109,7 +109,7 @@ def test_what_is_beyond_a_limit_is_named_and_fails(
     assert (complaint or "") in said
 
 
-def test_of_what_was_launched_the_programs_that_are_wrong_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_miscompiled_launched_programs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def program(name: str, arch: int, text: str) -> SimpleNamespace:
         return SimpleNamespace(metadata=SimpleNamespace(name=name, target=SimpleNamespace(arch=arch)), text=text)
 
@@ -138,7 +138,7 @@ def test_an_interpreted_kernel_is_not_compiled() -> None:
         (["bias", "--json", "nowhere/new.json"], "its folder does not exist"),
     ],
 )
-def test_what_cannot_be_compiled_or_recorded_is_refused_at_once(
+def test_invalid_options_are_rejected_at_once(
     arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

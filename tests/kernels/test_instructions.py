@@ -33,7 +33,7 @@ def _count(disassembly: str, *, has_loop: bool) -> int:
     return len(select_instructions(disassembly, has_loop=has_loop))
 
 
-def test_the_shortest_loop_with_products_is_counted_where_there_is_one() -> None:
+def test_the_shortest_loop_with_products_is_counted() -> None:
     assert _count(DISASSEMBLY, has_loop=True) == 2
     assert _count(DISASSEMBLY.replace("(.L_x_0)", "(.L_x_4)"), has_loop=True) == 5
     assert _count(DISASSEMBLY, has_loop=False) == 8
@@ -61,7 +61,7 @@ def test_of_two_ways_through_a_program_the_shorter_with_all_products_is_counted(
     assert _count(EARLY_END.replace("FSEL R4", "HMMA R4"), has_loop=False) == 8
 
 
-def test_loads_are_told_by_their_width_and_spills_from_other_memory() -> None:
+def test_loads_are_counted_by_width_and_spills_separately() -> None:
     texts = ["@P0 LDG.E R1, [R2]", "LDG.E.128 R4, [R2]", "LDG.E.U16.CONSTANT R4, [R2]", "LDG.E.64 R4, [R2]"]
     texts += ["LDGSTS.E.BYPASS.128 [R1], [R2]", "LDGSTS.E [R1], [R2]", "LDS.64 R4, [R2]", "STG.E.128 [R2], R4"]
     instructions = [Instruction(16 * index, text, None) for index, text in enumerate(texts)]
@@ -71,7 +71,7 @@ def test_loads_are_told_by_their_width_and_spills_from_other_memory() -> None:
     assert count_spills(spilled) == 2
 
 
-def test_a_kernel_without_a_loop_is_not_taken_for_one_that_has_it() -> None:
+def test_a_kernel_without_a_loop_is_rejected() -> None:
     with pytest.raises(ValueError, match="no loop"):
         _count("\n".join(line for line in DISASSEMBLY.splitlines() if "P" not in line), has_loop=True)
 

@@ -150,7 +150,7 @@ def _replaced() -> list[object]:
     return [interpreter_builder.options, *functions, tl.core.full, tl.core.tensor.__add__]
 
 
-def test_what_it_does_without_is_back_afterwards_even_after_an_error() -> None:
+def test_the_interpreter_is_restored_even_after_an_error() -> None:
     before = _replaced()
 
     def fail() -> None:

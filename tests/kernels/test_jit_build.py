@@ -50,7 +50,7 @@ def test_a_damaged_one_is_made_again(folder: Path, tmp_path: Path) -> None:
     assert build_library(folder).answer() == 42
 
 
-def test_says_why_it_cannot(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_give_the_reason(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "answer.c").write_text("int answer(void) { return nothing; }\n")
     with pytest.raises(CompileError, match=r"cc failed: .*answer\.c"):
         build_library(folder)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tests themselves run on the GPU")
 @pytest.mark.skipif("FARFIELD_REHEARSE_DEVICE" in os.environ, reason="this is the rehearsal")
-def test_no_kernel_test_gives_cpu_tensors_to_a_kernel_on_another_device() -> None:
+def test_kernel_tests_pass_tensors_on_the_kernels_device() -> None:
     command = [sys.executable, "-m", "pytest", "tests/kernels", "-p", "no:cacheprovider", "--tb=line"]
     environment = os.environ | {"FARFIELD_REHEARSE_DEVICE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -66,7 +66,8 @@ def on(device: str, encoding: str, processor: str) -> Built:
 
 def options_of(encoding: str) -> dict[str, int]:
     """Return options of a narrow FIRE network, because its kernels loop over the network, which is slow in the
-    interpreter."""
+    interpreter.
+    """
     return {"width": 5} if encoding == "fire" else {}
 
 
@@ -99,7 +100,7 @@ def results(
     return {"output": out.detach(), **dict(zip(["q", "k", "v", *named], grads, strict=True))}
 
 
-def test_what_the_kernels_can_do_is_every_toeplitz_bias_and_fire() -> None:
+def test_kernels_support_every_toeplitz_bias_and_fire() -> None:
     expected = [
         (encoding, processor)
         for encoding, processor in MAPPED
@@ -153,7 +154,7 @@ def test_it_equals_eager_in_outputs_and_all_gradients(
         ("none", "dape", 0, None),
     ],
 )
-def test_documents_of_a_row_are_kept_apart(
+def test_documents_of_a_row_are_masked(
     encoding: str, processor: str, start: int, window: int | None, device: str
 ) -> None:
     """Documents of a row are separated as in eager, which tests/attention/test_documents.py checks."""
@@ -175,7 +176,8 @@ def test_documents_of_a_row_are_kept_apart(
 )
 def test_sinks_are_in_the_kernels(encoding: str, processor: str, window: int | None, device: str) -> None:
     """Kernels compute sinks, their gradient, and the gradient of a processor's last bias, which a plain softmax
-    cancels."""
+    cancels.
+    """
     built, qkv = on(device, encoding, processor), random_on(device, 13, batch=1)
     span = TokenRange(0, 13)
     found = results(TritonBackend(Unused()), built, qkv, span, span, window, sinks=SINKS.to(device))
@@ -226,9 +228,7 @@ def test_the_route_of_a_call(encoding: str, processor: str, change: dict, route:
 
 
 @pytest.mark.parametrize("processor", ["none", "cdape"])
-def test_what_shows_at_run_time_is_computed_elsewhere_and_said_once(
-    processor: str, device: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fallbacks_at_run_time_are_reported_once(processor: str, device: str, caplog: pytest.LogCaptureFixture) -> None:
     e, p = on(device, "kerple_log", processor)
     q, k, v = random_on(device, 9)
     span = TokenRange(0, 9)
@@ -249,7 +249,7 @@ def test_what_shows_at_run_time_is_computed_elsewhere_and_said_once(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter alone")
 @pytest.mark.parametrize("processor", ["none", "cdape"])
-def test_bfloat16_in_the_interpreter_is_left_to_pytorch(processor: str, device: str) -> None:
+def test_bfloat16_in_the_interpreter_falls_back_to_pytorch(processor: str, device: str) -> None:
     """bfloat16 falls back to PyTorch in the interpreter, which computes it incorrectly."""
     e, p = on(device, "kerple_log", processor)
     q, k, v = random_on(device, 9, dtype=torch.bfloat16)
@@ -313,7 +313,7 @@ def test_dropout_drops_the_same_weights_forward_and_backward(encoding: str, devi
     assert not torch.allclose(kept, whole)
 
 
-def test_dropout_leaves_the_mean_as_it_is(device: str) -> None:
+def test_dropout_keeps_the_mean(device: str) -> None:
     e, p = on(device, "kerple_log", "none")
     rows = AttentionInputs(*random_on(device, 11, batch=1), TokenRange(0, 11), TokenRange(0, 11), e, p)
     q, k, v = (x.expand(100, -1, -1, -1) for x in (rows.q, rows.k, rows.v))
@@ -322,7 +322,7 @@ def test_dropout_leaves_the_mean_as_it_is(device: str) -> None:
     assert ((draws.mean(0) - TritonBackend(Unused())(rows)[0]).abs() <= 6 * draws.std(0) / 10 + 1e-5).all()
 
 
-def test_dropout_leaves_documents_apart(device: str) -> None:
+def test_dropout_keeps_documents_masked(device: str) -> None:
     """Dropout keeps documents separate. With unit vectors as values, outputs are the weights."""
     e, p = on(device, "kerple_log", "none")
     q, k, _ = random_on(device, 11, batch=1)
@@ -381,9 +381,7 @@ def test_a_model_trains_and_decodes_through_it(encoding: str, processor: str, re
     torch.testing.assert_close(parts, whole, rtol=10 * TOLERANCE, atol=10 * TOLERANCE)
 
 
-def test_a_layer_that_is_recomputed_lets_go_of_what_its_blocks_of_rows_read(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recomputed_layer_frees_the_inputs_of_its_row_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recomputed attention saves only its output, neither q nor k and v."""
     encoding = on(device, "fire", "none")[0]
     parameters = encoding.kernel_parameters()

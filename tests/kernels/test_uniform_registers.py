@@ -28,7 +28,7 @@ def disassemble(*instructions: str) -> str:
         (("UR2UP UPR, UR4", "UMOV UR5, UR4"), ["UR2UP UPR, UR4", "UMOV UR5, UR4"]),
     ],
 )
-def test_registers_count_as_wide_as_instructions_take_them(instructions: tuple[str, ...], found: list[str]) -> None:
+def test_register_widths_match_instructions(instructions: tuple[str, ...], found: list[str]) -> None:
     assert find_uninitialized_reads(disassemble(*instructions)) == found
 
 

@@ -112,7 +112,7 @@ def test_unexpected_errors_name_the_log(tmp_path: Path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_nobody_reading_ends_no_evaluation(tmp_path: Path):
+def test_a_closed_output_does_not_end_an_evaluation(tmp_path: Path):
     """`./deepy.py evaluate … | head -1` completes; rich would silently exit with code 1."""
     output, (reader, writer) = os.dup(1), os.pipe()
     os.dup2(writer, 1)

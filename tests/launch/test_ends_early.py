@@ -68,7 +68,7 @@ def test_a_signal_is_no_exit_of_a_file() -> None:
 
 @pytest.mark.parametrize("change", ["moved", "removed", "replaced"])
 @pytest.mark.parametrize("keys", [{"checkpoint_factor": 3}, {"log_interval": 100}, {"log_interval": 2}])
-def test_a_folder_that_is_gone_ends_the_run_and_is_not_made_anew(
+def test_a_deleted_folder_ends_the_run_and_is_not_recreated(
     corpus: Path, tmp_path: Path, keys: dict[str, int], change: str
 ) -> None:
     run, moved = tmp_path / "run", tmp_path / "moved"

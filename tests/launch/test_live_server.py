@@ -56,7 +56,7 @@ def write_results(folder: Path) -> None:
     write_records(folder / "results.json", records)
 
 
-def test_a_run_is_shown_while_it_trains_and_its_results_behind_it(tmp_path: Path) -> None:
+def test_a_run_is_shown_in_training_and_followed_by_results(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 40)
     lock = RunLock(run)
     with serving(make_page(run)) as port:
@@ -76,7 +76,7 @@ def test_a_run_is_shown_while_it_trains_and_its_results_behind_it(tmp_path: Path
         assert 'id="cite"' in text
 
 
-def test_runs_stand_in_the_order_of_their_results(tmp_path: Path) -> None:
+def test_runs_are_in_the_order_of_their_results(tmp_path: Path) -> None:
     """Runs are sorted by result; `find_runs` sorts by name, and runs without a result come last."""
     folders = [make_run(tmp_path / name / "seed_1", 3) for name in ("a", "b", "c")]
     records = [
@@ -101,7 +101,7 @@ def test_a_sweep_that_has_no_run_yet_is_live(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_nothing_is_made_anew_that_has_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_parts_are_not_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run", 4)
     page, made = make_page(run), []
     monkeypatch.setattr(live_server, "render_report", lambda *_, **more: made.append(more) or str(len(made)))
@@ -110,7 +110,7 @@ def test_nothing_is_made_anew_that_has_not_changed(tmp_path: Path, monkeypatch: 
     assert page.render() == "2"
 
 
-def test_a_page_that_takes_long_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_pages_are_built_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page that took 3 s to build is rebuilt after 30 s at the earliest."""
     now = [100.0]
     run = make_run(tmp_path / "run", 4)
@@ -132,8 +132,10 @@ def test_a_page_that_takes_long_waits_for_its_turn(tmp_path: Path, monkeypatch: 
 
 
 def test_results_without_runs_are_shown(tmp_path: Path) -> None:
-    """Results without runs are shown, as written by `evaluate -o`. In a running sweep the reference method may be
-    missing."""
+    """Results without runs are shown, as written by `evaluate -o`.
+
+    In a running sweep the reference method may be missing.
+    """
     write_results(tmp_path)
     with serving(make_page(tmp_path)) as port:
         assert "16.25" in ask(port)[1]
@@ -163,7 +165,7 @@ def test_others_are_refused(tmp_path: Path) -> None:
             build_server(make_page(tmp_path), port)
 
 
-def test_what_fails_is_shown_and_served_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_shown_and_the_page_recovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = make_page(make_run(tmp_path / "run", 2))
     with serving(page) as port:
         with monkeypatch.context() as patch:
@@ -173,12 +175,12 @@ def test_what_fails_is_shown_and_served_again(tmp_path: Path, monkeypatch: pytes
         assert ask(port)[0] == 200
 
 
-def test_a_folder_without_runs_is_refused_before_a_port_is_taken(tmp_path: Path) -> None:
+def test_a_folder_without_runs_is_rejected_before_opening_a_port(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="contains no run"):
         serve_report([tmp_path], 0, print, ReportOptions())
 
 
-def test_a_run_whose_name_is_not_utf_8_is_shown(tmp_path: Path) -> None:
+def test_a_run_with_a_non_utf_8_name_is_shown(tmp_path: Path) -> None:
     run = make_run(tmp_path / os.fsdecode(b"caf\xe9"), 40)
     with serving(make_page(run)) as port:
         code, text, _ = ask(port)

@@ -51,7 +51,7 @@ def raising(error: Exception):
     return body
 
 
-def test_refusal_leaves_no_folder_behind(fake_run, tmp_path):
+def test_rejected_commands_leave_no_folder(fake_run, tmp_path):
     fake_run(raising(UserError("no such data")))
     with pytest.raises(UserError, match="no such data"):
         local_launcher.train_on_this_machine(settled(f"save={tmp_path / 'runs' / 'a'}"))
@@ -92,7 +92,7 @@ def test_a_folder_in_use_is_refused_before_a_rank_begins(fake_run, tmp_path, mon
     assert not (tmp_path / "log.txt").exists()
 
 
-def test_a_folder_that_is_free_again_is_taken(fake_run, tmp_path, monkeypatch):
+def test_a_released_folder_is_used_again(fake_run, tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "LOCK_TIMEOUT", 60.0)
     fake_run(lambda log: 0)
     held = run_folder.RunLock(tmp_path)
@@ -148,7 +148,7 @@ def test_one_rank_runs_in_this_process_with_its_place_in_the_environment(fake_ru
 
 
 @pytest.mark.parametrize("rank", [0, 5])
-def test_a_rank_that_somebody_else_started_trains_in_this_process(fake_run, monkeypatch, tmp_path, rank):
+def test_a_rank_of_another_launcher_trains_in_this_process(fake_run, monkeypatch, tmp_path, rank):
     import os
 
     seen = {}
@@ -180,7 +180,7 @@ def test_a_rank_that_somebody_else_started_trains_in_this_process(fake_run, monk
         (RankInfo(5, 8, 1, 4), RunError("full"), "rank 5: full"),
     ],
 )
-def test_what_all_ranks_would_tell_is_told_by_one_of_each_machine(place, error, told):
+def test_common_errors_are_reported_by_one_rank_per_machine(place, error, told):
     started = None if place is None else LaunchContext(place, "gpu08", 2345, 2345, cores=None)
     with (
         pytest.raises(SystemExit if told is None else type(error)) as caught,

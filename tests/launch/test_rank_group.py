@@ -116,9 +116,11 @@ def test_error_of_a_rank_is_raised_as_it_was_and_the_others_end(run, tmp_path, k
     assert wait_until_gone([int(path.read_text()) for path in tmp_path.glob("pid*")])
 
 
-def test_the_cause_is_told_not_its_consequences(run, monkeypatch):
-    """Rank 1 causes the failure; rank 0 fails first, in a collective, because rank 1 leaves. Rank 1's error is
-    reported."""
+def test_the_cause_is_reported_not_its_consequences(run, monkeypatch):
+    """Rank 1 causes the failure; rank 0 fails first, in a collective, because rank 1 leaves.
+
+    Rank 1's error is reported.
+    """
     monkeypatch.setattr(rank_group, "STOP_TIMEOUT", 60.0)
     with pytest.raises(RunError, match=r"^loss is NaN$"):
         run(
@@ -144,7 +146,7 @@ def test_a_killed_rank_is_named(run, monkeypatch):
         )
 
 
-def test_an_exit_code_without_a_word(run):
+def test_an_exit_code_without_a_message(run):
     with pytest.raises(RunError, match="rank 0 died with exit code 3"):
         run("sys.exit(3) if rank == 0 else None")
 
@@ -259,7 +261,7 @@ def test_a_second_hang_up_leaves_ranks_that_are_saving_alone(tmp_path: Path):
     assert wait_until_gone(pids)
 
 
-def test_an_error_while_ending_after_a_signal_is_told(tmp_path: Path):
+def test_an_error_while_ending_after_a_signal_is_reported(tmp_path: Path):
     fail = f'signal.signal(signal.SIGTERM, lambda *_: fail("run", "the disk is full"))\n{READY}time.sleep(60)'
     process, _ = launch(tmp_path, fail)
     process.send_signal(signal.SIGTERM)
@@ -276,7 +278,7 @@ def test_ranks_end_when_the_launcher_is_killed_outright(tmp_path: Path):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG")
-def test_a_parent_of_many_threads_asks_once(tmp_path: Path):
+def test_a_multithreaded_parent_ends_a_run_once(tmp_path: Path):
     """The kernel sends the signal for each exiting thread of the parent; the run still ends in good order."""
     done = tmp_path / "done"
     child = f"""
@@ -318,9 +320,11 @@ subprocess.run([sys.executable, "-c", {child!r}], env={{**os.environ, **get_pare
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG")
-def test_a_training_whose_parent_is_gone_already_does_not_begin(monkeypatch: pytest.MonkeyPatch):
-    """Training whose parent has already exited does not start. A separate process, because the setting lasts for its
-    lifetime."""
+def test_a_training_does_not_start_without_its_parent(monkeypatch: pytest.MonkeyPatch):
+    """Training whose parent has already exited does not start.
+
+    A separate process, because the setting lasts for its lifetime.
+    """
     monkeypatch.setenv("FARFIELD_PARENT", "1")
     child = os.fork()
     if child == 0:

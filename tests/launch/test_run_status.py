@@ -37,7 +37,7 @@ def test_a_run_that_was_stopped(tmp_path: Path) -> None:
     assert (found.loss, found.valid_loss, found.mfu, found.seconds_left) == (2.5, 2.75, 0.25, None)
 
 
-def test_a_run_whose_encoding_is_out_of_reach_is_told_like_any_other(tmp_path: Path) -> None:
+def test_a_run_with_an_unavailable_encoding_is_reported(tmp_path: Path) -> None:
     run = make(tmp_path / "a")
     text = (run / "config.yml").read_text().replace("train_iters: 100", "train_iters: 30")
     (run / "config.yml").write_text(re.sub(r"^pos_emb: \w+$", "pos_emb: my_own", text, flags=re.MULTILINE))
@@ -46,7 +46,7 @@ def test_a_run_whose_encoding_is_out_of_reach_is_told_like_any_other(tmp_path: P
     assert (found.state, found.train_iters, found.problems) == ("finished", 30, ())
 
 
-def test_a_run_that_diverged_says_so(tmp_path: Path) -> None:
+def test_a_diverged_run_is_reported(tmp_path: Path) -> None:
     run = make(tmp_path / "a")
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"kind": "diverged", "step": 33, "reason": "its loss is nan"}) + "\n")
@@ -60,7 +60,7 @@ def test_a_fresh_heartbeat_is_life(tmp_path: Path) -> None:
     assert (old.state, old.step) == ("stopped", 30)
 
 
-def test_of_a_run_that_was_killed_here_the_lock_says_so_at_once(tmp_path: Path) -> None:
+def test_the_lock_of_a_run_killed_on_this_machine_is_released_at_once(tmp_path: Path) -> None:
     beat = {"time": time.time(), "step": 35, "phase": "validate"}
     here = make(tmp_path / "here", host=socket.gethostname(), **beat)
     there = make(tmp_path / "there", host="another", **beat)
@@ -71,7 +71,7 @@ def test_of_a_run_that_was_killed_here_the_lock_says_so_at_once(tmp_path: Path) 
     assert (read_status(here).state, read_status(there).state) == ("stopped", "validate")
 
 
-def test_damaged_records_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_records_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make(tmp_path / "a")
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"kind": gar\n' + json.dumps({**RECORD, "step": 40}) + '\n{"kind": "tr')
@@ -109,7 +109,7 @@ def test_a_broken_run_hides_no_other(tmp_path: Path, name: str, capsys: pytest.C
     assert told.count("note: ") == len(problems)
 
 
-def test_numbers_in_records_that_are_none_are_shown_as_unknown(tmp_path: Path) -> None:
+def test_missing_numbers_in_records_are_shown_as_unknown(tmp_path: Path) -> None:
     run = make(tmp_path / "a", time="now", step=[], host={})
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps({**RECORD, "step": 40, "loss": "low", "mfu": None, "tokens_per_second": 10**400}) + "\n")
@@ -119,7 +119,7 @@ def test_numbers_in_records_that_are_none_are_shown_as_unknown(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "heartbeat.json", "config.yml", "checkpoints", ""])
-def test_what_may_not_be_read_is_told_for_its_run_alone(tmp_path: Path, name: str) -> None:
+def test_unreadable_files_are_reported_for_their_run_only(tmp_path: Path, name: str) -> None:
     whole, shut = (make(tmp_path / "runs" / each, time=time.time(), step=3) for each in "ab")
     with unprivileged(), unreadable(shut / name):
         runs = find_runs([tmp_path / "runs"])
@@ -161,7 +161,7 @@ def test_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert build_status_table([read_status(run) for run in runs]).row_count == 2
 
 
-def test_what_is_known_of_no_run_has_no_column(tmp_path: Path) -> None:
+def test_unknown_facts_have_no_column(tmp_path: Path) -> None:
     run = make(tmp_path / "a")
     headers, rows = format_status_cells([read_status(run)])
     assert headers == ("state", "step", "loss", "validation", "tokens/s", "MFU", "checkpoint"), "it does not train"
@@ -173,7 +173,7 @@ def test_what_is_known_of_no_run_has_no_column(tmp_path: Path) -> None:
     assert [cells[headers.index("MFU")] for cells in rows] == ["–", "25%"]
 
 
-def test_following_prints_what_changed_until_nothing_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_following_prints_changes_until_all_runs_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [make(tmp_path / "runs" / name) for name in ("a", "b")]
     lock = RunLock(runs[0])
 
@@ -200,7 +200,7 @@ def test_following_prints_what_changed_until_nothing_trains(tmp_path: Path, monk
     assert not print_status([tmp_path / "runs"], as_json=False, follow=True)
 
 
-def test_nothing_is_cut_where_there_is_no_terminal(tmp_path: Path) -> None:
+def test_nothing_is_truncated_without_a_terminal(tmp_path: Path) -> None:
     run = make(tmp_path / "runs" / ("deep" * 20) / "cdape" / "seed_1234")
     console = Console(file=io.StringIO(), width=80)
     assert print_status([run], as_json=False, console=console)

@@ -53,7 +53,7 @@ def run(script: str, **environment: str) -> int:
     return subprocess.run(["bash", "-c", script], env={**os.environ, **environment}, check=False).returncode
 
 
-def test_what_is_absent_is_the_clusters_default() -> None:
+def test_unset_keys_use_the_clusters_default() -> None:
     text = slurm.render_batch_script(job("save=runs/a", "nodes=2"))
     assert options(text) == {
         *("--job-name=a", "--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--requeue", "--signal=TERM@300"),
@@ -107,7 +107,7 @@ def test_a_container_has_its_own_python(runtime: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("code", "requeued"), [(0, False), (1, False), (2, False), (75, True), (143, True), (137, False)]
 )
-def test_a_job_whose_ranks_were_told_to_stop_goes_back_into_the_queue(commands, tmp_path, code, requeued) -> None:
+def test_a_stopped_job_returns_to_the_queue(commands, tmp_path, code, requeued) -> None:
     commands("srun", code)
     commands("scontrol")
     assert run(slurm.render_batch_script(job("save=a")), SLURM_JOB_ID="17") == code
@@ -119,14 +119,14 @@ def test_a_job_whose_ranks_were_told_to_stop_goes_back_into_the_queue(commands, 
     assert not (tmp_path / "scontrol.txt").exists()
 
 
-def test_a_run_that_goes_on_by_itself_needs_nothing_when_it_is_requeued() -> None:
+def test_a_self_resuming_run_needs_no_options_when_requeued() -> None:
     for keys in ([], ["load=a"]):
         made = job("save=a", *keys)
         assert made.requeue == ()
         assert "load: a\n" in dict(made.files)[slurm.CONFIGURATION]
 
 
-def test_what_the_job_would_refuse_is_refused_before_the_queue(tmp_path: Path, monkeypatch) -> None:
+def test_invalid_jobs_are_rejected_before_the_queue(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     check_run_folder(job_config("save=a"))
     check_run_folder(job_config("save=a", "load=./a"))  # starts at step 0
@@ -139,7 +139,7 @@ def test_what_the_job_would_refuse_is_refused_before_the_queue(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("keys", [["load=b", "finetune=true"], ["load=a/checkpoints/step_4", "rollback=true"]])
-def test_a_requeued_run_never_begins_anew_where_its_first_start_began(commands, tmp_path, keys) -> None:
+def test_a_requeued_run_does_not_restart_from_its_first_start(commands, tmp_path, keys) -> None:
     """A requeued run resumes from its own checkpoints if there are any; otherwise it starts as configured."""
     commands("srun")
     text = slurm.render_batch_script(job("save=a", *keys))
@@ -154,7 +154,7 @@ def test_a_requeued_run_never_begins_anew_where_its_first_start_began(commands, 
             (tmp_path / "a" / "checkpoints" / "step_0000004").rmdir()
 
 
-def test_a_job_is_submitted_and_what_sbatch_refuses_leaves_nothing(commands, tmp_path) -> None:
+def test_a_job_is_submitted_and_a_rejected_one_leaves_no_files(commands, tmp_path) -> None:
     commands("sbatch", printed="17;cluster")
     made = job("save=runs/a b", "nodes=2")
     assert slurm.submit_job(made) == "17"
@@ -175,7 +175,7 @@ def test_a_job_is_submitted_and_what_sbatch_refuses_leaves_nothing(commands, tmp
 
 
 @pytest.mark.parametrize("name", ["job.sbatch", "job.yml"])
-def test_a_script_of_somebody_is_not_written_over(commands, tmp_path, name: str) -> None:
+def test_user_scripts_are_not_overwritten(commands, tmp_path, name: str) -> None:
     commands("sbatch", printed="17")
     own = tmp_path / "runs/a" / name
     own.parent.mkdir(parents=True)
@@ -208,7 +208,7 @@ def test_without_sbatch_or_a_folder_there_is_no_job(monkeypatch, tmp_path) -> No
         (["slurm.partitoin=a"], "did you mean slurm.partition"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_line(keys: list[str], message: str) -> None:
+def test_invalid_values_are_rejected_with_their_line(keys: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_config([], [*SMALL, *keys])
 
@@ -218,6 +218,6 @@ def test_what_cannot_be_is_refused_with_its_line(keys: list[str], message: str) 
     [("30", 1800), ("30:10", 1810), ("24:00:00", 86400), ("2-12", 216000), ("1-00:30", 88200), ("1-1:1:1", 90061)],
 )
 def test_slurms_forms_of_a_time(text: str, seconds: int) -> None:
-    """Time formats of sbatch's manual: minutes, minutes:seconds, hours:minutes:seconds, days-hours, …"""
+    """Time formats of sbatch's manual: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on."""
     time = f"slurm.time='{text}'"
     assert load_config([], [*SMALL, time]).config.launch.slurm.time_limit_seconds() == seconds

@@ -87,7 +87,7 @@ def test_a_hostfile_is_deepspeeds(place: Path) -> None:
         ("node1 slots=2\n", ["num_gpus=4"], r"^num_gpus is 4, but node1 has slots=2 in hosts$"),
     ],
 )
-def test_what_no_hostfile_says(place: Path, text: str, keys: list[str], message: str) -> None:
+def test_invalid_hostfiles(place: Path, text: str, keys: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         hosts(text, *keys)
 
@@ -123,19 +123,23 @@ def test_a_machine_that_cannot_be_reached_is_named(place: Path) -> None:
         ssh_launcher.train_over_ssh(config.replace(save=None), hosts("nowhere slots=1\n"))
 
 
-def test_what_a_machine_refuses_is_told_as_if_it_were_here(place: Path) -> None:
-    """Errors of a remote machine are reported like local ones. The remote process is started as by ssh, not as a
-    fork."""
+def test_errors_of_another_machine_are_reported_like_local_ones(place: Path) -> None:
+    """Errors of a remote machine are reported like local ones.
+
+    The remote process is started as by ssh, not as a fork.
+    """
     config = load_config([], [*SMALL, "save=run", "train_batch_size=6"]).config
     with pytest.raises(UserError, match=r"^train_batch_size 6 is not"):
         ssh_launcher.train_over_ssh(config, hosts("localhost slots=2\n"))
 
 
-def test_a_run_over_two_machines_outlives_its_launcher_and_goes_on(
+def test_a_run_over_two_machines_survives_its_launcher_and_resumes(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After SIGKILL of the launcher its connections close, and the ranks on both machines save and end. The run can be
-    resumed."""
+    """After SIGKILL of the launcher its connections close, and the ranks on both machines save and end.
+
+    The run can be resumed.
+    """
     corpus, method = write_corpora(place / "data"), write_pausing_method(place / "methods")
     monkeypatch.setenv(METHODS_VARIABLE, str(place / "methods"))
     keys = {"pos_emb": method, "train_iters": 24, "train_batch_size": 4, "checkpoint_factor": None, "num_workers": 0}

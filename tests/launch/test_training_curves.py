@@ -18,7 +18,7 @@ def write_line(run: Path, step: int, loss: float | None, kind: str = "train", mo
         file.write(json.dumps({"kind": kind, "step": step, "loss": loss, "tokens_per_second": 100.0 + step}) + "\n")
 
 
-def test_only_what_was_written_since_is_read(tmp_path: Path) -> None:
+def test_only_new_lines_are_read(tmp_path: Path) -> None:
     reader = CurveReader(tmp_path)
     assert not reader.read()
     write_line(tmp_path, 10, 3.0)
@@ -38,7 +38,7 @@ def test_only_what_was_written_since_is_read(tmp_path: Path) -> None:
     assert not reader.read()
 
 
-def test_a_resumed_run_takes_its_steps_back(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_its_rolled_back_steps(tmp_path: Path) -> None:
     reader = CurveReader(tmp_path)
     for step in (10, 20, 30):
         write_line(tmp_path, step, 4 - step / 10)
@@ -53,7 +53,7 @@ def test_a_resumed_run_takes_its_steps_back(tmp_path: Path) -> None:
     assert reader.losses == [(5, 7.0)]
 
 
-def test_losses_that_are_none_have_no_point(tmp_path: Path) -> None:
+def test_missing_losses_have_no_point(tmp_path: Path) -> None:
     reader = CurveReader(tmp_path)
     write_line(tmp_path, 10, None)
     write_line(tmp_path, 20, float("nan"))
@@ -130,7 +130,8 @@ def test_of_many_runs_the_table_alone_is_shown(tmp_path: Path) -> None:
 
 def test_files_that_no_run_writes_end_neither_page_nor_status(tmp_path: Path) -> None:
     """Unusual files break neither the page nor `status`: huge steps, terminal escapes, partial characters and idle
-    pipes."""
+    pipes.
+    """
     run = make_run(tmp_path / "odd", 2)
     with open(run / "metrics.jsonl", "a") as file:
         for step in ("1e999", "-1e999", "10" * 40, "true", "-1"):

@@ -32,7 +32,7 @@ def test_an_error_is_left_for_the_launcher_in_one_line(tmp_path: Path, capfd, mo
 @pytest.mark.parametrize(
     ("way", "code"), [("end", 0), ("signal", 143), ("user", 2), ("run", 1), ("unexpected", 1), ("interrupt", None)]
 )
-def test_process_groups_end_with_their_process_whatever_ended_it(tmp_path: Path, way: str, code: int | None) -> None:
+def test_process_groups_end_with_their_process(tmp_path: Path, way: str, code: int | None) -> None:
     config = tiny_config(write_corpora(tmp_path / "data"), tmp_path / "run", train_iters=2)
     resolve_run(config, LocalHardware.detect()).config.save(tmp_path / worker.CONFIG_FILE)
     done = forked.run(SCRIPT, str(tmp_path), way, "gloo", cwd=tmp_path)

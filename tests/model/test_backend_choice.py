@@ -100,7 +100,7 @@ def choose(
     return choose_backends(name, model, [LayerKind(POSITION, encoding, processor)], groups or make_groups(), target)
 
 
-def test_the_fastest_that_is_right_is_taken_and_one_line_says_why(planted) -> None:
+def test_the_fastest_correct_backend_is_chosen_and_reported(planted) -> None:
     choice = choose()
     assert choice.backends[0] is planted["candidates"]["fast"]
     (line,) = choice.lines
@@ -125,7 +125,7 @@ def test_random_states_and_modules_are_as_before(planted) -> None:
     assert all(parameter.grad is None for parameter in encoding.parameters())
 
 
-def test_an_earlier_check_of_the_same_is_taken_for_its_word(planted) -> None:
+def test_an_earlier_check_of_the_same_problem_is_reused(planted) -> None:
     first = choose()
     planted["calls"].clear()
     again = choose()
@@ -137,9 +137,10 @@ def test_an_earlier_check_of_the_same_is_taken_for_its_word(planted) -> None:
     assert len(planted["calls"]) == 5
 
 
-def test_rows_of_documents_are_checked_where_the_run_keeps_them_apart(planted) -> None:
+def test_documents_are_checked_if_the_run_masks_them(planted) -> None:
     """If the run masks documents, a candidate that ignores them is rejected, although it is correct for single
-    documents."""
+    documents.
+    """
 
     class Ignoring(RowBlockBackend):
         def __call__(self, inputs):
@@ -159,7 +160,7 @@ def test_rows_of_documents_are_checked_where_the_run_keeps_them_apart(planted) -
     assert len(planted["calls"]) == 5
 
 
-def test_what_time_did_not_suffice_for_is_tried_next_time_and_what_was_refused_is_not(planted, monkeypatch) -> None:
+def test_untried_backends_are_tried_later_and_rejected_ones_are_not(planted, monkeypatch) -> None:
     real = backend_choice.try_backends
 
     def hurry(problem, backends):
@@ -178,7 +179,7 @@ def test_what_time_did_not_suffice_for_is_tried_next_time_and_what_was_refused_i
     assert planted["calls"] == ["row blocks", "slow", "fast"]
 
 
-def test_what_is_forced_or_switched_off_or_random_is_not_checked(planted) -> None:
+def test_forced_disabled_and_random_runs_are_not_checked(planted) -> None:
     assert isinstance(choose(name="chunked").backends[0], ChunkedBackend)
     assert choose(name="chunked").lines == ()
     off = choose(attention_check=False)
@@ -190,7 +191,7 @@ def test_what_is_forced_or_switched_off_or_random_is_not_checked(planted) -> Non
     assert planted["calls"] == []
 
 
-def test_what_alone_can_do_it_is_not_checked(planted) -> None:
+def test_the_only_possible_backend_is_not_checked(planted) -> None:
     for name in ("wrong", "raising", "slow", "fast"):
         del planted["candidates"][name]
     assert choose().lines[0].endswith("; no other backend supports this model")
@@ -206,7 +207,7 @@ def test_nothing_right_leaves_the_default(planted) -> None:
     assert choice.lines[0].startswith("attention: row blocks, because no backend passed the check; left: wrong errs in")
 
 
-def test_a_device_that_is_lost_is_said_by_all_and_remembered(planted, monkeypatch) -> None:
+def test_a_lost_device_is_reported_by_all_ranks_and_remembered(planted, monkeypatch) -> None:
     usable = [False]
     monkeypatch.setattr(trials_module, "is_device_usable", lambda device: usable[0])
     del planted["candidates"]["wrong"]
@@ -235,7 +236,7 @@ def record(run: Path, backend: str, evidence: Evidence) -> AttentionTarget:
     return replace(TARGET, resumed_run=run)
 
 
-def test_a_resumed_run_keeps_what_it_took(planted, tmp_path: Path) -> None:
+def test_a_resumed_run_reuses_its_backend(planted, tmp_path: Path) -> None:
     (found,) = choose().records
     target = record(tmp_path / "run", "slow", found.evidence)
     planted["calls"].clear()
@@ -250,14 +251,14 @@ def test_a_resumed_run_keeps_what_it_took(planted, tmp_path: Path) -> None:
     assert len(planted["calls"]) == 5
 
 
-def test_a_resumed_run_on_another_card_chooses_anew(planted, tmp_path: Path) -> None:
+def test_a_resumed_run_on_another_gpu_chooses_again(planted, tmp_path: Path) -> None:
     (found,) = choose().records
     elsewhere = replace(found.evidence, key={**found.evidence.key, "card": {"name": "A100"}})
     target = record(tmp_path / "run", "slow", elsewhere)
     assert choose(target=target).backends[0] is planted["candidates"]["fast"]
 
 
-def test_what_nobody_compared_is_no_evidence(planted, tmp_path: Path) -> None:
+def test_unchecked_backends_are_not_stored_as_evidence(planted, tmp_path: Path) -> None:
     """A rehearsal on a device that computes nothing gives no evidence."""
     (found,) = choose().records
     void = replace(found.evidence, trials=tuple(replace(t, excess={}) for t in found.evidence.trials))
@@ -270,12 +271,12 @@ def test_what_nobody_compared_is_no_evidence(planted, tmp_path: Path) -> None:
     assert len(planted["calls"]) == 5
 
 
-def test_a_damaged_record_is_as_good_as_none(planted, tmp_path: Path) -> None:
+def test_a_damaged_record_is_ignored(planted, tmp_path: Path) -> None:
     (tmp_path / "attention_check.json").write_text('{"backend": "slow", "trials": [')
     assert choose(target=replace(TARGET, resumed_run=tmp_path)).backends[0] is planted["candidates"]["fast"]
 
 
-def test_what_a_run_took_is_recalled_on_the_same_card_alone(planted, tmp_path: Path) -> None:
+def test_a_stored_choice_applies_only_to_the_same_gpu(planted, tmp_path: Path) -> None:
     (found,) = choose().records
     cpu = torch.device("cpu")
     record(tmp_path / "run", "triton", found.evidence)
@@ -302,7 +303,7 @@ def evidence(card: str = "H100", **milliseconds: float | str) -> Evidence:
     return Evidence(key, {}, tuple(trials), 3.2)
 
 
-def test_ranks_take_what_rank_0_takes() -> None:
+def test_ranks_use_the_choice_of_rank_0() -> None:
     found = [evidence(sdpa=1.0, triton=2.0), evidence(sdpa=2.0, triton=1.9)]
     chosen, lines = settle_choice(found, "sdpa", None, was_checked_earlier=False)
     assert chosen == "sdpa"
@@ -312,7 +313,7 @@ def test_ranks_take_what_rank_0_takes() -> None:
     ]
 
 
-def test_ranks_on_another_card_that_would_take_something_else_are_named_once() -> None:
+def test_ranks_on_another_gpu_with_another_choice_are_named_once() -> None:
     found = [evidence(sdpa=1.0, triton=2.0), *[evidence("A100", sdpa=2.0, triton=1.9)] * 3]
     chosen, (_, line) = settle_choice(found, "sdpa", None, was_checked_earlier=True)
     assert chosen == "sdpa"
@@ -322,7 +323,7 @@ def test_ranks_on_another_card_that_would_take_something_else_are_named_once() -
     )
 
 
-def test_what_is_wrong_on_one_rank_is_taken_by_none() -> None:
+def test_a_backend_that_fails_on_one_rank_is_used_by_none() -> None:
     found = [evidence(sdpa=2.0, triton=1.0), evidence(sdpa=2.0, triton=1.0), evidence(sdpa=2.0, triton="errs in dq")]
     chosen, lines = settle_choice(found, "sdpa", "triton", was_checked_earlier=False)
     assert chosen == "sdpa"
@@ -330,9 +331,10 @@ def test_what_is_wrong_on_one_rank_is_taken_by_none() -> None:
     assert lines[0].endswith("; left: triton errs in dq on rank 2")
 
 
-def test_all_ranks_settle_alike_and_each_kind_of_card_is_kept_once(planted) -> None:
+def test_all_ranks_agree_and_each_kind_of_gpu_is_stored_once(planted) -> None:
     """All ranks use rank 0's choice, although rank 1's check prefers another backend; each kind of GPU is stored
-    once."""
+    once.
+    """
 
     def of_rank_0(value: Any) -> Any:
         if not isinstance(value, tuple):
@@ -360,7 +362,7 @@ def test_all_ranks_settle_alike_and_each_kind_of_card_is_kept_once(planted) -> N
         ({"tensor": 2}, 0, True, [(0, 4), (12, 16)], ALL_HEADS),
     ],
 )
-def test_the_rows_and_heads_of_a_rank_are_those_of_the_model(sizes, rank, has_processor, rows, heads) -> None:
+def test_checked_rows_and_heads_are_those_of_the_rank(sizes, rank, has_processor, rows, heads) -> None:
     groups = ProcessGroups(Mesh(rank, ParallelSizes(**sizes)))
     found = list_calls(POSITION, 4, has_processor, groups, TARGET)
     ranges = [(tokens.start, tokens.stop) for tokens in found[0]]
@@ -368,7 +370,7 @@ def test_the_rows_and_heads_of_a_rank_are_those_of_the_model(sizes, rank, has_pr
     assert (joined, found[1]) == (rows, heads)
 
 
-def test_a_model_is_built_with_what_was_chosen(planted, tmp_path: Path) -> None:
+def test_a_model_is_built_with_the_chosen_backend(planted, tmp_path: Path) -> None:
     gpt = build_model(MODEL, POSITION, 40, seed=3, target=TARGET)
     assert {id(layer.self_attention.core_attention.backend) for layer in gpt.decoder.layers} == {
         id(planted["candidates"]["fast"])

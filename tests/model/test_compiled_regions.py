@@ -1,4 +1,4 @@
-"""Compiled regions equal PyTorch's operations, by themselves and in whole models."""
+"""Compiled regions equal PyTorch's operations, separately and in complete models."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,7 +63,7 @@ def _tokens() -> Tensor:
 
 
 def _train(gpt: Any, *, with_log_z: bool = False) -> dict[str, Tensor]:
-    """Losses, and the gradients of all parameters."""
+    """Return the losses and the gradients of all parameters."""
     tokens = _tokens()
     gpt.train()
     torch.manual_seed(5)
@@ -81,13 +81,13 @@ def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], toleran
 
 
 def _count_graphs() -> int:
-    """Compilations since the fixture."""
+    """Compilations since the fixture was created."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Training compiles regions on a CPU, by Dynamo and AOTAutograd without Inductor, and none fails."""
+    """Training on a CPU compiles regions with Dynamo and AOTAutograd, without Inductor, and none fails."""
 
     def fail(message: str, *values: object) -> None:
         raise AssertionError(message % values)
@@ -150,7 +150,7 @@ def test_training_with_inductor(name: str, compiled: None, monkeypatch: pytest.M
 
 
 def test_documents(compiled: None) -> None:
-    """Rows of several documents begin their positions anew: the encoding rotates them itself."""
+    """Packed documents restart their positions, so the encoding rotates them itself."""
     tokens, starts = _tokens(), torch.tensor([[0, 0, 0, 3, 3, 3], [0, 1, 1, 1, 1, 5]])
     expected, found = (
         {"losses": _build("as LLaMA", compile_regions=uses)(tokens[:, :-1], tokens[:, 1:], document_starts=starts)}
@@ -169,7 +169,7 @@ def test_only_training_compiles(compiled: None) -> None:
 
 
 class _Counter(TorchDispatchMode):
-    """Sees every operation, as PyTorch's counter of floating-point operations does."""
+    """Mode that counts every operation, as PyTorch's FLOP counter does."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -185,7 +185,7 @@ def test_a_dispatch_mode_sees_operations_and_later_steps_compile(compiled: None)
     assert _count_graphs() == 3
 
 
-def test_weights_that_zero_3_divides_are_left_to_their_modules(compiled: None) -> None:
+def test_weights_sharded_by_zero_3_are_gathered_by_their_modules(compiled: None) -> None:
     gpt = _build("as GPT-2")
     for layer in gpt.local_layers:
         layer.self_attention.linear_qkv.weight.ds_id = 1
@@ -210,7 +210,7 @@ def test_a_region_that_cannot_be_compiled_runs_eagerly(compiled: None, monkeypat
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_compute_log_z(dtype: torch.dtype, tolerance: float, cap: float | None) -> None:
-    """On two ranks that divide a vocabulary, against PyTorch's cross entropy of all of it."""
+    """Two ranks that divide a vocabulary match PyTorch's cross entropy over the whole vocabulary."""
     generator = torch.Generator().manual_seed(3)
     logits = (10 * torch.randn(4, 3, 70, generator=generator)).to(dtype).requires_grad_()
     labels = torch.randint(70, (3, 4), generator=generator)
@@ -237,7 +237,7 @@ def test_rotate_heads(rotated: int) -> None:
 
 
 class _Backward(Rotary):
-    """Rotation in the other direction: one function replaced, the cosines and sines inherited."""
+    """Rotation in the other direction: it overrides one function and inherits cosines and sines."""
 
     def rotate(self, x: Tensor, tokens: TokenRange, heads: slice = ALL_HEADS) -> Tensor:
         cos, sin = self._compute_cos_sin(x, tokens, are_queries=True)

@@ -79,7 +79,7 @@ def test_decoding_at_randomized_positions(encoding: str, processor: str, continu
     assert not torch.equal(gpt(x, position_seed=1), gpt(x, position_seed=2))
 
 
-def test_a_cache_grows_with_what_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_memory_grows_with_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.model.kv_cache.MIN_CAPACITY", 4)
     gpt, x = small_gpt(LENGTH, "rotary", "cdape"), tokens()
     with torch.inference_mode():
@@ -88,7 +88,7 @@ def test_a_cache_grows_with_what_is_in_it(monkeypatch: pytest.MonkeyPatch) -> No
         assert_close_in_rounding(torch.cat(parts, dim=1), gpt(x), TERMS, SUMS)
 
 
-def test_a_cache_says_what_it_cannot_do() -> None:
+def test_unsupported_cache_operations_raise_an_error() -> None:
     gpt = small_gpt(LENGTH, "alibi", "none")
     cache = gpt.new_kv_cache(5)
     with torch.no_grad():

@@ -111,7 +111,9 @@ def test_last_scores_only_the_end_and_equals_the_whole() -> None:
         ("rotary", "none", {"num_layers": 1}),
     ],
 )
-def test_the_top_layer_gives_what_is_scored(method: str, processor: str, keys: dict[str, Any], padded: bool) -> None:
+def test_the_last_layer_computes_only_scored_positions(
+    method: str, processor: str, keys: dict[str, Any], padded: bool
+) -> None:
     gpt = build_model(options(**keys), position(method, processor), VOCABULARY, seed=3)
     x, mask = tokens(), None
     if padded:
@@ -151,7 +153,8 @@ def test_recomputed_activations_change_nothing(
     encoding: str, processor: str, backend: str, keys: dict[str, Any], layers: int
 ) -> None:
     """Recomputation of all layers, some layers, or (0) attention alone gives the same losses, gradients and random
-    state."""
+    state.
+    """
     x, labels = tokens(), tokens()
     recomputed = {"checkpoint_activations": True, "checkpoint_num_layers": layers}
     results = []
@@ -214,7 +217,7 @@ def test_initialisation(name: str, deviation: float) -> None:
 
 @pytest.mark.parametrize("attention", [True, False])
 @pytest.mark.parametrize("mlp", [True, False])
-def test_biases_of_attention_and_mlp_are_chosen_apart(attention: bool, mlp: bool) -> None:
+def test_biases_of_attention_and_mlp_are_set_separately(attention: bool, mlp: bool) -> None:
     chosen = options(use_bias_in_attn_linear=attention, use_bias_in_mlp=mlp)
     gpt = build_model(chosen, position(), VOCABULARY, seed=3)
     names = {name for name, _ in gpt.named_parameters()}
@@ -233,7 +236,7 @@ def test_the_feed_forward_width_is_rounded_up(given: int | None, multiple: int, 
     assert layer.mlp.linear_fc2.weight.shape == (24, width)
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_other_ones() -> None:
+def test_weights_depend_on_the_seed_alone() -> None:
     a, b, c = (build_model(options(), position("kerple_log", "cdape"), VOCABULARY, seed=s) for s in (3, 3, 4))
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
     assert not torch.equal(a.embedding.word_embeddings.weight, c.embedding.word_embeddings.weight)
@@ -329,6 +332,6 @@ def test_norms_and_activations_build_and_learn(norm: str, activation: str) -> No
         ({"hidden_size": 27}, {"name": "sinusoidal"}, None, "even hidden_size"),
     ],
 )
-def test_what_cannot_be_built_is_refused_by_name(model: dict, place: dict, backend, complaint: str) -> None:
+def test_unsupported_models_are_rejected_by_name(model: dict, place: dict, backend, complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         build_model(options(**model), position(**place), VOCABULARY, backend=backend)

@@ -107,7 +107,7 @@ def test_bias_of_queries_keys_and_values_alone(qkv: bool | None, biases: set[str
         ({"use_bias_in_qkv": False}, "use_bias_in_qkv: false needs use_bias_in_attn_linear: false"),
     ],
 )
-def test_what_makes_no_sense_is_refused(keys: dict[str, object], message: str) -> None:
+def test_invalid_configurations_are_rejected(keys: dict[str, object], message: str) -> None:
     model = ModelOptions(num_layers=1, hidden_size=WIDTH, num_attention_heads=HEADS, seq_length=8, **keys)
     with pytest.raises(UserError, match=message):
         build_model(model, PositionOptions(pos_emb="none"), VOCABULARY)

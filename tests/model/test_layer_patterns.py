@@ -54,7 +54,7 @@ def plain_gpt(state: dict[str, Tensor], x: Tensor, encodings: list[str], windows
     places = torch.arange(x.shape[1], dtype=torch.float64)
     distance = places[:, None] - places
 
-    def normalised(name: str, y: Tensor) -> Tensor:
+    def normalized(name: str, y: Tensor) -> Tensor:
         y = y - y.mean(-1, keepdim=True)
         return y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * state[f"{name}.weight"] + state[f"{name}.bias"]
 
@@ -72,7 +72,7 @@ def plain_gpt(state: dict[str, Tensor], x: Tensor, encodings: list[str], windows
     for index in range(LAYERS):
         layer, encoding = f"decoder.layers.{index}", encodings[index % len(encodings)]
         window = windows[index % len(windows)]
-        mixed = linear(f"{layer}.self_attention.linear_qkv", normalised(f"{layer}.input_layernorm", hidden))
+        mixed = linear(f"{layer}.self_attention.linear_qkv", normalized(f"{layer}.input_layernorm", hidden))
         q, k, v = mixed.unflatten(-1, (HEADS, 3, WIDTH // HEADS)).unbind(-2)
         if encoding == "rotary":
             q, k = turned(q), turned(k)
@@ -84,14 +84,14 @@ def plain_gpt(state: dict[str, Tensor], x: Tensor, encodings: list[str], windows
         weights = scores.masked_fill(hidden_keys, -torch.inf).softmax(-1)
         attended = torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2)
         hidden = hidden + linear(f"{layer}.self_attention.linear_proj", attended)
-        inner = linear(f"{layer}.mlp.linear_fc1", normalised(f"{layer}.pre_mlp_layernorm", hidden))
+        inner = linear(f"{layer}.mlp.linear_fc1", normalized(f"{layer}.pre_mlp_layernorm", hidden))
         hidden = hidden + linear(f"{layer}.mlp.linear_fc2", torch.nn.functional.gelu(inner))
-    return normalised("decoder.final_layernorm", hidden) @ state["embedding.word_embeddings.weight"].T
+    return normalized("decoder.final_layernorm", hidden) @ state["embedding.word_embeddings.weight"].T
 
 
 @pytest.mark.parametrize("name", PATTERNS)
 @torch.no_grad()
-def test_logits_are_those_of_the_formula(name: str) -> None:
+def test_logits_match_the_formula(name: str) -> None:
     keys, x = PATTERNS[name], tokens()
     gpt = build(**keys)
     state = {key: parameter.double() for key, parameter in gpt.named_parameters()}
@@ -156,7 +156,7 @@ def test_documents_are_read_as_if_alone(backend: str, monkeypatch: pytest.Monkey
     assert_close_in_rounding(torch.cat(found, 1), alone, TERMS, SUMS)
 
 
-def test_nothing_of_the_future_is_seen_and_layers_share_what_is_the_same() -> None:
+def test_layers_are_causal_and_share_equal_modules() -> None:
     gpt, x = build(**MIXED["processor in global layers"]), tokens()
     changed = x.clone()
     changed[:, 12:] = (changed[:, 12:] + 1) % VOCABULARY
@@ -204,7 +204,7 @@ def test_one_value_is_one_value_however_it_is_written() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(model: dict, position: dict, message: str) -> None:
+def test_invalid_combinations_are_rejected_in_one_line(model: dict, position: dict, message: str) -> None:
     with pytest.raises(UserError, match=message.replace("[", r"\[")) as refusal:
         build(model, **position)
     assert "\n" not in str(refusal.value)

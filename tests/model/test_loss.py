@@ -31,7 +31,7 @@ def gpt(**keys: object) -> GPT:
 
 @pytest.mark.parametrize("untied", [False, True])
 @pytest.mark.parametrize("together", [1, 7, 20, LENGTH - 1])
-def test_losses_and_gradients_are_those_of_all_tokens_at_once(together: int, untied: bool) -> None:
+def test_chunked_loss_equals_the_loss_of_all_tokens(together: int, untied: bool) -> None:
     model = gpt(no_weight_tying=untied)
     found = []
     for most in (2 * VOCABULARY * LENGTH, 2 * VOCABULARY * together + 1):

@@ -39,9 +39,10 @@ def test_at_the_base_models_shapes_nothing_changes() -> None:
     assert [{**group, "params": None} for group in one] == [{**group, "params": None} for group in other]
 
 
-def test_rules_are_those_of_the_papers() -> None:
+def test_rules_match_the_papers() -> None:
     """Four times as wide, three times as deep, α = 3/4; the number of heads grows with the width, or by two in the
-    second model."""
+    second model.
+    """
     keys = {**WIDE, "mup_depth_alpha": 0.75, "no_weight_tying": True, "init_method_std": 0.5, "mup_init_scale": 2.0}
     model = options(**keys, num_layers=6, hidden_size=64, num_attention_heads=8, output_layer_init_method="normal")
     gpt = build_model(model, CDAPE, VOCABULARY, seed=1)
@@ -85,7 +86,7 @@ def test_rules_are_those_of_the_papers() -> None:
     assert fixed.get_step_scales("heads").lr == pytest.approx(depth)
 
 
-def test_multipliers_are_where_they_belong() -> None:
+def test_multipliers_are_applied_at_the_right_modules() -> None:
     """Each multiplier equals scaling the corresponding weights of a model without it."""
     position, tokens = PositionOptions(pos_emb="learned"), TOKENS[:, :12]
     base = {"use_mup": True, "mup_base_hidden_size": 16}
@@ -130,7 +131,7 @@ def test_multipliers_are_where_they_belong() -> None:
         ({**WIDE, "init_method": "xavier_normal"}, "init_method", "follows from the matrix's shape"),
     ],
 )
-def test_what_makes_no_sense_is_refused(keys: dict[str, Any], key: str, text: str) -> None:
+def test_invalid_configurations_are_rejected(keys: dict[str, Any], key: str, text: str) -> None:
     ((found, problem),) = find_model_conflicts(options(**keys), CDAPE)
     assert found == key
     assert text in problem

@@ -48,7 +48,7 @@ def test_a_learned_table_is_read_at_the_ids() -> None:
 
 
 @torch.no_grad()
-def test_rotary_knows_differences_of_ids_alone() -> None:
+def test_rotary_depends_on_differences_of_ids_alone() -> None:
     model, none = build("rotary"), build("none")
     torch.testing.assert_close(
         model(TOKENS, position_ids=IDS + 7), model(TOKENS, position_ids=IDS), atol=1e-4, rtol=0.0
@@ -67,7 +67,7 @@ def test_gradients_reach_the_rows_of_the_ids() -> None:
     assert {row for row in range(40) if bool(gradient[row].any())} == read
 
 
-def test_who_takes_no_ids() -> None:
+def test_methods_without_position_ids() -> None:
     for name in ("alibi", "fire", "kerple_log", "t5"):
         with pytest.raises(UserError, match="supports only consecutive positions"):
             build(name)(TOKENS, position_ids=IDS)

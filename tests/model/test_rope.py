@@ -55,7 +55,7 @@ def tokens(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
         ({"scaling": "p_rope", "share": 0.3}, {"rope_type": "proportional", "partial_rotary_factor": 0.3}),
     ],
 )
-def test_frequencies_are_those_of_transformers(rope: str | dict[str, Any], parameters: dict[str, Any]) -> None:
+def test_frequencies_match_transformers(rope: str | dict[str, Any], parameters: dict[str, Any]) -> None:
     trained, base = 512, 20000.0
     parameters = {"rope_theta": base, **parameters}
     if parameters["rope_type"] == "yarn":
@@ -80,7 +80,8 @@ def test_frequencies_are_those_of_transformers(rope: str | dict[str, Any], param
 @pytest.mark.parametrize("kind", ["attention_factor", "config.json"])
 def test_longrope_reads_the_factors_of_transformers(kind: str, tmp_path: Path) -> None:
     """Factors come from a file of factors, or from a model's config.json, whose two lengths determine the attention
-    factor."""
+    factor.
+    """
     lists = {f"{name}_factor": [1 + step * m for m in range(16)] for name, step in (("short", 0.02), ("long", 1.5))}
     trained, longest, base = 512, 4096, 20000.0
     keys = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": longest}
@@ -215,12 +216,12 @@ def test_dynamic_reads_a_text_that_grows_by_the_length_that_it_may_reach() -> No
 
 
 @pytest.mark.parametrize("rope", ["selfextend:8,256", "rerope:64", "yarn:8,beta_fast=16", "dynamic:2", "pi:4"])
-def test_a_name_says_what_is_read(rope: str) -> None:
+def test_a_name_describes_the_overrides(rope: str) -> None:
     assert format_rope(parse_rope(rope)) == rope
     assert parse_rope(rope.replace("selfextend:8,256", "selfextend:neighbors=256,group=8")) == parse_rope(rope)
 
 
-def test_a_pattern_of_layers_is_scaled_where_it_turns() -> None:
+def test_only_rotary_layers_of_a_pattern_are_scaled() -> None:
     gpt = rotary_gpt("pi:4", pos_emb=["rotary", "none"])
     plain = rotary_gpt(None, pos_emb=["rotary", "none"])
     turning = [model.local_layers[0].self_attention.core_attention.encoding for model in (gpt, plain)]
@@ -257,7 +258,7 @@ def test_a_pattern_of_layers_is_scaled_where_it_turns() -> None:
         ({}, "yarn:8,beta_fast=1", "option beta_slow of rotary is 1; it must be less than beta_fast 1"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(keys: dict[str, Any], rope: str, problem: str) -> None:
+def test_invalid_values_are_rejected_in_one_line(keys: dict[str, Any], rope: str, problem: str) -> None:
     with pytest.raises(UserError, match=problem) as refused:
         rotary_gpt(rope, **keys)
     assert "\n" not in str(refused.value)

@@ -76,7 +76,7 @@ def test_attention_is_the_formula(softmax: str, window: int | None) -> None:
                 torch.testing.assert_close(found[row, sequence, head], expected, rtol=1e-6, atol=1e-7)
 
 
-def test_sinks_are_those_of_gpt_oss() -> None:
+def test_sinks_match_gpt_oss() -> None:
     """Outputs and gradients equal transformers' PyTorch attention, which appends a column to the scores."""
     from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
@@ -103,7 +103,7 @@ def test_sinks_are_those_of_gpt_oss() -> None:
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-def test_stick_breaking_is_safe_where_the_product_of_its_factors_is_not() -> None:
+def test_stick_breaking_is_stable_if_the_product_underflows() -> None:
     """Outputs and gradients are finite for keys that take everything, and for hundreds of keys that take half each."""
     generator = torch.Generator().manual_seed(3)
     logits = 30 * torch.randn(1, 2, 4, 600, generator=generator)
@@ -145,7 +145,7 @@ def test_decoding_padding_and_the_last_tokens_are_the_whole(
 @pytest.mark.parametrize(("encoding", "processor"), [("rotary", "none"), ("kerple_log", "cdape"), ("fire", "cdape")])
 @pytest.mark.parametrize("softmax", OTHERS)
 @torch.no_grad()
-def test_documents_that_are_kept_apart_are_each_alone(softmax: str, encoding: str, processor: str) -> None:
+def test_masked_documents_match_separate_ones(softmax: str, encoding: str, processor: str) -> None:
     gpt = build_gpt(softmax, encoding, processor, attention_mask="document")
     x = tokens()
     x[0, [4, 15]] = x[1, [7, 8]] = EOD
@@ -176,7 +176,8 @@ def test_backends_agree_in_losses_and_gradients(softmax: str) -> None:
 
 def test_a_gate_is_megatron_cores() -> None:
     """An element gate equals megatron-core's `attention_output_gate` in float64; a head gate is shared by its
-    elements."""
+    elements.
+    """
     from megatron.core.transformer.attention import Attention
 
     attended, gate = torch.randn(2, 5, 2, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -188,9 +189,10 @@ def test_a_gate_is_megatron_cores() -> None:
 
 
 @pytest.mark.parametrize(("kind", "gates"), [(True, 24), ("headwise", 3)])
-def test_a_layer_multiplies_what_it_attends_to(kind: Any, gates: int) -> None:
+def test_a_gate_multiplies_the_attention_output(kind: Any, gates: int) -> None:
     """The gate multiplies the attention output before its projection; its weight does not change other initial
-    weights."""
+    weights.
+    """
     gpt = build_gpt("vanilla", "rotary", "none", keys={"attention_output_gate": kind})
     module = gpt.local_layers[0].self_attention
     assert module.linear_gate.weight.shape == (gates, 24)
@@ -209,7 +211,7 @@ def test_a_layer_multiplies_what_it_attends_to(kind: Any, gates: int) -> None:
     assert parts["decoder.layers.0.self_attention.linear_gate.weight"] == "attention"
 
 
-def test_sinks_start_where_off_by_one_is_and_draw_nothing() -> None:
+def test_sinks_start_as_off_by_one_without_random_numbers() -> None:
     model = ModelOptions(num_layers=2, hidden_size=24, num_attention_heads=3, seq_length=LENGTH)
     built = {name: build_model(model, PositionOptions(softmax_type=name), VOCABULARY, seed=1) for name in SOFTMAX_TYPES}
     weights, plain = dict(built["learnable"].named_parameters()), dict(built["vanilla"].named_parameters())
@@ -242,6 +244,6 @@ def test_layers_may_differ_in_their_softmax() -> None:
         ("native", "stick-breaking", "cdape", "it computes a softmax and not stick-breaking"),
     ],
 )
-def test_what_a_backend_cannot_do_is_refused(backend: str, softmax: str, processor: str, problem: str) -> None:
+def test_unsupported_backends_are_rejected(backend: str, softmax: str, processor: str, problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         build_gpt(softmax, "rotary", processor, backend)

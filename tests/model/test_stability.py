@@ -51,12 +51,13 @@ def built(seed: int = 5, pos_emb: str = "alibi", processor: str = "none", **keys
 
 def plain_gpt(state: dict[str, Tensor], x: Tensor, keys: dict[str, Any]) -> Tensor:
     """Compute the logits [B, T, V] of a GPT with ALiBi and tied embeddings by the papers' formulas, from float64
-    weights."""
+    weights.
+    """
     heads, groups = HEADS, keys.get("num_kv_heads", HEADS)
     head, norm = keys.get("head_dim", WIDTH // HEADS), keys.get("norm", "layernorm")
     place, cap = keys.get("norm_placement", "pre"), keys.get("attn_logit_softcapping")
 
-    def normalised(name: str, x: Tensor, kind: str = norm) -> Tensor:
+    def normalized(name: str, x: Tensor, kind: str = norm) -> Tensor:
         if kind == "layernorm":
             x = x - x.mean(-1, keepdim=True)
         x = x / (x.square().mean(-1, keepdim=True) + (1e-5 if kind == "layernorm" else epsilon)).sqrt()
@@ -72,7 +73,7 @@ def plain_gpt(state: dict[str, Tensor], x: Tensor, keys: dict[str, Any]) -> Tens
         if keys.get("use_qk_layernorm"):
             kind, over = keys.get("qk_norm", norm), keys.get("qk_layernorm_over_heads")
             q, k = (
-                normalised(f"{name}.{which}_layernorm", y.flatten(2) if over else y, kind).view(y.shape)
+                normalized(f"{name}.{which}_layernorm", y.flatten(2) if over else y, kind).view(y.shape)
                 for which, y in (("q", q), ("k", k))
             )
         k, v = (y.repeat_interleave(heads // groups, 2) for y in (k, v))
@@ -103,15 +104,15 @@ def plain_gpt(state: dict[str, Tensor], x: Tensor, keys: dict[str, Any]) -> Tens
         entered = hidden
         for branch, name, first, second in zip((attention, mlp), ("self_attention", "mlp"), before, after, strict=True):
             read = entered if keys.get("gpt_j_residual") else hidden
-            y = branch(f"{layer}.{name}", read if first is None else normalised(f"{layer}.{first}", read))
-            hidden = hidden + (y if second is None else normalised(f"{layer}.{second}", y))
-    logits = normalised("decoder.final_layernorm", hidden) @ embedding.T * keys.get("logit_scale", 1.0)
+            y = branch(f"{layer}.{name}", read if first is None else normalized(f"{layer}.{first}", read))
+            hidden = hidden + (y if second is None else normalized(f"{layer}.{second}", y))
+    logits = normalized("decoder.final_layernorm", hidden) @ embedding.T * keys.get("logit_scale", 1.0)
     final_cap = keys.get("final_logit_softcapping")
     return logits if final_cap is None else final_cap * torch.tanh(logits / final_cap)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_losses_and_log_z_are_those_of_the_formula(name: str) -> None:
+def test_logits_losses_and_log_z_match_the_formula(name: str) -> None:
     gpt = built(**CASES[name])
     x, labels = torch.randint(VOCABULARY, (2, 2, LENGTH), generator=torch.Generator().manual_seed(3))
     exact = {key: p.detach().double().requires_grad_() for key, p in gpt.named_parameters()}
@@ -173,6 +174,6 @@ def test_norms_of_queries_and_keys_are_not_decayed() -> None:
          "attention_backend 'native': it cannot cap the scores"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused(keys: dict[str, Any], message: str) -> None:
+def test_invalid_configurations_are_rejected(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         built(**keys)

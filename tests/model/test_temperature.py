@@ -110,7 +110,7 @@ def test_decoding_padding_and_the_last_tokens_are_the_whole(
 )
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_documents_that_are_kept_apart_are_each_alone(name: str, encoding: str, processor: str, backend: str) -> None:
+def test_masked_documents_match_separate_ones(name: str, encoding: str, processor: str, backend: str) -> None:
     gpt = scaled_gpt(name, encoding, processor, backend, attention_mask="document")
     x = tokens()
     x[0, [4, 15]] = x[1, [7, 8]] = EOD
@@ -179,7 +179,7 @@ def test_ssmax_starts_at_the_value_of_its_option() -> None:
         ),
     ],
 )
-def test_what_cannot_be_built_is_refused(keys: dict[str, Any], problem: str) -> None:
+def test_unsupported_models_are_rejected(keys: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         build_model(
             ModelOptions(num_layers=2, hidden_size=24, num_attention_heads=3, seq_length=LENGTH),

@@ -67,11 +67,11 @@ EXTRA: dict[str, dict[str, Any]] = {
         "length": 14,
     },
     "losses of 5 tokens at a time": {"model": {}, "position": {"pos_emb": "rotary"}, "max_logits": 2 * 16 * 5},
-    "queries and keys normalised, scores capped": {
+    "queries and keys normalized, scores capped": {
         "model": {"use_qk_layernorm": True, "num_kv_heads": 2, "attn_logit_softcapping": 1.5, "head_dim": 12},
         "position": {"pos_emb": "kerple_log", "score_processor": "cdape"},
     },
-    "normalised over heads, z-loss": {
+    "normalized over heads, z-loss": {
         "model": {
             "use_qk_layernorm": True,
             "qk_norm": "rmsnorm",
@@ -140,7 +140,7 @@ def joined(parts: list[torch.Tensor], dim: int | None, stride: int) -> torch.Ten
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_compute_what_one_does(two_ranks: list[dict[str, Any]], name: str) -> None:
+def test_two_ranks_compute_the_same_as_one(two_ranks: list[dict[str, Any]], name: str) -> None:
     one = gradients(single_process(), **CASES[name])
     both = [rank[name] for rank in two_ranks]
     for rank in both:
@@ -157,5 +157,5 @@ def test_two_ranks_compute_what_one_does(two_ranks: list[dict[str, Any]], name: 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_two_ranks_cannot_share_is_refused_by_name(two_ranks: list[dict[str, Any]], name: str) -> None:
+def test_unsupported_tensor_parallelism_is_rejected_by_name(two_ranks: list[dict[str, Any]], name: str) -> None:
     assert all(REFUSED[name][1] in rank[name] for rank in two_ranks)

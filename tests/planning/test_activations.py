@@ -66,7 +66,8 @@ def measured(
     attention_context: AttentionContext | None = None,
 ) -> int:
     """Return the bytes that a layer of the model saves, including its input; if ranks share a sequence, the bytes of
-    `context`."""
+    `context`.
+    """
     kind = TYPES[config.training.compute_dtype]
     gpt = build_model(config.model, config.position, 61, dtype=kind).train()
     length = config.model.seq_length
@@ -89,7 +90,7 @@ def copied_places(monkeypatch: pytest.MonkeyPatch):
     ("method", "backend"),
     [(m, b) for m in METHODS for b in ("eager", "chunked", "auto")] + [("rotary", "sdpa"), ("kerple_log", "auto")],
 )
-def test_a_layer_keeps_what_is_estimated(method: str, backend: str, precision: str, length: int) -> None:
+def test_saved_activations_match_the_estimate(method: str, backend: str, precision: str, length: int) -> None:
     wanted = config(length, **METHODS[method], attention_backend=backend, precision=precision)
     assert activations.estimate_layer_activations(wanted, ParallelSizes()).saved_bytes == pytest.approx(
         measured(wanted), rel=0.1
@@ -108,7 +109,7 @@ def test_maps_of_processors(method: str, precision: str) -> None:
 @pytest.mark.parametrize(
     ("method", "backend"), [(m, b) for m in METHODS for b in ("eager", "chunked")] + [("rotary", "sdpa")]
 )
-def test_documents_that_are_kept_apart(method: str, backend: str) -> None:
+def test_masked_documents(method: str, backend: str) -> None:
     """With document masks for all sequences at once, masks may be saved for each sequence."""
     length, cpu_device = 512, torch.device("cpu")
     wanted = config(length, **METHODS[method], attention_backend=backend, attention_mask="document")
@@ -211,7 +212,7 @@ def test_grouped_queries(method: str, backend: str, groups: int, precision: str)
 @pytest.mark.parametrize(
     ("method", "backend"), [("rotary", "sdpa"), ("rotary", "eager"), ("kerple_log", "chunked"), ("cdape", "auto")]
 )
-def test_normalised_queries_and_keys_and_capped_scores(
+def test_normalized_queries_and_keys_and_capped_scores(
     method: str, backend: str, norm: dict[str, Any], precision: str
 ) -> None:
     cap = None if backend == "sdpa" else 20.0
@@ -316,7 +317,8 @@ def test_the_worst_moment_of_the_backward_pass(method: str, precision: str, batc
 @pytest.mark.parametrize("method", ["rotary", "kerple_log", "cdape"])
 def test_the_peak_of_a_whole_model(method: str, keys: dict[str, Any]) -> None:
     """Peak memory of forward and backward pass with the loss: activations of all layers, and the larger of logits and a
-    layer."""
+    layer.
+    """
     eager = {"num_layers": 3, "precision": "fp32", "compile_regions": False}  # a CPU compiles nothing
     wanted = config(256, **METHODS[method], **(eager | keys))
     for vocabulary in (64, 4096):  # a layer's backward pass, or the logits, is the peak

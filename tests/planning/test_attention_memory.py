@@ -42,7 +42,7 @@ def test_every_backend_that_may_be_named_is_known() -> None:
     assert set(ATTENTION_MEMORY) == set(get_args(ModelOptions.model_fields["attention_backend"].annotation))
 
 
-def test_limits_are_those_of_the_kernels() -> None:
+def test_limits_match_the_kernels() -> None:
     assert attention_memory.MAX_HEAD_DIM == MAX_HEAD_DIM
     assert attention_memory.MAX_PROCESSOR_WIDTH == op.MAX_PROCESSOR_WIDTH
     assert attention_memory.MATRIX_ROWS == triton.ROWS_PER_CALL
@@ -61,7 +61,7 @@ COUNTS = st.integers(1, 90)
     kept=st.sampled_from((0, 60, 1000)),
     processor_name=st.sampled_from(("none", "cdape")),
 )
-def test_blocks_of_rows_are_those_that_are_counted_one_by_one(
+def test_row_blocks_match_explicit_counts(
     segments: list[tuple[int, int]], block_rows: int, window: int | None, kept: int, processor_name: str
 ) -> None:
     position = PositionOptions(pos_emb="none", score_processor=processor_name)
@@ -85,7 +85,7 @@ def test_blocks_of_rows_are_those_that_are_counted_one_by_one(
 
 
 @pytest.mark.parametrize("processor_name", ["none", *list_processors()])
-def test_methods_that_backends_take(processor_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_supported_by_backends(processor_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Supported methods match the backends' answers when a model is built, for every encoding."""
     monkeypatch.setattr(triton, "triton_is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -167,7 +167,8 @@ def test_maps_of_the_processor_kernel_do_not_grow_with_the_length() -> None:
 
 def test_blocks_of_rows_find_the_gradients_of_keys_and_values() -> None:
     """Each block except the last finds key and value gradients; the last has most columns and is differentiated
-    first."""
+    first.
+    """
     batch, heads, dim, length, rows = 2, 4, 16, 256, 64
     position = PositionOptions(pos_emb="kerple_log")
     shape = AttentionShape(
@@ -181,9 +182,10 @@ def test_blocks_of_rows_find_the_gradients_of_keys_and_values() -> None:
     assert one_block.workspace_bytes == one_block.workspace_map_bytes - one_block.saved_map_bytes
 
 
-def test_a_softmax_has_three_maps_beside_its_probabilities() -> None:
+def test_a_softmax_stores_three_maps_and_its_probabilities() -> None:
     """On CUDA devices the softmax stores three more float32 maps: its gradient, their product, and the logits'
-    gradient."""
+    gradient.
+    """
     for b, kept in ((4, 4), (2, 4 + 2)):  # half-precision types store a copy of them, freed by then
         shape = AttentionShape(
             2,
@@ -204,7 +206,7 @@ def test_a_softmax_has_three_maps_beside_its_probabilities() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_a_processor_has_when_it_is_computed(dtype: torch.dtype) -> None:
+def test_memory_of_a_processor_while_it_is_computed(dtype: torch.dtype) -> None:
     """A processor stores padded scores, hidden values, its output and their float32 sum, besides its inputs."""
     batch, heads, width, rows, columns, b = 4, 8, 16, 32, 128, dtype.itemsize
     dims = AttentionDims(heads, 16, 16 * heads, columns, columns)
@@ -219,7 +221,7 @@ def test_what_a_processor_has_when_it_is_computed(dtype: torch.dtype) -> None:
     assert tracked.most == pytest.approx(batch * rows * columns * (heads * (2 * b + 4) + b * width), rel=0.1)
 
 
-def test_a_plan_takes_what_the_check_of_the_run_chose(tmp_path: Path) -> None:
+def test_a_plan_uses_the_backend_chosen_by_the_check(tmp_path: Path) -> None:
     config = load_config(
         ["125M", "kerple_log", "a100_512"], [f"save={tmp_path}", "checkpoint_activations=false"]
     ).config
@@ -242,7 +244,7 @@ def test_a_plan_takes_what_the_check_of_the_run_chose(tmp_path: Path) -> None:
     assert read_checked_backend(named) is read_checked_backend(config.replace(attention_check=False)) is None
 
 
-def test_a_plan_says_how_it_is_measured() -> None:
+def test_a_plan_states_how_it_was_measured() -> None:
     config = tiny_config(Path(), pos_emb="rotary", train_batch_size=8, train_micro_batch_size_per_gpu=1)
     plan = make_plan(config, 61, Cluster(get_gpu_spec("a100-40gb"), 8))
     assert plan.to_dict(1)["rehearse"] == "./deepy.py rehearse CONFIG… --gpus 8"

@@ -34,7 +34,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_train_accepts_what_is_proposed(case: str) -> None:
+def test_train_accepts_proposed_layouts(case: str) -> None:
     files, pairs, gpus = CASES[case]
     config = load_config(files, [*pairs, *DATA]).config
     found = find_fastest_layouts(config, VOCABULARY, Cluster(A100, gpus))
@@ -63,7 +63,7 @@ def test_everything_that_divides_is_looked_at() -> None:
     assert found == {(t, c, p) for t in (1, 2, 4) for c in (1, 2, 4) for p in (1, 2, 4) if t * c * p <= 4}
 
 
-def test_the_fastest_is_first_and_stands_once() -> None:
+def test_the_fastest_layout_is_listed_first_and_once() -> None:
     cluster = Cluster(A100, 8)
     config = load_config(["2-7B", "cdape_kerple_log", "a100_2k"], ["train_batch_size=16"]).config
     found = find_fastest_layouts(config, VOCABULARY, cluster)
@@ -74,7 +74,7 @@ def test_the_fastest_is_first_and_stands_once() -> None:
     assert found[0].step_time.total == pytest.approx(min(layout.step_time.total for layout in fitting), rel=1e-3)
 
 
-def test_a_layout_that_train_refuses_is_told_with_its_words() -> None:
+def test_rejected_layouts_have_the_error_of_train() -> None:
     config = load_config(["125M", "rotary", "a100_128k"]).config
     with pytest.raises(UserError, match="does not divide the 4 processes"):
         build_configured_layout(config, VOCABULARY, Cluster(A100, 4))
@@ -96,7 +96,7 @@ def test_nothing_fits() -> None:
     assert (impossible.detailed_layout, impossible.estimate_backends()) == (None, {})
 
 
-def test_maps_are_told_apart() -> None:
+def test_backends_have_separate_estimates() -> None:
     config = load_config(["125M", "cdape_kerple_log", "a100_512"], ["checkpoint_activations=false"]).config
     estimates = make_plan(config, VOCABULARY, Cluster(A100, 8)).estimate_backends()
     found = {name: estimate.memory for name, estimate in estimates.items()}

@@ -35,7 +35,7 @@ def test_every_measurement_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize(("processor", "model", "micro", "length", "measured", "planned", "factor"), MEASURED)
-def test_a_band_holds_what_was_measured(
+def test_measured_times_are_within_the_range(
     processor: str, model: str, micro: str, length: str, measured: str, planned: str, factor: str
 ) -> None:
     config = configure(NAMES[model], processor, int(micro), int(length))
@@ -67,7 +67,8 @@ def test_a_plan_prints_the_band_and_its_source(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("model", ["125M", "350M", "1-3B", "2-7B", "6-7B"])
 def test_the_overlay_of_512_tokens_is_near_what_a_plan_proposes(model: str) -> None:
     """The overlay of 512 tokens is within 3% of the same layout without recomputation, and within 13% of the best
-    layout."""
+    layout.
+    """
     cluster = Cluster(get_gpu_spec("a100-40gb"), 8)
     plan = make_plan(load_config([model, "cdape_kerple_log", "a100_512"]).config, 50257, cluster)
     assert plan.configured_layout is not None
@@ -78,7 +79,7 @@ def test_the_overlay_of_512_tokens_is_near_what_a_plan_proposes(model: str) -> N
 @pytest.mark.parametrize(
     ("keys", "is_shown"), [({}, True), ({"cuda_graph": "off"}, False), ({"attention_mask": "document"}, False)]
 )
-def test_a_plan_says_what_cuda_graphs_need(
+def test_a_plan_lists_the_memory_of_cuda_graphs(
     keys: dict[str, str], is_shown: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = configure("350M", "none", 32).replace(**keys)

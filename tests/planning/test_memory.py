@@ -40,7 +40,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, flo
         *(("bf16", stage, 1, "Lion") for stage in (0, 3)),
     ],
 )
-def test_states_are_those_of_the_engine(
+def test_states_match_the_engine(
     precision: str, stage: int, steps: int, algorithm: str, engines: dict[str, dict[str, float]]
 ) -> None:
     config = tiny_config(
@@ -81,7 +81,7 @@ def test_twelve_bytes_of_optimizer_are_divided_over_data_and_context() -> None:
     assert eight.weights == one.weights
 
 
-def test_what_is_offloaded_takes_no_memory_of_the_gpu() -> None:
+def test_offloaded_states_take_no_gpu_memory() -> None:
     def stage_3(*offloaded: str) -> MemoryEstimate:
         zero = {"stage": 3} | {name: {"device": "cpu"} for name in offloaded}
         return of("2-7B", "rotary", ParallelSizes(data=4), zero_optimization=zero)
@@ -138,7 +138,7 @@ def test_zero_3_holds_gathered_weights_and_a_bucket_at_the_loss(recompute: bool)
         assert found.moments[0].gradients == -(-parameters // 8) * 2  # its shard, in one permanent tensor
 
 
-def test_a_pipeline_stage_keeps_what_it_handed_on_until_its_backward_pass_is_over() -> None:
+def test_a_pipeline_stage_keeps_its_output_until_its_backward_pass() -> None:
     config = settled("350M", "rotary", gradient_accumulation_steps=4, checkpoint_activations=True)
     first, last = (estimate_memory(config, ParallelSizes(pipeline=2), 50257, pipeline_stage=stage) for stage in (0, 1))
     hidden = 2 * 512 * 1024
@@ -161,7 +161,7 @@ def test_the_parts_add_up_to_the_worst_moment() -> None:
     assert found.fits(gib, reserved_fraction=0)
 
 
-def test_graphs_keep_what_a_micro_batch_needs() -> None:
+def test_graphs_keep_the_memory_of_a_micro_batch() -> None:
     """With its gradients in the compute type; a rehearsal of 8 sequences of the 125M model kept 3.93 GiB."""
     keys = {"checkpoint_activations": False, "attention_backend": "triton", "compile_regions": False}
     eight = of("125M", "kerple_log", ParallelSizes(), train_micro_batch_size_per_gpu=8, **keys)
@@ -225,7 +225,7 @@ def test_activations_fall_with_the_ranks_of_a_sequence(method: str) -> None:
     assert four.get_largest("logits") == pytest.approx(one.get_largest("logits") / 4)
 
 
-def test_memory_is_linear_in_the_length_where_rows_are_recomputed() -> None:
+def test_memory_is_linear_in_the_length_if_rows_are_recomputed() -> None:
     short, long = (of("2-7B", "cdape_kerple_log", ParallelSizes(), seq_length=n) for n in (8192, 32768))
     assert long.get_largest("activations") == pytest.approx(4 * short.get_largest("activations"), rel=0.01)
     assert (
@@ -244,7 +244,7 @@ def test_a_backend_may_be_named() -> None:
     assert kept > estimate_memory(config, ParallelSizes(), 50257, backend="chunked").get_largest("activations")
 
 
-def test_an_encoding_of_ones_own_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_defined_encoding_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(Path(), pos_emb="mine")
     with pytest.raises(UserError, match=r"the memory of pos_emb mine is not known: no such encoding"):
         estimate_memory(config, ParallelSizes(), VOCABULARY)

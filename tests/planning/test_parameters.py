@@ -46,7 +46,7 @@ WINDOWS = st.lists(st.sampled_from((None, 4, 8)), min_size=1, max_size=3)
 
 
 @given(encodings=ENCODINGS, windows=WINDOWS, num_layers=st.integers(1, 20), stages=st.integers(1, 5))
-def test_kinds_of_layers_are_those_that_are_counted_one_by_one(
+def test_layer_kinds_match_explicit_counts(
     encodings: list[str], windows: list[int | None], num_layers: int, stages: int
 ) -> None:
     config = tiny_config(Path(), pos_emb=encodings, attention_window=windows, num_layers=num_layers)

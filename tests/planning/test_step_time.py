@@ -75,7 +75,7 @@ def test_recomputed_attention_costs_its_scores_and_exchanges_once_more() -> None
     assert context[0] < context[1] == context[2]
 
 
-def test_an_output_layer_whose_logits_are_too_many_is_computed_once_more() -> None:
+def test_a_chunked_output_layer_is_recomputed() -> None:
     one = estimate_forward_flops(load_config(["2-7B", "none"]).config, VOCABULARY)
     # 10 sequences of 2,048 tokens have fewer than 2^30 logits, 11 have more.
     fits, exceeds = (
@@ -175,7 +175,7 @@ class Ranks:
     ],
 )
 @pytest.mark.parametrize("at_once", [1 << 25, 9000])
-def test_newton_schulz_is_what_the_rank_with_most_of_it_really_computes(
+def test_newton_schulz_flops_match_the_rank_with_the_most(
     sizes: ParallelSizes, zero: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The estimate equals torch's count of products on the rank with most work, without the exchange of matrices."""
@@ -218,7 +218,7 @@ def test_newton_schulz_is_what_the_rank_with_most_of_it_really_computes(
     count_muon_work.cache_clear()
 
 
-def test_muon_takes_its_products_and_exchanges_once_a_step() -> None:
+def test_muon_products_and_exchanges_count_once_per_step() -> None:
     adam, lion, one = (
         timed(ParallelSizes(), optimizer={"type": name, "params": {"lr": 1e-3}}) for name in ("AdamW", "Lion", "Muon")
     )

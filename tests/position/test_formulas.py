@@ -82,7 +82,7 @@ def test_t5_buckets(buckets: int, longest: int) -> None:
     assert torch.equal(bias, encoding.bias.value.t()[:, ours[:10]])
 
 
-def test_t5_knows_the_published_edges() -> None:
+def test_t5_bucket_edges_match_published_ones() -> None:
     ours = _build("t5").buckets(arange_distances(1000))
     assert ours[:17].tolist() == list(range(17))
     assert ours[127] == ours[128] == ours[999] == 31
@@ -297,7 +297,8 @@ def test_cope_against_a_loop(scaled: bool) -> None:
 
 def test_t5_as_gpt_neox_computes_and_starts_it() -> None:
     """T5's table is multiplied by √d and initialized from Xavier's normal distribution over [buckets, heads], as in
-    GPT-NeoX."""
+    GPT-NeoX.
+    """
     dims = AttentionDims(12, 64, 768, 128, 128)
     encoding = registry.build_encoding("t5", dims, {"root_scale": True, "xavier_init": True})
     table, distances = encoding.bias.value.detach().double(), torch.arange(16.0)
@@ -337,7 +338,8 @@ def test_cope_starts_without_effect() -> None:
 
 def test_transformer_xl_starts_as_the_published_modules() -> None:
     """W_R is initialized from N(0, 0.02²) as in the original code, or from torch.nn.Linear's ±1/√D as in DAPE's
-    module."""
+    module.
+    """
     dims = AttentionDims(4, 64, 256, 16, 16)
     own, linear = (
         registry.build_encoding("transformer_xl", dims, options).project.weight
@@ -373,7 +375,8 @@ def test_transformer_xl_against_a_loop() -> None:
 
 def _scaled_frequency(scaling: str, m: int, half: int, base: float, options: dict[str, float], reached: int) -> float:
     """Return one frequency as defined in the papers: by wavelengths, by bases, or by the pair with a given number of
-    turns."""
+    turns.
+    """
     plain, factor, length = base ** (-m / half), options.get("factor", 1.0), options.get("original_length", 16)
     if scaling == "linear":
         return plain / factor

@@ -37,7 +37,7 @@ def test_fox_against_a_loop() -> None:
                     assert float(found[b, h, i, j].detach()) == pytest.approx(exact, abs=9 * 2**-29)
 
 
-def test_gradients_are_those_of_plain_autograd() -> None:
+def test_gradients_match_plain_autograd() -> None:
     encoding = registry.build_encoding("fox", DIMS, {"std": 0.3}).double()
     for heads in (ALL_HEADS, slice(1, 3)):
         x = torch.randn(2, 7, 24, dtype=torch.float64, requires_grad=True)
@@ -54,7 +54,8 @@ def test_gradients_are_those_of_plain_autograd() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_half_precision_model_has_float32_gates(dtype: torch.dtype) -> None:
     """Gates stay float32 in a half-precision model: bfloat16 would change log(gate) near gate = 1 by several
-    percent."""
+    percent.
+    """
     encoding, x = registry.build_encoding("fox", DIMS, {"bias_init": 5.0}).to(dtype), torch.randn(1, 50, 24).to(dtype)
     exact = registry.build_encoding("fox", DIMS)
     exact.load_state_dict(encoding.state_dict())  # the rounded parameters, used in float32
@@ -63,7 +64,7 @@ def test_a_half_precision_model_has_float32_gates(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, exact.gate(x.float(), ALL_HEADS), rtol=1e-6, atol=1e-7)
 
 
-def test_decay_times_are_where_heads_start() -> None:
+def test_decay_times_match_initialized_heads() -> None:
     options = {"std": 0.0, "decay_time_min_init": 2.0, "decay_time_max_init": 32.0}
     gates = registry.build_encoding("fox", DIMS, options).gate(torch.randn(1, 1, 24), ALL_HEADS)
     torch.testing.assert_close(-1 / gates[0, :, 0].detach(), torch.tensor([2.0, 8.0, 32.0]))
@@ -73,7 +74,7 @@ def test_decay_times_are_where_heads_start() -> None:
 
 
 @pytest.mark.parametrize("dropped", [1, 777, 60_000])
-def test_a_difference_of_sums_does_not_depend_on_where_they_begin(dropped: int) -> None:
+def test_a_difference_of_sums_does_not_depend_on_their_start(dropped: int) -> None:
     """Differences of sums do not depend on the start of the sums, bit for bit.
 
     At 65,536 tokens the sums reach −45,000, and float32 keeps nearby differences exact that plain sums lose.
@@ -92,7 +93,8 @@ def test_a_difference_of_sums_does_not_depend_on_where_they_begin(dropped: int) 
 
 def test_positions_are_decayed_on_request_except_biases() -> None:
     """GPT-NeoX applies weight decay to all parameters except those named `bias`: KERPLE's r1 and r2, T5's table, and
-    FIRE's c."""
+    FIRE's c.
+    """
     model = ModelOptions(num_layers=1, hidden_size=16, num_attention_heads=4, seq_length=8)
     decayed = {}
     for name in ("kerple_log", "t5", "fire", "fox", "learned"):

@@ -88,7 +88,7 @@ def test_the_causality_law_catches_a_processor_without_tril() -> None:
 @pytest.mark.parametrize(("encoding", "processor"), mark_slow(MAPPED))
 @few_shapes
 @given(length=lengths, data=st.data())
-def test_a_row_depends_neither_on_T_nor_on_the_rows_beside_it(encoding, processor, length: int, data) -> None:
+def test_a_row_depends_neither_on_T_nor_on_other_rows(encoding, processor, length: int, data) -> None:
     """A row depends neither on T nor on other rows. This law makes cached decoding and row sharding exact."""
     e, p = build(encoding, processor)
     q, k, v = random_qkv(length)
@@ -124,7 +124,7 @@ def test_moving_all_positions_changes_nothing(encoding: str, processor: str, len
 @pytest.mark.parametrize(("encoding", "processor"), mark_slow(MAPPED))
 @few_shapes
 @given(length=st.integers(2, 30), window=st.integers(1, 12), data=st.data())
-def test_a_window_hides_what_is_before_it(encoding, processor, length: int, window: int, data) -> None:
+def test_a_window_masks_earlier_keys(encoding, processor, length: int, window: int, data) -> None:
     """No output and no gradient depends on keys before the window, and every key in the window counts."""
     e, p = build(encoding, processor)
     e, p = e.double(), p.double() if p is not None else None  # the smallest softmax weight is not zero here
@@ -145,9 +145,11 @@ def test_a_window_hides_what_is_before_it(encoding, processor, length: int, wind
 @pytest.mark.parametrize(("encoding", "processor"), mark_slow(MAPPED))
 @few_shapes
 @given(length=st.integers(1, 30), window=st.integers(1, 12), block=st.integers(1, 9))
-def test_blocks_that_leave_out_what_the_window_hides_change_nothing(encoding, processor, length, window, block) -> None:
-    """Skipping blocks outside the window changes nothing. CDAPE's hidden map uses masked columns, so skipping too many
-    would show."""
+def test_skipping_blocks_outside_the_window_changes_nothing(encoding, processor, length, window, block) -> None:
+    """Skipping blocks outside the window changes nothing.
+
+    CDAPE's hidden map uses masked columns, so skipping too many would show.
+    """
     e, p = build(encoding, processor)
     e, p = e.double(), p.double() if p is not None else None
     q, k, v = random_qkv(length, dtype=torch.float64)
@@ -161,7 +163,7 @@ def test_blocks_that_leave_out_what_the_window_hides_change_nothing(encoding, pr
 @pytest.mark.parametrize(("encoding", "processor"), mark_slow(MAPPED))
 @few_shapes
 @given(length=st.integers(1, 20), spread=st.integers(1, 9), data=st.data())
-def test_drawn_positions_are_what_the_method_sees(encoding, processor, length: int, spread: int, data) -> None:
+def test_sampled_positions_reach_the_method(encoding, processor, length: int, spread: int, data) -> None:
     """Consecutive positions equal an offset; other positions equal a longer sequence without the omitted tokens.
 
     The second property needs a processor that does not mix adjacent keys.
@@ -224,7 +226,7 @@ def test_drawn_positions_have_the_gradients_of_autograd(encoding: str, processor
 
 
 @pytest.mark.parametrize(("encoding", "processor"), [pair for pair in ALL if pair[1] != "none"])
-def test_a_rank_with_some_of_the_heads_gets_what_all_would_give_it(encoding: str, processor: str) -> None:
+def test_a_rank_with_some_heads_computes_the_same_as_all_heads(encoding: str, processor: str) -> None:
     """A range of heads equals the same range of all heads, which tensor parallelism requires."""
     e, p = build(encoding, processor)
     q, k, _ = random_qkv(11)
@@ -279,7 +281,8 @@ def _bfloat16(encoding: str, processor: str, length: int = 37) -> tuple[Attentio
 @torch.no_grad()
 def test_bfloat16_errs_by_rounding_alone_in_both_backends(encoding: str, processor: str) -> None:
     """bfloat16 errors are rounding errors: products round inputs and results; bias, softmax and all sums are at least
-    float32."""
+    float32.
+    """
     rows, exact = _bfloat16(encoding, processor)
     found = {"eager": EagerBackend()(rows), "chunked": ChunkedBackend(11)(rows)}
     assert_within_rounding(found, lambda: dict.fromkeys(found, exact()), torch.bfloat16, stored=True)
@@ -330,7 +333,7 @@ def test_a_half_precision_model_has_the_float32_bias_at_any_distance(name: str) 
 @pytest.mark.parametrize(
     "name", [name for name in registry.list_encodings() if registry.load_encoding_class(name).overrides_hook("dense")]
 )
-def test_a_half_precision_model_has_the_float32_bias_where_it_is_no_table(name: str) -> None:
+def test_a_half_precision_model_has_a_float32_bias_without_a_table(name: str) -> None:
     query, key = TokenRange(65_534, 3), TokenRange(0, 5)
     for dtype in (torch.bfloat16, torch.float16):
         half, full = (build(name, "none")[0] for _ in range(2))
@@ -367,7 +370,7 @@ def test_gradients_are_finite_where_the_distance_is_zero(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in LEARNED_TABLES if build(name, "none")[0].has_independent_heads])
-def test_tables_of_all_layers_at_once_are_those_of_each(name: str) -> None:
+def test_tables_of_all_layers_match_separate_ones(name: str) -> None:
     encodings = [build(name, "none")[0] for _ in range(3)]
     with torch.no_grad():
         for layer, encoding in enumerate(encodings):
@@ -395,6 +398,7 @@ def test_tables_of_all_layers_at_once_are_those_of_each(name: str) -> None:
 @pytest.mark.parametrize("encoding", registry.list_encodings())
 def test_no_encoding_has_a_linear_layer_that_is_used_otherwise(encoding: str) -> None:
     """No encoding contains an nn.Linear, which tools that replace every nn.Linear (peft's `all-linear`, quantization)
-    would break."""
+    would break.
+    """
     built = registry.build_encoding(encoding, AttentionDims(4, 8, 32, 16, 16))
     assert not [module for module in built.modules() if isinstance(module, torch.nn.Linear)]

@@ -35,7 +35,7 @@ def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return write
 
 
-def test_what_a_file_declares_is_what_its_class_has() -> None:
+def test_declarations_match_the_class() -> None:
     for name in catalog.list_encodings():
         facts, encoding = catalog.read_encoding_facts(name), registry.load_encoding_class(name)
         assert facts.defaults == {option: p.default for option, p in encoding.options().items()}, name
@@ -96,7 +96,7 @@ def test_a_mistake_in_a_hook_is_one_line(add, body: str, message: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_hooks_are_asked_on_every_device(add) -> None:
+def test_hooks_are_checked_on_every_device(add) -> None:
     """Hooks work on every device; the meta device, which checks options, detects no index out of range."""
     add("    adds_bias = True\n    def table(self, n):\n        return ScoreTerms(n.expand(2, -1)[:, n.long() + 4])")
     with torch.device("meta"):
@@ -153,7 +153,7 @@ def test_a_mistake_in_a_constructor_is_one_line(add, constructor: str, message: 
     assert "\n" not in str(caught.value)
 
 
-def test_what_may_be_overridden_is_what_the_base_class_has() -> None:
+def test_overridable_methods_match_the_base_class() -> None:
     public = {name for name, value in vars(Encoding).items() if callable(value) or isinstance(value, classmethod)}
     asked_of_the_class = {"overrides_hook", "only_adds_embeddings", "takes_any_positions"}
     assert {name for name in public if not name.startswith("_")} - asked_of_the_class == set(OVERRIDABLE) - {
@@ -180,7 +180,7 @@ def test_a_broken_file_disables_no_other(add, text: str, message: str) -> None:
     assert registry.build_encoding("alibi", DIMS) is not None
 
 
-def test_what_is_declared_is_made_of_builtins(add) -> None:
+def test_declarations_consist_of_builtin_types(add) -> None:
     add(
         "    cost = EncodingCost(num_saved_tables=torch.tensor(1))\n    def table(self, n):\n        return "
         "ScoreTerms()"

@@ -1,5 +1,6 @@
 """Processors that read earlier rows, sum over them or modify weights, compared with the papers' equations in
-float64."""
+float64.
+"""
 
 import math
 
@@ -54,7 +55,8 @@ def test_talking_heads(absolute: bool) -> None:
 @pytest.mark.parametrize(("has_second", "absolute"), [(False, False), (True, False), (True, True)])
 def test_multi_token_attention(has_second: bool, absolute: bool) -> None:
     """Multi-token attention (2504.00927, equations 3 and 4) element by element; masked elements are zero before each
-    convolution."""
+    convolution.
+    """
     sizes = {"weights_query_kernel_size": 2, "weights_key_kernel_size": 3} if has_second else {}
     options = {"query_kernel_size": 3, "key_kernel_size": 5, "head_kernel_size": 1 if has_second else 3}
     processor = build("mta", **options, **sizes, mixes_scores=has_second, gate=has_second, absolute=absolute)
@@ -92,7 +94,8 @@ def test_multi_token_attention(has_second: bool, absolute: bool) -> None:
 
 def test_selective_attention() -> None:
     """Selective attention (2410.02703, section 3) element by element: no token masks itself, and none masks the
-    first."""
+    first.
+    """
     ours, logits, v = attend(build("selective"))
     masking = torch.zeros(2, LENGTH, LENGTH, dtype=torch.float64)
     for i in range(LENGTH):
@@ -115,8 +118,10 @@ def test_scalable_softmax_of_scores_and_prior(options: dict[str, object]) -> Non
 
 
 def test_scalable_softmax_counts_the_keys_that_a_row_sees() -> None:
-    """Scalable softmax counts visible keys: within window and document, without padding. Without a bias it is the
-    temperature."""
+    """Scalable softmax counts visible keys: within window and document, without padding.
+
+    Without a bias it is the temperature.
+    """
     model = ModelOptions(num_attention_heads=3, hidden_size=24, seq_length=16, num_layers=2)
     tokens = torch.randint(1, 50, (2, 12), generator=torch.Generator().manual_seed(3))
     mask = torch.arange(12) >= torch.tensor([[3], [0]])
@@ -136,7 +141,7 @@ def test_scalable_softmax_counts_the_keys_that_a_row_sees() -> None:
             torch.testing.assert_close(found[read], expected[read], rtol=1e-4, atol=1e-5)
 
 
-def test_what_starts_without_effect_says_so() -> None:
+def test_zero_effect_initialization_is_reported() -> None:
     for name, options in (
         ("talking_heads", {}),
         ("talking_heads", {"absolute": True}),
@@ -152,7 +157,7 @@ def test_what_starts_without_effect_says_so() -> None:
         assert registry.build_processor(name, SHAPE, has_bias=True).has_effect()
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_options_are_rejected() -> None:
     for options, problem in (
         ({"query_kernel_size": 0}, "query_kernel_size of mta is 0; it must be at least 1"),
         ({"key_kernel_size": 4}, "key_kernel_size of mta is 4; it must be odd"),

@@ -1,5 +1,6 @@
 """Rotations that treat queries and keys differently, compared with float64 formulas of the scores for each token
-pair."""
+pair.
+"""
 
 import math
 from dataclasses import replace
@@ -70,8 +71,10 @@ def _far_place(kind: str, i: int, j: int, w: int, group: int) -> float:
     ],
 )
 def test_far_keys_are_at_their_own_distance(options: dict[str, object], distance) -> None:
-    """Far keys have their own distance. With one position per group, or if all tokens are neighbors, plain rotary
-    remains."""
+    """Far keys have their own distance.
+
+    With one position per group, or if all tokens are neighbors, plain rotary remains.
+    """
     q, k = torch.randn(2, 1, HEADS, T, D, dtype=torch.float64)
     encoding = registry.build_encoding("rotary", DIMS, options)
     exact = _exact_scores(lambda a, b, i, j, h: _turned_product(a, b, distance(i, j)).sum(), q, k)
@@ -118,7 +121,8 @@ def test_xpos_is_finite_at_65536_tokens_and_refuses_more() -> None:
 @pytest.mark.parametrize("length", [T, 65_536])
 def test_pope_is_a_sum_of_cosines(length: int) -> None:
     """PoPE is a sum of cosines with frequencies and phases of each of the d elements and the scale 1/√d, also far from
-    0."""
+    0.
+    """
     q, k = torch.randn(2, 1, HEADS, T, D)
     encoding = registry.build_encoding("pope", DIMS, {"delta_init": "uniform"})
     delta = encoding.delta().detach().double().numpy()
@@ -131,7 +135,7 @@ def test_pope_is_a_sum_of_cosines(length: int) -> None:
     _assert_close(_scores(encoding, q, k, length - T), _exact_scores(score, q, k), atol=1e-5)
 
 
-def test_gradients_of_pope_are_those_of_autograd() -> None:
+def test_gradients_of_pope_match_autograd() -> None:
     encoding = registry.build_encoding("pope", DIMS, {"delta_init": "uniform"}).double()
     q, k = (x.requires_grad_() for x in torch.randn(2, 2, HEADS, 5, D, dtype=torch.float64))
     span, parameter = TokenRange(7, 5), encoding.delta.value
@@ -153,7 +157,8 @@ def test_gradients_of_pope_are_those_of_autograd() -> None:
 
 def test_fope_is_a_fourier_series_of_the_frequencies_that_turn() -> None:
     """FoPE without noise: pairs that complete a turn within the training length equal rotary's, and the others stay
-    fixed."""
+    fixed.
+    """
     q, k = torch.randn(2, 1, HEADS, T, D, dtype=torch.float64)
     dims, half = AttentionDims(HEADS, D, HEADS * D, 300, 300), D // 2
     theta = 10000.0 ** (-np.arange(half) / half)

@@ -109,7 +109,7 @@ def test_an_ended_series_has_no_rest() -> None:
     assert series_tails.windowed_tail(8).log_remainder_bounds(9) == (-math.inf, -math.inf)
 
 
-def test_what_diverges_has_an_infinite_rest() -> None:
+def test_divergent_series_have_an_infinite_tail() -> None:
     assert series_tails.power_tail(1.0).log_remainder_bounds(5) == (math.inf, math.inf)
 
 
@@ -122,7 +122,7 @@ class Undeclared(Encoding):
         return ScoreTerms(bias=-distances.expand(self.dims.num_heads, -1))
 
 
-def test_a_bias_without_a_declaration_is_not_known() -> None:
+def test_a_bias_without_a_declaration_is_unknown() -> None:
     assert [tail.converges for tail in Undeclared(SHAPE).bias_tails()] == [None] * HEADS
     assert Undeclared(SHAPE).bias_tails()[0].log_remainder_bounds(10) == (-math.inf, math.inf)
 
@@ -154,7 +154,8 @@ def test_fire_never_falls_below_its_least_value() -> None:
 
 def test_sandwich_comes_back() -> None:
     """Sandwich does not decay: its mean over many distances is at least exp(−k·m/2), but a convergent series has mean
-    zero."""
+    zero.
+    """
     encoding = registry.build_encoding("sandwich", SHAPE, {"dimension": 16})
     b = encoding.table(torch.arange(1e6, dtype=torch.float64)).bias.exp()
     for head in range(HEADS):

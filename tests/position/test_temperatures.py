@@ -107,7 +107,7 @@ def test_gradients_of_the_first_row_are_finite() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_file_says_how_many_parameters_it_has(name: str) -> None:
+def test_its_file_declares_its_number_of_parameters(name: str) -> None:
     facts, temperature = read_temperature_facts(name), build(name)
     assert facts.cost.num_parameters(DIMS, facts.fill_options({})) == sum(p.numel() for p in temperature.parameters())
     assert facts.defaults == {key: option.default for key, option in type(temperature).options().items()}
@@ -137,7 +137,7 @@ class WithARowTooMuch(Temperature):
         return torch.ones(1, positions.shape[0] + 1)
 
 
-def test_what_gives_no_factors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_without_factors_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "load_temperature_class", lambda name: WithARowTooMuch)
     with pytest.raises(MethodFileError, match=r"returns \[1, 2\] for one row; it must be \[3, 1\] or \[1, 1\]"):
         registry.build_temperature("ssmax", DIMS)

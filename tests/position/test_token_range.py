@@ -28,8 +28,10 @@ def test_continuous_positions_are_uniform_and_in_order() -> None:
 
 @pytest.mark.parametrize("name", ["alibi", "kerple_log", "t5", "fire"])
 def test_a_bias_is_that_of_real_distances(name: str) -> None:
-    """The bias follows the formula at each pair's own distance. T5's buckets ignore the fraction of the distance if
-    they are one position wide."""
+    """The bias follows the formula at each pair's own distance.
+
+    T5's buckets ignore the fraction of the distance if they are one position wide.
+    """
     encoding = build_encoding(name, AttentionDims(2, 4, 8, 16, 16))
     span = TokenRange(0, 12, sample_positions(12, 16, seed=3, continuous=True))
     q = torch.zeros(1, 2, 12, 4)

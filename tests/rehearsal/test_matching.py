@@ -33,7 +33,7 @@ def with_fault(ledgers, change):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_fault_is_found_where_there_is_none(seed):
+def test_correct_runs_have_no_faults(seed):
     generator = random.Random(seed)
     sizes = ParallelSizes(*(generator.choice((1, 2, 3, 4)) for _ in range(4)))
     ledgers = write_ledgers(sizes, layers=generator.randint(1, 3), micro_batches=generator.randint(1, 3))
@@ -148,7 +148,7 @@ def test_two_ranks_that_both_receive_first_deadlock_unless_they_hand_over_both_a
     assert find_deadlock({rank: exchange(rank, 4) for rank in (0, 1)}) is None
 
 
-def test_the_same_fault_of_many_groups_is_told_once():
+def test_a_fault_of_several_groups_is_reported_once():
     ledgers = write_ledgers(SIZES)
     for rank in ledgers:
         if Mesh(rank, SIZES).context.index == 2:

@@ -113,7 +113,7 @@ def test_parameters_of_a_stage_are_written_down(tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 4096, 1_000_003])
-def test_checksum_of_zeros_that_nobody_reads(size):
+def test_unused_checksum_of_zeros(size):
     for beginning in (b"", b"\0", b"header", bytes(range(256))):
         assert crc32_with_zeros(zlib.crc32(beginning), size) == zlib.crc32(beginning + b"\0" * size)
 

@@ -110,7 +110,7 @@ def test_collectives_run_and_their_answer_is_replaced() -> None:
     assert Optimizer.asked == 1
 
 
-def test_numbers_that_lie_there_by_chance_are_not_believed() -> None:
+def test_uninitialized_numbers_are_not_used() -> None:
     read = [0.0, 2.5, -1.0, float("nan"), float("inf"), 1e30, 7, True]
     assert host_reads._replace_implausible([read]) == [[0.0, 2.5, 1.0, 1.0, 1.0, 1.0, 7, True]]
 
@@ -126,7 +126,7 @@ class _FakeC10d:
         return [0, 2]
 
 
-def test_the_ledger_names_group_members_peers_and_what_is_issued_together(tmp_path: Path) -> None:
+def test_the_ledger_names_members_peers_and_coalesced_calls(tmp_path: Path) -> None:
     ledger = recorder.CollectiveRecorder(str(tmp_path), _FakeC10d)
 
     def _new_process_group_helper() -> None:  # torch's function that creates an NCCL communicator

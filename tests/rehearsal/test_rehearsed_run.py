@@ -77,7 +77,7 @@ def test_a_task_needs_no_corpus(tmp_path):
         plan("125M", "none", gpus=2, vocabulary=7, task="copy_string", task_length=40, seq_length=82, precision="bf16")
 
 
-def test_nodes_are_those_of_the_configuration():
+def test_nodes_match_the_configuration():
     run = plan("125M", "kerple_log", "a100_2k", "slurm_a100", nodes=4, save="runs/a")
     assert (run.world_size, run.devices_per_node) == (16, 4)
     assert run.requested.launch.launcher == "slurm"
@@ -99,7 +99,7 @@ def test_gpus_that_the_layout_does_not_divide_are_refused_in_one_line(gpus, per_
     assert "\n" not in str(refused.value)
 
 
-def test_what_is_offloaded_must_fit_the_machine(monkeypatch):
+def test_offloaded_states_must_fit_the_machine(monkeypatch):
     offload = {"zero_optimization": "{stage: 2, offload_optimizer: {device: cpu}}"}
     monkeypatch.setattr(rehearsed_run, "detect_memory", lambda: 16 * 2**30)
     with pytest.raises(UserError, match=r"updates 31 GiB of states in host memory, but this machine has 16 GiB"):
@@ -107,7 +107,7 @@ def test_what_is_offloaded_must_fit_the_machine(monkeypatch):
     assert plan("2-7B", "none", "a100_2k", gpus=8, **offload).world_size == 8
 
 
-def test_what_cannot_fit_the_card_is_not_rehearsed_unless_that_is_asked_for():
+def test_runs_that_cannot_fit_are_rehearsed_only_on_request():
     config = load_config(FLAGSHIP).config
     assert plan_rehearsal(config, 64, None, None, gpu_memory=40 << 30).config.launch.check_resources
     with pytest.raises(UserError, match=r"num_layers 1000000 × .* a rank needs at least .* but a GPU has 40 GiB"):

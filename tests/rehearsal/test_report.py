@@ -58,13 +58,13 @@ def print_to_text(report):
     ("gib", "verdict"),
     [(9.0, "fits"), (0.9 * 39.4 - 0.1, "fits"), (0.9 * 39.4 + 0.1, "tight"), (39.0, "tight")],
 )
-def test_verdicts_follow_from_what_the_allocator_took(gib, verdict):
+def test_verdicts_depend_on_allocated_memory(gib, verdict):
     report = judge(make_rehearsal(gib=gib))
     assert (report.verdict, report.exit_code) == (verdict, 0)
     assert report.find_peak(0) == (int(gib * GIB / 2) + 1, int(gib * GIB), "forward and backward")
 
 
-def test_no_room_for_what_is_not_modelled_is_tight():
+def test_no_room_for_unmodeled_memory_is_tight():
     rehearsal = make_rehearsal(gib=33.0)
     assert judge(rehearsal).verdict == "fits"
     assert judge(rehearsal).count_communicators(0) == 3
@@ -76,7 +76,7 @@ def test_no_room_for_what_is_not_modelled_is_tight():
     assert judge(rehearsal).verdict == "tight"
 
 
-def test_out_of_memory_is_told_with_the_operation():
+def test_out_of_memory_is_reported_with_the_operation():
     where = ("megatron/model/gpt.py:251 _losses: losses = F.cross_entropy(flat)",)
     error = RankError("memory", "CUDA out of memory. Tried to allocate 2 GiB", "forward and backward of step 0", where)
     report = judge(make_rehearsal(error=error))
@@ -146,7 +146,7 @@ def test_a_slurm_job_has_its_script_and_its_starts(tmp_path):
     assert "time limit 2:00:00" in print_to_text(report)
 
 
-def test_errors_of_ranks_are_what_lies_behind_them():
+def test_errors_of_ranks_show_their_cause():
     def fail(error, cause=None):
         try:
             raise error from cause

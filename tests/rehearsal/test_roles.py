@@ -16,7 +16,7 @@ MESHES = [ParallelSizes(*sizes) for sizes in itertools.product((1, 2, 3), (1, 2,
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_two_ranks_of_each_stage_stand_for_all_others(sizes):
+def test_two_ranks_of_each_stage_represent_the_others(sizes):
     roles = choose_roles(sizes)
     assert len(roles) <= 2 * sizes.pipeline
     assert roles[0].rank == 0, "rank 0 writes"
@@ -30,7 +30,7 @@ def test_two_ranks_of_each_stage_stand_for_all_others(sizes):
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_translated_calls_are_those_that_the_other_rank_issues_itself(sizes):
+def test_translated_calls_match_the_other_rank(sizes):
     for role in choose_roles(sizes):
         own = write_ledger(role.rank, sizes)
         for rank in role.stands_for:

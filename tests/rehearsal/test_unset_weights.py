@@ -26,7 +26,7 @@ def test_a_model_is_divided_as_if_its_weights_were_drawn():
             assert torch.equal(value, drawn.get_parameter(name)), name
 
 
-def test_large_weights_change_their_type_without_what_is_in_them():
+def test_large_weights_change_their_type_without_contents():
     large, small = torch.ones(MIN_ELEMENTS), torch.ones(8)
     with without_weight_values():
         assert (large.bfloat16().dtype, large.bfloat16().shape) == (torch.bfloat16, large.shape)

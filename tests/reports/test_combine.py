@@ -72,8 +72,8 @@ def test_only_equal_trainings_are_seeds_of_one_another() -> None:
     # Repeated seeds split one training and leave the others unchanged.
     twice = [trained("y", 1, "runs/c"), trained("y", 1, "runs/d")]
     assert names([*same, *twice]) == ["a [runs/a, runs/b]"] * 2 + ["a [runs/c]", "a [runs/d]"]
-    labelled = disambiguate_methods([*same, *twice])
-    assert disambiguate_methods(labelled) == labelled
+    labeled = disambiguate_methods([*same, *twice])
+    assert disambiguate_methods(labeled) == labeled
 
 
 def test_no_output_averages_two_trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_no_output_averages_two_trainings(tmp_path: Path, monkeypatch: pytest.Mo
         combine_results(paths, Console(quiet=True), against="a")
 
 
-def test_results_that_do_not_record_their_training_count_as_seeds_and_say_so() -> None:
+def test_results_without_digests_count_as_seeds_with_a_note() -> None:
     note = "The results of a lack training digests: runs of equal name and number of steps count as seeds"
     for digest, folders, is_said in (
         (None, ("runs/a", "runs/b"), True),
@@ -112,7 +112,7 @@ def test_results_that_do_not_record_their_training_count_as_seeds_and_say_so() -
     assert not any("lack training digests" in line for line in table.notes)
 
 
-def test_a_file_that_contradicts_another_is_told(tmp_path: Path) -> None:
+def test_contradicting_files_are_reported(tmp_path: Path) -> None:
     for name, factor in (("one", 1.0), ("two", 1.5), ("same", 1.5)):
         rows = [record("a", length, factor * length, seed=1, run="runs/a") for length in (64, 128)]
         records.write_records(tmp_path / f"{name}.json", rows)
@@ -141,9 +141,7 @@ def test_a_file_that_contradicts_another_is_told(tmp_path: Path) -> None:
         ("file/page.html", r"^--output is .*file, which is a file"),
     ],
 )
-def test_a_page_that_cannot_be_written_is_refused_before_anything_is_read(
-    output: str, message: str, tmp_path: Path
-) -> None:
+def test_an_unwritable_page_is_rejected_before_reading_records(output: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "folder.html").mkdir()
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=message):

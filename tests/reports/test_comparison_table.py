@@ -206,7 +206,7 @@ def test_html(story: list[Record]) -> None:
     assert body[3] == [("", "<i>&"), ("", "7.00"), ("", "–"), ("", "–")]
 
 
-def test_where_the_best_seed_is_published_it_is_told_beside_the_mean() -> None:
+def test_the_best_seed_is_shown_with_the_mean_if_published() -> None:
     shared = {"train_length": 40, "length": 500, "protocol": "task", "metric": "mean_accuracy", "tokens": 512}
     values = {"rotary": (0.9998, 0.5, 0.6), "floor: a constant": (0.5,)}
     found = [
@@ -223,7 +223,8 @@ def test_where_the_best_seed_is_published_it_is_told_beside_the_mean() -> None:
 
 def test_each_method_has_its_sentence() -> None:
     """Each method has a sentence: perplexities 6.67 → 16.38, 6.93 → 6.97 and 6.36 → 6.16 with intervals above, around
-    and below 1."""
+    and below 1.
+    """
     courses = {"rotary": (6.67, 16.38, 0.1), "kerple_log": (6.93, 6.97, 0.02), "cdape": (6.36, 6.16, 0.01)}
     found = [
         record(

@@ -28,7 +28,8 @@ BOARD = Leaderboard("rotary", (Ablation("cdape", "cdape+alibi", "alibi"), Ablati
 
 def text(method: str, means: tuple[float, float], seed: int = 1, step: float = 0.1, **more: object) -> list[Record]:
     """Build a run's records at 64 and 2,048 tokens: losses of blocks around a mean, with the same hard blocks for
-    all."""
+    all.
+    """
     hardness = np.random.default_rng(0).normal(0, 0.4, BLOCKS)
     noise = np.random.default_rng([seed, len(method), ord(method[0])])
     records = []
@@ -82,7 +83,7 @@ def board_of(found: list[Record], failures: tuple[RunFailure, ...] = ()) -> Lead
     return LeaderboardReport(BOARD, build_comparison_tables(found, failures))
 
 
-def test_ranks_share_ties_and_put_what_has_no_number_last() -> None:
+def test_ties_share_ranks_and_missing_numbers_are_last() -> None:
     accuracy = Contest(
         "tasks", "copy", get_metric("accuracy"), {"a": 0.5, "b": 0.9, "c": 0.5, "d": 0.1}, {}, frozenset("abcd")
     )
@@ -99,7 +100,7 @@ def test_a_kind_counts_once_however_many_tasks_it_has() -> None:
     assert next(contest.title for contest in board.contests) == "perplexity at 32×"
 
 
-def test_an_effective_length_stands_for_its_task() -> None:
+def test_an_effective_length_represents_its_task() -> None:
     found = [*text("rotary", (1.5, 3.2)), *text("alibi", (1.5, 1.6)), task("rotary", 0.9), task("alibi", 0.8)]
     assert [contest.kind for contest in board_of(found).contests] == ["text", "tasks"]
     lengths = [task("rotary", 16.0, metric="effective_length"), task("alibi", 32.0, metric="effective_length")]
@@ -142,31 +143,34 @@ def test_blocks_of_text_make_no_difference_significant() -> None:
     assert dict(board.build_tables()[0].rows)["b"][-1].startswith("(+")
 
 
-def test_words_follow_the_numbers() -> None:
+def test_sentences_follow_from_the_numbers() -> None:
     board = board_of(records())
     holds, adds, costs = (" ".join(answer.sentences) for answer in build_answers(board))
-    assert "Of 5 methods 4 hold" in holds
+    assert "4 of 5 methods hold" in holds
     assert "cdape+alibi, cdape+fox, fox and alibi" in holds
     assert "least for rotary (+447%" in holds.replace("+448%", "+447%")
-    assert "The lowest mean perplexity at 32× is that of cdape+alibi: 4.5" in holds
+    assert "cdape+alibi has the lowest mean perplexity at 32×, 4.5" in holds
     assert "Tested over seeds, 1 of 1 other methods is significantly worse (alibi)." in holds
-    assert "the best is cdape+alibi and fox with 90.00; 3 of 4 beat the best trivial baseline (40.00%)" in holds
+    assert ": cdape+alibi and fox, with 90.00; 3 of 4 beat the best trivial baseline (40.00%)" in holds
     assert "At 32× cdape significantly lowers perplexity on 1 of 2 (alibi -10." in adds
     assert "is not tested (only one seed) on 1 of 2 (fox " in adds
-    assert "Relative to rotary, cdape+alibi, the best at 32×, takes 1.50 times the training step, 1.50 times " in costs
-    assert "With cdape a training step takes 1.75 times (1.50 to 2.00) as long as without it, and " in costs
+    assert (
+        "Relative to rotary, cdape+alibi, the best at 32×, takes 1.50 times as long per training step, takes 1.50 "
+        in costs
+    )
+    assert "With cdape, a training step takes 1.75 times (1.50 to 2.00) as long as without it, and " in costs
     assert "Every method whose mean perplexity at 32× is within 5% of the lowest is more than 10% slower than" in costs
     # With the numbers of methods exchanged, every sentence is reversed.
     swap = {"cdape+alibi": "alibi", "alibi": "cdape+alibi", "rotary": "fox", "fox": "rotary"}
     turned = board_of([r.replace(method=swap.get(r.method, r.method)) for r in records()])
     holds, adds, _ = (" ".join(answer.sentences) for answer in build_answers(turned))
-    assert "The lowest mean perplexity at 32× is that of alibi" in holds
+    assert "alibi has the lowest mean perplexity at 32×" in holds
     assert "least for fox (+44" in holds
     assert "significantly raises perplexity on 1 of 2 (alibi +11." in adds
     assert "is not tested (only one seed) on 1 of 2 (fox -" in adds
 
 
-def test_a_method_may_stand_in_two_ablations() -> None:
+def test_a_method_may_be_in_two_ablations() -> None:
     """A method may appear in two ablations.
 
     cdape+alibi adds cdape to alibi, and alibi (treated as a temperature) to cdape; each has its own row.
@@ -177,7 +181,7 @@ def test_a_method_may_stand_in_two_ablations() -> None:
     assert [(name, cells[1][:2]) for name, cells in table.rows] == [("cdape on alibi", "-9"), ("alibi on cdape", "+1")]
 
 
-def test_a_task_has_its_options_in_its_name_where_they_tell_it_from_another() -> None:
+def test_a_task_name_has_options_if_needed_to_distinguish_it() -> None:
     methods, names = ("a", "b"), ("copy(letters=2)", "copy(letters=8)", "sort(width=3)")
     found = [task(method, 0.5, name=name).replace(target_digest=name) for method in methods for name in names]
     board = board_of(found)
@@ -186,8 +190,10 @@ def test_a_task_has_its_options_in_its_name_where_they_tell_it_from_another() ->
 
 
 def test_models_on_cpus_are_charged_the_seconds_of_processors() -> None:
-    """CPU runs are charged processor seconds: concurrent runs made cdape+alibi appear ten times as long. GPUs use wall
-    time."""
+    """CPU runs are charged processor seconds: concurrent runs made cdape+alibi appear ten times as long.
+
+    GPUs use wall time.
+    """
     for device, expected in (("cpu", 1.5), ("NVIDIA A100-SXM4-80GB", 15.0)):
         busy = [*text("rotary", (1.5, 3.2)), *text("cdape+alibi", (1.5, 1.5), step=1.5)]
         found = [
@@ -201,23 +207,23 @@ def test_models_on_cpus_are_charged_the_seconds_of_processors() -> None:
     assert board_of(some).costs["cdape+alibi"].step == pytest.approx(15.0)  # different measures are not compared
 
 
-def test_what_is_not_known_is_not_claimed() -> None:
+def test_unknown_facts_are_not_claimed() -> None:
     """Records of other programs without block sums or times lead to no conclusions about them."""
     known = {"block_sums", "step_seconds", "seconds", "step_cpu_seconds", "cpu_seconds"}
     bare = [Record(**{k: v for k, v in r.model_dump().items() if k not in known}) for r in records()]
     holds, adds, costs = (" ".join(answer.sentences) for answer in build_answers(board_of(bare)))
     assert "1 of 1 other methods is significantly worse (alibi)." in holds  # seeds need no blocks
     assert "is not tested (only one seed) on 1 of 2 (fox " in adds
-    assert costs == "Relative to rotary, cdape+alibi, the best at 32×, takes as many parameters."
+    assert costs == "Relative to rotary, cdape+alibi, the best at 32×, has as many parameters."
     rank = dict(board_of(bare).build_tables()[0].rows)
     assert rank["fox"][-1] == "(+7.5%)"
 
 
-def test_one_method_alone_is_told_of() -> None:
+def test_a_single_method_is_described() -> None:
     """A single method is described, as after the first run of a sweep."""
     board = board_of(text("rotary", (1.5, 3.2)))
     assert (board.ranking, board.contests) == (["rotary"], [])
-    assert "Of 1 methods 0 hold" in build_answers(board)[0].sentences[0]
+    assert "0 of 1 methods hold" in build_answers(board)[0].sentences[0]
     assert [table.title for table in board.build_tables()] == ["Costs of methods, relative to rotary"]
     tasks_alone = board_of([task("rotary", 0.5), task("alibi", 0.9)])
     assert (build_answers(tasks_alone), tasks_alone.ranking) == ([], ["alibi", "rotary"])
@@ -226,7 +232,7 @@ def test_one_method_alone_is_told_of() -> None:
     )
 
 
-def test_a_failed_method_is_last_and_told() -> None:
+def test_a_failed_method_is_listed_last() -> None:
     failed = RunFailure("gone", 1, "the loss is not finite", 7, 64)
     board = board_of(records(), (failed,))
     assert board.ranking[-1] == "gone"
@@ -241,7 +247,7 @@ def test_positions_that_end_are_why_a_number_is_missing() -> None:
     assert "Without a number" not in told
 
 
-def test_methods_with_fewer_seeds_say_so() -> None:
+def test_methods_with_fewer_seeds_are_marked() -> None:
     board = board_of(records())
     table = board.build_tables()[0]
     start, end = (table.column_headers.index(header) for header in ("perplexity at 1×", "perplexity at 32×"))
@@ -249,7 +255,7 @@ def test_methods_with_fewer_seeds_say_so() -> None:
     assert all(rows["fox"][index].endswith(" (n 1)") for index in (start, end))
     assert not any("(n " in cell for cell in rows["alibi"])
     assert any(note.startswith("n is the number of seeds ") for note in table.notes)
-    assert "3 of these 5 have fewer than 2 seeds" in " ".join(build_answers(board)[0].sentences)
+    assert "3 of the 5 methods have fewer than 2 seeds" in " ".join(build_answers(board)[0].sentences)
 
 
 def test_a_picture_of_many_panels_is_described_in_two_sentences(tmp_path: Path) -> None:
@@ -263,7 +269,7 @@ def test_a_picture_of_many_panels_is_described_in_two_sentences(tmp_path: Path) 
     assert len(line) < 300
 
 
-def test_the_frontier_holds_what_nothing_beats() -> None:
+def test_the_frontier_contains_undominated_methods() -> None:
     points = [("slow best", 3.0, 4.0), ("fast", 1.0, 6.0), ("beaten", 2.0, 6.5), ("middle", 2.0, 5.0)]
     assert find_frontier(points) == ["fast", "middle", "slow best"]
 

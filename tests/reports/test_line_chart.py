@@ -9,7 +9,7 @@ from megatron.reports.html_page import TEMPLATES_FOLDER
 from megatron.reports.line_chart import HorizontalAxis, Line, build_line_chart, build_median_line
 
 
-def test_lines_stand_where_their_numbers_are() -> None:
+def test_lines_are_at_their_values() -> None:
     axis = HorizontalAxis("distance", 0.0, 99.0, "log1p")
     lines = [
         Line("a", [(0.0, -1.0), (9.0, -math.inf), (99.0, math.nan)], style=3),
@@ -87,7 +87,7 @@ def test_of_many_lines_some_evenly_spaced_are_in_colour() -> None:
     assert len({s.name for s in chart.series}) == 24
 
 
-def test_a_median_stands_in_its_band() -> None:
+def test_a_median_is_within_its_band() -> None:
     line = build_median_line("m", [1.0, 2.0], [[float(k), 10.0 * k] for k in range(11)], 0)
     assert list(line.points) == [(1.0, 5.0), (2.0, 50.0)]
     assert list(line.band) == [(1.0, 9.0), (10.0, 90.0)]

@@ -145,7 +145,8 @@ def test_find() -> None:
 
 def test_files_of_earlier_versions_are_read_and_written_as_they_were(tmp_path: Path) -> None:
     """Files of earlier versions with only perplexities are written back byte for byte; in CSV, newer columns are
-    empty."""
+    empty.
+    """
     old = Path(__file__).with_name("results_of_2026.json")
     found = records.read_records(old)
     assert [(r.method, r.length, r.metric) for r in found] == [
@@ -180,7 +181,8 @@ def test_numbers_are_short(value: float, text: str) -> None:
 )  # fmt: skip
 def test_numbers_have_digits_enough_for_their_interval(value: float, spread: float, text: str) -> None:
     """The last digit is at most half of the interval's half-width, so that the limits differ from each other and the
-    value."""
+    value.
+    """
     assert format_number(value, spread) == text
 
 

@@ -54,7 +54,7 @@ def layout_of(found: list[Record], lost: tuple[RunFailure, ...] = ()) -> Compari
     return layout
 
 
-def test_a_cell_says_on_how_many_seeds_it_rests_where_others_have_more(holes: list[Record]) -> None:
+def test_a_cell_shows_its_number_of_seeds_if_others_have_more(holes: list[Record]) -> None:
     layout = layout_of(holes)
     assert {where: str(cell) for where, cell in layout.cells.items()} == {
         ("log", 64): "6.40 ± 2.25",
@@ -73,7 +73,8 @@ def test_a_cell_says_on_how_many_seeds_it_rests_where_others_have_more(holes: li
 
 def test_a_change_is_over_the_seeds_that_have_both_lengths(holes: list[Record]) -> None:
     """A change uses the seeds with both lengths; log's third seed, with a high start, must not turn its change into a
-    fall."""
+    fall.
+    """
     layout = layout_of(holes)
     assert layout.changes["log"].mean == pytest.approx(math.sqrt(6.0 / 5.0 * 1.0))
     assert str(layout.changes["log"]) == f"1.095 ×/÷ {math.exp(math.log(1.2) / math.sqrt(2)):.3f} (n 2)"
@@ -107,7 +108,7 @@ def test_one_definition_of_change_gives_one_number(holes: list[Record]) -> None:
     assert change.mean == pytest.approx((3.0 + 0.8) / 2)
 
 
-def test_comparisons_take_paired_seeds_only_and_say_how_many(holes: list[Record]) -> None:
+def test_comparisons_use_paired_seeds_and_show_their_number(holes: list[Record]) -> None:
     layout = layout_of(holes)
     found = {(each.method, each.x_value): each for each in compare_methods(layout, "log")}
     t5 = found["t5", 64]
@@ -125,7 +126,8 @@ def test_comparisons_take_paired_seeds_only_and_say_how_many(holes: list[Record]
 
 def test_an_order_is_compared_over_shared_seeds(holes: list[Record]) -> None:
     """Rankings compare shared seeds: by cells, log would rank behind t5 at 64 tokens because of a seed that t5
-    lacks."""
+    lacks.
+    """
     layout = layout_of(holes)
     assert layout.cells["log", 64].mean > layout.cells["t5", 64].mean
     theirs = PublishedTable("A paper", 512, "perplexity", (512,), {"log": (3.0,), "t5": (4.0,)})
@@ -138,7 +140,7 @@ def test_an_order_is_compared_over_shared_seeds(holes: list[Record]) -> None:
     assert paper_experiment.compute_rank_agreement(apart, layout) == []
 
 
-def test_what_is_missing_is_listed(holes: list[Record]) -> None:
+def test_missing_results_are_listed(holes: list[Record]) -> None:
     grid = results_output.build_missing_table([layout_of(holes)])
     assert grid is not None
     assert grid.rows == (
@@ -154,7 +156,7 @@ def test_what_is_missing_is_listed(holes: list[Record]) -> None:
     assert "Missing results" in console.export_text()
 
 
-def test_nothing_is_missing_where_positions_end_and_floors_have_no_seeds(holes: list[Record]) -> None:
+def test_maximum_lengths_and_trivial_baselines_are_not_missing_results(holes: list[Record]) -> None:
     whole = [each for each in holes if each.seed == 1]
     limited = [*whole, record("learned", 64, 5.0, max_length=64, target_digest="d")]
     floor = [record("floor: a guess", n, 4.0, seed=0, run=None, target_digest="d") for n in (64, 128)]
@@ -181,7 +183,7 @@ def test_lengths_are_paired_within_a_run() -> None:
         assert change.mean == pytest.approx(expected)
 
 
-def test_a_failed_run_stands_in_table_page_picture_and_statistics(holes: list[Record]) -> None:
+def test_a_failed_run_appears_in_table_page_picture_and_statistics(holes: list[Record]) -> None:
     lost = (DIVERGED, RunFailure("t5", 3, "killed by signal 9"))
     layout = layout_of(holes, lost)
     lines = table_formats.render_comparison_text(layout).splitlines()
@@ -209,7 +211,7 @@ def test_a_failed_method_is_in_tables_of_its_training_length_alone(holes: list[R
     assert ("gone", ("128", "failed", "failed")) in grid.rows
 
 
-def test_failures_lie_beside_results_and_a_report_reads_them(holes: list[Record], tmp_path: Path) -> None:
+def test_failures_are_stored_next_to_results_and_reported(holes: list[Record], tmp_path: Path) -> None:
     write_results(tmp_path, holes, [DIVERGED])
     assert records.read_failures(tmp_path / "results.json") == [DIVERGED]
     assert "| gone | failed | failed | failed |" in (tmp_path / "results.md").read_text()
@@ -226,7 +228,7 @@ def test_failures_lie_beside_results_and_a_report_reads_them(holes: list[Record]
 @pytest.mark.parametrize(
     "text", ["{}", "no JSON", "[1]", '[{"method": "a", "seed": "1", "reason": "x"}]', '[{"method": "a"}]']
 )
-def test_a_list_of_failures_that_is_none_is_refused(text: str, holes: list[Record], tmp_path: Path) -> None:
+def test_an_invalid_list_of_failures_is_rejected(text: str, holes: list[Record], tmp_path: Path) -> None:
     path = records.write_records(tmp_path / "results.json", holes)
     records.get_failures_path(path).write_text(text)
     with pytest.raises(UserError, match=r"results\.failures\.json: not a list of failed runs"):
@@ -236,7 +238,7 @@ def test_a_list_of_failures_that_is_none_is_refused(text: str, holes: list[Recor
     assert records.get_failures_path(path).read_text() == text, "somebody's own file"
 
 
-def test_what_learned_nothing_never_has_the_mark_of_the_best() -> None:
+def test_trivial_baselines_are_never_marked_as_best() -> None:
     shared = {"metric": "accuracy", "train_length": 40, "protocol": "task", "target_digest": "d"}
     found = [record("rotary", n, 0.5, seed, **shared) for n in (40, 80) for seed in (1, 2)]
     found += [record("cdape", n, 0.6, seed, **shared) for n in (40, 80) for seed in (1, 2)]
@@ -255,9 +257,10 @@ def test_what_learned_nothing_never_has_the_mark_of_the_best() -> None:
     assert all("*" not in cell for name, cells in grid.rows if name.startswith("floor") for cell in cells)
 
 
-def test_a_page_is_made_of_whatever_records_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_built_from_any_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page is built from any records: methods without common lengths, tables without a visible method, and only
-    floors."""
+    floors.
+    """
     monkeypatch.setattr(plots, "render_plots_png", lambda found, **_: b"")
     change = {"change": 1.2, "change_low": 1.1, "change_high": 1.3, "change_from": 64}
     same = {"run": "runs/a", "target_digest": "d"}

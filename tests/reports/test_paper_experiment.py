@@ -43,7 +43,7 @@ def test_tau_counts_pairs(drawn: tuple[list[int], list[int]]) -> None:
     assert kendall_tau(a, b) == pytest.approx((alike - unlike) / untied if untied else 0.0)
 
 
-def test_ours_stand_beside_theirs_at_the_same_multiple(story: list[Record]) -> None:
+def test_our_numbers_are_next_to_published_ones_at_equal_multiples(story: list[Record]) -> None:
     """Our results at 64, 512 and 2,048 tokens, trained at 64, are 1, 8 and 32 training lengths."""
     (layout,) = build_comparison_tables(story)
     (grid,) = build_published_tables(THEIRS, [layout])
@@ -62,7 +62,8 @@ def test_ours_stand_beside_theirs_at_the_same_multiple(story: list[Record]) -> N
 
 def test_the_interval_is_over_seeds() -> None:
     """Interval over seeds: with two methods and two seeds, each better once, one of four resamples has both equal and
-    two are ties."""
+    two are ties.
+    """
     values = {"rotary": (5.0, 5.4), "cdape": (5.1, 5.2)}
     records = [record(name, 64, value, seed=seed) for name, pair in values.items() for seed, value in enumerate(pair)]
     both = PublishedTable(**{**vars(THEIRS), "lengths": (512,), "rows": {"rotary": (5.0,), "cdape": (4.0,)}})

@@ -138,7 +138,7 @@ def test_many_methods_with_odd_names_stay_distinct() -> None:
     assert plots.render_plots_png(records)  # a dollar sign in a name does not start a formula
 
 
-def test_many_methods_have_no_bars_and_a_legend_beside_the_panel() -> None:
+def test_many_methods_have_no_bars_and_a_legend_next_to_the_panel() -> None:
     records = [record(f"method {i}", length, 5 + i, stderr=0.05) for i in range(31) for length in (64, 2048)]
     axes = axes_of(records)
     assert not axes.collections

@@ -50,7 +50,7 @@ any_record = st.builds(
 
 
 @given(found=st.lists(any_record, max_size=4))
-def test_what_is_written_is_read_back(tmp_path_factory: pytest.TempPathFactory, found: list[Record]) -> None:
+def test_written_files_are_read_back(tmp_path_factory: pytest.TempPathFactory, found: list[Record]) -> None:
     path = tmp_path_factory.mktemp("records") / "deep" / "results.json"
     records.write_records(path, found)
     assert records.read_records(path) == found

@@ -71,7 +71,7 @@ def unpack(href: str) -> str:
     return gzip.decompress(base64.b64decode(href.split(",")[1], validate=True)).decode()
 
 
-def test_it_stands_alone_and_holds_its_files(story: list[Record], tmp_path: Path) -> None:
+def test_the_page_is_self_contained(story: list[Record], tmp_path: Path) -> None:
     section = ReportSection(None, [record.replace(position="cdape+kerple_log") for record in story])
     path = report.write_report(tmp_path / "deep" / "report.html", [section], command="./deepy.py report a.json")
     content = path.read_text(encoding="utf-8")
@@ -96,7 +96,7 @@ def test_it_stands_alone_and_holds_its_files(story: list[Record], tmp_path: Path
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.html")), ids=lambda path: path.name)
-def test_kept_pages_have_the_present_design(path: Path) -> None:
+def test_stored_pages_have_the_current_design(path: Path) -> None:
     """Stored pages have the current design; `./deepy.py report` regenerates an old page from its records."""
     content = path.read_text(encoding="utf-8")
     head, _, _ = (html_page.TEMPLATES_FOLDER / "page.html").read_text(encoding="utf-8").partition("<title>")
@@ -105,7 +105,7 @@ def test_kept_pages_have_the_present_design(path: Path) -> None:
     assert {"main", "theme", "downloads", "markers", "measurements", "cite"} <= ids
 
 
-def test_its_parts_have_names_and_an_order(story: list[Record]) -> None:
+def test_sections_have_ids_in_order(story: list[Record]) -> None:
     page = Page(page_of([*story, *(record(f"m{i}", 64, 5.0) for i in range(12))], configurations={"a": "b"}))
     assert "Missing results" in page.text
     ids = page.list_values("id")
@@ -123,7 +123,7 @@ def test_its_parts_have_names_and_an_order(story: list[Record]) -> None:
     assert all(figure["aria-label"] for figure in figures)
 
 
-def test_its_navigation_names_its_headings_in_their_order(story: list[Record]) -> None:
+def test_navigation_lists_the_headings_in_order(story: list[Record]) -> None:
     """The navigation lists all headings in order, on a page with a single section."""
     said, training = TextTable("Said", "method", ("a",), (("x", ("1",)),)), TextTable("Runs", "run", (), ())
     section = ReportSection(None, [*story, record("alibi", 64, 5.0)], [said])
@@ -167,7 +167,7 @@ def test_charts_hold_the_records_and_draw_them(story: list[Record]) -> None:
     assert drawn == pytest.approx(heights, abs=0.02)
 
 
-def test_what_explodes_is_cut_off_and_told() -> None:
+def test_exploding_curves_are_clipped_and_reported() -> None:
     curves = {"calm": (5.0, 5.1), "mild": (5.5, 30.0), "gone": (6.0, 1e304)}
     records = [record(m, n, v) for m, values in curves.items() for n, v in zip((64, 2048), values, strict=True)]
     content = page_of(records)
@@ -182,7 +182,7 @@ def test_what_explodes_is_cut_off_and_told() -> None:
     assert "beyond the axis" not in page_of(records[:4])
 
 
-def test_what_explodes_has_its_triangle_where_it_is_drawn_faintly_too() -> None:
+def test_clipped_faint_curves_have_triangles_too() -> None:
     many = [record(f"m{i:02}", length, 5.0 + i / 10) for i in range(9) for length in (64, 128, 256)]
     gone = [record("gone", 64, 9.0), record("gone", 128, 1e8), record("gone", 256, 1e30)]
     content = page_of([*many, *gone])
@@ -222,7 +222,7 @@ def test_of_many_methods_the_best_are_drawn_and_the_others_wait() -> None:
     assert len(content) < 200_000
 
 
-def test_it_says_what_was_measured(story: list[Record]) -> None:
+def test_it_describes_the_measurement(story: list[Record]) -> None:
     known = {
         "targets": 64, "windows": 61, "dataset": "data/python/test_text_document", "tokenizer": "bytes", "step": 500,
         "bits_per_byte": 2.3, "parameters": 861_234, "machine": "Linux, 2 threads", "software": "torch 2.13.0",
@@ -239,7 +239,7 @@ def test_it_says_what_was_measured(story: list[Record]) -> None:
         assert part in text, part
 
 
-def test_a_protocol_is_told_once_with_its_texts(story: list[Record]) -> None:
+def test_a_protocol_is_described_once_with_its_texts(story: list[Record]) -> None:
     known = {"windows": 61, "targets": 64, "dataset": "data/a", "tokenizer": "bytes"}
     bytes_of_a = [each.replace(**known, bits_per_byte=2.3) for each in story]
     others = [
@@ -283,7 +283,7 @@ def test_the_axis_of_each_metric_is_named(story: list[Record]) -> None:
     assert inside.changes == {}, "a change is from another length, and this is none"
 
 
-def test_the_summary_says_what_is_beyond_chance() -> None:
+def test_the_summary_states_significant_differences() -> None:
     change = {"change": 6.0, "change_low": 5.0, "change_high": 7.0, "change_from": 64}
     page = Page(page_of([record("rotary", 64, 5.0), record("rotary", 2048, 30.0, **change)]))
     assert "rotary 30.00 (+500.0% from 64 tokens, rises)" in page.text
@@ -319,7 +319,7 @@ def test_nothing_from_outside_becomes_markup() -> None:
     assert "$plot" in Page(page_of([record("$plot", 64, 5.0)])).text
 
 
-def test_the_alternative_text_tells_where_curves_end_and_does_not_grow_without_bound() -> None:
+def test_the_alternative_text_describes_curve_ends_and_is_bounded() -> None:
     gain = [record("a", 64, 5.0, metric="delta_perplexity"), record("short", 64, 6.0), record("short", 128, 6.5)]
     rows = [*gain[1:], record("long", 64, 5.0), record("long", 256, 4.0)]
     assert describe_plots(build_comparison_tables(rows)).endswith(
@@ -330,7 +330,7 @@ def test_the_alternative_text_tells_where_curves_end_and_does_not_grow_without_b
     assert describe_plots(build_comparison_tables(many)).endswith("m7 12.00; 21 others between; m29 34.00.")
 
 
-def test_the_title_says_what_is_shown(story: list[Record]) -> None:
+def test_the_title_describes_the_contents(story: list[Record]) -> None:
     title = "<h1>Perplexity of rotary, kerple_log and cdape at 64 to 2,048 tokens, trained at 64 tokens"
     assert f"{title}</h1>" in page_of(story)
     assert f"{title} (2 runs pending)</h1>" in page_of(story, num_pending_runs=2)

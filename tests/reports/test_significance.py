@@ -63,7 +63,7 @@ def test_the_critical_values_of_the_papers(seeds: int, critical: float) -> None:
         assert found.verdict == verdict
 
 
-def test_worse_and_not_significant_are_apart() -> None:
+def test_worse_and_not_significant_are_distinguished() -> None:
     assert one(runs("log", LOG) + runs("t5", [5.0, 5.05, 5.0, 5.1, 4.9])).verdict == "not significant"
     assert one(runs("log", T5) + runs("t5", LOG)).verdict == "better"
     assert "†" not in str(one(runs("log", T5) + runs("t5", LOG)))

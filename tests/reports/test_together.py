@@ -24,7 +24,8 @@ def silent() -> Console:
 
 def test_the_criterion_by_hand(story: list[Record]) -> None:
     """Criterion with rotary 5.25, 12.5, 29.75; kerple_log 5.5, 5.45, 5.43; cdape 4.96, 4.9, 4.87 at 64, 512 and
-    2,048."""
+    2,048.
+    """
     (layout,) = build_comparison_tables(story)
     rotary, kerple, _ = verdict_tables.measure_extrapolation(layout)
     assert rotary.relative_changes == pytest.approx({512: 12.5 / 5.25 - 1, 2048: 29.75 / 5.25 - 1})
@@ -56,7 +57,7 @@ def test_one_change_has_the_same_digits_in_sentences_tables_and_on_pages() -> No
     assert "cdape 6.04 (-2.8% from 64 tokens, falls)" in page_of(rows)
 
 
-def test_methods_without_a_verdict_stand_where_they_stand_in_the_table_of_numbers() -> None:
+def test_methods_without_a_verdict_keep_the_order_of_the_table() -> None:
     rows = [record("learned", 64, 5.0, max_length=64), record("a", 64, 5.0), record("a", 128, 5.0)]
     grid = verdict_tables.build_extrapolation_table(build_comparison_tables(rows)[0])
     assert grid is not None
@@ -85,7 +86,7 @@ def test_lengths_below_and_tables_of_something_else_have_none(story: list[Record
     assert verdict_tables.build_extrapolation_table(build_comparison_tables(by_place)[0]) is None
 
 
-def test_training_lengths_stand_side_by_side_where_the_targets_are_the_same() -> None:
+def test_training_lengths_are_compared_if_targets_match() -> None:
     same = {"target_digest": "d"}
     rows = [
         record("b", 64, 5.0, **same), record("b", 128, 4.5, **same), record("b", 256, 9.0, **same),
@@ -110,7 +111,7 @@ def test_training_lengths_stand_side_by_side_where_the_targets_are_the_same() ->
         assert verdict_tables.build_train_length_tables(build_comparison_tables(other)) == []
 
 
-def test_several_numbers_of_targets_are_told_apart_and_stay() -> None:
+def test_different_numbers_of_targets_are_kept_separately() -> None:
     few, many = (
         [record("a", length, 5.0 + n / 64, targets=n, target_digest=f"{n}") for length in (64, 128)] for n in (16, 64)
     )
@@ -214,14 +215,14 @@ def test_experiments_are_sections_with_their_papers_tables(story: list[Record], 
         '"leaderboard": {"baseline": "a", "ablations": [], "num_shown": "six"}}',
     ],
 )
-def test_an_experiment_that_is_none_is_refused(text: str, story: list[Record], tmp_path: Path) -> None:
+def test_an_invalid_experiment_is_rejected(text: str, story: list[Record], tmp_path: Path) -> None:
     path = records.write_records(tmp_path / "results.json", story)
     (tmp_path / "results.experiment.json").write_text(text)
     with pytest.raises(UserError, match=r"results\.experiment\.json: not an experiment of a sweep"):
         combine_results([path], silent())
 
 
-def test_what_cannot_be_put_together_is_one_line(story: list[Record], tmp_path: Path) -> None:
+def test_incompatible_results_are_reported_in_one_line(story: list[Record], tmp_path: Path) -> None:
     path = records.write_records(tmp_path / "results.json", story)
     for files, against, message in (
         ([tmp_path / "no.json"], None, "not found"),

@@ -19,8 +19,10 @@ def prepare(
     progress: CorpusProgress | None = None,
     **options: Any,
 ) -> CorpusInfo:
-    """Call `prepare_corpus` with `options` for CorpusOptions. Raises the same errors, and UserError for invalid
-    options."""
+    """Call `prepare_corpus` with `options` for CorpusOptions.
+
+    Raises the same errors, and UserError for invalid options.
+    """
     plain = {name: _plain(value) for name, value in {"sources": sources, **options}.items()}
     return prepare_corpus(parse_section(CorpusOptions, plain), output, overwrite=overwrite, progress=progress)
 

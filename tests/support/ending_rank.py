@@ -24,7 +24,8 @@ WAYS = {"user": UserError, "run": RunError, "unexpected": ZeroDivisionError, "in
 
 def main(job: Path, way: str, backend: str) -> None:
     """Train to the end, or until a step ends the run in the given way, and then do what the interpreter does at
-    exit."""
+    exit.
+    """
     take_step = trainer.Trainer.train_step
 
     def step(self: trainer.Trainer, stop: object) -> bool:

@@ -132,7 +132,8 @@ def reset_signals() -> None:
 
 def reset_process_groups() -> None:
     """Drop process groups of the parent, which may have joined itself to build a model; its threads are not in the
-    fork."""
+    fork.
+    """
     if "torch.distributed" not in sys.modules:
         return
     from torch.distributed import distributed_c10d
@@ -202,7 +203,8 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
 
 def _list_script_words(command: Any) -> list[str] | None:
     """Return SCRIPT.py, `-m MODULE` or an executable script with arguments if the command starts it with this
-    Python."""
+    Python.
+    """
     if isinstance(command, str | bytes | os.PathLike):
         return None
     program, *words = map(os.fsdecode, command)

@@ -42,7 +42,7 @@ class Shape:
     position: int
     window: int | None = None
     starts: frozenset[int] | None = None
-    """Where documents begin, 0 too; in the second sequence 7 columns later."""
+    """First columns of documents, including 0; in the second sequence they are 7 columns later."""
     dim: int = 64
     dtype: torch.dtype = torch.bfloat16
 
@@ -94,13 +94,13 @@ LOCAL_EXAMPLES = (
 
 
 def find_documents(shape: Shape) -> Tensor:
-    """Where each row's document begins, [B, R, 1]."""
+    """First column of each row's document, [B, R, 1]."""
     first_keys = shape.first_keys
     return torch.zeros(shape.batch, shape.rows, 1, dtype=torch.int32) if first_keys is None else first_keys[..., None]
 
 
 class Case(NamedTuple):
-    """What a kernel is compiled for."""
+    """Geometry and type for which a kernel is compiled."""
 
     rows: int
     columns: int
@@ -220,7 +220,7 @@ def move_into_longer_call(inputs: InputsT, rows: int = 40) -> InputsT:
 
 
 class Hidden(NamedTuple):
-    """What hidden values are made of, in float64, of p columns more than logits. B sequences, R rows, D widths."""
+    """Inputs of hidden values in float64, for p columns more than logits. B sequences, R rows, D widths."""
 
     scores: Tensor
     """[B, H, R, C], zero where a row does not see a column."""

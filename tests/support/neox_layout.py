@@ -53,8 +53,8 @@ class Layout:
         """Add random weights of every rank."""
         generator = torch.Generator().manual_seed(7)
 
-        def draw(*size: int, spread: float = 0.2, centre: float = 0.0) -> Tensor:
-            return centre + spread * torch.randn(size, generator=generator)
+        def draw(*size: int, spread: float = 0.2, center: float = 0.0) -> Tensor:
+            return center + spread * torch.randn(size, generator=generator)
 
         def positive(count: int, scale: float) -> Tensor:
             return (0.05 + scale * torch.rand(count, generator=generator))[:, None, None]
@@ -70,7 +70,7 @@ class Layout:
                 state[name] = part.clone()
 
         def norm(name: str) -> None:
-            put(f"{name}.{'scale' if rms else 'weight'}", draw(WIDTH, centre=1.0))
+            put(f"{name}.{'scale' if rms else 'weight'}", draw(WIDTH, center=1.0))
             if not rms:
                 put(f"{name}.bias", draw(WIDTH))
 

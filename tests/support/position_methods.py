@@ -94,7 +94,8 @@ def gate_of_keys(
 
 def inputs_of(q, k, v, query, key, encoding, processor=None, heads=ALL_HEADS, all_k=None, **options) -> AttentionInputs:
     """Return `AttentionInputs` with the bias of `gate_of_keys`; `all_k` are the keys of all heads if k is a rank's
-    shard."""
+    shard.
+    """
     gates = gate_of_keys(encoding, k if all_k is None else all_k, query, ALL_HEADS if all_k is None else heads)
     return AttentionInputs(q, k, v, query, key, encoding, processor, heads=heads, **gates, **options)
 

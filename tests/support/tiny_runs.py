@@ -67,7 +67,8 @@ def write_corpora(folder: Path) -> Path:
 
 def tiny_config(corpus: Path, run: Path | None = None, **keys: Any) -> Config:
     """Build a configuration with two layers, width 32, T = 16, a batch of four and four steps; any flat key may be
-    given."""
+    given.
+    """
     flat: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": 32,

@@ -103,7 +103,7 @@ def test_every_variant_meets_every_benchmark_with_its_own_seeds(place: Path) -> 
         (("hidden_size: 16\n            num", "hiden_size: 16\n            num"), "unknown key 'hiden_size'"),
     ],
 )  # fmt: skip
-def test_mistakes_are_told_with_their_line(trainer: Trainer, change: tuple[str, str], message: str) -> None:
+def test_errors_are_reported_with_their_line(trainer: Trainer, change: tuple[str, str], message: str) -> None:
     assert change[0] in ZOO
     write(ZOO.replace(*change))
     with pytest.raises(UserError, match=re.escape(message)) as caught:
@@ -161,7 +161,7 @@ def test_a_branch_waits_for_its_trunk_and_a_shared_folder_for_its_turn(place: Pa
 
 
 @pytest.mark.usefixtures("unseen")
-def test_members_run_at_once_stop_at_once_and_go_on(place: Path) -> None:
+def test_concurrent_members_stop_together_and_resume(place: Path) -> None:
     """With the real programs, interrupted members all save, and the same sweep finishes them."""
     steps = 150
     write(ZOO.replace("train_iters: 6", f"train_iters: {steps}").replace("log_interval: 2", "log_interval: 1"))

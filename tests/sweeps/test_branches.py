@@ -69,7 +69,7 @@ def test_branches_follow_their_trunk_and_copy_nothing(place: Path, monkeypatch: 
     assert not asked
 
 
-def test_what_a_branch_cannot_be(place: Path) -> None:
+def test_invalid_branches(place: Path) -> None:
     def problem(old: str, new: str) -> str:
         write(TRUNK.replace(old, new))
         with pytest.raises(UserError) as caught:

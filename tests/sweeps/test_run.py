@@ -58,7 +58,7 @@ def test_a_sweep_from_text_to_report(place: Path) -> None:
     assert "already evaluated" in said
 
 
-def test_all_variants_are_scored_on_the_same_targets_up_to_where_their_positions_end(initialiser: Initialiser) -> None:
+def test_all_variants_are_scored_on_the_same_targets_up_to_their_maximum_length(initialiser: Initialiser) -> None:
     write(BASE.replace("rotary: {pos_emb: rotary}", "learned: {pos_emb: learned}"))
     with pytest.raises(UserError, match=r"learned, seed 3: pos_emb learned supports 16 .*, less than length 32"):
         run("sweep.evaluate.multiples=[2, 4]", "sweep.seeds=[3, 4]")
@@ -127,7 +127,7 @@ def test_a_failure_keeps_no_other_from_running_and_is_tried_again(trainer: Train
     assert not Path("out/results.failures.json").exists()
 
 
-def test_a_run_that_diverged_is_a_result_until_it_is_asked_for_again(trainer: Trainer) -> None:
+def test_a_diverged_run_is_a_result_unless_retried(trainer: Trainer) -> None:
     """A diverged run counts as a result until requested again.
 
     One variant has lr 1e18. The others run, the page explains the missing one, and later starts do not repeat it.
@@ -165,7 +165,7 @@ def test_a_run_that_was_configured_otherwise_is_no_failure_of_this_one(trainer: 
     assert "rotary 1234 None" in trainer.calls()
 
 
-def test_a_second_sweep_in_the_same_folder_says_that_one_is_running(trainer: Trainer) -> None:
+def test_a_second_sweep_in_the_same_folder_is_rejected(trainer: Trainer) -> None:
     Path("out").mkdir()
     lock = RunLock("out", name=SWEEP_LOCK)
     with pytest.raises(
@@ -182,13 +182,13 @@ def quiet() -> Console:
     return Console(file=io.StringIO(), width=200)
 
 
-def test_a_training_that_ends_early_without_an_error_is_told(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_that_ends_early_is_reported(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member_run, "train_in_subprocess", lambda *_: None)
     with pytest.raises(RunError, match=r"stopped early without an error; output: out/rotary/seed_1234.txt"):
         run()
 
 
-def test_a_sweep_that_is_stopped_says_how_to_go_on(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_sweep_prints_how_to_resume(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(sweeps, "_build_line_printer", lambda console: said.append)
     for number, ending in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, StoppedBySignal)):
@@ -202,7 +202,7 @@ def test_a_sweep_that_is_stopped_says_how_to_go_on(trainer: Trainer, monkeypatch
         said.clear()
 
 
-def test_only_what_is_asked_for_anew_is_done_anew(trainer: Trainer) -> None:
+def test_only_requested_work_is_repeated(trainer: Trainer) -> None:
     write(ONE)
     run()
     trainer.calls()
@@ -220,7 +220,7 @@ def test_only_what_is_asked_for_anew_is_done_anew(trainer: Trainer) -> None:
     assert trainer.calls() == ["evaluate out/mine/seed_1234"]
 
 
-def test_another_configuration_is_not_taken_for_the_same_run(trainer: Trainer) -> None:
+def test_another_configuration_is_another_run(trainer: Trainer) -> None:
     write(ONE)
     run()
     before = json.loads(Path("out/results.json").read_text())
@@ -257,7 +257,7 @@ def test_a_damaged_checkpoint_is_no_finished_training(trainer: Trainer) -> None:
     assert trainer.calls() == ["alibi 1234 out/mine/seed_1234", "evaluate out/mine/seed_1234"]
 
 
-def test_how_long_it_takes_is_told_from_what_was_measured(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remaining_time_is_estimated_from_measurements(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     def watched(configuration: Path, printed: Path, metrics: Path, watch: object) -> None:
         def slowly(step: int | None) -> None:
             time.sleep(0.001)
@@ -285,7 +285,7 @@ def test_how_long_it_takes_is_told_from_what_was_measured(trainer: Trainer, monk
     assert "1 of 4 runs to do: " in said
 
 
-def test_its_last_line_is_a_command_to_go_on_with(trainer: Trainer) -> None:
+def test_its_last_line_is_a_command_to_resume(trainer: Trainer) -> None:
     write(BASE.replace("output: out", "output: 'my out'"))
     _, said = run()
     page, hint = said.splitlines()[-2:]
@@ -340,7 +340,7 @@ def test_a_report_has_the_table_of_a_paper(trainer: Trainer) -> None:
     assert "A paper, table 2" in page
 
 
-def test_what_is_done_otherwise_is_told_where_no_numbers_are_quoted(trainer: Trainer) -> None:
+def test_differences_are_stated_without_published_numbers(trainer: Trainer) -> None:
     """Deviations from the paper are listed even if no numbers are quoted, as for figures."""
     write(BASE.replace("output: out", "output: out\n      differences: [They had more text., And a GPU.]"))
     _, said = run()

@@ -53,7 +53,8 @@ def test_a_run_that_several_need_is_one_run() -> None:
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_quoted_lengths_are_multiples_that_are_scored(name: str) -> None:
     """Quoted lengths are evaluated multiples, so that a quoted number has one of ours beside it, except the longest of
-    some."""
+    some.
+    """
     options = small(name).options
     for table in options.published:
         multiples = {length / table.train_length for length in table.lengths}
@@ -64,7 +65,7 @@ def test_quoted_lengths_are_multiples_that_are_scored(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_what_the_papers_state_of_their_training_is_told_and_ours_is_what_is_told(name: str) -> None:
+def test_stated_training_settings_match_papers_and_configurations(name: str) -> None:
     """Batch, vocabulary, minimum learning rate and seeds are stated under every table and match ours.
 
     The small size matches its description.
@@ -95,7 +96,7 @@ SWEEPS = [
 
 
 @pytest.mark.parametrize("files", SWEEPS, ids=" ".join)
-def test_a_processor_stands_beside_its_encoding_with_as_many_parameters(files: list[str]) -> None:
+def test_a_processor_is_compared_at_equal_parameters(files: list[str]) -> None:
     """A processor is compared with its encoding alone, with the same parameters shared over layers.
 
     The gain of DAPE or CDAPE is then the processor's alone.

@@ -68,7 +68,7 @@ def test_each_run_is_a_task_and_the_same_command_reports(
     assert Path("out/report.html").exists()
 
 
-def test_branches_are_submitted_once_there_is_what_they_branch_from(sbatch: None, trainer: Trainer) -> None:
+def test_branches_are_submitted_after_their_checkpoint_exists(sbatch: None, trainer: Trainer) -> None:
     from .test_branches import TRUNK
 
     write(TRUNK)
@@ -91,7 +91,7 @@ def test_a_dry_run_prints_the_script_and_makes_nothing(place: Path, capsys: pyte
         sweeps.run_sweep(["sweep.yml"], dry=True)
 
 
-def test_what_a_task_would_refuse_is_refused_before_the_queue(sbatch: None, trainer: Trainer) -> None:
+def test_invalid_tasks_are_rejected_before_the_queue(sbatch: None, trainer: Trainer) -> None:
     write(BASE.replace("{pos_emb: rotary}", "{pos_emb: learned, eval_lengths: [4x]}"))
     with pytest.raises(UserError, match=r"^sweep.variants.rotary: eval_lengths: 4x is 64 tokens"):
         run(*KEYS)
@@ -103,7 +103,7 @@ def test_what_a_task_would_refuse_is_refused_before_the_queue(sbatch: None, trai
         sweeps.run_sweep(["sweep.yml"], [*KEYS, "sweep.corpus=null", "train_data_paths=[nowhere]"], dry=True)
 
 
-def test_what_cannot_be_an_array_is_refused(place: Path) -> None:
+def test_invalid_job_arrays_are_rejected(place: Path) -> None:
     with pytest.raises(UserError, match="nodes is 2, but each run of a sweep uses one node"):
         run(*KEYS, "nodes=2")
     with pytest.raises(UserError, match="--member is 4, but the sweep has 4 members, starting at 0"):

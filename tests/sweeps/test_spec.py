@@ -36,7 +36,7 @@ from .conftest import BASE, ROOT, Trainer, run, write
         (("variants:", "variants: {}\n      varients:"), "unknown key 'sweep.varients'; did you mean variants?"),
     ],
 )  # fmt: skip
-def test_mistakes_in_the_file_are_told_before_anything_is_trained(
+def test_errors_in_the_file_are_reported_before_training(
     trainer: Trainer, change: tuple[str, str], message: str
 ) -> None:
     assert change[0] in BASE

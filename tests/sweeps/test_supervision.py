@@ -52,7 +52,7 @@ def test_a_training_is_watched_to_its_end(place: Path) -> None:
     assert Path("run.txt").read_text() == "arguments ['train', 'run.yml']\n"
 
 
-def test_its_last_words_are_told(place: Path) -> None:
+def test_its_last_output_is_reported(place: Path) -> None:
     with pytest.raises(RunError) as caught:
         train("import sys; sys.exit('noise\\nerror: the loss is NaN\\nmore noise')")
     assert str(caught.value) == "the loss is NaN"

@@ -39,7 +39,7 @@ def test_sums(order: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("order", ["plain", "reversed"])
-def test_hints_say_the_power_of_ten(order: str) -> None:
+def test_hints_mark_the_power_of_ten(order: str) -> None:
     batch = drawn(5, 400, order=order, index_hints=True, max_digits=7)
     firsts = set()
     for tokens, labels, mask, counted in zip(*batch[:4], strict=True):
@@ -60,9 +60,10 @@ def test_hints_say_the_power_of_ten(order: str) -> None:
 
 
 @pytest.mark.parametrize("order", ["plain", "reversed"])
-def test_coupled_positions_say_the_power_of_ten(order: str) -> None:
+def test_coupled_positions_mark_the_power_of_ten(order: str) -> None:
     """Coupled positions by Cho et al. (2024): $ at 0, the digits of 10^k at u − k, + and | at u + 1, u from n + 1
-    on."""
+    on.
+    """
     batch = drawn(3, 300, order=order, positions="coupled", max_digits=5)
     plain = drawn(3, 300, order=order)
     assert batch.position_ids is not None
@@ -95,7 +96,7 @@ def test_the_floor_forgets_carries() -> None:
             assert answers[counted].tolist() == (sums[::-1] if options else sums)
 
 
-def test_what_is_refused() -> None:
+def test_rejected_options() -> None:
     with pytest.raises(UserError, match="are redundant"):
         task_config.build_task("addition", {"index_hints": True, "positions": "coupled"})
     task = task_config.build_task("addition", {"index_hints": True, "max_digits": 9})

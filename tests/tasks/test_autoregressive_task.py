@@ -51,7 +51,7 @@ def test_lookup(length: int) -> None:
         assert wanted == string[places[0] + 2 :][:4] + "."
 
 
-def test_every_place_is_asked_for_as_often() -> None:
+def test_all_positions_are_requested_equally_often() -> None:
     starts = [read[1:13].index(read[14:17]) for read, _ in written("ngram_lookup", 4000, 12, answer=6)]
     shares = np.bincount(starts, minlength=4) / len(starts)
     assert len(shares) == 4
@@ -77,7 +77,7 @@ def test_strings_that_repeat_themselves(length: int) -> None:
                 assert len(pieces) >= 3
 
 
-def test_a_lookup_does_not_copy_what_repeats_itself() -> None:
+def test_a_lookup_is_not_a_copy_of_repetitive_text() -> None:
     """A lookup is not a copy of repetitive text.
 
     Python's search finds the first successor of the last letters, and the answers hardly ever form a whole copy.

@@ -35,7 +35,7 @@ def test_every_task_has_its_row(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", task_config.list_tasks())
-def test_every_task_says_what_it_is(name: str) -> None:
+def test_every_task_has_a_description(name: str) -> None:
     kind = task_config.load_task_class(name)
     assert kind.title
     assert not kind.title.endswith(".")

@@ -78,7 +78,7 @@ def test_several_values_of_several_keys_among_needles() -> None:
             assert sorted(counts.values()) == [1] * (length // 2 - 6) + [2] * 3
 
 
-def test_a_needle_stands_anywhere_equally_often() -> None:
+def test_needle_positions_are_uniform() -> None:
     batch = drawn("niah_single", 12, 22_000)
     places = (batch.tokens[:, :12] >= 32).argmax(axis=1)
     shares = np.bincount(places, minlength=11) / len(places)
@@ -108,7 +108,7 @@ def test_needles_at_a_depth(name: str, options: dict[str, object]) -> None:
             assert block[::2] == [key] * num_values
 
 
-def test_the_key_that_is_asked_for_is_any_of_them() -> None:
+def test_the_requested_key_is_uniform() -> None:
     batch = drawn("niah_multikey", 20, 8000)
     is_key = (batch.tokens[:, :20] >= 32) & (batch.tokens[:, :20] < 96)
     asked = batch.tokens[:, :20] == batch.tokens[:, 21:22]

@@ -32,7 +32,7 @@ def test_every_task_of_the_papers_has_a_solver() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_outputs_are_what_the_solver_finds(name: str) -> None:
+def test_outputs_match_the_solver(name: str) -> None:
     solve, kind = solvers.SOLVERS[name], task(name)
     checked = 0
     for length in [*range(1, 41), 61, 100, 257, 500]:
@@ -105,7 +105,7 @@ def test_layout(name: str, compute: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_counts_ends_with_the_terminator(name: str) -> None:
+def test_scoring_ends_at_the_terminator(name: str) -> None:
     kind = task(name)
     drawn = kind.sample_batch(np.random.default_rng(2), 300, 12)
     terminated = name in ("binary_addition", "binary_multiplication", "stack_manipulation")
@@ -143,7 +143,8 @@ def _share(count: int, probability: float) -> float:
 
 def test_which_digit_an_equation_hides() -> None:
     """Hidden digits of equations: in (a+b), a cyclic search to the right maps (, a and ) to a, and the other two
-    positions to b."""
+    positions to b.
+    """
     inputs, _ = sampled("solve_equation", 8000, 7)
     first = (inputs[:, 1] == 9).mean()
     assert abs(first - 3 / 5) < _share(8000, 3 / 5)

@@ -24,14 +24,15 @@ FROM_41_TO_500 = [41, 80, 140, 200, 270, 340, 420, 500]
 
 def test_brackets_have_more_zeros_than_chance() -> None:
     """Multiplication makes zeros frequent: 31.0% over lengths 41 … 500, 29.2% at 41 and 31.6% at 500, within five
-    standard errors."""
+    standard errors.
+    """
     for lengths, expected in (([41], 29.2), ([500], 31.6), (FROM_41_TO_500, 31.0)):
         spread = 500 * (0.31 * 0.69 / (2000 * len(lengths))) ** 0.5
         accuracy = mean_accuracies("modular_arithmetic_brackets", lengths)[CONSTANT]
         assert accuracy == pytest.approx(expected, abs=spread + 0.1)
 
 
-def test_sorted_symbols_are_known_by_their_place() -> None:
+def test_sorted_symbols_are_determined_by_position() -> None:
     """Sorted symbols depend on their position: 78% at 41, 94% at 500 and 90% over all lengths between."""
     assert mean_accuracies("bucket_sort", [41], 500)[POSITION] == pytest.approx(78, abs=1)
     assert mean_accuracies("bucket_sort", [500], 500)[POSITION] == pytest.approx(94, abs=1)

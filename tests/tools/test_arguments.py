@@ -16,7 +16,7 @@ def parser() -> ToolParser:
     return made
 
 
-def test_what_is_right_is_taken(tmp_path: Path) -> None:
+def test_valid_arguments_are_accepted(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     taken = parser().parse_args(["--rounds", "2", "--shapes", "large,small", "--device", "cpu", "--json", str(file)])
     assert (taken.rounds, taken.shapes, taken.device, taken.json) == (2, ["large", "small"], "cpu", file)
@@ -35,9 +35,7 @@ def test_what_is_right_is_taken(tmp_path: Path) -> None:
         (["--other"], "unrecognized arguments: --other"),
     ],
 )
-def test_what_is_wrong_is_one_line_and_exit_code_2(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_are_one_line_with_exit_code_2(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         parser().parse_args(words)
     assert left.value.code == 2

@@ -101,7 +101,7 @@ def test_a_run_writes_every_field_and_table_and_plot(command: Run, tmp_path: Pat
     assert names["plot"].read_bytes().startswith(b"\x89PNG")
 
 
-def test_quartiles_lie_between_the_values_however_few() -> None:
+def test_quartiles_are_between_the_values() -> None:
     assert compute_quartiles([7.0]) == [7, 7, 7]
     assert compute_quartiles([100.0, 2.0]) == [26.5, 51, 75.5]
     assert compute_quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == [2, 3, 4]
@@ -222,7 +222,8 @@ def test_ours_wrong_is_no_measure_for_others(extra: dict[str, Attention]) -> Non
 
 def test_every_length_is_compiled_afresh(extra: dict[str, Attention], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every length is compiled separately: Dynamo allows eight versions, and FlexAttention (learned, frozen) needs two
-    per length."""
+    per length.
+    """
     resets: list[int] = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
     attention_bench.benchmark_problem(PROBLEM, 2, ["appendix"], lambda _: None)
@@ -260,7 +261,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, length: int, after: int) -> None:
 
 
 @pytest.mark.usefixtures("extra")
-def test_an_interrupted_run_keeps_what_it_has_measured(
+def test_an_interrupted_run_keeps_its_measurements(
     command: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """An interrupted run keeps its measurements, also those of the current problem, for `make gpu-check`."""
@@ -276,7 +277,7 @@ def test_an_interrupted_run_keeps_what_it_has_measured(
 
 
 @pytest.mark.usefixtures("extra")
-def test_cut_before_a_round_counts_the_pass_that_warmed_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_after_the_warmup_pass_reports_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt(monkeypatch, PROBLEM.length, 1)
     first, last = attention_bench.benchmark_problem(PROBLEM, 2, ["eager", "chunked"], lambda _: None)
     assert (first["rounds"], last["rounds"]) == (1, 0)
@@ -301,7 +302,8 @@ def test_the_gate_alone_takes_no_times(command: Run, tmp_path: Path) -> None:
 
 def test_judges_and_peers_compute_float32_in_full() -> None:
     """References and peers compute float32 in full precision; PyTorch's default on GPUs is TF32 with 10 bits in
-    convolutions."""
+    convolutions.
+    """
     switches = (torch.backends.cudnn, torch.backends.cuda.matmul)
     before = [switch.allow_tf32 for switch in switches]
     try:
@@ -320,7 +322,8 @@ def test_a_gpu_is_rehearsed(
     op: str, peer: str, command: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A GPU run is rehearsed with events, memory and provenance; cuDNN's attention is reported as unavailable on a
-    CPU."""
+    CPU.
+    """
     words = ("--device", "cuda", *TINY[2:], "--op", op, "--lengths", "12", "--json", str(tmp_path / "a.json"))
     assert command(attention_bench, *words, "--peers", "triton", peer, "flash", "flash cudnn") == 1
     result = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
@@ -340,7 +343,7 @@ def test_a_gpu_is_rehearsed(
 
 
 @pytest.mark.usefixtures("gpu")
-def test_floors_are_there_in_the_types_that_their_kernels_take() -> None:
+def test_references_exist_in_the_types_of_their_kernels() -> None:
     floors = {"flash", "flash cudnn"}
     problem = replace(PROBLEM, device="cuda")
     assert not floors & set(build_peers(problem))  # float32
@@ -375,7 +378,7 @@ def test_no_gpu_is_one_line(refuses: Callable[..., None]) -> None:
     refuses(attention_bench, "--device", "cuda", says="no CUDA device found")
 
 
-def test_it_starts_on_a_bare_gpu_machine_and_refuses_as_a_user_sees_it(run_tool: Callable[..., Any]) -> None:
+def test_it_starts_on_a_bare_gpu_machine_with_clear_errors(run_tool: Callable[..., Any]) -> None:
     """The tool starts on a machine with only torch, triton and numpy, and reports errors in one line."""
     code = (
         "import runpy, sys\n"

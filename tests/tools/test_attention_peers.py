@@ -113,7 +113,8 @@ def test_inputs_are_the_same_numbers_as_new_leaves() -> None:
 
 def test_a_cpu_has_the_triton_peer_in_the_interpreter_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU has the Triton peer only in the interpreter; otherwise the backend would silently use row blocks for CPU
-    tensors."""
+    tensors.
+    """
     monkeypatch.setattr("tools.bench.attention_peers.TritonBackend.unsupported_reason", lambda *_: None)
     for interpreted in (False, True):
         monkeypatch.setattr("tools.bench.attention_peers.is_interpreted", lambda here=interpreted: here)

@@ -24,7 +24,7 @@ x = 3
 '''
 
 
-def test_a_file_is_cut_where_definitions_begin() -> None:
+def test_a_file_is_split_at_definitions() -> None:
     begins = [part.split("\n")[0] for part in cut_definitions(TEXT)]
     assert begins == ['"""Head."""', "@cached", "class Second:", "    def third(self):"]
 

@@ -41,7 +41,7 @@ TOOLS = {
 
 
 @pytest.mark.parametrize("part", ALL, ids=[f"{part.name}-{place}" for place, part in enumerate(ALL)])
-def test_the_tool_takes_a_parts_words(
+def test_the_tool_passes_arguments_to_its_parts(
     part: CheckPart, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if part.name == "tests":
@@ -82,7 +82,7 @@ def test_a_rehearsal_has_every_part_in_the_same_order(
     assert names == rehearsed
 
 
-def test_what_we_most_need_to_know_comes_first_and_has_the_time_it_may_take() -> None:
+def test_the_most_important_parts_come_first_with_enough_time() -> None:
     parts = gpu_parts.list_parts()
     first = parts[: [part.name for part in parts].index("tests")]
     assert [part.name for part in first] == [
@@ -118,7 +118,7 @@ def check(parts: list[CheckPart], path: Path) -> tuple[int, dict[str, Any]]:
     return code, json.loads(path.read_text(encoding="utf-8"))
 
 
-def test_a_part_that_fails_is_told_and_the_others_have_their_turn(tmp_path: Path) -> None:
+def test_a_failed_part_is_reported_and_the_others_run(tmp_path: Path) -> None:
     code, result = check([BAD, HALF, GOOD], tmp_path / "a.json")
     assert code == 1
     assert list(result)[:5] == ["date", "command", "commit", "machine", "versions"]
@@ -151,7 +151,7 @@ def test_a_part_that_does_not_end_is_killed_with_all_it_started(
     pytest.fail("a child is left")
 
 
-def test_a_part_that_is_cut_is_asked_to_write_what_it_has(at_work: Path, tmp_path: Path) -> None:
+def test_an_interrupted_part_writes_its_results(at_work: Path, tmp_path: Path) -> None:
     code = (
         "import time\n"
         f"try:\n    open({str(at_work)!r}, 'w'); time.sleep(60)\n"
@@ -164,7 +164,7 @@ def test_a_part_that_is_cut_is_asked_to_write_what_it_has(at_work: Path, tmp_pat
     assert result["parts"]["slow"]["records"] == []
 
 
-def test_a_part_gets_no_more_than_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_part_gets_at_most_the_remaining_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given: list[float] = []
     monkeypatch.setattr(
         gpu_check, "_run_command", lambda command, environment, seconds: (given.append(seconds), (0, ""))[1]
@@ -188,7 +188,7 @@ def test_the_total_holds_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert result["parts"]["good"]["exit"] == "not run: no time left"
 
 
-def test_what_pythonpath_names_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_folders_in_pythonpath_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """PYTHONPATH is kept, because packages missing on a machine are provided in a folder that it names."""
     (tmp_path / "carried_package.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -201,7 +201,7 @@ def test_what_pythonpath_names_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert gpu_check.build_environment(rehearsal=True)["TRITON_INTERPRET"] == "1"
 
 
-def test_a_bare_machine_runs_what_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_bare_machine_skips_missing_dependencies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gone = {"megatron.core", "pydantic"}
     find = gpu_parts.find_spec
 
@@ -222,14 +222,14 @@ def test_a_bare_machine_runs_what_it_can(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert {path for path, text in tests.items() if "import build_model" in text} <= ignored
 
 
-def test_every_kernel_test_that_takes_the_device_is_part_of_the_check() -> None:
+def test_the_gpu_check_includes_every_kernel_test_with_a_device() -> None:
     left = {ROOT / "tests/kernels" / name for name in gpu_parts.HOST_TESTS}
     tests = set((ROOT / "tests/kernels").rglob("test_*.py"))
     taking = {path for path in tests if re.search(r"\b(device|DEVICE)\b", path.read_text(encoding="utf-8"))}
     assert left == tests - taking | {ROOT / "tests/kernels/test_rehearsal.py"}  # which uses its own device
 
 
-def test_junit_counts_are_there_when_pytest_is_cut(tmp_path: Path) -> None:
+def test_junit_counts_exist_if_pytest_is_interrupted(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text(
         "import os, signal\n"
         "def test_a(): pass\ndef test_b(): assert False\n"
@@ -309,7 +309,7 @@ def test_a_rehearsal_does_not_write_over_a_record(command: Callable[..., Any], m
     assert written[1] == gpu_check.RECORD
 
 
-def test_the_self_check_takes_files_of_methods_and_each_kind_of_their_layers(tmp_path: Path) -> None:
+def test_the_self_check_accepts_method_files_and_checks_each_layer_kind(tmp_path: Path) -> None:
     tiny = ["--device", "cpu", "--lengths", "8", "--batch", "1", "--heads", "2", "--dim", "16", "--dtype", "fp32"]
     command = [sys.executable, "tools/gpu/self_check.py", *tiny, "--json", str(tmp_path / "found.json")]
     methods = ["irope", "rotary_randomized", "cope"]

@@ -121,7 +121,7 @@ def test_the_page_is_whole_and_readable() -> None:
     assert "A rehearsal on a CPU" in render_page({**HEAD, "rehearsal": True, "parts": {}})
 
 
-def test_nothing_is_met_by_what_did_not_run() -> None:
+def test_goals_are_not_met_by_skipped_parts() -> None:
     for parts in (
         {},
         {goal.part: part(end="not run: no time left") for goal in GOALS},
@@ -141,7 +141,7 @@ def test_nothing_is_met_by_what_did_not_run() -> None:
         ("memory", part(kernel("triton", 1.0), kernel("triton", 1.0, op=BIAS), end="cut after 35 s")),
     ],
 )
-def test_the_smaller_size_does_not_stand_for_the_larger_one(name: str, cut: dict[str, Any]) -> None:
+def test_the_smaller_size_does_not_represent_the_larger_one(name: str, cut: dict[str, Any]) -> None:
     """Results at a smaller size (B = 1, length 2,048) do not replace missing ones (micro-batch 32, 8,192)."""
     rows = [row for row in judge_goals({**HEAD, "parts": {name: cut}}) if row[3] != "not measured: not run"]
     states = [row[3].split(":")[0] for row in rows]
@@ -150,7 +150,7 @@ def test_the_smaller_size_does_not_stand_for_the_larger_one(name: str, cut: dict
 
 
 @pytest.mark.parametrize("end", [1, -9, "cut after 45 s"])
-def test_a_gate_or_tests_that_ended_early_are_not_met(end: int | str) -> None:
+def test_goals_are_not_met_if_gate_or_tests_ended_early(end: int | str) -> None:
     counts = {"tests": 5, "failures": 0, "errors": 0, "skipped": 0}
     parts = {"correct_cdape": part(kernel("triton", None, None), end=end),
              "tests": {"exit": end, "seconds": 9.0, "counts": counts, "failed": []}}  # fmt: skip
@@ -159,7 +159,7 @@ def test_a_gate_or_tests_that_ended_early_are_not_met(end: int | str) -> None:
     assert rows["Kernel tests on the device"].startswith("not measured: 5 passed, 0 failed, 0 skipped so far")
 
 
-def test_the_page_says_where_to_read_on() -> None:
+def test_the_page_links_to_further_reading() -> None:
     linked = Path(__file__).parents[2] / "docs/gpu.md"
     assert "[gpu.md](../gpu.md)" in render_page({**HEAD, "parts": {}})
     assert linked.is_file()

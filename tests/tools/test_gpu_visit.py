@@ -41,7 +41,7 @@ def test_the_page_has_ratios_to_the_last_record_of_the_same_machine() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPU")
-def test_without_a_card_it_says_how_to_rehearse(refuses: Callable[..., None]) -> None:
+def test_without_a_gpu_it_suggests_a_rehearsal(refuses: Callable[..., None]) -> None:
     refuses(visit, says="no CUDA device found; --rehearse")
 
 

@@ -53,7 +53,7 @@ def test_every_replacement_replaces_something() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_a_notebook_is_stored_with_what_it_shows(path: Path) -> None:
+def test_a_notebook_is_stored_with_its_outputs(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]

@@ -63,7 +63,7 @@ def section_of(page: str, name: str) -> str:
     return page.split(f"\n### {name}\n")[1].split("\n### ")[0].replace("\n  ", " ")
 
 
-def test_page_has_what_the_files_say(page: str) -> None:
+def test_page_matches_the_files(page: str) -> None:
     methods = described("encodings") | described("processors") | described("temperatures")
     assert len(methods) == 36  # counted by hand: 27 encodings, 6 processors, 3 temperatures
     assert methods["rotary"]["option base"] == "`base`"
@@ -83,7 +83,7 @@ def test_advice_names_its_source() -> None:
             pytest.fail(record["name"])
 
 
-def test_every_option_has_a_meaning_and_no_meaning_is_left_over() -> None:
+def test_options_and_descriptions_match() -> None:
     methods = [
         *map(registry.load_encoding_class, registry.list_encodings()),
         *(registry.load_processor_class(name) for name in registry.list_processors() if name != "none"),
@@ -93,7 +93,7 @@ def test_every_option_has_a_meaning_and_no_meaning_is_left_over() -> None:
         assert list(positions_page.read_option_meanings(method)) == list(method.options()), method
 
 
-def test_choices_of_options_are_said(page: str) -> None:
+def test_option_choices_are_listed(page: str) -> None:
     for name in SCALINGS:
         assert (
             f"`{name}`" in section_of(page, "rotary").partition("`scaling` = none (text): ")[2].partition("`factor`")[0]
@@ -102,7 +102,7 @@ def test_choices_of_options_are_said(page: str) -> None:
         assert f"`{choice}`" in section_of(page, "fire")
 
 
-def test_every_method_has_its_pictures_and_no_picture_is_left_over(page: str) -> None:
+def test_every_method_has_pictures_and_every_picture_a_method(page: str) -> None:
     shown = re.findall(r"^!\[(\w+): [^\]]+\]\((images/positions/\w+\.svg)\)$", page, flags=re.MULTILINE)
     assert {name for name, _ in shown} == set(METHODS)
     there = {path.relative_to(ROOT) for path in (ROOT / position_plots.FOLDER).iterdir()}
@@ -112,7 +112,7 @@ def test_every_method_has_its_pictures_and_no_picture_is_left_over(page: str) ->
     for path in there:
         text = (ROOT / path).read_text(encoding="utf-8")
         assert "prefers-color-scheme:dark" in text
-        assert "#0a0b" not in text, "a colour of no scheme"
+        assert "#0a0b" not in text, "a color of no scheme"
         assert "<image" in text or 'id="line2d_' in text
 
 
@@ -188,7 +188,7 @@ def test_bias_curves_are_the_bias() -> None:
     np.testing.assert_allclose(_lines("type1")["every head"], -2 * np.log(N + 1), rtol=4 * FLOAT32)
 
 
-def test_heads_that_differ_are_drawn_apart() -> None:
+def test_different_heads_have_separate_curves() -> None:
     """Heads with differences have separate curves: each head of FoPE has its own coefficients; rotary's are equal."""
     curves = _lines("fope")
     assert list(curves) == ["head 1", "head 8"]
@@ -234,7 +234,7 @@ def test_temperature_curves_are_the_factors() -> None:
     np.testing.assert_allclose(line.double().numpy(), expected, rtol=4 * FLOAT32)
 
 
-def test_a_term_that_starts_at_zero_is_woken_and_said_to_be() -> None:
+def test_a_zero_initialized_term_is_perturbed_and_reported() -> None:
     encoding = panels.build_encoding("cope")
     shown, note = panels.build_encoding_panels(encoding)
     assert "zero at the start" in note

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "tools/bench/attention.py")
 
 
-def test_the_keys_are_those_of_the_records_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_keys_match_existing_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["tools/bench/attention.py", "--peers", "sdpa mask", "--op", "cdape"])
     made = records.collect_provenance(SCRIPT, "cpu")
     assert list(made) == ["date", "command", "commit", "machine", "versions"]

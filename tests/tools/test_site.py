@@ -79,7 +79,7 @@ def test_every_command_has_a_page_with_its_options(generated: GeneratedPages) ->
     assert sum(path.startswith("commands/") for path in generated.contents) == len(commands) + 1
 
 
-def test_options_say_their_types_limits_and_defaults_in_words(generated: GeneratedPages) -> None:
+def test_options_describe_types_limits_and_defaults(generated: GeneratedPages) -> None:
     evaluate = generated.contents["commands/evaluate.md"]
     assert "`--windows` · whole number · at least 1\n:   Windows per length;" in evaluate
     assert "`--protocol` · text · default `last`\n" in evaluate
@@ -127,7 +127,7 @@ def test_configuration_page_links_to_what_replaces_its_tables(generated: Generat
     assert rows <= set(generated.contents["keys/gpt-neox.md"].splitlines())
 
 
-def test_python_reference_names_modules_that_are_there() -> None:
+def test_python_reference_names_existing_modules() -> None:
     for page in api_pages.list_api_pages(ROOT).values():
         for module in page.modules:
             path = ROOT / module.replace(".", "/")
@@ -199,7 +199,7 @@ def test_code_is_no_link() -> None:
         ('<svg xmlns="http://www.w3.org/2000/svg"><use href="#a"/></svg>', []),
     ],
 )  # fmt: skip
-def test_what_a_page_loads_from_the_network_is_found(html: str, urls: list[str]) -> None:
+def test_network_requests_of_pages_are_detected(html: str, urls: list[str]) -> None:
     assert list_loaded_urls(html) == urls
 
 
@@ -246,7 +246,8 @@ def test_every_method_has_a_page(generated: GeneratedPages) -> None:
 
 def test_a_methods_page_has_its_rows_of_the_leaderboard(generated: GeneratedPages) -> None:
     """A method's page has its rows of the leaderboard's record with the baseline, and no rows of methods with similar
-    names."""
+    names.
+    """
     board = (ROOT / "docs/results/zoo.md").read_text(encoding="utf-8")
     row = next(line for line in board.splitlines() if line.startswith("| cdape+kerple_log |"))
     perplexity = row.split(" | ")[5]
@@ -261,7 +262,7 @@ def test_a_methods_page_has_its_rows_of_the_leaderboard(generated: GeneratedPage
     assert "./deepy.py train 125M kerple_log local_setup" in generated.contents["methods/kerple_log.md"]
 
 
-def test_perplexities_of_a_method_say_their_steps_and_seeds(generated: GeneratedPages) -> None:
+def test_perplexities_of_a_method_show_steps_and_seeds(generated: GeneratedPages) -> None:
     """Perplexities state their steps and seeds: kerple_power has one seed and beats kerple_log with three.
 
     Its advice prefers kerple_log.

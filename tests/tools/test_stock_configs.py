@@ -7,7 +7,7 @@ import pytest
 from tools.docs import stock_configs
 
 
-def test_files_are_counted_and_reasons_told(
+def test_files_are_counted_with_reasons(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "project" / "configs"

@@ -63,5 +63,5 @@ def test_a_signal_ends_it_with_the_records_so_far(
     assert [line.split()[1] for line in said.out.splitlines()] == ["method", "rotary"]
 
 
-def test_it_takes_no_other_words(refuses: Callable[..., None]) -> None:
+def test_it_rejects_other_arguments(refuses: Callable[..., None]) -> None:
     refuses(train_loop, "--shapes", "quickstart,tiny", says="'tiny' is not one of quickstart, medium")

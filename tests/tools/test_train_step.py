@@ -83,7 +83,7 @@ def failing(refused: str) -> Callable[..., train_step.Candidate]:
     return make
 
 
-def test_what_fails_is_told_and_the_others_go_on(
+def test_failures_are_reported_and_the_others_continue(
     command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(train_step, "build_farfield", failing("kerple_log"))
@@ -97,7 +97,7 @@ def test_what_fails_is_told_and_the_others_go_on(
     assert capsys.readouterr().err == f"error: kerple_log at tiny:16: {refused['refusal']}\n"
 
 
-def test_what_cannot_be_built_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_models_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(problem: StepProblem, method: str) -> train_step.Candidate:
         raise RuntimeError("no room")
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_built_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("at", "rounds"), [(1, [1, 0]), (2, [1, 1]), (7, [2, 1])])
-def test_an_interrupted_run_keeps_what_it_has_measured(
+def test_an_interrupted_run_keeps_its_measurements(
     at: int, rounds: list[int], command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """An interrupted run keeps its measurements.

@@ -1,5 +1,6 @@
 """Runs that exceed memory or disk are rejected with both numbers; uncertain ones are not; one key overrides the
-check."""
+check.
+"""
 
 import json
 import re
@@ -71,7 +72,7 @@ def small(*overrides: str) -> Config:
          "offload_optimizer takes at least 4.41 GiB of this machine's memory for its 1 process, but it has 4 GiB"),
     ],
 )  # fmt: skip
-def test_what_no_memory_holds_is_refused_before_it_is_built(
+def test_too_large_models_are_rejected_before_building(
     machine: LocalHardware, keys: list[str], more: list[str], message: str, dry: bool
 ) -> None:
     resolve_run(small(*keys), machine, dry_run=dry)
@@ -83,7 +84,7 @@ def test_what_no_memory_holds_is_refused_before_it_is_built(
 
 
 @given(layers=st.integers(1, 60), batch=st.sampled_from((1, 8, 64)), gib=st.floats(0.05, 4), stage=st.integers(0, 3))
-def test_only_what_is_certain_is_refused(layers: int, batch: int, gib: float, stage: int) -> None:
+def test_only_certain_failures_are_rejected(layers: int, batch: int, gib: float, stage: int) -> None:
     """Only certain failures are rejected: with every backend, and with a tenth of the plan in reserve."""
     keys = [f"num_layers={layers}", f"train_micro_batch_size_per_gpu={batch}"]
     keys += [f"zero_optimization={{stage: {stage}}}", "pos_emb=kerple_log", "score_processor=cdape", "precision=bf16"]
@@ -137,7 +138,7 @@ def test_every_stage_that_is_to_come_is_checked(tmp_path: Path) -> None:
         resolve_run(small(*keys, f"load={tmp_path}"), CPU)
 
 
-def test_what_is_not_known_is_not_checked() -> None:
+def test_unknown_values_are_not_checked() -> None:
     large = small("num_layers=1000000")
     resolve_run(large, LocalHardware(1, 8))
     resolve_run(large.replace(device="cuda", num_gpus=1), CPU, dry_run=True)  # on GPUs of another machine
@@ -236,7 +237,7 @@ def launch(config: Config, *, dry: bool) -> None:
 
 
 @pytest.mark.parametrize("dry", [True, False])
-def test_checkpoints_that_fit_no_disk_are_refused_before_anything_is_made(
+def test_checkpoints_too_large_for_the_disk_are_rejected_early(
     dry: bool, corpus: Path, tmp_path: Path, disk: dict[str, int], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -262,7 +263,7 @@ def test_checkpoints_that_fit_no_disk_are_refused_before_anything_is_made(
     capsys.readouterr()
 
 
-def test_what_a_resumed_run_has_is_used_already(corpus: Path, tmp_path: Path, disk: dict[str, int]) -> None:
+def test_a_resumed_run_counts_its_existing_checkpoints(corpus: Path, tmp_path: Path, disk: dict[str, int]) -> None:
     config = tiny_config(corpus, tmp_path, checkpoint_factor=1, keep_last_n_checkpoints=2, train_iters=9)
     size = 4 * count_parameters(config, 61)
     for step in (4, 5):

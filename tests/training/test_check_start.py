@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], dict[str, object]], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_run_refuses_is_refused_where_it_is_started(
+def test_invalid_runs_are_rejected_at_the_start(
     name: str, corpus: Path, tmp_path: Path, submitted: list[slurm.SlurmJob], capsys: pytest.CaptureFixture[str]
 ) -> None:
     build, message = REFUSED[name]
@@ -135,7 +135,7 @@ def test_what_a_run_refuses_is_refused_where_it_is_started(
     assert capsys.readouterr().out == ""
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused_where_the_run_is_started(
+def test_an_incompatible_checkpoint_is_rejected_at_the_start(
     corpus: Path, tmp_path: Path, submitted: list[slurm.SlurmJob]
 ) -> None:
     trained = tiny_config(corpus, tmp_path / "a", device="cpu", train_iters=1)
@@ -167,7 +167,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_where_the_run_is_started(
         launch(trained.replace(save=str(tmp_path / "b")), dry=True)
 
 
-def test_a_processor_that_finetuning_adds_is_checked_where_the_run_is_started(corpus: Path, tmp_path: Path) -> None:
+def test_a_processor_added_in_finetuning_is_checked_at_the_start(corpus: Path, tmp_path: Path) -> None:
     train(tiny_config(corpus, tmp_path / "a", device="cpu", train_iters=1))
     keys = {"load": str(tmp_path / "a"), "finetune": True, "score_processor": "dape"}
     added = tiny_config(corpus, tmp_path / "b", device="cpu", **keys)
@@ -189,7 +189,7 @@ def test_a_processor_that_finetuning_adds_is_checked_where_the_run_is_started(co
         ({"python": "python3"}, None),
     ],
 )
-def test_what_a_job_names_is_there(
+def test_files_named_in_a_job_exist(
     keys: dict[str, object], message: str | None, corpus: Path, tmp_path: Path, submitted: list[slurm.SlurmJob]
 ) -> None:
     (tmp_path / "there.sif").touch()
@@ -203,7 +203,7 @@ def test_what_a_job_names_is_there(
     assert len(submitted) == (message is None)
 
 
-def test_what_only_the_nodes_know_is_said(
+def test_checks_left_to_the_nodes_are_reported(
     corpus: Path, tmp_path: Path, submitted: list[slurm.SlurmJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -246,7 +246,7 @@ def test_a_training_on_this_machine_reads_its_tokens_once(
         ({"memory_snapshot": 1}, "memory_snapshot is 1, but this run uses the CPU"),
     ],
 )
-def test_what_a_cpu_cannot_do_is_refused_before_the_queue(
+def test_unsupported_cpu_runs_are_rejected_before_the_queue(
     keys: dict[str, object], message: str, corpus: Path, tmp_path: Path, submitted: list[slurm.SlurmJob]
 ) -> None:
     config = tiny_config(corpus, tmp_path / "a", launcher="slurm", num_gpus=1, device="cpu", **keys)
@@ -255,7 +255,7 @@ def test_what_a_cpu_cannot_do_is_refused_before_the_queue(
     assert submitted == []
 
 
-def test_a_dry_run_checks_what_it_can_where_the_number_of_gpus_is_open(corpus: Path, tmp_path: Path) -> None:
+def test_a_dry_run_checks_without_a_known_number_of_gpus(corpus: Path, tmp_path: Path) -> None:
     config = tiny_config(corpus, tmp_path / "a", device="cuda")
     notes = launch(config, dry=True)
     assert any(note.startswith("not checked: facts known only on the training") for note in notes)
@@ -290,7 +290,7 @@ def write_bytes_corpus(folder: Path) -> str:
     return str(folder / "bytes/train_text_document")
 
 
-def test_over_ssh_missing_data_are_said_and_wrong_ones_refused(corpus: Path, tmp_path: Path) -> None:
+def test_over_ssh_missing_data_is_reported_and_invalid_data_rejected(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     there = {
         "launcher": "ssh",

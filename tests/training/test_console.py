@@ -54,7 +54,7 @@ def plain(train_iters: int) -> tuple[io.StringIO, Clock, ConsoleReporter]:
 
 
 @pytest.mark.parametrize("width", [60, 97, 200])
-def test_the_bar_is_as_wide_as_the_terminal_and_stays_below_what_is_printed(
+def test_the_bar_is_as_wide_as_the_terminal_and_stays_below_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
@@ -91,7 +91,7 @@ def test_the_first_steps_correct_the_estimate_once() -> None:
     assert stream.getvalue() == "step 1/1000 is done\nat the speed of the first steps: about 50 min left\n"
 
 
-def test_slow_first_steps_say_how_far_they_are() -> None:
+def test_slow_first_steps_report_progress() -> None:
     """Slow first steps report progress until the first interval's line reports the speed."""
     stream, clock, reporter = plain(20)
     reporter.begin(0)
@@ -110,7 +110,7 @@ def test_slow_first_steps_say_how_far_they_are() -> None:
     assert len(lines) == 6
 
 
-def test_steps_of_one_micro_batch_tell_when_they_are_done() -> None:
+def test_steps_of_one_micro_batch_report_completion() -> None:
     stream, clock, reporter = plain(100)
     reporter.begin(0)
     for step in (1, 2):
@@ -121,7 +121,7 @@ def test_steps_of_one_micro_batch_tell_when_they_are_done() -> None:
     assert stream.getvalue() == "step 1/100 is done\nstep 2/100 is done, about 20 min left\n"
 
 
-def test_a_record_tells_the_time_left_so_nothing_is_corrected_after_it() -> None:
+def test_a_record_determines_the_remaining_time_without_correction() -> None:
     stream, clock, reporter = plain(1000)
     reporter.begin(0, estimate=60.0)
     reporter.step(1)
@@ -131,7 +131,7 @@ def test_a_record_tells_the_time_left_so_nothing_is_corrected_after_it() -> None
     assert len(stream.getvalue().splitlines()) == 1
 
 
-def test_a_long_validation_says_how_far_it_is() -> None:
+def test_a_long_validation_reports_its_progress() -> None:
     stream, clock, reporter = plain(10)
     for done in range(101):
         reporter.show_validation("test", done, 100)
@@ -157,9 +157,7 @@ def test_words_for_counts() -> None:
     ]  # fmt: skip
 
 
-def test_a_run_begins_with_what_it_is_and_ends_with_where_it_is(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_prints_a_summary_at_start_and_end(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(
         corpus, tmp_path / "a run", train_iters=2, train_batch_size=8, gradient_accumulation_steps=2, log_interval=5,
         zero_optimization={"stage": 1},
@@ -180,7 +178,7 @@ def test_a_run_begins_with_what_it_is_and_ends_with_where_it_is(
     assert last == f"saved {result.checkpoint}; next: ./deepy.py evaluate '{tmp_path}/a run'"
 
 
-def test_a_gpu_is_told_why_its_attention_is_not_fused(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfused_attention_on_a_gpu_is_explained(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
     config = tiny_config(corpus, train_batch_size=4)
     model = build_model(config.model, config.position, 61, device="meta")
@@ -197,7 +195,7 @@ def test_a_gpu_is_told_why_its_attention_is_not_fused(corpus: Path, monkeypatch:
     )
 
 
-def test_a_layout_is_told_in_a_line_and_what_a_pipeline_costs(corpus: Path) -> None:
+def test_a_layout_and_the_cost_of_its_pipeline_are_described_in_a_line(corpus: Path) -> None:
     config = tiny_config(corpus, num_layers=5, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=4)
     assert summary.describe_layout(config, ParallelSizes()) == []
     assert summary.describe_layout(config, ParallelSizes(tensor=2, data=3)) == [
@@ -234,7 +232,7 @@ def test_the_speed_of_a_product_is_its_flops_over_its_time(monkeypatch: pytest.M
     assert measure_matmul_tflops(torch.device("cpu"), "fp32", rows=1024, inner=8, columns=3) == 2 * 512 * 8 * 3
 
 
-def test_extending_a_finished_run_says_that_the_rate_jumps_and_how_to_avoid_it(corpus: Path, tmp_path: Path) -> None:
+def test_extending_a_finished_run_warns_of_a_rate_jump(corpus: Path, tmp_path: Path) -> None:
     keys = {"save": str(tmp_path), "lr_decay_style": "cosine", "min_lr": 1e-4}
     train(tiny_config(corpus, **keys))
     again = {**keys, "load": str(tmp_path), "train_iters": 8}

@@ -55,7 +55,7 @@ def score_alone(gpt: GPT, tokens: np.ndarray) -> list[float]:
 
 
 @pytest.mark.parametrize("method", CASES.values(), ids=CASES)
-def test_losses_are_those_of_each_document_alone(corpus: Path, tmp_path: Path, method: dict[str, Any]) -> None:
+def test_losses_match_separate_documents(corpus: Path, tmp_path: Path, method: dict[str, Any]) -> None:
     config = tiny_config(corpus, tmp_path, **FROZEN, **method, test_data_paths=[str(corpus / "test_text_document")])
     out = io.StringIO()
     train(config, Console(file=out, width=200))
@@ -106,7 +106,7 @@ def test_losses_are_those_of_each_document_alone(corpus: Path, tmp_path: Path, m
     )
 
 
-def test_a_run_with_documents_apart_resumes_and_the_mask_of_an_evaluation_is_free(corpus: Path, tmp_path: Path) -> None:
+def test_a_run_with_masked_documents_resumes_and_evaluates_with_any_mask(corpus: Path, tmp_path: Path) -> None:
     keys = {"attention_mask": "document", "score_processor": "cdape", "lr_decay_iters": 4}
     train(tiny_config(corpus, tmp_path / "whole", **keys))
     train(tiny_config(corpus, tmp_path / "parts", **keys, train_iters=2))
@@ -127,9 +127,10 @@ def test_a_run_with_documents_apart_resumes_and_the_mask_of_an_evaluation_is_fre
     assert apart.position == "cdape+kerple_log(attention_mask=document at evaluation)"
 
 
-def test_zero_3_refuses_what_is_computed_document_by_document(corpus: Path) -> None:
+def test_zero_3_rejects_methods_computed_per_document(corpus: Path) -> None:
     """ZeRO 3 rejects methods computed document by document, because ranks would gather parameters different numbers of
-    times."""
+    times.
+    """
     keys = {"attention_mask": "document", "zero_optimization": {"stage": 3}, "pos_emb": "fire"}
     with pytest.raises(UserError, match=r"attention_mask: document: pos_emb fire .*stage 3 does not support"):
         train(tiny_config(corpus, **keys))

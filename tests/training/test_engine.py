@@ -150,7 +150,7 @@ def test_every_zero_stage_trains_as_plain_pytorch_does(stage: int, zero: dict[st
         (2, "fp32", 2, {"reduce_scatter": False}),
     ],
 )
-def test_lists_of_gradients_give_what_deepspeed_gives_one_by_one(
+def test_grouped_gradients_match_deepspeed(
     stage: int, precision: str, accumulate: int, zero: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradient lists match DeepSpeed's loop bit for bit: losses, norms, masters and moments.
@@ -247,7 +247,8 @@ def beyond_and_on_bounds(engine: Engine) -> tuple[int, int]:
 
 class EveryBound(nn.Module):
     """Model with every bounded parameter of every encoding and nothing else; a token's loss is the sum of their
-    values."""
+    values.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +263,8 @@ class EveryBound(nn.Module):
 
 def after_hard_pushes(config: Config, build: Callable[[], nn.Module]) -> tuple[int, int]:
     """Take steps of about 1 with bounds of 0.01 and 2, down the loss and up again, so that one direction leaves the
-    bounds."""
+    bounds.
+    """
     counts = []
     for sign in (1, -1):
         engine = start(config, build)
@@ -357,7 +359,7 @@ def test_bfloat16_stays_near_float32(stage: int, zero: dict[str, Any]) -> None:
     engine.close()
 
 
-def test_deepspeed_is_told_what_the_configuration_says() -> None:
+def test_deepspeed_config_matches_the_configuration() -> None:
     """DeepSpeed gets the configuration's values.
 
     Buckets are allocated completely, so none exceeds the model, and DeepSpeed gathers only an even number of elements.

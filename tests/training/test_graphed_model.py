@@ -1,4 +1,4 @@
-"""Training passes as graphs: what a replay gives is what eager launches give, whatever stands around it."""
+"""Training passes as graphs: a replay gives the same results as eager launches."""
 
 import gc
 import weakref
@@ -33,13 +33,13 @@ MASKS = (torch.rand(6, 2, 16, generator=torch.Generator().manual_seed(6)) < 0.7)
 
 
 def config(stage: int, precision: str, **keys: Any) -> Config:
-    """Two sequences of 16 tokens a micro-batch; a score processor."""
+    """Two sequences of 16 tokens per micro-batch, with a score processor."""
     keys = {"zero_optimization": {"stage": stage}, "precision": precision, "score_processor": "dape", **keys}
     return tiny_config(Path(), train_micro_batch_size_per_gpu=2, **keys)
 
 
 def gpt() -> nn.Module:
-    """A small model in training."""
+    """Small model in training mode."""
     chosen = config(0, "fp32")
     return build_model(chosen.model, chosen.position, VOCABULARY, seed=1).train()
 
@@ -51,7 +51,7 @@ def batch(index: int) -> dict[str, torch.Tensor]:
 
 
 def run(engine: Engine, first: int, steps: int, accumulate: int) -> list[float]:
-    """The losses of some steps, of which each takes the next micro-batches."""
+    """Return the losses of some steps; each step uses the next micro-batches."""
     losses = []
     for step in range(first, first + steps):
         batches = [batch(step * accumulate + i) for i in range(accumulate)]
@@ -62,14 +62,14 @@ def run(engine: Engine, first: int, steps: int, accumulate: int) -> list[float]:
 
 
 def capture(model: nn.Module, *, with_log_z: bool = False) -> tuple[GraphedModel, Rerun]:
-    """Graphs of micro-batches as `test_engine.batch` makes them, captured from other tokens than any."""
+    """Build graphs of micro-batches like those of `test_engine.batch`, captured with other tokens."""
     rerun = Rerun()
     rows = TOKENS[0, :, :-1].flip(1)
     return GraphedModel(TrainingPasses(model, with_log_z=with_log_z), rows, rows.flip(0), rerun), rerun
 
 
 def train(graphs: bool, accumulate: int, **keys: Any) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """Losses and masters of four steps, and how often a graph was replayed."""
+    """Return losses and masters of four steps, and the number of replays."""
     chosen = config(**keys, gradient_accumulation_steps=accumulate, train_batch_size=2 * accumulate)
     groups = init_distributed(RankInfo(), ParallelSizes(), device="cpu", backend="gloo")
     engine = Engine(chosen, build_model(chosen.model, chosen.position, VOCABULARY, seed=1), groups)
@@ -101,14 +101,14 @@ def test_training_is_the_same_bit_for_bit(stage: int, precision: str, accumulate
     [{"z_loss": 1e-2}, {"checkpoint_activations": True}, {"checkpoint_activations": "selective"}, {"pos_emb": "fire"}],
     ids=str,
 )
-def test_what_else_a_micro_batch_does(keys: dict[str, Any]) -> None:
+def test_other_costs_of_a_micro_batch(keys: dict[str, Any]) -> None:
     eager, graphs = (train(which, 2, stage=1, precision="fp32", **keys) for which in (False, True))
     assert graphs[2] > 0
     assert graphs[0] == eager[0]
     assert all(torch.equal(value, eager[1][name]) for name, value in graphs[1].items())
 
 
-def test_a_gradient_is_taken_without_a_copy_and_kept_before_the_next_replay() -> None:
+def test_a_gradient_is_not_copied_and_survives_the_next_replay() -> None:
     model = gpt()
     graphed, _ = capture(model)
     graphed.install()
@@ -125,7 +125,7 @@ def test_a_gradient_is_taken_without_a_copy_and_kept_before_the_next_replay() ->
 
 
 def test_other_calls_stay_as_they_are() -> None:
-    """Validation, other shapes, documents: none of them reaches a graph."""
+    """Validation, other shapes and documents do not use a graph."""
     model = gpt().eval()
     rows = TOKENS[0, :, :-1]
     expected = model(rows, labels=rows)
@@ -155,7 +155,7 @@ def test_a_parameter_that_moved_is_an_error() -> None:
 
 
 class Wrong(Rerun):
-    """Graphs that repeat the micro-batch they were captured from."""
+    """Graphs that repeat the captured micro-batch."""
 
     def capture(self, function: Any) -> Any:
         _, outputs = super().capture(function)
@@ -168,7 +168,7 @@ def attempt(model: nn.Module, capture: type[Rerun] = Rerun) -> tuple[GraphedMode
 
 
 def test_a_trial_leaves_no_trace() -> None:
-    """Neither a gradient nor a random number nor a forward hook on the model; and it is right."""
+    """A trial changes no gradient, random number or forward hook of the model, and the graphs are correct."""
     model = gpt()
     calls: list[int] = []
     model.register_forward_hook(lambda *_: calls.append(1))
@@ -181,7 +181,7 @@ def test_a_trial_leaves_no_trace() -> None:
     assert calls == []
 
 
-def test_a_trial_finds_what_is_wrong() -> None:
+def test_a_trial_detects_errors() -> None:
     model = gpt()
     graphed, trial = attempt(model, Wrong)
     assert graphed is None
@@ -192,7 +192,7 @@ def test_a_trial_finds_what_is_wrong() -> None:
 
 
 class Failing(Rerun):
-    """The device refuses an operation, and then the end of the capture."""
+    """The device rejects an operation, and then the end of the capture."""
 
     error: Exception = RuntimeError("operation not permitted when stream is capturing")
 
@@ -207,7 +207,7 @@ class Small(Failing):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
 
-def test_a_capture_that_fails_is_named_by_what_went_wrong() -> None:
+def test_a_failed_capture_is_reported_with_its_cause() -> None:
     trial = attempt(gpt(), Failing)[1]
     assert trial.refusal == "capture failed: RuntimeError: operation not permitted when stream is capturing"
     assert attempt(gpt(), Small)[1].refusal == "too little memory to capture them"
@@ -269,8 +269,8 @@ def test_graphs_that_are_demanded_and_cannot_be() -> None:
     ],
     ids=str,
 )
-def test_keys_that_stand_against_graphs(keys: dict[str, Any], reason: str) -> None:
-    """`auto` says so on a GPU and nothing on a CPU; `on` is refused before anything starts."""
+def test_keys_that_conflict_with_graphs(keys: dict[str, Any], reason: str) -> None:
+    """`auto` is reported on a GPU and silent on a CPU; `on` is rejected before anything starts."""
     chosen = tiny_config(Path(), **keys)
     is_tried, line = plan_trial(chosen, torch.device("cuda"))
     assert not is_tried

@@ -137,7 +137,7 @@ def test_every_layout_trains_as_one_process(found: dict[ParityCase, CaseResult],
     assert max(excess.values()) <= 1, excess
 
 
-def test_what_is_compared_can_differ(found: dict[ParityCase, CaseResult]) -> None:
+def test_the_comparison_can_fail(found: dict[ParityCase, CaseResult]) -> None:
     """Omitting a step, or counting a tied embedding twice in the norm, exceeds the tolerance by far."""
     right = found[alone(shrink(ParityCase(CDAPE, Layout(), steps=STEPS)))]
     losses = [*right["losses"][1:], right["losses"][-1]]

@@ -60,7 +60,7 @@ def progress(run: Path) -> TrainerState:
     return TrainerState.read(layout.resolve_checkpoint_path(run))
 
 
-def test_a_spike_goes_back_as_a_restart_would_and_on_behind_the_data(
+def test_a_spike_rolls_back_like_a_restart_and_skips_the_data(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_hand = tmp_path / "by_hand"
@@ -87,7 +87,7 @@ def test_a_spike_goes_back_as_a_restart_would_and_on_behind_the_data(
     assert progress(went_back).consumed_samples == 8 * 4 + 8
 
 
-def test_what_was_stepped_over_stays_so_when_the_run_is_resumed(
+def test_skipped_data_stays_skipped_after_a_resume(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = {"on_bad_loss": "rollback", "loss_spike": 3.0, **KEYS}
@@ -119,7 +119,7 @@ def test_steps_that_are_not_finite_go_back_too(corpus: Path, tmp_path: Path, mon
     assert all(json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[4:])
 
 
-def test_it_ends_where_going_back_does_not_help(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_ends_if_rolling_back_does_not_help(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spike(monkeypatch, 3, 4, 5, 6)
     config = tiny_config(corpus, tmp_path, on_bad_loss="rollback", loss_spike=3.0, **KEYS)
     with pytest.raises(
@@ -165,7 +165,7 @@ def test_the_usual_loss() -> None:
     assert (usual.is_spike(7.9, 2.0), usual.is_spike(8.0, 2.0)) == (False, True)
 
 
-def test_the_guard_says_what_is_to_be_done_and_remembers_it(corpus: Path, tmp_path: Path) -> None:
+def test_the_guard_decides_and_remembers_actions(corpus: Path, tmp_path: Path) -> None:
     config = tiny_config(corpus, tmp_path, on_bad_loss="rollback", loss_spike=3.0, max_bad_steps=2, **KEYS)
     engine = SimpleNamespace(skipped=False, precision="fp32", loss_scale=1.0)
     checkpoint = tmp_path / "checkpoints" / layout.format_checkpoint_name(4)
@@ -278,7 +278,8 @@ def test_rollbacks_end_if_every_step_breaks_the_weights(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rollbacks end if every step breaks the weights: each start saves the step that it breaks, which is not
-    progress."""
+    progress.
+    """
     break_weights(monkeypatch, 3, 1e25, persistent=True)
     keys = {**KEYS, "checkpoint_factor": 1, "on_bad_loss": "rollback", "max_bad_steps": 1}
     with pytest.raises(RunError, match="rolled back 3 times without a good step after a new checkpoint"):
@@ -286,7 +287,7 @@ def test_rollbacks_end_if_every_step_breaks_the_weights(
     assert len(list((tmp_path / "checkpoints" / "abandoned").iterdir())) <= 3
 
 
-def test_a_run_whose_last_steps_are_bad_is_not_finished(
+def test_a_run_with_bad_last_steps_is_not_finished(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_weights(monkeypatch, 6, 1e25)
@@ -296,7 +297,7 @@ def test_a_run_whose_last_steps_are_bad_is_not_finished(
     assert 8 not in list_steps(tmp_path)
 
 
-def test_a_run_says_which_checkpoint_is_left_after_bad_steps(corpus: Path, tmp_path: Path) -> None:
+def test_a_run_names_the_last_good_checkpoint_after_bad_steps(corpus: Path, tmp_path: Path) -> None:
     config = tiny_config(corpus, tmp_path)
     second, fourth = (tmp_path / "checkpoints" / layout.format_checkpoint_name(step) for step in (2, 4))
     assert f"at step 4 of 4; saved {fourth}; " in describe_stop(config, 4, fourth, 15)

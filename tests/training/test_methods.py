@@ -47,7 +47,7 @@ def test_every_overlay_trains(overlay: Path, corpus: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("encoding", "processor"), COVERING)
-def test_a_checkpoint_goes_on_as_if_it_had_not_stopped(encoding, processor, corpus: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_as_if_uninterrupted(encoding, processor, corpus: Path, tmp_path: Path) -> None:
     keys = {"pos_emb": encoding, "score_processor": processor, "precision": "bf16", "checkpoint_factor": 2}
     keys |= {"zero_optimization": {"stage": 1}, "make_vocab_size_divisible_by": 1}
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -42,7 +42,7 @@ def test_a_z_loss_is_averaged_over_the_same_steps_across_sessions() -> None:
     assert (record.loss, record.z_loss) == (pytest.approx(3.0), pytest.approx(0.5))
 
 
-def test_the_clock_stands_while_paused() -> None:
+def test_the_clock_stops_while_paused() -> None:
     interval = IntervalMetrics(single_process())
     time.sleep(0.02)
     interval.pause()
@@ -57,7 +57,7 @@ def test_the_clock_stands_while_paused() -> None:
     assert interval.read()[2] >= first + 0.01
 
 
-def test_processors_are_charged_for_what_they_do_not_for_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_time_excludes_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processor time counts work, not waiting.
 
     The test has two steps of 3 s with 1 s of processor time, and a validation of 5 s with full processor use between

@@ -59,9 +59,10 @@ def test_newton_schulz_is_its_polynomial_of_the_singular_values(shape: tuple[int
     assert 0.1 < ours.square().mean().sqrt() < 0.3  # AdamW's, 0.2
 
 
-def test_what_lies_in_one_weight_is_what_the_layer_computes_with() -> None:
+def test_split_matrices_match_the_layer() -> None:
     """Matrices from `split` recombine to the weight with which the layer computes: queries, keys, values, halves of a
-    gated layer."""
+    gated layer.
+    """
     config = tiny_config(Path(), **GROUPED)
     model = build_model(config.model, config.position, VOCABULARY, seed=1)
     matrices = {id(matrix.parameter): matrix for matrix in list_hidden_matrices(model)}
@@ -264,7 +265,7 @@ def apart_by(run: Path, unbroken: Path) -> float:
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
-def test_it_goes_on_in_any_layout(runs: Path, one: str, other: str) -> None:
+def test_it_resumes_in_any_layout(runs: Path, one: str, other: str) -> None:
     assert apart_by(runs / f"{one} to {other}", runs / "unbroken") < 1
     assert list(records(runs / f"{one} to {other}")) == [3, 4]
     table = (runs / f"{one} to {other}" / "parameter_groups.txt").read_text()
@@ -273,14 +274,15 @@ def test_it_goes_on_in_any_layout(runs: Path, one: str, other: str) -> None:
     assert f"hidden matrices  Muon       0.1           {elements:,}" in table
 
 
-def test_in_the_same_layout_it_goes_on_bit_for_bit(runs: Path) -> None:
+def test_it_resumes_bitwise_in_the_same_layout(runs: Path) -> None:
     assert same_weights(runs / "one rank to one rank", runs / "unbroken")
 
 
 @pytest.mark.parametrize("wrong", ["halves", "stacked", "no momentum"])
-def test_what_is_compared_can_differ(runs: Path, tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_can_fail(runs: Path, tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong orthogonalization (each rank's shard, or joint queries, keys and values) or lost momentum far exceeds
-    rounding."""
+    rounding.
+    """
     keys = dict(MUON)
     if wrong == "no momentum":
         keys["load"] = str(runs / "begun one rank")
@@ -297,7 +299,7 @@ def test_what_is_compared_can_differ(runs: Path, tmp_path: Path, wrong: str, mon
     assert apart_by(tmp_path / "run", runs / "unbroken") > 10
 
 
-def test_what_is_not_right_is_refused(runs: Path, tmp_path: Path) -> None:
+def test_invalid_settings_are_rejected(runs: Path, tmp_path: Path) -> None:
     corpus = runs / "corpus" / "corpus"
     with pytest.raises(UserError, match=r"optimizer\.type: this run has Adam, but .* contains the moments of Muon"):
         train(tiny_config(corpus, tmp_path, load=str(runs / "unbroken"), train_iters=8, **GROUPED))

@@ -36,7 +36,7 @@ def step(optimizer: ProjectedAdamW, lr: float) -> None:
     optimizer.step()
 
 
-def test_it_is_adamw_where_there_are_no_bounds_and_projected_where_there_are() -> None:
+def test_it_is_adamw_without_bounds_and_projected_with_bounds() -> None:
     free, bounded = nn.Parameter(torch.randn(7)), nn.Parameter(torch.rand(5))
     starts = free.detach().clone(), bounded.detach().clone()
     optimizer = build_optimizer(
@@ -94,7 +94,7 @@ def test_a_parameter_at_its_bound_can_leave_it(low: float, high: float, outward:
 
 
 @given(st.floats(-0.25, 0.25, width=32), st.sampled_from([0.01, 0.5, 2.0]), st.booleans())
-def test_only_pushes_against_a_bound_are_left_out(gradient: float, value: float, bounded: bool) -> None:
+def test_only_gradients_against_a_bound_are_dropped(gradient: float, value: float, bounded: bool) -> None:
     parameter = nn.Parameter(torch.tensor([value]))
     low, high = (0.01, 2.0) if bounded else (-math.inf, math.inf)
     optimizer = ProjectedAdamW([{"params": [parameter], "low": low, "high": high}], lr=0.1, weight_decay=0.0)
@@ -106,7 +106,8 @@ def test_only_pushes_against_a_bound_are_left_out(gradient: float, value: float,
 
 def test_the_parts_of_a_gradient_are_not_judged_one_by_one() -> None:
     """Contributions to a gradient are not judged separately: with one use pushing out and one pulling back harder, it
-    returns."""
+    returns.
+    """
     module = BoundedParameter((1,), init_constant(0.01), low=0.01)
     optimizer = ProjectedAdamW([{"params": [module.value], "low": 0.01, "high": math.inf}], lr=0.1, weight_decay=0.0)
     (0.4 * module() - 0.5 * module()).sum().backward()

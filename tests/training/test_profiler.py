@@ -71,9 +71,10 @@ def test_the_profile_of_some_steps(corpus: Path, tmp_path: Path) -> None:
     assert shares[:-1] == sorted(shares[:-1], reverse=True)
 
 
-def test_a_run_that_is_stopped_within_its_profile_and_one_that_goes_on(corpus: Path, tmp_path: Path) -> None:
+def test_a_run_stopped_during_its_profile_and_its_continuation(corpus: Path, tmp_path: Path) -> None:
     """A run stopped during its profile and its continuation each write their steps; the very first step cannot warm
-    up."""
+    up.
+    """
     config = tiny_config(
         corpus, tmp_path / "run", train_iters=6, profile={"from": 1, "to": 5}, load=str(tmp_path / "run")
     )
@@ -107,12 +108,12 @@ def test_a_run_that_is_stopped_within_its_profile_and_one_that_goes_on(corpus: P
         ({"memory_snapshot": 2}, True, "memory_snapshot is 2, but this run uses the CPU"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused(keys: dict[str, Any], save: bool, why: str, tmp_path: Path) -> None:
+def test_invalid_profiles_are_rejected(keys: dict[str, Any], save: bool, why: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=why):
         resolve_run(tiny_config(tmp_path, tmp_path if save else None, **keys), CPU)
 
 
-def test_what_is_beyond_the_last_step_is_said(tmp_path: Path) -> None:
+def test_profiles_beyond_the_last_step_are_reported(tmp_path: Path) -> None:
     config: Config = tiny_config(tmp_path, tmp_path, profile={"from": 5, "to": 6})
     (note,) = [note for note in resolve_run(config, CPU).notes if "profile" in note]
     assert note == "profile.from 5: after train_iters 4, so nothing is profiled"

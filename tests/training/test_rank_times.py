@@ -52,9 +52,10 @@ def test_ranks_that_are_slow_are_named(tmp_path: Path) -> None:
     assert 0 < second["checkpoint_wait"] < 1
 
 
-def test_a_rank_is_compared_with_those_of_its_stage() -> None:
+def test_a_rank_is_compared_with_its_stage() -> None:
     """A rank is compared with the others of its stage, because stages differ in work; a stage of one rank has no
-    comparison."""
+    comparison.
+    """
     forward, stages = [0.1, 0.1, 0.13, 0.4, 0.41, 0.4], [0, 0, 0, 1, 1, 1]
     times = [RankTimes(seconds, data_wait=rank) for rank, seconds in enumerate(forward)]
     found = compare_ranks(times, stages, micro_batches=4)
@@ -91,7 +92,7 @@ def test_the_first_pass_of_a_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> N
     assert timer.count == 2
 
 
-def test_a_line_tells_of_waits_that_matter() -> None:
+def test_long_waits_are_reported() -> None:
     record = TrainRecord(
         step=1, loss=1.0, perplexity=2.7, learning_rate=1e-3, grad_norm=1.0, tokens_per_second=1.0, ms_per_step=1.0,
         tflops=1.0, mfu=None, loss_scale=1.0, skipped_steps=0, memory_gib=1.0, tokens=1, seconds_left=1.0,

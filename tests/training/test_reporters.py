@@ -58,9 +58,10 @@ def test_metrics_continue_without_a_future_that_did_not_happen(tmp_path: Path) -
     assert read(path) == []
 
 
-def test_damaged_lines_are_kept_and_told(tmp_path: Path) -> None:
+def test_damaged_lines_are_kept_and_reported(tmp_path: Path) -> None:
     """Damaged lines between good ones or at the start are kept and reported; half a line at the end follows any
-    crash."""
+    crash.
+    """
     path = tmp_path / "metrics.jsonl"
     assert set_damage_aside(tmp_path) == []
     reporter = JsonLines(path, 0)
@@ -134,7 +135,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     return fake
 
 
-def test_wandb_is_offline_unless_asked_and_keeps_its_run(tmp_path: Path, wandb: types.SimpleNamespace) -> None:
+def test_wandb_is_offline_by_default_and_keeps_its_run(tmp_path: Path, wandb: types.SimpleNamespace) -> None:
     for mode in ("offline", "online"):
         chosen = config(
             tmp_path / "run", use_wandb=True, wandb_group="g", **({} if mode == "offline" else {"wandb_mode": mode})
@@ -185,7 +186,7 @@ def test_wandb_gets_a_new_run_without_the_steps_that_were_given_up(
     assert wandb.inits[-1]["id"] == three
 
 
-def test_packages_are_needed_only_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_are_required_only_if_enabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     for reporter in build_reporters(config(tmp_path / "run"), 0):
@@ -197,7 +198,7 @@ def test_packages_are_needed_only_when_asked_for(tmp_path: Path, monkeypatch: py
     assert build_reporters(config(None, use_tensorboard=True), 0) == []  # no folder for output
 
 
-def test_a_line_says_what_is_worth_saying() -> None:
+def test_a_line_contains_the_relevant_metrics() -> None:
     line = format_train_record(record(50), 1000)
     assert line == (
         "step   50/1000  loss 2.0000  ppl 7.39  lr 1.00e-03  grad 0.50  12,346 tok/s  41.5 ms  123 GFLOP/s  "

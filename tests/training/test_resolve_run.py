@@ -41,7 +41,7 @@ def config(*overrides: str) -> Config:
     ],
 )
 @pytest.mark.parametrize("dry", [False, True])
-def test_the_machine_decides_what_the_configuration_leaves_open(
+def test_the_machine_determines_unset_keys(
     gpus: int, overrides: list[str], device: str, world_size: int, backend: str, steps: int, dry: bool
 ) -> None:
     machine = LocalHardware(gpus, num_cores=2)
@@ -127,7 +127,7 @@ def test_processes_on_several_machines() -> None:
         ),
     ],
 )
-def test_processes_that_are_not_those_asked_for(overrides: list[str], rank_info: RankInfo | None, message: str) -> None:
+def test_an_unexpected_number_of_processes(overrides: list[str], rank_info: RankInfo | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
         resolve_run(config(*overrides), LocalHardware(4, 8), rank_info=rank_info)
 
@@ -145,9 +145,7 @@ def reloaded(config: Config, folder: Path) -> Config:
 
 
 @pytest.mark.parametrize("overrides", [["precision=fp16"], ["device=cuda"]])
-def test_a_dry_run_on_a_login_node_resolves_and_says_what_it_could_not_check(
-    overrides: list[str], tmp_path: Path
-) -> None:
+def test_a_dry_run_on_a_login_node_lists_unchecked_parts(overrides: list[str], tmp_path: Path) -> None:
     settled = resolve_run(config("save=a", "distributed_backend=nccl", *overrides), LOGIN_NODE, dry_run=True)
     launch, training = settled.config.launch, settled.config.training
     assert (launch.device, launch.num_gpus, launch.distributed_backend) == ("cuda", None, "nccl")
@@ -181,7 +179,7 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_a_checkpoint_beyond_the_last_step_is_said() -> None:
+def test_a_checkpoint_beyond_the_last_step_is_reported() -> None:
     notes = resolve_run(config("save=runs/a", "extra_save_iters=[1, 2, 9]"), LOGIN_NODE).notes
     assert notes == ("extra_save_iters 9: after train_iters 2, so nothing is saved",)
 
@@ -198,12 +196,12 @@ def test_a_checkpoint_beyond_the_last_step_is_said() -> None:
         ),
     ],
 )
-def test_what_is_left_without_a_folder_is_said(overrides: tuple[str, ...], kept: str) -> None:
+def test_a_run_without_a_folder_is_reported(overrides: tuple[str, ...], kept: str) -> None:
     (note,) = resolve_run(config(*overrides), LOGIN_NODE).notes
     assert note == f"save is not set: this run saves no checkpoints, metrics or log{kept}"
 
 
-def test_options_of_zero_without_effect_are_said() -> None:
+def test_ineffective_zero_options_are_reported() -> None:
     def notes(*overrides: str) -> tuple[str, ...]:
         return resolve_run(
             config("save=runs/a", *(f"zero_optimization.{each}" for each in overrides)), LOGIN_NODE
@@ -222,7 +220,7 @@ def test_options_of_zero_without_effect_are_said() -> None:
     assert note.startswith("zero_optimization.contiguous_gradients has no effect with offload_optimizer")
 
 
-def test_half_precision_divides_a_model_with_zero_alone_and_says_so() -> None:
+def test_pure_half_precision_needs_zero_with_a_note() -> None:
     divided = ["num_attention_heads=2", "save=runs/a", "precision=bf16"]
     for key in ("model_parallel_size=2", "pipe_parallel_size=2", "context_parallel_size=2"):
         layers = ["num_layers=2"] if key.startswith("pipe") else []

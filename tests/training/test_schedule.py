@@ -82,7 +82,8 @@ def test_it_rises_then_never_rises_again_and_ends_at_min_lr(
 @pytest.mark.parametrize("floor", [0.0, 1e-4])
 def test_wsd_is_the_papers(style: str, floor: float) -> None:
     """WSD: MiniCPM's three phases (2404.06395, section 4.2), the cooldowns of 2405.18392, section 3.1, and
-    Megatron's."""
+    Megatron's.
+    """
     peak, warmup, total, decay = 1e-3, 20, 500, 80
     schedule = build_schedule(
         options(
@@ -114,7 +115,8 @@ def test_wsd_is_the_papers(style: str, floor: float) -> None:
 @pytest.mark.parametrize("cooldown", ["cosine", "inverse_sqrt"])
 def test_infinite_is_the_papers(cooldown: str) -> None:
     """Infinite schedule (2403.08763, section 7.4): warmup, cooldown to a constant rate, that rate, exponential
-    annealing."""
+    annealing.
+    """
     peak, constant, floor = 1e-3, 4e-4, 1e-5
     warmup, cooled, total, anneal = 10, 110, 400, 50
     keys = {
@@ -159,7 +161,7 @@ STYLES = {"linear": (), "cosine": (), "constant": (), "inverse_sqrt": (), "infin
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_warm_up_that_is_longer_than_the_run_is_said_for_every_schedule(style: str) -> None:
+def test_a_too_long_warmup_is_reported_for_every_schedule(style: str) -> None:
     keys = (f"lr_decay_style={style}", *STYLES[style])
     assert describe_late_warmup(config("train_iters=5", "lr_warmup_iters=30", *keys)) == (
         "lr_warmup_iters 30: warm-up does not end before train_iters 5; the rate reaches 16% of 0.001",
@@ -171,7 +173,7 @@ def test_a_warm_up_that_is_longer_than_the_run_is_said_for_every_schedule(style:
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine"])
-def test_a_warm_up_that_is_longer_than_the_decay_is_said(style: str) -> None:
+def test_a_warmup_longer_than_the_decay_is_reported(style: str) -> None:
     keys = ("train_iters=100", "lr_warmup_iters=30", "lr_decay_iters=10", "min_lr=1e-5", f"lr_decay_style={style}")
     assert describe_late_warmup(config(*keys)) == (
         "lr_warmup_iters 30: warm-up ends after lr_decay_iters 10, which leaves no decay: the rate drops "
@@ -180,7 +182,7 @@ def test_a_warm_up_that_is_longer_than_the_decay_is_said(style: str) -> None:
     assert describe_late_warmup(config(*keys, "lr_decay_style=constant")) == ()
 
 
-def test_a_stage_whose_warm_up_is_too_long_is_said() -> None:
+def test_a_too_long_warmup_of_a_stage_is_reported() -> None:
     stages = "stages=[{until: 50}, {lr_decay_style: cosine, lr_warmup_iters: 70}]"
     (line,) = describe_late_warmup(config("train_iters=100", "train_batch_size=1", "save=runs/a", stages))
     assert line.startswith("lr_warmup_iters 70: warm-up does not end before its last step 50; the rate reaches 70% of")
@@ -193,12 +195,12 @@ def test_a_refusal_of_wsd_names_the_values_that_were_given() -> None:
         config("train_iters=5", "lr_warmup_iters=30", "lr_decay_style=wsd")
 
 
-def test_how_linear_differs_is_said_of_files_of_gpt_neox() -> None:
+def test_the_difference_of_linear_decay_is_noted_for_gpt_neox_files() -> None:
     shape = ("num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "min_lr=1e-5")
     said = [note for note in load_config([], [*shape, "attention_config=[[[global], 1]]"]).notes if "linear" in note]
     assert said == [
         "command line: lr_decay_style linear reaches min_lr 1e-05 at the last step, as in Megatron-LM; GPT-NeoX "
-        "decays towards 0 and stops at min_lr"
+        "decays toward 0 and stops at min_lr"
     ]
     for keys in (shape, (*shape, "attention_config=[[[global], 1]]", "min_lr=0.0")):
         assert not any("linear" in note for note in load_config([], keys).notes)

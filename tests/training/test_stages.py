@@ -170,7 +170,8 @@ def test_the_text_is_the_same_at_any_length(
     corpus: Path, tmp_path: Path, read_text: Callable[[], list[torch.Tensor]]
 ) -> None:
     """Step s reads the same tokens for any stage lengths: those of a run at the longest length in megatron-core's
-    order."""
+    order.
+    """
     train(staged(corpus, tmp_path / "staged"))
     staged_steps, _ = read_text()[:], read_text().clear()
     plain = {"stages": [], "seq_length": 32, "train_batch_size": 4, "train_micro_batch_size_per_gpu": 4}
@@ -178,7 +179,7 @@ def test_the_text_is_the_same_at_any_length(
     assert all(torch.equal(one, other) for one, other in zip(staged_steps, read_text(), strict=True))
 
 
-def test_new_weights_read_on_behind_what_was_read(tmp_path: Path, read_text: Callable[[], list[torch.Tensor]]) -> None:
+def test_new_weights_continue_after_consumed_data(tmp_path: Path, read_text: Callable[[], list[torch.Tensor]]) -> None:
     """New weights continue after the data already read.
 
     For any weights, lengths and datasets of stages, no block is repeated or skipped except those reported in a line,
@@ -236,7 +237,7 @@ def printed_with_large_vocabulary(config: Config) -> list[str]:
         return printed(config)
 
 
-def test_a_stage_that_ends_within_a_sequence_says_what_is_left_out(corpus: Path, tmp_path: Path) -> None:
+def test_a_stage_reports_a_dropped_partial_sequence(corpus: Path, tmp_path: Path) -> None:
     config = staged(
         corpus, tmp_path, train_iters=5,
         stages=[{"until": 3, "train_batch_size": 3, "train_micro_batch_size_per_gpu": 3}, {"seq_length": 32,
@@ -247,7 +248,7 @@ def test_a_stage_that_ends_within_a_sequence_says_what_is_left_out(corpus: Path,
     assert "the text continues at the next 32-token block: 24 tokens are skipped" in lines
 
 
-def test_a_branch_is_the_run_whose_schedule_decayed_there(corpus: Path, tmp_path: Path) -> None:
+def test_a_branch_equals_a_run_with_a_decay_there(corpus: Path, tmp_path: Path) -> None:
     """A branch is bit for bit equal to a run with that decay, and copies nothing of the trunk's checkpoint."""
     trunk = tiny_config(
         corpus, tmp_path / "trunk", train_iters=8, lr_decay_style="wsd", lr_warmup_iters=1, lr_decay_iters=10**6,
@@ -321,7 +322,7 @@ def test_a_stage_that_names_a_decay_begins_a_schedule_of_its_own(corpus: Path, t
     assert [schedule(step) for step in range(4, 8)] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])  # no new warmup
 
 
-def test_memory_that_does_not_suffice_is_told_of_the_stage_that_the_run_is_in(
+def test_insufficient_memory_is_reported_for_the_current_stage(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An out-of-memory error names the stage, in its steps, while building its model, and after resuming in it."""
@@ -381,7 +382,7 @@ def test_stages_in_tokens_end_at_steps_and_resolving_again_changes_nothing(corpu
         resolve_run(config.replace(save=None), LocalHardware.detect())
 
 
-def test_a_checkpoint_of_another_stage_than_the_list_says_is_refused(corpus: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_stage_is_rejected(corpus: Path, tmp_path: Path) -> None:
     config = staged(corpus, tmp_path, train_iters=3)
     train(config)
     moved = resolve_run(

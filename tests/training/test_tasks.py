@@ -41,7 +41,7 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path) -> None:
     assert same_weights(parts, whole)
 
 
-def test_two_ranks_train_what_one_does(tmp_path: Path) -> None:
+def test_two_ranks_train_like_one(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     train(task_config(one))
     keys = {"num_gpus": 2, "train_micro_batch_size_per_gpu": 2}
@@ -49,7 +49,7 @@ def test_two_ranks_train_what_one_does(tmp_path: Path) -> None:
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)  # 4 steps, float32 sums in another order
 
 
-def test_speed_counts_what_was_read(tmp_path: Path) -> None:
+def test_speed_counts_processed_tokens(tmp_path: Path) -> None:
     """Speed counts tokens and FLOPs at each step's own length; the loss is per scored token."""
     config = task_config(tmp_path / "run", train_iters=8)
     train(config)
@@ -74,7 +74,7 @@ def test_learning(tmp_path: Path) -> None:
     assert found[-1] < 0.1
 
 
-def test_another_task_does_not_go_on(tmp_path: Path) -> None:
+def test_another_task_does_not_resume(tmp_path: Path) -> None:
     train(task_config(tmp_path / "run", train_iters=1))
     keys = {"task": "duplicate_string", "task_length": 5, "seq_length": 15, "load": str(tmp_path / "run")}
     with pytest.raises(UserError, match=r"^task: .* of task duplicate_string .* of task reverse_string"):

@@ -76,9 +76,10 @@ def test_a_run_learns_and_reports(corpus: Path, tmp_path: Path) -> None:
     assert read_config(tmp_path / "config.yml").to_flat() == config.to_flat()
 
 
-def test_validation_reads_its_text_once_whatever_the_batch_and_the_seed(corpus: Path, tmp_path: Path) -> None:
+def test_validation_reads_its_text_once_for_any_batch_and_seed(corpus: Path, tmp_path: Path) -> None:
     """Validation reads its text once for any batch and seed, at several lengths, on several sets, and before the first
-    step."""
+    step.
+    """
     keys = {"eval_interval": 1, "train_iters": 1, "eval_iters": None, "eval_at_start": True, "eval_lengths": "2x,4x"}
     keys |= {
         "valid_data_sets": {"twin": str(corpus / "valid_text_document"), "other": str(corpus / "test_text_document")}
@@ -213,7 +214,7 @@ def test_gradients_that_are_not_finite_count_as_bad(corpus: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_saves_after_the_step_and_resuming_goes_on(
+def test_a_signal_saves_after_the_step_and_the_run_resumes(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     train(tiny_config(corpus, tmp_path / "whole"))
@@ -248,7 +249,7 @@ def test_a_signal_saves_after_the_step_and_resuming_goes_on(
         ({"pos_emb": "kerple_lag"}, "kerple_lag"),
     ],
 )
-def test_what_cannot_be_done_is_refused_and_nothing_is_left(
+def test_unsupported_runs_are_rejected_without_leftovers(
     corpus: Path, tmp_path: Path, keys: dict[str, object], message: str
 ) -> None:
     if keys.get("device") == "cuda" and torch.cuda.is_available():
@@ -276,7 +277,8 @@ def test_the_weights_that_training_begins_with_can_be_kept(corpus: Path, tmp_pat
 @pytest.mark.parametrize("stage", [1, 3])
 def test_recomputed_attention_trains_the_same_bit_for_bit(corpus: Path, tmp_path: Path, stage: int) -> None:
     """Recomputed attention trains identically, with dropout (same random numbers) and stage 3 (releases weights after
-    use)."""
+    use).
+    """
     keys = {
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, "attention_dropout": 0.2,
         "hidden_dropout": 0.1, "gradient_accumulation_steps": 2, "train_batch_size": None, "score_processor": "cdape",
@@ -289,7 +291,7 @@ def test_recomputed_attention_trains_the_same_bit_for_bit(corpus: Path, tmp_path
         assert same_weights(tmp_path / what, tmp_path / "False")
 
 
-def test_memory_that_does_not_suffice_is_told_with_what_was_planned(
+def test_insufficient_memory_is_reported_with_the_plan(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An out-of-memory error reports the planned memory. A CPU's allocator raises a generic RuntimeError."""

@@ -98,7 +98,8 @@ def test_a_lone_rank_that_holds_pythons_lock(corpus: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_is_stopped(late: int, corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The other rank reports its own position and the operation it waits in; then the stopped rank writes its
-    stacks."""
+    stacks.
+    """
     folder = tmp_path / "run" / STACKS
     folder.mkdir(parents=True)
     (folder / "rank_0.txt").write_text("of an earlier start")
@@ -135,14 +136,14 @@ def test_a_run_that_ends_leaves_nothing(corpus: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / HEARTBEAT_FILE).exists()
 
 
-def test_a_run_whose_batches_are_loaded_by_other_processes_ends(corpus: Path, tmp_path: Path) -> None:
+def test_a_run_with_data_workers_ends(corpus: Path, tmp_path: Path) -> None:
     """A run with data loader processes ends; they are forked from the rank and inherit its open files."""
     result = train(tiny_config(corpus, tmp_path / "run", num_workers=1, hang_timeout=60))
     assert result.exit_code == 0
     assert not (tmp_path / "run" / STACKS).exists()
 
 
-def test_the_heartbeat_says_where_the_run_is(tmp_path: Path) -> None:
+def test_the_heartbeat_reports_the_progress(tmp_path: Path) -> None:
     watch = Watchdog(ProcessGroups(), timeout=None, folder=tmp_path)
     watch.enter_phase("save", 7)
     watch._write_heartbeat()
@@ -167,14 +168,14 @@ def test_the_rank_that_is_behind_is_named(beats: dict[int, tuple[int, int, str]]
     assert diagnose_hang({rank: Heartbeat(*beat) for rank, beat in beats.items()}, silent, 60.0) == says
 
 
-def test_a_rank_without_a_sign_of_life_is_named_before_one_that_waits() -> None:
+def test_a_silent_rank_is_named_before_a_waiting_rank() -> None:
     beats = {0: Heartbeat(9, 3, "reduce"), 1: Heartbeat(9, 3, "reduce"), 2: Heartbeat(8, 3, "data")}
     assert diagnose_hang(beats, {1}, 60.0).startswith("rank 1 hangs in reduce")
     assert "no heartbeat" in diagnose_hang(beats, {1}, 60.0)
     assert Heartbeat.parse(str(Heartbeat(3, 4, "forward and backward"))) == Heartbeat(3, 4, "forward and backward")
 
 
-def test_what_ranks_wait_for_is_told_by_how_few_do() -> None:
+def test_the_operation_with_the_fewest_ranks_is_reported() -> None:
     waits = RankReport("megatron/training/engine.py:1 step", "all_reduce of 4 int64 over gloo among ranks 0-3", 3)
     told = describe_reports({0: waits, 1: waits, 2: RankReport("megatron/data/dataloader.py:2 next"), 3: waits})
     assert told == [

@@ -38,7 +38,7 @@ def test_a_folder_is_made_and_replaced(tmp_path):
 
 @pytest.mark.parametrize("was_there", [None, "empty", "full"])
 @pytest.mark.parametrize("change", ["another", "more", "a file"])
-def test_what_another_process_made_meanwhile_is_never_replaced(tmp_path, was_there, change):
+def test_files_created_concurrently_are_never_replaced(tmp_path, was_there, change):
     target = tmp_path / "x"
     if was_there is not None:
         target.mkdir()
@@ -95,7 +95,7 @@ def umask() -> int:
     return mask
 
 
-def test_an_exception_leaves_what_was_there(tmp_path):
+def test_an_exception_keeps_existing_files(tmp_path):
     write(tmp_path / "x", "one")
     with pytest.raises(KeyboardInterrupt), atomic_directory(tmp_path / "x"):
         raise KeyboardInterrupt
@@ -120,7 +120,7 @@ def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch, err
     assert (tmp_path / "x" / "file").read_text() == "one"
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path):
+def test_leftovers_of_a_killed_process_are_removed(tmp_path):
     def work() -> None:
         with atomic_directory(tmp_path / "x") as folder:
             (folder / "file").write_text("half")
@@ -149,7 +149,7 @@ def test_a_stranger_in_the_way_keeps_nothing_else(tmp_path, monkeypatch):
     assert names(tmp_path) == [".x.00000000.tmp"]
 
 
-def test_a_folder_whose_place_was_empty_for_a_moment_is_put_back(tmp_path, monkeypatch):
+def test_a_replaced_folder_is_restored_after_an_interruption(tmp_path, monkeypatch):
     write(tmp_path / "x", "one")
     rename = Path.rename
     monkeypatch.setattr(Path, "rename", lambda self, to: die() if self.name == "new" else rename(self, to))
@@ -160,7 +160,7 @@ def test_a_folder_whose_place_was_empty_for_a_moment_is_put_back(tmp_path, monke
     assert (tmp_path / "x" / "file").read_text() == "one"
 
 
-def test_the_work_of_the_living_and_of_strangers_is_left_alone(tmp_path):
+def test_work_of_running_and_foreign_processes_is_kept(tmp_path):
     stranger = tmp_path / ".x.abcdefgh.tmp"
     (stranger / "mine").mkdir(parents=True)
     with atomic_directory(tmp_path / "x") as folder:
@@ -172,7 +172,7 @@ def test_the_work_of_the_living_and_of_strangers_is_left_alone(tmp_path):
     assert names(tmp_path) == [stranger.name, "x", "y"]
 
 
-def test_a_file_system_without_locks_keeps_what_nobody_may_own(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_keeps_unowned_files(tmp_path, monkeypatch):
     def no_locks(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 

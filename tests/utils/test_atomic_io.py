@@ -12,12 +12,12 @@ from megatron.utils.project import get_farfield_version
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, "{", "1" * 5000, b"\xff\xff"])
-def test_whatever_is_no_json_is_a_value_error(text: str | bytes) -> None:
+def test_invalid_json_is_a_value_error(text: str | bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 (the words are Python's, or name the depth)
         parse_json(text)
 
 
-def test_files_of_others_are_refused_and_ours_are_not(tmp_path: Path) -> None:
+def test_foreign_files_are_rejected_and_ours_are_not(tmp_path: Path) -> None:
     ours, theirs, absent = (tmp_path / name for name in ("ours", "theirs", "absent"))
     ours.touch()
     theirs.touch()
@@ -53,7 +53,8 @@ def test_processes_of_two_hosts_have_temporary_files_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Processes of two hosts with equal process IDs have separate temporary files, even if they write at the same
-    time."""
+    time.
+    """
     sync = os.fsync
 
     def write_meanwhile(descriptor: int) -> None:

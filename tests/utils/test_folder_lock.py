@@ -47,7 +47,7 @@ def test_writers_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert list(folder.iterdir()) == []
 
 
-def test_a_lock_file_that_a_killed_process_left_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_flock(monkeypatch, errno.EOPNOTSUPP)
     monkeypatch.setattr(folder_locks, "POLL_SECONDS", 0.01)
     (tmp_path / WRITE_LOCK_FILE).touch()
@@ -79,7 +79,7 @@ def test_a_folder_that_a_command_works_in_is_refused(tmp_path: Path) -> None:
     lock().release()
 
 
-def test_a_lock_file_that_was_removed_locks_nobody_out(tmp_path: Path) -> None:
+def test_a_removed_lock_file_blocks_no_one(tmp_path: Path) -> None:
     """A removed lock file locks nobody out.
 
     The first owner removes the file while the second has it open; the third must not lock a new file beside it.
@@ -98,9 +98,10 @@ def test_a_lock_file_that_was_removed_locks_nobody_out(tmp_path: Path) -> None:
     waiting[0].release()
 
 
-def test_a_folder_that_is_made_anew_while_a_writer_waits_is_locked_anew(tmp_path: Path) -> None:
+def test_a_folder_recreated_while_a_writer_waits_is_locked_again(tmp_path: Path) -> None:
     """A folder that is recreated while a writer waits is locked again, because a lock on the removed folder is
-    useless."""
+    useless.
+    """
     folder, is_locked = tmp_path / "results", threading.Event()
 
     def write() -> None:

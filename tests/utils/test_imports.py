@@ -18,7 +18,7 @@ from megatron.utils.imports import MAX_FROZEN_BY_PYTHON, pause_garbage_collectio
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_garbage_collection_goes_on_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_collection_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects frozen before stay frozen, and no others.
 
     The count may only decrease, because frozen objects are also freed with their last reference, possibly in another
@@ -40,7 +40,7 @@ def test_garbage_collection_goes_on_as_before(monkeypatch: pytest.MonkeyPatch) -
         gc.enable()
 
 
-def test_what_became_garbage_meanwhile_is_found() -> None:
+def test_new_garbage_is_collected() -> None:
     code = (
         "import gc, weakref\n"
         "from megatron.utils.imports import pause_garbage_collection\n"
@@ -54,7 +54,7 @@ def test_what_became_garbage_meanwhile_is_found() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_what_a_training_leaves_behind_is_garbage_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_of_a_training_are_collected_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process freezes its imported modules, but not what it has trained."""
     frozen: list[None] = []
     corpus = write_corpora(tmp_path / "data")

@@ -40,14 +40,14 @@ def test_every_character_can_be_written_to_every_terminal(encoding: str) -> None
     }[encoding]  # fmt: skip
 
 
-def test_what_somebody_chose_for_their_stream_stays_as_it_is() -> None:
+def test_stream_settings_of_users_are_kept() -> None:
     shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="ignore")
     set_ascii_fallback(shown)
     assert shown.errors == "ignore"
 
 
 @pytest.mark.parametrize("place", ["pipe", "/dev/full"])
-def test_what_cannot_be_written_asks_once_to_stop(place: str) -> None:
+def test_a_failed_write_requests_one_stop(place: str) -> None:
     with GracefulStop() as stop, open(unread_pipe() if place == "pipe" else place, "w") as file:
         stream = GuardedStream(file)
         assert stream.encoding == file.encoding
@@ -68,7 +68,7 @@ def test_without_a_training_to_ask_it_is_an_error(place: str, why: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_whose_output_is_on_a_full_disk_says_so(ranks: int, tmp_path: Path) -> None:
+def test_output_to_a_full_disk_is_reported(ranks: int, tmp_path: Path) -> None:
     config = tiny_config(write_corpora(tmp_path / "corpus"), tmp_path / "run", train_iters=2000)
     errors = tmp_path / "errors.txt"
     config_file = tmp_path / "t.yml"
@@ -84,7 +84,7 @@ def test_a_run_whose_output_is_on_a_full_disk_says_so(ranks: int, tmp_path: Path
     assert re.fullmatch(r"error: standard output: No space left on device; stopped at step \d+, .*saved", told[0])
 
 
-def test_a_run_whose_output_nobody_reads_saves_and_ends(tmp_path: Path) -> None:
+def test_a_run_with_a_closed_output_saves_and_ends(tmp_path: Path) -> None:
     """`./deepy.py train … | head` ends as after SIGTERM, and the log contains every line."""
     config = tiny_config(write_corpora(tmp_path / "corpus"), tmp_path / "run", train_iters=2000)
     output, (reader, writer) = os.dup(1), os.pipe()

@@ -65,7 +65,7 @@ def test_many_short_jobs_are_estimated_by_their_whole_time() -> None:
     assert estimate_seconds_left(jobs) == pytest.approx(4 * 8)
 
 
-def test_the_meter_measures_and_speaks_now_and_then() -> None:
+def test_the_meter_measures_and_prints_periodically() -> None:
     clock, out = Clock(), io.StringIO()
     jobs = [WorkItem("first", "train", 100), WorkItem("second", "train", 300)]
     with ProgressMeter(Console(file=out, width=200), jobs, clock=clock, interval=15) as meter:
@@ -103,7 +103,7 @@ def test_no_line_is_the_one_before() -> None:
     ]
 
 
-def test_work_that_reports_nothing_for_long_is_told_all_the_same() -> None:
+def test_silent_work_is_announced() -> None:
     clock, out, job = Clock(), io.StringIO(), WorkItem("first", "train", 100)
 
     def wait_for_line(line: str) -> None:
@@ -151,7 +151,7 @@ def test_the_forecast_comes_once_with_the_first_measured_speed() -> None:
             assert told == ([60 / 10 + 13 + 300 / 10] if done >= 40 else [])
 
 
-def test_a_skipped_job_says_nothing_about_speed() -> None:
+def test_skipped_jobs_do_not_affect_the_speed_estimate() -> None:
     jobs = [WorkItem("first", "train", 100), seen("second", "train", 100, (0, 1), (25, 5), (50, 10))]
     ProgressMeter(None, jobs).skip(jobs[0])
     assert estimate_seconds_left(jobs) == pytest.approx(10)

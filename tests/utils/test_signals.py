@@ -46,8 +46,10 @@ def test_a_second_ends_at_once() -> None:
 
 
 def test_a_second_ends_a_process_that_is_busy_in_c() -> None:
-    """A second signal ends a process that is busy in C. A fork waits there for a lock that is never released, as in a
-    long step."""
+    """A second signal ends a process that is busy in C.
+
+    A fork waits there for a lock that is never released, as in a long step.
+    """
     child = os.fork()
     if child == 0:
         libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
@@ -62,14 +64,14 @@ def test_a_second_ends_a_process_that_is_busy_in_c() -> None:
     assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGTERM
 
 
-def test_what_hangs_up_may_say_so_twice() -> None:
+def test_a_repeated_hangup_signal() -> None:
     with GracefulStop() as stop:
         for _ in range(3):
             signal.raise_signal(signal.SIGHUP)
         assert stop.signal == signal.SIGHUP
 
 
-def test_what_is_ignored_stays_ignored() -> None:
+def test_ignored_signals_stay_ignored() -> None:
     """Ignored signals stay ignored (nohup)."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -106,7 +108,7 @@ with raising_on_signals(), cleanup_on_signal(lambda: os.unlink(left)):
 
 
 @pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "stopped by signal 15")])
-def test_what_is_busy_in_c_with_nothing_to_save_ends_all_the_same(number: int, said: str, tmp_path: Path) -> None:
+def test_a_process_busy_in_c_code_ends(number: int, said: str, tmp_path: Path) -> None:
     """A process that is busy in C and has nothing to save ends too.
 
     Examples are training a tokenizer and importing torch, where an exception would be delayed by seconds.

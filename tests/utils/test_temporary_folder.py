@@ -57,7 +57,7 @@ def test_a_folder_of_a_killed_process_is_removed_and_of_a_living_one_stays(tmp_p
     assert not kept.exists()
 
 
-def test_what_another_machine_or_user_made_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_other_machines_and_users_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process, folder = start_maker()
     process.kill()
     process.wait()

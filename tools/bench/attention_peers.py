@@ -77,8 +77,10 @@ class AttentionProblem:
 
     @cached_property
     def drawn(self) -> tuple[Tensor, ...]:
-        """q, k, v and dL/d(output), [B, H, T, d], generated once on the CPU because this takes longer than a pass on a
-        GPU."""
+        """q, k, v and dL/d(output), [B, H, T, d], generated once on the CPU.
+
+        Generating them takes longer than a pass on a GPU.
+        """
         generator = torch.Generator().manual_seed(self.seed + 1)
         size = (self.batch, self.heads, self.length, self.dim)
         drawn = [torch.randn(size, generator=generator) for _ in range(4)]
@@ -170,8 +172,10 @@ def _attend_with_recompute(inputs: AttentionInputs) -> Tensor:
 def build_compiled_peers(
     problem: AttentionProblem, compiler: Callable[..., Attention] = compile_whole
 ) -> dict[str, Attention]:
-    """Return torch.compile of the straightforward implementations, and FlexAttention. They compile on the first
-    call."""
+    """Return torch.compile of the straightforward implementations, and FlexAttention.
+
+    They compile on the first call.
+    """
     if problem.op == "cdape":
         return {"appendix compiled": compiler(_build_appendix(problem))}
     return {

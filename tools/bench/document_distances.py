@@ -66,8 +66,10 @@ def count_pairs(pieces: np.ndarray, row_length: int) -> np.ndarray:
 
 
 def measure_distances(lengths: np.ndarray, row_length: int) -> RowDistances:
-    """Measure the distances for documents of these lengths [N], in tokens with end tokens; they must fill at least one
-    row."""
+    """Measure the distances for documents of these lengths [N], in tokens with end tokens.
+
+    They must fill at least one row.
+    """
     crossing_share = compute_crossing_share(lengths, row_length)
     assert crossing_share is not None
     pieces = cut_rows(lengths, row_length)

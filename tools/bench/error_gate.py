@@ -1,5 +1,6 @@
-"""Error gate of the benchmark: every peer must stay within the rounding errors of its type, for the output and all
-gradients.
+"""Error gate of the benchmark.
+
+Every peer must stay within the rounding errors of its type, for the output and all gradients.
 
 The limit is derived from rounding errors (`megatron/utils/rounding.py`), not from another backend, whose error depends
 on the machine. A fused kernel rounds the factors of its products and the values it stores. Peers in UNFUSED_PEERS may
@@ -54,8 +55,10 @@ class GateVerdict:
 
 
 def disable_tf32() -> None:
-    """Compute float32 products and convolutions in IEEE precision. GPUs use TF32 with 10 bits for convolutions by
-    default."""
+    """Compute float32 products and convolutions in IEEE precision.
+
+    GPUs use TF32 with 10 bits for convolutions by default.
+    """
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
 

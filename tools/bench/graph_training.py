@@ -48,9 +48,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp16": ("kerple_log", {"precision": "fp16", "gradient_accumulation_steps": 2}),
     "fp32_recomputation": ("kerple_log", {"precision": "fp32", "checkpoint_activations": True, "z_loss": 1e-4}),
 }
-"""The overlay of each, and its keys."""
+"""Overlay of each case, and its keys."""
 MODELS = {"tiny": (2, 64, 4), "125M": (12, 768, 12), "350M": (24, 1024, 16)}
-"""Layers, width, heads."""
+"""Layers, width and heads."""
 
 
 def build_config(case: str, mode: str, model: str, length: int, batch: int, corpus: Path) -> Any:
@@ -73,7 +73,7 @@ def build_config(case: str, mode: str, model: str, length: int, batch: int, corp
 
 
 def train(config: Any, steps: int) -> dict[str, Any]:
-    """Train some steps; return losses and masters of the run, and what it took."""
+    """Train some steps. Return losses and masters of the run, and its times and memory."""
     import torch
 
     from megatron.checkpoint.engine_state import list_optimizer_shards
@@ -127,7 +127,7 @@ def train(config: Any, steps: int) -> dict[str, Any]:
 
 
 def compare(case: str, model: str, length: int, batch: int, steps: int, corpus: Path) -> dict[str, Any]:
-    """Train a case in both ways; return its record."""
+    """Train a case in both ways and return its record."""
     import torch
 
     head = {"case": case, "model": model, "T": length, "B": batch, "steps": steps}

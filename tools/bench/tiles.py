@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Time each attention kernel with every candidate tile on a GPU: the basis of the tile tables in
-`kernels/*/configs.py`.
+"""Time each attention kernel with every candidate tile on a GPU.
+
+The results are the basis of the tile tables in `kernels/*/configs.py`.
 
     python tools/bench/tiles.py --lengths 512 2048 --json docs/results/gpu_tiles.json
 

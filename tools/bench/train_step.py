@@ -68,20 +68,23 @@ METHODS: dict[str, dict[str, Any]] = {
     "rotary_unfused": {"pos_emb": "rotary"},
     "kerple_log_unfused": {"pos_emb": "kerple_log"},
 }
-"""`cdape_triton` is cdape with Triton's kernels alone, without those in CUDA C++. `_unfused` is a method whose regions
-are not compiled (`compile_regions: false`)."""
+"""Variants of methods.
+
+`cdape_triton` is cdape with only Triton's kernels, without those in CUDA C++. `_unfused` is a method whose regions are
+not compiled (`compile_regions: false`).
+"""
 GRAPH = "_graph"
 GRAPH_PEERS = tuple(name + GRAPH for name in ("kerple_log", "cdape", "cdape_triton"))
 PEERS = (*METHODS, *GRAPH_PEERS, "plain")
 DEFAULT_PEERS = ("rotary", "kerple_log", "cdape", "plain")
 NUM_WARMUP_ROUNDS = 2
-"""Rounds that only warm up and compile."""
+"""Number of rounds for warm-up and compilation."""
 StepFunction = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class StepProblem:
-    """Step that every candidate computes."""
+    """Training step that every candidate computes."""
 
     model: str
     length: int
@@ -101,19 +104,19 @@ class StepProblem:
 
 @dataclass
 class Candidate:
-    """A model, what it has taken and why it takes no more."""
+    """Model with its measurements, or the reason why it has no more."""
 
     step: StepFunction | None = None
     flops: float = 0.0
-    """Per token, forward and backward."""
+    """FLOPs per token, forward and backward."""
     seconds: list[float] = field(default_factory=list)
     memory: float | None = None
-    """MB."""
+    """Peak memory of a step, in MB."""
     refusal: str | None = None
 
 
 def build_farfield(problem: StepProblem, peer: str) -> Candidate:
-    """Farfield's model, launched kernel by kernel or as CUDA graphs."""
+    """Build Farfield's model, launched kernel by kernel or as CUDA graphs."""
     method = peer.removesuffix(GRAPH)
     layers, width, heads = MODELS[problem.model]
     takes_triton = problem.cuda or is_interpreted()
@@ -171,7 +174,7 @@ def _choose_kernels(method: str, step: StepFunction) -> StepFunction:
 
 
 def build_plain(problem: StepProblem) -> Candidate:
-    """A GPT written by hand, with rotary positions."""
+    """Build a GPT in plain PyTorch with rotary positions."""
     layers, width, heads = MODELS[problem.model]
     model = PlainGPT(layers, width, heads, problem.length, VOCABULARY_SIZE, "rotary")
     model = model.to(problem.device, get_torch_dtype(problem.dtype))
@@ -214,7 +217,7 @@ def _build_layer_step(problem: StepProblem, gpt: Any, width: int) -> StepFunctio
 
 
 def build_candidates(problem: StepProblem, names: list[str]) -> dict[str, Candidate]:
-    """By name; one that cannot be built is refused."""
+    """Build the candidates by name; a candidate that cannot be built is recorded as failed."""
     torch.manual_seed(1)
     found = {}
     for name in (peer for peer in PEERS if peer in names):
@@ -226,7 +229,7 @@ def build_candidates(problem: StepProblem, names: list[str]) -> dict[str, Candid
 
 
 def benchmark_problem(problem: StepProblem, rounds: int, names: list[str]) -> list[dict[str, Any]]:
-    """One record per candidate. Records of an interrupted problem say `cut`."""
+    """Return one record per candidate. Records of an interrupted problem have `cut`."""
     torch.compiler.reset()  # every shape is compiled for itself
     found = build_candidates(problem, names)
     cut = False
@@ -246,7 +249,7 @@ def benchmark_problem(problem: StepProblem, rounds: int, names: list[str]) -> li
 
 
 def _time_step(problem: StepProblem, candidate: Candidate) -> None:
-    """One timed step."""
+    """Time one step."""
     assert candidate.step is not None
     if problem.cuda:
         torch.cuda.synchronize()
@@ -291,7 +294,7 @@ def _build_record(problem: StepProblem, name: str, found: dict[str, Candidate]) 
 
 
 def format_console_line(record: dict[str, Any]) -> str:
-    """A record as a line of the console."""
+    """Format a record as a line of the console."""
     head = f"{record['model']:<6} T={record['T']:<6} B={record['B']:<3} {record['peer']:<17} "
     if record["ms"] is None:
         return head + f"{'—':>10}    {record.get('refusal', 'not measured')}"
@@ -300,7 +303,7 @@ def format_console_line(record: dict[str, Any]) -> str:
 
 
 def parse_shape(text: str) -> tuple[str, int, int | None]:
-    """The type of MODEL:LENGTH or MODEL:LENGTH:BATCH."""
+    """Parse MODEL:LENGTH or MODEL:LENGTH:BATCH."""
     model, *sizes = text.split(":")
     if model not in MODELS or len(sizes) not in (1, 2) or not all(s.isdecimal() and int(s) > 0 for s in sizes):
         raise argparse.ArgumentTypeError(
@@ -310,7 +313,7 @@ def parse_shape(text: str) -> tuple[str, int, int | None]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Run the command line."""
     parser = ToolParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", type=parse_device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(

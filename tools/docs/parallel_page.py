@@ -98,8 +98,8 @@ def list_holders(
 
 
 def _draw_box(axes: Axes, x: float, y: float, width: float, height: float, ranks: list[int], text: str) -> None:
-    colour = OWN if HIGHLIGHTED_GPU in ranks else PLAIN
-    axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor="#3b4654", linewidth=0.8))
+    color = OWN if HIGHLIGHTED_GPU in ranks else PLAIN
+    axes.add_patch(Rectangle((x, y), width, height, facecolor=color, edgecolor="#3b4654", linewidth=0.8))
     axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=8, linespacing=1.35)
 
 

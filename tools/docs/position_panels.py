@@ -96,8 +96,10 @@ def build_processor(name: str, shape: AttentionDims = SHAPE, *, has_bias: bool =
 
 @torch.no_grad()
 def build_drawn_processor(name: str, *, has_bias: bool = True) -> tuple[Processor, str]:
-    """Build a processor for drawing, and return a note for the reader. Processors that start as the identity get random
-    parameters."""
+    """Build a processor for drawing, and return a note for the reader.
+
+    Processors that start as the identity get random parameters.
+    """
     processor = build_processor(name, has_bias=has_bias)
     zero = [parameter for parameter in processor.parameters() if not parameter.any()]
     generator = torch.Generator().manual_seed(SEED)
@@ -149,8 +151,10 @@ def _split_heads(values: Tensor, heads: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def _build_embed_panels(encoding: Encoding) -> list[Panel]:
-    """Build the panel of cosine similarities between added vectors: near 1 for similar positions, near 0 for unrelated
-    ones."""
+    """Build the panel of cosine similarities between added vectors.
+
+    They are near 1 for similar positions and near 0 for unrelated ones.
+    """
     vectors = encoding.embed(TokenRange(0, _limit_length(encoding, MAX_DISTANCE)), LIKE)
     unit = vectors / vectors.norm(dim=-1, keepdim=True)
     lines = {f"from i = {row:,}": (unit[: row + 1] @ unit[row]).flip(0) for row in _list_last_rows(encoding)}
@@ -292,8 +296,10 @@ def _build_mask_panels(encoding: Encoding) -> list[Panel]:
 
 @torch.no_grad()
 def build_processor_panels(name: str) -> tuple[list[Panel], str]:
-    """Return panels of a processor's output for random queries and keys, and of its reach, with a note (may be
-    empty)."""
+    """Return panels of a processor's output for random queries and keys, and of its reach.
+
+    They come with a note, which may be empty.
+    """
     processor, note = build_drawn_processor(name)
     encoding = build_encoding(BASE_ENCODING)
     q, k = _draw_qk(PROCESSOR_MAP_SIZE)
@@ -322,8 +328,10 @@ def build_processor_panels(name: str) -> tuple[list[Panel], str]:
 
 @torch.no_grad()
 def build_temperature_panels(temperature: Temperature) -> list[Panel]:
-    """Build panels of the temperature factors for the rows of one document; each row sees all earlier keys and its
-    own."""
+    """Build panels of the temperature factors for the rows of one document.
+
+    Each row sees all earlier keys and its own.
+    """
     positions = torch.arange(MAX_ROW, dtype=torch.float32)
     factors = temperature(positions, positions + 1).expand(SHAPE.num_heads, -1)
     return [CurvePanel("factor on the query", _split_heads(factors, CURVE_HEADS), across="row i")]
@@ -331,8 +339,10 @@ def build_temperature_panels(temperature: Temperature) -> list[Panel]:
 
 @torch.no_grad()
 def _measure_response(processor: Processor, head: int, reach: int = 8) -> MapPanel:
-    """Measure the change in all heads when one score of one head rises from 0 to 1, without a bias and without that
-    score."""
+    """Measure the change in all heads when one score of one head rises from 0 to 1.
+
+    There is no bias, and the result excludes that score.
+    """
     scores = torch.zeros(2, SHAPE.num_heads, 1, 2 * reach + 1)
     scores[1, head, 0, reach] = 1
     visible = torch.ones(1, 1, 1, 2 * reach + 1, dtype=torch.bool)
@@ -342,8 +352,10 @@ def _measure_response(processor: Processor, head: int, reach: int = 8) -> MapPan
 
 
 def measure_reach(processor: Processor) -> tuple[int, bool]:
-    """Return the largest distance over which a key's score changes another key's logit, and whether heads affect each
-    other."""
+    """Return the reach of a key's score, and whether heads affect each other.
+
+    The reach is the largest distance over which the score changes another key's logit.
+    """
     response = _measure_response(processor, MAP_HEADS[0])
     changed = response.values.any(0).nonzero().flatten() + response.first[1]
     others = [head for head in range(SHAPE.num_heads) if head != MAP_HEADS[0]]

@@ -127,8 +127,10 @@ def _draw_map(figure: Figure, axes: Axes, panel: MapPanel) -> None:
 
 
 def _build_signed_colors() -> ListedColormap:
-    """Build a color map from one color over transparent to the other; an odd number of entries makes zero
-    transparent."""
+    """Build a color map from one color over transparent to the other.
+
+    An odd number of entries makes zero transparent.
+    """
     shares = np.linspace(-1, 1, 65)
     low, high = map(matplotlib.colors.to_rgb, SIGNED_ENDS)
     return ListedColormap([(*(low if share < 0 else high), abs(share)) for share in shares])

@@ -217,7 +217,7 @@ def draw_sequences(seed: int = 13) -> list[Tensor]:
 
 @torch.inference_mode()
 def compute_expected_logits(gpt: GPT) -> dict[str, Tensor]:
-    """The logits of each sequence alone, float32 [1, length, V], by its length."""
+    """Return the logits of each sequence alone, float32 [1, length, V], by its length."""
     return {str(sequence.shape[1]): gpt(sequence).clone() for sequence in draw_sequences()}
 
 

@@ -89,8 +89,10 @@ def list_missing_requirements(folder: Path) -> Iterator[Requirement]:
 
 
 def run_tests(packages: Path, folder: Path) -> dict[str, Any]:
-    """Run the tests with a folder's packages; return the counts of passed and skipped tests, and the names of failed
-    ones."""
+    """Run the tests with a folder's packages.
+
+    Return the counts of passed and skipped tests, and the names of failed ones.
+    """
     report = folder / "tests.xml"
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *TESTS]
     environment = {

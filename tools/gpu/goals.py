@@ -210,8 +210,10 @@ GOALS = (
 
 
 def judge_goals(result: dict[str, Any]) -> list[list[str]]:
-    """Return a row for each goal and level: goal, measurement, limit, and met, not met or the reason for no
-    measurement."""
+    """Return a row for each goal and level.
+
+    It has the goal, measurement, limit, and met, not met or the reason for no measurement.
+    """
     rows = []
     for goal in GOALS:
         try:

@@ -185,6 +185,8 @@ def load_module(path: Path, *, missing: Sequence[str] = (), package: str | None 
 
 
 def pair_adjacent_numbers(weight: Tensor) -> Tensor:
-    """Reorder a projection [D, D] whose heads rotate elements 2c and 2c + 1 together for ours, which pair c and c +
-    d/2."""
+    """Reorder a projection [D, D] whose heads rotate elements 2c and 2c + 1 together.
+
+    Ours pair c and c + d/2.
+    """
     return weight.unflatten(0, (HEADS, -1, 2)).transpose(1, 2).flatten(0, 2)

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Measure how far a model's activations move in its first steps at four widths or depths; under muP they move equally
-far.
+"""Measure how far a model's activations move in its first steps at four widths or depths.
+
+Under muP they move equally far.
 
     python tools/mup/coordinate_check.py --json docs/results/mup_coordinates.json --png docs/results/mup_coordinates.png
 

@@ -217,8 +217,10 @@ def write_made_up_pages(folder: Path) -> list[Path]:
 
 def make_up_records(methods: Sequence[str], seed: int = 0, lengths: Sequence[int] = (512, 1024, 2048, 4096, 8192, 16384)
                     ) -> list[Record]:  # fmt: skip
-    """Build synthetic perplexities over lengths with intervals. Every seventh method diverges; every eleventh has few
-    positions."""
+    """Build synthetic perplexities over lengths with intervals.
+
+    Every seventh method diverges; every eleventh has few positions.
+    """
     random_numbers, records = random.Random(seed), []
     for number, method in enumerate(methods):
         base = 4 + 3 * random_numbers.random()

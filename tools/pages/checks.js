@@ -167,7 +167,7 @@
   // The button inverts the color scheme.
   const theme = document.getElementById("theme"), ground = getComputedStyle(document.body).backgroundColor;
   theme.click();
-  if (getComputedStyle(document.body).backgroundColor === ground) fail("the colours do not turn round");
+  if (getComputedStyle(document.body).backgroundColor === ground) fail("the colors do not turn round");
   await pause();
   checkContrast("turned round");
   theme.click();

@@ -170,7 +170,7 @@ class ParityCase:
     """Number of sequences."""
 
     def config(self) -> Config:
-        """Configuration of the case; the caller provides the data."""
+        """Build the configuration of the case; the caller provides the data."""
         layout = self.layout
         return Config.from_flat(
             {
@@ -200,7 +200,7 @@ class ParityCase:
         )
 
     def alone(self) -> "ParityCase":
-        """Same case in one process, one sequence at a time."""
+        """Return the same case in one process, one sequence at a time."""
         return replace(self, layout=Layout(), micro_batch=1)
 
     def as_json(self) -> dict[str, Any]:

@@ -56,8 +56,10 @@ def train_cases(cases: Sequence[ParityCase], world_size: int, folder: Path) -> d
 
 
 def select_every_nth(methods: Sequence[str], every: int, turn: int) -> list[str]:
-    """Return every nth method, starting at a different one each turn, so that every method meets every kind of
-    layout."""
+    """Return every nth method, starting at a different one each turn.
+
+    Every method then meets every kind of layout.
+    """
     return [method for number, method in enumerate(methods) if (number + turn) % every == 0]
 
 

@@ -141,8 +141,10 @@ def shorten_positions(positions: str) -> str:
 
 
 def _link_entry(entry: str) -> str:
-    """Adapt an entry for a page in a folder beside docs/positions.md: a wrapping formula block, links for papers and
-    pages."""
+    """Adapt an entry for a page in a folder beside docs/positions.md.
+
+    The changes are a wrapping formula block and links for papers and pages.
+    """
     summary, formula, rest = entry.split("\n\n", 2)
     rest = rest.replace("](images/", "](../images/").replace("](#", f"](../{PAGE}#")
     facts, mark, source = rest.partition("- **Source:**")
@@ -158,8 +160,10 @@ def _link_paper(match: re.Match[str]) -> str:
 
 @cache
 def find_overlays(root: Path) -> dict[str, list[str]]:
-    """Return the names of the overlays in configs/position/ by the method they select, the one of the same name
-    first."""
+    """Return the names of the overlays in configs/position/ by the method they select.
+
+    The one of the same name comes first.
+    """
     found: dict[str, list[str]] = {}
     for path in sorted((root / "configs/position").glob("*.yml")):
         values = parse_yaml(read_text(path), str(path)).values

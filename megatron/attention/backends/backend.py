@@ -1,5 +1,7 @@
-"""Interface of an attention backend, limits on keeping score maps for the backward pass, and document masks: which
-backends and methods compute all documents of a row at once, and masks prepared before the layers.
+"""Interface of an attention backend, limits on keeping score maps, and document masks.
+
+The limits concern score maps kept for the backward pass. Document masks include which backends and methods compute all
+documents of a row at once, and masks prepared before the layers.
 
 This module does not import torch at run time, so that the memory planner can read the limits.
 """
@@ -30,8 +32,9 @@ MIN_ROWS_KEPT = 128
 
 
 def reads_whole_table(backend: AttentionBackend) -> bool:
-    """Return True if a backend reads the whole table of a Toeplitz encoding, so that a caller can compute it once for
-    several calls.
+    """Return True if a backend reads the whole table of a Toeplitz encoding.
+
+    A caller can then compute the table once for several calls.
 
     A backend declares this in its attribute of the same name. Backends in plain PyTorch do not: they sum the gradients
     of a table in their own order, on which the bits of a training run depend.
@@ -40,11 +43,10 @@ def reads_whole_table(backend: AttentionBackend) -> bool:
 
 
 def reads_heads_first(backend: AttentionBackend) -> bool:
-    """Return True if a backend reads queries, keys and values [B, h, T, d] fastest if they are contiguous, and returns
-    contiguous gradients.
+    """Return True if a backend needs contiguous queries, keys and values [B, h, T, d], and returns such gradients.
 
-    A backend declares this in its attribute of the same name. Compiled regions then write this layout, instead of one
-    that has to be copied.
+    A backend declares this in its attribute of the same name. Compiled regions then write this layout, which saves a
+    copy.
     """
     return getattr(backend, "reads_heads_first", False)
 
@@ -60,8 +62,9 @@ def takes_first_keys(backend: AttentionBackend) -> bool:
 def find_unsupported_combination(
     backend: str, encoding: Encoding, processor: Processor | None, softcap: float | None, softmax_type: str
 ) -> str | None:
-    """Explain why a backend supports no call of a combination, as far as `capabilities.py` knows; None if nothing is
-    known.
+    """Explain why a backend supports no call of a combination, or return None if nothing is known.
+
+    `capabilities.py` is the source.
 
     Args:
         backend: a value of `attention_backend`.

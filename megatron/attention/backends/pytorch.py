@@ -1,5 +1,6 @@
-"""Attention in plain PyTorch: the whole score map, blocks of query rows against their causal columns, or fused
-attention.
+"""Attention in plain PyTorch.
+
+It uses the whole score map, blocks of query rows with their causal columns, or fused attention.
 
 Blocks halve the work. If they are recomputed in the backward pass, only q, k, v, the table over distances and the
 output are kept: memory linear in T. If they are kept, they take half of the memory of the whole map.
@@ -250,8 +251,10 @@ def pack_documents(starts: Tensor, device: torch.device) -> PackedDocuments:
 
 
 def has_packed_attention(like: Tensor, head_dim: int) -> bool:
-    """Return True if flash attention supports documents of different lengths with queries of this type, on this
-    device."""
+    """Return True if flash attention supports documents of different lengths for these queries.
+
+    This depends on their type and device.
+    """
     return (
         like.is_cuda
         and head_dim % 8 == 0
@@ -263,8 +266,9 @@ def has_packed_attention(like: Tensor, head_dim: int) -> bool:
 
 
 def attend_packed(inputs: AttentionInputs, documents: PackedDocuments) -> Tensor:
-    """Compute the attention output [B, h, T, d] of whole rows with flash attention per document
-    (`torch.nn.attention.varlen`).
+    """Compute the attention output [B, h, T, d] of whole rows with flash attention per document.
+
+    It uses `torch.nn.attention.varlen`.
 
     It needs no masks, and shorter documents cost less.
     """

@@ -34,8 +34,10 @@ def row_blocks_reason(
     softcap: float | None = None,
     softmax_type: str = "vanilla",
 ) -> str | None:
-    """Explain why `auto`, without a check, uses row blocks; None if it uses fused attention, or if a backend was
-    named."""
+    """Explain why `auto`, without a check, uses row blocks.
+
+    Return None if it uses fused attention, or if a backend was named.
+    """
     reason = SdpaBackend().unsupported_reason(encoding, processor, softcap, softmax_type) if name == "auto" else None
     if reason is None:
         return None
@@ -45,8 +47,10 @@ def row_blocks_reason(
 def get_default_backend(
     encoding: Encoding, processor: Processor | None, softcap: float | None = None, softmax_type: str = "vanilla"
 ) -> str:
-    """Return the backend that `auto` uses without a check, on CPUs and GPUs: sdpa or row blocks, which are
-    PyTorch's."""
+    """Return the backend that `auto` uses without a check, on CPUs and GPUs.
+
+    It is sdpa or row blocks, which are PyTorch's.
+    """
     return (
         "sdpa" if SdpaBackend().unsupported_reason(encoding, processor, softcap, softmax_type) is None else ROW_BLOCKS
     )
@@ -60,8 +64,9 @@ def select_backend(
     softcap: float | None = None,
     softmax_type: str = "vanilla",
 ) -> AttentionBackend:
-    """Select a backend by name. `auto` is the fastest backend that needs no check (`get_default_backend`, or the C code
-    on a CPU).
+    """Select a backend by name.
+
+    `auto` is the fastest backend that needs no check (`get_default_backend`, or the C code on a CPU).
 
     Raises:
         UserError: the named backend does not support the combination. The message lists the reason and backends that
@@ -110,8 +115,10 @@ def list_candidates(
     softcap: float | None = None,
     softmax_type: str = "vanilla",
 ) -> dict[str, AttentionBackend]:
-    """List the backends that `auto` chooses from on a GPU: those that support the combination, the unchecked default
-    first."""
+    """List the backends that `auto` chooses from on a GPU, the unchecked default first.
+
+    They support the combination.
+    """
     backends = _build_backends(chunk_rows)
     default = get_default_backend(encoding, processor, softcap, softmax_type)
     order = [default, *(name for name in CHECKED_BACKENDS if name != default)]

@@ -1,5 +1,6 @@
-"""Results of a self-check as stored in files: in the user's cache folder for later runs, and in the run folder for
-readers.
+"""Results of a self-check as stored in files.
+
+They are stored in the user's cache folder for later runs, and in the run folder for readers.
 
 A cache file is named by a hash of the conditions of its result (card, software, sources and the problem), and contains
 them. A damaged file, or one with other conditions, is ignored.
@@ -155,8 +156,10 @@ def write_records(run: Path, records: Sequence[CheckRecord]) -> None:
 
 
 def read_records(run: Path) -> list[CheckRecord]:
-    """Read the backend choices of a run, one per kind of layer. Returns an empty list if the record is missing or
-    damaged."""
+    """Read the backend choices of a run, one per kind of layer.
+
+    Returns an empty list if the record is missing or damaged.
+    """
     try:
         found = json.loads((run / RECORD_FILE).read_text(encoding="utf-8"))
         each = found if isinstance(found, list) else [found]

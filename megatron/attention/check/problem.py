@@ -288,8 +288,10 @@ class CheckProblem:
         return attend_segments(q, k, v, documents.split_rows(rows.start, rows.length), attend, gates)
 
     def run(self, backend: AttentionBackend) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Run a backend. Returns the outputs of the segments, and the gradients of queries, keys, values and parameters
-        by name."""
+        """Run a backend.
+
+        Returns the outputs of the segments, and the gradients of queries, keys, values and parameters by name.
+        """
         queries, k, v, gradients = self._drawn
         q_leaves = [q.detach().requires_grad_() for q in queries]
         k_leaf, v_leaf = k.detach().requires_grad_(), v.detach().requires_grad_()
@@ -392,8 +394,9 @@ class CheckProblem:
 
     @cached_property
     def logit_constants(self) -> dict[str, str]:
-        """Parameters that shift all logits of a row equally, with the parameters whose gradients have the size of their
-        errors.
+        """Parameters that shift all logits of a row equally.
+
+        They come with the parameters whose gradients have the size of their errors.
 
         This is the last constant of a processor, with its last weight. The exact gradient of the constant is zero,
         except with a sink, which is not shifted with the logits.

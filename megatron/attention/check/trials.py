@@ -200,8 +200,10 @@ def _time_backends(
 
 
 def is_device_usable(device: torch.device) -> bool:
-    """Return True if the device still works. An illegal address, for example, makes it unusable for the whole
-    process."""
+    """Return True if the device still works.
+
+    An illegal address, for example, makes it unusable for the whole process.
+    """
     try:
         torch.zeros(1, device=device).add_(1)
         _synchronize(device)
@@ -227,8 +229,10 @@ def _synchronize(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> None:
-    """Free memory held by tracebacks and by the allocator, so that each trial and the run itself start with an empty
-    device."""
+    """Free memory held by tracebacks and by the allocator.
+
+    Each trial and the run itself then start with an empty device.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""This project's own exports, which include their code and represent every model exactly.
+"""Exports in the project's own format, which include their code and represent every model exactly.
 
 Weights are identical in both formats; only names differ. `megatron/conversion/bundled/configuration_farfield.py`
 documents the keys.

@@ -34,8 +34,9 @@ PROGRESS_FILE = "progress.json"
 
 
 def read_progress(work: Path) -> dict[str, Any] | None:
-    """Return the content of a work folder's progress.json, or None if it is missing or the files are shorter than
-    recorded.
+    """Return the content of a work folder's progress.json.
+
+    Return None if it is missing or the files are shorter than recorded.
     """
     try:
         progress: dict[str, Any] = parse_json((work / PROGRESS_FILE).read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ vocabulary contains both:
 
 Ids of the outputs are never inputs, and other ids are never labels. With a separate output matrix (`no_weight_tying:
 true`), the rows of the outputs' ids are the separate output layer of the papers. The other rows are classes that never
-occur. Training drives their softmax probability towards 0, and scoring excludes them.
+occur. Training drives their softmax probability toward 0, and scoring excludes them.
 """
 
 from typing import ClassVar

@@ -93,8 +93,8 @@ class Fire(Encoding):
         i = query.positions(like.device).to(c.dtype)
         j = key.positions(like.device).to(c.dtype)
         n = (i[:, None] - j[None, :]).clamp(min=0)
-        normaliser = torch.maximum(multiplier * half_length, i)
-        x = torch.log1p(c * n) / (torch.log1p(c * normaliser) + 1e-6)[:, None]  # [R, C]
+        normalizer = torch.maximum(multiplier * half_length, i)
+        x = torch.log1p(c * n) / (torch.log1p(c * normalizer) + 1e-6)[:, None]  # [R, C]
         hidden = ACTIVATIONS[self.activation](F.linear(x[..., None], weight1, bias1))
         return ScoreTerms(bias=F.linear(hidden, weight2[heads], bias2[heads]).permute(2, 0, 1))
 

@@ -38,8 +38,10 @@ class Projection(nn.Module):
             self.init(self.weight)
 
     def forward(self, x: Tensor, heads: slice | None = None) -> Tensor:
-        """Project sinusoids R_n [N, D] → W_R R_n [N, H·d]; given heads, project queries q [B, h, R, d] → W_Rᵀ q [B, h,
-        R, D]."""
+        """Project sinusoids R_n [N, D] → W_R R_n [N, H·d].
+
+        With given heads, project queries q [B, h, R, d] → W_Rᵀ q [B, h, R, D].
+        """
         if heads is None:
             return F.linear(x, self.weight)
         return torch.matmul(x, self.weight.view(-1, x.shape[-1], self.weight.shape[1])[heads])

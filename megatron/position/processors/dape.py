@@ -1,5 +1,7 @@
-"""DAPE: a two-layer perceptron over the scores and biases of all heads, applied to each entry; CDAPE with kernel size
-1."""
+"""DAPE: a two-layer perceptron over the scores and biases of all heads, applied to each entry.
+
+It equals CDAPE with kernel size 1.
+"""
 
 from megatron.position.facts import AttentionDims, ProcessorCost
 from megatron.position.processors.cdape import Cdape

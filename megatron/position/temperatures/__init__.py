@@ -1,2 +1,4 @@
-"""Attention temperatures: one per file, with one `Temperature` subclass. The name of the file is the temperature's
-name."""
+"""Attention temperatures: one per file, with one `Temperature` subclass.
+
+The name of the file is the temperature's name.
+"""

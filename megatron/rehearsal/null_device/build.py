@@ -52,8 +52,9 @@ class NullDevice:
 
 
 def build_null_device() -> NullDevice:
-    """Return the library for the installed torch and Triton. Build it on the first call and cache it in the user's
-    cache folder.
+    """Return the library for the installed torch and Triton.
+
+    Build it on the first call and cache it in the user's cache folder.
 
     Raises:
         UserError: if torch is a CPU build, or the compiler, headers or symbols are missing. The message names them.

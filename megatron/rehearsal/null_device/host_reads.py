@@ -178,15 +178,19 @@ def _change_pipeline_stage(module: Any) -> None:
 
 
 def _change_attention_trials(trials: Any) -> None:
-    """Patch the self-check: every backend that runs passes, with an unknown error, because there are no results to
-    compare."""
+    """Patch the self-check: every backend that runs passes, with an unknown error.
+
+    There are no results to compare.
+    """
     trials.Judge.exact = {"output": None}
     trials.Judge.compute_excess = lambda self, found, others_are_zero, throughout: {}
 
 
 def _change_attention_registry(registry: Any) -> None:
-    """Patch the registry: FlexAttention runs on request but is not checked, because it takes half a minute to
-    compile."""
+    """Patch the registry: FlexAttention runs on request but is not checked.
+
+    It takes half a minute to compile.
+    """
     registry.CHECKED_BACKENDS = tuple(name for name in registry.CHECKED_BACKENDS if name != "flex")
 
 

@@ -1,5 +1,6 @@
-"""Interface to the null device's library in this process: counters, loaded kernels, and the listener of its
-collectives.
+"""Interface to the null device's library in this process.
+
+It provides counters, loaded kernels, and the listener of its collectives.
 
 A summary of the process (peak memory, counters, kernels and stub calls) is written at exit to `rank-r.summary.json` in
 the ledger's folder.
@@ -41,8 +42,10 @@ class Counters:
 
     @property
     def all_launches(self) -> int:
-        """Total operations that a GPU would run: kernels, matrix products, convolutions, copies, fills and
-        collectives."""
+        """Total operations that a GPU would run.
+
+        These are kernels, matrix products, convolutions, copies, fills and collectives.
+        """
         return self.launches + self.triton + self.gemm + self.convolutions + self.copies + self.fills + self.collectives
 
 

@@ -1,5 +1,6 @@
-"""Recorder of every collective of this process. It records NCCL calls in the null device's library, and gloo calls on
-entry.
+"""Recorder of every collective of this process.
+
+It records NCCL calls in the null device's library, and gloo calls on entry.
 
 The ledger of rank r is `rank-r.jsonl` in the ledger's folder. Each line is either a group that contains the rank,
 

@@ -151,7 +151,7 @@ def test_a_row_too_few_in_a_gradient_is_more_than_rounding(name: str) -> None:
     assert compute_excess(found, compute, torch.float32)[name] > SAFETY_FACTOR
 
 
-def test_the_multiplier_has_no_gradient_where_all_rows_are_beyond_it(device: str) -> None:
+def test_the_multiplier_has_no_gradient_if_all_rows_exceed_it(device: str) -> None:
     leaves = _leaves(Case(2, 5, 30, offset=25).fire(device))
     fire_bias(*leaves, 5, 30, half_length=2.0, offset=25).sum().backward()
     assert leaves[1].grad is not None
@@ -213,7 +213,7 @@ def test_compiled_equals_plain(device: str) -> None:
         (torch.zeros(2, 8), {"dtype": torch.float64}, "dtype torch.float64; choose from"),
     ],
 )
-def test_what_does_not_fit_is_refused(table: Tensor, changes: dict[str, object], message: str, device: str) -> None:
+def test_invalid_arguments_are_rejected(table: Tensor, changes: dict[str, object], message: str, device: str) -> None:
     with pytest.raises(ValueError, match=message):
         toeplitz_bias(table.to(device), 8, 8, **changes)  # type: ignore[arg-type]
 

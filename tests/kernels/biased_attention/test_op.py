@@ -81,8 +81,10 @@ class Case:
         return q, k, v, bias.to(device) if self.bias else None, weight.to(device) if self.weight else None, key_bias
 
     def sink_logits(self, device: torch.device | str = "cpu") -> Tensor | None:
-        """Return sink logits of the size of the scores and above. If they were much lower, few rows would dominate the
-        gradient."""
+        """Return sink logits of the size of the scores and above.
+
+        If they were much lower, few rows would dominate the gradient.
+        """
         return torch.linspace(1, 6, self.H, device=device) if self.sinks else None
 
 
@@ -204,7 +206,7 @@ def _flash(case: Case, dtype: torch.dtype, delta: float = 1.0) -> Callable[[], V
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
-def test_the_formulas_whose_rounding_is_allowed_are_the_reference(case: Case) -> None:
+def test_rounding_formulas_match_the_reference(case: Case) -> None:
     found, truth = _flash(case, torch.float32)(), _truth(case, torch.float32)
     assert found.keys() == truth.keys()
     for name, exact in truth.items():
@@ -425,7 +427,7 @@ def _call(device: str, **changes: object) -> None:
         ({"first_keys": torch.zeros(1, 9, dtype=torch.int32)}, r"torch.int32 \[1, 9\] .* must be torch.int32 \[1, 8\]"),
     ],
 )
-def test_what_does_not_fit_is_refused(changes: dict[str, object], message: str, device: str) -> None:
+def test_invalid_arguments_are_rejected(changes: dict[str, object], message: str, device: str) -> None:
     with pytest.raises(ValueError, match=message):
         _call(device, **changes)
 

@@ -162,7 +162,7 @@ def test_checkpointing_changes_nothing() -> None:
 
 @pytest.mark.parametrize("dim", [7, 8])
 @pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 3, 2, 1), (3, 1, 0, 2)], ids=str)
-def test_axes_lie_in_memory_in_any_order(order: tuple[int, ...], dim: int) -> None:
+def test_inputs_may_have_any_memory_layout(order: tuple[int, ...], dim: int) -> None:
     case = Case(2, 3, 20, 20, dim, 6, 5)
     inputs, into = case.inputs(torch.float32), into_output(case, torch.float32)
     plain = differentiated(cdape_attention, inputs, into)
@@ -173,7 +173,7 @@ def test_axes_lie_in_memory_in_any_order(order: tuple[int, ...], dim: int) -> No
         assert torch.equal(other[name], expected), name
 
 
-def test_what_is_kept_for_the_backward_pass_is_linear_in_the_length() -> None:
+def test_saved_memory_is_linear_in_the_length() -> None:
     def kept(length: int) -> int:
         sizes: list[int] = []
         leaves = [x.requires_grad_() for x in Case(1, 2, length, length, 4, 3, 3).inputs(torch.float32)]
@@ -184,7 +184,7 @@ def test_what_is_kept_for_the_backward_pass_is_linear_in_the_length() -> None:
     assert kept(256) < 2.1 * kept(128)
 
 
-def test_the_compiler_has_nothing_to_say() -> None:
+def test_the_compiler_prints_no_warnings() -> None:
     jit_build.build_library(cpu.NATIVE, (*jit_build.ARCH_FLAGS, "-Wall", "-Wextra", "-Werror"))
 
 
@@ -206,9 +206,7 @@ def test_the_compiler_has_nothing_to_say() -> None:
     ],
     ids=["reordered", "inserted", "added", "left out"],
 )
-def test_a_struct_that_lies_otherwise_in_c_is_not_called(
-    line: str, changed: str, complaint: str, tmp_path: Path
-) -> None:
+def test_a_mismatched_c_struct_is_rejected(line: str, changed: str, complaint: str, tmp_path: Path) -> None:
     folder = tmp_path / "cdape" / "native"
     shutil.copytree(cpu.NATIVE, folder)
     (file,) = (path for path in folder.iterdir() if line in path.read_text(encoding="utf-8"))
@@ -217,7 +215,7 @@ def test_a_struct_that_lies_otherwise_in_c_is_not_called(
         cpu.set_signatures(jit_build.build_library(folder))
 
 
-def test_what_it_cannot_compute_is_refused_by_name() -> None:
+def test_unsupported_inputs_are_rejected_by_name() -> None:
     inputs = Case(1, 2, 5, 5, 4, 3, 3).inputs(torch.float32)
     half = [x.bfloat16() for x in inputs[:3]]
     with pytest.raises(ValueError, match=r"q is torch\.bfloat16 on cpu; it must be float32 on a CPU"):

@@ -49,15 +49,13 @@ def test_a_chunk_keeps_to_the_workspace_or_to_few_rows(
         (1, 2_048, A100, 1_024),
     ],
 )
-def test_a_chunk_has_many_rows_where_memory_allows(
-    batch: int, columns: int, properties: DeviceProperties, expected: int
-) -> None:
+def test_chunk_rows_depend_on_memory(batch: int, columns: int, properties: DeviceProperties, expected: int) -> None:
     assert choose_chunk_rows(batch, 12, columns, columns, torch.bfloat16, properties) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [4, 12, 17])
-def test_the_bytes_of_the_maps_are_those_of_their_tensors(heads: int, dtype: torch.dtype) -> None:
+def test_map_bytes_match_the_tensors(heads: int, dtype: torch.dtype) -> None:
     last, first = torch.empty(1, 5, 7, padded_channels(heads)), torch.empty(1, heads, 5, 7)
     maps = ChunkMaps(last.to(dtype), first, first.to(dtype), last.to(dtype))
     assert sum(x.nbytes for x in vars(maps).values()) == 5 * 7 * map_bytes(heads, dtype)

@@ -146,7 +146,7 @@ def test_a_decoding_step_equals_its_row_of_the_whole(window: int | None, device:
 
 
 @pytest.mark.usefixtures("tall_tiles")
-def test_a_windowed_cache_may_drop_what_no_hidden_value_sees(device: str) -> None:
+def test_a_windowed_cache_may_drop_unused_columns(device: str) -> None:
     case, window = Case(1, 2, 24, 24, 8, 6, 5, window=6), 6
     q, k, v, *rest = case.inputs(torch.float32, device)
     exact = doubled(case.inputs(torch.float32))
@@ -214,7 +214,7 @@ def test_torch_compile_and_checkpointing_change_nothing(device: str) -> None:
 
 
 @pytest.mark.usefixtures("tall_tiles")
-def test_what_is_kept_for_the_backward_pass_is_linear_in_the_length(device: str) -> None:
+def test_saved_memory_is_linear_in_the_length(device: str) -> None:
     def kept(length: int) -> int:
         sizes: list[int] = []
         case = replace(TINY, rows=length, columns=length)
@@ -246,7 +246,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("changed", "message"), WRONG)
-def test_what_does_not_fit_is_refused_by_name(changed: dict[str, object], message: str, device: str) -> None:
+def test_invalid_arguments_are_rejected_by_name(changed: dict[str, object], message: str, device: str) -> None:
     changed = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in changed.items()}
     arguments = dict(zip(NAMES[1:], TINY.inputs(torch.float32, device), strict=True)) | changed
     with pytest.raises(ValueError, match=message):

@@ -106,7 +106,7 @@ def test_equals_the_softmax_and_its_gradient(
 
 @pytest.mark.parametrize("heads", [1, 11, 16])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_scores_lie_heads_last_beside_zeros(
+def test_scores_are_heads_last_and_padded_with_zeros(
     case: tuple[int, int, int | None, int, int, int], heads: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     *case, columns = case

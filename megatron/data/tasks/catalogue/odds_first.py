@@ -8,7 +8,7 @@ from megatron.data.tasks.transduction_task import TransductionTask
 
 
 class OddsFirst(TransductionTask):
-    """n bits; the answer is the 2nd, 4th, … bit, then the 1st, 3rd, …
+    """Task of n bits whose answer is the 2nd, 4th, … bit, then the 1st, 3rd and so on.
 
     This is the order in the papers' code; their description states the other order.
     """
