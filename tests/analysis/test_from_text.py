@@ -15,12 +15,12 @@ from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_weights, precompute_terms
 from megatron.evaluation.analysis import attention_capture
 from megatron.evaluation.analysis.attention_capture import capture_attention, list_attention_layers, run_forward
+from megatron.evaluation.analysis.bias_series import compute_finite_field
 from megatron.evaluation.analysis.from_text import score_maps
 from megatron.evaluation.analysis.from_text.attention_entropy import describe_weights, measure_attention_entropy
 from megatron.evaluation.analysis.from_text.empirical_receptive_field import AttentionMass, measure_attention_mass
 from megatron.evaluation.analysis.from_text.processor_taps import measure_processor_jacobian
 from megatron.evaluation.analysis.from_text.score_maps import compute_layer_maps
-from megatron.evaluation.analysis.receptive_field import compute_finite_field
 from megatron.model.gpt import GPT
 from megatron.position.processor import Processor
 from megatron.position.token_range import ALL_HEADS

@@ -26,7 +26,7 @@ from megatron.evaluation.analysis.attention_capture import (
     run_forward,
     slice_from_row,
 )
-from megatron.evaluation.analysis.receptive_field import PLOTTED_EPSILONS, TIE_TOLERANCE, compute_finite_field
+from megatron.evaluation.analysis.bias_series import PLOTTED_EPSILONS, TIE_TOLERANCE, compute_finite_field
 from megatron.model.gpt import GPT
 from megatron.reports.charts import Chart
 from megatron.reports.line_chart import HorizontalAxis, build_line_chart, build_median_line
