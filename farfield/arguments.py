@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.position.catalog import MethodFileError
-from megatron.utils.errors import UserError, refuse_exits, shorten_text
+from megatron.utils.errors import UserError, forbid_exits, shorten_text
 
 
 @contextmanager
 def method_errors() -> Iterator[None]:
     """Convert errors in the user's own methods to `UserError`, including calls of sys.exit()."""
     try:
-        with refuse_exits():
+        with forbid_exits():
             yield
     except MethodFileError as error:
         raise UserError(str(error)) from error

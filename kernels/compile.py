@@ -104,7 +104,7 @@ class KernelConfig:
 
 FLOAT_ARGUMENTS = ("scale", "above", "largest")
 """Arguments that are float32 numbers."""
-INTEGER_POINTERS = ("first_keys_ptr",)
+INTEGER_POINTERS = ("document_starts_ptr",)
 FLOAT64_POINTERS = ("key_bias_ptr",)
 
 

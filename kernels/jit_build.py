@@ -97,8 +97,8 @@ def run_compiler(command: Sequence[str]) -> None:
     """
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines() or ["no message"]
-        error = next((line for line in said if "error" in line), said[0])
+        output = done.stderr.strip().splitlines() or ["no message"]
+        error = next((line for line in output if "error" in line), output[0])
         raise CompileError(f"{Path(command[0]).name} failed: {error}")
 
 

@@ -332,10 +332,10 @@ def test_versions_are_read_without_importing_packages(tmp_path):
     packages = ("torch", "deepspeed", "megatron.core", "transformers", "numpy")
     ((code, text, error),) = calls_without(packages, [("--version",)], tmp_path).values()
     assert (code, error) == (0, "")
-    told = dict(line.split(" ", 1) for line in text.splitlines())
-    assert told["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert {"farfield", "python", "deepspeed", "megatron-core", "device"} <= told.keys()
-    assert re.fullmatch(r"cpu \(\d+ cores\)|cuda \(\d+ × .+\)", told["device"])
+    reported = dict(line.split(" ", 1) for line in text.splitlines())
+    assert reported["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert {"farfield", "python", "deepspeed", "megatron-core", "device"} <= reported.keys()
+    assert re.fullmatch(r"cpu \(\d+ cores\)|cuda \(\d+ × .+\)", reported["device"])
 
 
 def test_gpt_neox_habits(tmp_path, corpus, inside):
@@ -462,14 +462,14 @@ def test_commands_print_on_any_terminal(surroundings, tmp_path):
 def test_keys(tmp_path, inside):
     done = inside("keys", "rotary-pct", cwd=tmp_path)
     assert "pos_emb_options.fraction" in done.stdout
-    for wanted, told in (
+    for wanted, reported in (
         ("no such key", ""),
         ("seq_lenght", "; did you mean seq_length"),
         ("num-layrs", "; did you mean num_layers"),
     ):
         missing = inside("keys", wanted, cwd=tmp_path)
         assert missing.returncode == 2
-        assert missing.stderr.startswith(f"error: no key contains {wanted!r}{told}")
+        assert missing.stderr.startswith(f"error: no key contains {wanted!r}{reported}")
 
 
 def test_keys_are_readable_in_80_columns(tmp_path, inside):

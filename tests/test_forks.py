@@ -69,20 +69,20 @@ def sleepers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sleeper
 
 def test_a_fork_ends_after_its_connection(sleepers: Sleepers) -> None:
     connection, _other = sleepers.ask(), sleepers.ask()
-    begun = time.monotonic()
+    start_time = time.monotonic()
     connection.shutdown(socket.SHUT_RDWR)
     while is_alive(sleepers.pids[0]):
-        assert time.monotonic() < begun + 30
+        assert time.monotonic() < start_time + 30
         time.sleep(0.01)
-    assert time.monotonic() > begun + sleepers.grace
+    assert time.monotonic() > start_time + sleepers.grace
     assert is_alive(sleepers.pids[1])
 
 
 def test_forks_end_before_their_server(sleepers: Sleepers) -> None:
     _connections = sleepers.ask(), sleepers.ask()
-    begun = time.monotonic()
+    start_time = time.monotonic()
     sleepers.server.close()
-    assert time.monotonic() > begun + sleepers.grace
+    assert time.monotonic() > start_time + sleepers.grace
     assert not any(map(is_alive, sleepers.pids))
     assert not Path(sleepers.server.path).parent.exists()
 

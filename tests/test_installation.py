@@ -96,10 +96,10 @@ def test_an_installed_project_knows_its_files(installed: Path, tmp_path: Path) -
         "from megatron.reports.citation import read_citation; from megatron.utils import project; "
         "print(read_citation()['title'], project.get_farfield_version(), project.IS_CHECKOUT)"
     )
-    told = subprocess.run(
+    reported = subprocess.run(
         [installed / "python", "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     ).stdout  # fmt: skip
-    assert told.split()[-2:] == ["0.1.0", "False"]
+    assert reported.split()[-2:] == ["0.1.0", "False"]
 
 
 @pytest.mark.parametrize("kind", ["Megatron-LM", "regular package"])

@@ -12,7 +12,7 @@ from tools.rounding import (
     RoundingMode,
     assert_close_in_rounding,
     assert_within_rounding,
-    compute_excess,
+    compute_error_ratio,
     estimate_rounding_sizes,
 )
 
@@ -60,7 +60,7 @@ def test_sums_in_a_half_type_are_not_rounding(dtype: torch.dtype) -> None:
 def test_one_wrong_element_is_not_rounding(fault: float) -> None:
     found = {name: x.clone() for name, x in _products(torch.float32).items()}
     found["products"][3, 4] += fault
-    assert compute_excess(found, lambda: _products(torch.float32), torch.float32)["products"] > SAFETY_FACTOR
+    assert compute_error_ratio(found, lambda: _products(torch.float32), torch.float32)["products"] > SAFETY_FACTOR
 
 
 @pytest.mark.parametrize("scale", [0.1, 0.9, 1.2, 2.0, 3.5, 3.99, 4.01, 8.0])
@@ -70,22 +70,24 @@ def test_fewer_draws_come_to_the_same_judgement(scale: float) -> None:
     sizes = estimate_rounding_sizes(kinds, truth, lambda: _products(torch.float32), torch.float32)
     found = {name: exact.clone() for name, exact in truth.items()}
     found["products"][3, 4] += scale * sizes["products"].min()  # the smaller of norm and maximum: the maximum
-    ratio = compute_excess(found, lambda: _products(torch.float32), torch.float32)["products"]
+    ratio = compute_error_ratio(found, lambda: _products(torch.float32), torch.float32)["products"]
     assert (ratio <= SAFETY_FACTOR) == (scale <= SAFETY_FACTOR)
 
 
 def test_results_of_other_names_or_shapes_are_refused() -> None:
     found = dict(_products(torch.float32))
     with pytest.raises(AssertionError, match="sum"):
-        compute_excess({"products": found["products"]}, lambda: found, torch.float32)
+        compute_error_ratio({"products": found["products"]}, lambda: found, torch.float32)
     with pytest.raises(AssertionError, match="products"):
-        compute_excess(found | {"products": found["products"].T[:3]}, lambda: found, torch.float32)
+        compute_error_ratio(found | {"products": found["products"].T[:3]}, lambda: found, torch.float32)
 
 
 def test_exact_results_have_no_tolerance() -> None:
     zero = {"zero": torch.zeros(3, dtype=torch.float64)}
-    assert compute_excess(zero, lambda: zero, torch.float32) == {"zero": 0.0}
-    assert compute_excess({"zero": torch.tensor([0.0, 1e-30, 0.0])}, lambda: zero, torch.float32) == {"zero": math.inf}
+    assert compute_error_ratio(zero, lambda: zero, torch.float32) == {"zero": 0.0}
+    assert compute_error_ratio({"zero": torch.tensor([0.0, 1e-30, 0.0])}, lambda: zero, torch.float32) == {
+        "zero": math.inf
+    }
 
 
 def test_gradients_are_disturbed_as_well_and_the_same_every_time() -> None:
@@ -130,7 +132,7 @@ def test_running_sums_and_gates_are_disturbed() -> None:
     compute = lambda: {"gates": x.sigmoid(), "count": x.sigmoid().cumsum(0)}  # noqa: E731
     assert_within_rounding({name: value.float() for name, value in compute().items()}, compute, torch.float32)
     faulty = {"gates": x.float().sigmoid(), "count": x.sigmoid().float().cumsum(0) + 1e-5}
-    assert compute_excess(faulty, compute, torch.float32)["count"] > SAFETY_FACTOR
+    assert compute_error_ratio(faulty, compute, torch.float32)["count"] > SAFETY_FACTOR
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
@@ -141,7 +143,7 @@ def test_rounding_of_results_differs_from_rounding_of_factors(dtype: torch.dtype
         return {"found": (a * b + a).exp() / (1 + b * b)}
 
     found, exact = compute(a, b), lambda: compute(a.double(), b.double())
-    assert_within_rounding(found, exact, dtype, throughout=True)
+    assert_within_rounding(found, exact, dtype, rounds_every_op=True)
     wide = {"found": compute(a.float(), b.float())["found"]}
-    assert compute_excess(wide, exact, dtype)["found"] <= SAFETY_FACTOR
-    assert compute_excess({"found": found["found"].float()}, exact, dtype)["found"] > SAFETY_FACTOR
+    assert compute_error_ratio(wide, exact, dtype)["found"] <= SAFETY_FACTOR
+    assert compute_error_ratio({"found": found["found"].float()}, exact, dtype)["found"] > SAFETY_FACTOR

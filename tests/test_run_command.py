@@ -28,7 +28,7 @@ DEEPY = ROOT / "deepy.py"
     ],
 )
 @pytest.mark.parametrize(
-    ("module", "logged", "said"),
+    ("module", "logged", "output"),
     [
         ("typer", False, ""),
         ("megatron.config.reference", False, "stopping\n"),
@@ -36,7 +36,7 @@ DEEPY = ROOT / "deepy.py"
     ],
 )
 def test_signals_during_an_import(
-    number: signal.Signals, code: int, ended: str, module: str, logged: bool, said: str, tmp_path: Path
+    number: signal.Signals, code: int, ended: str, module: str, logged: bool, output: str, tmp_path: Path
 ) -> None:
     """Signals are handled before `main` and during imports in a command; torch's import must not be interrupted.
 
@@ -59,8 +59,8 @@ def test_signals_during_an_import(
         f"runpy.run_path({str(DEEPY)!r}, run_name='__main__')\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    told = said if logged else said + ended
-    assert (done.returncode, done.stderr) == (code, told)
+    reported = output if logged else output + ended
+    assert (done.returncode, done.stderr) == (code, reported)
     assert "broken off" not in done.stdout
 
 
@@ -73,16 +73,18 @@ def fails(error: BaseException) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "told"),
+    ("error", "code", "reported"),
     [
         (UserError("a is b"), 2, "error: a is b\n"),
         (RunError("a\nb"), 1, "error: a\nerror: b\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
 )
-def test_errors_are_lines(error: BaseException, code: int, told: str, capfd: pytest.CaptureFixture[str], app) -> None:
+def test_errors_are_lines(
+    error: BaseException, code: int, reported: str, capfd: pytest.CaptureFixture[str], app
+) -> None:
     assert app(fails(error)) == code
-    assert capfd.readouterr() == ("", told)
+    assert capfd.readouterr() == ("", reported)
 
 
 @pytest.mark.parametrize("error", [EOFError("ends too early"), OSError(5, "Input/output error", "a.bin")])

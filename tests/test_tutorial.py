@@ -51,7 +51,7 @@ def test_the_tutorial_works(tmp_path: Path) -> None:
     for much, less in LESS.items():
         assert page.count(much) == 1
         page = page.replace(much, less)
-    said = ""
+    output = ""
     for language, block in blocks(page):
         if language != "sh":
             (here / block.splitlines()[0].removeprefix("# ")).write_text(block, encoding="utf-8")
@@ -59,9 +59,9 @@ def test_the_tutorial_works(tmp_path: Path) -> None:
         for command in commands(block):
             done = run(command, here)
             assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-            said += done.stdout
-    assert re.search(r"^ *root ", said, flags=re.MULTILINE)
-    assert re.search(r"\d\d passed", said)
+            output += done.stdout
+    assert re.search(r"^ *root ", output, flags=re.MULTILINE)
+    assert re.search(r"\d\d passed", output)
     records = json.loads((here / "results" / "tutorial" / "results.json").read_text())
     found = {(Path(each["run"]).name, each["length"]): each["perplexity"] for each in records}
     methods = ("rotary", "kerple_log", "root", "root_cdape")

@@ -16,7 +16,7 @@ from megatron.utils.rounding import (
     SAFETY_FACTOR,
     Results,
     RoundingMode,
-    compute_excess,
+    compute_error_ratio,
     compute_size_ratio,
     estimate_rounding_sizes,
 )
@@ -28,7 +28,7 @@ __all__ = [
     "RoundingMode",
     "assert_close_in_rounding",
     "assert_within_rounding",
-    "compute_excess",
+    "compute_error_ratio",
     "compute_size_ratio",
     "compute_tolerance",
     "count_gpt_sums",
@@ -39,9 +39,9 @@ __all__ = [
 def assert_within_rounding(found: Results, compute: Callable[[], Results], dtype: torch.dtype, **model: bool) -> None:
     """Assert that every result's error is at most SAFETY_FACTOR times the rounding error.
 
-    Arguments as in `compute_excess`.
+    Arguments as in `compute_error_ratio`.
     """
-    for name, ratio in compute_excess(found, compute, dtype, **model).items():
+    for name, ratio in compute_error_ratio(found, compute, dtype, **model).items():
         assert ratio <= SAFETY_FACTOR, f"{name}: error is {ratio:.3g} times the rounding error of {dtype}"
 
 

@@ -83,7 +83,7 @@ def _list_kernels(
             if "dlse_ptr" in kernel.arg_names:
                 constants["dlse_ptr"] = None  # the logsumexp has no gradient
             if not documents:
-                constants["first_keys_ptr"] = None
+                constants["document_starts_ptr"] = None
             if not keys:
                 constants |= {name: None for name in ("key_bias_ptr", "dkey_bias_ptr") if name in kernel.arg_names}
             if kernel is _fwd_kernel and not sinks:

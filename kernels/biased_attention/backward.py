@@ -22,7 +22,7 @@ from kernels.biased_attention.forward import (
     column_ranges,
     finish_scores,
     load_center,
-    load_first_keys,
+    load_document_starts,
     load_key_bias,
     load_table_window,
     select_head,
@@ -134,7 +134,7 @@ def _bwd_dq_inner(
     dtables,
     row,
     sizes,
-    first_keys_ptr,
+    document_starts_ptr,
     key_bias_ptr,
     center,
     MASKED: tl.constexpr,
@@ -186,8 +186,8 @@ def _bwd_dq_inner(
         if MASKED:
             columns = c0 + tl.arange(0, BLOCK_N)[None, :]
             distance = top + tl.arange(0, BLOCK_M)[:, None] - columns
-            first_keys = load_first_keys(first_keys_ptr, row + tl.arange(0, BLOCK_M)[:, None], sizes.R)
-            p = tl.where(visible_mask(distance, columns, C, window, first_keys, HAS_WINDOW), p, 0.0)
+            document_starts = load_document_starts(document_starts_ptr, row + tl.arange(0, BLOCK_M)[:, None], sizes.R)
+            p = tl.where(visible_mask(distance, columns, C, window, document_starts, HAS_WINDOW), p, 0.0)
         ds = p * (dp - delta[:, None])
         if dbias_ptr is not None:
             sums, carry_bias = sum_diagonals(ds, carry_bias, BLOCK_M)
@@ -217,7 +217,7 @@ def _bwd_dq_kernel(
     dlse_ptr,
     dq_ptr,
     delta_ptr,
-    first_keys_ptr,
+    document_starts_ptr,
     key_bias_ptr,
     sizes,
     Q_STRIDE: tl.constexpr,
@@ -257,8 +257,8 @@ def _bwd_dq_kernel(
         dtables.bias_ptr + own if dtables.bias_ptr is not None else None,
         dtables.weight_ptr + own if dtables.weight_ptr is not None else None,
     )
-    if first_keys_ptr is not None:
-        first_keys_ptr += b * R
+    if document_starts_ptr is not None:
+        document_starts_ptr += b * R
     if key_bias_ptr is not None:
         key_bias_ptr += pair * sizes.C
     blocks = tl.cdiv(R, BLOCK_M)
@@ -293,17 +293,18 @@ def _bwd_dq_kernel(
             center = load_center(key_bias_ptr, top, sizes.C)
             if key_bias_ptr is not None:
                 lse += load_key_bias(key_bias_ptr, top + t, sizes.C, center)
-            first, full, partial, last = column_ranges(start, sizes, first_keys_ptr, BLOCK_M, BLOCK_N, HAS_WINDOW)
+            first, full, partial, last = column_ranges(start, sizes, document_starts_ptr, BLOCK_M, BLOCK_N, HAS_WINDOW)
             block = (q_a, q_b, do_a, do_b, lse, delta)
             # fmt: off
-            if HAS_WINDOW or first_keys_ptr is not None:
-                state = _bwd_dq_inner(state, first, full, block, k, v, tables, dtables, start, sizes, first_keys_ptr,
+            if HAS_WINDOW or document_starts_ptr is not None:
+                state = _bwd_dq_inner(state, first, full, block, k, v, tables, dtables, start, sizes,
+                                      document_starts_ptr,
                                       key_bias_ptr, center, True, HAS_WINDOW, JOINS_BIAS, BLOCK_M, BLOCK_N,
                                       BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
-            state = _bwd_dq_inner(state, full, partial, block, k, v, tables, dtables, start, sizes, first_keys_ptr,
+            state = _bwd_dq_inner(state, full, partial, block, k, v, tables, dtables, start, sizes, document_starts_ptr,
                                   key_bias_ptr, center, False, HAS_WINDOW, JOINS_BIAS, BLOCK_M, BLOCK_N,
                                   BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
-            state = _bwd_dq_inner(state, partial, last, block, k, v, tables, dtables, start, sizes, first_keys_ptr,
+            state = _bwd_dq_inner(state, partial, last, block, k, v, tables, dtables, start, sizes, document_starts_ptr,
                                   key_bias_ptr, center, True, HAS_WINDOW, JOINS_BIAS, BLOCK_M, BLOCK_N,
                                   BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
             # fmt: on
@@ -329,7 +330,7 @@ def _bwd_dq_kernel(
 
 
 @triton.jit
-def count_rows(first_keys_ptr, column, R):
+def count_rows(document_starts_ptr, column, R):
     """Count the rows whose first key is at most `column`; these rows come first.
 
     The search divides the range by 128 per step, because its loads depend on each other.
@@ -340,8 +341,8 @@ def count_rows(first_keys_ptr, column, R):
     while step > 0:
         # Compare the last row of each piece of `step` rows: the whole piece counts if its last row does.
         rows = count + (tl.arange(0, PIECES) + 1) * step - 1
-        first_keys = tl.load(first_keys_ptr + rows, mask=rows < R, other=column + 1)
-        count += tl.sum((first_keys <= column).to(tl.int32), 0) * step
+        document_starts = tl.load(document_starts_ptr + rows, mask=rows < R, other=column + 1)
+        count += tl.sum((document_starts <= column).to(tl.int32), 0) * step
         step = tl.where(step > 1, tl.cdiv(step, PIECES), 0)
     return count
 
@@ -361,7 +362,7 @@ def _bwd_dkdv_inner(
     tables,
     c0,
     sizes,
-    first_keys_ptr,
+    document_starts_ptr,
     key_bias_ptr,
     dkey_bias_ptr,
     center,
@@ -424,9 +425,9 @@ def _bwd_dkdv_inner(
         p = tl.exp2(scores - lse[None, :])
         if MASKED:
             columns = c0 + tl.arange(0, BLOCK_N)[:, None]
-            first_keys = load_first_keys(first_keys_ptr, rows[None, :], R)
+            document_starts = load_document_starts(document_starts_ptr, rows[None, :], R)
             distance = offset + rows[None, :] - columns
-            p = tl.where(visible_mask(distance, columns, C, window, first_keys, HAS_WINDOW), p, 0.0)
+            p = tl.where(visible_mask(distance, columns, C, window, document_starts, HAS_WINDOW), p, 0.0)
         dv_a = tl.dot(p.to(do_a.dtype), do_a, dv_a, input_precision=INPUT_PRECISION)
         if BLOCK_DB:
             dv_b = tl.dot(p.to(do_b.dtype), do_b, dv_b, input_precision=INPUT_PRECISION)
@@ -453,7 +454,7 @@ def _bwd_dkdv_kernel(
     delta_ptr,
     dk_ptr,
     dv_ptr,
-    first_keys_ptr,
+    document_starts_ptr,
     key_bias_ptr,
     dkey_bias_ptr,
     sizes,
@@ -504,12 +505,12 @@ def _bwd_dkdv_kernel(
     if HAS_WINDOW:
         last = tl.minimum(R, tl.maximum(c0 + BLOCK_N - 1 - offset + window, 0))
         partial = tl.minimum(partial, tl.maximum(c0 + window - offset, 0) // BLOCK_M * BLOCK_M)
-    if first_keys_ptr is not None:
+    if document_starts_ptr is not None:
         # Rows attend to the block's last column until the first document that starts after it, and to all of the block
         # until the first document that starts after its first column.
-        first_keys_ptr += b * R
-        last = tl.minimum(R, count_rows(first_keys_ptr, c0 + BLOCK_N - 1, R))
-        partial = tl.minimum(partial, count_rows(first_keys_ptr, c0, R) // BLOCK_M * BLOCK_M)
+        document_starts_ptr += b * R
+        last = tl.minimum(R, count_rows(document_starts_ptr, c0 + BLOCK_N - 1, R))
+        partial = tl.minimum(partial, count_rows(document_starts_ptr, c0, R) // BLOCK_M * BLOCK_M)
     full = tl.minimum(full, last)
     partial = tl.maximum(partial, full)
     dkey_bias = 0.0
@@ -522,11 +523,11 @@ def _bwd_dkdv_kernel(
     block = (k_a, k_b, v_a, v_b)
     # fmt: off
     state = _bwd_dkdv_inner(state, first, last - (partial - full), full, partial - full, block, q, do, lse_ptr,
-                            delta_ptr, tables, c0, sizes, first_keys_ptr, key_bias_ptr, dkey_bias_ptr, center,
+                            delta_ptr, tables, c0, sizes, document_starts_ptr, key_bias_ptr, dkey_bias_ptr, center,
                             True, HAS_WINDOW, JOINS_BIAS, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM,
                             INPUT_PRECISION)
     state = _bwd_dkdv_inner(state, full, partial, 0, 0, block, q, do, lse_ptr,
-                            delta_ptr, tables, c0, sizes, first_keys_ptr, key_bias_ptr, dkey_bias_ptr, center,
+                            delta_ptr, tables, c0, sizes, document_starts_ptr, key_bias_ptr, dkey_bias_ptr, center,
                             False, HAS_WINDOW, JOINS_BIAS, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM,
                             INPUT_PRECISION)
     # fmt: on

@@ -147,26 +147,26 @@ def load_center(key_bias_ptr, column, C):
 
 
 @triton.jit
-def load_first_keys(first_keys_ptr, rows, R):
+def load_document_starts(document_starts_ptr, rows, R):
     """Load the first column that each row attends to; 0 beyond the last row, or None without documents."""
-    first_keys = None
-    if first_keys_ptr is not None:
-        first_keys = tl.load(first_keys_ptr + rows, mask=rows < R, other=0)
-    return first_keys
+    document_starts = None
+    if document_starts_ptr is not None:
+        document_starts = tl.load(document_starts_ptr + rows, mask=rows < R, other=0)
+    return document_starts
 
 
 @triton.jit
-def visible_mask(distance, columns, C, window, first_keys, HAS_WINDOW: tl.constexpr):
+def visible_mask(distance, columns, C, window, document_starts, HAS_WINDOW: tl.constexpr):
     """Return the mask of a tile: causal, within the keys, within the window and within the document.
 
     Args:
-        first_keys: first keys of the tile's rows, in a shape that broadcasts over the tile, or None.
+        document_starts: first keys of the tile's rows, in a shape that broadcasts over the tile, or None.
     """
     mask = (distance >= 0) & (columns < C)
     if HAS_WINDOW:
         mask = mask & (distance < window)
-    if first_keys is not None:
-        mask = mask & (columns >= first_keys)
+    if document_starts is not None:
+        mask = mask & (columns >= document_starts)
     return mask
 
 
@@ -174,7 +174,7 @@ def visible_mask(distance, columns, C, window, first_keys, HAS_WINDOW: tl.conste
 def column_ranges(
     row,
     sizes,
-    first_keys_ptr,
+    document_starts_ptr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -183,7 +183,8 @@ def column_ranges(
 
     Args:
         row: first of the rows.
-        first_keys_ptr: first keys of the sequence, or None. They are nondecreasing, so those of the first and the last
+        document_starts_ptr: first keys of the sequence, or None. They are nondecreasing, so those of the first and the
+        last
             row bound all others.
     """
     C, window = sizes.C, sizes.window
@@ -195,9 +196,9 @@ def column_ranges(
     if HAS_WINDOW:
         start = tl.maximum(top - window + 1, 0) // BLOCK_N * BLOCK_N
         full = tl.minimum((tl.maximum(top + BLOCK_M - window, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N, stop)
-    if first_keys_ptr is not None:
-        last = tl.load(first_keys_ptr + tl.minimum(row + BLOCK_M, sizes.R) - 1)
-        start = tl.load(first_keys_ptr + row) // BLOCK_N * BLOCK_N
+    if document_starts_ptr is not None:
+        last = tl.load(document_starts_ptr + tl.minimum(row + BLOCK_M, sizes.R) - 1)
+        start = tl.load(document_starts_ptr + row) // BLOCK_N * BLOCK_N
         full = tl.minimum((last + BLOCK_N - 1) // BLOCK_N * BLOCK_N, stop)
     return start, full, tl.maximum(full_stop, full), stop
 
@@ -213,7 +214,7 @@ def _fwd_inner(
     tables,
     row,
     sizes,
-    first_keys_ptr,
+    document_starts_ptr,
     key_bias_ptr,
     center,
     MASKED: tl.constexpr,
@@ -245,8 +246,8 @@ def _fwd_inner(
         if MASKED:
             columns = c0 + tl.arange(0, BLOCK_N)[None, :]
             distance = top + tl.arange(0, BLOCK_M)[:, None] - columns
-            first_keys = load_first_keys(first_keys_ptr, row + tl.arange(0, BLOCK_M)[:, None], sizes.R)
-            visible = visible_mask(distance, columns, C, window, first_keys, HAS_WINDOW)
+            document_starts = load_document_starts(document_starts_ptr, row + tl.arange(0, BLOCK_M)[:, None], sizes.R)
+            visible = visible_mask(distance, columns, C, window, document_starts, HAS_WINDOW)
             scores = tl.where(visible, scores, -float("inf"))
         new = tl.maximum(maximum, tl.max(scores, 1))
         # Without this, a row that has no visible column yet would compute −inf − (−inf) = NaN.
@@ -271,7 +272,7 @@ def _fwd_kernel(
     tables,
     o,
     lse_ptr,
-    first_keys_ptr,
+    document_starts_ptr,
     key_bias_ptr,
     sinks_ptr,
     sizes,
@@ -291,7 +292,8 @@ def _fwd_kernel(
     sinks [H] or None: rows of a head with a sink start as if they had already processed a key with this score and value
     zero, and lse includes it. The backward kernels therefore do not depend on sinks.
 
-    first_keys [B, R], the first column that each row attends to, or None; never combined with a window. With key_bias
+    document_starts [B, R], the first column that each row attends to, or None; never combined with a window. With
+    key_bias
     [B, H, C], lse is relative to the bias of the row's own key.
     """
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # longest rows first
@@ -313,20 +315,20 @@ def _fwd_kernel(
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + h) * LOG2E
         state = (tl.zeros([BLOCK_M], tl.float32) + sink, tl.full([BLOCK_M], 1.0, tl.float32), o_a, o_b)
-    if first_keys_ptr is not None:
-        first_keys_ptr += b * R
-    first, full, partial, last = column_ranges(start, sizes, first_keys_ptr, BLOCK_M, BLOCK_N, HAS_WINDOW)
+    if document_starts_ptr is not None:
+        document_starts_ptr += b * R
+    first, full, partial, last = column_ranges(start, sizes, document_starts_ptr, BLOCK_M, BLOCK_N, HAS_WINDOW)
     block = (q_a, q_b)
     if key_bias_ptr is not None:
         key_bias_ptr += pair * sizes.C
     center = load_center(key_bias_ptr, sizes.offset + start, sizes.C)
     # fmt: off
-    if HAS_WINDOW or first_keys_ptr is not None:
-        state = _fwd_inner(state, first, full, block, k, v, tables, start, sizes, first_keys_ptr, key_bias_ptr,
+    if HAS_WINDOW or document_starts_ptr is not None:
+        state = _fwd_inner(state, first, full, block, k, v, tables, start, sizes, document_starts_ptr, key_bias_ptr,
                            center, True, HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
-    state = _fwd_inner(state, full, partial, block, k, v, tables, start, sizes, first_keys_ptr, key_bias_ptr,
+    state = _fwd_inner(state, full, partial, block, k, v, tables, start, sizes, document_starts_ptr, key_bias_ptr,
                        center, False, HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
-    state = _fwd_inner(state, partial, last, block, k, v, tables, start, sizes, first_keys_ptr, key_bias_ptr,
+    state = _fwd_inner(state, partial, last, block, k, v, tables, start, sizes, document_starts_ptr, key_bias_ptr,
                        center, True, HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
     # fmt: on
     maximum, total, o_a, o_b = state

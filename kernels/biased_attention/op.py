@@ -29,7 +29,7 @@ def biased_attention(
     *,
     offset: int = 0,
     window: int | None = None,
-    first_keys: Tensor | None = None,
+    document_starts: Tensor | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
@@ -47,7 +47,8 @@ def biased_attention(
             are computed before they are rounded to float32.
         offset: position of the first row, counted from key column 0; at least 0.
         window: number of keys that a row attends to, including its own; None for all.
-        first_keys: int32 [B, R], first key column that each row attends to, which is where its document begins. It must
+        document_starts: int32 [B, R], first key column that each row attends to, which is where its document begins. It
+        must
             be nondecreasing over the rows, and each row must attend to itself. None means 0. Values are not checked,
             because that would synchronize with the GPU. Earlier columns cost nothing: kernels skip column tiles that no
             row attends to.
@@ -61,7 +62,7 @@ def biased_attention(
         ValueError: if shapes, types or values are invalid, or a row would attend to no key.
         RuntimeError: if tensors are on the CPU outside Triton's interpreter.
     """
-    return _checked_forward(q, k, v, bias, weight, key_bias, offset, window, first_keys, sinks, scale)[0]
+    return _checked_forward(q, k, v, bias, weight, key_bias, offset, window, document_starts, sinks, scale)[0]
 
 
 def biased_attention_with_lse(
@@ -74,7 +75,7 @@ def biased_attention_with_lse(
     *,
     offset: int = 0,
     window: int | None = None,
-    first_keys: Tensor | None = None,
+    document_starts: Tensor | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -82,7 +83,7 @@ def biased_attention_with_lse(
 
     The logsumexp includes the row's sink and is differentiable, so that results over blocks of keys can be combined.
     """
-    out, lse = _checked_forward(q, k, v, bias, weight, key_bias, offset, window, first_keys, sinks, scale)
+    out, lse = _checked_forward(q, k, v, bias, weight, key_bias, offset, window, document_starts, sinks, scale)
     lse = lse * math.log(2)
     if key_bias is None:
         return out, lse
@@ -137,29 +138,31 @@ def _checked_forward(
     key_bias: Tensor | None,
     offset: int,
     window: int | None,
-    first_keys: Tensor | None,
+    document_starts: Tensor | None,
     sinks: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     _check_call(
         *(_describe(q), _describe(k), _describe(v), _describe(bias), _describe(weight)),
-        *(_describe(key_bias), offset, window, _describe(first_keys), _describe(sinks)),
+        *(_describe(key_bias), offset, window, _describe(document_starts), _describe(sinks)),
     )
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if scale == 0:  # the backward kernels add q·k to bias / scale
         raise ValueError(f"scale {scale}; it must not be 0")
-    if first_keys is not None and window is not None:
-        first_keys, window = _join_window(first_keys, offset, window), None
+    if document_starts is not None and window is not None:
+        document_starts, window = _merge_window(document_starts, offset, window), None
     apply = outside_graphs(_BiasedAttention)
-    result: tuple[Tensor, Tensor] = apply(q, k, v, bias, weight, key_bias, sinks, first_keys, offset, window, scale)
+    result: tuple[Tensor, Tensor] = apply(
+        q, k, v, bias, weight, key_bias, sinks, document_starts, offset, window, scale
+    )
     return result
 
 
-def _join_window(first_keys: Tensor, offset: int, window: int) -> Tensor:
+def _merge_window(document_starts: Tensor, offset: int, window: int) -> Tensor:
     """Return the first column that each row attends to, given its document and a window."""
     start = offset - window + 1
-    edges = torch.arange(start, start + first_keys.shape[1], dtype=torch.int32, device=first_keys.device)
-    return torch.maximum(first_keys, edges)
+    edges = torch.arange(start, start + document_starts.shape[1], dtype=torch.int32, device=document_starts.device)
+    return torch.maximum(document_starts, edges)
 
 
 class _Signature(NamedTuple):
@@ -184,7 +187,7 @@ def _check_call(
     key_bias: _Signature | None,
     offset: int,
     window: int | None,
-    first_keys: _Signature | None,
+    document_starts: _Signature | None,
     sinks: _Signature | None,
 ) -> None:
     """Reject invalid arguments. The result is cached for equal calls, across layers and steps, to save host time."""
@@ -201,7 +204,7 @@ def _check_call(
         # lse is relative to the row's own key, so the sinks' gradient would need more than the kernels return.
         raise ValueError("sinks and key_bias cannot be combined")
     for name, given, expected in (
-        ("first_keys", first_keys, _Signature(torch.Size((q.shape[0], q.shape[2])), torch.int32, q.device)),
+        ("document_starts", document_starts, _Signature(torch.Size((q.shape[0], q.shape[2])), torch.int32, q.device)),
         ("sinks", sinks, _Signature(torch.Size((q.shape[1],)), torch.float32, q.device)),
     ):
         if given is not None and given != expected:
@@ -293,7 +296,7 @@ def _forward(
     weight: Tensor | None,
     key_bias: Tensor | None,
     sinks: Tensor | None,
-    first_keys: Tensor | None,
+    document_starts: Tensor | None,
     offset: int,
     window: int | None,
     scale: float,
@@ -301,7 +304,7 @@ def _forward(
     """Return the output and log2 of the softmax's denominator [B, H, R], relative to the bias of the row's own key."""
     arch = get_arch(q)
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
-    bias, weight, first_keys = _contiguous(bias), _contiguous(weight), _contiguous(first_keys)
+    bias, weight, document_starts = _contiguous(bias), _contiguous(weight), _contiguous(document_starts)
     key_bias = _contiguous(key_bias)
     sinks = _contiguous(sinks)
     batch, heads, rows, dim = q.shape
@@ -315,7 +318,7 @@ def _forward(
             (cdiv(rows, tile.block_m), batch * heads, 1),
             (
                 *(_build_head_rows(q), _build_head_rows(k), _build_head_rows(v), Tables(bias, weight)),
-                *(_build_head_rows(out), lse, first_keys, key_bias, sinks, sizes),
+                *(_build_head_rows(out), lse, document_starts, key_bias, sinks, sizes),
             ),
             configs.tile_constants(tile, dim, windowed=window is not None),
             tile.options,
@@ -334,7 +337,7 @@ def _backward(
     key_bias: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    first_keys: Tensor | None,
+    document_starts: Tensor | None,
     offset: int,
     window: int | None,
     scale: float,
@@ -351,7 +354,7 @@ def _backward(
     arch = get_arch(q)
     grad, q, k, v = _rows_contiguous(grad), _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     bias, weight, grad_lse = _contiguous(bias), _contiguous(weight), _contiguous(grad_lse)
-    first_keys, key_bias = _contiguous(first_keys), _contiguous(key_bias)
+    document_starts, key_bias = _contiguous(document_starts), _contiguous(key_bias)
     batch, heads, rows, dim = q.shape
     columns, size = k.shape[2], _table_size(bias, weight)
     tiles = configs.choose_tiles(arch, q.dtype, dim)
@@ -376,7 +379,7 @@ def _backward(
             (groups, batch * heads, 1),
             (
                 *(q_rows, k_rows, v_rows, grad_rows, tables, dtables, _build_head_rows(out), lse, grad_lse, dq, delta),
-                *(first_keys, key_bias, sizes),
+                *(document_starts, key_bias, sizes),
             ),
             configs.tile_constants(tiles.bwd_dq, dim, strides, windowed=windowed),
             tiles.bwd_dq.options,
@@ -386,7 +389,7 @@ def _backward(
             (cdiv(columns, tiles.bwd_dkdv.block_n), batch * heads, 1),
             (
                 *(q_rows, k_rows, v_rows, grad_rows, tables, lse, delta, dk, dv),
-                *(first_keys, key_bias, dkey_bias, sizes),
+                *(document_starts, key_bias, dkey_bias, sizes),
             ),
             configs.tile_constants(tiles.bwd_dkdv, dim, strides, windowed=windowed),
             tiles.bwd_dkdv.options,
@@ -425,23 +428,23 @@ class _BiasedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        bias, weight, key_bias, sinks, first_keys, ctx.offset, ctx.window, ctx.scale = rest
-        output = _forward(q, k, v, bias, weight, key_bias, sinks, first_keys, ctx.offset, ctx.window, ctx.scale)
-        ctx.save_for_backward(q, k, v, bias, weight, key_bias, *output, first_keys, sinks)
+        bias, weight, key_bias, sinks, document_starts, ctx.offset, ctx.window, ctx.scale = rest
+        output = _forward(q, k, v, bias, weight, key_bias, sinks, document_starts, ctx.offset, ctx.window, ctx.scale)
+        ctx.save_for_backward(q, k, v, bias, weight, key_bias, *output, document_starts, sinks)
         ctx.shared = _find_shared(bias), _find_shared(weight)
         ctx.set_materialize_grads(False)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, weight, key_bias, out, lse, first_keys, sinks = ctx.saved_tensors
+        q, k, v, bias, weight, key_bias, out, lse, document_starts, sinks = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros_like(out)
         needs_bias, needs_weight, needs_key_bias = (
             x is not None and ctx.needs_input_grad[3 + index] for index, x in enumerate((bias, weight, key_bias))
         )
         gradients, delta = _backward(
-            *(grad, grad_lse, q, k, v, bias, weight, key_bias, out, lse, first_keys),
+            *(grad, grad_lse, q, k, v, bias, weight, key_bias, out, lse, document_starts),
             *(ctx.offset, ctx.window, ctx.scale, (needs_bias, needs_weight, needs_key_bias), ctx.shared),
         )
         dsinks = None

@@ -17,12 +17,12 @@ def biased_attention(
     *,
     offset: int = 0,
     window: int | None = None,
-    first_keys: Tensor | None = None,
+    document_starts: Tensor | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """Return softmax(weight(n) · scale · q·k + bias(n) + key_bias) · v; arguments as in `op.biased_attention`."""
-    return _attend(q, k, v, bias, weight, key_bias, offset, window, first_keys, sinks, scale)[0]
+    return _attend(q, k, v, bias, weight, key_bias, offset, window, document_starts, sinks, scale)[0]
 
 
 def logsumexp(
@@ -35,12 +35,12 @@ def logsumexp(
     *,
     offset: int = 0,
     window: int | None = None,
-    first_keys: Tensor | None = None,
+    document_starts: Tensor | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """Return the logarithm of the softmax's denominator, [B, H, R]."""
-    return _attend(q, k, v, bias, weight, key_bias, offset, window, first_keys, sinks, scale)[1]
+    return _attend(q, k, v, bias, weight, key_bias, offset, window, document_starts, sinks, scale)[1]
 
 
 def _attend(
@@ -52,7 +52,7 @@ def _attend(
     key_bias: Tensor | None,
     offset: int,
     window: int | None,
-    first_keys: Tensor | None,
+    document_starts: Tensor | None,
     sinks: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
@@ -62,8 +62,8 @@ def _attend(
     if window is not None:
         visible = visible & (distance < window)
     n = torch.where(visible, distance, 0)
-    if first_keys is not None:
-        visible = visible & (torch.arange(k.shape[2], device=q.device) >= first_keys[:, None, :, None])
+    if document_starts is not None:
+        visible = visible & (torch.arange(k.shape[2], device=q.device) >= document_starts[:, None, :, None])
     scores = torch.matmul(q, k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if weight is not None:

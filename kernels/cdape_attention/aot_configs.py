@@ -65,9 +65,9 @@ FLOAT32_POINTERS = (
 )
 
 
-def _add_first_keys(constants: dict[str, Any], documents: bool) -> dict[str, Any]:
+def _add_document_starts(constants: dict[str, Any], documents: bool) -> dict[str, Any]:
     """Set the pointer to document starts to None if rows are single documents."""
-    return constants if documents else constants | {"first_keys_ptr": None}
+    return constants if documents else constants | {"document_starts_ptr": None}
 
 
 def _build_processor_config(
@@ -76,7 +76,7 @@ def _build_processor_config(
     kernel, dtype = PROCESSOR_KERNELS[name], DTYPES_BY_NAME[dtype_name]
     tile = processor_tile(name, heads, width, kernel_size, rows, dtype)
     constants = processor_constants(name, heads, width, kernel_size, dtype, tile, has_bias=True)
-    constants = _add_first_keys(constants, documents)
+    constants = _add_document_starts(constants, documents)
     step = " decode" if rows == DECODE_ROWS else " documents" if documents else ""
     return KernelConfig(
         name=f"{name}{step} H={heads} D={width} k={kernel_size} {dtype_name}",
@@ -103,7 +103,7 @@ def _build_attend_config(
     """Build the configuration of an attend kernel. `odd`: the columns are not a multiple of 16, as with a window."""
     kernel: Any = ATTEND_KERNELS[name]
     tile = attend_tile(name, rows, DTYPES_BY_NAME[dtype_name])
-    constants = _add_first_keys(attend_constants(dim, tile, 12), documents)
+    constants = _add_document_starts(attend_constants(dim, tile, 12), documents)
     if name == "attend_fwd" and not sinks:
         constants = constants | {"sinks_ptr": None}
     if name == "attend_fwd" and not residue:
@@ -128,7 +128,7 @@ def _build_head_tile_config(
     dtype, aligned = DTYPES_BY_NAME[dtype_name], rows != DECODE_ROWS and not odd
     known = aligned or name == "scores"
     tile = heads_tile(rows, dtype)
-    constants = _add_first_keys(heads_constants(heads, dim, tile, dtype, known), documents)
+    constants = _add_document_starts(heads_constants(heads, dim, tile, dtype, known), documents)
     suffix = " decode" if rows == DECODE_ROWS else " odd" if odd else " documents" if documents else ""
     return KernelConfig(
         name=f"{name}{suffix} H={heads} d={dim} {dtype_name}",
@@ -149,7 +149,7 @@ def _build_product_config(
     is_transposed = name == "multiply_transposed"
     constants = transposed_product_constants(dim, tile, add=add) if is_transposed else product_constants(dim, tile)
     suffix = " odd" if odd else " documents" if documents else " add" if add else ""
-    constants = _add_first_keys(constants, documents)
+    constants = _add_document_starts(constants, documents)
     return KernelConfig(
         name=f"{name}{suffix} d={dim} {dtype_name}",
         kernel=kernel,

@@ -35,7 +35,7 @@ class CdapeArgs(NamedTuple):
     """Bias of Conv2 [H]. Without sinks its gradient is zero: softmax cancels it (unless float16 saturates)."""
     offset: int = 0
     window: int | None = None
-    first_keys: Tensor | None = None
+    document_starts: Tensor | None = None
     """Column at which each row's document begins, int32 [B, R]; None means 0.
 
     It must be nondecreasing and at most offset + r. It is the row's left edge, as column 0 is without documents:
@@ -56,7 +56,7 @@ def check_shapes(args: CdapeArgs) -> None:
     Raises:
         ValueError: if they do not match, with the expected ones.
     """
-    q, k, v, bias, w1, b1, w2, b2, offset, window, first_keys, _, sinks, _ = args
+    q, k, v, bias, w1, b1, w2, b2, offset, window, document_starts, _, sinks, _ = args
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"q is {list(q.shape)} and k {list(k.shape)}; they must be [B, H, R, d] and [B, H, C, d]")
     batch, heads, rows, dim = q.shape
@@ -74,9 +74,10 @@ def check_shapes(args: CdapeArgs) -> None:
         )
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; it must be at least 1, or None")
-    if first_keys is not None and (first_keys.shape != (batch, rows) or first_keys.dtype != torch.int32):
+    if document_starts is not None and (document_starts.shape != (batch, rows) or document_starts.dtype != torch.int32):
         raise ValueError(
-            f"first_keys is {first_keys.dtype} {list(first_keys.shape)}; it must be torch.int32 [{batch}, {rows}]"
+            f"document_starts is {document_starts.dtype} {list(document_starts.shape)}; it must be torch.int32 "
+            f"[{batch}, {rows}]"
         )
     if bias is not None and (bias.dim() != 2 or bias.shape[0] != heads or bias.shape[1] < offset + rows):
         raise ValueError(f"bias is {list(bias.shape)}; it must be [{heads}, N] with N ≥ offset + R = {offset + rows}")

@@ -122,12 +122,12 @@ def begin_documents(
     The range is empty if no row reaches back to a distance of the tiles that start at `top`. The contributions by
     distance [BLOCK_N, BLOCK_D] are zero if no tile is whole.
     """
-    R, _, first_row, _, _, _, window, first_keys_ptr = extent
+    R, _, first_row, _, _, _, window, document_starts_ptr = extent
     first = split * split_blocks
     last = tl.minimum(first + split_blocks, tl.cdiv(R, BLOCK_M))
     depth = first * 0 - 1
     for row in range(first * BLOCK_M, last * BLOCK_M, 128):
-        _, deepest = find_depths(row, R, first_row, first_keys_ptr, 128)
+        _, deepest = find_depths(row, R, first_row, document_starts_ptr, 128)
         depth = tl.maximum(depth, deepest)
     last = tl.where(depth < top - (BLOCK_N - 1), first, last)
     line = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -142,8 +142,8 @@ def inspect_row_block(index, top, extent, PADDING: tl.constexpr, BLOCK_M: tl.con
 
     The tile starts at distance `top`. Documents can start at any row, so each block is inspected.
     """
-    R, _, first_row, _, _, _, window, first_keys_ptr = extent
-    least, deepest = find_depths(index * BLOCK_M, R, first_row, first_keys_ptr, BLOCK_M)
+    R, _, first_row, _, _, _, window, document_starts_ptr = extent
+    least, deepest = find_depths(index * BLOCK_M, R, first_row, document_starts_ptr, BLOCK_M)
     whole = is_whole_tile(top, least, index * BLOCK_M + BLOCK_M, R, window, PADDING, BLOCK_N)
     return whole, deepest >= top - (BLOCK_N - 1)
 
@@ -188,7 +188,7 @@ def _processor_bwd_rows(
     """
     bias_contribution_sum, bias_sum = state
     scores_ptr, dlogits_ptr, bias_contributions_ptr, w1_ptr, w2_ptr, dscores_ptr, dedge_ptr = pointers
-    R, C, first_row, first_column, edge_start, edge_row, window, first_keys_ptr = extent
+    R, C, first_row, first_column, edge_start, edge_row, window, document_starts_ptr = extent
     PADDING: tl.constexpr = K // 2
     PIXELS: tl.constexpr = BLOCK_M * BLOCK_N
     head, width = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
@@ -202,7 +202,7 @@ def _processor_bwd_rows(
         if MASKED:
             row_block = tl.where(step < skipped_from, step, step + skipped)
         row = row_block * BLOCK_M + pixel // BLOCK_N
-        j, place = locate_columns(row, n, R, first_row, edge_row, first_keys_ptr)
+        j, place = locate_columns(row, n, R, first_row, edge_row, document_starts_ptr)
         alive = (row < R) & (j >= 0)
         pixels = (row, n, j, alive)
         origin = tl.cast(row_block * BLOCK_M, tl.int64) * (C + 1) + (first_row - first_column - top)
@@ -259,7 +259,7 @@ def _processor_bwd_kernel(
     dbias_contributions_ptr,  # partial sums [programs, blocks·(BLOCK_N − 2p) + p, D] float32, by distance from −p
     dbias_ptr,  # partial sums [programs, blocks·(BLOCK_N − 2p), H] float32, by distance
     dedge_ptr,  # [B, R, p, D] float32, holds zeros before
-    first_keys_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
+    document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     R,
     C,
     first_row,
@@ -267,7 +267,7 @@ def _processor_bwd_kernel(
     edge_start,
     edge_row,
     window,
-    split_blocks,  # blocks of rows per split
+    split_blocks,  # row blocks per split
     H: tl.constexpr,
     CHANNELS: tl.constexpr,
     D: tl.constexpr,
@@ -295,13 +295,13 @@ def _processor_bwd_kernel(
     dscores_ptr += maps * H
     dedge_ptr += batch.to(tl.int64) * R * PADDING * D
     top = block * KEPT_DISTANCES + KEPT_DISTANCES - 1 + PADDING
-    if first_keys_ptr is not None:
-        first_keys_ptr += batch.to(tl.int64) * R
-    extent = (R, C, first_row, first_column, edge_start, edge_row, window, first_keys_ptr)
+    if document_starts_ptr is not None:
+        document_starts_ptr += batch.to(tl.int64) * R
+    extent = (R, C, first_row, first_column, edge_start, edge_row, window, document_starts_ptr)
     pointers = (scores_ptr, dlogits_ptr, bias_contributions_ptr, w1_ptr, w2_ptr, dscores_ptr, dedge_ptr)
     state = (tl.zeros((BLOCK_N, BLOCK_D), tl.float32), tl.zeros((BLOCK_N, BLOCK_H), tl.float32))
     # fmt: off
-    if first_keys_ptr is None:
+    if document_starts_ptr is None:
         first, whole, end, last = split_row_blocks(split, split_blocks, top, extent, PADDING, BLOCK_M, BLOCK_N)
         state = _processor_bwd_rows(state, first, last - (end - whole), whole, end - whole, pointers, 0, top, extent,
                                     True, H, CHANNELS, D, K, BLOCK_H, BLOCK_D, BLOCK_M, BLOCK_N, HAS_BIAS, SATURATE,
@@ -366,7 +366,7 @@ def _processor_bwd_dw_rows(
     """
     first_sum, second_sum = state
     scores_ptr, dlogits_ptr, bias_contributions_ptr, w1_ptr, w2_ptr = pointers
-    R, C, first_row, first_column, edge_start, edge_row, window, first_keys_ptr = extent
+    R, C, first_row, first_column, edge_start, edge_row, window, document_starts_ptr = extent
     PADDING: tl.constexpr = K // 2
     PIXELS: tl.constexpr = BLOCK_M * BLOCK_N
     compute = w1_ptr.dtype.element_ty
@@ -380,7 +380,7 @@ def _processor_bwd_dw_rows(
         if MASKED:
             row_block = tl.where(step < skipped_from, step, step + skipped)
         row = row_block * BLOCK_M + pixel // BLOCK_N
-        j, place = locate_columns(row, n, R, first_row, edge_row, first_keys_ptr)
+        j, place = locate_columns(row, n, R, first_row, edge_row, document_starts_ptr)
         alive = (row < R) & (j >= 0)
         origin = tl.cast(row_block * BLOCK_M, tl.int64) * (C + 1) + (first_row - first_column - top - PADDING)
         patches = map_pointers(scores_ptr, origin, C, CHANNELS, BLOCK_KC, BLOCK_M, BLOCK_N)
@@ -415,7 +415,7 @@ def _processor_bwd_dw_kernel(
     w1_ptr,  # [BLOCK_KC, BLOCK_D] compute type, row t·CHANNELS + h
     w2_ptr,  # [BLOCK_KC, BLOCK_D] compute type, the same with its taps mirrored
     dw_ptr,  # partial sums [programs, 2, BLOCK_KC, BLOCK_D] float32, of w1 and w2
-    first_keys_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
+    document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     R,
     C,
     first_row,
@@ -445,13 +445,13 @@ def _processor_bwd_dw_kernel(
     program = (batch * tl.num_programs(1) + split).to(tl.int64) * tl.num_programs(2) + block
     maps = batch.to(tl.int64) * R * C * CHANNELS
     top = block * BLOCK_N + BLOCK_N - 1 - PADDING
-    if first_keys_ptr is not None:
-        first_keys_ptr += batch.to(tl.int64) * R
-    extent = (R, C, first_row, first_column, edge_start, edge_row, window, first_keys_ptr)
+    if document_starts_ptr is not None:
+        document_starts_ptr += batch.to(tl.int64) * R
+    extent = (R, C, first_row, first_column, edge_start, edge_row, window, document_starts_ptr)
     pointers = (scores_ptr + maps, dlogits_ptr + maps, bias_contributions_ptr, w1_ptr, w2_ptr)
     state = (tl.zeros((BLOCK_D, BLOCK_KC), tl.float32), tl.zeros((BLOCK_D, BLOCK_KC), tl.float32))
     # fmt: off
-    if first_keys_ptr is None:
+    if document_starts_ptr is None:
         first, whole, end, last = split_row_blocks(split, split_blocks, top, extent, PADDING, BLOCK_M, BLOCK_N)
         state = _processor_bwd_dw_rows(state, first, last - (end - whole), whole, end - whole, pointers, 0, top, extent,
                                        True, CHANNELS, D, K, BLOCK_KC, BLOCK_D, BLOCK_M, BLOCK_N, SATURATE,

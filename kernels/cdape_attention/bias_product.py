@@ -95,7 +95,7 @@ class BiasProduct:
             rows = self._select_edge(gradient, column)[first_row : first_row + partial.shape[1]]
             torch.sum(partial[:, :, column], 0, out=rows)
 
-    def add_edge_gradient(self, gradient: Tensor, partial: Tensor, position: int, first_keys: Tensor) -> None:
+    def add_edge_gradient(self, gradient: Tensor, partial: Tensor, position: int, document_starts: Tensor) -> None:
         """Add the gradient of E from a chunk of packed documents.
 
         Rows use the values at their offset within the document, so rows of many documents share values. The order of
@@ -103,10 +103,10 @@ class BiasProduct:
 
         Args:
             position: position of the chunk's first row.
-            first_keys: int32 [B, rows].
+            document_starts: int32 [B, rows].
         """
-        rows = torch.arange(position, position + first_keys.shape[1], device=first_keys.device)
-        places = (rows - first_keys).flatten()
+        rows = torch.arange(position, position + document_starts.shape[1], device=document_starts.device)
+        places = (rows - document_starts).flatten()
         for column in range(self.shape.padding):
             into = self._select_edge(gradient, column)
             into.index_put_((places,), partial[:, :, column].flatten(0, 1), accumulate=True)

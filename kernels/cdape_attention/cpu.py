@@ -1,6 +1,6 @@
 """CDAPE attention on a CPU, in float32: the C code in `native/`, with gradients.
 
-Shape letters are those of `op.py`. The code processes blocks of rows in tiles of columns and never stores a whole score
+Shape letters are those of `op.py`. The code processes row blocks in tiles of columns and never stores a whole score
 map, so memory is linear in R and C. The inputs, the output and two numbers per row are saved for the backward pass.
 """
 
@@ -37,7 +37,7 @@ class _Problem(ctypes.Structure):
 
     _SIZES = "batch heads rows columns dim width kernel_size offset window"
     _DERIVED_SIZES = "num_threads padded_dim padded_width block_rows margin"
-    _POINTERS = "next_block q k v kt vt bias_contributions edge bias w1 w2 w1t w2t first_keys out row_max row_sum"
+    _POINTERS = "next_block q k v kt vt bias_contributions edge bias w1 w2 w1t w2t document_starts out row_max row_sum"
     _BACKWARD_POINTERS = "dout delta dq dk dv dbias_contributions dedge dbias dw1 dw2"
     _fields_ = (
         *((name, ctypes.c_long) for name in (_SIZES + " " + _DERIVED_SIZES).split()),
@@ -89,7 +89,7 @@ def cdape_attention(args: CdapeArgs) -> Tensor:
     arbitrary, and k is at most MAX_KERNEL_SIZE.
     """
     check_shapes(args)
-    q, k, v, bias, w1, b1, w2, b2, offset, window, first_keys, residual_bias, sinks, scale = args
+    q, k, v, bias, w1, b1, w2, b2, offset, window, document_starts, residual_bias, sinks, scale = args
     inputs = {"q": q, "k": k, "v": v, "bias": bias, "w1": w1, "b1": b1, "w2": w2, "b2": b2}
     for name, x in inputs.items():
         if x is not None and (x.dtype != torch.float32 or x.device.type != "cpu"):
@@ -98,7 +98,7 @@ def cdape_attention(args: CdapeArgs) -> Tensor:
         raise ValueError(f"w1 is {list(w1.shape)}; k must be at most {MAX_KERNEL_SIZE}")
     heads, rows = q.shape[1:3]
     # Rows of packed documents can have any distance from their left edge.
-    of_rows = (rows, offset) if first_keys is None else (offset + rows, 0)
+    of_rows = (rows, offset) if document_starts is None else (offset + rows, 0)
     bias_contributions = compute_bias_contributions(bias, w1, b1, *of_rows, window, q.dtype)
     bias_table = bias[:, : offset + rows] if bias is not None and residual_bias else q.new_empty(heads, 0)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -106,7 +106,7 @@ def cdape_attention(args: CdapeArgs) -> Tensor:
     inputs_of_call = (q * scale, k, v, bias_contributions, bias_table, w1[:, :heads, 0], w2[:, :, 0])
     if sinks is not None:
         sinks = sinks - b2  # the C code leaves out b2: raising all keys' logits equals lowering the sink
-    return _Attention.apply(b2, sinks, offset, window, first_keys, *inputs_of_call)
+    return _Attention.apply(b2, sinks, offset, window, document_starts, *inputs_of_call)
 
 
 class _Attention(torch.autograd.Function):
@@ -117,12 +117,12 @@ class _Attention(torch.autograd.Function):
         sinks: Tensor | None,
         offset: int,
         window: int | None,
-        first_keys: Tensor | None,
+        document_starts: Tensor | None,
         *inputs: Tensor,
     ) -> Tensor:
         """Run the C code; `inputs` are those of `_Call`."""
         del b2  # softmax cancels a constant of all of a head's logits, and sinks already include it
-        ctx.sizes = {"offset": offset, "window": window, "first_keys": first_keys}
+        ctx.sizes = {"offset": offset, "window": window, "document_starts": document_starts}
         call = _Call(*inputs, **ctx.sizes)
         out, row_max, row_sum = call.forward()
         if sinks is not None:
@@ -168,7 +168,7 @@ class _Call:
         *,
         offset: int,
         window: int | None,
-        first_keys: Tensor | None,
+        document_starts: Tensor | None,
     ) -> None:
         self.library = _load_library()
         self.batch, self.heads, self.rows, self.dim = q.shape
@@ -185,7 +185,7 @@ class _Call:
         self.has_bias = bias_table.shape[1] > 0
         distances = bias_contributions[: self.padding + self.count]
         edge = bias_contributions[self.padding + self.count :].view(
-            self.rows if first_keys is None else self.count, self.padding, self.width
+            self.rows if document_starts is None else self.count, self.padding, self.width
         )
         self.inputs = {
             "q": self._pad_dim(q),
@@ -197,8 +197,8 @@ class _Call:
             "w1": w1.permute(1, 2, 0).contiguous(),
             "w2": w2.permute(1, 2, 0).contiguous(),
         }
-        if first_keys is not None:
-            self.inputs["first_keys"] = first_keys.contiguous()
+        if document_starts is not None:
+            self.inputs["document_starts"] = document_starts.contiguous()
         if self.has_bias:
             self.inputs["bias"] = self._add_margins(bias_table.flip(1), self.margin + self.block_rows)
         self.sizes = {

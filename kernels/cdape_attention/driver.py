@@ -67,7 +67,7 @@ class CdapeProblem:
     offset: int
     window: int
     dtype: torch.dtype
-    first_keys: Tensor | None = None
+    document_starts: Tensor | None = None
     """int32 [B, R], positions at which the rows' documents begin. E then starts at position 0."""
     sinks: Tensor | None = None
     """Sinks, float32 [H], contiguous."""
@@ -113,7 +113,7 @@ class Chunk:
     """Position of the first row."""
     edge_start: int
     """Index of the left edge's values in the bias contributions."""
-    first_keys: Tensor | None = None
+    document_starts: Tensor | None = None
     """First keys of the chunk's rows."""
 
     @property
@@ -134,7 +134,7 @@ class Chunk:
     @property
     def processor_extent(self) -> tuple[int, ...]:
         """Extent for the processor kernels, including the chunk's index into the left edge's values."""
-        return (*self.extent, self.edge_start, self.first if self.first_keys is None else 0)
+        return (*self.extent, self.edge_start, self.first if self.document_starts is None else 0)
 
 
 def iter_chunks(problem: CdapeProblem, chunk_rows: int) -> Iterator[Chunk]:
@@ -143,8 +143,10 @@ def iter_chunks(problem: CdapeProblem, chunk_rows: int) -> Iterator[Chunk]:
         position = problem.offset + first
         left = max(position - problem.window + 1, 0) // ALIGNED * ALIGNED
         edge_start = problem.offset + problem.rows + problem.padding
-        first_keys = None if problem.first_keys is None else problem.first_keys[:, first:last].contiguous()
-        yield Chunk(first, last, left, problem.offset + last, position, edge_start, first_keys)
+        document_starts = (
+            None if problem.document_starts is None else problem.document_starts[:, first:last].contiguous()
+        )
+        yield Chunk(first, last, left, problem.offset + last, position, edge_start, document_starts)
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ def compute_scores(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tenso
     launch(
         _scores_kernel,
         head_tile_grid(chunk, tile, batch),
-        (*tensors, chunk.first_keys, *chunk.extent, problem.window, problem.rows, columns),
+        (*tensors, chunk.document_starts, *chunk.extent, problem.window, problem.rows, columns),
         heads_constants(heads, dim, tile, problem.dtype, True),
         tile.options,
     )
@@ -223,15 +225,15 @@ def _locate_operands(problem: CdapeProblem, chunk: Chunk) -> tuple[MixerOperands
         columns that its rows see.
     """
     assert problem.operands is not None
-    first_row = chunk.first if chunk.first_keys is None else 0
+    first_row = chunk.first if chunk.document_starts is None else 0
     return problem.operands, problem.layer, first_row, chunk.position - chunk.left, _find_spans(problem, chunk)
 
 
 def _find_spans(problem: CdapeProblem, chunk: Chunk) -> mixer.Spans | None:
     """Return the columns that the chunk's rows see, or None if each row sees all columns from position 0."""
-    if chunk.first_keys is None and chunk.right <= problem.window:
+    if chunk.document_starts is None and chunk.right <= problem.window:
         return None
-    return mixer.Spans(problem.window, chunk.left, chunk.first_keys)
+    return mixer.Spans(problem.window, chunk.left, chunk.document_starts)
 
 
 def _process_scores(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tensor:
@@ -245,7 +247,7 @@ def _process_scores(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tens
     launch(
         _processor_fwd_kernel,
         (cdiv(reach, kept_distances), cdiv(chunk.rows, tile.block_m), batch),
-        (*tensors, chunk.first_keys, *chunk.processor_extent, problem.bias_table.shape[1], problem.window),
+        (*tensors, chunk.document_starts, *chunk.processor_extent, problem.bias_table.shape[1], problem.window),
         problem.constants("mix_fwd", tile),
         tile.options,
     )
@@ -265,7 +267,15 @@ def launch_softmax(
     launch(
         kernel,
         (cdiv(chunk.rows, tile.block_m) * batch * heads, 1, 1),
-        (*tensors, chunk.first_keys, *chunk.extent, problem.window, problem.rows, columns, *_get_strides(tensors[2])),
+        (
+            *tensors,
+            chunk.document_starts,
+            *chunk.extent,
+            problem.window,
+            problem.rows,
+            columns,
+            *_get_strides(tensors[2]),
+        ),
         attend_constants(dim, tile, heads),
         tile.options,
     )
@@ -484,7 +494,7 @@ def multiply_map(problem: CdapeProblem, chunk: Chunk, factor: Tensor, x: Tensor,
         _multiply_map_kernel,
         (cdiv(chunk.rows, tile.block_m), batch * heads, 1),
         (
-            *(factor, chunk.slice_columns(x), chunk.slice_rows(out), chunk.first_keys, heads, *chunk.extent),
+            *(factor, chunk.slice_columns(x), chunk.slice_rows(out), chunk.document_starts, heads, *chunk.extent),
             *(problem.window, rows, x.shape[2], scale),
         ),
         product_constants(dim, tile),
@@ -508,7 +518,7 @@ def multiply_transposed(
         _multiply_transposed_kernel,
         (cdiv(chunk.right - chunk.left, tile.block_n), batch * heads, 1),
         (
-            *(factor, chunk.slice_rows(x), total[:, chunk.left :], chunk.first_keys, heads, *chunk.extent),
+            *(factor, chunk.slice_rows(x), total[:, chunk.left :], chunk.document_starts, heads, *chunk.extent),
             *(problem.window, total.shape[1], *_get_strides(x)),
         ),
         transposed_product_constants(dim, tile, add=not is_only),
@@ -570,7 +580,7 @@ def softmax_backward(
         _attend_bwd_kernel,
         head_tile_grid(chunk, tile, batch),
         (
-            *(*inputs, maps.probabilities, maps.dlogits, chunk.first_keys),
+            *(*inputs, maps.probabilities, maps.dlogits, chunk.document_starts),
             *(*chunk.extent, problem.window, problem.rows, columns, *_get_strides(dout)),
         ),
         heads_constants(heads, dim, tile, problem.dtype, aligned),
@@ -648,7 +658,7 @@ def _processor_backward(
     launch(
         _processor_bwd_kernel,
         (batch, parts, blocks),  # small distances have the most rows: longest programs first
-        (*inputs, *outputs, chunk.first_keys, *chunk.processor_extent, problem.window, cdiv(row_blocks, parts)),
+        (*inputs, *outputs, chunk.document_starts, *chunk.processor_extent, problem.window, cdiv(row_blocks, parts)),
         problem.constants("mix_bwd", tile),
         tile.options,
     )
@@ -660,10 +670,10 @@ def _processor_backward(
 
 
 def _take_edge_gradient(product: BiasProduct, chunk: Chunk, dedge: Tensor, sums: GradientSums) -> None:
-    if chunk.first_keys is None:
+    if chunk.document_starts is None:
         product.set_edge_gradient(sums.terms.bias_product, dedge, chunk.first)
     else:
-        product.add_edge_gradient(sums.terms.bias_product, dedge, chunk.position, chunk.first_keys)
+        product.add_edge_gradient(sums.terms.bias_product, dedge, chunk.position, chunk.document_starts)
 
 
 def _weights_backward(
@@ -682,7 +692,7 @@ def _weights_backward(
     launch(
         _processor_bwd_dw_kernel,
         (batch, parts, blocks),  # small distances have the most rows: longest programs first
-        (*tensors, chunk.first_keys, *chunk.processor_extent, problem.window, cdiv(row_blocks, parts)),
+        (*tensors, chunk.document_starts, *chunk.processor_extent, problem.window, cdiv(row_blocks, parts)),
         problem.constants("mix_bwd_dw", tile),
         tile.options,
     )

@@ -48,25 +48,25 @@ def shift_pixels(x, by, PIXELS: tl.constexpr, BLOCK_H: tl.constexpr):
 
 
 @triton.jit
-def locate_columns(row, n, R, first_row, edge_row, first_keys_ptr):
+def locate_columns(row, n, R, first_row, edge_row, document_starts_ptr):
     """Return the columns j at the distances n, and the index of each row among the left edge's values."""
     j = first_row + row - n
     place = edge_row + row
-    if first_keys_ptr is not None:
-        begin = tl.load(first_keys_ptr + row, mask=row < R, other=0)
+    if document_starts_ptr is not None:
+        begin = tl.load(document_starts_ptr + row, mask=row < R, other=0)
         j -= begin
         place += first_row - begin
     return j, place
 
 
 @triton.jit
-def find_depths(first, R, first_row, first_keys_ptr, BLOCK_M: tl.constexpr):
+def find_depths(first, R, first_row, document_starts_ptr, BLOCK_M: tl.constexpr):
     """Return the smallest and largest distance of rows `first` … from their documents' starts.
 
     Rows that do not exist are ignored.
     """
     rows = first + tl.arange(0, BLOCK_M)
-    begin = tl.load(first_keys_ptr + rows, mask=rows < R, other=0)
+    begin = tl.load(document_starts_ptr + rows, mask=rows < R, other=0)
     depths = first_row + rows - begin
     least = tl.min(tl.where(rows < R, depths, 1 << 30), 0)
     return least, tl.max(tl.where(rows < R, depths, -(1 << 30)), 0)
@@ -217,14 +217,14 @@ def _processor_fwd_tile(
 ):
     """Compute the logits of rows `first` … at distances `top`, top − 1, …. Unless MASKED, the tile must be whole."""
     scores_ptr, logits_ptr, bias_contributions_ptr, bias_ptr, w1_ptr, w2_ptr, b2_ptr = pointers
-    R, C, first_row, first_column, edge_start, edge_row, bias_count, window, first_keys_ptr = extent
+    R, C, first_row, first_column, edge_start, edge_row, bias_count, window, document_starts_ptr = extent
     PADDING: tl.constexpr = K // 2
     PIXELS: tl.constexpr = BLOCK_M * BLOCK_N
     pixel = tl.arange(0, PIXELS)
     m = pixel % BLOCK_N
     row = first + pixel // BLOCK_N
     n = top - m
-    j, place = locate_columns(row, n, R, first_row, edge_row, first_keys_ptr)
+    j, place = locate_columns(row, n, R, first_row, edge_row, document_starts_ptr)
     alive = (row < R) & (j >= 0)
     origin = tl.cast(first, tl.int64) * (C + 1) + (first_row - first_column - top)
     if MASKED:
@@ -278,7 +278,7 @@ def _processor_fwd_kernel(
     w1_ptr,  # [k, BLOCK_H, BLOCK_D] compute type
     w2_ptr,  # [k, BLOCK_D, BLOCK_H] compute type
     b2_ptr,  # [BLOCK_H] float32
-    first_keys_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
+    document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     R,
     C,
     first_row,  # position of the chunk's row 0
@@ -306,9 +306,9 @@ def _processor_fwd_kernel(
     distance = block * KEPT_DISTANCES
     most = first_row + tl.minimum(row_block * BLOCK_M + BLOCK_M, R) - 1
     least = 0
-    if first_keys_ptr is not None:
-        first_keys_ptr += batch.to(tl.int64) * R
-        least, most = find_depths(row_block * BLOCK_M, R, first_row, first_keys_ptr, BLOCK_M)
+    if document_starts_ptr is not None:
+        document_starts_ptr += batch.to(tl.int64) * R
+        least, most = find_depths(row_block * BLOCK_M, R, first_row, document_starts_ptr, BLOCK_M)
     if distance > most:
         return  # left of column 0, or of their documents, for all rows
     top = distance + KEPT_DISTANCES - 1 + PADDING
@@ -316,8 +316,8 @@ def _processor_fwd_kernel(
     scores_ptr += batch.to(tl.int64) * R * C * CHANNELS
     logits_ptr += batch.to(tl.int64) * H * R * C
     pointers = (scores_ptr, logits_ptr, bias_contributions_ptr, bias_ptr, w1_ptr, w2_ptr, b2_ptr)
-    extent = (R, C, first_row, first_column, edge_start, edge_row, bias_count, window, first_keys_ptr)
-    if first_keys_ptr is None:
+    extent = (R, C, first_row, first_column, edge_start, edge_row, bias_count, window, document_starts_ptr)
+    if document_starts_ptr is None:
         least = first_row + first
     # fmt: off
     if is_whole_tile(top, least, first + BLOCK_M, R, window, PADDING, BLOCK_N):

@@ -50,7 +50,7 @@ class ScoreInputs(ctypes.Structure):
     """Inputs of scores, as `cuda/scores.h` declares them."""
 
     _fields_ = (
-        *(("first_keys", ctypes.c_void_p), ("first_keys_batch", ctypes.c_longlong)),
+        *(("document_starts", ctypes.c_void_p), ("first_keys_batch", ctypes.c_longlong)),
         *((name, ctypes.c_int) for name in ("rows", "columns", "position", "window", "origin", "edge_position")),
         *((name, ctypes.c_void_p) for name in ("q", "k")),
         *((name, ctypes.c_int) for name in ("q_stride", "k_stride", "q_row", "heads")),
@@ -75,7 +75,7 @@ class Spans(NamedTuple):
     window: int
     left: int
     """Position of the maps' first column."""
-    first_keys: Tensor | None
+    document_starts: Tensor | None
     """int32 [B, R], contiguous: positions at which the rows' documents begin; None if that is 0."""
 
 
@@ -165,9 +165,9 @@ def build_score_inputs(
     own: tuple[int, ...] = (0, 0, 0)
     documents: tuple[int | None, int] = (None, 0)
     if spans is not None:
-        own = (spans.window, spans.left, position + spans.left if spans.first_keys is None else 0)
-        if spans.first_keys is not None:
-            documents = (spans.first_keys.data_ptr(), spans.first_keys.stride(0) * 4)
+        own = (spans.window, spans.left, position + spans.left if spans.document_starts is None else 0)
+        if spans.document_starts is not None:
+            documents = (spans.document_starts.data_ptr(), spans.document_starts.stride(0) * 4)
     tensors = (queries.data_ptr(), keys.data_ptr())
     return ScoreInputs(*documents, rows, columns, position, *own, *tensors, *strides, heads)
 

@@ -170,7 +170,7 @@ class MixerOperands:
 
     @property
     def distances(self) -> int:
-        """Number of distances that blocks of rows read, whose tiles may begin left of column 0."""
+        """Number of distances that row blocks read, whose tiles may begin left of column 0."""
         return self.last + BLOCK_ROWS - 1 + MAX_TILE_COLUMNS
 
     @cached_property

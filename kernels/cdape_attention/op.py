@@ -49,9 +49,9 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None, terms: LayerTe
         RuntimeError: if a kernel cannot run on the tensors' device (a CPU without Triton's interpreter).
     """
     check_shapes(args)
-    q, k, v, bias, w1, b1, w2, b2, offset, window, first_keys, residual_bias, sinks, scale = args
-    if first_keys is not None and first_keys.device != q.device:
-        raise ValueError(f"first_keys is on {first_keys.device} and q on {q.device}")
+    q, k, v, bias, w1, b1, w2, b2, offset, window, document_starts, residual_bias, sinks, scale = args
+    if document_starts is not None and document_starts.device != q.device:
+        raise ValueError(f"document_starts is on {document_starts.device} and q on {q.device}")
     if sinks is not None and sinks.device != q.device:
         raise ValueError(f"sinks is on {sinks.device} and q on {q.device}")
     _check_limits(q, k, v, w1, offset, chunk)
@@ -64,8 +64,8 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None, terms: LayerTe
     if chunk is None:
         chunk = choose_chunk_rows(batch, heads, rows, offset + rows, q.dtype, get_device_properties(q))
     if terms is not None:
-        if first_keys is not None:
-            raise ValueError("terms are of a call without first_keys")
+        if document_starts is not None:
+            raise ValueError("terms are of a call without document_starts")
         if not terms.fits(q, offset, window):
             raise ValueError("terms are of another call")
         attended: Tensor = outside_graphs(_AttendWithTerms)(
@@ -75,7 +75,7 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None, terms: LayerTe
         return attended
     apply = outside_graphs(_CdapeAttention)
     tensors = (q, k, v, bias, w1, b1, w2, b2, sinks)
-    options = (offset, window, first_keys, residual_bias, scale, min(chunk, rows), _needs_gradients(*tensors))
+    options = (offset, window, document_starts, residual_bias, scale, min(chunk, rows), _needs_gradients(*tensors))
     output: Tensor = apply(*tensors, *options)
     return output
 
@@ -126,7 +126,7 @@ class _CdapeAttention(torch.autograd.Function):
         sinks: Tensor | None,
         offset: int,
         window: int | None,
-        first_keys: Tensor | None,
+        document_starts: Tensor | None,
         residual_bias: bool,
         scale: float,
         chunk: int,
@@ -136,17 +136,17 @@ class _CdapeAttention(torch.autograd.Function):
         heads, rows = q.shape[1:3]
         shape = get_weight_shape(heads, w1.shape[0], w1.shape[-1], bias is not None)
         # Rows of packed documents can have any distance from their left edge.
-        of_rows = (rows, offset) if first_keys is None else (offset + rows, 0)
+        of_rows = (rows, offset) if document_starts is None else (offset + rows, 0)
         product = get_bias_product(shape, *of_rows, window, q.dtype)
         bias = None if bias is None else bias.contiguous()
         biases = None if bias is None else bias[None]
         contributions, packed = compute_terms(product, biases, [(w1, b1, w2, b2)])
         (problem,) = build_problems(product, contributions, biases, packed, residual_bias=residual_bias)
-        problem = replace(problem, rows=rows, offset=offset, first_keys=first_keys, sinks=_contiguous(sinks))
+        problem = replace(problem, rows=rows, offset=offset, document_starts=document_starts, sinks=_contiguous(sinks))
         problem = replace(problem, uses_mixer=mixer.is_enabled())
         output, kept = _attend(q, k, v, problem, scale, chunk, needs_gradients=needs_gradients)
         # `save_for_backward` frees these tensors when they are not needed any more.
-        ctx.save_for_backward(*kept, biases, contributions, first_keys, problem.sinks, *packed)
+        ctx.save_for_backward(*kept, biases, contributions, document_starts, problem.sinks, *packed)
         ctx.residual_bias = residual_bias
         ctx.product, ctx.offset, ctx.scale, ctx.chunk = product, offset, scale, chunk
         ctx.uses_mixer = problem.uses_mixer
@@ -156,10 +156,12 @@ class _CdapeAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         saved, count = ctx.saved_tensors, len(PackedWeights._fields)
-        *kept, biases, contributions, first_keys, sinks = saved[:-count]
+        *kept, biases, contributions, document_starts, sinks = saved[:-count]
         packed, product = PackedWeights(*saved[-count:]), ctx.product
         (problem,) = build_problems(product, contributions, biases, packed, residual_bias=ctx.residual_bias)
-        problem = replace(problem, rows=kept[0].shape[2], offset=ctx.offset, first_keys=first_keys, sinks=sinks)
+        problem = replace(
+            problem, rows=kept[0].shape[2], offset=ctx.offset, document_starts=document_starts, sinks=sinks
+        )
         problem = replace(problem, uses_mixer=ctx.uses_mixer)
         sums = _new_sums(problem, product, 0 if biases is None else biases.shape[2], kept)
         *dqkv, dsinks = _attend_backward(dout, kept, problem, product, sums.select_layer(0), ctx)

@@ -53,7 +53,7 @@ def _multiply_map_kernel(
     map_ptr,  # [B, H, R, C] compute type, read where a row sees the column
     x_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
     out_ptr,  # [B, H, R_total, d], at the chunk's first row: written
-    first_keys_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
+    document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     H,
     R,
     C,
@@ -78,9 +78,9 @@ def _multiply_map_kernel(
     map_ptr += pair * R * C
     x_ptr += pair * C_total * HEAD_DIM
     out_ptr += pair * R_total * HEAD_DIM
-    if first_keys_ptr is not None:
-        first_keys_ptr += pair // H * R
-    extent = (R, C, first_row, first_column, window, first_keys_ptr)
+    if document_starts_ptr is not None:
+        document_starts_ptr += pair // H * R
+    extent = (R, C, first_row, first_column, window, document_starts_ptr)
     row = start + tl.arange(0, BLOCK_M)
     state = (tl.zeros([BLOCK_M, BLOCK_DA], tl.float32), tl.zeros([BLOCK_M, max(BLOCK_DB, 16)], tl.float32))
     pointers = (map_ptr, x_ptr)
@@ -103,13 +103,13 @@ def row_ranges(start, extent, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     Rows first … last − 1 attend to some of the columns, rows whole … end − 1 to all.
     With packed documents, no row counts as whole.
     """
-    R, C, first_row, first_column, window, first_keys_ptr = extent
+    R, C, first_row, first_column, window, document_starts_ptr = extent
     own = first_column - first_row + start  # row of the first column's token
     first = tl.maximum(own, 0) // BLOCK_M * BLOCK_M
     last = tl.maximum(tl.minimum(own + BLOCK_N - 1 + window, R), first)
     whole = tl.cdiv(tl.maximum(own + BLOCK_N - 1, 0), BLOCK_M) * BLOCK_M
     end = tl.where(start + BLOCK_N <= C, tl.minimum(own + window, R) // BLOCK_M * BLOCK_M, 0)
-    if first_keys_ptr is not None:
+    if document_starts_ptr is not None:
         end = 0 * end
     whole = tl.minimum(whole, last)
     return first, whole, tl.maximum(end, whole), last
@@ -136,14 +136,14 @@ def _add_rows(
     """Add rows first … last − 1 to a transposed product's two blocks; rows from `skipped_from` on are shifted."""
     out_a, out_b = state
     map_ptr, x_ptr, x_stride = pointers
-    R, _, _, first_column, _, first_keys_ptr = extent
+    R, _, _, first_column, _, document_starts_ptr = extent
     for step in range(first, last, BLOCK_M):
         r0 = step
         if MASKED:
             r0 = tl.where(step < skipped_from, step, step + skipped)
         is_seen = True
-        if first_keys_ptr is not None:  # document starts are nondecreasing, so all of the block's rows start later
-            is_seen = tl.load(first_keys_ptr + r0) - first_column < start + BLOCK_N
+        if document_starts_ptr is not None:  # document starts are nondecreasing, so all of the block's rows start later
+            is_seen = tl.load(document_starts_ptr + r0) - first_column < start + BLOCK_N
         if is_seen:
             row = r0 + tl.arange(0, BLOCK_M)
             tile = tl.trans(load_visible(map_ptr, row, start + tl.arange(0, BLOCK_N), extent, 0.0, MASKED))
@@ -160,7 +160,7 @@ def _multiply_transposed_kernel(
     map_ptr,  # [B, H, R, C] compute type, read where a row sees the column
     x_ptr,  # [B, H, R, d] compute type, of any strides but the last: the chunk's rows
     out_ptr,  # [B, H, C_total, d], at the maps' column 0: written, or added to
-    first_keys_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
+    document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     H,
     R,
     C,
@@ -187,9 +187,9 @@ def _multiply_transposed_kernel(
     map_ptr += pair * R * C
     x_ptr += pair // H * stride_batch + pair % H * stride_head
     out_ptr += pair * C_total * HEAD_DIM
-    if first_keys_ptr is not None:
-        first_keys_ptr += pair // H * R
-    extent = (R, C, first_row, first_column, window, first_keys_ptr)
+    if document_starts_ptr is not None:
+        document_starts_ptr += pair // H * R
+    extent = (R, C, first_row, first_column, window, document_starts_ptr)
     out_a = tl.zeros([BLOCK_N, BLOCK_DA], tl.float32)
     out_b = tl.zeros([BLOCK_N, max(BLOCK_DB, 16)], tl.float32)
     if ADD:

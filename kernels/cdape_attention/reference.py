@@ -31,7 +31,7 @@ def reference(args: CdapeArgs, *, saturate_like: torch.dtype | None = None) -> T
     including float64. `saturate_like` is the type whose largest value bounds the hidden map, q's if None: float64 can
     then compute the exact result for float16.
     """
-    q, k, v, bias, w1, b1, w2, b2, offset, window, first_keys, residual_bias, sinks, scale = args
+    q, k, v, bias, w1, b1, w2, b2, offset, window, document_starts, residual_bias, sinks, scale = args
     rows, columns, dtype = q.shape[2], k.shape[2], q.dtype
     limited = dtype if saturate_like is None else saturate_like
     padding = w1.shape[-1] // 2
@@ -39,8 +39,8 @@ def reference(args: CdapeArgs, *, saturate_like: torch.dtype | None = None) -> T
     distance = offset + torch.arange(rows, device=q.device)[:, None] - torch.arange(columns, device=q.device)
     visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     inside = torch.ones((), dtype=torch.bool, device=q.device)
-    if first_keys is not None:
-        inside = torch.arange(columns + padding, device=q.device) >= first_keys[:, None, :, None]
+    if document_starts is not None:
+        inside = torch.arange(columns + padding, device=q.device) >= document_starts[:, None, :, None]
         visible = visible & inside[..., :columns]
     scores = (q * scale) @ k.transpose(-1, -2)
     channels = scores.masked_fill(~visible, 0)

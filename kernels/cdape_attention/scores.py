@@ -97,14 +97,14 @@ def store_group(
 
 @triton.jit
 def is_visible(
-    row, column, R, first_row, first_column, window, first_keys_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    row, column, R, first_row, first_column, window, document_starts_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Return True if any of BLOCK_M rows attends to any of BLOCK_N columns, both relative to the chunk's first."""
     position = first_row - first_column + row
     last = position + tl.minimum(BLOCK_M, R - row) - 1
     visible = (column <= last) & (column + BLOCK_N > position - window + 1)
-    if first_keys_ptr is not None:  # nondecreasing over the rows
-        visible = visible & (column + BLOCK_N > tl.load(first_keys_ptr + row) - first_column)
+    if document_starts_ptr is not None:  # nondecreasing over the rows
+        visible = visible & (column + BLOCK_N > tl.load(document_starts_ptr + row) - first_column)
     return visible
 
 
@@ -210,7 +210,7 @@ def _scores_kernel(
     q_ptr,  # [B, H, R_total, d] compute type, scaled, at the chunk's first row
     k_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
     scores_ptr,  # [B, R, C, CHANNELS] compute type, written where a tile holds a column that a row sees
-    first_keys_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
+    document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     R,
     C,
     first_row,  # position of the chunk's row 0
@@ -230,9 +230,9 @@ def _scores_kernel(
 ):
     """Compute S for BLOCK_M rows by BLOCK_N columns of all heads. Grid: columns, rows, batch."""
     column, row, batch = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_M, tl.program_id(2).to(tl.int64)
-    if first_keys_ptr is not None:
-        first_keys_ptr += batch * R
-    if not is_visible(row, column, R, first_row, first_column, window, first_keys_ptr, BLOCK_M, BLOCK_N):
+    if document_starts_ptr is not None:
+        document_starts_ptr += batch * R
+    if not is_visible(row, column, R, first_row, first_column, window, document_starts_ptr, BLOCK_M, BLOCK_N):
         return
     q_ptr += batch * H * R_total * HEAD_DIM
     k_ptr += batch * H * C_total * HEAD_DIM

@@ -39,15 +39,15 @@ def column_ranges(start, extent, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
     Column blocks from first to last have visible elements; those from whole to end are fully visible.
     """
-    R, C, first_row, first_column, window, first_keys_ptr = extent
+    R, C, first_row, first_column, window, document_starts_ptr = extent
     stop = first_row - first_column + 1 + start  # of the first row
     first = tl.maximum(stop - window, 0) // BLOCK_N * BLOCK_N
     last = tl.minimum(stop + tl.minimum(BLOCK_M, R - start) - 1, C)
     whole = tl.cdiv(tl.maximum(stop + BLOCK_M - 1 - window, 0), BLOCK_N) * BLOCK_N
-    if first_keys_ptr is not None:
-        first_key = tl.load(first_keys_ptr + start) - first_column
+    if document_starts_ptr is not None:
+        first_key = tl.load(document_starts_ptr + start) - first_column
         first = tl.maximum(first, first_key // BLOCK_N * BLOCK_N)
-        last_key = tl.load(first_keys_ptr + tl.minimum(start + BLOCK_M, R) - 1) - first_column
+        last_key = tl.load(document_starts_ptr + tl.minimum(start + BLOCK_M, R) - 1) - first_column
         whole = tl.maximum(whole, tl.cdiv(last_key, BLOCK_N) * BLOCK_N)
     end = tl.where(start + BLOCK_M <= R, tl.minimum(stop, C) // BLOCK_N * BLOCK_N, 0)
     return first, whole, tl.maximum(end, whole), last
@@ -59,15 +59,15 @@ def load_visible(map_ptr, row, column, extent, OTHER: tl.constexpr, MASKED: tl.c
 
     Masked elements are loaded and replaced: a mask that varies along a row would prevent wide loads.
     """
-    R, C, first_row, first_column, window, first_keys_ptr = extent
+    R, C, first_row, first_column, window, document_starts_ptr = extent
     pointers = map_ptr + row[:, None] * C + column[None, :]
     if MASKED:
         x = tl.load(pointers, mask=(row < R)[:, None] & (column < C)[None, :], other=0.0)
         stop = (first_row - first_column + 1 + row)[:, None]
         seen = (column[None, :] >= stop - window) & (column[None, :] < tl.minimum(stop, C))
-        if first_keys_ptr is not None:
-            first_keys = tl.load(first_keys_ptr + row, mask=row < R, other=0) - first_column
-            seen = seen & (column[None, :] >= first_keys[:, None])
+        if document_starts_ptr is not None:
+            document_starts = tl.load(document_starts_ptr + row, mask=row < R, other=0) - first_column
+            seen = seen & (column[None, :] >= document_starts[:, None])
         x = tl.where(seen, x, OTHER)
     else:
         x = tl.load(pointers)
@@ -134,7 +134,7 @@ def _attend_fwd_kernel(
     residue_ptr,  # what the rounding of O leaves over, alike, or None
     stats_ptr,  # [2, B, H, R_total] float32, maximum (in base 2) and sum of exponentials, at the chunk's first row
     sinks_ptr,  # [H] float32, or None: keys with these logits and no value, which the stats count
-    first_keys_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
+    document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     R,
     C,
     first_row,  # position of the chunk's row 0
@@ -155,9 +155,9 @@ def _attend_fwd_kernel(
 ):
     """Compute O = softmax(L)·V."""
     pair, pairs, start = program_position(R, BLOCK_M)
-    if first_keys_ptr is not None:
-        first_keys_ptr += pair // H * R
-    extent = (R, C, first_row, first_column, window, first_keys_ptr)
+    if document_starts_ptr is not None:
+        document_starts_ptr += pair // H * R
+    extent = (R, C, first_row, first_column, window, document_starts_ptr)
     row = start + tl.arange(0, BLOCK_M)
     logits_ptr += pair * R * C
     v_ptr += pair * C_total * HEAD_DIM
@@ -241,7 +241,7 @@ def _attend_sums_kernel(
     do_ptr,  # [B, H, R_total, d] compute type, of any strides but the last, at the chunk's first row
     stats_ptr,  # [2, B, H, R_total] float32, maximum (in base 2) and sum of exponentials, at the chunk's first row
     sums_ptr,  # [B, H, R_total] float32, at the chunk's first row
-    first_keys_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
+    document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     R,
     C,
     first_row,
@@ -267,9 +267,9 @@ def _attend_sums_kernel(
     float16).
     """
     pair, pairs, start = program_position(R, BLOCK_M)
-    if first_keys_ptr is not None:
-        first_keys_ptr += pair // H * R
-    extent = (R, C, first_row, first_column, window, first_keys_ptr)
+    if document_starts_ptr is not None:
+        document_starts_ptr += pair // H * R
+    extent = (R, C, first_row, first_column, window, document_starts_ptr)
     row = start + tl.arange(0, BLOCK_M)
     logits_ptr += pair * R * C
     v_ptr += pair * C_total * HEAD_DIM
@@ -312,7 +312,7 @@ def head_gradient(
 ):
     """Compute dL of a group's head on a tile, in the compute type, and store P. Zeros for a padding channel."""
     logits_ptr, v_ptr, do_ptr, stats_ptr, sums_ptr, p_ptr, pairs = pointers
-    R, C, first_row, first_column, window, first_keys_ptr, R_total, C_total, stride_head, stride_row = extent
+    R, C, first_row, first_column, window, document_starts_ptr, R_total, C_total, stride_head, stride_row = extent
     if MEMBER < HEADS:
         v_ptr += tl.cast(C_total, tl.int64) * (MEMBER * HEAD_DIM)
         do_ptr += tl.cast(stride_head, tl.int64) * MEMBER
@@ -326,7 +326,7 @@ def head_gradient(
         dp = head_products(do_ptr, v_ptr, row, column, R, C, stride_row, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M,
                            BLOCK_N, INPUT_PRECISION, MASKED)
         # fmt: on
-        of_map = (R, C, first_row, first_column, window, first_keys_ptr)
+        of_map = (R, C, first_row, first_column, window, document_starts_ptr)
         x = load_visible(logits_ptr + map_start, rows, columns, of_map, float("-inf"), MASKED)
         p = tl.exp2(x * LOG2E - top[:, None]) * inverse_sum[:, None]
         store_map_tile(p_ptr + map_start, p, rows, columns, R, C, MASKED)
@@ -431,7 +431,7 @@ def _attend_bwd_kernel(
     sums_ptr,  # [B, H, R_total] float32, from _attend_sums_kernel, at the chunk's first row
     p_ptr,  # [B, H, R, C] compute type, P, written where a tile holds a column that a row sees
     dlogits_ptr,  # [B, R, C, CHANNELS] compute type, dL, written where a tile holds a column that a row sees
-    first_keys_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
+    document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     R,
     C,
     first_row,
@@ -461,9 +461,9 @@ def _attend_bwd_kernel(
     pairs = tl.num_programs(2).to(tl.int64) * H
     maps = batch * H * R * C
     p_ptr += maps
-    if first_keys_ptr is not None:
-        first_keys_ptr += batch * R
-    if is_visible(row, column, R, first_row, first_column, window, first_keys_ptr, BLOCK_M, BLOCK_N):
+    if document_starts_ptr is not None:
+        document_starts_ptr += batch * R
+    if is_visible(row, column, R, first_row, first_column, window, document_starts_ptr, BLOCK_M, BLOCK_N):
         of_rows = batch * H * R_total
         pointers = (
             logits_ptr + maps,
@@ -476,13 +476,13 @@ def _attend_bwd_kernel(
         )
         dlogits_ptr += batch * R * C * CHANNELS
         # fmt: off
-        extent = (R, C, first_row, first_column, window, first_keys_ptr, R_total, C_total, stride_head, stride_row)
+        extent = (R, C, first_row, first_column, window, document_starts_ptr, R_total, C_total, stride_head, stride_row)
         # fmt: on
         stop = first_row - first_column + row + 1  # of the first row
         whole = (column + BLOCK_N <= stop) & (column >= stop + BLOCK_M - 1 - window)
         whole = whole & (row + BLOCK_M <= R) & (column + BLOCK_N <= C)
-        if first_keys_ptr is not None:
-            last_key = tl.load(first_keys_ptr + tl.minimum(row + BLOCK_M, R) - 1)
+        if document_starts_ptr is not None:
+            last_key = tl.load(document_starts_ptr + tl.minimum(row + BLOCK_M, R) - 1)
             whole = whole & (column >= last_key - first_column)
         # fmt: off
         if whole:

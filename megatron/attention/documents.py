@@ -7,7 +7,8 @@ once (`restart_positions`). Attention is computed in one of two equivalent ways:
 
 * Document by document (`split_documents`): each is a segment of its row. Every encoding, processor and backend is
   called for one document at a time, so results cannot differ. Many short documents cause many small calls.
-* All documents at once (`mask_documents`): each token sees the keys from its `first_keys` on. This is correct if the
+* All documents at once (`mask_documents`): each token sees the keys from its `document_starts` on. This is correct if
+the
   scores of a query and a key do not depend on where their document begins. Examples are a bias or weight of the
   distance, and contextual terms of the tokens between. `backend.py` says which backends and methods allow it,
   and what a backend prepares for it.
@@ -96,8 +97,8 @@ def mask_documents(starts: Tensor, past: int, device: torch.device) -> tuple[Seg
 
     The arguments are those of `split_documents`.
     """
-    first_keys = starts[:, past:].to(device=device, dtype=torch.int32, non_blocking=True)
-    return (Segment(TokenRange(past, starts.shape[1] - past), first_keys=first_keys),)
+    document_starts = starts[:, past:].to(device=device, dtype=torch.int32, non_blocking=True)
+    return (Segment(TokenRange(past, starts.shape[1] - past), document_starts=document_starts),)
 
 
 def restart_positions(

@@ -1,6 +1,6 @@
 """Inputs of attention as one value, and their division into blocks of query rows.
 
-A processor declares what a row depends on besides itself (`rows_above`, `row_terms`), and a block of rows includes
+A processor declares what a row depends on besides itself (`preceding_rows`, `row_terms`), and a row block includes
 that. So a block against its own columns gives exactly the same rows as the whole.
 
 B batch, H heads, h requested heads, R query rows, C key columns, d head dimension.
@@ -42,14 +42,16 @@ class AttentionInputs:
     processor: Processor | None = None
     key_mask: Tensor | None = None
     """Bool [B, C] or [B, R, C], False for padding."""
-    first_keys: Tensor | None = None
+    document_starts: Tensor | None = None
     """int32 [B, R]: index of the first key of each row's document, which never decreases from row to row.
 
     Keys before it are outside the row's sequence, as columns before index 0 are: the row does not depend on them, and a
     processor sees an edge there. Only for backends and encodings that support it (`backend.can_mask_documents`).
     """
     document_mask: Any = None
-    """Mask that the backend prepared from `first_keys` for these rows before the layers (`compute_document_mask`)."""
+    """Mask that the backend prepared from `document_starts` for these rows before the layers
+    (`compute_document_mask`).
+    """
     row_bias: Tensor | None = None
     """Float32 or float64 [B, H or h, R], as the queries: added to the scores of a row, together with `key_bias`."""
     key_bias: Tensor | None = None
@@ -63,7 +65,7 @@ class AttentionInputs:
     """Requested heads: those of a tensor-parallel rank."""
     sinks: Tensor | None = None
     """float32 [H]: a logit per head that joins the softmax of every row and has no value."""
-    breaks_sticks: bool = False
+    uses_stick_breaking: bool = False
     """True for stick-breaking instead of the softmax (`softmax.py`), which has no sinks."""
     adds_remainder: bool = False
     """True if stick-breaking gives the remaining weight to a row's own key."""
@@ -79,13 +81,13 @@ class AttentionInputs:
     (`compute_processor_terms`)."""
     bias_contribution: BiasContribution | None = None
     """Contribution of the bias to the first layer of the processor, if precomputed."""
-    q_above: Tensor | None = None
+    preceding_q: Tensor | None = None
     """Rotated queries [B, H, A, d] of the A rows directly above, for a processor that reads rows above; None for none.
 
     These are as many as the processor reads, or all rows that are not included in `row_sums`.
     """
     row_sums: Tensor | None = None
-    """float32 [B, C]: sum of a processor's `row_terms` over the rows above those of `q_above`; None for zero."""
+    """float32 [B, C]: sum of a processor's `row_terms` over the rows above those of `preceding_q`; None for zero."""
 
     @property
     def score_heads(self) -> slice:
@@ -94,10 +96,10 @@ class AttentionInputs:
 
     @property
     def first_columns(self) -> Tensor | None:
-        """`first_keys` as columns of k and v."""
-        if self.first_keys is None or self.key.start == 0:
-            return self.first_keys
-        return (self.first_keys - self.key.start).clamp_(min=0)
+        """`document_starts` as columns of k and v."""
+        if self.document_starts is None or self.key.start == 0:
+            return self.document_starts
+        return (self.document_starts - self.key.start).clamp_(min=0)
 
     @property
     def head_sinks(self) -> Tensor | None:
@@ -123,42 +125,42 @@ class AttentionInputs:
             sinks=None,
             table=None,
             bias_contribution=None,
-            q_above=None,
+            preceding_q=None,
             row_sums=None,
         )
 
-    def select_rows_above(self, start: int) -> Tensor | None:
-        """Return `q_above` of the rows from index `start` on."""
-        if self.processor is None or not self.processor.reads_rows_above:
+    def select_preceding_rows(self, start: int) -> Tensor | None:
+        """Return `preceding_q` of the rows from index `start` on."""
+        if self.processor is None or not self.processor.reads_preceding_rows:
             return None
         above = self.q[:, :, :start]
-        if self.q_above is not None:
-            above = self.q_above if start == 0 else torch.cat([self.q_above, above], dim=2)
+        if self.preceding_q is not None:
+            above = self.preceding_q if start == 0 else torch.cat([self.preceding_q, above], dim=2)
         if not self.processor.overrides("row_terms"):
-            above = above[:, :, max(above.shape[2] - self.processor.rows_above, 0) :]
+            above = above[:, :, max(above.shape[2] - self.processor.preceding_rows, 0) :]
         return above if above.shape[2] else None
 
-    def join_rows_above(self) -> "AttentionInputs":
+    def prepend_preceding_rows(self) -> "AttentionInputs":
         """Join the rows above and these rows. The first of the joined rows have no rows above."""
-        if self.q_above is None:
+        if self.preceding_q is None:
             return self
-        count = self.q_above.shape[2]
+        count = self.preceding_q.shape[2]
         query = replace(self.query, start=self.query.start - count, length=self.query.length + count)
         mask = self.key_mask
         if mask is not None and mask.dim() == 3:
             raise ValueError("a processor that reads rows above does not support a mask per row")
         row_bias = self.row_bias
         if row_bias is not None:
-            row_bias = torch.cat([self.select_row_bias_above(), row_bias], dim=2)
-        q = torch.cat([self.q_above, self.q], dim=2)
-        return replace(self, q=q, query=query, row_bias=row_bias, q_above=None)
+            row_bias = torch.cat([self.select_preceding_row_bias(), row_bias], dim=2)
+        q = torch.cat([self.preceding_q, self.q], dim=2)
+        return replace(self, q=q, query=query, row_bias=row_bias, preceding_q=None)
 
-    def select_row_bias_above(self) -> Tensor:
+    def select_preceding_row_bias(self) -> Tensor:
         """Return `row_bias` of the rows above: a sum of gates, which is the negative of their `key_bias`."""
-        assert self.q_above is not None
+        assert self.preceding_q is not None
         assert self.key_bias is not None
         last = self.query.start - self.key.start
-        return -self.key_bias[:, :, last - self.q_above.shape[2] : last]
+        return -self.key_bias[:, :, last - self.preceding_q.shape[2] : last]
 
     def select_rows(self, start: int, stop: int, row_sums: Tensor | None = None) -> "AttentionInputs":
         """Select rows start … stop − 1, without columns that none of them depends on.
@@ -168,17 +170,17 @@ class AttentionInputs:
                 omitted.
         """
         query = replace(self.query, start=self.query.start + start, length=stop - start)
-        q_above = self.select_rows_above(start) if row_sums is None else None
-        num_above = 0 if q_above is None else q_above.shape[2]
+        preceding_q = self.select_preceding_rows(start) if row_sums is None else None
+        num_above = 0 if preceding_q is None else preceding_q.shape[2]
         left, right = 0, max(min(query.stop - self.key.start, self.key.length), 1)
         if self.window is not None:
             left_context = 0 if self.processor is None else self.processor.left_context
             left = max(query.start - num_above - self.window + 1 - left_context - self.key.start, 0)
-        first_keys = self.first_keys
-        if first_keys is not None:
-            first_keys = first_keys[:, start:stop]
-            if first_keys.device.type == "cpu":  # on a GPU this would wait for the device
-                left = max(left, int(first_keys[:, 0].min()) - self.key.start)
+        document_starts = self.document_starts
+        if document_starts is not None:
+            document_starts = document_starts[:, start:stop]
+            if document_starts.device.type == "cpu":  # on a GPU this would wait for the device
+                left = max(left, int(document_starts[:, 0].min()) - self.key.start)
         sums = self.row_sums if row_sums is None else row_sums
         mask = self.key_mask
         if mask is not None:
@@ -191,11 +193,11 @@ class AttentionInputs:
             query=query,
             key=replace(self.key, start=self.key.start + left, length=right - left),
             key_mask=mask,
-            first_keys=first_keys,
+            document_starts=document_starts,
             row_bias=None if self.row_bias is None else self.row_bias[:, :, start:stop],
             key_bias=None if self.key_bias is None else self.key_bias[:, :, left:right],
             document_mask=None,
-            q_above=q_above,
+            preceding_q=preceding_q,
             row_sums=None if sums is None else sums[:, left:right],
         )
 

@@ -42,7 +42,11 @@ def describe_query_rows(
     if len(segments) == 1 and segments[0].tokens.length == length and _has_all_sequences(segments[0]):
         return QueryRows(*(rows.float() for rows in _describe_segment(segments[0], window, device)))
     # Describe several segments on the CPU and copy the result once, unless they have tensors on the device.
-    place = device if any(s.key_mask is not None or s.first_keys is not None for s in segments) else torch.device("cpu")
+    place = (
+        device
+        if any(s.key_mask is not None or s.document_starts is not None for s in segments)
+        else torch.device("cpu")
+    )
     positions, num_keys = torch.zeros(batch, length, device=place), torch.ones(batch, length, device=place)
     for segment in segments:
         rows = segment.sequences.to(place) if isinstance(segment.sequences, Tensor) else segment.sequences
@@ -60,8 +64,8 @@ def _describe_segment(segment: Segment, window: int | None, device: torch.device
     """Return positions and numbers of keys of a segment's tokens: int64 [sequences or 1, tokens]."""
     indices = segment.tokens.indices(device)[None]
     positions = segment.tokens.positions(device)[None]
-    if segment.first_keys is not None:  # the index within a document; positions are not randomized here
-        indices = positions = indices - segment.first_keys
+    if segment.document_starts is not None:  # the index within a document; positions are not randomized here
+        indices = positions = indices - segment.document_starts
     num_keys = indices + 1
     if window is not None:
         num_keys = num_keys.clamp_max(window)
@@ -89,7 +93,7 @@ def scale_queries(q: Tensor, temperature: Temperature, rows: QueryRows, heads: s
 
 
 @dataclass(frozen=True)
-class RowsAbove:
+class PrecedingRows:
     """Available queries, and sums over the rows before them."""
 
     queries: Tensor
@@ -99,12 +103,14 @@ class RowsAbove:
     sums: Tensor | None
     """float32 [B, available keys]: in decoding, a processor's sums over the rows before the queries; None for none."""
 
-    def join(self, inputs: AttentionInputs, segment: Segment) -> AttentionInputs:
+    def add_to(self, inputs: AttentionInputs, segment: Segment) -> AttentionInputs:
         """Return the inputs of a segment with the rows above that its processor reads."""
         assert inputs.processor is not None
-        count = None if inputs.processor.overrides("row_terms") else inputs.processor.rows_above
+        count = None if inputs.processor.overrides("row_terms") else inputs.processor.preceding_rows
         sums = None if self.sums is None else segment.select_context(self.sums, 1)
-        return replace(inputs, q_above=segment.select_rows_above(self.queries, self.num_keys, count), row_sums=sums)
+        return replace(
+            inputs, preceding_q=segment.select_preceding_rows(self.queries, self.num_keys, count), row_sums=sums
+        )
 
     def add_rows(self, inputs: AttentionInputs, segment: Segment) -> None:
         """Add the contribution of a segment's rows, and of available rows above, to the sums, without gradients."""

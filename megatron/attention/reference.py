@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
-from megatron.attention.softmax import break_sticks, compute_softmax
+from megatron.attention.softmax import compute_softmax, compute_stick_breaking
 from megatron.position.encoding import Encoding, ScoreTerms, join_heads
-from megatron.position.numerics import keep_for_capture, promote_to_float32, soft_cap, toeplitz
-from megatron.position.token_range import ALL_HEADS, TokenRange, causal_mask, count_distances, select_heads
+from megatron.position.numerics import promote_to_float32, retain_for_capture, soft_cap, toeplitz
+from megatron.position.token_range import ALL_HEADS, TokenRange, build_causal_mask, count_distances, select_heads
 
-MAX_ENTRIES_TOGETHER = 1 << 24
+MAX_BATCHED_ENTRIES = 1 << 24
 """Maximum number of entries of the tables of all layers computed at once: 64 MiB."""
 
 
@@ -29,16 +29,16 @@ ROWS_PER_SUM = 256
 """Number of rows added at once to the sums over all rows in a cache."""
 
 
-def arange_distances(count: int, device: torch.device | str | None = None) -> Tensor:
+def build_distances(count: int, device: torch.device | str | None = None) -> Tensor:
     """Return 0, 1, …, count − 1 as float32, which is exact up to 2²⁴."""
     return torch.arange(count, dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=8)
-def _keep_distances(count: int, device: torch.device) -> Tensor:
+def _cache_distances(count: int, device: torch.device) -> Tensor:
     """Return distances on a GPU, cached for all layers and steps. Do not modify the result."""
     with torch.inference_mode(False):
-        return arange_distances(count, device)
+        return build_distances(count, device)
 
 
 def compute_table(
@@ -65,9 +65,9 @@ def compute_table_of_ranges(
 
 def _get_distances(count: int, device: torch.device | str | None) -> Tensor:
     if not (isinstance(device, torch.device) and device.type == "cuda"):
-        return arange_distances(count, device)
-    distances = _keep_distances(count, device)
-    keep_for_capture(distances)
+        return build_distances(count, device)
+    distances = _cache_distances(count, device)
+    retain_for_capture(distances)
     return distances
 
 
@@ -84,7 +84,7 @@ def compute_tables_of_layers(
     if any(query.is_continuous for query, _ in ranges):
         return None
     count = max(count_distances(*pair) for pair in ranges)
-    is_large = len(encodings) * first.dims.num_heads * count > MAX_ENTRIES_TOGETHER
+    is_large = len(encodings) * first.dims.num_heads * count > MAX_BATCHED_ENTRIES
     if is_large or not (type(first).overrides_hook("table") and first.has_independent_heads):
         return None
     joined = join_heads(encodings).table(_get_distances(count, device))
@@ -94,7 +94,7 @@ def compute_tables_of_layers(
 
 
 def precompute_terms(inputs: AttentionInputs) -> AttentionInputs:
-    """Return the inputs with terms shared by all blocks of rows.
+    """Return the inputs with terms shared by all row blocks.
 
     These are the table, and the processor's contribution of the bias.
 
@@ -102,7 +102,7 @@ def precompute_terms(inputs: AttentionInputs) -> AttentionInputs:
     """
     table = inputs.table or compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device)
     bias = None if table is None else table.bias
-    nothing_hidden = inputs.key_mask is None and inputs.first_keys is None and inputs.window is None
+    nothing_hidden = inputs.key_mask is None and inputs.document_starts is None and inputs.window is None
     all_keys_seen = nothing_hidden and inputs.key.start == 0
     contribution = None
     all_keys_seen = all_keys_seen and inputs.key_bias is None  # a key bias differs between sequences
@@ -169,9 +169,9 @@ def add_row_and_key_bias(row_bias: Tensor, key_bias: Tensor, dtype: torch.dtype)
 
 def compute_visible_mask(inputs: AttentionInputs) -> Tensor:
     """Return the visibility mask, bool [B or 1, 1, R, C]: True if the row sees the key."""
-    visible = causal_mask(inputs.query, inputs.key, inputs.q.device, inputs.window)[None, None]
-    if inputs.first_keys is not None:
-        visible = visible & (inputs.key.indices(inputs.q.device) >= inputs.first_keys[:, None, :, None])
+    visible = build_causal_mask(inputs.query, inputs.key, inputs.q.device, inputs.window)[None, None]
+    if inputs.document_starts is not None:
+        visible = visible & (inputs.key.indices(inputs.q.device) >= inputs.document_starts[:, None, :, None])
     if inputs.key_mask is None:
         return visible
     return visible & (inputs.key_mask[:, None, None] if inputs.key_mask.dim() == 2 else inputs.key_mask[:, None])
@@ -259,12 +259,12 @@ def compute_row_sums(
     sums = inputs.row_sums
     if sums is None:
         sums = promote_to_float32(inputs.q.new_zeros(len(inputs.q), inputs.key.length))
-    if inputs.q_above is None:
+    if inputs.preceding_q is None:
         return sums
-    count = inputs.q_above.shape[2]
+    count = inputs.preceding_q.shape[2]
     query = replace(inputs.query, start=inputs.query.start - count, length=count)
-    row_bias = None if inputs.row_bias is None else inputs.select_row_bias_above()
-    above = replace(inputs, q=inputs.q_above, query=query, row_bias=row_bias, q_above=None)
+    row_bias = None if inputs.row_bias is None else inputs.select_preceding_row_bias()
+    above = replace(inputs, q=inputs.preceding_q, query=query, row_bias=row_bias, preceding_q=None)
     for start in range(0, count, size or count):
         block = above.select_rows(start, min(start + (size or count), count), sums)
         sums = (add or add_row_terms)(sums, block, inputs.key.start)
@@ -273,9 +273,9 @@ def compute_row_sums(
 
 def compute_following_row_sums(inputs: AttentionInputs) -> Tensor:
     """Compute the sums for rows that follow these."""
-    rows = inputs.join_rows_above()
+    rows = inputs.prepend_preceding_rows()
     following = replace(rows.query, start=rows.query.stop, length=0)
-    none = replace(rows, q=rows.q[:, :, :0], query=following, q_above=rows.q)
+    none = replace(rows, q=rows.q[:, :, :0], query=following, preceding_q=rows.q)
     if rows.row_bias is not None:
         none = replace(none, row_bias=rows.row_bias[:, :, :0])
     return compute_row_sums(none, ROWS_PER_SUM)
@@ -288,7 +288,7 @@ def compute_logits(inputs: AttentionInputs) -> Tensor:
 
     The bias is added after scaling by 1/√d, as in KERPLE's released code (in its equation 2 it is inside).
     """
-    if inputs.processor is not None and inputs.processor.reads_rows_above:
+    if inputs.processor is not None and inputs.processor.reads_preceding_rows:
         return _compute_logits_of_rows(inputs)[:, :, -inputs.query.length :]
     return _compute_logits(inputs)
 
@@ -298,8 +298,8 @@ def _compute_logits_of_rows(inputs: AttentionInputs) -> Tensor:
     processor = inputs.processor
     assert processor is not None
     if not processor.overrides("row_terms"):
-        return _compute_logits(inputs.join_rows_above())
-    own = replace(inputs, q_above=None)
+        return _compute_logits(inputs.prepend_preceding_rows())
+    own = replace(inputs, preceding_q=None)
     # Sum over the rows above each row, excluding the row itself.
     totals = compute_row_terms(own).cumsum(1)
     sums = compute_row_sums(inputs)[:, None] + torch.nn.functional.pad(totals[:, :-1], (0, 0, 1, 0))
@@ -314,8 +314,8 @@ def _compute_logits(inputs: AttentionInputs) -> Tensor:
         rows = None if contribution is None else contribution.for_rows(inputs.query, inputs.key.length)
         # If a row's logits depend on nothing before its first visible key, the mask is sufficient.
         edge = {}
-        if inputs.first_keys is not None and inputs.processor.left_context > 0:
-            edge = {"first_columns": inputs.first_keys - inputs.key.start}
+        if inputs.document_starts is not None and inputs.processor.left_context > 0:
+            edge = {"first_columns": inputs.document_starts - inputs.key.start}
         logits = inputs.processor(scores, bias, visible, inputs.heads, rows, **edge)
         return logits.masked_fill_(~visible, float("-inf"))
     # Combine mask and bias before the bias gets a batch dimension: one pass over the scores instead of two.
@@ -331,9 +331,9 @@ def compute_weights(inputs: AttentionInputs) -> Tensor:
     processor = inputs.processor
     if processor is None or not processor.overrides("process_weights"):
         return _weigh_logits(compute_logits(inputs), inputs)
-    rows = inputs.join_rows_above() if processor.rows_above else inputs
+    rows = inputs.prepend_preceding_rows() if processor.preceding_rows else inputs
     all_heads = replace(rows, heads=ALL_HEADS)
-    logits = _compute_logits(all_heads) if processor.rows_above else compute_logits(all_heads)
+    logits = _compute_logits(all_heads) if processor.preceding_rows else compute_logits(all_heads)
     weights = _weigh_logits(logits, all_heads)
     processed = processor.process_weights(weights, compute_visible_mask(rows), inputs.heads)
     return processed[:, :, -inputs.query.length :]
@@ -341,12 +341,12 @@ def compute_weights(inputs: AttentionInputs) -> Tensor:
 
 def _weigh_logits(logits: Tensor, inputs: AttentionInputs) -> Tensor:
     """Compute weights from masked logits of the requested heads, before a processor changes them."""
-    if inputs.breaks_sticks:
+    if inputs.uses_stick_breaking:
         device = inputs.q.device
         own = inputs.query.indices(device)[:, None] == inputs.key.indices(device)
         # A padding query does not see its own key.
         remainder = own & (logits > float("-inf")) if inputs.adds_remainder else None
-        return break_sticks(logits.masked_fill(own, float("-inf")), remainder)
+        return compute_stick_breaking(logits.masked_fill(own, float("-inf")), remainder)
     weights = compute_softmax(logits, inputs.head_sinks)
     return weights if inputs.key_mask is None else weights.nan_to_num(0.0)
 
@@ -404,7 +404,7 @@ def compute_attention_in_blocks(
 
 
 def _iter_blocks_with_sums(inputs: AttentionInputs, size: int, add: Callable[..., Tensor]) -> Iterator[AttentionInputs]:
-    """Yield blocks of rows with the sums over all rows above instead of the rows above."""
+    """Yield row blocks with the sums over all rows above instead of the rows above."""
     sums, total = compute_row_sums(inputs, size, add), inputs.query.length
     for start in range(0, total, size):
         block = inputs.select_rows(start, min(start + size, total), sums)

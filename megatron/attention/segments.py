@@ -43,12 +43,12 @@ class Segment:
     """Column of `first_key` in all tokens so far: after padding, or after other documents."""
     key_mask: Tensor | None = None
     """Bool [sequences, tokens so far], False for hidden keys."""
-    first_keys: Tensor | None = None
+    document_starts: Tensor | None = None
     """int32 [sequences, tokens]: index of the first key of each token's document; None if all are 0."""
     first_key: int = 0
     """Index of the first available key; earlier keys are hidden by a window."""
     document_mask: Any = None
-    """Mask that the backend made of these tokens' `first_keys` before the layers
+    """Mask that the backend made of these tokens' `document_starts` before the layers
     (`document_masks.compute_document_masks`)."""
 
     @property
@@ -64,7 +64,7 @@ class Segment:
         """Select the tokens from `first_key` to the segment's end along `dim` of x, which holds all tokens so far."""
         return _select(x, self.sequences, dim, self.first_key_column, self.context.length)
 
-    def select_rows_above(self, q: Tensor, num_keys: int, count: int | None) -> Tensor | None:
+    def select_preceding_rows(self, q: Tensor, num_keys: int, count: int | None) -> Tensor | None:
         """Select queries of the available rows directly above the segment; None if there are none.
 
         Args:
@@ -80,8 +80,10 @@ class Segment:
     def narrow(self, start: int, length: int, first_column: int) -> "Segment":
         """Return the segment of tokens start … start + length − 1, at a column of another forward pass."""
         tokens = replace(self.tokens, start=self.tokens.start + start, length=length)
-        first_keys = None if self.first_keys is None else self.first_keys[:, start : start + length]
-        return replace(self, tokens=tokens, first_column=first_column, first_keys=first_keys, document_mask=None)
+        document_starts = None if self.document_starts is None else self.document_starts[:, start : start + length]
+        return replace(
+            self, tokens=tokens, first_column=first_column, document_starts=document_starts, document_mask=None
+        )
 
 
 def _select(x: Tensor, sequences: Tensor | slice, dim: int, start: int, length: int) -> Tensor:
@@ -306,7 +308,7 @@ def attend_segments(
     return _scatter_outputs(outputs, segments, q, dim=2)
 
 
-def hide_nothing(segments: Sequence[Segment]) -> bool:
+def has_no_hidden_keys(segments: Sequence[Segment]) -> bool:
     """Return True if there is no padding and no hidden key."""
     return all(isinstance(segment.sequences, slice) and segment.key_mask is None for segment in segments)
 

@@ -76,7 +76,7 @@ def compute_softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.softmax(append_sink(logits, sinks), dim=-1)[..., :-1]
 
 
-def break_sticks(logits: Tensor, own: Tensor | None = None) -> Tensor:
+def compute_stick_breaking(logits: Tensor, own: Tensor | None = None) -> Tensor:
     """Compute the weights [B, h, R, C] of stick-breaking from logits that are −∞ for hidden keys.
 
     With log σ(x) = x − log(1 + eˣ) and log(1 − σ(x)) = −log(1 + eˣ), a weight is exp(x_ij − Σ_{l≥j} log(1 +

@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron.utils.errors import UserError
 from megatron.utils.formatting import find_nearest_name
 
-CHECKPOINTS, SUPERSEDED = "checkpoints", "abandoned"
+CHECKPOINTS, ARCHIVE_FOLDER = "checkpoints", "abandoned"
 WEIGHTS, CONFIG, PROGRESS = "model.safetensors", "config.yml", "progress.json"
 MAX_RUNS_LISTED = 10
 """Maximum number of runs listed in a message."""
@@ -57,7 +57,7 @@ def find_latest_checkpoint(run: str | Path) -> Path | None:
     return next(reversed(list_checkpoints(run)), None)
 
 
-def refuse_existing_run(save: str | Path | None, newest: Path | None) -> None:
+def check_run_is_new(save: str | Path | None, newest: Path | None) -> None:
     """Check that a new run does not start in a folder with checkpoints.
 
     Args:
@@ -153,7 +153,7 @@ def _list_runs_in(path: Path) -> list[Path]:
     return runs
 
 
-def move_aside(checkpoints: Sequence[Path], also: Sequence[Path] = ()) -> Path:
+def archive_checkpoints(checkpoints: Sequence[Path], also: Sequence[Path] = ()) -> Path:
     """Move checkpoints of one run to a subfolder, newest first, so that the run can resume from before them.
 
     Args:
@@ -163,7 +163,7 @@ def move_aside(checkpoints: Sequence[Path], also: Sequence[Path] = ()) -> Path:
     Returns:
         The new folder, `checkpoints/abandoned/0001`, `0002` and so on. Its content is never deleted.
     """
-    parent = checkpoints[0].parent / SUPERSEDED
+    parent = checkpoints[0].parent / ARCHIVE_FOLDER
     taken = [int(path.name) for path in parent.iterdir() if path.name.isdigit()] if parent.is_dir() else []
     folder = parent / f"{max(taken, default=0) + 1:04d}"
     folder.mkdir(parents=True)

@@ -17,8 +17,8 @@ from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import read_weights
 from megatron.config.position_overrides import has_two_rotations, locate_rope_errors, override_position
 from megatron.config.schema import Config
-from megatron.distributed.process_groups import single_process
-from megatron.model.backend_choice import recall_choice
+from megatron.distributed.process_groups import build_single_process_groups
+from megatron.model.backend_choice import load_backend_choice
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
 from megatron.options.position import PositionOptions
@@ -56,7 +56,9 @@ def build_meta_model(
         UserError: the backend does not support the model.
     """
     position = config.position if position is None else position
-    return build_model(config.model, position, vocab_size, groups=single_process(), device="meta", backend=backend)
+    return build_model(
+        config.model, position, vocab_size, groups=build_single_process_groups(), device="meta", backend=backend
+    )
 
 
 def load_model(
@@ -77,7 +79,7 @@ def load_model(
         path: folder of a run or a checkpoint.
         device, dtype: device and data type of the weights; float32 preserves the stored values exactly.
         backend: overrides attention_backend. For auto without an override, a model on a GPU uses the backend that the
-            self-check of its training selected on the same kind of GPU (`recall_choice`); no check is run here.
+            self-check of its training selected on the same kind of GPU (`load_backend_choice`); no check is run here.
         window, attention_mask, attention_temperature, rope: override these options of the run (`override_position`);
             None keeps them.
         end_of_document: end-of-document token, needed to mask documents if the run was trained without document
@@ -103,11 +105,11 @@ def load_model(
     )
     is_auto = backend is None and config.model.attention_backend == "auto" and config.model.attention_check
     if is_auto and not has_two_rotations(position):  # training had one rotation, which more backends support
-        backend = recall_choice(layout.get_run_of_checkpoint(checkpoint), torch.device(device), dtype)
+        backend = load_backend_choice(layout.get_run_of_checkpoint(checkpoint), torch.device(device), dtype)
     # Loading a model should not change the caller's random states.
     with torch.random.fork_rng(devices=[]), locate_rope_errors(rope):
         size = trainer_state.vocabulary["size"]
-        model = build_model(config.model, position, size, groups=single_process(), backend=backend)
+        model = build_model(config.model, position, size, groups=build_single_process_groups(), backend=backend)
     read_weights(model, checkpoint / layout.WEIGHTS)
     if position.attention_mask == "document":
         model.end_of_document = trainer_state.vocabulary.get("eod", end_of_document)

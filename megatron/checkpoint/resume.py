@@ -26,9 +26,9 @@ from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import (
     TEMPERATURE_KEYS,
+    list_other_encoding_keys,
+    list_other_temperature_keys,
     load_finetuned_weights,
-    names_other_encoding,
-    names_other_temperature,
 )
 from megatron.config.load import read_config
 from megatron.config.schema import Config
@@ -36,7 +36,7 @@ from megatron.config.stages import Stage, build_stages, find_stage, find_writing
 from megatron.config.yaml_files import format_value
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups
-from megatron.model.position_modules import canonical_position_options
+from megatron.model.position_modules import canonicalize_position_options
 from megatron.options.position import PositionOptions
 from megatron.options.section import ChangePolicy
 from megatron.utils.errors import FarfieldError, RunError, UserError
@@ -88,8 +88,8 @@ class ResumePlan:
     """Notes for the user."""
     stages: tuple[Stage, ...] = ()
     """Stages of the run; one if the configuration lists none."""
-    superseded: tuple[Path, ...] = ()
-    """Later checkpoints in the run's folder, damaged or rolled back. `move_superseded_aside` moves them."""
+    discarded: tuple[Path, ...] = ()
+    """Later checkpoints in the run's folder, damaged or rolled back. `archive_discarded_checkpoints` moves them."""
     origin: str | None = None
     """Identity of the training that produced the initial weights, if any (`TrainerState.origin`)."""
 
@@ -215,15 +215,15 @@ def plan_resume(
     # As seen by the first process: other users of the folder may be changing it.
     saved = groups.gather_objects(layout.list_checkpoints(options.save) if options.save is not None else [])[0]
     if options.load is None:
-        layout.refuse_existing_run(options.save, next(reversed(saved), None))
+        layout.check_run_is_new(options.save, next(reversed(saved), None))
         return ResumePlan(stages=build_stages(config))
     if _is_same_folder(options.load, options.save) and not options.finetune and not saved:
         origin = groups.gather_objects(_find_origin(options.load))[0]
         if origin is None:
             note = f"load: {options.load} has no checkpoint yet; starting at step 0"
             return ResumePlan(notes=(note,), stages=build_stages(config))
-        begun = config.replace(load=origin[0], finetune=origin[1])
-        plan = plan_resume(begun, groups, sizes=sizes, checksums=checksums)
+        start_time = config.replace(load=origin[0], finetune=origin[1])
+        plan = plan_resume(start_time, groups, sizes=sizes, checksums=checksums)
         note = f"load: {options.load} has no checkpoint yet; starting again from {origin[0]}"
         return replace(plan, notes=(note, *plan.notes))
     if options.finetune and saved:
@@ -254,7 +254,7 @@ def plan_resume(
         notes += (f"loading the weights of {checkpoint}; optimizer, data and step start fresh",)
         source = StoredCheckpoint(checkpoint, stored_config, state)
         return ResumePlan(source, notes=notes, stages=stages, origin=_describe_origin(source))
-    stages = build_stages(_keep_epoch_steps(config, stored_config))
+    stages = build_stages(_restore_epoch_steps(config, stored_config))
     # Compare the checkpoint's configuration with that of its own stage.
     config = find_writing_stage(stages, state.step).config
     check_architecture(config, checkpoint, stored_config)
@@ -321,7 +321,7 @@ def _find_origin(run: str) -> tuple[str, bool] | None:
     return options.load, options.finetune
 
 
-def _keep_epoch_steps(config: Config, stored: Config) -> Config:
+def _restore_epoch_steps(config: Config, stored: Config) -> Config:
     """Return the configuration with the number of steps computed when the run began, even if the corpus has changed."""
     training, before = config.training, stored.training
     if training.train_epochs is None or training.train_epochs != before.train_epochs:
@@ -366,7 +366,7 @@ def _find_valid_checkpoint(
     raise RunError(f"load: {load}: all checkpoints are damaged: {'; '.join(problems)}; {manifest.REWRITE_HINT}")
 
 
-def move_superseded_aside(resume: ResumePlan, metrics: Path) -> tuple[str, ...]:
+def archive_discarded_checkpoints(resume: ResumePlan, metrics: Path) -> tuple[str, ...]:
     """Move checkpoints later than the one being resumed to a subfolder.
 
     Called by the first process; returns notes.
@@ -377,13 +377,13 @@ def move_superseded_aside(resume: ResumePlan, metrics: Path) -> tuple[str, ...]:
 
     Raises RunError if the disk fails.
     """
-    if not resume.superseded:
+    if not resume.discarded:
         return ()
     try:
-        aside = layout.move_aside(resume.superseded, [metrics])
+        aside = layout.archive_checkpoints(resume.discarded, [metrics])
     except OSError as error:
-        raise RunError(f"{resume.superseded[-1]}: cannot be moved aside: {error.strerror or error}") from None
-    names = ", ".join(path.name for path in resume.superseded)
+        raise RunError(f"{resume.discarded[-1]}: cannot be moved aside: {error.strerror or error}") from None
+    names = ", ".join(path.name for path in resume.discarded)
     return (f"{names}: moved to {aside} with a copy of the metrics; this run resumes before them",)
 
 
@@ -397,12 +397,14 @@ def check_architecture(config: Config, checkpoint: Path, stored: Config, *, fine
     Raises:
         UserError: names the first key that differs, with both values.
     """
-    new = {**config.architecture_keys(), **canonical_position_options(config.position)}
-    old = {**stored.architecture_keys(), **canonical_position_options(stored.position)}
+    new = {**config.architecture_keys(), **canonicalize_position_options(config.position)}
+    old = {**stored.architecture_keys(), **canonicalize_position_options(stored.position)}
     free: set[str] = set()
     if finetune:
         free.update(
-            config.keys_by_policy("context"), names_other_encoding(config, stored), names_other_temperature(config)
+            config.keys_by_policy("context"),
+            list_other_encoding_keys(config, stored),
+            list_other_temperature_keys(config),
         )
         if new["pos_emb_per_layer"]:
             free.add("pos_emb_per_layer")

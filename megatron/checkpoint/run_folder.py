@@ -62,7 +62,7 @@ def is_sweep_running(folder: Path) -> bool:
 
 
 class RunLock(FolderLock):
-    """Lock on a run's or a sweep's folder. `patience` defaults to `LOCK_TIMEOUT`; see `FolderLock`."""
+    """Lock on a run's or a sweep's folder. `lock_timeout` defaults to `LOCK_TIMEOUT`; see `FolderLock`."""
 
     def __init__(
         self,
@@ -70,10 +70,16 @@ class RunLock(FolderLock):
         *,
         name: str = LOCK,
         key: str = "save",
-        busy: str = BUSY,
-        patience: float | None = None,
+        busy_message: str = BUSY,
+        lock_timeout: float | None = None,
     ) -> None:
-        super().__init__(run, name=name, key=key, busy=busy, patience=LOCK_TIMEOUT if patience is None else patience)
+        super().__init__(
+            run,
+            name=name,
+            key=key,
+            busy_message=busy_message,
+            lock_timeout=LOCK_TIMEOUT if lock_timeout is None else lock_timeout,
+        )
         self._run = run
 
     def check_folder(self) -> None:
@@ -117,7 +123,7 @@ def save_config(config: Config, run: str | Path) -> str | None:
     return None
 
 
-def refuse_foreign_run_files(run: str | Path | None, names: tuple[str, ...]) -> None:
+def check_no_foreign_run_files(run: str | Path | None, names: tuple[str, ...]) -> None:
     """Reject a folder without a run that contains files which a run would replace.
 
     Args:

@@ -18,7 +18,7 @@ from megatron.checkpoint.layout import CONFIG
 from megatron.config.schema import Config, map_key_owners
 from megatron.config.validation_errors import describe_validation_error
 from megatron.config.yaml_files import read_yaml
-from megatron.options.model import GATED_ACTIVATIONS, intermediate_size_of
+from megatron.options.model import GATED_ACTIVATIONS, compute_intermediate_size
 from megatron.utils.errors import RunError, UserError
 
 ConfigValues = dict[str, Any]
@@ -33,7 +33,7 @@ def _scale_gated_width(values: ConfigValues) -> None:
     """Scale intermediate_size, which until format 3 was the width of a gated layer, by default 4 × hidden_size."""
     if (activation := values.get("activation")) in GATED_ACTIVATIONS:
         width = values.get("intermediate_size") or 4 * values["hidden_size"]
-        values["intermediate_size"] = intermediate_size_of(width, activation)
+        values["intermediate_size"] = compute_intermediate_size(width, activation)
 
 
 def _keep_scaled_cope(values: ConfigValues) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.checkpoint.layout import PROGRESS
-from megatron.config.method_names import compute_own_method_digests
+from megatron.config.method_names import compute_user_method_digests
 from megatron.config.schema import Config
 from megatron.distributed.mesh import ParallelSizes
 from megatron.options.position import PositionOptions
@@ -88,7 +88,7 @@ class TrainerState:
 
         Raises UserError if a method's file is missing.
         """
-        now = compute_own_method_digests(position)
+        now = compute_user_method_digests(position)
         return [file for file, digest in (self.method_digests or {}).items() if now.get(file, digest) != digest]
 
     def compute_training_digest(self, config: Config) -> str:

@@ -31,12 +31,12 @@ from megatron.distributed.sharding import get_shard_spec, shard_tensor
 from megatron.model.build import has_initial_effect
 from megatron.model.parameter_groups import (
     clamp_bounded_parameters,
-    list_dispensable_weights,
     list_encoding_weights,
+    list_ineffective_weights,
     list_temperature_weights,
     map_to_shared_names,
 )
-from megatron.model.position_modules import canonical_position_options
+from megatron.model.position_modules import canonicalize_position_options
 from megatron.utils.errors import RunError, UserError
 
 
@@ -120,7 +120,7 @@ TEMPERATURE_KEYS = ("attention_temperature", "attention_temperature_options")
 _IN_LAYER = re.compile(r"decoder\.layers\.\d+\.self_attention\.core_attention\.")
 
 
-def names_other_encoding(config: Config, stored: Config) -> set[str]:
+def list_other_encoding_keys(config: Config, stored: Config) -> set[str]:
     """Return the keys of another encoding that the configuration sets explicitly; defaults do not count."""
     named = config.position.model_fields_set
     if config.position.pos_emb == stored.position.pos_emb:
@@ -129,7 +129,7 @@ def names_other_encoding(config: Config, stored: Config) -> set[str]:
     return {"pos_emb", "pos_emb_options", "pos_emb_per_layer"} if "pos_emb" in named else set()
 
 
-def names_other_temperature(config: Config) -> set[str]:
+def list_other_temperature_keys(config: Config) -> set[str]:
     """Return the keys of a temperature that the configuration sets explicitly."""
     named = config.position.model_fields_set
     return set(TEMPERATURE_KEYS) if "attention_temperature" in named else named & {"attention_temperature_options"}
@@ -197,7 +197,7 @@ def find_weight_changes(
         }
         unused = {sources[name] for name in initialized} - {sources[name] for name in needed if name not in initialized}
     if config.position.score_processor != stored.position.score_processor:
-        initialized |= list_dispensable_weights(model)
+        initialized |= list_ineffective_weights(model)
     # Names and shapes of a temperature's weights do not identify it: either all are reused or none.
     own = list_temperature_weights(model)
     old = {name for name in shapes if OLD_TEMPERATURE_NAMES.fullmatch(name) and not name.startswith(off_stage_prefixes)}
@@ -261,4 +261,4 @@ def load_finetuned_weights(model: Any, config: Config, checkpoint: Path, stored:
 
 def _list_position_options(config: Config) -> dict[str, Any]:
     """Return the options of a model's encoding and processor in canonical form."""
-    return {**config.position.model_dump(), **canonical_position_options(config.position)}
+    return {**config.position.model_dump(), **canonicalize_position_options(config.position)}

@@ -11,7 +11,7 @@ from megatron.cli.arguments import with_options
 from megatron.cli.console import open_clean_console, print_to_stderr
 from megatron.options.commands import AnalysisOptions, GenerationOptions, ReportOptions
 from megatron.options.evaluation import EvaluationOptions, TaskOptions
-from megatron.utils.errors import UserError, refuse_exits
+from megatron.utils.errors import UserError, forbid_exits
 
 
 @with_options(TaskOptions)
@@ -161,7 +161,7 @@ def generate(
         WaitAnnouncer(lambda line: print(line, file=stderr, flush=True), f"loading {run}"),
     ):
         writer = generation.load_text_generator(request)
-    with refuse_exits():
+    with forbid_exits():
         if prompts:
             generation.print_completions(writer, prompts, sys.stdout, print_to_stderr, as_json=as_json)
         else:

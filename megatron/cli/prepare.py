@@ -81,12 +81,12 @@ ROW_LENGTHS = (512, 2048, 8192)
 
 def _describe_rows(corpus: CorpusInfo) -> list[str]:
     """Return a line on the fraction of rows of the largest split with several documents, unless it rounds to 0%."""
-    from megatron.data.document_starts import compute_crossing_share
+    from megatron.data.document_starts import compute_crossing_fraction
     from megatron.data.indexed_dataset import open_indexed
 
     largest = max(corpus.splits, key=lambda split: corpus.splits[split].tokens)
     lengths = open_indexed(corpus.prefix(largest)).lengths
-    shares = [(length, compute_crossing_share(lengths, length)) for length in ROW_LENGTHS]
+    shares = [(length, compute_crossing_fraction(lengths, length)) for length in ROW_LENGTHS]
     percentages = [(length, f"{share:.0%}") for length, share in shares if share is not None]
     parts = [f"{percentage} of {length:,}-token rows" for length, percentage in percentages if percentage != "0%"]
     if not parts:

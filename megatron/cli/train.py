@@ -140,14 +140,14 @@ def rehearse(
     from dataclasses import replace
 
     from megatron.config.validation_errors import parse_section
-    from megatron.rehearsal.null_device.cards import GIB, get_card
+    from megatron.rehearsal.null_device.gpu_models import GIB, get_gpu_model
     from megatron.rehearsal.rehearse import rehearse as rehearse_run
     from megatron.rehearsal.rehearsed_run import plan_rehearsal
     from megatron.rehearsal.report import RehearsalReport
     from megatron.rehearsal.roles import parse_rank_selection
 
     request = parse_section(RehearseOptions, options)
-    card, selection = get_card(request.gpu), parse_rank_selection(request.ranks)
+    card, selection = get_gpu_model(request.gpu), parse_rank_selection(request.ranks)
     card = card if request.gib is None else replace(card, memory=int(request.gib * GIB))
     loaded = load_config_arguments(arguments, conf_dir)
     with loaded.locate_errors():

@@ -225,12 +225,14 @@ class ConfigLayers:
         other = self.values.get(path)
         if other is None:
             return False
-        own_key = ".".join(path)
+        farfield_key = ".".join(path)
         if other.layer == setting.layer:
-            self.problems.append(f"{setting.where}: {name} contradicts {own_key} ({other.where}); give one of them")
+            self.problems.append(
+                f"{setting.where}: {name} contradicts {farfield_key} ({other.where}); give one of them"
+            )
             return True
         old, new = (setting, other) if other.layer > setting.layer else (other, setting)
-        names = (name, own_key) if old is setting else (own_key, name)
+        names = (name, farfield_key) if old is setting else (farfield_key, name)
         self.replacements.append(
             f"{names[0]} {format_value(old.value)} ({old.where}) replaced by {names[1]} {format_value(new.value)} "
             f"({new.where})"
@@ -286,9 +288,9 @@ class ConfigLayers:
         if (rule := self.key_rules.get(name)) is not None:
             self.has_foreign_keys = True
             return rule.translate(name, setting, self)
-        return self.translate_own_key(path, setting)
+        return self.translate_farfield_key(path, setting)
 
-    def translate_own_key(self, path: KeyPath, setting: SourcedValue) -> Iterator[tuple[KeyPath, Any]]:
+    def translate_farfield_key(self, path: KeyPath, setting: SourcedValue) -> Iterator[tuple[KeyPath, Any]]:
         """Yield paths and values for one of our keys, or an unknown one; translate other projects' names of values."""
         name, value, where = ".".join(path), setting.value, setting.where
         key = list_config_keys().get(path)

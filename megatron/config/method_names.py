@@ -119,7 +119,7 @@ def describe_compositions() -> dict[str, str]:
     return found
 
 
-def compute_own_method_digests(position: PositionOptions) -> dict[str, str]:
+def compute_user_method_digests(position: PositionOptions) -> dict[str, str]:
     """Compute digests of a model's methods that are defined outside the project, by file.
 
     Raises UserError if a method's file is missing.

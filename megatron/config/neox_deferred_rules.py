@@ -103,11 +103,11 @@ class MethodOptionAlias(DeferredRule):
 
 @dataclass(frozen=True)
 class FractionOf(DeferredRule):
-    """Fraction of another key, which may be in another file: `own_key` becomes `key × base_key`, rounded down."""
+    """Fraction of another key, which may be in another file: `farfield_key` becomes `key × base_key`, rounded down."""
 
     key: str
     base_key: str
-    own_key: str
+    farfield_key: str
     resolve_order: ClassVar[int] = 2
 
     def resolve(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> None:
@@ -117,25 +117,25 @@ class FractionOf(DeferredRule):
         base = layers.values.get((self.base_key,))
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < float("inf"):
             layers.problems.append(f"{where}: {name} is {format_value(fraction)}; it must be a finite positive number")
-        elif layers.is_replaced(name, setting, (self.own_key,)):
+        elif layers.is_replaced(name, setting, (self.farfield_key,)):
             return
         elif base is not None and isinstance(base.value, int):
             try:
                 value = int(float(fraction) * base.value)  # as in GPT-NeoX
             except OverflowError:
-                layers.problems.append(f"{where}: {name} × {self.base_key} is too large for {self.own_key}")
+                layers.problems.append(f"{where}: {name} × {self.base_key} is too large for {self.farfield_key}")
                 return
-            layers.values[(self.own_key,)] = replace(setting, value=value)
-            layers.notes.append(f"{where}: {name} {format_value(fraction)} sets {self.own_key} to {value}")
+            layers.values[(self.farfield_key,)] = replace(setting, value=value)
+            layers.notes.append(f"{where}: {name} {format_value(fraction)} sets {self.farfield_key} to {value}")
 
     def describes_model(self) -> bool:
-        return is_model_key(self.own_key)
+        return is_model_key(self.farfield_key)
 
     def describe(self, name: str) -> str:
-        return f"sets {self.own_key} = {name} × {self.base_key}"
+        return f"sets {self.farfield_key} = {name} × {self.base_key}"
 
     def reference_rows(self) -> list[list[str]]:
-        return [[f"`{self.key}`", f"`{self.own_key}` = {self.key} × `{self.base_key}`"]]
+        return [[f"`{self.key}`", f"`{self.farfield_key}` = {self.key} × `{self.base_key}`"]]
 
 
 @dataclass(frozen=True)
@@ -143,31 +143,31 @@ class ValueSwitch(DeferredRule):
     """Switch that, if true, replaces some values of one of our keys."""
 
     key: str
-    own_key: str
+    farfield_key: str
     values: dict[Any, Any]
     resolve_order: ClassVar[int] = 3
 
     def resolve(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> None:
         is_on, where = setting.value, setting.where
-        value = layers.get_value(self.own_key)
+        value = layers.get_value(self.farfield_key)
         if is_on not in (None, True, False):
             layers.problems.append(f"{where}: {name} is {format_value(is_on)}; it must be true or false")
         elif is_on and value in self.values:
-            layers.values[(self.own_key,)] = replace(setting, value=self.values[value])
-            layers.notes.append(f"{where}: {name} changes {self.own_key} {value} to {self.values[value]}")
+            layers.values[(self.farfield_key,)] = replace(setting, value=self.values[value])
+            layers.notes.append(f"{where}: {name} changes {self.farfield_key} {value} to {self.values[value]}")
         else:
-            layers.notes.append(f"{where}: {name} {format_value(is_on)} keeps {self.own_key} {value}")
+            layers.notes.append(f"{where}: {name} {format_value(is_on)} keeps {self.farfield_key} {value}")
 
     def describes_model(self) -> bool:
         return True
 
     def describe(self, name: str) -> str:
         meanings = " and ".join(f"{old} to {new}" for old, new in self.values.items())
-        return f"true changes {self.own_key} from {meanings} here"
+        return f"true changes {self.farfield_key} from {meanings} here"
 
     def reference_rows(self) -> list[list[str]]:
         return [
-            [f"`{self.key}`", f"true: `{self.own_key}: {new}` instead of `{self.own_key}: {old}`"]
+            [f"`{self.key}`", f"true: `{self.farfield_key}: {new}` instead of `{self.farfield_key}: {old}`"]
             for old, new in self.values.items()
         ]
 
@@ -200,30 +200,32 @@ class StepSwitch(DeferredRule):
         elif not is_on:
             layers.notes.append(f"{where}: {name} {format_value(is_on)} has no effect")
         else:
-            for own_key, step in self.steps.items():
-                self._resolve_step(name, setting, layers, own_key, step)
+            for farfield_key, step in self.steps.items():
+                self._resolve_step(name, setting, layers, farfield_key, step)
 
     def _resolve_step(
-        self, name: str, setting: SourcedValue, layers: ConfigLayers, own_key: str, step: StepKey
+        self, name: str, setting: SourcedValue, layers: ConfigLayers, farfield_key: str, step: StepKey
     ) -> None:
-        path, where = tuple(own_key.split(".")), setting.where
+        path, where = tuple(farfield_key.split(".")), setting.where
         value = layers.deferred[step.key].value if step.key in layers.deferred else step.default
         if layers.is_replaced(name, setting, path):
             return
         if type(value) is int:
             layers.values[path] = replace(setting, value=value + step.offset)
-            layers.notes.append(f"{where}: {name} sets {own_key} to {value + step.offset}")
+            layers.notes.append(f"{where}: {name} sets {farfield_key} to {value + step.offset}")
         else:
             layers.problems.append(
                 f"{layers.deferred[step.key].where}: {step.key} is {format_value(value)}; expected a step"
             )
 
     def describe(self, name: str) -> str:
-        meanings = (f"{own_key} = {step.describe()} ({step.default})" for own_key, step in self.steps.items())
+        meanings = (f"{farfield_key} = {step.describe()} ({step.default})" for farfield_key, step in self.steps.items())
         return f"true means {' and '.join(meanings)} here"
 
     def reference_rows(self) -> list[list[str]]:
-        meanings = (f"`{own_key}` = {step.describe()} ({step.default})" for own_key, step in self.steps.items())
+        meanings = (
+            f"`{farfield_key}` = {step.describe()} ({step.default})" for farfield_key, step in self.steps.items()
+        )
         return [[f"`{self.key}`", f"true: {', '.join(meanings)}"]]
 
 
@@ -257,11 +259,11 @@ class WindowSize(DeferredRule):
     """
 
     key: str = "window_size"
-    own_key: str = "attention_window"
+    farfield_key: str = "attention_window"
     resolve_order: ClassVar[int] = 1
 
     def resolve(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> None:
-        value, where, path = setting.value, setting.where, (self.own_key,)
+        value, where, path = setting.value, setting.where, (self.farfield_key,)
         if value is None:
             return
         is_pair = (
@@ -274,16 +276,18 @@ class WindowSize(DeferredRule):
         elif not layers.is_replaced(name, setting, path):
             window = None if value[0] == -1 else value[0] + 1
             layers.values[path] = replace(setting, value=window)
-            layers.notes.append(f"{where}: {name} {format_value(value)} sets {self.own_key} to {format_value(window)}")
+            layers.notes.append(
+                f"{where}: {name} {format_value(value)} sets {self.farfield_key} to {format_value(window)}"
+            )
 
     def describes_model(self) -> bool:
         return True
 
     def describe(self, name: str) -> str:
-        return f"[n, 0] sets {self.own_key} to n + 1 here"
+        return f"[n, 0] sets {self.farfield_key} to n + 1 here"
 
     def reference_rows(self) -> list[list[str]]:
-        return [[f"`{self.key}`", f"`{self.own_key}`: [n, 0] is n + 1, counting the token itself"]]
+        return [[f"`{self.key}`", f"`{self.farfield_key}`: [n, 0] is n + 1, counting the token itself"]]
 
 
 @dataclass(frozen=True)
@@ -294,7 +298,7 @@ class LayerFrequency(DeferredRule):
     """
 
     key: str
-    own_key: str
+    farfield_key: str
     other: Any
     """Value of our key in every n-th layer."""
     marked: int
@@ -306,19 +310,19 @@ class LayerFrequency(DeferredRule):
     resolve_order: ClassVar[int] = 2
 
     def resolve(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> None:
-        value, where, path = setting.value, setting.where, (self.own_key,)
+        value, where, path = setting.value, setting.where, (self.farfield_key,)
         if value is None:
             return
-        own, num_layers = layers.get_value(self.own_key), layers.get_value("num_layers")
+        own, num_layers = layers.get_value(self.farfield_key), layers.get_value("num_layers")
         if problem := self._find_problem(value, own, num_layers):
             layers.problems.append(f"{where}: {name} {problem}")
             return
         if type(num_layers) is not int or own is None:  # a missing num_layers is reported elsewhere
-            layers.notes.append(f"{where}: {name} has no effect: {self.own_key} is null")
+            layers.notes.append(f"{where}: {name} has no effect: {self.farfield_key} is null")
             return
         pattern = [self.other if self._is_other(value, layer) else own for layer in range(num_layers)]
         layers.values[path] = replace(setting, value=pattern)
-        layers.notes.append(f"{where}: {name} sets {self.own_key} to {format_value(find_period(pattern))} here")
+        layers.notes.append(f"{where}: {name} sets {self.farfield_key} to {format_value(find_period(pattern))} here")
 
     def _is_other(self, value: Any, layer: int) -> bool:
         return value[layer] == self.marked if isinstance(value, list) else (layer + 1) % value == 0
@@ -334,24 +338,24 @@ class LayerFrequency(DeferredRule):
         elif self.divides and type(num_layers) is int and num_layers % value:
             return f"{value} does not divide num_layers {num_layers}"
         if isinstance(own, list):
-            return f"contradicts {self.own_key}, which is a pattern of layers already; give one of them"
+            return f"contradicts {self.farfield_key}, which is a pattern of layers already; give one of them"
         if self.needed and own not in self.needed:
             needed = ", ".join(self.needed)
-            return f"is for {self.own_key} {needed}; it is {format_value(own)}: give that as a pattern of layers"
+            return f"is for {self.farfield_key} {needed}; it is {format_value(own)}: give that as a pattern of layers"
         return None
 
     def describes_model(self) -> bool:
         return True
 
     def describe(self, name: str) -> str:
-        return f"n sets {self.own_key} to {format_value(self.other)} in every n-th layer here"
+        return f"n sets {self.farfield_key} to {format_value(self.other)} in every n-th layer here"
 
     def reference_rows(self) -> list[list[str]]:
         other = format_value(self.other)
         return [
             [
                 f"`{self.key}`",
-                f"`{self.own_key}` as a pattern: {other} in every n-th layer, or in the layers that have "
+                f"`{self.farfield_key}` as a pattern: {other} in every n-th layer, or in the layers that have "
                 f"{self.marked} in a list",
             ]
         ]
@@ -362,7 +366,7 @@ class JointSwitches(NeoxRule):
     """Group of switches that must agree: all true mean one value of our key, all false another."""
 
     keys: tuple[str, ...]
-    own_key: str
+    farfield_key: str
     on_value: Any
     off_value: Any
     why: str
@@ -390,15 +394,15 @@ class JointSwitches(NeoxRule):
             on, off = (next(key for key in self.keys if is_on[key] is state) for state in (True, False))
             layers.problems.append(
                 f"{given[on].where}: {on}: true needs {off}: true: {self.why}; set both, or "
-                f"{self.own_key}: {format_value(self.on_value)}"
+                f"{self.farfield_key}: {format_value(self.on_value)}"
             )
             return
-        path, latest = (self.own_key,), max(given.values(), key=lambda switch: switch.layer)
+        path, latest = (self.farfield_key,), max(given.values(), key=lambda switch: switch.layer)
         value = replace(latest, value=self.on_value if all(is_on.values()) else self.off_value)
         old = layers.values.get(path)
         if old is not None and old.layer == value.layer and old.value != value.value:
             layers.problems.append(
-                f"{value.where}: {names} {format_value(latest.value)} contradict {self.own_key} "
+                f"{value.where}: {names} {format_value(latest.value)} contradict {self.farfield_key} "
                 f"{format_value(old.value)} ({old.where})"
             )
             return
@@ -411,14 +415,14 @@ class JointSwitches(NeoxRule):
             )
 
     def _describe(self, value: Any) -> str:
-        return f"{self.own_key} {format_value(value)} here"
+        return f"{self.farfield_key} {format_value(value)} here"
 
     def describes_model(self) -> bool:
-        return is_model_key(self.own_key)
+        return is_model_key(self.farfield_key)
 
     def describe(self, name: str) -> str:
         others = " and ".join(key for key in self.keys if key != name)
         return f"together with {others} is {self._describe(self.on_value)}"
 
     def reference_rows(self) -> list[list[str]]:
-        return [[format_code(self.keys), f"together: `{self.own_key}`, {self.on_value} or {self.off_value}"]]
+        return [[format_code(self.keys), f"together: `{self.farfield_key}`, {self.on_value} or {self.off_value}"]]

@@ -262,7 +262,7 @@ RULES: dict[str, NeoxRule] = {
 
 _VALUE_RULE_TABLES: tuple[dict[str, dict[Any, ValueRule]], ...] = (
     {
-        key: {value: ValueAlias(own_value) for value, own_value in values.items()}
+        key: {value: ValueAlias(farfield_value) for value, farfield_value in values.items()}
         for key, values in VALUE_ALIASES.items()
     },
     {

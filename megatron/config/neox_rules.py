@@ -24,8 +24,8 @@ def format_code(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def is_model_key(own_key: str) -> bool:
-    return map_key_owners().get(own_key.split(".")[0]) in MODEL_SECTIONS
+def is_model_key(farfield_key: str) -> bool:
+    return map_key_owners().get(farfield_key.split(".")[0]) in MODEL_SECTIONS
 
 
 class NeoxRule(KeyRule):
@@ -75,7 +75,7 @@ class Alias(OneKeyRule):
     """Key with the same meaning under another name."""
 
     key: str
-    own_key: str
+    farfield_key: str
     switch_values: tuple[Any, Any] | None = None
     """Our values for true and false, if the key is a switch there."""
     offset: int = 0
@@ -98,19 +98,19 @@ class Alias(OneKeyRule):
             setting = replace(setting, value=self.null_value)
         if self.offset and type(value) is int:
             setting = replace(setting, value=value + self.offset)
-        meaning = f"{self.own_key}{self._describe_offset()}{self._describe_implied()}"
+        meaning = f"{self.farfield_key}{self._describe_offset()}{self._describe_implied()}"
         layers.notes.append(f"{where}: {name} is {meaning} here")
-        yield from layers.translate_own_key(tuple(self.own_key.split(".")), setting)
+        yield from layers.translate_farfield_key(tuple(self.farfield_key.split(".")), setting)
         yield from ((tuple(key.split(".")), value) for key, value in self.implied.items())
 
     def describes_model(self) -> bool:
-        return is_model_key(self.own_key)
+        return is_model_key(self.farfield_key)
 
     def describe(self, name: str) -> str:
-        return f"is {self.own_key}{self._describe_values()} here"
+        return f"is {self.farfield_key}{self._describe_values()} here"
 
     def reference_rows(self) -> list[list[str]]:
-        return [[f"`{self.key}`", f"`{self.own_key}`{self._describe_values()}"]]
+        return [[f"`{self.key}`", f"`{self.farfield_key}`{self._describe_values()}"]]
 
     def _describe_offset(self) -> str:
         return f" - {self.offset}" if self.offset else ""
@@ -216,10 +216,10 @@ class ValidatedNoop(DeferredRule):
 class ValueAlias(ValueRule):
     """Other name for one of our values."""
 
-    own_value: Any
+    farfield_value: Any
 
     def translate(self, path: KeyPath, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[KeyPath, Any]]:
-        yield path, self.own_value
+        yield path, self.farfield_value
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class PositionAlias(ValueRule):
     decays: bool = False
     """True if the encoding has parameters, to which GPT-NeoX applies weight decay."""
 
-    def own_keys(self) -> dict[KeyPath, Any]:
+    def farfield_keys(self) -> dict[KeyPath, Any]:
         """Return our keys as paths, with their values."""
         values = {
             "pos_emb": self.encoding,
@@ -264,9 +264,9 @@ class PositionAlias(ValueRule):
         )
         meaning += ", decay_positions: true" if self.decays else ""
         layers.notes.append(f"{setting.where}: pos_emb {setting.value} is {meaning} here")
-        yield from self.own_keys().items()
+        yield from self.farfield_keys().items()
 
     def describe(self, code: str = "") -> str:
         """Describe our keys and values in one line. code: delimiter around each."""
-        values = {".".join(path): value for path, value in self.own_keys().items() if value is not False}
+        values = {".".join(path): value for path, value in self.farfield_keys().items() if value is not False}
         return ", ".join(f"{code}{key}: {format_value(value)}{code}" for key, value in values.items())

@@ -28,10 +28,10 @@ def get_known_world_size(config: Config) -> int | None:
     launch = config.launch
     if launch.num_gpus is not None:
         return launch.num_gpus * (launch.nodes or 1)
-    return ranks_per_replica(config) if launch.device == "cpu" and launch.nodes in (None, 1) else None
+    return count_ranks_per_replica(config) if launch.device == "cpu" and launch.nodes in (None, 1) else None
 
 
-def ranks_per_replica(config: Config) -> int:
+def count_ranks_per_replica(config: Config) -> int:
     """Return the number of processes per model replica and sequence; a run uses a multiple of it."""
     launch = config.launch
     return launch.model_parallel_size * launch.context_parallel_size * max(1, launch.pipe_parallel_size)
@@ -43,7 +43,7 @@ def resolve_mesh_shape(config: Config, world_size: int) -> ParallelSizes:
     Raises:
         UserError: the parallel sizes of the configuration do not divide the number.
     """
-    launch, replica_size = config.launch, ranks_per_replica(config)
+    launch, replica_size = config.launch, count_ranks_per_replica(config)
     tensor, context, pipeline = (
         launch.model_parallel_size,
         launch.context_parallel_size,

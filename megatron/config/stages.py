@@ -310,32 +310,32 @@ def _enter_stage(config: Config, changes: dict[str, Any], *, is_first: bool, nam
     if batch is None or not ({"seq_length", *BATCH_SIZES} & changes.keys()):
         return after
     try:
-        return _settle_batch(config, after, changes)
+        return _resolve_batch_sizes(config, after, changes)
     except UserError as error:
         raise UserError(f"stages: {name}: {error}", "stages") from None
 
 
-def _settle_batch(before: Config, after: Config, changes: Mapping[str, Any]) -> Config:
+def _resolve_batch_sizes(before: Config, after: Config, changes: Mapping[str, Any]) -> Config:
     """Resolve the batch sizes of a stage. It keeps the previous number of tokens unless it sets other sizes."""
     training, old_length, length = before.training, before.model.seq_length, after.model.seq_length
     old_batch, micro = training.train_batch_size or 0, training.train_micro_batch_size_per_gpu
     ranks = old_batch // (micro * training.gradient_accumulation_steps)
-    settled = {key: changes[key] for key in BATCH_SIZES if key in changes}
-    if GLOBAL_BATCH_KEY not in settled and not {MICRO_BATCH_KEY, ACCUMULATION_KEY} <= settled.keys():
+    resolved = {key: changes[key] for key in BATCH_SIZES if key in changes}
+    if GLOBAL_BATCH_KEY not in resolved and not {MICRO_BATCH_KEY, ACCUMULATION_KEY} <= resolved.keys():
         tokens = old_batch * old_length
         if tokens % length or tokens // length % ranks:
             raise UserError(
                 f"seq_length {length}: a batch of {old_batch} × {old_length} = {tokens:,} tokens is not a whole "
                 f"number of such sequences on each of {ranks} ranks; set {GLOBAL_BATCH_KEY} to a multiple of {ranks}"
             )
-        settled[GLOBAL_BATCH_KEY] = tokens // length
-    if not {MICRO_BATCH_KEY, ACCUMULATION_KEY} & settled.keys():
-        share = settled[GLOBAL_BATCH_KEY] // ranks
+        resolved[GLOBAL_BATCH_KEY] = tokens // length
+    if not {MICRO_BATCH_KEY, ACCUMULATION_KEY} & resolved.keys():
+        share = resolved[GLOBAL_BATCH_KEY] // ranks
         most = max(1, micro * old_length // length)
-        settled[MICRO_BATCH_KEY] = max(size for size in range(1, min(most, max(share, 1)) + 1) if share % size == 0)
+        resolved[MICRO_BATCH_KEY] = max(size for size in range(1, min(most, max(share, 1)) + 1) if share % size == 0)
     sections = after.training.model_dump(exclude_unset=True)
     kept = {key: value for key, value in sections.items() if key not in BATCH_SIZES}
-    unsettled = after.model_copy(update={"training": type(after.training).model_validate(kept | settled)})
+    unsettled = after.model_copy(update={"training": type(after.training).model_validate(kept | resolved)})
     return resolve_batch_size(unsettled, ranks)
 
 

@@ -38,7 +38,7 @@ IMPORTABLE_FAMILIES = {**HF_FAMILIES, FARFIELD.model_type: FARFIELD}
 """All families that can be imported."""
 
 
-REFUSED_MODEL_TYPES = {
+UNSUPPORTED_MODEL_TYPES = {
     "gemma3": "it has two types of windows and rotary bases, and image input",
     "gemma3_text": "it has two types of windows and rotary bases",
     "olmo3": "it scales the rotation only in full-attention layers",
@@ -50,8 +50,10 @@ REFUSED_MODEL_TYPES = {
 
 def get_family(model_type: Any, source: str) -> ModelFamily:
     """Return the family of a model_type. Raises UserError with the supported families."""
-    if isinstance(model_type, str) and model_type in REFUSED_MODEL_TYPES:
-        raise UserError(f"{source}: model_type {model_type!r} cannot be imported: {REFUSED_MODEL_TYPES[model_type]}")
+    if isinstance(model_type, str) and model_type in UNSUPPORTED_MODEL_TYPES:
+        raise UserError(
+            f"{source}: model_type {model_type!r} cannot be imported: {UNSUPPORTED_MODEL_TYPES[model_type]}"
+        )
     if model_type not in IMPORTABLE_FAMILIES:
         raise UserError(
             f"{source}: unknown model_type {model_type!r}; {format_choices(str(model_type), IMPORTABLE_FAMILIES)}"

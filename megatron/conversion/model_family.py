@@ -90,12 +90,12 @@ class SeparateQKV:
 
     num_heads: int
     num_kv_heads: int
-    turns_neighbours: bool = False
+    rotates_adjacent_pairs: bool = False
     """True if adjacent elements of query and key heads are rotated together (Command), instead of the two halves."""
 
     def to_megatron(self, hf_tensors: Sequence[Tensor]) -> Tensor:
         q, k, v = hf_tensors
-        if self.turns_neighbours:
+        if self.rotates_adjacent_pairs:
             q, k = (
                 x.reshape(num_heads, -1, 2, *x.shape[1:]).transpose(1, 2)
                 for x, num_heads in ((q, self.num_heads), (k, self.num_kv_heads))
@@ -107,7 +107,7 @@ class SeparateQKV:
         queries_per_group = self.num_heads // self.num_kv_heads
         parts = tensor.reshape(self.num_kv_heads, queries_per_group + 2, -1, *tensor.shape[1:])
         q, k, v = parts[:, :queries_per_group], parts[:, queries_per_group : queries_per_group + 1], parts[:, -1:]
-        if self.turns_neighbours:  # [G, heads, 2, d/2, …] → [G, heads, d/2, 2, …]
+        if self.rotates_adjacent_pairs:  # [G, heads, 2, d/2, …] → [G, heads, d/2, 2, …]
             q, k = (x.unflatten(2, (2, -1)).transpose(2, 3) for x in (q, k))
         return [part.reshape(-1, *tensor.shape[1:]).contiguous() for part in (q, k, v)]
 

@@ -67,9 +67,9 @@ class Datasets:
     """Held-out samples, which cover each token of the text once, or a fixed subset (`validation_dataset`)."""
     lengths: tuple[int, ...]
     """Lengths T of training samples, with repetitions proportional to their frequency."""
-    crossing_share: float | None = None
+    crossing_fraction: float | None = None
     """Fraction of training samples with more than one document, on the first rank; None for a task."""
-    further: Mapping[str, "Dataset"] = field(default_factory=dict)
+    extra_valid_sets: Mapping[str, "Dataset"] = field(default_factory=dict)
     """Additional validation sets by record name: valid/NAME for a named set, valid/4x for a multiple of the length."""
     epochs: str | None = None
     """Sentence about the number of passes over the training text, or None for a task."""
@@ -120,7 +120,7 @@ def build_datasets(
     cache: str | Path | None,
     groups: "ProcessGroups",
     vocabulary: Vocabulary | None = None,
-    keep_documents_apart: bool = False,
+    separates_documents: bool = False,
     eval_multiples: Sequence[int] = (),
     slices: Mapping[str, list[DatasetSlice]] | None = None,
 ) -> Datasets:
@@ -128,7 +128,7 @@ def build_datasets(
 
     cache: folder for sample indices, shared by all processes of the run. The first process builds them while the others
     wait, so every process must call this function. None keeps indices in memory. vocabulary: vocabulary of the data, if
-    already read. keep_documents_apart: add document starts to samples (`attention_mask: document`). eval_multiples:
+    already read. separates_documents: add document starts to samples (`attention_mask: document`). eval_multiples:
     additional lengths of validation samples, as multiples of `seq_length`. slices: datasets, if already opened with
     `open_dataset_slices`.
 
@@ -137,7 +137,7 @@ def build_datasets(
     vocabulary = vocabulary or read_vocabulary(data)
     if slices is None:
         slices = open_dataset_slices(
-            data, order, seq_length=seq_length, vocabulary=vocabulary, keep_documents_apart=keep_documents_apart
+            data, order, seq_length=seq_length, vocabulary=vocabulary, separates_documents=separates_documents
         )
     if data.task is not None:
         return _build_task_datasets(data, order)
@@ -148,7 +148,7 @@ def build_datasets(
 
     train_slices = slices.get("train", [])
     notes = describe_document_weights(data, train_slices)
-    crossing_share, epochs = None, None
+    crossing_fraction, epochs = None, None
     samples: dict[str, Dataset] = {}
     if train_slices:
         dataset = build_training_dataset(
@@ -164,17 +164,17 @@ def build_datasets(
         )
         epochs = _describe_epochs(train_slices, order.total_train_samples * train_length)
         if groups.is_main:
-            crossing_share = dataset.compute_crossing_share(seq_length)
+            crossing_fraction = dataset.compute_crossing_fraction(seq_length)
         pieces = train_length // seq_length
         samples["train"] = CutDataset(dataset, pieces) if pieces > 1 else dataset
     held_out = {name: own for name, own in slices.items() if name != "train"}
     samples |= _build_held_out(data, order, held_out, seq_length, eval_multiples, vocabulary, groups)
-    if keep_documents_apart:
+    if separates_documents:
         assert vocabulary.eod is not None
         samples = {name: DocumentDataset(dataset, vocabulary.eod) for name, dataset in samples.items()}
     train, valid, test = (samples.pop(split, None) for split in SPLITS)
     lengths = list_sequence_lengths(data, seq_length)
-    return Datasets(train, valid, test, lengths, crossing_share, samples, epochs, tuple(notes))
+    return Datasets(train, valid, test, lengths, crossing_fraction, samples, epochs, tuple(notes))
 
 
 def open_dataset_slices(
@@ -183,7 +183,7 @@ def open_dataset_slices(
     *,
     seq_length: int,
     vocabulary: Vocabulary,
-    keep_documents_apart: bool = False,
+    separates_documents: bool = False,
 ) -> dict[str, list[DatasetSlice]]:
     """Open and check the datasets of each split in use, and of each additional validation set as valid/NAME.
 
@@ -207,7 +207,7 @@ def open_dataset_slices(
         split: Split = "valid" if name.startswith("valid/") else name  # type: ignore[assignment]
         for dataset_slice in slices_of_split:
             check_dataset_slice(dataset_slice, split, train_length if split == "train" else 1, vocabulary)
-            if keep_documents_apart:
+            if separates_documents:
                 check_document_ends(dataset_slice, vocabulary)
     return named
 
@@ -254,9 +254,9 @@ def _build_held_out(
         if (problem := groups.gather_objects(problem)[0]) is not None:
             raise problem
         limit = order.num_samples["test" if name == "test" else "valid"]
-        further = () if name == "test" else multiples
-        block = seq_length * math.lcm(1, *further)
-        for multiple in (1, *further):
+        extra_valid_sets = () if name == "test" else multiples
+        block = seq_length * math.lcm(1, *extra_valid_sets)
+        for multiple in (1, *extra_valid_sets):
             samples[name if multiple == 1 else f"{name}/{multiple}x"] = ValidationDataset(
                 streams,
                 [each.weight for each in slices_of_set],

@@ -35,7 +35,7 @@ def check_document_ends(dataset_slice: DatasetSlice, vocabulary: Vocabulary) -> 
     return eod
 
 
-def describe_crossing_share(attention_mask: str, share: float | None) -> list[str]:
+def describe_crossing_fraction(attention_mask: str, share: float | None) -> list[str]:
     """Return a line on the fraction of rows with several documents and how attention treats them.
 
     There is no line if there are no rows, or if the fraction rounds to 0%.
@@ -46,13 +46,13 @@ def describe_crossing_share(attention_mask: str, share: float | None) -> list[st
     return [f"attention_mask {attention_mask}: {share:.0%} of rows contain several documents; {effect}"]
 
 
-def estimate_crossing_share(parts: Sequence[DatasetSlice], seq_length: int) -> float | None:
+def estimate_crossing_fraction(parts: Sequence[DatasetSlice], seq_length: int) -> float | None:
     """Estimate the fraction of training rows with several documents from unshuffled datasets; None without rows."""
-    shares = (compute_crossing_share(part.dataset.lengths[part.first : part.last], seq_length) for part in parts)
-    return average_crossing_shares((part.weight for part in parts), shares)
+    shares = (compute_crossing_fraction(part.dataset.lengths[part.first : part.last], seq_length) for part in parts)
+    return average_crossing_fractions((part.weight for part in parts), shares)
 
 
-def average_crossing_shares(weights: Iterable[float], shares: Iterable[float | None]) -> float | None:
+def average_crossing_fractions(weights: Iterable[float], shares: Iterable[float | None]) -> float | None:
     """Return the mean of shares weighted by their datasets.
 
     Datasets without a row (None) are ignored; None is returned if there are no others.
@@ -62,7 +62,7 @@ def average_crossing_shares(weights: Iterable[float], shares: Iterable[float | N
     return sum(weight * share for weight, share in known) / total if total else None
 
 
-def compute_crossing_share(lengths: np.ndarray, seq_length: int) -> float | None:
+def compute_crossing_fraction(lengths: np.ndarray, seq_length: int) -> float | None:
     """Return the fraction of rows with more than one document, or None if there are no rows.
 
     lengths: integers [documents], document lengths in tokens including end tokens, in the order in which they are cut

@@ -42,7 +42,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from megatron.attention.documents import find_document_starts
 from megatron.data.blend import DatasetSlice
 from megatron.data.corpus_metadata import FileDigest, compute_file_digest
-from megatron.data.document_starts import MAX_COUNTED_DOCUMENTS, average_crossing_shares, compute_crossing_share
+from megatron.data.document_starts import MAX_COUNTED_DOCUMENTS, average_crossing_fractions, compute_crossing_fraction
 from megatron.data.indexed_dataset import IndexedTokens
 from megatron.data.load_tokenizer import Vocabulary, check_all_tokens
 from megatron.data.megatron_core import (
@@ -130,11 +130,11 @@ class ChainedGPTDataset(torch.utils.data.Dataset):
         sample = self.datasets[link][index - (self.ends[link - 1] if link else 0)]
         return {name: sample[name] for name in ("tokens", "labels", "loss_mask")}
 
-    def compute_crossing_share(self, seq_length: int) -> float | None:
+    def compute_crossing_fraction(self, seq_length: int) -> float | None:
         """Return the fraction of rows with more than one document, in the order of the first link."""
         link = self.datasets[0]
         documents = link.document_index[:MAX_COUNTED_DOCUMENTS]
-        return compute_crossing_share(link.dataset.sequence_lengths[documents], seq_length)
+        return compute_crossing_fraction(link.dataset.sequence_lengths[documents], seq_length)
 
 
 class TrainingDataset(torch.utils.data.Dataset):
@@ -158,10 +158,10 @@ class TrainingDataset(torch.utils.data.Dataset):
         sample = self.dataset[index]
         return {name: sample[name] for name in ("tokens", "labels", "loss_mask")}
 
-    def compute_crossing_share(self, seq_length: int) -> float | None:
+    def compute_crossing_fraction(self, seq_length: int) -> float | None:
         """Return the fraction of rows of `seq_length` tokens with more than one document, weighted by chain."""
-        return average_crossing_shares(
-            self.weights, (chain.compute_crossing_share(seq_length) for chain in self.chains)
+        return average_crossing_fractions(
+            self.weights, (chain.compute_crossing_fraction(seq_length) for chain in self.chains)
         )
 
 

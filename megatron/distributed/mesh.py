@@ -145,7 +145,7 @@ class Mesh:
         """Return the ranks that differ from this one only in these dimensions, itself included, in rank order."""
         return next(group for group in self.sizes.list_groups(*dimensions) if self.rank in group)
 
-    def count_once(self, value: NumberT) -> NumberT:
+    def count_on_one_rank(self, value: NumberT) -> NumberT:
         """Return `value` on one of the ranks that hold the same tokens and 0 on the others.
 
         A sum over all ranks then counts each token once. The counting rank is the one with the losses: in the last
@@ -182,7 +182,7 @@ def list_chunk_owners(size: int) -> tuple[tuple[int, int], ...]:
     return (*((rank, 0) for rank in range(size)), *((rank, 1) for rank in reversed(range(size))))
 
 
-def pipeline_layer_range(num_layers: int, stage: Axis) -> range:
+def get_pipeline_layer_range(num_layers: int, stage: Axis) -> range:
     """Return the layers of a pipeline stage.
 
     If the layers do not divide evenly, the first stages have one more, because the last stage also computes the logits.

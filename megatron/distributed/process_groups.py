@@ -75,7 +75,7 @@ class ProcessGroups:
     def all_reduce_sum(self, *values: NumberT) -> list[NumberT]:
         """Sum each value over all processes: integers exactly, other values in float64. All processes must call it.
 
-        For values that several ranks of a mesh share, see `Mesh.count_once`.
+        For values that several ranks of a mesh share, see `Mesh.count_on_one_rank`.
         """
         if self.host is None:
             return list(values)
@@ -236,7 +236,7 @@ def init_distributed(rank_info: RankInfo, sizes: ParallelSizes, *, device: str, 
     return ProcessGroups(Mesh(rank_info.rank, sizes), own_device, host)
 
 
-def single_process() -> ProcessGroups:
+def build_single_process_groups() -> ProcessGroups:
     """Return the groups of a single process that holds a whole model: for evaluation, export or a test.
 
     megatron-core's layers need process groups even then. Unless groups exist, single-process groups are created in
@@ -290,7 +290,7 @@ def _init_process_group(rank_info: RankInfo, backend: str, device: torch.device)
         options["timeout"] = (
             INIT_TIMEOUT  # NCCL's own is shorter than the watchdog that names a hanging rank (training/watchdog.py)
         )
-    atexit.register(_leave_group, os.getpid())
+    atexit.register(_destroy_groups_at_exit, os.getpid())
     try:
         dist.init_process_group(backend, **options)
     except (RuntimeError, ValueError) as error:
@@ -301,20 +301,20 @@ def _init_process_group(rank_info: RankInfo, backend: str, device: torch.device)
         ) from error
 
 
-def abandon_groups() -> None:
+def abort_groups() -> None:
     """End the groups of this process without waiting for others after a failure.
 
     The others may have left, or may be inside a collective that never ends.
     """
-    global _finish_before_leaving
-    _finish_before_leaving = False
+    global _waits_before_destroy
+    _waits_before_destroy = False
 
 
-_finish_before_leaving = True
+_waits_before_destroy = True
 """True if the groups finish pending work before they end."""
 
 
-def _leave_group(process: int) -> None:
+def _destroy_groups_at_exit(process: int) -> None:
     """End all groups at interpreter exit, because NCCL warns about groups that are left open.
 
     Groups are kept after a run, because objects that outlive it, such as a model, still use them.
@@ -327,14 +327,14 @@ def _leave_group(process: int) -> None:
     # The exit code reports the result; errors here must not change or hide it.
     with suppress(Exception):
         # Destroying NCCL's groups waits for their last kernels. Gloo's groups have none.
-        if _finish_before_leaving or dist.get_backend() != "nccl":
+        if _waits_before_destroy or dist.get_backend() != "nccl":
             dist.destroy_process_group()
         else:
             dist.distributed_c10d._abort_process_group()
 
 
 @contextmanager
-def _reuse_lone_group() -> Iterator[None]:
+def _reuse_world_group() -> Iterator[None]:
     """Make every new group the world group inside the context, if there is a single process.
 
     Each gloo group would wake a thread a hundred times a second, which took a twelfth of the CPU time of a small
@@ -354,7 +354,7 @@ def _reuse_lone_group() -> Iterator[None]:
 def _make_groups(sizes: ParallelSizes) -> None:
     """Create megatron-core's groups, which are global: once, and never for another mesh."""
     if not parallel_state.model_parallel_is_initialized():
-        with _reuse_lone_group():
+        with _reuse_world_group():
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=sizes.tensor,
                 pipeline_model_parallel_size=sizes.pipeline,

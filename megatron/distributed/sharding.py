@@ -56,7 +56,7 @@ def is_replica(parameter: nn.Parameter) -> bool:
     return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
-def is_counted_here(parameter: nn.Parameter, mesh: Mesh) -> bool:
+def is_counted_on_this_rank(parameter: nn.Parameter, mesh: Mesh) -> bool:
     """Return True if this rank counts its shard of the parameter, among the ranks that hold the model together."""
     return not is_replica(parameter) and (get_shard_spec(parameter) is not None or mesh.tensor.index == 0)
 

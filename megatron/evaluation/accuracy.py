@@ -40,7 +40,7 @@ def score_answers(
     choices: range | None,
     *,
     batch_tokens: int | None = None,
-    after_batch: Callable[[float], None] = lambda fraction: None,
+    on_batch_done: Callable[[float], None] = lambda fraction: None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute the losses and the correctness of a model's answers.
 
@@ -50,7 +50,7 @@ def score_answers(
         batch: sequences to answer.
         choices: ids of valid answers; the whole vocabulary if None.
         batch_tokens: input tokens per forward pass; a batch has at least one sequence.
-        after_batch: called with the fraction of the sequences scored so far.
+        on_batch_done: called with the fraction of the sequences scored so far.
 
     Returns:
         Losses at each position in nats, float64 [sequences, T], 0 where there is no loss; and whether the likeliest
@@ -89,7 +89,7 @@ def score_answers(
     def count_rows(num_rows: int) -> None:
         nonlocal num_done
         num_done += num_rows
-        after_batch(num_done / num_sequences)
+        on_batch_done(num_done / num_sequences)
 
     too_large = f"one sequence of {length:,} tokens does not fit the memory of {device}; use shorter lengths"
     run_batched(

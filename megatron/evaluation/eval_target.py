@@ -26,7 +26,7 @@ ProgressCallback = Callable[[int, float, float], None]
 """Callback after every batch, called with the length, the work done, and the total work (both in FLOPs)."""
 
 
-KeepRecords = Callable[[Sequence[Record]], None]
+SaveRecords = Callable[[Sequence[Record]], None]
 """Callback that saves the finished records of a model, so that an interrupted evaluation can resume from them."""
 
 
@@ -41,7 +41,7 @@ class ScoringContext:
     progress: ProgressCallback = lambda length, done, total: None
     finished_records: Sequence[Record] = ()
     """Records of any model, left by an interrupted evaluation. A target may reuse them instead of scoring again."""
-    keep_records: KeepRecords = lambda records: None
+    save_records: SaveRecords = lambda records: None
 
 
 class EvalTarget(Protocol):

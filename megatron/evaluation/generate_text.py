@@ -143,7 +143,7 @@ def print_completions(
         for completion, new_text in speed.count_pieces(generator.generate(prompt_tokens)):
             wait.end()
             output.add(completion, new_text)
-            for index, piece, finished in output.take_ready():
+            for index, piece, finished in output.pop_ready():
                 if as_json:
                     if finished is not None:
                         result = {"prompt": prompts[index], "text": finished.text, "tokens": len(finished.tokens)}
@@ -197,7 +197,7 @@ class _OrderedOutput:
         if completion.finish_reason is not None:
             self._finished[completion.prompt_index] = completion
 
-    def take_ready(self) -> Iterator[tuple[int, str, Completion | None]]:
+    def pop_ready(self) -> Iterator[tuple[int, str, Completion | None]]:
         """Yield printable pieces: prompt index, new piece of its text, and the completion if it is finished."""
         while self._next < len(self._pieces):
             index, finished = self._next, self._finished[self._next]

@@ -40,8 +40,8 @@ from megatron.options.evaluation import (
     LOSS_OPTIONS,
     EvaluationOptions,
     TaskOptions,
-    refuse_choices_of_text,
-    refuse_task_options,
+    reject_task_options,
+    reject_text_options,
 )
 from megatron.reports.metrics import METRICS
 from megatron.reports.records import Record
@@ -94,8 +94,8 @@ def evaluate_tasks(
             are kept.
     """
     options = options or EvaluationOptions()
-    refuse_choices_of_text(options, OPTIONS_UNUSED_BY_HARNESS, "--tasks is given")
-    refuse_task_options(options)
+    reject_text_options(options, OPTIONS_UNUSED_BY_HARNESS, "--tasks is given")
+    reject_task_options(options)
     require_package("lm_eval", "--tasks")
     request = read_eval_request(runs, options, output)
     tokenizers = {

@@ -111,7 +111,7 @@ def score_needle_map(
                 fields = {**shared, "axis": "depth", "length": length, "place": float(depth), "flops": flops}
                 cells[length, depth] = _score_cell(needle_map, loaded, length, depth, fields, scoring.batch_tokens)
                 measured = {**finished, **cells}
-                scoring.keep_records([record for records in measured.values() for record in records])
+                scoring.save_records([record for records in measured.values() for record in records])
             done += flops
             scoring.progress(length, done, total)
     return [*(record for records in cells.values() for record in records), *summarize_cells(needle_map, cells)]

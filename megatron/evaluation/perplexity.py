@@ -40,7 +40,7 @@ def compute_window_losses(
     num_scored: int,
     *,
     batch_tokens: int | None = None,
-    after_batch: Callable[[int], None] | None = None,
+    on_batch_done: Callable[[int], None] | None = None,
 ) -> np.ndarray:
     """Compute the negative log-likelihood, in nats, of the last targets of each window.
 
@@ -51,7 +51,7 @@ def compute_window_losses(
         length: T.
         num_scored: number of targets at the end of each window.
         batch_tokens: input tokens per forward pass; a batch has at least one window.
-        after_batch: called with the number of windows of each finished batch.
+        on_batch_done: called with the number of windows of each finished batch.
 
     Returns:
         float64 [windows, num_scored].
@@ -76,7 +76,7 @@ def compute_window_losses(
         too_large=f"length {length:,}: one window does not fit the memory of {device}; use shorter lengths or "
         "attention_backend=chunked with fewer attention_chunk_rows",
         batch_tokens=batch_tokens,
-        after=after_batch,
+        after=on_batch_done,
     )
     return losses
 
@@ -176,7 +176,7 @@ def evaluate_perplexity(
             length,
             plan.num_scored(length),
             batch_tokens=scoring.batch_tokens,
-            after_batch=report_windows,
+            on_batch_done=report_windows,
         )
         cost = {"flops": flops[length], **stop_stopwatch()}
         done += flops[length]

@@ -147,10 +147,10 @@ def assign_distinct_names(configs: Sequence[Config], runs: Sequence[str], **over
 
 def _list_differing_options(options: Mapping[str, Any], method: type[PositionModule]) -> list[str]:
     """List options that differ from the defaults, except those that only set initial values."""
-    from megatron.model.position_modules import canonical_options
+    from megatron.model.position_modules import canonicalize_options
 
-    defaults = canonical_options(method, {})
-    items = sorted(canonical_options(method, options).items())
+    defaults = canonicalize_options(method, {})
+    items = sorted(canonicalize_options(method, options).items())
     return [f"{key}={value}" for key, value in items if key not in defaults or defaults[key] != value]
 
 

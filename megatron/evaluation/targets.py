@@ -27,7 +27,7 @@ from megatron.evaluation.protocols import ScoringPlan, plan_from_options
 from megatron.evaluation.task_eval import build_task_eval, is_task_run
 from megatron.evaluation.texts import EvalText, check_tokenizer, load_common_text, load_text
 from megatron.model.device_dtype import check_backend
-from megatron.options.evaluation import LOSS_OPTIONS, EvaluationOptions, refuse_choices_of_text, refuse_task_options
+from megatron.options.evaluation import LOSS_OPTIONS, EvaluationOptions, reject_task_options, reject_text_options
 from megatron.reports.records import Record
 from megatron.utils.errors import UserError
 
@@ -120,7 +120,7 @@ def build_eval_target(runs: Sequence[TrainedRun], options: EvaluationOptions) ->
     configs = [run.config for run in runs]
     if is_task_run(runs):
         return build_task_eval(options, configs)
-    refuse_task_options(options)
+    reject_task_options(options)
     if options.protocol in PROBES:
         tokenizers = [load_run_tokenizer(run.folder, run.config.data, run.tokenizer_name) for run in runs]
         for run, tokenizer in zip(runs, tokenizers, strict=True):
@@ -141,7 +141,7 @@ def build_eval_target_of_config(name: str, config: Config, options: EvaluationOp
         )
     if config.data.task is not None:
         return build_task_eval(options, [config])
-    refuse_task_options(options)
+    reject_task_options(options)
     if options.protocol in PROBES:
         return _build_probe_for([config], options, load_data_tokenizer(config.data))
     return _build_text_eval(options, [config], load_text(name, config, options.data))
@@ -173,7 +173,7 @@ def build_probe(options: EvaluationOptions, lengths: Sequence[int], tokenizer: T
         UserError: an option applies to texts only, or a length is too short.
     """
     unused = ("data", "stride", "min_context", "measures", "attention_mask", *LOSS_OPTIONS)
-    refuse_choices_of_text(options, unused, f"protocol {options.protocol} generates its own text")
+    reject_text_options(options, unused, f"protocol {options.protocol} generates its own text")
     num_sequences = options.windows or DEFAULT_PROBE_SEQUENCES
     probe = PROBES[options.protocol].from_options(options, lengths, num_sequences, tokenizer)
     probe.check_lengths()

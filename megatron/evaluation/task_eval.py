@@ -37,7 +37,7 @@ from megatron.evaluation.needle_map import (
     score_needle_map,
 )
 from megatron.evaluation.provenance import describe_model, start_stopwatch
-from megatron.options.evaluation import LOSS_OPTIONS, EvaluationOptions, refuse_choices_of_text
+from megatron.options.evaluation import LOSS_OPTIONS, EvaluationOptions, reject_text_options
 from megatron.reports.records import TRIVIAL_BASELINE_PREFIX, Record
 from megatron.utils.errors import RunError, UserError
 
@@ -165,7 +165,7 @@ class TaskEval:
 
             stop_stopwatch = start_stopwatch()
             losses, correct = score_answers(
-                model, batch, task.answer_ids, batch_tokens=scoring.batch_tokens, after_batch=report_fraction
+                model, batch, task.answer_ids, batch_tokens=scoring.batch_tokens, on_batch_done=report_fraction
             )
             done += flops
             nll = float(losses.sum() / batch.loss_mask.sum())
@@ -292,7 +292,7 @@ def build_task_eval(options: EvaluationOptions, configs: Sequence[Config]) -> Ta
     Raises:
         UserError: the task does not support a length, or an option applies to texts only.
     """
-    refuse_choices_of_text(options, OPTIONS_UNUSED_BY_TASKS, "the runs were trained on a task")
+    reject_text_options(options, OPTIONS_UNUSED_BY_TASKS, "the runs were trained on a task")
     task_configs = [read_task_config(config.data) for config in configs]
     are_given = options.lengths is not None or options.multiples is not None
     if not are_given:

@@ -22,8 +22,8 @@ from megatron.utils.errors import (
     RunError,
     describe_error,
     describe_file_limit,
+    forbid_exits,
     is_out_of_files,
-    refuse_exits,
     to_path_error,
 )
 from megatron.utils.output import ASCII_FALLBACK, redirect_to_null
@@ -128,7 +128,7 @@ def log_traceback(log: Path) -> Iterator[None]:
         UnexpectedError: any other exception, with one line that names the log containing the traceback.
     """
     try:
-        with refuse_exits():
+        with forbid_exits():
             yield
     except FarfieldError as error:
         if isinstance(error.__cause__, SystemExit):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megatron.config.load import LoadedConfig
 from megatron.config.schema import Config
 from megatron.config.stages import build_stages
-from megatron.data.document_starts import describe_crossing_share, estimate_crossing_share
+from megatron.data.document_starts import describe_crossing_fraction, estimate_crossing_fraction
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import (
     LaunchContext,
@@ -20,7 +20,7 @@ from megatron.distributed.launcher_environment import (
 )
 from megatron.launch import local_launcher, slurm, ssh_launcher
 from megatron.options.launch import LaunchOptions
-from megatron.training.check_start import UNCHECKED_ELSEWHERE, StartCheck, check_start, check_surroundings
+from megatron.training.check_start import CHECKED_ON_NODES, StartCheck, check_environment, check_start
 from megatron.training.resolve_run import ResolvedRun, resolve_remote_run, resolve_run
 from megatron.utils.errors import FarfieldError, UserError
 from megatron.utils.progress import WaitAnnouncer
@@ -73,7 +73,7 @@ def launch_training(
         config, launch = loaded.config, loaded.config.launch
         if uses_slurm(launch):
             return _submit_to_slurm(loaded, print_notes, dry_run=dry_run)
-        hosts, is_here = None, False
+        hosts, is_local = None, False
         if launch_context is None and uses_ssh(launch):
             hosts = ssh_launcher.read_hostfile(launch)
             resolved = resolve_remote_run(config, ssh_launcher.assign_ranks(hosts)[0][0])
@@ -81,26 +81,26 @@ def launch_training(
             rank_info = None if launch_context is None else launch_context.rank_info
             hardware = hardware or LocalHardware.detect()
             resolved = resolve_run(config, hardware, rank_info=rank_info, dry_run=dry_run)
-            is_here = resolved.config.launch.device == "cpu" or hardware.num_gpus > 0
+            is_local = resolved.config.launch.device == "cpu" or hardware.num_gpus > 0
         if dry_run:
             if is_main:
                 # First, so that nothing is printed for an invalid run: the output may go to a file.
                 with loaded.locate_errors():
                     check = _check_start(
-                        resolved, print_notes, needs_data=hosts is None, has_own_python=hosts is None, is_here=is_here
+                        resolved, print_notes, needs_data=hosts is None, has_own_python=hosts is None, is_local=is_local
                     )
                 settled, notes = resolved.config, resolved.notes
                 if hosts is None and resolved.world_size is not None:
                     settled = check.config
                     notes = (*notes, *check.data_notes, *_describe_stages(settled))
                 print(settled.to_yaml(), end="")
-                print_notes((*notes, *_describe_dry_run(loaded, resolved, check, is_here=is_here)))
+                print_notes((*notes, *_describe_dry_run(loaded, resolved, check, is_local=is_local)))
             return 0
         if is_main:
             print_notes((*resolved.notes, *list_hostfile_notes(launch), *filter(None, [describe_job()])))
         with loaded.locate_errors():
             if hosts is not None:
-                check_surroundings(resolved.config, reads_data=False, has_own_python=False)
+                check_environment(resolved.config, reads_data=False, has_own_python=False)
                 return ssh_launcher.train_over_ssh(config, hosts)
             return local_launcher.train_on_this_machine(resolved, launch_context, hooks)
 
@@ -134,11 +134,11 @@ def _submit_to_slurm(loaded: LoadedConfig, print_notes: PrintNotes, *, dry_run: 
         check = _check_start(
             resolved,
             print_notes,
-            needs_data=not slurm.moves_folders(launch),
+            needs_data=not slurm.remaps_paths(launch),
             has_own_python=slurm.has_own_python(launch),
-            is_here=False,
+            is_local=False,
         )
-    print_notes((*resolved.notes, *(_describe_dry_run(loaded, resolved, check, is_here=False) if dry_run else ())))
+    print_notes((*resolved.notes, *(_describe_dry_run(loaded, resolved, check, is_local=False) if dry_run else ())))
     if dry_run:
         print(slurm.render_batch_script(job), end="")
         return 0
@@ -149,12 +149,12 @@ def _submit_to_slurm(loaded: LoadedConfig, print_notes: PrintNotes, *, dry_run: 
 
 
 def _check_start(
-    resolved: ResolvedRun, print_notes: PrintNotes, *, needs_data: bool, has_own_python: bool, is_here: bool
+    resolved: ResolvedRun, print_notes: PrintNotes, *, needs_data: bool, has_own_python: bool, is_local: bool
 ) -> StartCheck:
     """Run the start checks (`check_start`), and print a note if they take long."""
     activity = "checking the data and the checkpoint to start from"
     with WaitAnnouncer(lambda line: print_notes((line,)), activity, first=MAX_SILENCE):
-        return check_start(resolved, needs_data=needs_data, has_own_python=has_own_python, is_here=is_here)
+        return check_start(resolved, needs_data=needs_data, has_own_python=has_own_python, is_local=is_local)
 
 
 def _describe_unchecked(resolved: ResolvedRun, check: StartCheck) -> tuple[str, ...]:
@@ -162,7 +162,7 @@ def _describe_unchecked(resolved: ResolvedRun, check: StartCheck) -> tuple[str, 
     lines = [f"the data must exist there; not found here: {check.missing_data}"] if check.missing_data else []
     if resolved.config.logging.use_wandb and not check.has_own_python:
         lines.append("use_wandb: its package and login are checked only there")
-    return (f"not checked: {UNCHECKED_ELSEWHERE}", *lines)
+    return (f"not checked: {CHECKED_ON_NODES}", *lines)
 
 
 def _describe_stages(config: Config) -> tuple[str, ...]:
@@ -172,14 +172,14 @@ def _describe_stages(config: Config) -> tuple[str, ...]:
 
 
 def _describe_dry_run(
-    loaded: LoadedConfig, resolved: ResolvedRun, check: StartCheck, *, is_here: bool
+    loaded: LoadedConfig, resolved: ResolvedRun, check: StartCheck, *, is_local: bool
 ) -> tuple[str, ...]:
     """Return the additional notes of a dry run."""
     return (
         *loaded.layers.replacements,
         *_describe_start(check),
         *_describe_groups(check),
-        *(() if is_here else _describe_unchecked(resolved, check)),
+        *(() if is_local else _describe_unchecked(resolved, check)),
         *suggest_rehearsal(resolved),
     )
 
@@ -191,8 +191,8 @@ def _describe_start(check: StartCheck) -> list[str]:
     lines = [*plan.resume.notes, *plan.notes]
     if plan.config.data.task is not None:
         return lines
-    share = estimate_crossing_share(plan.slices.get("train", []), plan.config.model.seq_length)
-    return [*lines, *describe_crossing_share(plan.config.position.attention_mask, share)]
+    share = estimate_crossing_fraction(plan.slices.get("train", []), plan.config.model.seq_length)
+    return [*lines, *describe_crossing_fraction(plan.config.position.attention_mask, share)]
 
 
 def _describe_groups(check: StartCheck) -> tuple[str, ...]:

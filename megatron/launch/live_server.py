@@ -26,7 +26,7 @@ from megatron.utils.errors import FarfieldError, UserError, describe_error
 HOST = "127.0.0.1"
 REFRESH_SECONDS = 5
 """Time between refreshes of an open page, in seconds."""
-RENDER_SHARE = 0.1
+RENDER_FRACTION = 0.1
 """Maximum share of time spent on rendering the page of a large sweep, which shares the machine with training."""
 HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
@@ -73,7 +73,7 @@ class LivePage:
                 self._state = state
                 now = time.monotonic()
                 if now - start_time > 1:
-                    self._next_time = now + (now - start_time) / RENDER_SHARE
+                    self._next_time = now + (now - start_time) / RENDER_FRACTION
             return self._text
 
     def _find_runs(self) -> list[Path]:

@@ -25,7 +25,7 @@ from megatron.distributed.launcher_environment import ADDRESS, LaunchContext, Ra
 from megatron.launch import worker
 from megatron.launch.console import temporary_log
 from megatron.launch.rank_group import count_threads_per_process, find_free_port, run_ranks
-from megatron.training.check_start import check_surroundings
+from megatron.training.check_start import check_environment
 from megatron.training.metrics_log import read_heartbeat
 from megatron.training.resolve_run import ResolvedRun
 from megatron.utils.atomic_io import make_folder, remove_empty_folders
@@ -58,7 +58,7 @@ def train_on_this_machine(
     end_with_parent()
     config, world_size = resolved.config, resolved.world_size
     assert world_size is not None, "a dry run is not for training"
-    check_surroundings(config)
+    check_environment(config)
     if launch_context is None and config.checkpoint.save is not None:
         _wait_for_folder(Path(config.checkpoint.save))
     rank_info = RankInfo() if launch_context is None else launch_context.rank_info
@@ -89,14 +89,14 @@ def _wait_for_folder(folder: Path) -> None:
         UserError: another run is using the folder.
     """
     deadline = time.monotonic() + run_folder.LOCK_TIMEOUT
-    is_told = False
+    is_reported = False
     while run_folder.is_lock_held(folder / LOCK):
         if time.monotonic() > deadline or _is_writer_alive(folder):
             raise UserError(f"save: {folder}: {run_folder.BUSY}")
-        if not is_told:
+        if not is_reported:
             line = f"save: {folder}: another run is starting or ending there; waiting {run_folder.LOCK_TIMEOUT:.0f} s"
             warnings.warn(line, FarfieldWarning, stacklevel=2)
-            is_told = True
+            is_reported = True
         time.sleep(0.05)
 
 

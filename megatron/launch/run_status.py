@@ -263,7 +263,7 @@ def print_status(paths: Sequence[Path], *, as_json: bool, follow: bool = False, 
         return True
     live = Live(build_status_table(statuses), console=console, auto_refresh=False)
     with live if console.is_terminal else nullcontext():
-        while is_alive_below(paths):
+        while is_any_run_active(paths):
             time.sleep(REFRESH_SECONDS)
             shown, statuses = statuses, [read_status(run) for run in find_runs(paths)]
             if console.is_terminal:
@@ -280,7 +280,7 @@ def _print_lines(console: Console, lines: Iterable[str]) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def is_alive_below(paths: Sequence[Path]) -> bool:
+def is_any_run_active(paths: Sequence[Path]) -> bool:
     """Return True if a run in these folders is active, or a sweep that may start some."""
     runs = find_runs(paths)
     folders = {parent for run in runs for parent in run.parents if any(parent.is_relative_to(path) for path in paths)}

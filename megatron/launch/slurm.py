@@ -113,7 +113,7 @@ def _check_exists(key: str, path: str, kind: str) -> None:
         raise UserError(f"{key}: no such {kind}: {path}", key)
 
 
-def moves_folders(launch: LaunchOptions) -> bool:
+def remaps_paths(launch: LaunchOptions) -> bool:
     """Return True if a job sees folders under different paths than this machine."""
     return any(mount.split(":")[0] != (mount.split(":") * 2)[1] for mount in launch.slurm.container_mounts)
 

@@ -21,7 +21,7 @@ MAX_CURVES = 40
 """Maximum number of runs on a page with curves; for more runs only the table is shown."""
 MIN_STEPS = 5
 """Minimum length of the horizontal axis, so that its ticks are integers."""
-START_SHARE = 0.1
+START_FRACTION = 0.1
 """Share of all steps at the start whose losses may exceed the chart, because they would otherwise dominate it."""
 
 
@@ -121,8 +121,8 @@ def _build_loss_chart(curves: dict[str, CurveReader]) -> Chart | None:
     last = max((curve.losses[-1][0] for curve in curves.values() if curve.losses), default=0)
     for style, (name, curve) in enumerate(curves.items()):
         if curve.losses:
-            lines.append(Line(name, _thin_out(curve.losses), style=style))
-            shown += [loss for step, loss in curve.losses if step >= START_SHARE * last or len(curve.losses) < 3]
+            lines.append(Line(name, _downsample(curve.losses), style=style))
+            shown += [loss for step, loss in curve.losses if step >= START_FRACTION * last or len(curve.losses) < 3]
     if not lines:
         return None
     validations = [
@@ -137,7 +137,7 @@ def _build_loss_chart(curves: dict[str, CurveReader]) -> Chart | None:
 
 def _build_speed_chart(curves: dict[str, CurveReader]) -> Chart | None:
     lines = [
-        Line(name, _thin_out(curve.speeds), style=style)
+        Line(name, _downsample(curve.speeds), style=style)
         for style, (name, curve) in enumerate(curves.items())
         if curve.speeds
     ]
@@ -168,7 +168,7 @@ def _build_chart(
     )
 
 
-def _thin_out(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
+def _downsample(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
     """Return at most `MAX_POINTS` evenly spaced points, including the last."""
     if len(points) <= MAX_POINTS:
         return [(float(step), value) for step, value in points]

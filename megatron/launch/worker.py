@@ -81,7 +81,7 @@ def _train(
         announce = console.print if rank_info.rank == 0 else lambda line: None
         # These import torch, deepspeed and megatron-core, whose output goes to the log.
         with pause_garbage_collection(), WaitAnnouncer(announce, IMPORTING):
-            from megatron.distributed.process_groups import abandon_groups
+            from megatron.distributed.process_groups import abort_groups
             from megatron.training.trainer import train_resolved
         _freeze_imports()
 
@@ -89,7 +89,7 @@ def _train(
             shown = console if rank_info.rank == 0 else None
             result = train_resolved(config, rank_info, shown, on_hang, stderr_fd=user_errors, hooks=hooks)
         except BaseException:
-            abandon_groups()
+            abort_groups()
             raise
         if output.problem is not None:
             saved = "no checkpoint was saved" if result.checkpoint is None else f"saved {result.checkpoint}"

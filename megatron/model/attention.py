@@ -32,7 +32,7 @@ from torch import Tensor
 
 from megatron.attention.backends.backend import AttentionBackend, compute_document_masks, reads_whole_table
 from megatron.attention.inputs import AttentionInputs
-from megatron.attention.query_rows import QueryRows, RowsAbove, describe_query_rows, scale_queries
+from megatron.attention.query_rows import PrecedingRows, QueryRows, describe_query_rows, scale_queries
 from megatron.attention.reference import (
     compute_table_of_ranges,
     compute_tables_of_layers,
@@ -43,7 +43,7 @@ from megatron.attention.segments import (
     attend_segments,
     build_segments,
     drop_keys,
-    hide_nothing,
+    has_no_hidden_keys,
     rotate_segments,
     select_chunks,
     select_last_tokens,
@@ -63,7 +63,7 @@ from megatron.position.token_range import ALL_HEADS, TokenRange
 from megatron.utils.errors import UserError
 
 
-def tensor_parallel_heads(tensor: Axis, num_heads: int) -> slice:
+def get_tensor_parallel_heads(tensor: Axis, num_heads: int) -> slice:
     """Return the heads that a tensor-parallel rank computes; the number of ranks must divide num_heads."""
     if tensor.size == 1:
         return ALL_HEADS
@@ -140,7 +140,7 @@ class AttentionContext:
     restarted: TokenRange | None = None
     """Positions of all tokens when documents are masked (`documents.restart_positions`), or None."""
     query_rows: Mapping[int | None, QueryRows] = field(default_factory=dict)
-    """Query rows for the temperature, by window of the layers that have one (`describe_layer_rows`)."""
+    """Query rows for the temperature, by window of the layers that have one (`build_query_rows`)."""
 
 
 class PositionedAttention(MegatronModule):
@@ -169,7 +169,7 @@ class PositionedAttention(MegatronModule):
         self.query_multiplier = layer_attention.query_multiplier
         self.layer_index = layer_index
         self.groups = groups
-        self.heads = tensor_parallel_heads(groups.mesh.tensor, config.num_attention_heads)
+        self.heads = get_tensor_parallel_heads(groups.mesh.tensor, config.num_attention_heads)
         assert config.num_query_groups is not None  # megatron-core fills it in
         self.queries_per_key = config.num_attention_heads // config.num_query_groups
 
@@ -183,9 +183,9 @@ class PositionedAttention(MegatronModule):
         return self.position is None
 
     @property
-    def num_kept_keys(self) -> int | None:
+    def num_cached_keys(self) -> int | None:
         """Number of preceding keys on which a row may depend, or None for all."""
-        beyond = 0 if self.processor is None else self.processor.left_context + self.processor.rows_above
+        beyond = 0 if self.processor is None else self.processor.left_context + self.processor.preceding_rows
         return None if self.window is None else self.window - 1 + beyond
 
     def compute_table(self, segments: Sequence[Segment], device: torch.device) -> ScoreTerms | None:
@@ -215,7 +215,11 @@ class PositionedAttention(MegatronModule):
         Return None if the encoding rotates them itself or not at all. `like` has the shape [T, B, …] of the pass.
         """
         segments = build_segments(like.shape[0]) if context is None else context.segments
-        if len(segments) > 1 or not hide_nothing(segments) or (context is not None and context.restarted is not None):
+        if (
+            len(segments) > 1
+            or not has_no_hidden_keys(segments)
+            or (context is not None and context.restarted is not None)
+        ):
             return None
         owners = {next(kind for kind in type(self.encoding).__mro__ if name in vars(kind)) for name in ROTATION}
         if len(owners) > 1:
@@ -254,11 +258,11 @@ class PositionedAttention(MegatronModule):
         if self.query_multiplier != 1.0 and not turns_multiples:
             q = q * self.query_multiplier
         if self.temperature is not None:
-            rows = context.query_rows or describe_layer_rows([self], context.segments, q.shape[0], q.shape[2], q.device)
+            rows = context.query_rows or build_query_rows([self], context.segments, q.shape[0], q.shape[2], q.device)
             q = scale_queries(q, self.temperature, rows[self.window], self.heads)
         segments = context.masked_segments.get(self.layer_index, context.segments)
         # Queries of all rows available here, for a processor that reads rows above.
-        queries, row_sums = q if self.reads_rows_above else None, None
+        queries, row_sums = q if self.reads_preceding_rows else None, None
         if context.kv_cache is not None:
             (k, v, gates), num_dropped = context.kv_cache.extend(self.layer_index, k, v, gates)
             if num_dropped:
@@ -292,7 +296,9 @@ class PositionedAttention(MegatronModule):
             gates = all_gather(gates, 2, self.groups, "context", reduce_grad=True)
         above = None
         if queries is not None:
-            above = RowsAbove(all_gather(queries, 2, self.groups, "context", reduce_grad=True), k.shape[2], row_sums)
+            above = PrecedingRows(
+                all_gather(queries, 2, self.groups, "context", reduce_grad=True), k.shape[2], row_sums
+            )
         if len(segments) > 1:
             q = q.contiguous()  # a view would keep the adjacent keys and values alive
         # Repeated only here: the cache stores, and ranks exchange, each key-value head once.
@@ -307,9 +313,9 @@ class PositionedAttention(MegatronModule):
         return output.permute(2, 0, 1, 3).flatten(2)
 
     @property
-    def reads_rows_above(self) -> bool:
+    def reads_preceding_rows(self) -> bool:
         """True if the processor makes a row depend on rows above it."""
-        return self.processor is not None and self.processor.reads_rows_above
+        return self.processor is not None and self.processor.reads_preceding_rows
 
     def _extend_rows(self, cache: KVCache, q: Tensor, num_keys: int) -> tuple[Tensor, Tensor | None]:
         """Return the rows that a processor reads, or None if it reads no earlier rows.
@@ -319,7 +325,7 @@ class PositionedAttention(MegatronModule):
         assert self.processor is not None
         if self.processor.overrides("row_terms"):
             return q, cache.extend_row_sums(self.layer_index, q, num_keys)
-        return cache.extend_queries(self.layer_index, q, self.processor.rows_above), None
+        return cache.extend_queries(self.layer_index, q, self.processor.preceding_rows), None
 
     @property
     def _is_divided_by_zero_3(self) -> bool:
@@ -329,7 +335,7 @@ class PositionedAttention(MegatronModule):
     def _shares_rows(self, context: AttentionContext, length: int) -> bool:
         """Return True if tensor-parallel ranks exchange heads for rows."""
         size = self.groups.mesh.tensor.size
-        is_whole = context.kv_cache is None and context.num_logits is None and hide_nothing(context.segments)
+        is_whole = context.kv_cache is None and context.num_logits is None and has_no_hidden_keys(context.segments)
         return self.processor is not None and size > 1 and is_whole and length % (2 * size) == 0
 
     def _attend(
@@ -344,7 +350,7 @@ class PositionedAttention(MegatronModule):
         sinks: Tensor | None,
         table: ScoreTerms | None,
         processor_terms: Any,
-        above: RowsAbove | None,
+        above: PrecedingRows | None,
     ) -> Tensor:
         row_bias, key_bias = sum_gates(gates, segment.tokens.length)
         inputs = AttentionInputs(
@@ -356,12 +362,12 @@ class PositionedAttention(MegatronModule):
             encoding=self.encoding,
             processor=self.processor,
             key_mask=segment.key_mask,
-            first_keys=segment.first_keys,
+            document_starts=segment.document_starts,
             document_mask=segment.document_mask,
             window=self.window,
             softcap=self.softcap,
             sinks=sinks,
-            breaks_sticks=self.softmax_type.startswith("stick-breaking"),
+            uses_stick_breaking=self.softmax_type.startswith("stick-breaking"),
             adds_remainder=self.softmax_type == "stick-breaking-remainder",
             heads=heads,
             dropout=self.config.attention_dropout if self.training else 0.0,
@@ -372,7 +378,7 @@ class PositionedAttention(MegatronModule):
         )
         if above is None or self.processor is None:
             return self.backend(inputs)
-        inputs = above.join(inputs, segment)
+        inputs = above.add_to(inputs, segment)
         output = self.backend(inputs)
         if above.sums is not None:
             above.add_rows(inputs, segment)
@@ -432,7 +438,7 @@ def compute_layer_masks(
     return dict.fromkeys((each.layer_index for each in attentions), masked)
 
 
-def describe_layer_rows(
+def build_query_rows(
     attentions: Sequence[PositionedAttention],
     segments: Sequence[Segment],
     batch: int,
@@ -462,7 +468,12 @@ def compute_processor_terms(
     first, (segment, *others) = attentions[0], segments
     compute = getattr(first.backend, "compute_processor_terms", None)
     sizes = first.groups.mesh.sizes
-    is_whole = not others and hide_nothing(segments) and segment.first_keys is None and segment.tokens.sampled is None
+    is_whole = (
+        not others
+        and has_no_hidden_keys(segments)
+        and segment.document_starts is None
+        and segment.tokens.sampled is None
+    )
     is_whole = is_whole and sizes.tensor == sizes.context == 1
     if first.processor is None or compute is None or not is_whole:
         return {}

@@ -24,25 +24,25 @@ from megatron.attention.backends.registry import (
     row_blocks_reason,
     select_backend,
 )
-from megatron.attention.check.compared_rows import CheckedDocuments
-from megatron.attention.check.evidence import (
+from megatron.attention.check.check_result import (
+    BackendTrial,
     CheckKey,
     CheckRecord,
-    Evidence,
-    Trial,
-    describe_card,
+    CheckResult,
+    describe_gpu,
     describe_software,
     read_cache,
     read_records,
     write_cache,
     write_records,
 )
+from megatron.attention.check.compared_rows import CheckedDocuments
 from megatron.attention.check.problem import CheckProblem, build_problem
 from megatron.attention.check.trials import DeviceLostError, free_memory, try_backends
 from megatron.attention.segments import SampleFunction, concatenate_ranges, no_sampling, select_chunks
 from megatron.distributed.mesh import list_context_chunks
 from megatron.distributed.process_groups import ProcessGroups
-from megatron.model.attention import tensor_parallel_heads
+from megatron.model.attention import get_tensor_parallel_heads
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
 from megatron.position.encoding import Encoding
@@ -72,14 +72,14 @@ class AttentionTarget:
     """
     resumed_run: Path | None = None
     """Folder of the run being resumed; its backend choice is reused."""
-    kept_backend: str | None = None
+    previous_backend: str | None = None
     """Backend chosen by an earlier process of this run. It takes precedence over the stored choice if it passes the
     check.
     """
 
 
 @dataclass(frozen=True)
-class LayerKind:
+class LayerType:
     """Layers with the same attention: their keys, and the encoding and the processor of one of them."""
 
     position: PositionOptions
@@ -99,9 +99,9 @@ class BackendChoice:
     """Backends of a model, with the messages and records of the choice."""
 
     backends: tuple[AttentionBackend, ...]
-    """One backend per kind of layers."""
+    """One backend per layer type."""
     name: str | None = None
-    """Name of the backend, as in `attention_backend`, or `ROW_BLOCKS`; comma-separated for several kinds of layers.
+    """Name of the backend, as in `attention_backend`, or `ROW_BLOCKS`; comma-separated for several layer types.
     None unless `auto` made a choice or a backend was named.
     """
     lines: tuple[str, ...] = ()
@@ -120,17 +120,17 @@ class BackendChoice:
 def choose_backends(
     name: str,
     model: ModelOptions,
-    kinds: Sequence[LayerKind],
+    layer_types: Sequence[LayerType],
     groups: ProcessGroups,
     target: AttentionTarget | None,
 ) -> BackendChoice:
-    """Return the named backend, or the choice of `auto`, separately for each kind of layers.
+    """Return the named backend, or the choice of `auto`, separately for each layer type.
 
     With a target on a GPU all processes must call this, whatever layers they have.
 
     Args:
         name: `attention_backend`, or its override.
-        kinds: kinds of layers of the whole model; they are not changed.
+        layer_types: layer types of the whole model; they are not changed.
         groups: process groups that share the model.
         target: None for a model with unknown shapes or used for inspection only: `auto` then runs no check.
 
@@ -138,19 +138,19 @@ def choose_backends(
         UserError: if the named backend does not support a combination.
         RunError: if a backend made a device unusable; the next start skips that backend.
     """
-    kept = [] if target is None or target.kept_backend is None else target.kept_backend.split(",")
+    previous = [] if target is None or target.previous_backend is None else target.previous_backend.split(",")
     choices = []
-    for number, kind in enumerate(kinds):
+    for number, layer_type in enumerate(layer_types):
         own = target
-        if target is not None and len(kept) == len(kinds):
-            own = replace(target, kept_backend=kept[number])
-        choices.append(_choose_backend(name, model, kind, groups, own))
+        if target is not None and len(previous) == len(layer_types):
+            own = replace(target, previous_backend=previous[number])
+        choices.append(_choose_backend(name, model, layer_type, groups, own))
     if len(choices) == 1:
         return choices[0]
     names = [choice.name for choice in choices if choice.name is not None]
     lines = [
-        line.replace("attention:", f"attention ({kind.describe()}):", 1)
-        for kind, choice in zip(kinds, choices, strict=True)
+        line.replace("attention:", f"attention ({layer_type.describe()}):", 1)
+        for layer_type, choice in zip(layer_types, choices, strict=True)
         for line in choice.lines
     ]
     return BackendChoice(
@@ -163,13 +163,13 @@ def choose_backends(
 
 
 def _choose_backend(
-    name: str, model: ModelOptions, kind: LayerKind, groups: ProcessGroups, target: AttentionTarget | None
+    name: str, model: ModelOptions, layer_type: LayerType, groups: ProcessGroups, target: AttentionTarget | None
 ) -> BackendChoice:
-    """Return the backend of one kind of layers.
+    """Return the backend of one layer type.
 
     Args:
         name: `attention_backend`, or its override.
-        kind: kind of layers; it is not changed.
+        layer_type: layer type; it is not changed.
         groups: process groups that share the model.
         target: None for a model with unknown shapes or used for inspection only: `auto` then runs no check.
 
@@ -177,8 +177,8 @@ def _choose_backend(
         UserError: if the named backend does not support the combination.
         RunError: if a backend made a device unusable; the next start skips that backend.
     """
-    encoding, processor = kind.encoding, kind.processor
-    combination = (encoding, processor, model.attn_logit_softcapping, kind.position.softmax)
+    encoding, processor = layer_type.encoding, layer_type.processor
+    combination = (encoding, processor, model.attn_logit_softcapping, layer_type.position.softmax)
     if name != "auto" or target is None or target.device.type not in CHECKED_DEVICES:
         backend = select_backend(name, model.attention_chunk_rows, *combination)
         reason = row_blocks_reason(name, *combination)
@@ -196,30 +196,32 @@ def _choose_backend(
         line = f"attention: {row_blocks_reason(name, *combination) or default}; {why}"
         return BackendChoice((candidates[default],), default, (line,))
     with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []), torch.enable_grad():
-        return _choose_by_check(model, kind, groups, target, candidates, default)
+        return _choose_by_check(model, layer_type, groups, target, candidates, default)
 
 
 def _choose_by_check(
     model: ModelOptions,
-    kind: LayerKind,
+    layer_type: LayerType,
     groups: ProcessGroups,
     target: AttentionTarget,
     candidates: Mapping[str, AttentionBackend],
     default: str,
 ) -> BackendChoice:
-    position = kind.position
-    key = describe_check(model, position, groups, target)
-    recorded = _recall_record(key, target.resumed_run) if groups.is_main and target.resumed_run is not None else None
+    position = layer_type.position
+    key = build_check_key(model, position, groups, target)
+    recorded = _find_record(key, target.resumed_run) if groups.is_main and target.resumed_run is not None else None
     recorded = groups.gather_objects(recorded)[0]
-    begun, error = monotonic(), None
-    is_same = recorded is not None and recorded.evidence.key == key and recorded.evidence.is_compared
-    evidence = recorded.evidence if recorded is not None and is_same else read_cache(key)
-    was_checked_earlier = evidence is not None and evidence.is_final
+    start_time, error = monotonic(), None
+    is_same = recorded is not None and recorded.check_result.key == key and recorded.check_result.is_compared
+    check_result = recorded.check_result if recorded is not None and is_same else read_cache(key)
+    was_checked_earlier = check_result is not None and check_result.is_final
     if not was_checked_earlier:
-        rows, heads = list_calls(position, model.num_attention_heads, kind.processor is not None, groups, target)
+        rows, heads = get_local_rows_and_heads(
+            position, model.num_attention_heads, layer_type.processor is not None, groups, target
+        )
         problem = build_problem(
-            kind.encoding,
-            kind.processor,
+            layer_type.encoding,
+            layer_type.processor,
             rows,
             batch=target.batch,
             window=position.window,
@@ -228,33 +230,37 @@ def _choose_by_check(
             heads=heads,
             dtype=target.dtype,
             device=target.device,
-            documents=_describe_documents(kind, candidates[default], target),
+            documents=_describe_documents(layer_type, candidates[default], target),
         )
-        evidence, error = _check(key, problem, candidates, evidence, begun)
+        check_result, error = _check(key, problem, candidates, check_result, start_time)
         del problem
         free_memory(target.device)  # its tensors are in reference cycles
-    assert evidence is not None
-    found: list[tuple[Evidence, str | None]] = groups.gather_objects((evidence, error))
-    if not was_checked_earlier and [other.key for other, _ in found].index(key) == groups.rank:
-        write_cache(evidence)
-    if (failed := next((text for _, text in found if text is not None), None)) is not None:
+    assert check_result is not None
+    results: list[tuple[CheckResult, str | None]] = groups.gather_objects((check_result, error))
+    if not was_checked_earlier and [other.key for other, _ in results].index(key) == groups.rank:
+        write_cache(check_result)
+    if (failed := next((text for _, text in results if text is not None), None)) is not None:
         raise RunError(failed)
-    kept = (
-        recorded.backend if recorded is not None and recorded.evidence.key["card"] == found[0][0].key["card"] else None
+    previous = (
+        recorded.backend
+        if recorded is not None and recorded.check_result.key["card"] == results[0][0].key["card"]
+        else None
     )
-    kept = target.kept_backend or kept
-    chosen, lines = settle_choice([each for each, _ in found], default, kept, was_checked_earlier=was_checked_earlier)
-    record = CheckRecord(chosen, lines[0], found[0][0])
+    previous = target.previous_backend or previous
+    chosen, lines = agree_on_backend(
+        [each for each, _ in results], default, previous, was_checked_earlier=was_checked_earlier
+    )
+    record = CheckRecord(chosen, lines[0], results[0][0])
     return BackendChoice((candidates[chosen],), chosen, tuple(lines), (record,))
 
 
-def _recall_record(key: CheckKey, run: Path) -> CheckRecord | None:
+def _find_record(key: CheckKey, run: Path) -> CheckRecord | None:
     """Return a run's record of these layers, even if its sequences were different, or None."""
-    found = read_records(run)
-    if len(found) == 1:
-        return found[0]
-    methods = [_get_method(record.evidence.key) for record in found]
-    return found[methods.index(_get_method(key))] if _get_method(key) in methods else None
+    results = read_records(run)
+    if len(results) == 1:
+        return results[0]
+    methods = [_get_method(record.check_result.key) for record in results]
+    return results[methods.index(_get_method(key))] if _get_method(key) in methods else None
 
 
 def _get_method(key: CheckKey) -> Mapping[str, Any]:
@@ -262,13 +268,13 @@ def _get_method(key: CheckKey) -> Mapping[str, Any]:
     return position
 
 
-def describe_check(
+def build_check_key(
     model: ModelOptions, position: PositionOptions, groups: ProcessGroups, target: AttentionTarget
 ) -> CheckKey:
     """Return everything on which the result of a rank's check depends, as JSON types."""
     sizes, softcap = groups.mesh.sizes, model.attn_logit_softcapping
     return {
-        "card": describe_card(target.device),
+        "card": describe_gpu(target.device),
         "software": describe_software(),
         "work": {
             "position": position.model_dump(mode="json"),
@@ -293,7 +299,7 @@ def _hash_starts(starts: torch.Tensor) -> str:
     return hashlib.sha256(starts.numpy().astype("<i8").tobytes()).hexdigest()[:16]
 
 
-def list_calls(
+def get_local_rows_and_heads(
     position: PositionOptions, num_heads: int, has_processor: bool, groups: ProcessGroups, target: AttentionTarget
 ) -> tuple[tuple[TokenRange, ...], slice]:
     """Return the rows of a sequence that this rank computes, and the heads.
@@ -307,22 +313,24 @@ def list_calls(
         sampled = sample_positions(target.length, limit, target.length, continuous=continuous)
     chunks = list_context_chunks(target.length, mesh.context)
     segments = concatenate_ranges([TokenRange(start, size, sampled) for start, size in chunks])
-    rows, heads = target.length // mesh.context.size, tensor_parallel_heads(mesh.tensor, num_heads)
+    rows, heads = target.length // mesh.context.size, get_tensor_parallel_heads(mesh.tensor, num_heads)
     if has_processor and mesh.tensor.size > 1 and rows % (2 * mesh.tensor.size) == 0:
         # Ranks exchange heads for rows.
         segments, heads = select_chunks(segments, list_context_chunks(rows, mesh.tensor)), ALL_HEADS
     return tuple(segment.tokens for segment in segments), heads
 
 
-def _describe_documents(kind: LayerKind, backend: AttentionBackend, target: AttentionTarget) -> CheckedDocuments | None:
+def _describe_documents(
+    layer_type: LayerType, backend: AttentionBackend, target: AttentionTarget
+) -> CheckedDocuments | None:
     """Return the documents of a check's rows as `GPT` lays them out; all checked backends receive the same."""
-    starts, limit = target.document_starts, kind.position.randomized_positions
+    starts, limit = target.document_starts, layer_type.position.randomized_positions
     if starts is None:
         return None
-    masked = can_mask_documents(kind.encoding, backend, kind.processor, randomized=limit is not None)
+    masked = can_mask_documents(layer_type.encoding, backend, layer_type.processor, randomized=limit is not None)
     sample: SampleFunction = no_sampling
     if limit is not None:
-        continuous = kind.position.continuous_positions
+        continuous = layer_type.position.continuous_positions
         sample = lambda length: sample_positions(length, limit, length, continuous=continuous)  # noqa: E731
     return CheckedDocuments(starts, masked, sample)
 
@@ -331,23 +339,23 @@ def _check(
     key: CheckKey,
     problem: CheckProblem,
     candidates: Mapping[str, AttentionBackend],
-    earlier: Evidence | None,
-    begun: float,
-) -> tuple[Evidence, str | None]:
-    """Run the self-check of each candidate. Return the evidence, and the error after which this process must exit.
+    earlier: CheckResult | None,
+    start_time: float,
+) -> tuple[CheckResult, str | None]:
+    """Run the self-check of each candidate. Return the result, and the error after which this process must exit.
 
     If an earlier check ran out of time or memory, backends that it rejected for good are not tried again.
     """
     inputs = problem.list_inputs()
-    refused: list[Trial] = []
+    rejected: list[BackendTrial] = []
     tried: dict[str, AttentionBackend] = {}
     for name, backend in candidates.items():
         known = None if earlier is None else earlier.get_trial(name)
         left_out = next(filter(None, (find_fallback_reason(backend, rows) for rows in inputs)), None)
-        if known is not None and known.is_final and not known.is_right:
-            refused.append(known)
+        if known is not None and known.is_final and not known.is_correct:
+            rejected.append(known)
         elif left_out is not None:
-            refused.append(Trial(name, f"leaves {left_out} to row blocks"))
+            rejected.append(BackendTrial(name, f"leaves {left_out} to row blocks"))
         else:
             tried[name] = backend
     error = None
@@ -355,40 +363,42 @@ def _check(
         trials = try_backends(problem, tried)
     except DeviceLostError as failure:
         # The next start knows of this failure and tries the remaining backends.
-        trials = [replace(trial, is_final=trial.is_final and not trial.is_right) for trial in failure.trials]
+        trials = [replace(trial, is_final=trial.is_final and not trial.is_correct) for trial in failure.trials]
         error = f"{failure}, and nothing runs on this device any more; the next start skips this backend"
-    return Evidence(key, problem.describe(), (*refused, *trials), round(monotonic() - begun, 1)), error
+    return CheckResult(key, problem.describe(), (*rejected, *trials), round(monotonic() - start_time, 1)), error
 
 
-def settle_choice(
-    found: Sequence[Evidence], default: str, kept: str | None, *, was_checked_earlier: bool
+def agree_on_backend(
+    results: Sequence[CheckResult], default: str, previous: str | None, *, was_checked_earlier: bool
 ) -> tuple[str, list[str]]:
     """Choose the backend of all ranks. Return its name and lines about it, of which the first describes the choice.
 
     Args:
-        found: evidence of each rank, by rank.
+        results: result of each rank, by rank.
         default: backend used if none passes the check.
-        kept: backend that the run used before, if it resumes on the same card.
+        previous: backend that the run used before, if it resumes on the same card.
         was_checked_earlier: True if no backend was tried now.
     """
-    wrong_elsewhere = {trial.backend for each in found[1:] for trial in each.trials if not trial.is_right}
-    right = [trial for trial in found[0].rank_backends() if trial.backend not in wrong_elsewhere]
-    left = _describe_refused(found)
-    if not right:
+    wrong_elsewhere = {trial.backend for each in results[1:] for trial in each.trials if not trial.is_correct}
+    correct = [trial for trial in results[0].rank_backends() if trial.backend not in wrong_elsewhere]
+    left = _describe_rejected(results)
+    if not correct:
         return default, [f"attention: {default}, because no backend passed the check{left}"]
-    chosen = next((trial for trial in right if trial.backend == kept), right[0])
-    dtype = found[0].key["work"]["dtype"]
-    errors = f"errors at most {chosen.largest_excess:.2g} of the {SAFETY_FACTOR:g} times rounding in {dtype} allowed"
+    chosen = next((trial for trial in correct if trial.backend == previous), correct[0])
+    dtype = results[0].key["work"]["dtype"]
+    errors = (
+        f"errors at most {chosen.largest_error_ratio:.2g} of the {SAFETY_FACTOR:g} times rounding in {dtype} allowed"
+    )
     errors = errors if chosen.excess else "its values were not compared"
-    line = f"attention: {chosen.backend}, {_compare_speed(chosen, right, default)}, {errors}"
-    line += "; as before" if chosen.backend == kept else ""
-    line += "; result of an earlier check" if was_checked_earlier else f"; checked in {found[0].seconds:.0f} s"
-    return chosen.backend, [line + left, *_describe_disagreement(found, chosen.backend)]
+    line = f"attention: {chosen.backend}, {_compare_speed(chosen, correct, default)}, {errors}"
+    line += "; as before" if chosen.backend == previous else ""
+    line += "; result of an earlier check" if was_checked_earlier else f"; checked in {results[0].seconds:.0f} s"
+    return chosen.backend, [line + left, *_describe_disagreement(results, chosen.backend)]
 
 
-def _compare_speed(chosen: Trial, right: Sequence[Trial], default: str) -> str:
+def _compare_speed(chosen: BackendTrial, correct: Sequence[BackendTrial], default: str) -> str:
     """Describe the speed relative to the default or the next backend; milliseconds of a layer, forward and backward."""
-    others = [trial for trial in right if trial is not chosen]
+    others = [trial for trial in correct if trial is not chosen]
     other = next((trial for trial in others if trial.backend == default), others[0] if others else None)
     own = chosen.milliseconds or 0.0
     if other is None or not own:
@@ -397,40 +407,41 @@ def _compare_speed(chosen: Trial, right: Sequence[Trial], default: str) -> str:
     return f"{theirs / own:.2f} times as fast as {other.backend} ({own:.3g} ms instead of {theirs:.3g} for a layer)"
 
 
-def _describe_refused(found: Sequence[Evidence]) -> str:
+def _describe_rejected(results: Sequence[CheckResult]) -> str:
     """Describe every backend that some rank rejected, with the first rank's reason."""
     reasons: dict[str, str] = {}
-    for rank, evidence in enumerate(found):
-        for trial in evidence.trials:
+    for rank, check_result in enumerate(results):
+        for trial in check_result.trials:
             where = f" on rank {rank}" if rank else ""
             if trial.refusal is not None:
                 reasons.setdefault(trial.backend, f"{trial.backend} {trial.refusal}{where}")
     return f"; left: {'; '.join(reasons.values())}" if reasons else ""
 
 
-def _describe_disagreement(found: Sequence[Evidence], chosen: str) -> list[str]:
+def _describe_disagreement(results: Sequence[CheckResult], chosen: str) -> list[str]:
     """Return a line if ranks with other cards than rank 0's would choose another backend."""
-    mine: Any = found[0].key["card"]
-    for rank, evidence in enumerate(found):
-        ranked = evidence.rank_backends()
-        if evidence.key["card"] != mine and ranked and ranked[0].backend != chosen:
+    mine: Any = results[0].key["card"]
+    for rank, check_result in enumerate(results):
+        ranked = check_result.rank_backends()
+        if check_result.key["card"] != mine and ranked and ranked[0].backend != chosen:
             return [
-                f"attention: rank {rank} has another card ({evidence.key['card']['name']}, rank 0 {mine['name']}), on "
+                f"attention: rank {rank} has another card ({check_result.key['card']['name']}, rank 0 "
+                f"{mine['name']}), on "
                 f"which {ranked[0].backend} would be faster; all ranks use rank 0's choice"
             ]
     return []
 
 
-def recall_choice(run: Path, device: torch.device, dtype: torch.dtype) -> str | None:
+def load_backend_choice(run: Path, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return the backend that a run's own check chose, for a model loaded from the run.
 
     Return None unless card, software and data type are those of the check.
     """
-    found = read_records(run)
-    if not found or device.type not in CHECKED_DEVICES or len({record.backend for record in found}) > 1:
+    results = read_records(run)
+    if not results or device.type not in CHECKED_DEVICES or len({record.backend for record in results}) > 1:
         return None  # a loaded model has one backend for all layers, so all records must agree
-    if any(record.backend not in REUSED_BACKENDS or not record.evidence.is_compared for record in found):
+    if any(record.backend not in REUSED_BACKENDS or not record.check_result.is_compared for record in results):
         return None
-    key, dtype_name = found[0].evidence.key, str(dtype).removeprefix("torch.")
-    is_same = key["card"] == describe_card(device) and key["software"] == describe_software()
-    return found[0].backend if is_same and key["work"]["dtype"] == dtype_name else None
+    key, dtype_name = results[0].check_result.key, str(dtype).removeprefix("torch.")
+    is_same = key["card"] == describe_gpu(device) and key["software"] == describe_software()
+    return results[0].backend if is_same and key["work"]["dtype"] == dtype_name else None

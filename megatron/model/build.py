@@ -16,10 +16,10 @@ from megatron.attention.backends.backend import AttentionBackend, can_mask_docum
 from megatron.attention.backends.registry import select_backend
 from megatron.attention.softmax import build_softmax_sink
 from megatron.distributed.collectives import register_grad_all_reduce
-from megatron.distributed.mesh import ParallelSizes, pipeline_layer_range
+from megatron.distributed.mesh import ParallelSizes, get_pipeline_layer_range
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import LayerAttention, PositionedAttention
-from megatron.model.backend_choice import AttentionTarget, BackendChoice, LayerKind, choose_backends
+from megatron.model.backend_choice import AttentionTarget, BackendChoice, LayerType, choose_backends
 from megatron.model.compiled_regions import LayerConfig
 from megatron.model.gpt import GPT
 from megatron.model.layer import (
@@ -47,19 +47,19 @@ from megatron.model.position_modules import (
     build_encoding_from_options,
     build_processor_from_options,
     build_temperature_from_options,
-    find_layer_kinds,
     list_layer_positions,
+    list_layer_types,
 )
 from megatron.options.model import (
     GATED_ACTIVATIONS,
     InitMethod,
     ModelOptions,
     ffn_hidden_size,
+    get_output_gate_size,
     has_qkv_bias,
     head_dim,
     norm_epsilon,
     num_kv_heads,
-    output_gate_size,
     padded_vocab_size,
     qk_norm,
 )
@@ -79,12 +79,12 @@ def check_position_options(model: ModelOptions, position: PositionOptions) -> No
             choices.
     """
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        # One layer per kind of layer.
-        kinds, dims = find_layer_kinds(position, model.num_layers), build_attention_dims(model)
-        _, methods = _build_methods(model, position, kinds, dims)
-        for own in kinds:
+        # One layer per layer type.
+        layer_types, dims = list_layer_types(position, model.num_layers), build_attention_dims(model)
+        _, methods = _build_methods(model, position, layer_types, dims)
+        for own in layer_types:
             build_temperature_from_options(own, dims)
-        for own, method in zip(kinds, methods, strict=True):
+        for own, method in zip(layer_types, methods, strict=True):
             combination = (*method, model.attn_logit_softcapping, own.softmax)
             select_backend(model.attention_backend, model.attention_chunk_rows, *combination)
 
@@ -92,8 +92,8 @@ def check_position_options(model: ModelOptions, position: PositionOptions) -> No
 def has_initial_effect(model: ModelOptions, position: PositionOptions) -> bool:
     """Return whether a fresh score processor of a configuration changes what the model computes."""
     with torch.random.fork_rng(devices=[]):
-        kinds, dims = find_layer_kinds(position, model.num_layers), build_attention_dims(model)
-        _, methods = _build_methods(model, position, kinds, dims)
+        layer_types, dims = list_layer_types(position, model.num_layers), build_attention_dims(model)
+        _, methods = _build_methods(model, position, layer_types, dims)
     return any(processor is not None and processor.has_effect() for _, processor in methods)
 
 
@@ -168,7 +168,7 @@ def _check_randomized(position: PositionOptions, encodings: Sequence[Encoding]) 
 
 
 def _check_limit(position: PositionOptions, encoding: Encoding, limit: int) -> None:
-    if reason := encoding.describe_unsupported_reach(limit):
+    if reason := encoding.describe_unsupported_length(limit):
         raise UserError(f"randomized_positions: {limit}: {reason}", "randomized_positions")
     if encoding.max_length is not None and limit > encoding.max_length:
         raise UserError(
@@ -244,7 +244,7 @@ def _layer_spec(
     """Build the spec of megatron-core's GPT layer with our layer class and our attention."""
     spec = get_gpt_layer_local_spec(normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm])
     spec.module = (
-        GPTLayer if layer_index in pipeline_layer_range(model.num_layers, groups.mesh.pipeline) else OffStageLayer
+        GPTLayer if layer_index in get_pipeline_layer_range(model.num_layers, groups.mesh.pipeline) else OffStageLayer
     )
     spec.params = {
         "parallel": model.gpt_j_residual,
@@ -267,14 +267,20 @@ def _layer_spec(
     attention = spec.submodules.self_attention
     biases = {"bias": model.use_bias_in_attn_linear, "qkv_bias": has_qkv_bias(model)}
     attention.module, attention.params = BiasedSelfAttention, {**attention.params, **biases}
-    attention.params["output_gates"] = output_gate_size(model)
+    attention.params["output_gates"] = get_output_gate_size(model)
     attention.params["recomputes"] = model.checkpoint_activations == "selective"
-    if (kind := qk_norm(model)) is not None:
+    if (layer_type := qk_norm(model)) is not None:
 
         def build_norm_of_heads(num_heads: int) -> nn.Module:
-            epsilon, over_heads = norm_epsilon(model, kind), model.qk_layernorm_over_heads
+            epsilon, over_heads = norm_epsilon(model, layer_type), model.qk_layernorm_over_heads
             return build_qk_norm(
-                kind, num_heads, head_dim(model), epsilon, groups, bias=model.layernorm_bias, over_heads=over_heads
+                layer_type,
+                num_heads,
+                head_dim(model),
+                epsilon,
+                groups,
+                bias=model.layernorm_bias,
+                over_heads=over_heads,
             )
 
         attention.params["build_qk_norm"] = build_norm_of_heads
@@ -309,7 +315,7 @@ def build_model(
     Args:
         model, position: sections of the configuration.
         vocab_size: vocabulary of the tokenizer; it is padded to a multiple of make_vocab_size_divisible_by.
-        groups: process groups that share the model; `single_process()` if this process holds all of it.
+        groups: process groups that share the model; `build_single_process_groups()` if this process holds all of it.
         device: device of the model; `meta` builds shapes without memory.
         dtype: data type of the weights.
         seed: seed of the initialization (and of torch); None leaves the random state alone.
@@ -331,11 +337,11 @@ def build_model(
     layers = list_layer_positions(position, model.num_layers)
     with place:
         shared, methods = _build_methods(model, position, layers, dims)
-    kinds: dict[int, LayerKind] = {}
+    layer_types: dict[int, LayerType] = {}
     for own, method in zip(layers, methods, strict=True):
-        kinds.setdefault(id(own), LayerKind(own, *method))
-    choice = choose_backends(backend or model.attention_backend, model, list(kinds.values()), groups, target)
-    backends = dict(zip(kinds, choice.backends, strict=True))
+        layer_types.setdefault(id(own), LayerType(own, *method))
+    choice = choose_backends(backend or model.attention_backend, model, list(layer_types.values()), groups, target)
+    backends = dict(zip(layer_types, choice.backends, strict=True))
     with place:
         parts = [(own, *method, backends[id(own)]) for own, method in zip(layers, methods, strict=True)]
         gpt = _build_gpt(model, position, vocab_size, groups, dtype, shared, parts, choice)

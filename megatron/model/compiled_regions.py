@@ -29,7 +29,7 @@ COMPILE_ARGUMENTS: dict[str, Any] = {"options": {"compile_threads": 1, "determin
 no reduction is chosen by timing, so a resumed run computes the same as an uninterrupted one.
 """
 MAX_COMPILATIONS = 64
-"""Maximum number of compiled variants of a region, for other shapes or kinds of layers. Dynamo's default of 8 is too
+"""Maximum number of compiled variants of a region, for other shapes or layer types. Dynamo's default of 8 is too
 low for training in stages of many lengths.
 """
 

@@ -31,22 +31,22 @@ from megatron.attention.segments import (
     select_chunks,
 )
 from megatron.distributed.collectives import all_gather
-from megatron.distributed.mesh import Axis, NumberT, list_context_chunks, pipeline_layer_range
+from megatron.distributed.mesh import Axis, NumberT, get_pipeline_layer_range, list_context_chunks
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import full_numel, is_replica, mark_replica
 from megatron.model.attention import (
     AttentionContext,
     PositionedAttention,
+    build_query_rows,
     compute_layer_masks,
     compute_processor_terms,
     compute_tables,
-    describe_layer_rows,
     group_layers,
 )
 from megatron.model.backend_choice import BackendChoice
 from megatron.model.compiled_regions import can_compile, compile_region, compute_log_z
 from megatron.model.kv_cache import KVCache
-from megatron.model.layer import is_held_whole, recompute_in_backward
+from megatron.model.layer import is_unsharded, recompute_in_backward
 from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
 from megatron.model.mup import Multipliers, MupScaling
 from megatron.options.model import MAX_LOGITS, count_scored_at_once
@@ -129,7 +129,7 @@ class GPT(GPTModel):
 
     def _drop_off_stage_modules(self, stage: Axis) -> None:
         """Delete the modules of other stages, and mark parameters that an earlier stage also holds."""
-        local = pipeline_layer_range(self.config.num_layers, stage)
+        local = get_pipeline_layer_range(self.config.num_layers, stage)
         prefixes = [f"decoder.layers.{layer}." for layer in range(self.config.num_layers) if layer not in local]
         tied = self.share_embeddings_and_output_weights
         if not self.is_first_stage and not (self.is_last_stage and tied):
@@ -185,7 +185,7 @@ class GPT(GPTModel):
         if self.max_length is not None and length > self.max_length:
             raise UserError(f"the model has {self.max_length} positions, but the requested sequence length is {length}")
         attentions = [layer.self_attention.core_attention for layer in self.local_layers]
-        kept = {each.layer_index: each.num_kept_keys for each in attentions}
+        kept = {each.layer_index: each.num_cached_keys for each in attentions}
         return KVCache(length, kept, self._sample_positions(length, None))
 
     def _sample_positions(self, length: int, seed: int | None) -> SampledPositions | None:
@@ -236,7 +236,7 @@ class GPT(GPTModel):
             raise RuntimeError("with document masking, rows can be padded on the left only")
         return find_document_starts(read, self.end_of_document, is_read), None
 
-    def _lay_out_documents(
+    def _build_document_segments(
         self, starts: Tensor, batch: int, length: int, kv_cache: KVCache | None, seed: int | None, device: torch.device
     ) -> tuple[tuple[Segment, ...], TokenRange]:
         """Build the segments of rows with masked documents, and their positions, which restart at each document."""
@@ -269,7 +269,7 @@ class GPT(GPTModel):
             )
         return segments, restarted
 
-    def _place_tokens(self, position_ids: Tensor, device: torch.device) -> TokenRange:
+    def _build_position_segments(self, position_ids: Tensor, device: torch.device) -> TokenRange:
         """Build the range of T·B tokens with position ids [B, T] on the CPU.
 
         The layout is that of `documents.restart_positions`.
@@ -374,12 +374,12 @@ class GPT(GPTModel):
                     "the task sets position ids, which rotary scaling selfextend and rerope do not support: they "
                     "need distances in tokens"
                 )
-            restarted = self._place_tokens(position_ids, tokens.device)
+            restarted = self._build_position_segments(position_ids, tokens.device)
         # Rows with one document need none of this, but under ZeRO 3 all ranks must call the same modules.
         if document_starts is not None and (bool(document_starts.any()) or self.is_divided_by_zero_3):
             if attention_mask is not None:
                 raise RuntimeError("document_starts cannot be combined with padding")
-            segments, restarted = self._lay_out_documents(
+            segments, restarted = self._build_document_segments(
                 document_starts, batch, length, kv_cache, position_seed, tokens.device
             )
         else:
@@ -399,7 +399,7 @@ class GPT(GPTModel):
         if restarted is not None and document_starts is not None:
             for group in self._mask_groups:
                 masked |= compute_layer_masks([attentions[i] for i in group], segments, document_starts, hidden)
-        rows = describe_layer_rows(attentions, segments, batch, length, hidden.device)
+        rows = build_query_rows(attentions, segments, batch, length, hidden.device)
         context = AttentionContext(segments, kv_cache, num_logits, tables, terms, masked, restarted, rows)
         hidden = self._run_layers(hidden, context)
         if kv_cache is not None:
@@ -431,7 +431,7 @@ class GPT(GPTModel):
         """Compute the logits of this rank's vocabulary shard, [T, B, V], before the soft cap."""
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         weight = self.output_layer.weight if tied is None else tied
-        if is_held_whole(self.output_layer, weight):
+        if is_unsharded(self.output_layer, weight):
             return F.linear(hidden, weight)
         logits: Tensor = self.output_layer(hidden, weight=tied)[0]
         return logits
@@ -505,7 +505,9 @@ class GPT(GPTModel):
 
     @property
     def local_layers(self) -> list[Any]:
-        return [self.decoder.layers[i] for i in pipeline_layer_range(self.config.num_layers, self.groups.mesh.pipeline)]
+        return [
+            self.decoder.layers[i] for i in get_pipeline_layer_range(self.config.num_layers, self.groups.mesh.pipeline)
+        ]
 
     def num_parameters(self) -> int:
         """Count trainable parameters, including position parameters and vocabulary padding. All ranks must call it."""

@@ -67,14 +67,14 @@ class KVCache:
         """Store a layer's keys, values [B, H, T, d] and gates [B, H, T] of the new tokens; see `LayerCache.extend`."""
         return self._layers[layer_index].extend(new, self.length)
 
-    def extend_queries(self, layer_index: int, q: Tensor, rows_above: int) -> Tensor:
+    def extend_queries(self, layer_index: int, q: Tensor, preceding_rows: int) -> Tensor:
         """Return the queries [B, H, T, d] of the new tokens, preceded by earlier ones, and store them.
 
-        The earlier queries are those of the last `rows_above` tokens.
+        The earlier queries are those of the last `preceding_rows` tokens.
         """
         stored = self._queries.get(layer_index)
         q = q if stored is None else torch.cat([stored, q], dim=2)
-        self._queries[layer_index] = q[:, :, max(q.shape[2] - rows_above, 0) :].clone()
+        self._queries[layer_index] = q[:, :, max(q.shape[2] - preceding_rows, 0) :].clone()
         return q
 
     def extend_row_sums(self, layer_index: int, q: Tensor, num_keys: int) -> Tensor:

@@ -120,7 +120,7 @@ def build_qk_norm(
     return norm
 
 
-def is_held_whole(linear: ColumnParallelLinear | RowParallelLinear, weight: Tensor) -> bool:
+def is_unsharded(linear: ColumnParallelLinear | RowParallelLinear, weight: Tensor) -> bool:
     """Return True if this rank alone computes a linear layer.
 
     ZeRO 3 releases a weight after use. Autograd must then save the parameter itself instead of a view, as
@@ -137,7 +137,7 @@ class ColumnLinear(ColumnParallelLinear):
     ) -> tuple[Tensor, Tensor | None]:
         """Return x·Wᵀ, and the bias if it is not added here; see megatron-core."""
         weight = self.weight if weight is None else weight
-        if not is_held_whole(self, weight):
+        if not is_unsharded(self, weight):
             return super().forward(input_, weight, runtime_gather_output)
         output = F.linear(input_, weight)
         if self.skip_bias_add:
@@ -150,7 +150,7 @@ class RowLinear(RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return x·Wᵀ, and the bias if it is not added here; see megatron-core."""
-        if not is_held_whole(self, self.weight):
+        if not is_unsharded(self, self.weight):
             return super().forward(input_)
         output = F.linear(input_, self.weight)
         if self.skip_bias_add:
@@ -229,7 +229,7 @@ class BiasedSelfAttention(SelfAttention):
 
         They are not if ranks shard the weights, or under ZeRO 3, which gathers weights around each module call.
         """
-        return can_compile(self.config, x) and is_held_whole(self.linear_qkv, self.linear_qkv.weight)
+        return can_compile(self.config, x) and is_unsharded(self.linear_qkv, self.linear_qkv.weight)
 
     def writes_heads_first(self, x: Tensor) -> bool:
         """Return whether a compiled region writes queries, keys and values heads first for the attention backend."""
@@ -354,7 +354,7 @@ class GPTLayer(TransformerLayer):
         self.parallel, self.tied_norm, self.multiplier = parallel, tied_norm, multiplier
         self.post_self_attn_layernorm = None if build_post_norm is None else build_post_norm()
         self.post_mlp_layernorm = None if build_post_norm is None else build_post_norm()
-        self.keeps_normed = tied_norm or self.self_attention.core_attention.has_gates
+        self.saves_norm_output = tied_norm or self.self_attention.core_attention.has_gates
         """True if anything besides the projection of queries, keys and values reads the first norm."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -401,7 +401,7 @@ class GPTLayer(TransformerLayer):
         """
         normed = self.input_layernorm(hidden)
         heads, output_gate = self.self_attention.project(normed, rotation, heads_first=heads_first)
-        return normed if self.keeps_normed else None, heads, output_gate
+        return normed if self.saves_norm_output else None, heads, output_gate
 
     def _end(self, hidden: Tensor, normed: Tensor | None, attended: Tensor) -> Tensor:
         """Compute the region after attention, from the output projection to the layer's output."""

@@ -48,7 +48,7 @@ from typing import Literal
 
 from megatron.options.model import ModelOptions, head_dim
 
-Role = Literal["embedding", "hidden", "heads", "layer", "last norm"]
+ParameterRole = Literal["embedding", "hidden", "heads", "layer", "last norm"]
 """Row of the table for a parameter: `hidden` sums over hidden units, `heads` over heads, `layer` is the rest of a
 layer.
 """
@@ -116,14 +116,14 @@ class MupScaling:
             logits=1 / (self.width * model.mup_output_temp),
         )
 
-    def get_init_scale(self, role: Role) -> float:
+    def get_init_scale(self, role: ParameterRole) -> float:
         """Return the factor on the initial deviation of parameters of a role.
 
         The unscaled deviation is init_method's for the base's shapes, or an encoding's or processor's own.
         """
         return 1 / math.sqrt({"hidden": self.width, "heads": self.heads}.get(role, 1.0))
 
-    def get_step_scales(self, role: Role, *, by_muon: bool = False) -> StepScales:
+    def get_step_scales(self, role: ParameterRole, *, by_muon: bool = False) -> StepScales:
         """Return the optimizer scales for parameters of a role."""
         alpha = self.model.mup_depth_alpha
         if role in ("embedding", "last norm"):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.model.layer import BiasedSelfAttention, FeedForward
-from megatron.model.mup import MupScaling, Role, StepScales
+from megatron.model.mup import MupScaling, ParameterRole, StepScales
 from megatron.position.base import PositionModule
 from megatron.position.bounded_parameter import BoundedParameter
 from megatron.position.encoding import Encoding
@@ -77,12 +77,12 @@ def get_algorithm(parameter: nn.Parameter) -> Algorithm:
     return algorithm
 
 
-def list_roles(model: nn.Module) -> list[tuple[nn.Parameter, Role]]:
+def list_roles(model: nn.Module) -> list[tuple[nn.Parameter, ParameterRole]]:
     """Return each parameter with its row in muP's table (`megatron/model/mup.py`).
 
     The order is that of the model's parameters.
     """
-    roles: dict[int, Role] = {id(matrix.parameter): "hidden" for matrix in list_hidden_matrices(model)}
+    roles: dict[int, ParameterRole] = {id(matrix.parameter): "hidden" for matrix in list_hidden_matrices(model)}
     for name, module in model.named_modules():
         if isinstance(module, Encoding) and type(module).only_adds_embeddings():
             roles.update((id(parameter), "embedding") for parameter in module.parameters())
@@ -93,7 +93,7 @@ def list_roles(model: nn.Module) -> list[tuple[nn.Parameter, Role]]:
     return [(parameter, roles.get(id(parameter), "layer")) for parameter in model.parameters()]
 
 
-_ROLES_OF_MODULES: dict[str, Role] = {
+_ROLES_OF_MODULES: dict[str, ParameterRole] = {
     "embedding": "embedding",
     "output_layer": "embedding",
     "decoder.final_layernorm": "last norm",
@@ -192,7 +192,7 @@ def clamp_bounded_parameters(model: nn.Module) -> None:
             module.clamp_to_bounds()
 
 
-def list_dispensable_weights(model: nn.Module) -> set[str]:
+def list_ineffective_weights(model: nn.Module) -> set[str]:
     """Return the weights that do not affect the model's output: those of processors that have no effect yet."""
     return {
         f"{name}.{weight}"

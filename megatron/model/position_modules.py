@@ -1,6 +1,6 @@
 """Construction of position modules from a configuration, without the rest of the model (or megatron-core).
 
-`canonical_position_options` gives a unique form of configurations that compute the same. The classes of methods need
+`canonicalize_position_options` gives a unique form of configurations that compute the same. The classes of methods need
 torch, which is imported only when a class is requested: planning a run needs only `build_attention_dims`.
 """
 
@@ -60,7 +60,7 @@ def list_layer_positions(position: PositionOptions, num_layers: int) -> list[Pos
     return positions
 
 
-def find_layer_kinds(position: PositionOptions, num_layers: int) -> list[PositionOptions]:
+def list_layer_types(position: PositionOptions, num_layers: int) -> list[PositionOptions]:
     """Return the distinct entries of `list_layer_positions`, in the order of their first layers."""
     return list({id(own): own for own in list_layer_positions(position, num_layers)}.values())
 
@@ -81,14 +81,14 @@ def _select_options(own: PositionOptions) -> PositionOptions:
     return own.replace(**values)
 
 
-def canonical_options(method: type[PositionModule], options: Mapping[str, Any]) -> dict[str, Any]:
+def canonicalize_options(method: type[PositionModule], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return all options that a trained model depends on, including defaults, without initialization options."""
     defaults = {name: parameter.default for name, parameter in method.options().items()}
     initialization = method.initialization_options()
     return {name: value for name, value in {**defaults, **options}.items() if name not in initialization}
 
 
-def canonical_position_options(position: PositionOptions) -> dict[str, Any]:
+def canonicalize_position_options(position: PositionOptions) -> dict[str, Any]:
     """Return the options of encoding, processor and temperature in a form in which equal models compare equal."""
     from megatron.position.registry import load_encoding_class, load_processor_class, load_temperature_class
 
@@ -104,7 +104,7 @@ def canonical_position_options(position: PositionOptions) -> dict[str, Any]:
             # `none` is an encoding, but neither a processor nor a temperature.
             if name != "none" or key == "pos_emb_options":
                 given = getattr(position, key) if len(names) == 1 else select_options(name, getattr(position, key))
-                options[key] |= canonical_options(load_class(name), given)
+                options[key] |= canonicalize_options(load_class(name), given)
     return options
 
 

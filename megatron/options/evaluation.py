@@ -230,7 +230,7 @@ LOSS_OPTIONS = ("smoothing", "key_tokens", "find_key_tokens", "key_alpha", "key_
 """Options of loss measurements on text."""
 
 
-def refuse_choices_of_text(options: EvaluationOptions, names: Iterable[str], why: str) -> None:
+def reject_text_options(options: EvaluationOptions, names: Iterable[str], why: str) -> None:
     """Reject options that select which tokens of which text are scored, if something else determines that.
 
     Args:
@@ -246,7 +246,7 @@ def refuse_choices_of_text(options: EvaluationOptions, names: Iterable[str], why
             raise UserError(f"--{name.replace('_', '-')} applies to texts only, but {why}; remove it")
 
 
-def refuse_task_options(options: EvaluationOptions) -> None:
+def reject_task_options(options: EvaluationOptions) -> None:
     """Reject options of a task if no run was trained on one. Raises UserError."""
     if options.task_options is not None:
         raise UserError("--task-options applies to runs trained on a task, but these were not; remove it")

@@ -243,12 +243,12 @@ def get_attention_sizes(model: ModelOptions) -> dict[str, int]:
     }
 
 
-def q_hidden_size(model: ModelOptions) -> int:
+def get_q_hidden_size(model: ModelOptions) -> int:
     """Return the width of a token's queries and attention output: hidden_size unless head_dim is set."""
     return head_dim(model) * model.num_attention_heads
 
 
-def kv_hidden_size(model: ModelOptions) -> int:
+def get_kv_hidden_size(model: ModelOptions) -> int:
     """Return the width of a token's keys, which is also that of its values.
 
     Equal to that of its queries unless grouped.
@@ -256,11 +256,11 @@ def kv_hidden_size(model: ModelOptions) -> int:
     return head_dim(model) * num_kv_heads(model)
 
 
-def output_gate_size(model: ModelOptions) -> int:
+def get_output_gate_size(model: ModelOptions) -> int:
     """Return the number of gates in a token's attention output; 0 without attention_output_gate."""
     if model.attention_output_gate == "headwise":
         return model.num_attention_heads
-    return q_hidden_size(model) if model.attention_output_gate else 0
+    return get_q_hidden_size(model) if model.attention_output_gate else 0
 
 
 def qk_norm(model: ModelOptions) -> str | None:
@@ -301,7 +301,7 @@ def ffn_hidden_size(model: ModelOptions) -> int:
     return -(-width // model.mlp_multiple_of) * model.mlp_multiple_of
 
 
-def intermediate_size_of(width: int, activation: str) -> int:
+def compute_intermediate_size(width: int, activation: str) -> int:
     """Return the `intermediate_size` of a feed-forward layer with a given width."""
     return width * GATED_RATIO if activation in GATED_ACTIVATIONS else width
 

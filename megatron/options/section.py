@@ -29,7 +29,7 @@ class ConfigSection(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_empty_text(cls, value: Any, info: ValidationInfo) -> Any:
+    def _reject_empty_text(cls, value: Any, info: ValidationInfo) -> Any:
         """Reject empty texts, which have no meaning: an empty path would be the current folder."""
         field = cls.model_fields[info.field_name or ""]
         kinds = (field.annotation,) if get_origin(field.annotation) is list else get_args(field.annotation)

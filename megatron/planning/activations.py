@@ -31,11 +31,11 @@ from megatron.distributed.mesh import Axis, ParallelSizes, list_context_chunks
 from megatron.options.model import (
     GATED_ACTIVATIONS,
     ffn_hidden_size,
+    get_kv_hidden_size,
+    get_output_gate_size,
+    get_q_hidden_size,
     head_dim,
-    kv_hidden_size,
     num_kv_heads,
-    output_gate_size,
-    q_hidden_size,
     qk_norm,
 )
 from megatron.planning.attention_memory import ATTENTION_MEMORY
@@ -80,7 +80,7 @@ def estimate_layer_activations(
     """Estimate the activation memory of one layer.
 
     Args:
-        config: resolved configuration whose layers are all alike (`model_costs.count_layer_kinds`).
+        config: resolved configuration whose layers are all alike (`model_costs.count_layer_types`).
         sizes: sizes of the mesh.
         backend: attention backend; overrides the configuration's.
         context_rank: index of the rank in its context-parallel group (ranks differ by one block).
@@ -88,16 +88,19 @@ def estimate_layer_activations(
     """
     estimator = _LayerEstimator(config, sizes, backend, context_rank, gpu_bytes)
     attention = estimator.attention
-    outside = estimator.norm_bytes() + estimator.mlp_bytes() + estimator.dropout_mask_bytes()
-    inside = estimator.projection_bytes() + attention.saved_bytes + attention.saved_map_bytes
+    outside = estimator.estimate_norm_bytes() + estimator.estimate_mlp_bytes() + estimator.estimate_dropout_mask_bytes()
+    inside = estimator.estimate_projection_bytes() + attention.saved_bytes + attention.saved_map_bytes
     saved_maps, workspace_maps, again = attention.saved_map_bytes, attention.workspace_map_bytes, 0
     if config.model.checkpoint_activations == "selective":
-        kept = estimator.linear_bytes()
+        kept = estimator.estimate_linear_bytes()
         inside, again = kept, max(inside - kept, 0)
         saved_maps, workspace_maps = 0, workspace_maps + saved_maps
     workspace = max(
-        attention.workspace_bytes - estimator.freed_bytes() + estimator.attention_gradient_bytes() + again,
-        estimator.mlp_gradient_bytes(),
+        attention.workspace_bytes
+        - estimator.estimate_freed_bytes()
+        + estimator.estimate_attention_gradient_bytes()
+        + again,
+        estimator.estimate_mlp_gradient_bytes(),
     )
     return LayerActivations(
         outside + inside,
@@ -122,7 +125,7 @@ class _LayerEstimator:
         self.micro_batch_size = config.training.train_micro_batch_size_per_gpu
         self.bytes_per_element = BYTES_PER_ELEMENT[config.training.compute_dtype]
         self.hidden_size, self.ffn_size = model.hidden_size, ffn_hidden_size(model)
-        self.head_dim, self.local_q_size = head_dim(model), q_hidden_size(model) // sizes.tensor
+        self.head_dim, self.local_q_size = head_dim(model), get_q_hidden_size(model) // sizes.tensor
         self.num_heads = model.num_attention_heads
         self.num_tokens = self.micro_batch_size * model.seq_length // sizes.context
         self.shares_rows = self.processor is not None and sizes.tensor > 1
@@ -154,7 +157,7 @@ class _LayerEstimator:
         size = num_rows // (2 * self.sizes.tensor)
         return (first, min(size, length)), (last + last_length - size, size)
 
-    def norm_bytes(self) -> int:
+    def estimate_norm_bytes(self) -> int:
         model, size = self.model, self.num_tokens * self.hidden_size * self.bytes_per_element
         shares_norm = model.gpt_j_residual and model.gpt_j_tied
         num_norms = 1 if shares_norm else 2
@@ -168,11 +171,11 @@ class _LayerEstimator:
         num_normalized += num_added if model.norm == "rmsnorm" else 0
         return (num_inputs + num_norms + num_normalized + num_added) * size
 
-    def projection_bytes(self) -> int:
+    def estimate_projection_bytes(self) -> int:
         """Return the bytes of queries, keys, values and the output, without score matrices."""
         n, b, part = self.num_tokens, self.bytes_per_element, self.local_q_size
         keys_part = (
-            q_hidden_size(self.model) if self.shares_rows else part
+            get_q_hidden_size(self.model) if self.shares_rows else part
         )  # of the keys and values that attention reads
         gathers = self.sizes.context > 1 or self.shares_rows
         has_grouped_queries = num_kv_heads(self.model) < self.num_heads
@@ -184,7 +187,7 @@ class _LayerEstimator:
         size = 3 * n * part * b if keeps_mixed else 0
         if has_grouped_queries and query_is_view and num_kv_heads(self.model) == self.sizes.tensor:
             size += (
-                n * (part + 2 * kv_hidden_size(self.model) // self.sizes.tensor) * b
+                n * (part + 2 * get_kv_hidden_size(self.model) // self.sizes.tensor) * b
             )  # with one group: in the shared tensor too
         elif has_grouped_queries or not query_is_view:
             size += n * part * b * numbers
@@ -196,22 +199,24 @@ class _LayerEstimator:
             size += both * self.sizes.context * n * keys_part * b  # of all positions, repeated
         elif rotates:
             size += n * part * b * (both if numbers > 1 and self.attention.pads_values else numbers)
-        size += self.qk_norm_bytes(keeps_mixed=keeps_mixed, is_read=not (rotates or gathers or has_grouped_queries))
+        size += self.estimate_qk_norm_bytes(
+            keeps_mixed=keeps_mixed, is_read=not (rotates or gathers or has_grouped_queries)
+        )
         size += n * part * b  # the output, which the output projection reads
-        if gates := output_gate_size(self.model):
+        if gates := get_output_gate_size(self.model):
             size += n * part * b + 4 * n * gates // self.sizes.tensor  # output before gating, float32 gates
         if self.scales_queries:
-            size += self.unscaled_query_bytes(keeps_mixed=keeps_mixed, gathers=gathers)
+            size += self.estimate_unscaled_query_bytes(keeps_mixed=keeps_mixed, gathers=gathers)
             size += 4 * (n // self.micro_batch_size) * (self.num_heads if self.learns_scale else 1)
         if rotates:
             num_positions, cost = n // self.micro_batch_size, self.encoding.cost
             size += 12 * num_positions * self.head_dim  # cosines and sines in float32
-            size += 4 * cost.num_turn_tables(self.encoding.options) * num_positions * part
+            size += 4 * cost.num_rotation_tables(self.encoding.options) * num_positions * part
             if cost.keeps_unrotated and not keeps_mixed:  # in the shared tensor, or copied out of their groups
-                size += n * (part + 2 * kv_hidden_size(self.model) // self.sizes.tensor) * b
+                size += n * (part + 2 * get_kv_hidden_size(self.model) // self.sizes.tensor) * b
         return size
 
-    def unscaled_query_bytes(self, *, keeps_mixed: bool, gathers: bool) -> int:
+    def estimate_unscaled_query_bytes(self, *, keeps_mixed: bool, gathers: bool) -> int:
         """Return the bytes of the unscaled queries, and of the tensors that share their storage.
 
         Args:
@@ -219,7 +224,7 @@ class _LayerEstimator:
             gathers: True if keys and values are gathered from other ranks.
         """
         q_bytes = self.num_tokens * self.local_q_size * self.bytes_per_element
-        k_bytes = self.num_tokens * kv_hidden_size(self.model) // self.sizes.tensor * self.bytes_per_element
+        k_bytes = self.num_tokens * get_kv_hidden_size(self.model) // self.sizes.tensor * self.bytes_per_element
         has_grouped_queries = num_kv_heads(self.model) < self.num_heads
         if self.encoding.facts.rotates_qk:
             if not (gathers or has_grouped_queries or self.attention.copies_keys):
@@ -229,14 +234,15 @@ class _LayerEstimator:
             return 0
         return q_bytes if has_grouped_queries else q_bytes + 2 * k_bytes
 
-    def linear_bytes(self) -> int:
+    def estimate_linear_bytes(self) -> int:
         """Return the bytes of the first linear layer's output and the second one's input in attention."""
         width = (
-            2 * self.local_q_size + (2 * kv_hidden_size(self.model) + output_gate_size(self.model)) // self.sizes.tensor
+            2 * self.local_q_size
+            + (2 * get_kv_hidden_size(self.model) + get_output_gate_size(self.model)) // self.sizes.tensor
         )
         return self.num_tokens * width * self.bytes_per_element
 
-    def qk_norm_bytes(self, *, keeps_mixed: bool, is_read: bool) -> int:
+    def estimate_qk_norm_bytes(self, *, keeps_mixed: bool, is_read: bool) -> int:
         """Return the bytes that the norms of queries and keys save.
 
         Args:
@@ -247,9 +253,9 @@ class _LayerEstimator:
         if kind is None:
             return 0
         q_bytes, k_bytes = (
-            per_token * size // self.sizes.tensor for size in (q_hidden_size(model), kv_hidden_size(model))
+            per_token * size // self.sizes.tensor for size in (get_q_hidden_size(model), get_kv_hidden_size(model))
         )
-        in_float32 = kind == "rmsnorm" and self.bytes_per_element == 2  # as in `norm_bytes`
+        in_float32 = kind == "rmsnorm" and self.bytes_per_element == 2  # as in `estimate_norm_bytes`
         size = (4 if in_float32 else 1) * (q_bytes + k_bytes) if kind == "rmsnorm" else 0
         if model.qk_layernorm_over_heads and not in_float32:
             size += q_bytes + k_bytes  # their input, without the values
@@ -260,30 +266,30 @@ class _LayerEstimator:
             size += (0 if self.attention.copies_keys else k_bytes) + (0 if self.attention.copies_query else q_bytes)
         return size
 
-    def mlp_bytes(self) -> int:
+    def estimate_mlp_bytes(self) -> int:
         activation = self.model.activation
         num_saved = 4 if activation in GATED_ACTIVATIONS else 1 if activation == "relu" else 2
         return num_saved * self.num_tokens * self.ffn_size // self.sizes.tensor * self.bytes_per_element
 
-    def mlp_gradient_bytes(self) -> int:
+    def estimate_mlp_gradient_bytes(self) -> int:
         """Return the bytes of the gradients before and after the activation of the feed-forward layer."""
         num_gradients = 3 if self.model.activation in GATED_ACTIVATIONS else 1
         return num_gradients * self.num_tokens * self.ffn_size // self.sizes.tensor * self.bytes_per_element
 
-    def attention_gradient_bytes(self) -> int:
+    def estimate_attention_gradient_bytes(self) -> int:
         """Return the bytes of gradients.
 
         These are of the residual stream, attention output, and keys or values, accumulated over blocks.
         """
         return self.num_tokens * (self.hidden_size + 2 * self.local_q_size) * self.bytes_per_element
 
-    def freed_bytes(self) -> int:
+    def estimate_freed_bytes(self) -> int:
         """Return the bytes freed before attention's backward pass.
 
         These are the feed-forward layer and its norm, unless parallel.
         """
-        return 0 if self.model.gpt_j_residual else self.mlp_bytes() + self.norm_bytes() // 2
+        return 0 if self.model.gpt_j_residual else self.estimate_mlp_bytes() + self.estimate_norm_bytes() // 2
 
-    def dropout_mask_bytes(self) -> int:
+    def estimate_dropout_mask_bytes(self) -> int:
         """Return the bytes of the dropout masks: one byte per element of each of the two residual branches."""
         return 2 * self.num_tokens * self.hidden_size if self.model.hidden_dropout else 0

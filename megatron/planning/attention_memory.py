@@ -28,7 +28,7 @@ from megatron.options.model import head_dim
 from megatron.planning.model_costs import (
     PlannedEncoding,
     PlannedProcessor,
-    count_layer_kinds,
+    count_layer_types,
     plan_encoding,
     plan_processor,
 )
@@ -123,7 +123,7 @@ def estimate_cdape_attention(shape: AttentionShape) -> AttentionMemory:
     assert processor is not None
     columns, batch, heads = shape.num_columns, shape.batch_size, shape.num_heads
     chunk_rows = min(choose_chunk_rows(shape), max(length for _, length in shape.segments))
-    maps = batch * chunk_rows * columns * kernel_map_bytes(heads, shape.bytes_per_element)
+    maps = batch * chunk_rows * columns * estimate_kernel_map_bytes(heads, shape.bytes_per_element)
     keys = batch * columns * heads * shape.rotated_dim
     is_one_chunk = chunk_rows >= shape.num_rows
     # Sums of dk and dv, in float32 if several chunks add to them; then one chunk's share in the compute type.
@@ -162,7 +162,7 @@ def has_cuda_kernels(shape: AttentionShape) -> bool:
     )
 
 
-def kernel_map_bytes(num_heads: int, bytes_per_element: int) -> int:
+def estimate_kernel_map_bytes(num_heads: int, bytes_per_element: int) -> int:
     """Return the bytes of all score matrices of a chunk, per row and column of a sequence.
 
     They are those of kernels/cdape_attention.
@@ -178,7 +178,7 @@ def choose_chunk_rows(shape: AttentionShape) -> int:
     """
     channels = -(-shape.num_heads // 8) * 8
     room = int(shape.gpu_bytes * MAPS_FRACTION) // (
-        shape.batch_size * shape.num_columns * kernel_map_bytes(shape.num_heads, shape.bytes_per_element)
+        shape.batch_size * shape.num_columns * estimate_kernel_map_bytes(shape.num_heads, shape.bytes_per_element)
     )
     rows = CHUNK_ROWS
     while rows > MIN_CHUNK_ROWS and rows > min(room, ((1 << 31) - 1) // (channels * shape.num_columns)):
@@ -303,6 +303,6 @@ def list_common_backends(config: Config) -> list[str]:
             has_softcap=own.model.attn_logit_softcapping is not None,
             softmax_type=own.position.softmax,
         )
-        for own, _ in count_layer_kinds(config)
+        for own, _ in count_layer_types(config)
     ]
     return [name for name in of_kinds[0] if all(name in others for others in of_kinds)]

@@ -49,8 +49,8 @@ from megatron.options.model import count_scored_at_once, padded_vocab_size
 from megatron.planning import activations
 from megatron.planning.activations import BYTES_PER_ELEMENT, DEFAULT_GPU_BYTES
 from megatron.planning.model_costs import (
-    count_layer_kinds,
     count_layer_parameters,
+    count_layer_types,
     count_rank_parameters,
     list_distinct_pipeline_stages,
     list_layer_matrices,
@@ -106,9 +106,9 @@ class MemoryEstimate:
     optimizer: int
     """Moments and float32 masters."""
     moments: tuple[Moment, ...]
-    kept_maps: int
+    saved_maps: int
     """Score matrices among the activations, including a score processor's feature maps."""
-    working_maps: int
+    workspace_maps: int
     """Score matrices, including a processor's, and their gradients at the peak of attention's backward pass."""
     graphs: int = 0
     """Memory that CUDA graphs of the passes hold at all times: the peak of a micro-batch, with its gradients."""
@@ -120,14 +120,14 @@ class MemoryEstimate:
         return self.weights + self.optimizer + self.graphs + rest
 
     @property
-    def worst(self) -> Moment:
+    def peak(self) -> Moment:
         """Moment with the highest memory."""
         return max(self.moments, key=lambda moment: moment.total)
 
     @property
     def total(self) -> int:
         """Peak memory of the rank, in bytes."""
-        return self.weights + self.optimizer + self.worst.total
+        return self.weights + self.optimizer + self.peak.total
 
     def get_largest(self, part: str) -> int:
         """Return the largest value of a component (`PARTS`) over all moments."""
@@ -138,13 +138,13 @@ class MemoryEstimate:
         moments = tuple(
             replace(
                 moment,
-                activations=max(0, moment.activations - self.kept_maps),
-                working=max(0, moment.working - self.working_maps),
+                activations=max(0, moment.activations - self.saved_maps),
+                working=max(0, moment.working - self.workspace_maps),
             )
             for moment in self.moments
         )
-        graphs = max(0, self.graphs - self.kept_maps - self.working_maps)
-        return replace(self, moments=moments, kept_maps=0, working_maps=0, graphs=graphs)
+        graphs = max(0, self.graphs - self.saved_maps - self.workspace_maps)
+        return replace(self, moments=moments, saved_maps=0, workspace_maps=0, graphs=graphs)
 
     def fits(self, gpu_gib: float, reserved_fraction: float = RESERVED_FRACTION) -> bool:
         """Return True if the estimate leaves `reserved_fraction` of a GPU of `gpu_gib` GiB free."""
@@ -153,10 +153,10 @@ class MemoryEstimate:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values: each component at its largest, and the name of the peak moment."""
         parts = {part: self.get_largest(part) for part in PARTS}
-        maps = {"kept_maps": self.kept_maps, "working_maps": self.working_maps}
+        maps = {"kept_maps": self.saved_maps, "working_maps": self.workspace_maps}
         states = {"stage": self.stage, "weights": self.weights, "optimizer": self.optimizer}
         maps |= {"graphs": self.graphs, "total_with_graphs": self.total_with_graphs}
-        return states | parts | maps | {"moment": self.worst.name, "total": self.total}
+        return states | parts | maps | {"moment": self.peak.name, "total": self.total}
 
 
 def estimate_memory(
@@ -209,7 +209,7 @@ class _StageMemory:
         self.config, self.sizes, self.stage = config, sizes, pipeline_stage
         self.num_parameters = count_rank_parameters(config, sizes, vocab_size, pipeline_stage)
         stage = Axis(pipeline_stage, sizes.pipeline)
-        kinds = count_layer_kinds(config, stage)
+        kinds = count_layer_types(config, stage)
         self.layer_parameters = max(count_layer_parameters(own, sizes.tensor) for own, _ in kinds)
         self.bytes_per_element = BYTES_PER_ELEMENT[config.training.compute_dtype]
         self.micro_batch_size = config.training.train_micro_batch_size_per_gpu
@@ -231,11 +231,11 @@ class _StageMemory:
             return [max(getattr(layer, name) for layer in of_kind) for of_kind in layers]
 
         # Layers may differ: saved memory is their mean, workspace is that of the largest.
-        self.saved, self.kept_maps = (
+        self.saved, self.saved_maps = (
             -(-sum(size * count for size, (_, count) in zip(get_largest(name), kinds, strict=True)) // self.num_layers)
             for name in ("saved_bytes", "saved_map_bytes")
         )
-        self.workspace, self.working_maps = (
+        self.workspace, self.workspace_maps = (
             max(get_largest(name)) for name in ("workspace_bytes", "workspace_map_bytes")
         )
         self.largest_saved, self.largest_maps = max(get_largest("saved_bytes")), max(get_largest("saved_map_bytes"))
@@ -248,15 +248,15 @@ class _StageMemory:
         """Estimate all moments of a step."""
         states = _ModelStates(self.config, self.sizes, self.num_parameters, self.num_layers)
         is_recomputed, num_layers = self.config.model.checkpoint_activations is True, self.num_layers
-        working, kept_maps, working_maps, kept_per_layer = (
-            self.workspace, num_layers * self.kept_maps, self.working_maps, self.saved,
+        working, saved_maps, workspace_maps, kept_per_layer = (
+            self.workspace, num_layers * self.saved_maps, self.workspace_maps, self.saved,
         )  # fmt: skip
         if is_recomputed:
             recomputed_layers = min(self.config.model.checkpoint_num_layers, num_layers)
             # Activations of the recomputed layers exist during their backward pass.
             working += recomputed_layers * self.largest_saved - self.input_bytes
-            working_maps += recomputed_layers * self.largest_maps
-            kept_maps = 0
+            workspace_maps += recomputed_layers * self.largest_maps
+            saved_maps = 0
             kept_per_layer = -(-num_layers // recomputed_layers) * self.input_bytes // num_layers
         layers = num_layers * kept_per_layer
         beside = 2 * self.hidden_bytes if self.is_last else 0  # the final norm
@@ -308,7 +308,8 @@ class _StageMemory:
         )
         moments.append(moment("the optimizer's step", states.step_gradients, step=states.step))
         return MemoryEstimate(
-            self.stage, states.weights, states.optimizer, tuple(moments), kept_maps * self.num_in_flight, working_maps,
+            self.stage, states.weights, states.optimizer, tuple(moments), saved_maps * self.num_in_flight,
+            workspace_maps,
             graphs,
         )  # fmt: skip
 

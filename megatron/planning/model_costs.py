@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.config.schema import Config
-from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
+from megatron.distributed.mesh import Axis, ParallelSizes, get_pipeline_layer_range
 from megatron.model.position_modules import build_attention_dims, list_layer_positions
 from megatron.options.model import (
     GATED_ACTIVATIONS,
     ModelOptions,
     ffn_hidden_size,
+    get_kv_hidden_size,
+    get_output_gate_size,
+    get_q_hidden_size,
     has_qkv_bias,
     head_dim,
-    kv_hidden_size,
     list_norm_parts,
-    output_gate_size,
     padded_vocab_size,
-    q_hidden_size,
     qk_norm,
 )
 from megatron.options.position import PositionOptions
@@ -79,9 +79,9 @@ class PlannedProcessor:
         return 2 * self.left_context + 1
 
     @property
-    def rows_above(self) -> int:
+    def preceding_rows(self) -> int:
         """Rows that it reads above a row."""
-        return self.cost.rows_above(self.options)
+        return self.cost.preceding_rows(self.options)
 
     @property
     def num_head_maps(self) -> int:
@@ -110,7 +110,7 @@ class PlannedProcessor:
         return self.cost.num_parameters(dims, self.options, has_bias)
 
 
-def count_layer_kinds(config: Config, pipeline_stage: Axis | None = None) -> list[tuple[Config, int]]:
+def count_layer_types(config: Config, pipeline_stage: Axis | None = None) -> list[tuple[Config, int]]:
     """Return the distinct layers of a model or pipeline stage, in order of first occurrence.
 
     Each comes as a configuration in which all layers are alike, and the number of such layers.
@@ -119,7 +119,7 @@ def count_layer_kinds(config: Config, pipeline_stage: Axis | None = None) -> lis
     nothing.
     """
     position, num_layers = config.position, config.model.num_layers
-    layers = range(num_layers) if pipeline_stage is None else pipeline_layer_range(num_layers, pipeline_stage)
+    layers = range(num_layers) if pipeline_stage is None else get_pipeline_layer_range(num_layers, pipeline_stage)
     if not position.list_patterns():
         return [(config, len(layers))]
     period = min(position.period, num_layers)
@@ -141,7 +141,7 @@ def list_distinct_pipeline_stages(config: Config, num_stages: int) -> list[int]:
     period = config.position.period
     earliest: dict[tuple[Any, ...], int] = {}
     for stage in range(num_stages):
-        layers = pipeline_layer_range(config.model.num_layers, Axis(stage, num_stages))
+        layers = get_pipeline_layer_range(config.model.num_layers, Axis(stage, num_stages))
         earliest.setdefault((stage == 0, stage == num_stages - 1, layers.start % period, len(layers)), stage)
     return list(earliest.values())
 
@@ -218,10 +218,10 @@ def list_layer_weights(model: ModelOptions) -> tuple[Shapes, ...]:
     The weights are attention output; queries, keys and values; gates of the attention output, if any; first
     feed-forward weight (two matrices if gated); second one.
     """
-    size, q_size, kv_size = model.hidden_size, q_hidden_size(model), kv_hidden_size(model)
+    size, q_size, kv_size = model.hidden_size, get_q_hidden_size(model), get_kv_hidden_size(model)
     inner = ffn_hidden_size(model)
     num_inner = 2 if model.activation in GATED_ACTIVATIONS else 1
-    gates = output_gate_size(model)
+    gates = get_output_gate_size(model)
     return (
         ((size, q_size),),
         ((q_size, size), (kv_size, size), (kv_size, size)),
@@ -248,19 +248,19 @@ def count_layer_parameters(config: Config, tensor_parallel_size: int) -> int:
 
     Matrices are sharded; parameters added after their all-reduce are not.
 
-    config: configuration whose layers are all alike (`count_layer_kinds`).
+    config: configuration whose layers are all alike (`count_layer_types`).
     """
     model, position = config.model, config.position
     hidden_size, ffn_size = model.hidden_size, ffn_hidden_size(model)
     fc1_size = ffn_size * (2 if model.activation in GATED_ACTIVATIONS else 1)
     norm_parameters = hidden_size * len(list_norm_parts(model, model.norm))
     total_norm_parameters = norm_parameters * count_layer_norms(model)
-    qkv_size = q_hidden_size(model) + 2 * kv_hidden_size(model)
+    qkv_size = get_q_hidden_size(model) + 2 * get_kv_hidden_size(model)
     matrices = sum(list_layer_matrices(model))
     sharded_biases = (qkv_size if has_qkv_bias(model) else 0) + (fc1_size if model.use_bias_in_mlp else 0)
     qk_norm_vectors = len(list_norm_parts(model, qk_norm(model)))
     if model.qk_layernorm_over_heads:
-        sharded_biases += qk_norm_vectors * (q_hidden_size(model) + kv_hidden_size(model))
+        sharded_biases += qk_norm_vectors * (get_q_hidden_size(model) + get_kv_hidden_size(model))
     else:
         total_norm_parameters += qk_norm_vectors * 2 * head_dim(model)
     replicated_biases = (hidden_size if model.use_bias_in_attn_linear else 0) + (
@@ -289,10 +289,10 @@ def count_rank_parameters(config: Config, sizes: ParallelSizes, vocab_size: int,
     embedding_parameters = padded_vocab_size(model, vocab_size) * model.hidden_size // sizes.tensor
     stage = Axis(pipeline_stage, sizes.pipeline)
     count = sum(
-        num_layers * count_layer_parameters(own, sizes.tensor) for own, num_layers in count_layer_kinds(config, stage)
+        num_layers * count_layer_parameters(own, sizes.tensor) for own, num_layers in count_layer_types(config, stage)
     )
     # Every stage has all shared encodings, including those of layers in other stages.
-    shared = {} if position.pos_emb_per_layer else {own.position.encoding: own for own, _ in count_layer_kinds(config)}
+    shared = {} if position.pos_emb_per_layer else {own.position.encoding: own for own, _ in count_layer_types(config)}
     for own in shared.values():
         if is_first or not plan_encoding(own.position).facts.only_adds_embeddings:
             count += count_encoding_parameters(model, own.position)
@@ -338,7 +338,7 @@ def estimate_forward_flops(config: Config, vocab_size: int, pipeline_stage: Axis
 
     pipeline_stage: pipeline stage whose layers are counted; all if None.
     """
-    kinds = count_layer_kinds(config, pipeline_stage)
+    kinds = count_layer_types(config, pipeline_stage)
     each = [(_estimate_layer_flops(own, vocab_size), count) for own, count in kinds]
     (first, _), num_layers = each[0], sum(count for _, count in each)
     if len(each) == 1:
@@ -363,8 +363,14 @@ def _estimate_layer_flops(config: Config, vocab_size: int) -> ForwardFlops:
     return ForwardFlops(
         linear=2.0
         * hidden_size
-        * (2 * q_hidden_size(model) + 2 * kv_hidden_size(model) + output_gate_size(model) + fc1_size + ffn_size),
-        attention=q_hidden_size(model)
+        * (
+            2 * get_q_hidden_size(model)
+            + 2 * get_kv_hidden_size(model)
+            + get_output_gate_size(model)
+            + fc1_size
+            + ffn_size
+        ),
+        attention=get_q_hidden_size(model)
         * (
             2.0 * (1 + encoding.count_qk_numbers()) * keys_per_token
             + 2.0 * encoding.cost.num_products(encoding.options, keys_per_token)

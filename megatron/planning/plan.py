@@ -12,7 +12,7 @@ from megatron.planning.attention_memory import ATTENTION_MEMORY, list_common_bac
 from megatron.planning.measured_times import StepTimeBand, estimate_measured_band
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory, find_largest_stage
 from megatron.planning.model_costs import (
-    count_layer_kinds,
+    count_layer_types,
     count_parameters,
     estimate_forward_flops,
     plan_encoding,
@@ -30,7 +30,7 @@ from megatron.utils.errors import UserError
 
 SECONDS_PER_DAY = 86400
 CHECK_RECORD = "attention_check.json"
-"""File in the run folder with the result of its backend self-check (`megatron/attention/check/evidence.py`)."""
+"""File in the run folder with the result of its backend self-check (`megatron/attention/check/check_result.py`)."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Plan:
                 has_softcap=has_softcap,
                 softmax_type=own.position.softmax,
             )
-            for own, _ in count_layer_kinds(self.config)
+            for own, _ in count_layer_types(self.config)
         )
 
     @property
@@ -205,7 +205,7 @@ def make_plan(config: Config, vocab_size: int, cluster: Cluster) -> Plan:
     requested = config
     if checked_backend in ATTENTION_MEMORY:  # row blocks have no name of their own: `auto` means them here
         config = config.replace(attention_backend=checked_backend)
-    for own, _ in count_layer_kinds(config):
+    for own, _ in count_layer_types(config):
         plan_encoding(own.position)  # an unknown cost fails the whole plan, not one layout
     fit_config_to_cluster(cluster, config)
     configured_layout, config_error = None, None

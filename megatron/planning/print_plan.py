@@ -49,7 +49,7 @@ def print_plan(plan: Plan, console: Console, max_layouts: int) -> None:
         fits = "fits" if plan.fits_gpu(layout) else "does not fit"
         console.print(
             f"{fits} a GPU of {plan.cluster.gpu.gib:.1f} GiB; {RESERVED_FRACTION:.0%} is reserved for CUDA, "
-            f"NCCL and the allocator; peak: {layout.memory.worst.name} (bracketed items are partly or fully freed "
+            f"NCCL and the allocator; peak: {layout.memory.peak.name} (bracketed items are partly or fully freed "
             "by then)"
         )
         if (band := plan.estimate_measured(layout)) is not None:
@@ -141,7 +141,7 @@ def _build_memory_table(plan: Plan) -> Table:
         for memory in memories:
             largest = memory.get_largest(part)
             text = f"{largest / GIB:.2f}"
-            cells.append(text if getattr(memory.worst, part) == largest else f"({text})")
+            cells.append(text if getattr(memory.peak, part) == largest else f"({text})")
         table.add_row(label, *cells)
 
     def add_plain_row(label: str, name: str) -> None:
@@ -152,10 +152,10 @@ def _build_memory_table(plan: Plan) -> Table:
     add_row("gradients", "gradients")
     add_row("buffers", "buffers")
     add_row("activations", "activations")
-    add_plain_row(map_label, "kept_maps")
+    add_plain_row(map_label, "saved_maps")
     add_row("logits", "logits")
     add_row("layer backward workspace", "working")
-    add_plain_row(map_label, "working_maps")
+    add_plain_row(map_label, "workspace_maps")
     add_row("optimizer step", "step")
     add_plain_row("[bold]peak[/]", "total")
     if plan.config.training.cuda_graph != "off" and find_graph_obstacle(plan.config) is None:

@@ -1,9 +1,9 @@
-"""Memory of attention in plain PyTorch: the whole score map, or blocks of rows, kept or recomputed."""
+"""Memory of attention in plain PyTorch: the whole score map, or row blocks, kept or recomputed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.attention.backends.backend import MAX_KEYS_KEPT, MIN_ROWS_KEPT
+from megatron.attention.backends.backend import MAX_KEYS_SAVED, MIN_ROWS_SAVED
 from megatron.planning.model_costs import (
     PlannedEncoding,
     PlannedProcessor,
@@ -134,22 +134,22 @@ class RowBlocks:
         return self.num_rows * (self.num_columns - (self.num_columns - first) // (self.count - 1))
 
 
-def _iter_row_blocks(shape: AttentionShape, max_keys_kept: int) -> Iterator[RowBlocks]:
+def _iter_row_blocks(shape: AttentionShape, max_keys_saved: int) -> Iterator[RowBlocks]:
     """Yield the blocks of all segments in a few groups, so that planning any length is fast."""
     for start, length in shape.segments:
         stop, size = start + length, shape.block_rows
-        is_saved = stop <= max_keys_kept
+        is_saved = stop <= max_keys_saved
         if is_saved and shape.processor is None:
-            size = max(size, MIN_ROWS_KEPT)
+            size = max(size, MIN_ROWS_SAVED)
         count, rest = divmod(length, size)
-        above = 0 if shape.processor is None else shape.processor.rows_above  # recomputed with each block
+        above = 0 if shape.processor is None else shape.processor.preceding_rows  # recomputed with each block
         if shape.window is None:
             reach, num_growing = stop, count
         else:
             # Most columns that a block sees before its first row.
             reach = shape.window - 1
             if shape.processor is not None:
-                reach += shape.processor.left_context + shape.processor.rows_above
+                reach += shape.processor.left_context + shape.processor.preceding_rows
             num_growing = min(count, max(0, (reach - start) // size + 1))
         if num_growing:
             yield RowBlocks(size + above, start + num_growing * size, is_saved, num_growing, start + size)
@@ -172,7 +172,7 @@ def estimate_chunked(shape: AttentionShape) -> AttentionMemory:
 
 def estimate_row_blocks(shape: AttentionShape) -> AttentionMemory:
     """Estimate the memory of row blocks. Those of short sequences are saved, others recomputed."""
-    return _estimate_blocks(shape, list(_iter_row_blocks(shape, MAX_KEYS_KEPT)))
+    return _estimate_blocks(shape, list(_iter_row_blocks(shape, MAX_KEYS_SAVED)))
 
 
 def _estimate_blocks(shape: AttentionShape, blocks: list[RowBlocks], *, is_eager: bool = False) -> AttentionMemory:
@@ -263,13 +263,13 @@ def _score_workspace_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
         STICK_BREAKING_BYTES if shape.softmax_type.startswith("stick-breaking") else 0
     )
     # A processor that changes weights reads them in float32; their gradient exists before the copy's is freed.
-    freed_bytes = 0 if shape.processor is not None and shape.processor.changes_weights else half_copy_bytes
+    estimate_freed_bytes = 0 if shape.processor is not None and shape.processor.changes_weights else half_copy_bytes
     maps = _score_map_bytes(shape, is_eager=is_eager) + max(
-        (of_weights - freed_bytes) * num_maps, 4 * num_maps + bias_bytes
+        (of_weights - estimate_freed_bytes) * num_maps, 4 * num_maps + bias_bytes
     )
     if shape.processor is None:
         return maps
-    if shape.processor.rows_above:  # a convolution over rows pads its input and the gradient
+    if shape.processor.preceding_rows:  # a convolution over rows pads its input and the gradient
         maps += 4 * num_maps
     # Hidden values, and their gradients after the activation and after the second convolution. With a bias also: the
     # hidden values before and after adding its share, the share in float32 and in the type of the scores, and the

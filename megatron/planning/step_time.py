@@ -43,14 +43,14 @@ from functools import cache
 from megatron.config.schema import Config
 from megatron.distributed.hardware import GpuSpec
 from megatron.distributed.mesh import Axis, ParallelSizes
-from megatron.options.model import MAX_LOGITS, kv_hidden_size, padded_vocab_size
+from megatron.options.model import MAX_LOGITS, get_kv_hidden_size, padded_vocab_size
 from megatron.planning import activations
 from megatron.planning.activations import BYTES_PER_ELEMENT
 from megatron.planning.memory_estimate import MUON_MATRICES_AT_ONCE
 from megatron.planning.model_costs import (
     TRAINING_TO_FORWARD_RATIO,
     Shapes,
-    count_layer_kinds,
+    count_layer_types,
     count_rank_parameters,
     estimate_forward_flops,
     list_distinct_pipeline_stages,
@@ -81,7 +81,7 @@ class Cluster:
         """Memory of one GPU, in bytes."""
         return round(self.gpu.gib * 2**30)
 
-    def ring_bandwidth(self, stride: int, size: int) -> float:
+    def compute_ring_bandwidth(self, stride: int, size: int) -> float:
         """Return the bytes per second that each of `size` ranks, `stride` apart, can send in a ring."""
         if stride * size <= self.gpus_per_node:
             return LINK_EFFICIENCY * self.gpu.nvlink_gb_per_s * 1e9
@@ -125,13 +125,13 @@ def estimate_step_time(
     pipeline_stages = list_distinct_pipeline_stages(config, sizes.pipeline)
     stages = [_StageEstimator(config, sizes, vocab_size, cluster, stage, backend) for stage in pipeline_stages]
     flops_per_second = cluster.mfu * peak_tflops * 1e12
-    compute_seconds, communication_seconds = max(
-        ((stage.count_flops() / flops_per_second, stage.communication_seconds()) for stage in stages),
+    compute_seconds, estimate_communication_seconds = max(
+        ((stage.count_flops() / flops_per_second, stage.estimate_communication_seconds()) for stage in stages),
         key=lambda seconds: seconds[0] + seconds[1],
     )
-    bubble_seconds = (sizes.pipeline - 1) * (compute_seconds + communication_seconds)
-    total_communication_seconds = num_micro_batches * communication_seconds + max(
-        stage.gradient_sync_seconds() + stage.muon_communication_seconds() for stage in stages
+    bubble_seconds = (sizes.pipeline - 1) * (compute_seconds + estimate_communication_seconds)
+    total_communication_seconds = num_micro_batches * estimate_communication_seconds + max(
+        stage.estimate_gradient_sync_seconds() + stage.estimate_muon_communication_seconds() for stage in stages
     )
     total_compute_seconds = (
         num_micro_batches * compute_seconds + max(stage.muon_work.flops for stage in stages) / flops_per_second
@@ -226,18 +226,18 @@ class _StageEstimator:
         self.config, self.sizes, self.cluster, self.pipeline_stage = config, sizes, cluster, pipeline_stage
         stage = Axis(pipeline_stage, sizes.pipeline)
         self.forward_flops = estimate_forward_flops(config, vocab_size, stage)
-        self.layer_kinds = count_layer_kinds(config, stage)
-        self.num_layers = sum(count for _, count in self.layer_kinds)
+        self.layer_types = count_layer_types(config, stage)
+        self.num_layers = sum(count for _, count in self.layer_types)
         self.num_tokens = config.training.train_micro_batch_size_per_gpu * config.model.seq_length // sizes.context
         self.bytes_per_element = BYTES_PER_ELEMENT[config.training.compute_dtype]
-        self.key_bytes = self.num_tokens * kv_hidden_size(config.model) * self.bytes_per_element
+        self.key_bytes = self.num_tokens * get_kv_hidden_size(config.model) * self.bytes_per_element
         self.num_recomputed_passes = int(config.model.checkpoint_activations is True)
         self.num_attention_passes = int(config.model.checkpoint_activations is not False)
         """Recomputed forward passes: of whole layers, and of attention."""
         logits = self.num_tokens * padded_vocab_size(config.model, vocab_size) // sizes.tensor
         self.num_recomputed_logits = 1 if logits > MAX_LOGITS else 0
-        has_processor = [plan_processor(own.position) is not None for own, _ in self.layer_kinds]
-        self.num_processors = sum(count for has, (_, count) in zip(has_processor, self.layer_kinds, strict=True) if has)
+        has_processor = [plan_processor(own.position) is not None for own, _ in self.layer_types]
+        self.num_processors = sum(count for has, (_, count) in zip(has_processor, self.layer_types, strict=True) if has)
         self.num_parameters = count_rank_parameters(config, sizes, vocab_size, pipeline_stage)
 
     def count_flops(self) -> float:
@@ -245,13 +245,13 @@ class _StageEstimator:
         tensor, forward = self.sizes.tensor, self.forward_flops
         num_passes = TRAINING_TO_FORWARD_RATIO + self.num_recomputed_passes
         layer_flops = 0.0
-        for own, count in self.layer_kinds:
+        for own, count in self.layer_types:
             num_score_passes = (
                 TRAINING_TO_FORWARD_RATIO
                 + self.num_attention_passes
                 + activations.estimate_layer_activations(own, self.sizes, self.backend).recomputed_fraction
             )
-            score_flops = self.forward_flops if len(self.layer_kinds) == 1 else estimate_forward_flops(own, 1)
+            score_flops = self.forward_flops if len(self.layer_types) == 1 else estimate_forward_flops(own, 1)
             layer_flops += count * (
                 forward.linear * num_passes / tensor
                 + (score_flops.attention + score_flops.processor) * num_score_passes / tensor
@@ -261,7 +261,7 @@ class _StageEstimator:
             layer_flops + is_last * (TRAINING_TO_FORWARD_RATIO + self.num_recomputed_logits) * forward.output / tensor
         )
 
-    def communication_seconds(self) -> float:
+    def estimate_communication_seconds(self) -> float:
         """Return the communication time of one micro-batch, in seconds."""
         sizes, cluster = self.sizes, self.cluster
         hidden_bytes, seconds = self.num_tokens * self.config.model.hidden_size * self.bytes_per_element, 0.0
@@ -271,14 +271,16 @@ class _StageEstimator:
             exchanged_bytes = 2 * hidden_bytes / sizes.tensor + 2 * self.key_bytes
             processor_bytes = exchanged_bytes * num_attention_passes
             sent_bytes = self.num_layers * all_reduce_bytes + self.num_processors * processor_bytes
-            seconds += sent_bytes * (sizes.tensor - 1) / sizes.tensor / cluster.ring_bandwidth(1, sizes.tensor)
+            seconds += sent_bytes * (sizes.tensor - 1) / sizes.tensor / cluster.compute_ring_bandwidth(1, sizes.tensor)
         if sizes.context > 1:
             num_plain = self.num_layers - self.num_processors
             key_bytes = self.num_processors * self.key_bytes + num_plain * self.key_bytes / sizes.tensor
             sent_bytes = 2 * key_bytes * (sizes.context - 1) * num_attention_passes
-            seconds += sent_bytes / cluster.ring_bandwidth(sizes.tensor, sizes.context)
+            seconds += sent_bytes / cluster.compute_ring_bandwidth(sizes.tensor, sizes.context)
         if sizes.pipeline > 1:
-            seconds += 2 * hidden_bytes / cluster.ring_bandwidth(sizes.world_size // sizes.pipeline, sizes.pipeline)
+            seconds += (
+                2 * hidden_bytes / cluster.compute_ring_bandwidth(sizes.world_size // sizes.pipeline, sizes.pipeline)
+            )
         return seconds
 
     @property
@@ -291,7 +293,7 @@ class _StageEstimator:
         weights = list_layer_weights(self.config.model)
         return count_muon_work(weights, self.num_layers, options.params.ns_steps, num_shards, sizes.tensor)
 
-    def muon_communication_seconds(self) -> float:
+    def estimate_muon_communication_seconds(self) -> float:
         """Return the time to exchange matrices in one step, in seconds."""
         sizes, cluster, work = self.sizes, self.cluster, self.muon_work
         num_ranks, seconds = sizes.data * sizes.context, 0.0
@@ -299,13 +301,13 @@ class _StageEstimator:
         exchanged = 2 if self.config.training.compute_dtype == "bf16" else 4
         if work.cut:
             sent_bytes = 2 * work.cut * exchanged * (num_ranks - 1) / num_ranks
-            seconds += sent_bytes / cluster.ring_bandwidth(sizes.tensor, num_ranks)
+            seconds += sent_bytes / cluster.compute_ring_bandwidth(sizes.tensor, num_ranks)
         if sizes.tensor > 1:
             sent_bytes = work.stepped * (exchanged + 2 * self.bytes_per_element) * (sizes.tensor - 1) / sizes.tensor
-            seconds += sent_bytes / cluster.ring_bandwidth(1, sizes.tensor)
+            seconds += sent_bytes / cluster.compute_ring_bandwidth(1, sizes.tensor)
         return seconds
 
-    def gradient_sync_seconds(self) -> float:
+    def estimate_gradient_sync_seconds(self) -> float:
         """Return the time to synchronize gradients, and weights that ZeRO shards, in one step, in seconds."""
         sizes, training = self.sizes, self.config.training
         num_ranks = sizes.data * sizes.context
@@ -314,4 +316,4 @@ class _StageEstimator:
         num_micro_batches, stage = training.gradient_accumulation_steps, training.zero_optimization.stage
         num_transfers = 2 if stage < 2 else num_micro_batches + 1 if stage == 2 else 3 * num_micro_batches
         sent_bytes = num_transfers * self.num_parameters * self.bytes_per_element * (num_ranks - 1) / num_ranks
-        return sent_bytes / self.cluster.ring_bandwidth(sizes.tensor, num_ranks)
+        return sent_bytes / self.cluster.compute_ring_bandwidth(sizes.tensor, num_ranks)

@@ -9,7 +9,7 @@ its bound for good. Here bounds are enforced in three ways:
   out. If the step would move it back, it applies the gradient, so the parameter can leave its bound.
 * The optimizer projects the float32 masters onto the bounds after each step.
 
-Only the whole gradient determines the direction of a step. Each use of a parameter (in a layer, a block of rows, a
+Only the whole gradient determines the direction of a step. Each use of a parameter (in a layer, a row block, a
 rank) contributes a part of it. Judging the parts separately would make the result depend on how the work is divided.
 
 `forward` matters for one more reason: ZeRO-3 gathers the parameters of a module around its forward call. So parameters

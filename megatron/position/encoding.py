@@ -7,8 +7,8 @@ An encoding implements any of six hooks. The attention module calls them and nev
 | `embed`      | forward pass    | a vector per position, added to the token embeddings (learned, sinusoidal)    |
 | `rotate`     | layer           | queries or keys rotated by their positions (rotary)                           |
 | `table`      | layer           | bias and weight as functions of n = i − j alone: a Toeplitz method            |
-| `dense`      | block of rows   | bias and weight for every (i, j), if they are not functions of n alone        |
-| `contextual` | block of rows   | terms that depend on queries and keys, added to the scores                    |
+| `dense`      | row block   | bias and weight for every (i, j), if they are not functions of n alone        |
+| `contextual` | row block   | terms that depend on queries and keys, added to the scores                    |
 | `gate`       | layer           | how much each head forgets at each token, from the layer's input (fox)        |
 
 Positions are exact: integer spans, and float32 distances in every compute type. bfloat16 represents integers exactly
@@ -120,7 +120,7 @@ class Encoding(PositionModule):
         cost = self.cost
         return self.dims.head_dim * (cost.count_qk_numbers(self.option_values) if isinstance(cost, EncodingCost) else 1)
 
-    def describe_unsupported_reach(self, num_positions: int) -> str | None:
+    def describe_unsupported_length(self, num_positions: int) -> str | None:
         """Explain why the encoding does not support positions 0 … num_positions − 1, or return None.
 
         The limit of `max_length` is checked elsewhere.

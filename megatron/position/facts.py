@@ -19,7 +19,7 @@ OVERRIDABLE = (
     "rotate_keys",
     "get_cos_sin",
     "bias_tails",
-    "describe_unsupported_reach",
+    "describe_unsupported_length",
     "product_flops",
     "kernel_parameters",
     "traits",
@@ -91,7 +91,7 @@ class EncodingCost:
     """Elements of a rotated query or key per dimension of the head."""
     num_rotations: Callable[[MethodOptions], int] = lambda options: 1
     """Number of rotations: 2 if queries and keys are rotated again for far keys (`Encoding.far_distance`), else 1."""
-    num_turn_tables: Callable[[MethodOptions], int] = lambda options: 0
+    num_rotation_tables: Callable[[MethodOptions], int] = lambda options: 0
     """Number of float32 rotation tables [H, T, d] kept for the backward pass, per layer, shared by all sequences."""
     keeps_unrotated: bool = False
     """True if the rotation keeps its input queries and keys for the backward pass."""
@@ -121,8 +121,8 @@ class ProcessorCost:
     """Channels between two convolutions along the keys, with maps in the compute type; 0 for other processors."""
     left_context: Callable[[MethodOptions], int] = lambda options: 0
     """Columns left of a row's first visible column that the row reads (`Processor.left_context`)."""
-    rows_above: Callable[[MethodOptions], int] = lambda options: 0
-    """Rows above a row that the row reads (`Processor.rows_above`)."""
+    preceding_rows: Callable[[MethodOptions], int] = lambda options: 0
+    """Rows above a row that the row reads (`Processor.preceding_rows`)."""
     num_head_maps: Callable[[MethodOptions], int] = lambda options: 0
     """Number of float32 maps [R, C] kept per sequence and head, besides the weights."""
     num_sequence_maps: Callable[[MethodOptions], int] = lambda options: 0

@@ -3,7 +3,8 @@
 A table over distances n = i − j is expanded into a matrix over rows and columns.
 
 A CUDA graph stores the address of every tensor that existed before its capture. A cache may evict such a tensor, after
-which the graph would read memory that belongs to others. Caches therefore pass what they return to `keep_for_capture`.
+which the graph would read memory that belongs to others. Caches therefore pass what they return to
+`retain_for_capture`.
 """
 
 from collections.abc import Iterator
@@ -44,22 +45,22 @@ def pow_with_finite_gradient(n: Tensor, exponent: Tensor) -> Tensor:
     return torch.where(positive, torch.pow(torch.where(positive, n, 1.0), exponent), 0.0)
 
 
-def rotary_frequencies(half: int, base: float, device: torch.device | str | None = None) -> Tensor:
+def compute_rotary_frequencies(half: int, base: float, device: torch.device | str | None = None) -> Tensor:
     """Return base^(−m/half) for m = 0 … half − 1: float64 [half]."""
     return base ** (-torch.arange(half, dtype=torch.float64, device=device) / half)
 
 
-def position_angles(positions: Tensor, half: int, base: float) -> Tensor:
+def compute_position_angles(positions: Tensor, half: int, base: float) -> Tensor:
     """Return positions [T] times the frequencies base^(−m/half), m = 0 … half − 1: float64 [T, half].
 
     The result is float64, because at position 65,536 a float32 angle is already off by 0.004 rad.
     """
-    return positions.double()[:, None] * rotary_frequencies(half, base, positions.device)
+    return positions.double()[:, None] * compute_rotary_frequencies(half, base, positions.device)
 
 
-def sinusoidal_embeddings(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> Tensor:
+def compute_sinusoidal_embeddings(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> Tensor:
     """Return [sin; cos] of the angles of positions [T]: [T, dim]."""
-    angle = position_angles(positions, dim // 2, base)
+    angle = compute_position_angles(positions, dim // 2, base)
     return torch.cat([angle.sin(), angle.cos()], dim=-1).to(dtype)
 
 
@@ -86,7 +87,7 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Compute in the type of cos and sin."""
         ctx.save_for_backward(cos, sin)
-        result, turned, swapped = _allocate_turned(x, cos.shape[-1])
+        result, turned, swapped = _allocate_rotated(x, cos.shape[-1])
         torch.addcmul(x[..., : cos.shape[-1]] * cos, swapped, sin, out=turned)
         return result
 
@@ -94,13 +95,13 @@ class _Rotation(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Rotate back: swap(sin) is −sin."""
         cos, sin = ctx.saved_tensors
-        result, turned, swapped = _allocate_turned(grad, cos.shape[-1])
+        result, turned, swapped = _allocate_rotated(grad, cos.shape[-1])
         # addcmul may round once, but each of the two terms must be rounded.
         torch.sub(grad[..., : cos.shape[-1]] * cos, swapped * sin, out=turned)
         return result, None, None
 
 
-def _allocate_turned(x: Tensor, rotated: int) -> tuple[Tensor, Tensor, Tensor]:
+def _allocate_rotated(x: Tensor, rotated: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result with the unrotated dimensions, and views for the rotation.
 
     The views are the rotated dimensions of the result, and x with swapped halves.
@@ -218,7 +219,7 @@ def collect_captured_tensors() -> Iterator[list[Tensor]]:
         _captures.pop()
 
 
-def keep_for_capture(*tensors: Tensor) -> None:
+def retain_for_capture(*tensors: Tensor) -> None:
     """Add tensors of a cache that can evict them to the capture in progress, if there is one."""
     if _captures:
         _captures[-1] += tensors

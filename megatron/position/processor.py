@@ -3,7 +3,8 @@
 It maps all heads' scores and biases to logits, and softmax weights to weights.
 
 A processor declares what a row depends on besides itself, so that code that splits rows (into blocks, ranks or decoding
-steps) can provide it. This is neighboring columns (`left_context`), some rows above (`rows_above`), or a sum over all
+steps) can provide it. This is neighboring columns (`left_context`), some rows above (`preceding_rows`), or a sum over
+all
 rows above for each key (`row_terms`).
 """
 
@@ -43,8 +44,9 @@ class BiasContribution(NamedTuple):
 class Processor(PositionModule):
     """Base of all score processors.
 
-    A row depends on its own scores, on those of `rows_above` rows above it, and on the sum of `row_terms` over all rows
-    above. It never depends on later rows or columns. So any block of rows gives the same result as the full map.
+    A row depends on its own scores, on those of `preceding_rows` rows above it, and on the sum of `row_terms` over all
+    rows
+    above. It never depends on later rows or columns. So any row block gives the same result as the full map.
 
     B batch, H heads, h requested heads, R rows, C key columns, d head dimension.
     """
@@ -55,7 +57,7 @@ class Processor(PositionModule):
     If a window hides the preceding columns, a backend may omit all but the nearest of this number.
     """
 
-    rows_above: int = 0
+    preceding_rows: int = 0
     """Number of query rows above a row whose scores its attention weights depend on.
 
     They are passed with the rows of a block, and their results are dropped. If fewer are passed, the row is one of the
@@ -73,7 +75,7 @@ class Processor(PositionModule):
     def traits(cls) -> tuple[str, ...]:
         if cls.overrides("row_terms"):
             return ("sums over rows above",)
-        return ("rows independent",) if cls.rows_above == 0 else ("reads rows above",)
+        return ("rows independent",) if cls.preceding_rows == 0 else ("reads rows above",)
 
     @classmethod
     def overrides(cls, function: str) -> bool:
@@ -81,9 +83,9 @@ class Processor(PositionModule):
         return getattr(cls, function) is not getattr(Processor, function)
 
     @property
-    def reads_rows_above(self) -> bool:
+    def reads_preceding_rows(self) -> bool:
         """True if a row depends on other rows."""
-        return self.rows_above > 0 or self.overrides("row_terms")
+        return self.preceding_rows > 0 or self.overrides("row_terms")
 
     @property
     def takes_first_columns(self) -> bool:
@@ -91,7 +93,7 @@ class Processor(PositionModule):
 
         Otherwise it runs document by document.
         """
-        return not self.reads_rows_above
+        return not self.reads_preceding_rows
 
     def has_effect(self) -> bool:
         """Return False if the logits are exactly S + B, so that the processor can be added to a trained model."""
@@ -142,7 +144,7 @@ class Processor(PositionModule):
     ) -> Tensor:
         """Compute what each row adds to the sums, one per key, that all later rows read.
 
-        Because they are sums, blocks of rows pass them on, and a cache stores one number per token.
+        Because they are sums, row blocks pass them on, and a cache stores one number per token.
 
         Args:
             scores, bias, visible: as in `forward`, for the `summed_heads` only.

@@ -167,8 +167,10 @@ def build_processor(
 ) -> Processor:
     """Build a score processor for an encoding with or without a bias. Raises as `build_encoding` does."""
     processor = _build(load_processor_class(name), name, dims, options or {}, has_bias=has_bias)
-    if processor.rows_above and processor.overrides("row_terms"):
-        raise MethodFileError(f"{_describe(type(processor))} has both rows_above and row_terms; only one is allowed")
+    if processor.preceding_rows and processor.overrides("row_terms"):
+        raise MethodFileError(
+            f"{_describe(type(processor))} has both preceding_rows and row_terms; only one is allowed"
+        )
     return processor
 
 

@@ -105,8 +105,8 @@ class RotaryScaling:
             elif not 0 < value < math.inf:
                 raise OptionError(name, f"is {value}; it must be a positive number")
         for name in allowed:
-            is_said = name == "factor" and self.kind == "longrope" and self.attention_factor is not None
-            if name not in values and name not in _DEFAULTS and name not in _OPTIONAL and not is_said:
+            is_set = name == "factor" and self.kind == "longrope" and self.attention_factor is not None
+            if name not in values and name not in _DEFAULTS and name not in _OPTIONAL and not is_set:
                 raise OptionError(name, f"is missing; scaling {self.kind} needs it")
         if self.kind == "selfextend" and self.group > self.neighbors:  # type: ignore[operator]
             raise OptionError("group", f"is {self.group}; it must be at most neighbors {self.neighbors}")
@@ -211,10 +211,10 @@ class RotaryScaling:
 
     @property
     def far_distance(self) -> int | None:
-        """Distance from which keys count as far and `place_far` applies; None if the scaling has no far keys."""
+        """Distance from which `map_far_positions` applies to keys; None if the scaling has no far keys."""
         return self.neighbors if self.kind in TWO_ROTATIONS else None
 
-    def place_far(self, positions: Tensor, *, are_queries: bool) -> Tensor:
+    def map_far_positions(self, positions: Tensor, *, are_queries: bool) -> Tensor:
         """Return the positions that queries or keys at positions [T] have with respect to far tokens."""
         assert self.neighbors is not None
         if self.kind == "rerope":

@@ -68,7 +68,7 @@ def sample_positions(length: int, limit: int, seed: int, *, continuous: bool = F
 class TokenRange:
     """Tokens with the indices start, start + 1, …, start + length − 1 of a sequence.
 
-    Query rows and key columns are given as ranges, never as index tensors, so that a full forward pass, a block of rows
+    Query rows and key columns are given as ranges, never as index tensors, so that a full forward pass, a row block
     and a decoding step use the same code. Python integers are exact and stay off the device.
 
     Indices determine which keys a row sees. Position encodings receive positions: the indices, or the positions sampled
@@ -93,7 +93,7 @@ class TokenRange:
         return self.stop if self.sequence_length is None else self.sequence_length
 
     @property
-    def reach(self) -> int:
+    def position_bound(self) -> int:
         """Bound of the positions of all present and future tokens of the sequence.
 
         It is the same in every decoding step.
@@ -128,7 +128,7 @@ def count_distances(query: TokenRange, key: TokenRange) -> int:
     return max(query.position_limit - (key.start if key.sampled is None else 0), 1)
 
 
-def causal_mask(
+def build_causal_mask(
     query: TokenRange, key: TokenRange, device: torch.device | str | None = None, window: int | None = None
 ) -> Tensor:
     """Return the causal mask, bool [R, C]: True if the row sees the key.

@@ -5,7 +5,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron.rehearsal.rehearsed_run import STEPS
-from megatron.rehearsal.report import CONTEXT_GIB, GIB, NCCL_GIB, TIGHT_SHARE, UNKNOWN, RehearsalReport
+from megatron.rehearsal.report import CONTEXT_GIB, GIB, NCCL_GIB, TIGHT_FRACTION, UNKNOWN, RehearsalReport
 from megatron.utils.formatting import (
     format_approximate_duration,
     format_bytes,
@@ -36,7 +36,7 @@ def print_report(report: RehearsalReport, console: Console) -> None:
     buffers = f"; NCCL buffers about {NCCL_GIB} GiB × {communicators} communicator{'' if communicators == 1 else 's'}"
     console.print(
         f"  not modeled (published figures): CUDA context {CONTEXT_GIB[0]}–{CONTEXT_GIB[1]} GiB"
-        f"{buffers if communicators else ''}; tight: above {TIGHT_SHARE:.0%}, or no room for these",
+        f"{buffers if communicators else ''}; tight: above {TIGHT_FRACTION:.0%}, or no room for these",
         style="dim",
     )
     if any(trace.result.error is None for trace in rehearsal.train_traces.values()):
@@ -62,7 +62,7 @@ def _build_memory_table(report: RehearsalReport) -> Table:
             continue
         allocated, reserved, phase = report.find_peak(role.rank)
         planned, verdict = report.estimate_planned_memory(role.rank), report.judge(role.rank)
-        count = len(role.stands_for)
+        count = len(role.represented_ranks)
         table.add_row(
             str(role.rank),
             role.describe_coordinates(rehearsal.run.sizes),
@@ -196,7 +196,7 @@ def _print_coverage(report: RehearsalReport, console: Console) -> None:
     if rehearsal.unmatched_ranks:
         ranks = f"{rehearsal.unmatched_ranks} rank{'' if rehearsal.unmatched_ranks == 1 else 's'}"
         console.print(f"[bold]not compared[/]  {ranks}: no rank that finished represents them")
-    standing = [role for role in rehearsal.roles if len(role.stands_for) > 1]
+    standing = [role for role in rehearsal.roles if len(role.represented_ranks) > 1]
     if standing:
         ranks = format_ranks([role.rank for role in standing])
         console.print(f"[bold]assumed[/]  ranks that did not run behave like {ranks} (--ranks all runs every rank)")

@@ -268,7 +268,7 @@ class RankHooks:
         return TrainingHooks(
             on_phase=self.memory.enter,
             on_built=self._describe_run,
-            kept_backend=path.read_text(encoding="utf-8") if path.exists() else None,
+            previous_backend=path.read_text(encoding="utf-8") if path.exists() else None,
             save=save,
         )
 

@@ -25,11 +25,11 @@ from megatron.distributed.launcher_environment import ADDRESS, RankInfo
 from megatron.launch.rank_group import find_free_port
 from megatron.rehearsal.ledger import Ledger, read_ledger
 from megatron.rehearsal.matching import Mismatch, find_mismatches
-from megatron.rehearsal.null_device.cards import Card
 from megatron.rehearsal.null_device.environment import build_environment
+from megatron.rehearsal.null_device.gpu_models import GpuModel
 from megatron.rehearsal.rank_process import RankError, RankJob, RankResult
 from megatron.rehearsal.rehearsed_run import STEPS, RehearsedRun
-from megatron.rehearsal.roles import Role, choose_roles, list_stages
+from megatron.rehearsal.roles import RankRole, choose_roles, list_stages
 from megatron.utils.errors import RunError, UserError
 from megatron.utils.imports import SAFE_PATH_VARIABLE
 from megatron.utils.signals import cleanup_on_signal, get_parent_variable
@@ -65,8 +65,8 @@ class Rehearsal:
     """Findings of a rehearsal."""
 
     run: RehearsedRun
-    card: Card
-    roles: list[Role]
+    card: GpuModel
+    roles: list[RankRole]
     train_traces: dict[int, RankTrace] = field(default_factory=dict)
     """Traces of the training action, by rank."""
     resume_traces: dict[int, RankTrace] = field(default_factory=dict)
@@ -103,7 +103,7 @@ Progress = Callable[[str], None]
 
 def rehearse(
     run: RehearsedRun,
-    card: Card,
+    card: GpuModel,
     selection: str | list[int],
     progress: Progress = lambda line: None,
     command: Sequence[str] = RANK_COMMAND,
@@ -223,7 +223,7 @@ class _Execution:
             self._rehearsal.card,
             devices=run.devices_per_node,
             ledger=self._folder / f"{action}.ledger",
-            is_lone_rank=run.world_size > 1,
+            is_single_rank=run.world_size > 1,
             base={name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)},
         )
         info = RankInfo(rank, run.world_size, rank % run.devices_per_node, run.devices_per_node)
@@ -255,7 +255,7 @@ class _Execution:
         seconds = spent + time.monotonic() - begin
         job, ledgers = self._build_job(action, rank), self._folder / f"{action}.ledger"
         if code != 0:
-            self._refuse_full_disk()
+            self._check_free_space()
         if job.result.is_file():
             result = RankResult.read(job.result)
         else:
@@ -281,7 +281,7 @@ class _Execution:
                 self._progress(f"{action}: rank {rank} has run for {now - begin:.0f} s")
         return code or 0
 
-    def _refuse_full_disk(self) -> None:
+    def _check_free_space(self) -> None:
         """Raise RunError if the disk is full, because then a failure does not concern the run itself."""
         if shutil.disk_usage(self._folder).free < FULL_BYTES:
             raise RunError(f"{tempfile.gettempdir()} is full; set TMPDIR to a folder with more space")
@@ -312,7 +312,7 @@ class _Execution:
         ledgers: dict[int, Ledger] = {}
         for role in rehearsal.roles:
             if role.rank in whole:
-                ledgers |= {rank: whole[role.rank].translate(rank, sizes) for rank in role.stands_for}
+                ledgers |= {rank: whole[role.rank].translate(rank, sizes) for rank in role.represented_ranks}
         rehearsal.mismatches += [(action, mismatch) for mismatch in find_mismatches(ledgers, sizes)]
         if action == TRAIN:
             rehearsal.distinct_sequences = len({hash(ledger.normalize(sizes)) for ledger in whole.values()})

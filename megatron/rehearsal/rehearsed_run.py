@@ -11,7 +11,7 @@ step accumulates more micro-batches than a rank can have in flight, the rest rep
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.config.parallelism import get_known_world_size, ranks_per_replica, resolve_mesh_shape
+from megatron.config.parallelism import count_ranks_per_replica, get_known_world_size, resolve_mesh_shape
 from megatron.config.schema import Config
 from megatron.config.stages import build_stages
 from megatron.data.load_tokenizer import read_vocabulary
@@ -22,7 +22,7 @@ from megatron.options.launch import LaunchOptions
 from megatron.options.training import ACCUMULATION_KEY, GLOBAL_BATCH_KEY
 from megatron.planning.memory_estimate import find_largest_stage
 from megatron.rehearsal.synthetic_corpus import write_synthetic_corpus
-from megatron.training.check_resources import OVERRULE, count_offloaded_bytes
+from megatron.training.check_resources import START_ANYWAY_HINT, count_offloaded_bytes
 from megatron.training.check_start import check_data_files, check_run_folder
 from megatron.training.resolve_run import resolve_remote_run
 from megatron.utils.errors import FarfieldError, UserError
@@ -135,7 +135,7 @@ def plan_rehearsal(
     Raises:
         UserError: if `train` would reject the configuration, or the GPUs do not fill whole nodes.
     """
-    world_size = num_gpus or get_known_world_size(config) or ranks_per_replica(config)
+    world_size = num_gpus or get_known_world_size(config) or count_ranks_per_replica(config)
     per_node = devices_per_node or config.launch.num_gpus or DEVICES_PER_NODE
     if world_size % min(per_node, world_size):
         raise UserError(
@@ -195,7 +195,7 @@ def _check_host_memory(run: RehearsedRun, available: int | None) -> None:
         raise UserError(
             f"zero_optimization.offload_optimizer.device is {device}: a rank updates {format_bytes(needed)} of states "
             f"in host memory, but this machine has {format_bytes(available)}; use more --gpus, or "
-            f"a machine with more memory; {OVERRULE}",
+            f"a machine with more memory; {START_ANYWAY_HINT}",
             "zero_optimization",
         )
 

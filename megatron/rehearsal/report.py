@@ -23,13 +23,18 @@ from megatron.planning.step_time import Cluster
 from megatron.rehearsal.rehearse import RESUME, TRAIN, RankTrace, Rehearsal
 from megatron.rehearsal.rehearsed_run import STEPS
 from megatron.rehearsal.roles import find_varying_dimensions
-from megatron.training.check_resources import BUILT_BYTES, CheckpointSize, count_checkpoints, measure_free_bytes
+from megatron.training.check_resources import (
+    BYTES_PER_BUILT_PARAMETER,
+    CheckpointSize,
+    count_checkpoints,
+    measure_free_bytes,
+)
 from megatron.utils.errors import FarfieldError
 
 Verdict = Literal["fits", "tight", "out of memory", "failed"]
 VERDICTS: tuple[Verdict, ...] = ("fits", "tight", "out of memory", "failed")
 """Verdicts from best to worst."""
-TIGHT_SHARE = 0.9
+TIGHT_FRACTION = 0.9
 """Fraction of device memory above which little is left for memory that a rehearsal cannot measure."""
 CONTEXT_GIB = (0.3, 0.5)
 NCCL_GIB = 0.5
@@ -82,7 +87,7 @@ class RehearsalReport:
         reserved = max(result.peak_reserved for result in results)
         card = rehearsal.card.memory
         unmodeled = (CONTEXT_GIB[1] + NCCL_GIB * self.count_communicators(rank)) * GIB
-        return "tight" if reserved > TIGHT_SHARE * card or reserved + unmodeled > card else "fits"
+        return "tight" if reserved > TIGHT_FRACTION * card or reserved + unmodeled > card else "fits"
 
     @cached_property
     def verdict(self) -> Verdict:
@@ -248,7 +253,7 @@ class RehearsalReport:
         """Host memory that the ranks of a node use together to build the model, in bytes."""
         results = [trace.result for trace in self.rehearsal.train_traces.values()]
         sizes = [result.rank_parameters for result in results if result.rank_parameters is not None]
-        return BUILT_BYTES * max(sizes) * self.rehearsal.run.devices_per_node if sizes else None
+        return BYTES_PER_BUILT_PARAMETER * max(sizes) * self.rehearsal.run.devices_per_node if sizes else None
 
     def list_covered(self) -> list[str]:
         """List the phases that every rehearsed rank executed."""
@@ -278,7 +283,7 @@ class RehearsalReport:
             "card": {"name": rehearsal.card.name, "memory": rehearsal.card.memory,
                      "architecture": rehearsal.card.architecture},
             "notes": list(run.notes),
-            "roles": [self._role_to_dict(role.rank, role.stands_for) for role in rehearsal.roles],
+            "roles": [self._role_to_dict(role.rank, role.represented_ranks) for role in rehearsal.roles],
             "not_modelled": {
                 "cuda_context_gib": list(CONTEXT_GIB),
                 "nccl_gib_per_communicator": NCCL_GIB,
@@ -308,17 +313,17 @@ class RehearsalReport:
             "seconds": rehearsal.seconds,
         }  # fmt: skip
 
-    def _role_to_dict(self, rank: int, stands_for: tuple[int, ...]) -> dict[str, Any]:
+    def _role_to_dict(self, rank: int, represented_ranks: tuple[int, ...]) -> dict[str, Any]:
         traces, rehearsal = self._list_traces(rank), self.rehearsal
         if not traces:
-            return {"rank": rank, "stands_for": list(stands_for)}
+            return {"rank": rank, "stands_for": list(represented_ranks)}
         allocated, reserved, phase = self.find_peak(rank)
         errors = [
             {"action": name, **asdict(error)} for name, number, error in rehearsal.find_errors() if number == rank
         ]
         return {
             "rank": rank,
-            "stands_for": list(stands_for),
+            "stands_for": list(represented_ranks),
             "coordinates": dict(rehearsal.run.sizes.coordinates(rank)),
             "verdict": self.judge(rank),
             "peak_allocated": allocated,

@@ -18,12 +18,12 @@ INNER_DIMENSIONS: tuple[Dimension, ...] = ("tensor", "context", "data")
 
 
 @dataclass(frozen=True)
-class Role:
+class RankRole:
     """Group of equivalent ranks of one pipeline stage, one of which is run."""
 
     rank: int
     """Rank that is run."""
-    stands_for: tuple[int, ...]
+    represented_ranks: tuple[int, ...]
     """All ranks of the group, in order."""
 
     def describe_coordinates(self, sizes: ParallelSizes) -> str:
@@ -41,7 +41,7 @@ class Role:
         return ", ".join(parts) or "the only rank"
 
 
-def choose_roles(sizes: ParallelSizes, selection: str | Sequence[int] = "roles") -> list[Role]:
+def choose_roles(sizes: ParallelSizes, selection: str | Sequence[int] = "roles") -> list[RankRole]:
     """Choose the roles of a rehearsal, sorted by rank.
 
     Args:
@@ -52,7 +52,7 @@ def choose_roles(sizes: ParallelSizes, selection: str | Sequence[int] = "roles")
         UserError: if a rank is not in the mesh.
     """
     if selection == "all":
-        return [Role(rank, (rank,)) for rank in range(sizes.world_size)]
+        return [RankRole(rank, (rank,)) for rank in range(sizes.world_size)]
     if isinstance(selection, str):
         chosen = sorted({rank for stage in list_stages(sizes) for rank in (stage[0], stage[-1])})
     else:
@@ -64,7 +64,7 @@ def choose_roles(sizes: ParallelSizes, selection: str | Sequence[int] = "roles")
         candidates = [rank for rank in stage if rank in represented]
         for rank in stage if candidates else ():
             represented[min(candidates, key=lambda other: _distance(sizes, rank, other))].append(rank)
-    return [Role(rank, tuple(represented[rank])) for rank in chosen]
+    return [RankRole(rank, tuple(represented[rank])) for rank in chosen]
 
 
 def list_stages(sizes: ParallelSizes) -> list[tuple[int, ...]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron.reports.metrics import Metric
 
 MAX_LOG_RATIO, MAX_LINEAR_RATIO, MAX_SPREADS = 1000.0, 10.0, 10.0
-OTHERS_REACH = 4.0
+MAX_FAINT_CURVE_RATIO = 4.0
 """Maximum ratio of a faint curve's perplexity to the range of colored curves, for the axis to include it."""
 
 
@@ -50,8 +50,8 @@ def choose_scales(values: Sequence[float], others: Sequence[float], metric: Metr
     """
     low, high = min(values), max(values)
     if metric.plot_scale == "logarithmic" and low > 0:
-        low = min([low, *(other for other in others if other > low / OTHERS_REACH)])
-        high = max([high, *(other for other in others if other < high * OTHERS_REACH)])
+        low = min([low, *(other for other in others if other > low / MAX_FAINT_CURVE_RATIO)])
+        high = max([high, *(other for other in others if other < high * MAX_FAINT_CURVE_RATIO)])
     if metric.plot_scale == "linear" or low <= 0:
         low, high = min([low, *others]), max([high, *others])
         values = [*values, *others]

@@ -23,7 +23,7 @@ import numpy as np
 
 from megatron.reports.chart_scales import Scale, choose_scales
 from megatron.reports.comparison_table import ComparisonTable
-from megatron.reports.html_page import format_share
+from megatron.reports.html_page import format_fraction
 from megatron.reports.records import Record
 from megatron.reports.x_axes import format_multiple, join_headers
 
@@ -40,12 +40,12 @@ PLOT_HEIGHT = 300
 """Height of a plot in pixels, as in style.css."""
 BAR_OFFSET = 0.007
 """Horizontal offset between curves with bars, as a fraction of the width."""
-EDGE_ROOM = 0.03
+EDGE_MARGIN = 0.03
 """Margin left of the first x and right of the last x in charts with markers and bars, as a fraction of the width.
 
 It keeps bars inside the plot and off the axis labels.
 """
-MAX_REACH = 100.0
+MAX_OVERSHOOT = 100.0
 """Maximum distance that a line is drawn beyond the plot, in plot heights.
 
 Browsers clip what is outside. The point where a line leaves the plot is off by less than 1% of the distance between two
@@ -56,7 +56,7 @@ SIGNIFICANT_DIGITS = 7
 
 
 @dataclass(frozen=True)
-class ChartPlace:
+class ChartPosition:
     """Position on the horizontal axis."""
 
     share: float
@@ -121,7 +121,7 @@ class Chart:
     """Description for screen readers."""
     x_title: str
     y_title: str
-    places: tuple[ChartPlace, ...]
+    x_positions: tuple[ChartPosition, ...]
     ticks: tuple[ChartTick, ...]
     scales: tuple[Scale, ...]
     """Vertical axes; the first one is used initially."""
@@ -172,21 +172,21 @@ class Chart:
         of clipped values.
         """
         scale, offset = self.scale, self._get_offset(series)
-        x_shares = [self.places[point.place].share + offset for point in series.points]
-        line = [(x, scale.locate(point.value, MAX_REACH)) for x, point in zip(x_shares, series.points, strict=True)]
+        x_shares = [self.x_positions[point.place].share + offset for point in series.points]
+        line = [(x, scale.locate(point.value, MAX_OVERSHOOT)) for x, point in zip(x_shares, series.points, strict=True)]
         shapes: dict[str, Any] = {"line": _format_path(line), "band": "", "bars": [], "markers": []}
         if self.kind != "dense" or len(series.points) == 1:
             marks = [scale.get_clip_mark(point.value) or (series.is_drawn and series.marker) for point in series.points]
             shapes["markers"] = [
-                (mark, format_share(x), format_share(scale.locate(point.value)))
+                (mark, format_fraction(x), format_fraction(scale.locate(point.value)))
                 for mark, x, point in zip(marks, x_shares, series.points, strict=True)
                 if mark
             ]
         if not series.is_drawn:
             return shapes
-        reach = MAX_REACH if self.kind == "dense" else 0.0
+        overshoot = MAX_OVERSHOOT if self.kind == "dense" else 0.0
         spans = [
-            (x, *(scale.locate(bound, reach) for bound in point.interval))
+            (x, *(scale.locate(bound, overshoot) for bound in point.interval))
             for x, point in zip(x_shares, series.points, strict=True)
             if point.interval is not None
         ]
@@ -194,7 +194,7 @@ class Chart:
             upper = [(x, high) for x, _, high in spans]
             shapes["band"] = _format_path([*upper, *((x, low) for x, low, _ in reversed(spans))])
         elif self._has_bars:
-            shapes["bars"] = [tuple(map(format_share, span)) for span in spans]
+            shapes["bars"] = [tuple(map(format_fraction, span)) for span in spans]
         return shapes
 
     @cached_property
@@ -217,7 +217,7 @@ class Chart:
         by_name = {series.name: series.points[0] for series in self.series}
         points = [by_name[name] for name in self.path]
         return _format_path(
-            [(self.places[point.place].share, self.scale.locate(point.value, MAX_REACH)) for point in points]
+            [(self.x_positions[point.place].share, self.scale.locate(point.value, MAX_OVERSHOOT)) for point in points]
         )
 
     @property
@@ -226,7 +226,7 @@ class Chart:
         return {
             "kind": self.kind,
             "word": self.series_word,
-            "places": [[round(place.share, 5), place.text] for place in self.places],
+            "places": [[round(place.share, 5), place.text] for place in self.x_positions],
             "scales": [
                 {
                     "name": scale.name,
@@ -261,8 +261,8 @@ class Chart:
             return []
         taken = [
             (
-                self.places[p.place].share * NARROW_WIDTH - 5,
-                self.places[p.place].share * NARROW_WIDTH + 5,
+                self.x_positions[p.place].share * NARROW_WIDTH - 5,
+                self.x_positions[p.place].share * NARROW_WIDTH + 5,
                 self.scale.locate(p.value) * PLOT_HEIGHT,
             )
             for series in self.series
@@ -272,7 +272,7 @@ class Chart:
         order = sorted(self.series, key=lambda series: (series.name not in self.path, not series.is_drawn))
         for series in order:
             (point,) = series.points
-            share, y = self.places[point.place].share, self.scale.locate(point.value)
+            share, y = self.x_positions[point.place].share, self.scale.locate(point.value)
             x, width = share * NARROW_WIDTH, CHARACTER_WIDTH * len(series.name)
             left = x + 8 if share < 0.5 else x - 8 - width
             own = (x - 5, x + 5, y * PLOT_HEIGHT)
@@ -284,7 +284,7 @@ class Chart:
             if is_free and left > -50 and left + width < NARROW_WIDTH + 20:
                 taken.append((left, left + width, y * PLOT_HEIGHT))
                 anchor = "start" if share < 0.5 else "end"
-                labels.append((format_share(share), format_share(y), anchor, series.name))
+                labels.append((format_fraction(share), format_fraction(y), anchor, series.name))
         return labels
 
 
@@ -312,8 +312,8 @@ def build_curve_chart(
     curves = {method: get_curve(table, method) for method in table.methods}
     measured = [method for method in table.methods if curves[method][0]]
     order = _order_methods(table, measured, curves, shown_methods)
-    x_values = _thin_out(sorted({x for method in measured for x in curves[method][0]}), table)
-    positions = _locate_places(x_values, table)
+    x_values = _downsample(sorted({x for method in measured for x in curves[method][0]}), table)
+    positions = _locate_x_values(x_values, table)
     index_by_x = {x: index for index, x in enumerate(x_values)}
     series = []
     for index, (method, is_drawn) in enumerate(order):
@@ -334,7 +334,7 @@ def build_curve_chart(
         _format_x_title(table),
         table.metric.axis_label,
         tuple(
-            ChartPlace(share, join_headers(*table.axis.get_column_headers(x, table.train_length)))
+            ChartPosition(share, join_headers(*table.axis.get_column_headers(x, table.train_length)))
             for x, share in zip(x_values, positions, strict=True)
         ),
         _choose_x_ticks(x_values, positions, table),
@@ -403,7 +403,7 @@ def _order_methods(
     return [(method, True) for method in drawn] + [(method, False) for method in measured if method not in drawn]
 
 
-def _thin_out(x_values: list[float], table: ComparisonTable) -> list[float]:
+def _downsample(x_values: list[float], table: ComparisonTable) -> list[float]:
     """Return all x values, or `MAX_DENSE_POINTS` values of a dense axis plus the table's columns.
 
     The latter are evenly spaced by logarithm.
@@ -415,7 +415,7 @@ def _thin_out(x_values: list[float], table: ComparisonTable) -> list[float]:
     return sorted({*(x_values[index] for index in indices), *table.x_values})
 
 
-def _locate_places(x_values: Sequence[float], table: ComparisonTable) -> list[float]:
+def _locate_x_values(x_values: Sequence[float], table: ComparisonTable) -> list[float]:
     """Return the horizontal position of each x value, as a fraction of the width."""
     return [_locate_x(x, x_values, table) for x in x_values]
 
@@ -429,7 +429,7 @@ def _locate_x(x: float, x_values: Sequence[float], table: ComparisonTable) -> fl
     if low == high:
         return 0.5
     share = math.log(x / low) / math.log(high / low) if table.axis.in_tokens else (x - low) / (high - low)
-    room = 0.0 if table.axis.is_dense else EDGE_ROOM
+    room = 0.0 if table.axis.is_dense else EDGE_MARGIN
     return room + (1 - 2 * room) * share
 
 
@@ -454,7 +454,7 @@ def _choose_x_ticks(
         if x in table.x_values:
             multiple = format_multiple(x / table.train_length) if table.axis.in_tokens else ""
             candidates.append((share, table.axis.format_value(x), multiple))
-    kept = {width: keep_labels_apart(candidates, width) for width in (NARROW_WIDTH, WIDE_WIDTH)}
+    kept = {width: select_separate_labels(candidates, width) for width in (NARROW_WIDTH, WIDE_WIDTH)}
     return tuple(
         ChartTick(share, text, multiple, is_wide_only=index not in kept[NARROW_WIDTH])
         for index, (share, text, multiple) in enumerate(candidates)
@@ -462,7 +462,7 @@ def _choose_x_ticks(
     )
 
 
-def keep_labels_apart(ticks: Sequence[tuple[float, str, str]], width: float) -> set[int]:
+def select_separate_labels(ticks: Sequence[tuple[float, str, str]], width: float) -> set[int]:
     """Return the indices of ticks (position, label, lower label) whose labels do not overlap."""
     kept: set[int] = set()
     edge = math.inf

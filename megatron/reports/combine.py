@@ -21,7 +21,7 @@ from megatron.reports.records import RESULTS_FILE, Record, RunFailure
 from megatron.reports.report import ReportSection, build_leaderboard_report
 from megatron.reports.report_markdown import is_generated_markdown
 from megatron.reports.verdict_tables import DEFAULT_DELTA, build_verdict_tables
-from megatron.utils.atomic_io import check_folder, refuse_foreign_files, write_page_atomically
+from megatron.utils.atomic_io import check_folder, check_no_foreign_files, write_page_atomically
 from megatron.utils.errors import UserError
 from megatron.utils.formatting import format_choices
 
@@ -128,7 +128,7 @@ def _check_output_page(output: Path) -> None:
     if output.is_dir():
         raise UserError(f"--output {output}: expected a file, not a folder")
     check_folder("--output", output.parent)
-    refuse_foreign_files("--output", [output], checks[output.suffix])
+    check_no_foreign_files("--output", [output], checks[output.suffix])
 
 
 def _list_result_files(result_paths: Sequence[Path]) -> list[Path]:

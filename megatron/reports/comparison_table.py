@@ -28,14 +28,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron.reports import x_axes
-from megatron.reports.method_rows import disambiguate_methods, get_table_key, list_unproven_methods
+from megatron.reports.method_rows import disambiguate_methods, get_table_key, list_unverified_methods
 from megatron.reports.metrics import Metric
 from megatron.reports.records import Record, RunFailure
 from megatron.reports.x_axes import XAxis, format_multiple
 
 MAX_NAMED_METHODS = 4
 """Maximum number of methods that a note names."""
-MAX_NAMED_PLACES = 10
+MAX_DENSE_COLUMNS = 10
 """Maximum number of columns of a table over a dense axis."""
 
 
@@ -207,7 +207,7 @@ class ComparisonTable:
                 notes += [f"{change_note}{interval_note}", f"{metric.verdict_rule}."]
             else:
                 notes.append(f"{change_note}; its uncertainty is unknown.")
-        if unproven := list_unproven_methods(self.records):
+        if unproven := list_unverified_methods(self.records):
             notes.append(
                 f"The results of {', '.join(unproven[:MAX_NAMED_METHODS])}"
                 f"{' and others' * (len(unproven) > MAX_NAMED_METHODS)} lack training digests: runs of equal "
@@ -383,15 +383,15 @@ def _build_comparison_table(
     )
 
 
-def _choose_octaves(places: Sequence[float], train_length: int) -> tuple[float, ...]:
+def _choose_octaves(x_positions: Sequence[float], train_length: int) -> tuple[float, ...]:
     """Choose columns among many x values.
 
     They are those nearest to the training length, its halves, and its doubles, and the last one.
     """
     octaves = [train_length * 2.0**power for power in range(-40, 41)]
-    inside = [octave for octave in octaves if places[0] <= octave <= places[-1]]
-    nearest = {min(places, key=lambda place: abs(place - octave)) for octave in inside}
-    return tuple(sorted({*nearest, places[-1]})[-MAX_NAMED_PLACES:])
+    inside = [octave for octave in octaves if x_positions[0] <= octave <= x_positions[-1]]
+    nearest = {min(x_positions, key=lambda place: abs(place - octave)) for octave in inside}
+    return tuple(sorted({*nearest, x_positions[-1]})[-MAX_DENSE_COLUMNS:])
 
 
 def _aggregate_changes(

@@ -41,11 +41,11 @@ def build_environment(folder: Path) -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"embed_json": embed_json, "share": format_share}
+    environment.filters |= {"embed_json": embed_json, "share": format_fraction}
     return environment
 
 
-def format_share(share: float) -> str:
+def format_fraction(share: float) -> str:
     """Format a fraction as a percentage for SVG attributes."""
     return f"{100 * share:.2f}".rstrip("0").rstrip(".") + "%"
 

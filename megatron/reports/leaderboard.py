@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from megatron.reports.comparison_table import ComparisonTable
-from megatron.reports.contests import build_contests, rank_methods
 from megatron.reports.metrics import format_number, format_percent
+from megatron.reports.ranked_columns import build_ranked_columns, rank_methods
 from megatron.reports.significance import SIGNIFICANCE_LEVEL, MethodComparison, compare_methods, format_p_value
 from megatron.reports.table_formats import TextTable
 from megatron.reports.x_axes import format_multiple
@@ -126,10 +126,10 @@ class LeaderboardReport:
 
     def __init__(self, leaderboard: Leaderboard, tables: Sequence[ComparisonTable]) -> None:
         self.leaderboard = leaderboard
-        self.contests = build_contests(tables)
+        self.ranked_columns = build_ranked_columns(tables)
         baselines = {method for table in tables for method in table.trivial_baselines}
         methods = [m for m in dict.fromkeys(m for table in tables for m in table.methods) if m not in baselines]
-        self.ranking, self.ranks = rank_methods(self.contests, methods)
+        self.ranking, self.ranks = rank_methods(self.ranked_columns, methods)
         self.text = find_text_table(tables)
         self.costs = {} if self.text is None else measure_costs(self.text, leaderboard.baseline)
         self.ablations: dict[float, dict[Ablation, MethodComparison]] = {}
@@ -173,7 +173,7 @@ class LeaderboardReport:
         return [*drawn, baseline] if baseline in self.ranking and baseline not in drawn else drawn
 
     def build_tables(self) -> list[TextTable]:
-        tables = [self._build_board()] if self.contests else []
+        tables = [self._build_board()] if self.ranked_columns else []
         if any(self.ablations.values()):
             tables.append(self._build_ablations_table())
         if self.costs:
@@ -181,13 +181,13 @@ class LeaderboardReport:
         return tables
 
     def _build_board(self) -> TextTable:
-        kinds = list(dict.fromkeys(contest.kind for contest in self.contests))
+        kinds = list(dict.fromkeys(ranked_column.kind for ranked_column in self.ranked_columns))
         rank_headers = ["rank", *(f"rank in {kind}" for kind in kinds if len(kinds) > 1)]
         headers = [*rank_headers]
         text, notes = self.text, []
         if text is not None:
             headers.append("perplexity at 1×")
-        headers += [contest.title for contest in self.contests]
+        headers += [ranked_column.title for ranked_column in self.ranked_columns]
         if text is not None:
             headers += [f"change to {self.largest}", f"from the best at {self.largest}"]
         rows = []
@@ -200,7 +200,7 @@ class LeaderboardReport:
             if text is not None:
                 cell = text.cells.get((method, text.train_length))
                 cells.append("–" if cell is None else str(replace(cell, is_best=False)))
-            cells += [contest.format_score(method) for contest in self.contests]
+            cells += [ranked_column.format_score(method) for ranked_column in self.ranked_columns]
             if text is not None:
                 change = text.compute_change(method, text.train_length, text.x_values[-1])
                 cells.append("–" if change is None else format_percent(change.mean - 1, min_decimals=1))
@@ -213,16 +213,16 @@ class LeaderboardReport:
         if len(self.ranks) < len(self.ranking):
             notes.append(
                 f"Ranks cover the {len(self.ranks)} methods that every contest evaluated; the others follow, sorted by "
-                f"{self.contests[0].title}."
+                f"{self.ranked_columns[0].title}."
             )
         if text is not None:
             notes.append(
                 f"From the best: perplexity relative to {self.best_text_method}, on the same text and seeds; in "
                 f"parentheses if the difference is not significant over seeds, or based on one seed. {_HOLM_NOTE}"
             )
-        if any(contest.deviations for contest in self.contests):
+        if any(ranked_column.deviations for ranked_column in self.ranked_columns):
             notes.append("± is the standard deviation over seeds, for methods with several seeds.")
-        if any(contest.partial_num_seeds for contest in self.contests):
+        if any(ranked_column.partial_num_seeds for ranked_column in self.ranked_columns):
             notes.append(
                 "n is the number of seeds of a method with fewer seeds than others; it also applies to its differences."
             )

@@ -5,15 +5,15 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.reports.contests import Contest
 from megatron.reports.leaderboard import Ablation, LeaderboardReport
 from megatron.reports.metrics import format_percent
+from megatron.reports.ranked_columns import RankedColumn
 from megatron.reports.significance import NOT_SIGNIFICANT, NOT_TESTED, MethodComparison
 from megatron.reports.x_axes import format_multiple
 
-HOLDS_WITHIN = 1.05
+MAX_EXTRAPOLATION_RATIO = 1.05
 """Maximum ratio of perplexity at the largest length to that at the training length for a method that holds."""
-GOOD_WITHIN = 1.05
+MAX_RATIO_TO_BEST = 1.05
 """Maximum ratio of mean perplexity at the largest length to the lowest, for a method to be considered for its costs."""
 VERDICT_WORDS = {
     "better": "significantly lowers perplexity on",
@@ -38,13 +38,13 @@ def build_answers(board: LeaderboardReport) -> list[Answer]:
         return []
     names = list(dict.fromkeys(ablation.name for ablation in board.leaderboard.ablations))
     return [
-        Answer(f"Which methods hold at {board.largest}?", tuple(_tell_who_holds(board))),
-        *(Answer(f"Does {name} improve other methods?", tuple(_tell_what_adds(board, name))) for name in names),
-        Answer("What do methods cost?", tuple(_tell_costs(board, names))),
+        Answer(f"Which methods hold at {board.largest}?", tuple(_answer_who_extrapolates(board))),
+        *(Answer(f"Does {name} improve other methods?", tuple(_answer_what_helps(board, name))) for name in names),
+        Answer("What do methods cost?", tuple(_answer_costs(board, names))),
     ]
 
 
-def _tell_who_holds(board: LeaderboardReport) -> Iterator[str]:
+def _answer_who_extrapolates(board: LeaderboardReport) -> Iterator[str]:
     text = board.text
     assert text is not None
     last = text.x_values[-1]
@@ -57,9 +57,9 @@ def _tell_who_holds(board: LeaderboardReport) -> Iterator[str]:
     if best is None or not changes:
         yield f"No method has a number at {board.largest}."
         return
-    holding = [method for method in changes if changes[method] <= HOLDS_WITHIN]
+    holding = [method for method in changes if changes[method] <= MAX_EXTRAPOLATION_RATIO]
     holding.sort(key=lambda method: text.cells[method, last].mean)
-    limit = f"{HOLDS_WITHIN - 1:.0%}"
+    limit = f"{MAX_EXTRAPOLATION_RATIO - 1:.0%}"
     yield (
         f"{len(holding)} of {len(changes)} methods hold: their perplexity at {board.largest} is at most {limit} "
         f"above that at the training length ({_name_methods(holding)})."
@@ -91,9 +91,9 @@ def _tell_who_holds(board: LeaderboardReport) -> Iterator[str]:
             f"{num_partial} of the {len(changes)} methods have fewer than {text.max_seeds} seeds (n in the tables), so "
             "their results are less certain."
         )
-    for contest in board.contests:
-        if contest.kind != "text" and contest.scores:
-            yield _tell_winner(contest)
+    for ranked_column in board.ranked_columns:
+        if ranked_column.kind != "text" and ranked_column.scores:
+            yield _describe_winner(ranked_column)
 
 
 def _compare_with_best(board: LeaderboardReport) -> str:
@@ -118,7 +118,7 @@ def _format_change(comparison: MethodComparison) -> str:
     return format_percent(comparison.change - 1, min_decimals=1)
 
 
-def _tell_what_adds(board: LeaderboardReport, name: str) -> Iterator[str]:
+def _answer_what_helps(board: LeaderboardReport, name: str) -> Iterator[str]:
     text = board.text
     assert text is not None
     for length, comparisons in board.ablations.items():
@@ -136,7 +136,7 @@ def _tell_what_adds(board: LeaderboardReport, name: str) -> Iterator[str]:
         yield f"At {where} {name} {', '.join(parts)}."
 
 
-def _tell_costs(board: LeaderboardReport, names: Sequence[str]) -> Iterator[str]:
+def _answer_costs(board: LeaderboardReport, names: Sequence[str]) -> Iterator[str]:
     text, baseline = board.text, board.leaderboard.baseline
     assert text is not None
     best = board.best_text_method
@@ -153,8 +153,8 @@ def _tell_costs(board: LeaderboardReport, names: Sequence[str]) -> Iterator[str]
             )
     if best is None or len(text.methods) == 1 or not board.costs[best].has_times:
         return
-    cheap = _find_cheap(board, best)
-    good = f"whose mean perplexity at {board.largest} is within {GOOD_WITHIN - 1:.0%} of the lowest"
+    cheap = _find_cheapest(board, best)
+    good = f"whose mean perplexity at {board.largest} is within {MAX_RATIO_TO_BEST - 1:.0%} of the lowest"
     if cheap:
         yield (
             f"Methods {good}, and that are at most 10% slower than {baseline} in training and in scoring at "
@@ -172,7 +172,7 @@ def _format_ratios(ratios: Sequence[float]) -> str:
     return text if len(ratios) == 1 else f"{text} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-def _find_cheap(board: LeaderboardReport, best: str) -> list[str]:
+def _find_cheapest(board: LeaderboardReport, best: str) -> list[str]:
     text = board.text
     assert text is not None
     last = text.x_values[-1]
@@ -180,7 +180,7 @@ def _find_cheap(board: LeaderboardReport, best: str) -> list[str]:
     return [
         method
         for method in sorted(means, key=means.__getitem__)
-        if means[method] <= GOOD_WITHIN * means[best]
+        if means[method] <= MAX_RATIO_TO_BEST * means[best]
         and (cost := board.costs.get(method)) is not None
         and (cost.step or math.inf) <= 1.1
         and (cost.scoring or math.inf) <= 1.1
@@ -211,15 +211,17 @@ def _compare_costs(board: LeaderboardReport, pairs: Sequence[Ablation], field: s
     return ratios
 
 
-def _tell_winner(contest: Contest) -> str:
+def _describe_winner(ranked_column: RankedColumn) -> str:
     """Name the best methods in a task, and the number of methods above the trivial baselines."""
-    order = sorted(contest.scores, key=lambda method: contest.metric.get_sort_key(contest.scores[method]))
-    top = [method for method in order if contest.scores[method] == contest.scores[order[0]]]
-    text = f"Best in {contest.title}: {_name_methods(top)}, with {contest.format_score(order[0])}"
-    if contest.floor is None:
+    order = sorted(
+        ranked_column.scores, key=lambda method: ranked_column.metric.get_sort_key(ranked_column.scores[method])
+    )
+    top = [method for method in order if ranked_column.scores[method] == ranked_column.scores[order[0]]]
+    text = f"Best in {ranked_column.title}: {_name_methods(top)}, with {ranked_column.format_score(order[0])}"
+    if ranked_column.floor is None:
         return f"{text}."
-    learned = [method for method in order if contest.is_above_floor(method)]
-    floor = contest.metric.format_value(contest.floor) + "%" * (contest.metric.unit == "in %")
+    learned = [method for method in order if ranked_column.is_above_floor(method)]
+    floor = ranked_column.metric.format_value(ranked_column.floor) + "%" * (ranked_column.metric.unit == "in %")
     return f"{text}; {len(learned)} of {len(order)} beat the best trivial baseline ({floor})."
 
 

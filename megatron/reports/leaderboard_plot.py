@@ -4,7 +4,7 @@ import io
 import math
 
 from megatron.reports.chart_scales import choose_scales
-from megatron.reports.charts import Chart, ChartPlace, ChartPoint, ChartSeries, ChartTick
+from megatron.reports.charts import Chart, ChartPoint, ChartPosition, ChartSeries, ChartTick
 from megatron.reports.leaderboard import LeaderboardReport
 from megatron.reports.metrics import format_number, get_metric
 
@@ -56,7 +56,7 @@ def build_cost_chart(board: LeaderboardReport, name: str) -> Chart | None:
         alt_text,
         f"duration of a training step, {baseline} = 1",
         f"perplexity at {board.largest}",
-        tuple(ChartPlace(locate(step), f"{step:.2f}× a training step of {baseline}") for _, step, _ in points),
+        tuple(ChartPosition(locate(step), f"{step:.2f}× a training step of {baseline}") for _, step, _ in points),
         tuple(ChartTick(locate(step), f"{step:g}×") for step in doubles),
         choose_scales([value for _, _, value in points], [], get_metric("perplexity"))[:1],
         tuple(

@@ -13,11 +13,11 @@ from megatron.reports.charts import (
     NARROW_WIDTH,
     WIDE_WIDTH,
     Chart,
-    ChartPlace,
     ChartPoint,
+    ChartPosition,
     ChartSeries,
     ChartTick,
-    keep_labels_apart,
+    select_separate_labels,
 )
 from megatron.reports.metrics import format_number
 
@@ -71,7 +71,7 @@ class HorizontalAxis:
             values = [0.0, *values] if low == 0 else values
         texts = [(self.locate(value), f"{value:,.10g}", "") for value in values]
         texts.sort()
-        kept = {width: keep_labels_apart(texts, width) for width in (NARROW_WIDTH, WIDE_WIDTH)}
+        kept = {width: select_separate_labels(texts, width) for width in (NARROW_WIDTH, WIDE_WIDTH)}
         return tuple(
             ChartTick(share, text, is_wide_only=index not in kept[NARROW_WIDTH])
             for index, (share, text, _) in enumerate(texts)
@@ -136,7 +136,7 @@ def build_line_chart(
         alt_text,
         axis.title,
         y_title,
-        tuple(ChartPlace(axis.locate(x), f"{axis.title}: {x:,.4g}") for x in x_values),
+        tuple(ChartPosition(axis.locate(x), f"{axis.title}: {x:,.4g}") for x in x_values),
         axis.choose_ticks(),
         (Scale("linear", low - room, high + room, ticks),),
         tuple(series),

@@ -66,7 +66,7 @@ def disambiguate_methods(records: Sequence[Record]) -> list[Record]:
     ]
 
 
-def list_unproven_methods(records: Iterable[Record]) -> list[str]:
+def list_unverified_methods(records: Iterable[Record]) -> list[str]:
     """Return the methods of a table whose runs count as seeds of one method although a digest is missing.
 
     Runs in one sweep folder, which differ in their seed_N, need no digest.

@@ -164,11 +164,11 @@ class Metric:
     def format_tick(self, value: float, ticks: Sequence[float] = ()) -> str:
         """Format a value for a figure with three digits, or for an axis with as many decimals as its `ticks` need."""
         scaled = value * self.display_factor
-        places = sorted({float(tick) * self.display_factor for tick in ticks})
-        if len(places) < 2:
+        x_positions = sorted({float(tick) * self.display_factor for tick in ticks})
+        if len(x_positions) < 2:
             return f"{scaled:,.3g}" if abs(scaled) < 1000 else f"{scaled:,.0f}"
-        step = min(upper - lower for lower, upper in pairwise(places))
-        decimals = next((d for d in range(9) if all(abs(round(x, d) - x) < step / 100 for x in places)), 9)
+        step = min(upper - lower for lower, upper in pairwise(x_positions))
+        decimals = next((d for d in range(9) if all(abs(round(x, d) - x) < step / 100 for x in x_positions)), 9)
         return f"{scaled:,.{decimals}f}"
 
     def format_change(self, change: float, half_width: float | None = None) -> str:

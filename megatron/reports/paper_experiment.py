@@ -63,7 +63,7 @@ class Experiment:
     leaderboard: Leaderboard | None = None
 
     @property
-    def is_worth_keeping(self) -> bool:
+    def has_information(self) -> bool:
         """True if the experiment contains information beyond the records."""
         return bool(self.published or self.differences or self.own_seeds or self.leaderboard)
 

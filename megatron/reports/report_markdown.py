@@ -27,7 +27,7 @@ from megatron.reports.report import (
 )
 from megatron.reports.results_output import build_missing_table
 from megatron.reports.table_formats import render_comparison_markdown
-from megatron.utils.atomic_io import refuse_foreign_files, write_bytes_atomically, write_page_atomically
+from megatron.utils.atomic_io import check_no_foreign_files, write_bytes_atomically, write_page_atomically
 from megatron.utils.folder_lock import folder_lock
 
 MARKER = "<!-- Written by ./deepy.py report: change the records, not this page. -->\n"
@@ -54,7 +54,7 @@ def check_pictures(key: str, path: Path, sections: Sequence[ReportSection]) -> N
     """
     shown = path.read_text(encoding="utf-8") if is_generated_markdown(path) else ""
     _, *pictures = list_markdown_files(path, sections)
-    refuse_foreign_files(key, pictures, lambda picture: f"]({picture.name})" in shown)
+    check_no_foreign_files(key, pictures, lambda picture: f"]({picture.name})" in shown)
 
 
 def list_markdown_files(path: Path, sections: Sequence[ReportSection]) -> list[Path]:

@@ -22,7 +22,7 @@ from megatron.reports.leaderboard_answers import build_answers
 from megatron.reports.method_rows import disambiguate_methods
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure, merge_records
 from megatron.reports.table_formats import TextTable, build_rich_table, render_comparison_text
-from megatron.utils.atomic_io import refuse_foreign_files, write_bytes_atomically, write_text_atomically
+from megatron.utils.atomic_io import check_no_foreign_files, write_bytes_atomically, write_text_atomically
 from megatron.utils.folder_lock import folder_lock
 
 ALL_RESULTS = "everything"
@@ -103,7 +103,9 @@ def check_no_foreign_results(option: str, folder: Path) -> None:
     Raises:
         UserError: it has such files.
     """
-    refuse_foreign_files(option, [folder / name for name in DERIVED_FILES], lambda _: (folder / RESULTS_FILE).is_file())
+    check_no_foreign_files(
+        option, [folder / name for name in DERIVED_FILES], lambda _: (folder / RESULTS_FILE).is_file()
+    )
 
 
 def read_saved_records(folder: Path) -> list[Record]:

@@ -31,7 +31,7 @@ from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure, read_records
 from megatron.sweeps.spec import Sweep, SweepMember
 from megatron.training import metrics_log
-from megatron.training.check_resources import estimate_disk_need, refuse_full_disk
+from megatron.training.check_resources import check_free_space, estimate_disk_need
 from megatron.training.check_start import check_start
 from megatron.training.metrics_log import has_logged_record
 from megatron.utils.atomic_io import parse_json, write_text_atomically
@@ -240,7 +240,7 @@ def check_sweep_disk(sweep: Sweep, members: Sequence[SweepMember]) -> None:
         need = estimate_disk_need(config, start)
         needed, kept, runs = max(needed, kept + need.at_once), kept + need.at_end, runs + 1
     text = f"the {runs} remaining runs need {{}} more" if runs > 1 else "the remaining run needs {} more"
-    refuse_full_disk("sweep.output", sweep.output_folder, needed, text)
+    check_free_space("sweep.output", sweep.output_folder, needed, text)
 
 
 def check_member_starts(members: Iterable[SweepMember], *, in_queue: bool) -> None:
@@ -263,9 +263,9 @@ def check_member_starts(members: Iterable[SweepMember], *, in_queue: bool) -> No
         try:
             check_start(
                 member.resolved_run,
-                needs_data=not (in_queue and slurm.moves_folders(launch)),
+                needs_data=not (in_queue and slurm.remaps_paths(launch)),
                 has_own_python=not in_queue or slurm.has_own_python(launch),
-                is_here=not in_queue,
+                is_local=not in_queue,
                 reads_tokens=in_queue and data not in read,
             )
         except FarfieldError as error:

@@ -16,7 +16,7 @@ is retrained only with `--retry-failed`. After other failures, such as a full di
 the sweep starts.
 
 With `jobs`, several members run in parallel on this machine (`worker_pool.py`). Results and report are rewritten as
-often as `REPORT_SHARE` of the time allows, and at the end. Each member's records are also in its own folder.
+often as `REPORT_FRACTION` of the time allows, and at the end. Each member's records are also in its own folder.
 
 With `launcher: slurm`, the remaining work becomes a job array with one task per member. Once its tasks have ended, the
 same command writes the report.
@@ -58,7 +58,7 @@ from megatron.sweeps.remaining_work import (
 )
 from megatron.sweeps.spec import Sweep, SweepMember, find_ablations, read_sweep
 from megatron.sweeps.worker_pool import run_members
-from megatron.utils.atomic_io import make_folder, refuse_foreign_files
+from megatron.utils.atomic_io import check_no_foreign_files, make_folder
 from megatron.utils.errors import FarfieldError, RunError, UserError
 from megatron.utils.formatting import format_duration, format_flops
 from megatron.utils.progress import ProgressMeter, WaitAnnouncer, WorkItem
@@ -71,11 +71,11 @@ if TYPE_CHECKING:
 
 STOPPING_MESSAGE = "stopping after running trainings save a checkpoint (repeat to stop immediately)"
 REPORT_FILE = "report.html"
-CARRY_ON_HINT = "run the same command to resume"
+RESUME_HINT = "run the same command to resume"
 LOCKED_MESSAGE = "a sweep is running in this folder; wait until it ends, or choose another folder"
 RETRY_DIVERGED_HINT = "use --retry-failed to retrain diverged runs"
 RETRY_FAILED_HINT = "run the same command to retry failed runs"
-REPORT_SHARE = 0.05
+REPORT_FRACTION = 0.05
 """Maximum fraction of a sweep's time spent on rewriting its report."""
 MAX_NAMED_FAILURES = 5
 """Maximum number of failures listed in a message."""
@@ -124,10 +124,12 @@ def run_sweep(
         diverged = _find_diverged(sweep, retry_failed)
         check_sweep_disk(sweep, [m for m in sweep.members if m not in diverged])
     make_folder("sweep.output", sweep.output_folder)
-    _refuse_files_of_others(sweep)
+    _check_no_foreign_files(sweep)
     lock = None
     if member is None:
-        lock = RunLock(sweep.output_folder, name=SWEEP_LOCK, key="sweep.output", busy=LOCKED_MESSAGE, patience=1.0)
+        lock = RunLock(
+            sweep.output_folder, name=SWEEP_LOCK, key="sweep.output", busy_message=LOCKED_MESSAGE, lock_timeout=1.0
+        )
     with _release_on_exit(lock), _open_console(console, sweep.output_folder / "log.txt") as progress_console:
         log = _build_line_printer(progress_console)
         for note in sweep.notes:
@@ -136,7 +138,7 @@ def run_sweep(
             with acknowledge_signals(log, STOPPING_MESSAGE):
                 return _run_members(sweep, progress_console, log, member, array, retry_failed)
         except (KeyboardInterrupt, StoppedBySignal):
-            log(f"stopped; {CARRY_ON_HINT}")
+            log(f"stopped; {RESUME_HINT}")
             raise
 
 
@@ -180,22 +182,22 @@ def _build_array_job(
     )
 
 
-def _refuse_files_of_others(sweep: Sweep) -> None:
+def _check_no_foreign_files(sweep: Sweep) -> None:
     """Reject an output folder with files of a sweep's names that no sweep wrote. Raises UserError."""
     from megatron.reports.html_page import is_generated_page
 
     key, output = "sweep.output", sweep.output_folder
     check_no_foreign_results(key, output)
-    refuse_foreign_files(key, [output / REPORT_FILE], is_generated_page)
+    check_no_foreign_files(key, [output / REPORT_FILE], is_generated_page)
     for member in sweep.members:
         is_started = (member.folder / LOCK).exists() or bool(list_checkpoints(member.folder))
 
         def is_ours(path: Path, member: SweepMember = member, is_started: bool = is_started) -> bool:
             return is_started or is_saved_config(member.get_path_beside(".yml"))
 
-        refuse_foreign_files(key, [member.get_path_beside(".yml"), member.get_path_beside(".txt")], is_ours)
+        check_no_foreign_files(key, [member.get_path_beside(".yml"), member.get_path_beside(".txt")], is_ours)
     has_config = any(member.get_path_beside(".yml").exists() for member in sweep.members)
-    refuse_foreign_files(key, [output / RESULTS_FILE], lambda _: has_config or (output / REPORT_FILE).exists())
+    check_no_foreign_files(key, [output / RESULTS_FILE], lambda _: has_config or (output / REPORT_FILE).exists())
 
 
 def _run_members(
@@ -319,7 +321,7 @@ class _SweepResults:
         start_time = time.monotonic()
         if start_time >= self.next_write and self.records:
             self.write()
-            self.next_write = time.monotonic() + (time.monotonic() - start_time) / REPORT_SHARE
+            self.next_write = time.monotonic() + (time.monotonic() - start_time) / REPORT_FRACTION
 
     def write(self) -> None:
         if self.records:
@@ -421,7 +423,7 @@ def _write_results(
     board = report.build_leaderboard_report(section)
     drawn = None if board is None else report.select_shown_records(section, board)
     write_results(output, records, failures, own_seeds=sweep.options.has_own_seeds, drawn=drawn)
-    if experiment.is_worth_keeping:  # so that results of several sweeps can be combined
+    if experiment.has_information:  # so that results of several sweeps can be combined
         paper_experiment.write_experiment(output / RESULTS_FILE, experiment)
     texts = dict(sweep.texts)
     texts |= {str(member.get_path_beside(".yml")): member.text for member in done}

@@ -25,7 +25,7 @@ from megatron.reports.records import Record
 from megatron.sweeps.member_run import run_member
 from megatron.sweeps.remaining_work import MemberWork
 from megatron.sweeps.spec import SweepMember
-from megatron.utils.errors import FarfieldError, RunError, refuse_exits
+from megatron.utils.errors import FarfieldError, RunError, forbid_exits
 from megatron.utils.imports import SAFE_PATH_VARIABLE
 from megatron.utils.progress import ProgressMeter, WorkItem
 from megatron.utils.project import join_python_path
@@ -87,7 +87,7 @@ def run_members(
 
 def _run_to_outcome(member: SweepMember, work: MemberWork, meter: Any) -> Outcome:
     try:
-        with refuse_exits():
+        with forbid_exits():
             return run_member(member, work, meter)
     except FarfieldError as error:
         return error

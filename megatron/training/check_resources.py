@@ -41,11 +41,11 @@ CERTAIN_FRACTION = 0.9
 """Lower bound on a rank's memory, as a fraction of its planned memory. The allocator's peak of every run in
 docs/results/planner_memory.md is within a tenth of its plan, and the GPU itself uses some memory besides.
 """
-BUILT_BYTES = 4
+BYTES_PER_BUILT_PARAMETER = 4
 """Bytes per parameter while a model is built, in float32, before it moves to GPUs."""
-STORED_BYTES = 4
+BYTES_PER_STORED_VALUE = 4
 """Bytes in a checkpoint per weight and per value of each optimizer moment: float32."""
-OVERRULE = "set check_resources=false to start anyway"
+START_ANYWAY_HINT = "set check_resources=false to start anyway"
 
 
 def check_memory(
@@ -101,7 +101,8 @@ def _check_gpu_memory(
         raise UserError(
             f"{name}{_describe_size(config)}: a rank needs at least {format_bytes(needed)} of GPU memory "
             f"({format_bytes(estimate.weights)} of weights, {format_bytes(estimate.optimizer)} of optimizer states), "
-            f"but a GPU has {format_bytes(gpu_memory)}; find layouts that fit with `./deepy.py plan`, or {OVERRULE}",
+            f"but a GPU has {format_bytes(gpu_memory)}; find layouts that fit with `./deepy.py plan`, or "
+            f"{START_ANYWAY_HINT}",
             "num_layers" if estimate.weights + estimate.optimizer > gpu_memory else "seq_length",
         )
     planned = estimate_memory(config, sizes, vocab_size, gpu_bytes=gpu_memory)
@@ -134,7 +135,7 @@ def _check_host_memory(
         key, work = "num_layers", "training takes"
     else:
         try:
-            built = BUILT_BYTES * count_parameters(config, vocab_size) * ranks_on_node // sizes.world_size
+            built = BYTES_PER_BUILT_PARAMETER * count_parameters(config, vocab_size) * ranks_on_node // sizes.world_size
             offloaded = ranks_on_node * count_offloaded_bytes(config, sizes, vocab_size)
         except UserError as error:
             raise _UnknownMethodError from error
@@ -146,7 +147,7 @@ def _check_host_memory(
         processes = "1 process" if ranks_on_node == 1 else f"{ranks_on_node} processes"
         raise UserError(
             f"{name}{_describe_size(config)}: {work} at least {format_bytes(needed)} of this machine's memory for its "
-            f"{processes}, but it has {format_bytes(hardware.memory)}; {OVERRULE}",
+            f"{processes}, but it has {format_bytes(hardware.memory)}; {START_ANYWAY_HINT}",
             key,
         )
 
@@ -252,8 +253,8 @@ def estimate_checkpoint_size(config: Config, vocab_size: int) -> CheckpointSize:
     parameters = count_parameters(config, vocab_size)
     matrices = config.model.num_layers * sum(list_layer_matrices(config.model))
     one_moment = {"AdamW": 0, "Lion": parameters, "Muon": matrices}[config.optimizer.optimizer.algorithm]
-    weights = STORED_BYTES * parameters
-    return CheckpointSize(weights, STORED_BYTES * (2 * parameters - one_moment), weights)
+    weights = BYTES_PER_STORED_VALUE * parameters
+    return CheckpointSize(weights, BYTES_PER_STORED_VALUE * (2 * parameters - one_moment), weights)
 
 
 @dataclass(frozen=True)
@@ -357,10 +358,10 @@ def check_disk(config: Config) -> None:
     """
     if config.checkpoint.save is not None and config.launch.check_resources:
         need = estimate_disk_need(config)
-        refuse_full_disk("save", config.checkpoint.save, need.at_once, f"this run need {{}} more ({need.description})")
+        check_free_space("save", config.checkpoint.save, need.at_once, f"this run need {{}} more ({need.description})")
 
 
-def refuse_full_disk(key: str, folder: str | Path, needed: int, text: str) -> None:
+def check_free_space(key: str, folder: str | Path, needed: int, text: str) -> None:
     """Reject checkpoints that do not fit on a disk.
 
     Args:
@@ -377,6 +378,6 @@ def refuse_full_disk(key: str, folder: str | Path, needed: int, text: str) -> No
         raise UserError(
             f"{key}: {folder}: the checkpoints of {text.format(f'at least {format_bytes(needed)}')}, but the disk has "
             f"{format_bytes(free)} free; keep fewer (keep_last_n_checkpoints), save less often (checkpoint_factor) or "
-            f"elsewhere, or {OVERRULE}",
+            f"elsewhere, or {START_ANYWAY_HINT}",
             key,
         )

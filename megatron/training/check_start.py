@@ -1,11 +1,11 @@
 """Checks that a run makes before its first step. They run where the run is started, before it waits in a queue.
 
-    check_surroundings   files, folders, disk and logins, in a second and without torch. Every start begins with it:
+    check_environment   files, folders, disk and logins, in a second and without torch. Every start begins with it:
                          training on this machine, a dry run, a SLURM submission and the runs of a sweep.
     check_start          everything else that the ranks of a run check before they train: it builds a `StartPlan`, as
                          they do. Training on this machine leaves it to the ranks, so that no work is done twice.
 
-Facts that only the training machines know stay unchecked (`UNCHECKED_ELSEWHERE`).
+Facts that only the training machines know stay unchecked (`CHECKED_ON_NODES`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.checkpoint import layout as checkpoints
-from megatron.checkpoint.run_folder import refuse_foreign_run_files
-from megatron.config.parallelism import ranks_per_replica, resolve_batch_size, resolve_mesh_shape
+from megatron.checkpoint.run_folder import check_no_foreign_run_files
+from megatron.config.parallelism import count_ranks_per_replica, resolve_batch_size, resolve_mesh_shape
 from megatron.config.schema import Config
 from megatron.config.stages import list_stage_configs, resolve_stages
 from megatron.data.blend import list_split_prefixes
@@ -28,16 +28,14 @@ from megatron.training.metrics_log import HEARTBEAT_FILE, METRICS_FILE
 from megatron.training.reporters import check_reporters
 from megatron.training.resolve_data import resolve_data
 from megatron.training.resolve_run import ResolvedRun
-from megatron.utils.atomic_io import refuse_file_in_path
+from megatron.utils.atomic_io import check_no_file_in_path
 from megatron.utils.errors import FarfieldError, UserError
 
 if TYPE_CHECKING:
     from megatron.model.gpt import GPT
     from megatron.training.start_plan import StartPlan
 
-UNCHECKED_ELSEWHERE = (
-    "facts known only on the training machines: GPUs, memory, CUDA, network, and files not visible here"
-)
+CHECKED_ON_NODES = "facts known only on the training machines: GPUs, memory, CUDA, network, and files not visible here"
 
 
 def check_data_files(config: Config) -> None:
@@ -53,7 +51,7 @@ def check_run_folder(config: Config) -> None:
     Foreign files in the folder, a folder of another run, and a `load` without a checkpoint are errors.
     """
     options = config.checkpoint
-    refuse_foreign_run_files(options.save, (METRICS_FILE, HEARTBEAT_FILE))
+    check_no_foreign_run_files(options.save, (METRICS_FILE, HEARTBEAT_FILE))
     if options.load is not None:
         if options.save is None or os.path.abspath(options.load) != os.path.abspath(options.save):
             try:
@@ -62,11 +60,11 @@ def check_run_folder(config: Config) -> None:
                 raise UserError(f"load: {error}") from None
     elif options.save is not None:
         with suppress(OSError):  # an unusable folder is an error when it is created
-            refuse_file_in_path("save", Path(options.save))
-            checkpoints.refuse_existing_run(options.save, checkpoints.find_latest_checkpoint(options.save))
+            check_no_file_in_path("save", Path(options.save))
+            checkpoints.check_run_is_new(options.save, checkpoints.find_latest_checkpoint(options.save))
 
 
-def check_surroundings(config: Config, *, reads_data: bool = True, has_own_python: bool = True) -> None:
+def check_environment(config: Config, *, reads_data: bool = True, has_own_python: bool = True) -> None:
     """Check the files, folders, disk and logins of a run, without torch and without creating anything.
 
     Args:
@@ -108,7 +106,7 @@ def check_start(
     *,
     needs_data: bool = True,
     has_own_python: bool = True,
-    is_here: bool = True,
+    is_local: bool = True,
     reads_tokens: bool = True,
 ) -> StartCheck:
     """Check everything that a run checks before its first step, without creating anything.
@@ -117,13 +115,13 @@ def check_start(
         resolved: resolved run.
         needs_data: True to raise an error if the data cannot be read here; otherwise `missing_data` gives the reason.
         has_own_python: True if the run uses this Python, with its packages and environment.
-        is_here: True if the run takes place on this machine, so that its limits apply.
+        is_local: True if the run takes place on this machine, so that its limits apply.
         reads_tokens: True to check the tokens of the datasets as their first use does; otherwise only a sample.
 
     Raises:
         FarfieldError: the error that the run would raise.
     """
-    config = _settle_batch(resolved)
+    config = _resolve_batch_sizes(resolved)
     data_notes: tuple[str, ...] = ()
     sizes = resolve_mesh_shape(config, _count_ranks(config, resolved.world_size))
     missing = None
@@ -134,12 +132,12 @@ def check_start(
         if needs_data:
             raise
         missing = str(error)
-    check_surroundings(config, reads_data=False, has_own_python=has_own_python)
+    check_environment(config, reads_data=False, has_own_python=has_own_python)
 
     # importing torch takes seconds
     from megatron.checkpoint.resume import plan_resume
     from megatron.data.datasets import check_index_size, check_slice_contents
-    from megatron.distributed.process_groups import ProcessGroups, single_process
+    from megatron.distributed.process_groups import ProcessGroups, build_single_process_groups
     from megatron.model.build import build_model
     from megatron.training.engine import check_equal_calls
     from megatron.training.start_plan import check_eval_lengths, check_stages, plan_start
@@ -150,7 +148,7 @@ def check_start(
         vocab_size = plan.vocabulary.size
         if reads_tokens:
             check_slice_contents(plan.slices, plan.vocabulary)
-        if is_here and config.data.task is None:
+        if is_local and config.data.task is None:
             check_index_size(plan.order)
         started = plan.config
     else:
@@ -159,14 +157,16 @@ def check_start(
         started = resume.stage.config
         resume.check_methods(started.position)
         check_stages(resume)
-    model = build_model(started.model, started.position, vocab_size, groups=single_process(), device="meta")
+    model = build_model(
+        started.model, started.position, vocab_size, groups=build_single_process_groups(), device="meta"
+    )
     check_eval_lengths(started, model.max_length)
     if started.model.attention_backend != "auto" or started.launch.device == "cpu":
         check_equal_calls(started, model)  # the choice of `auto` on a GPU is not known yet
     return StartCheck(config, data_notes, plan, model, missing, has_own_python)
 
 
-def _settle_batch(resolved: ResolvedRun) -> Config:
+def _resolve_batch_sizes(resolved: ResolvedRun) -> Config:
     """Return the configuration with a batch size and stages, which a dry run leaves open if it cannot count GPUs."""
     config = resolved.config
     if resolved.world_size is not None:
@@ -184,4 +184,4 @@ def _guess_data_ranks(config: Config) -> int:
 
 def _count_ranks(config: Config, world_size: int | None) -> int:
     """Return the number of processes of a run, derived from the batch sizes if a dry run leaves it open."""
-    return world_size or _guess_data_ranks(config) * ranks_per_replica(config)
+    return world_size or _guess_data_ranks(config) * count_ranks_per_replica(config)

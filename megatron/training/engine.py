@@ -24,7 +24,7 @@ from megatron.data.dataloader import Batch
 from megatron.distributed.collectives import all_reduce_sum_
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import ModelParallelUnit, ProcessGroups
-from megatron.distributed.sharding import is_counted_here
+from megatron.distributed.sharding import is_counted_on_this_rank
 from megatron.model.device_dtype import get_torch_dtype
 from megatron.model.gpt import GPT
 from megatron.model.parameter_groups import parameter_groups
@@ -90,7 +90,7 @@ class Engine:
         if can_flatten(self.deepspeed.optimizer):
             flatten_optimizer(self.deepspeed.optimizer, groups)
         elif self.stage in (1, 2) and type(self.deepspeed.optimizer).__name__ == "DeepSpeedZeroOptimizer":
-            self._refuse_unequal_groups(len(param_groups))
+            self._check_equal_groups(len(param_groups))
         if self.stage == 0 and mesh.dp_cp.size == 1:
             self.deepspeed.enable_backward_allreduce = (
                 False  # otherwise it copies all gradients to reduce them over one rank
@@ -118,7 +118,7 @@ class Engine:
         self.skipped = False
         """True if the last step changed no weights because its gradients were not finite."""
 
-    def _refuse_unequal_groups(self, count: int) -> None:
+    def _check_equal_groups(self, count: int) -> None:
         """Raise UserError if pipeline stages have different groups.
 
         DeepSpeed's optimizer sums norms over stages group by group.
@@ -241,7 +241,7 @@ class Engine:
     def _step_plain_optimizer(self) -> None:
         mesh = self.groups.mesh
         parameters = [p for group in self.inner_optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if is_counted_here(p, mesh)])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if is_counted_on_this_rank(p, mesh)])
         if mesh.tensor.size * mesh.pipeline.size > 1:
             squares = norm.double().square()
             all_reduce_sum_(squares, self.groups, "tensor", "pipeline")

@@ -53,13 +53,13 @@ class GraphTrial:
     graph_seconds: float = 0.0
     is_exact: bool = False
     """True if the losses and all gradients are equal bit for bit."""
-    kept_bytes: int = 0
+    pool_bytes: int = 0
     """Memory that the graphs keep, in bytes."""
-    is_short: bool = False
+    is_memory_short: bool = False
     """True if the graphs leave less memory than the run has needed so far."""
 
 
-def plan_trial(config: Config, device: torch.device) -> tuple[bool, str | None]:
+def plan_graph_trial(config: Config, device: torch.device) -> tuple[bool, str | None]:
     """Return whether a run tries graphs, and a line if its configuration rules them out on a GPU."""
     if device.type != "cuda" or config.training.cuda_graph == "off":
         return False, None
@@ -86,9 +86,9 @@ def build_graphs(
             labels,
             mask * (loss_scale / mask.sum().clamp(min=1)),
             with_log_z=config.training.z_loss > 0,
-            is_exact_wanted=config.training.deterministic,
+            requires_exactness=config.training.deterministic,
         )
-    is_taken, line = decide(config.training.cuda_graph, groups.gather_objects(trial))
+    is_taken, line = choose_graphs(config.training.cuda_graph, groups.gather_objects(trial))
     if not is_taken:
         graphed = None
     gc.collect()
@@ -98,7 +98,7 @@ def build_graphs(
     return graphed, line
 
 
-def decide(mode: str, trials: Sequence[GraphTrial]) -> tuple[bool, str]:
+def choose_graphs(mode: str, trials: Sequence[GraphTrial]) -> tuple[bool, str]:
     """Return whether graphs are used, and a line with the reason, from the trials of all ranks.
 
     Raises:
@@ -112,11 +112,11 @@ def decide(mode: str, trials: Sequence[GraphTrial]) -> tuple[bool, str]:
             return False, f"CUDA graphs: off; {reason}"
     eager = max(trial.eager_seconds for trial in trials)
     graph = max(trial.graph_seconds for trial in trials)
-    kept = format_bytes(max(trial.kept_bytes for trial in trials))
+    kept = format_bytes(max(trial.pool_bytes for trial in trials))
     times = f"{1e3 * graph:.3g} ms for forward and backward of a micro-batch instead of {1e3 * eager:.3g}"
     if mode == "auto" and graph > (1 - MIN_GAIN) * eager:
         return False, f"CUDA graphs: off; not faster ({times})"
-    if mode == "auto" and any(trial.is_short for trial in trials):
+    if mode == "auto" and any(trial.is_memory_short for trial in trials):
         return False, f"CUDA graphs: off; the {kept} that they keep would leave too little memory ({times})"
     how = "bit for bit" if all(trial.is_exact for trial in trials) else "within rounding"
     return True, f"CUDA graphs: on; {times}, gradients equal {how}, {kept} of memory kept"
@@ -129,7 +129,7 @@ def try_graphs(
     upstream: Tensor,
     *,
     with_log_z: bool = False,
-    is_exact_wanted: bool = False,
+    requires_exactness: bool = False,
     build_capture: Callable[[], CudaCapture] = CudaCapture,
 ) -> tuple[GraphedModel | None, GraphTrial]:
     """Compute a micro-batch eagerly and with graphs, and compare the results.
@@ -139,14 +139,14 @@ def try_graphs(
         tokens, labels: int64 [B, T] on its device.
         upstream: gradient of the losses [B, T].
         with_log_z: True to request log Z from the model; its gradient is then that of the losses.
-        is_exact_wanted: True to reject differences from rounding.
+        requires_exactness: True to reject differences from rounding.
         build_capture: function that builds the capture of graphs.
 
     Returns:
         The graphs, not installed, or None if they cannot be used, and the result of the trial.
     """
     try:
-        return _try_graphs(model, tokens, labels, upstream, with_log_z, is_exact_wanted, build_capture())
+        return _try_graphs(model, tokens, labels, upstream, with_log_z, requires_exactness, build_capture())
     except (RuntimeError, MemoryError) as error:
         return None, GraphTrial(_describe_failure(error))
 
@@ -175,7 +175,7 @@ def _try_graphs(
     labels: Tensor,
     upstream: Tensor,
     with_log_z: bool,
-    is_exact_wanted: bool,
+    requires_exactness: bool,
     capture: CudaCapture,
 ) -> tuple[GraphedModel | None, GraphTrial]:
     if hooked := next((name for name, module in model.named_modules() if name and _has_hooks(module)), None):
@@ -183,7 +183,7 @@ def _try_graphs(
     names = getattr(getattr(model, "backend_choice", None), "name", None) or ""
     if (obstacle := find_backend_obstacle(names)) is not None:
         return None, GraphTrial(obstacle)
-    needed = capture.measure_needed()
+    needed = capture.measure_peak_bytes()
     passes = TrainingPasses(model, with_log_z=with_log_z)
     upstream = upstream.expand(2, *upstream.shape) if with_log_z else upstream
 
@@ -192,10 +192,10 @@ def _try_graphs(
         gradients = passes.compute_gradients(losses, upstream)
         return [losses.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
-    with capture.work_aside():
+    with capture.use_side_stream():
         compute_eagerly()  # compiles code and fills caches
         with ExitStack() as stack:
-            stack.enter_context(capture.find_waits())
+            stack.enter_context(capture.forbid_synchronization())
             copies = stack.enter_context(_HostCopies())
             compute_eagerly()
         if copies.found:
@@ -216,15 +216,15 @@ def _try_graphs(
     for number, (difference, own, size) in enumerate(zip(differences, noise, sizes, strict=True)):
         # Tolerance of attention's check: a multiple of the data type's rounding, or of the difference of two eager
         # results.
-        allowed = 0.0 if is_exact_wanted else SAFETY_FACTOR * max(own, epsilon * size)
+        allowed = 0.0 if requires_exactness else SAFETY_FACTOR * max(own, epsilon * size)
         if not difference <= allowed:
             name = "the losses" if number == 0 else "the gradient of " + _name(graphed, number - 1)
             return None, GraphTrial(f"{name} differs from the eager result by {difference:.2g} of {size:.2g}")
     del expected
     graph_seconds = _measure_seconds(replay, capture)
-    is_short = capture.is_short(needed + kept)
+    is_memory_short = capture.is_memory_short(needed + kept)
     is_exact = not any(differences)
-    return graphed, GraphTrial(None, eager_seconds, graph_seconds, is_exact, kept, is_short)
+    return graphed, GraphTrial(None, eager_seconds, graph_seconds, is_exact, kept, is_memory_short)
 
 
 def _name(graphed: GraphedModel, number: int) -> str:
@@ -253,10 +253,10 @@ def _measure_seconds(function: Callable[[], Any], capture: CudaCapture) -> float
     seconds = []
     for _ in range(TIMED_PASSES):
         capture.synchronize()
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         function()
         capture.synchronize()
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start_time)
     return median(seconds)
 
 

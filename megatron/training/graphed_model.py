@@ -33,7 +33,7 @@ STEP_OPTIONS = frozenset({"labels", "position_seed", "with_log_z"})
 captured (`megatron/config/cuda_graph.py`).
 """
 
-MAX_SHARE = 0.97
+MAX_MEMORY_FRACTION = 0.97
 """Maximum fraction of the memory available to the process that it should rely on."""
 
 Replay = Callable[[], Any]
@@ -60,7 +60,7 @@ class CudaCapture:
         return graph.replay, outputs
 
     @contextmanager
-    def work_aside(self) -> Iterator[None]:
+    def use_side_stream(self) -> Iterator[None]:
         """Run the enclosed work on a separate stream, as PyTorch requires for passes before a capture."""
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
@@ -75,7 +75,7 @@ class CudaCapture:
         torch.cuda.synchronize()
 
     @contextmanager
-    def find_waits(self) -> Iterator[None]:
+    def forbid_synchronization(self) -> Iterator[None]:
         """Make operations in the context that wait for the device raise RuntimeError."""
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
@@ -86,7 +86,7 @@ class CudaCapture:
         finally:
             torch.cuda.set_sync_debug_mode(before)
 
-    def measure_needed(self) -> int:
+    def measure_peak_bytes(self) -> int:
         """Return the bytes that the allocator has reserved: the peak of the process so far."""
         return torch.cuda.memory_reserved()
 
@@ -96,10 +96,10 @@ class CudaCapture:
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
 
-    def is_short(self, needed: int) -> bool:
+    def is_memory_short(self, needed: int) -> bool:
         """Return whether the device has too little memory for `needed` bytes of this process, with a margin."""
         free, _ = torch.cuda.mem_get_info()
-        return needed > MAX_SHARE * (free + torch.cuda.memory_reserved())
+        return needed > MAX_MEMORY_FRACTION * (free + torch.cuda.memory_reserved())
 
 
 class _BareModel(nn.Module):

@@ -76,7 +76,7 @@ class StacksFile:
         self.path = None if self.folder is None else self.folder / f"rank_{rank}.txt"
         self._file: Any = None
 
-    def set_earlier_aside(self) -> None:
+    def archive_earlier_folder(self) -> None:
         """Rename the `stacks` folder that an earlier, hung start of the run left behind."""
         if self.folder is None:
             return
@@ -117,7 +117,7 @@ class StacksFile:
 
 
 @dataclass(frozen=True)
-class HangVerdict:
+class HangDiagnosis:
     """Diagnosis of a hang: which ranks are silent, and which rank reports them."""
 
     line: str
@@ -132,10 +132,10 @@ class HangVerdict:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def parse(text: str) -> "HangVerdict":
+    def parse(text: str) -> "HangDiagnosis":
         """Parse the output of `to_json`."""
         values = json.loads(text)
-        return HangVerdict(**{**values, "silent": tuple(values["silent"])})
+        return HangDiagnosis(**{**values, "silent": tuple(values["silent"])})
 
 
 @dataclass(frozen=True)
@@ -263,44 +263,44 @@ class HangReporter:
     poll_interval: float
     """Interval at which a rank polls the store, in seconds."""
 
-    def report(self, verdict: HangVerdict, store: HeartbeatStore) -> str:
+    def report(self, diagnosis: HangDiagnosis, store: HeartbeatStore) -> str:
         """Write the state of this rank and wait for the other ranks. Return the line that ends the run."""
         deadline = time.monotonic() + self.grace + 2 * self.poll_interval
-        own = self._write(verdict)
-        if 0 in verdict.silent and self.rank != 0:
+        own = self._write(diagnosis)
+        if 0 in diagnosis.silent and self.rank != 0:
             # The store belongs to the first rank: nothing can be written until it continues, or ever if it is dead.
-            self._wake(verdict)
+            self._wake(diagnosis)
             answering = _call_within(self.grace, store.copy)
-            if answering is None or self.rank != verdict.reporter:
-                return verdict.line
+            if answering is None or self.rank != diagnosis.reporter:
+                return diagnosis.line
             store = answering
-            store.set("verdict", verdict.to_json(), rank=0)
+            store.set("verdict", diagnosis.to_json(), rank=0)
         try:
             store.set("report", own.to_json())
-            if self.rank != verdict.reporter:
-                return self._wait_for_line(verdict, store, deadline + 4 * self.poll_interval + 2)
-            line = self._collect(verdict, own, store, deadline)
+            if self.rank != diagnosis.reporter:
+                return self._wait_for_line(diagnosis, store, deadline + 4 * self.poll_interval + 2)
+            line = self._collect(diagnosis, own, store, deadline)
             store.set("line", line, rank=0)
         except Exception:  # the store is dead
-            return verdict.line
+            return diagnosis.line
         return line
 
-    def _wait_for_line(self, verdict: HangVerdict, store: HeartbeatStore, deadline: float) -> str:
+    def _wait_for_line(self, diagnosis: HangDiagnosis, store: HeartbeatStore, deadline: float) -> str:
         """Wait for the reporter's line. Meanwhile wake the silent ranks of this machine when the reporter asks."""
         has_woken = False
         while time.monotonic() < deadline:
             if not has_woken and store.get("wake") is not None:
-                self._wake(verdict)
+                self._wake(diagnosis)
                 has_woken = True
             if (line := store.get("line")) is not None:
                 return line
             time.sleep(self.poll_interval / 4)
-        return verdict.line
+        return diagnosis.line
 
-    def _collect(self, verdict: HangVerdict, own: RankReport, store: HeartbeatStore, deadline: float) -> str:
+    def _collect(self, diagnosis: HangDiagnosis, own: RankReport, store: HeartbeatStore, deadline: float) -> str:
         """Collect the reports of all ranks that answer, and return the verdict with them."""
         reports, ranks = {self.rank: own}, set(range(store.world_size))
-        alive, has_woken = ranks - {*verdict.silent}, 0 in verdict.silent
+        alive, has_woken = ranks - {*diagnosis.silent}, 0 in diagnosis.silent
         while ranks != reports.keys() and time.monotonic() < deadline:
             for rank in sorted(ranks - reports.keys()):
                 if (text := store.get("report", rank)) is not None:
@@ -309,37 +309,37 @@ class HangReporter:
                 # Not earlier: once woken, a stopped rank could release other ranks from their waits.
                 has_woken = True
                 store.set("wake", "yes", rank=0)
-                self._wake(verdict)
+                self._wake(diagnosis)
                 deadline = time.monotonic() + 3 * self.poll_interval + 1
             time.sleep(self.poll_interval / 4)
         # The current state of a silent rank does not tell where it was.
         sentences = describe_reports({rank: report for rank, report in reports.items() if rank in alive})
-        line = "; ".join([verdict.line, *sentences[:MAX_SHOWN]])
+        line = "; ".join([diagnosis.line, *sentences[:MAX_SHOWN]])
         line += f"; and {len(sentences) - MAX_SHOWN} more" if len(sentences) > MAX_SHOWN else ""
         if self.stacks.folder is None:
             return line
         with suppress(OSError):
-            write_text_atomically(self.stacks.folder / WAITING_FILE, "\n".join([verdict.line, *sentences]) + "\n")
+            write_text_atomically(self.stacks.folder / WAITING_FILE, "\n".join([diagnosis.line, *sentences]) + "\n")
         return f"{line}; stacks and last collectives of the ranks are in {self.stacks.folder}"
 
-    def _write(self, verdict: HangVerdict) -> RankReport:
+    def _write(self, diagnosis: HangDiagnosis) -> RankReport:
         """Write the stacks of this rank's threads and its last collectives, and return its state."""
-        is_silent = self.rank in verdict.silent
+        is_silent = self.rank in diagnosis.silent
         if not is_silent or self.stacks.is_empty():
             # A stopped rank has written its unchanged stacks when it continued.
             faulthandler.dump_traceback(file=self.stacks.open(), all_threads=True)
-        return make_rank_report(self.stacks.folder, self.rank, until=verdict.time if is_silent else None)
+        return make_rank_report(self.stacks.folder, self.rank, until=diagnosis.time if is_silent else None)
 
-    def _wake(self, verdict: HangVerdict) -> None:
+    def _wake(self, diagnosis: HangDiagnosis) -> None:
         """Make the silent ranks of this machine write their stacks and continue.
 
         Only the first live rank of the machine does this.
         """
         machine = self.processes[self.rank][0]
         here = [rank for rank, (name, _) in enumerate(self.processes) if name == machine]
-        if next((rank for rank in here if rank not in verdict.silent), None) != self.rank:
+        if next((rank for rank in here if rank not in diagnosis.silent), None) != self.rank:
             return
-        for rank in {*here} & {*verdict.silent}:
+        for rank in {*here} & {*diagnosis.silent}:
             process = self.processes[rank][1]
             with suppress(OSError):
                 _signal_main_thread(process, DUMP_SIGNAL)

@@ -49,7 +49,7 @@ class Rollback:
     """Rollbacks, including this one, since a good step last followed a new checkpoint."""
     total: int = 1
     """Rollbacks over all starts of the run, including this one."""
-    moves_newer_aside: bool = False
+    archives_newer: bool = False
     """True if newer checkpoints of the run did not help and are moved aside."""
     note: str = ""
     """Line to print."""
@@ -111,7 +111,7 @@ class LossGuard:
     ) -> None:
         self._config, self._engine, self._groups = config, engine, groups
         self._list_checkpoints, self._last_rollback = list_checkpoints, last_rollback
-        self._usual = RunningMeanLoss()
+        self._mean_loss = RunningMeanLoss()
         self.bad_steps = 0
         """Number of consecutive bad steps so far. While it is positive the run is not saved, because its state may be
         bad.
@@ -122,10 +122,10 @@ class LossGuard:
         """Number of rollbacks over all starts of the run."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"usual_loss": self._usual.mean, "rollbacks": self.num_rollbacks}
+        return {"usual_loss": self._mean_loss.mean, "rollbacks": self.num_rollbacks}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._usual.mean, self.num_rollbacks = state_dict["usual_loss"], state_dict["rollbacks"]
+        self._mean_loss.mean, self.num_rollbacks = state_dict["usual_loss"], state_dict["rollbacks"]
 
     def check(self, step: int, samples: int, loss: Tensor) -> Continue | Rollback | Stop:
         """Return the decision after a step. All ranks must call this and get the same decision.
@@ -144,15 +144,15 @@ class LossGuard:
         factor = self._config.training.loss_spike
         if factor is not None:
             total = sum_over_batch(self._groups, float(loss))
-            if self._usual.is_spike(total, factor):
-                usual = self._usual.mean
+            if self._mean_loss.is_spike(total, factor):
+                usual = self._mean_loss.mean
                 comparison = "" if usual is None else f" exceeds loss_spike × the usual loss {usual:.4g}"
                 return self._roll_back_or_stop(step, samples, f"its loss {total:.4g}{comparison}")
-            self._usual.add(total)
+            self._mean_loss.add(total)
         self.last_good_step = step
         return Continue()
 
-    def judge_weights(self, step: int, samples: int, problem: str) -> Rollback | Stop:
+    def check_weights(self, step: int, samples: int, problem: str) -> Rollback | Stop:
         """Return the decision after a checkpoint could not be saved because weights are not finite."""
         return self._roll_back_or_stop(step, samples, problem)
 
@@ -185,11 +185,11 @@ class LossGuard:
                     older = [path for path, saved in zip(checkpoints, steps, strict=True) if saved < last.step]
                     checkpoint = older[-1] if older else checkpoint
             if count <= MAX_ROLLBACKS:
-                return self._go_back_to(checkpoint, checkpoints[-1], samples, count, problem)
+                return self._roll_back_to(checkpoint, checkpoints[-1], samples, count, problem)
             problem += f"; rolled back {MAX_ROLLBACKS} times without a good step after a new checkpoint"
         return Stop(reason, f"{problem}; {self._describe_checkpoints(checkpoints)}")
 
-    def judge_end(self, step: int, losses: Sequence[float]) -> Stop | None:
+    def check_end(self, step: int, losses: Sequence[float]) -> Stop | None:
         """Return the reason why a run that took all its steps is not finished, or None if it is.
 
         Args:
@@ -215,7 +215,7 @@ class LossGuard:
         earlier = f"; the previous one is {checkpoints[-2]}" if len(checkpoints) > 1 else ""
         return f"the last checkpoint is {checkpoints[-1]}, and no good step followed it{earlier}"
 
-    def _go_back_to(self, checkpoint: Path, newest: Path, samples: int, count: int, problem: str) -> Rollback:
+    def _roll_back_to(self, checkpoint: Path, newest: Path, samples: int, count: int, problem: str) -> Rollback:
         run, save = checkpoint.parent.parent, self._config.checkpoint.save
         is_own = save is not None and run.resolve() == Path(save).resolve()
         return Rollback(
@@ -224,6 +224,6 @@ class LossGuard:
             samples=samples,
             count=count,
             total=self.num_rollbacks + 1,
-            moves_newer_aside=is_own and checkpoint != newest,
+            archives_newer=is_own and checkpoint != newest,
             note=f"{problem}; rolling back to {checkpoint} and skipping the data read since",
         )

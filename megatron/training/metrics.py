@@ -22,7 +22,7 @@ from megatron.training.rank_times import ForwardTimer, RankTimes, compare_ranks,
 
 def sum_over_batch(groups: ProcessGroups, value: float) -> float:
     """Return the sum of a value over the ranks that divide the batch. All ranks must call this."""
-    return groups.all_reduce_sum(groups.mesh.count_once(value))[0]
+    return groups.all_reduce_sum(groups.mesh.count_on_one_rank(value))[0]
 
 
 class IntervalMetrics:

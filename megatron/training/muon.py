@@ -142,7 +142,7 @@ class MuonWithAdamW(ProjectedAdamW):
             ]
             if not held:
                 continue
-            results = self._orthogonalize_held([(piece.matrix, whole) for piece, whole in held])
+            results = self._orthogonalize_local([(piece.matrix, whole) for piece, whole in held])
             for (piece, _), result in zip(held, results, strict=True):
                 assert piece.values is not None
                 piece.values.copy_(result.reshape(-1).narrow(0, piece.start, piece.values.numel()))
@@ -167,7 +167,7 @@ class MuonWithAdamW(ProjectedAdamW):
             for piece in pieces
         ]
 
-    def _orthogonalize_held(self, held: Sequence[tuple[HiddenMatrix, Tensor]]) -> list[Tensor]:
+    def _orthogonalize_local(self, held: Sequence[tuple[HiddenMatrix, Tensor]]) -> list[Tensor]:
         """Return √max(m, n)·NS of matrices; each tensor-parallel rank passes and receives its shard."""
         tensor = self._ranks.mesh.tensor
         wholes = [update for _, update in held] if tensor.size == 1 else self._gather_over_tensor(held)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.checkpoint.engine_state import OptimizerShard, is_replicated, list_optimizer_shards
 from megatron.distributed.process_groups import ProcessGroups
-from megatron.distributed.sharding import is_counted_here
+from megatron.distributed.sharding import is_counted_on_this_rank
 from megatron.training.engine import Engine
 
 TOTAL = "all"
@@ -58,7 +58,7 @@ class ParameterNorms:
     def _list_shards(self) -> list[OptimizerShard]:
         """Return the shards of the masters that this rank counts."""
         deepspeed, mesh = self._engine.deepspeed, self._groups.mesh
-        shards = [shard for shard in list_optimizer_shards(deepspeed) if is_counted_here(shard.parameter, mesh)]
+        shards = [shard for shard in list_optimizer_shards(deepspeed) if is_counted_on_this_rank(shard.parameter, mesh)]
         if is_replicated(deepspeed):
             shards = [shard.split_over_axis(mesh.dp_cp) for shard in shards]
         return [shard for shard in shards if shard.master.numel()]

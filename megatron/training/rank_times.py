@@ -24,7 +24,7 @@ from torch import nn
 
 from megatron.distributed.process_groups import ProcessGroups
 
-FORWARD_SHARE = 1 / 3
+FORWARD_FRACTION = 1 / 3
 """Fraction of the forward pass in the time of both passes; the backward pass has twice the FLOPs."""
 
 
@@ -144,7 +144,7 @@ def compare_ranks(times: Sequence[RankTimes], stages: Sequence[int], micro_batch
         checkpoint_wait=max(own.checkpoint_wait for own in times),
         slowest_rank=slowest,
         slowdown=None if slowest is None else excess[slowest] / medians[stages[slowest]],
-        lost=0.0 if slowest is None else excess[slowest] * micro_batches / FORWARD_SHARE,
+        lost=0.0 if slowest is None else excess[slowest] * micro_batches / FORWARD_FRACTION,
     )
 
 

@@ -115,7 +115,7 @@ def _check_wandb_login(options: LoggingOptions) -> None:
         )
 
 
-def set_damage_aside(run: Path) -> list[str]:
+def archive_damaged_lines(run: Path) -> list[str]:
     """Save the damaged lines of a run's records, which `JsonLines` would drop. Return lines for the user.
 
     Raises RunError if a file cannot be written.

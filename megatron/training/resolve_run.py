@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.config.parallelism import ranks_per_replica, resolve_batch_size, resolve_mesh_shape, resolve_zero
+from megatron.config.parallelism import count_ranks_per_replica, resolve_batch_size, resolve_mesh_shape, resolve_zero
 from megatron.config.schema import Config
 from megatron.config.stages import ENDS, count_unreached_stages, resolve_stages
 from megatron.config.validation import validate_config
@@ -67,7 +67,7 @@ def resolve_run(
     sizes = resolve_mesh_shape(config, topology.ranks)
     config = resolve_stages(resolve_batch_size(config, sizes.data))
     late = list(_describe_late_keys(config))
-    if topology.ranks_on_node is not None and topology.is_here:  # last, for it needs all that was resolved
+    if topology.ranks_on_node is not None and topology.is_local:  # last, for it needs all that was resolved
         notes += check_memory(config, hardware, sizes, device=topology.device, ranks_on_node=topology.ranks_on_node)
     return ResolvedRun(config, topology.ranks, (*notes, *late))
 
@@ -140,7 +140,7 @@ class _Topology:
     ranks: int | None
     """Number of all processes."""
     notes: tuple[str, ...] = ()
-    is_here: bool = True
+    is_local: bool = True
     """True if the device is on this machine."""
 
     @property
@@ -165,9 +165,9 @@ def _resolve_topology(config: Config, hardware: LocalHardware, rank_info: RankIn
             "the number of GPUs" if ranks else "the number of GPUs (num_gpus), the batch size derived from it"
         )
         note = f"this run needs a GPU, and this machine has none; not checked: {open_question}, and GPU memory"
-        return _Topology("cuda", ranks_on_node, ranks, (note,), is_here=False)
+        return _Topology("cuda", ranks_on_node, ranks, (note,), is_local=False)
     device = "cuda" if gpus else "cpu"
-    ranks_on_node = ranks_on_node or gpus or ranks_per_replica(config)
+    ranks_on_node = ranks_on_node or gpus or count_ranks_per_replica(config)
     # A scheduler may show each process only its own GPU.
     _check_device(
         launch.device, device, precision, 1 if rank_info is not None and gpus == 1 else ranks_on_node, hardware

@@ -82,14 +82,14 @@ class LearningRateSchedule:
         if step >= self.decay_steps:
             return self.min_lr
         if self.style == "wsd":
-            final = self._find_final_share(step)
-            share = 1.0 if final is None else compute_decay_share(self.final_style, final)
+            final = self._find_final_fraction(step)
+            share = 1.0 if final is None else compute_decay_fraction(self.final_style, final)
         else:
             x = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
-            share = compute_decay_share(self.style, x)
+            share = compute_decay_fraction(self.style, x)
         return self.min_lr + (self.lr - self.min_lr) * share
 
-    def _find_final_share(self, step: int) -> float | None:
+    def _find_final_fraction(self, step: int) -> float | None:
         """Return the completed fraction of the final decay, or None before it.
 
         Warm-up takes precedence if both overlap.
@@ -98,7 +98,7 @@ class LearningRateSchedule:
         return None if step < start or not self.final_steps else (step - start) / self.final_steps
 
     def _compute_infinite(self, step: int) -> float:
-        final = self._find_final_share(step)
+        final = self._find_final_fraction(step)
         if final is not None:
             return self.constant_lr * (self.min_lr / self.constant_lr) ** min(final, 1.0)
         after_warmup = step - self.warmup_steps
@@ -106,11 +106,11 @@ class LearningRateSchedule:
             return self.constant_lr
         x = after_warmup / self.cooldown_steps
         if self.cooldown_style == "cosine":
-            return self.constant_lr + (self.lr - self.constant_lr) * compute_decay_share("cosine", x)
+            return self.constant_lr + (self.lr - self.constant_lr) * compute_decay_fraction("cosine", x)
         return self.lr + (self.constant_lr - self.lr) * _invert_sqrt(x) / _invert_sqrt(1.0)
 
 
-def compute_decay_share(style: str, x: float) -> float:
+def compute_decay_fraction(style: str, x: float) -> float:
     """Return f(x) of a decay: the remaining fraction of lr − min_lr after a fraction x of its steps, 0 … 1."""
     match style:
         case "cosine":

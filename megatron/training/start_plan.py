@@ -139,7 +139,7 @@ def plan_start(
         order,
         seq_length=config.model.seq_length,
         vocabulary=vocabulary,
-        keep_documents_apart=config.position.attention_mask == "document",
+        separates_documents=config.position.attention_mask == "document",
     )
     _check_later_data(resume, order, vocabulary)
     return StartPlan(config, requested, resume, vocabulary, position, order, slices, (*method_notes, *order_notes))
@@ -185,7 +185,7 @@ def _check_later_data(resume: ResumePlan, order: SampleOrder, vocabulary: Vocabu
             order,
             seq_length=config.model.seq_length,
             vocabulary=own,
-            keep_documents_apart=config.position.attention_mask == "document",
+            separates_documents=config.position.attention_mask == "document",
         )
 
 

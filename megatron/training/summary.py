@@ -16,11 +16,11 @@ from megatron.checkpoint.run_folder import get_config_path
 from megatron.config.parallelism import resolve_mesh_shape
 from megatron.config.schema import Config
 from megatron.config.stages import build_stages, find_stage
-from megatron.data.document_starts import describe_crossing_share
+from megatron.data.document_starts import describe_crossing_fraction
 from megatron.data.load_tokenizer import read_vocabulary
 from megatron.data.validation_dataset import ValidationDataset
 from megatron.distributed.launcher_environment import describe_job
-from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
+from megatron.distributed.mesh import Axis, ParallelSizes, get_pipeline_layer_range
 from megatron.options.model import ffn_hidden_size
 from megatron.planning.memory_estimate import estimate_memory
 from megatron.training.check_resources import find_start_step
@@ -63,7 +63,7 @@ def log_start(run: TrainingRun) -> None:
         run.console.log(describe_start(run, step, seconds))
         if len(run.resume.stages) > 1:
             run.console.log(run.stage.describe(len(run.resume.stages), step, run.schedule(step)))
-        documents = describe_crossing_share(run.config.position.attention_mask, run.datasets.crossing_share)
+        documents = describe_crossing_fraction(run.config.position.attention_mask, run.datasets.crossing_fraction)
         reading = [run.datasets.epochs] if run.datasets.epochs is not None else []
         reading += describe_validation(run)
         for line in (*documents, *reading, *describe_layout(run.config, run.groups.mesh.sizes)):
@@ -71,14 +71,14 @@ def log_start(run: TrainingRun) -> None:
     run.console.begin(step, seconds)
 
 
-MAX_VALIDATION_SHARE = 0.2
+MAX_VALIDATION_FRACTION = 0.2
 """Fraction of the training time above which the cost of validation is reported."""
 
 
 def describe_validation(run: TrainingRun) -> list[str]:
     """Return a line about the tokens of a validation and its share of the training work, or nothing for a task."""
     datasets, training = run.datasets, run.config.training
-    sets = {"valid": datasets.valid, **datasets.further}
+    sets = {"valid": datasets.valid, **datasets.extra_valid_sets}
     texts = [(name, each) for name, each in sets.items() if each is not None]
     if run.config.data.task is not None or not texts:
         return []
@@ -93,7 +93,7 @@ def describe_validation(run: TrainingRun) -> list[str]:
     line = f"validation every {format_quantity(training.eval_interval, 'step')}: {', '.join(parts)}"
     # A forward pass is a third of a training step's work.
     per_interval = training.eval_interval * (training.train_batch_size or 0) * run.config.model.seq_length
-    if (share := targets / 3 / per_interval) > MAX_VALIDATION_SHARE:
+    if (share := targets / 3 / per_interval) > MAX_VALIDATION_FRACTION:
         line += f", about {share:.0%} of the training time; set eval_iters to limit it"
     return [line]
 
@@ -139,7 +139,9 @@ def describe_layout(config: Config, sizes: ParallelSizes) -> list[str]:
     stages, steps = sizes.pipeline, config.training.gradient_accumulation_steps
     lines = [f"{sizes.world_size} ranks: {sizes}, ZeRO {config.training.zero_optimization.stage}"]
     if stages > 1:
-        layers = [len(pipeline_layer_range(config.model.num_layers, Axis(stage, stages))) for stage in range(stages)]
+        layers = [
+            len(get_pipeline_layer_range(config.model.num_layers, Axis(stage, stages))) for stage in range(stages)
+        ]
         uneven = f"; layers per stage {', '.join(map(str, layers))}" if len(set(layers)) > 1 else ""
         lines.append(
             f"pipeline: {stages} stages, {steps} micro-batches: a stage waits {compute_bubble(stages, steps):.0%} of "

@@ -37,9 +37,9 @@ from megatron.distributed import rng
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo, read_launcher_environment
 from megatron.training import summary
-from megatron.training.check_start import check_surroundings
+from megatron.training.check_start import check_environment
 from megatron.training.console import ConsoleReporter
-from megatron.training.graph_trial import build_graphs, plan_trial
+from megatron.training.graph_trial import build_graphs, plan_graph_trial
 from megatron.training.loss_guard import Continue, LossGuard, Rollback, Stop
 from megatron.training.metrics import IntervalMetrics
 from megatron.training.metrics_log import DivergenceRecord
@@ -84,7 +84,7 @@ class TrainingHooks:
     on_phase: PhaseListener | None = None
     on_built: Callable[[TrainingRun], None] = lambda run: None
     """Called with the run when it is ready for its first step, and again after each rollback."""
-    kept_backend: str | None = None
+    previous_backend: str | None = None
     """Attention backend chosen by an earlier process, see `build_training_run`."""
     save: SaveHooks = field(default_factory=SaveHooks)
 
@@ -120,7 +120,7 @@ def train(config: Config, console: Console | None = None) -> TrainResult:
         rank_info = launch_context.rank_info
         os.environ.update(launch_context.to_environment(config.launch.master_port))  # DeepSpeed reads torchrun's names
     resolved = resolve_run(config, LocalHardware.detect(), rank_info=rank_info)
-    check_surroundings(resolved.config)
+    check_environment(resolved.config)
     return train_resolved(resolved.config, rank_info, console)
 
 
@@ -169,7 +169,7 @@ def train_resolved(
         if isinstance(outcome, TrainResult):
             return outcome
         rollback = outcome if isinstance(outcome, Rollback) else None
-        moves_aside = rollback is not None and rollback.moves_newer_aside
+        moves_aside = rollback is not None and rollback.archives_newer
         config = config.replace(load=outcome.load, finetune=False, rollback=moves_aside)
 
 
@@ -185,7 +185,7 @@ def _run_attempt(
 ) -> TrainResult | Rollback | StageEnd:
     """Run one attempt: to the end of the run or stage, or to a rollback. Each attempt starts like a new process."""
     with dump_memory_if_exhausted(config, rank_info.rank):
-        run = build_training_run(config, rank_info, console, rollback, hooks.kept_backend)
+        run = build_training_run(config, rank_info, console, rollback, hooks.previous_backend)
     try:
         hooks.on_built(run)
         trainer = Trainer(run, start_time, on_hang, rollback, stderr_fd, hooks)
@@ -250,7 +250,7 @@ class Trainer:
         self.norms = ParameterNorms(run.engine, groups) if config.logging.log_param_norm else None
         self.guard = LossGuard(config, run.engine, groups, self._list_checkpoints, rollback)
         self.validator = Validator(run, self.watchdog)
-        self.awaits_graphs, self._graph_note = plan_trial(config, groups.device)
+        self.is_graph_trial_due, self._graph_note = plan_graph_trial(config, groups.device)
         """True until the trial of CUDA graphs, before this process's second step (`graph_trial.py`)."""
         self.has_stepped = False
 
@@ -317,7 +317,7 @@ class Trainer:
             losses: losses at the final weights.
         """
         step = self.data_position.step
-        if (stop := self.guard.judge_end(step, losses)) is not None:
+        if (stop := self.guard.check_end(step, losses)) is not None:
             self.run.report(DivergenceRecord(step, stop.reason))
             raise RunError(stop.message)
 
@@ -372,7 +372,7 @@ class Trainer:
         local_scored = sum(int(batch["loss_mask"].sum(dtype=torch.float64)) for batch in micro_batches)
         local_read = sum(batch["tokens"].numel() for batch in micro_batches)
         self.watchdog.enter_phase("reduce", step)
-        once = groups.mesh.count_once
+        once = groups.mesh.count_on_one_rank
         scored, read, num_stopped, num_saved = groups.all_reduce_sum(
             once(local_scored), once(local_read), int(stop.signal is not None), int(self.saver.is_done)
         )
@@ -381,7 +381,7 @@ class Trainer:
         if num_stopped:
             return True
 
-        if self.awaits_graphs and self.has_stepped:
+        if self.is_graph_trial_due and self.has_stepped:
             self._try_graphs(micro_batches[0])
 
         def show_progress(done: int) -> None:
@@ -419,7 +419,7 @@ class Trainer:
 
     def _try_graphs(self, batch: Batch) -> None:
         """Try CUDA graphs on this micro-batch, and use them from now on if the trial succeeds."""
-        self.awaits_graphs = False
+        self.is_graph_trial_due = False
         self.watchdog.enter_phase(TRIAL_PHASE, self.data_position.step)
         self.interval.pause()
         run = self.run
@@ -431,7 +431,7 @@ class Trainer:
     def _check_loss(self, loss: Tensor) -> None:
         """Stop or roll back if the loss is bad. `loss` is this rank's share of the step's loss."""
         position = self.data_position
-        self._follow(self.guard.check(position.step, position.samples, loss))
+        self._apply_decision(self.guard.check(position.step, position.samples, loss))
         if self.guard.last_good_step == position.step:
             self.saver.confirm(position.step)
 
@@ -441,9 +441,9 @@ class Trainer:
         try:
             save()
         except NonFiniteWeightError as error:
-            self._follow(self.guard.judge_weights(position.step, position.samples, str(error)))
+            self._apply_decision(self.guard.check_weights(position.step, position.samples, str(error)))
 
-    def _follow(self, decision: Continue | Rollback | Stop) -> None:
+    def _apply_decision(self, decision: Continue | Rollback | Stop) -> None:
         run, position = self.run, self.data_position
         match decision:
             case Continue(note):

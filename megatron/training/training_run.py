@@ -19,10 +19,10 @@ import torch
 
 from megatron.checkpoint.engine_state import EngineCounters
 from megatron.checkpoint.layout import get_run_of_checkpoint, prune_checkpoints
-from megatron.checkpoint.resume import ResumePlan, move_superseded_aside
+from megatron.checkpoint.resume import ResumePlan, archive_discarded_checkpoints
 from megatron.checkpoint.run_folder import RunLock, save_config
 from megatron.checkpoint.trainer_state import Stateful, TrainerState
-from megatron.config.method_names import compute_own_method_digests
+from megatron.config.method_names import compute_user_method_digests
 from megatron.config.parallelism import resolve_mesh_shape
 from megatron.config.schema import Config
 from megatron.config.stages import Stage, build_stages, find_stage
@@ -43,7 +43,7 @@ from megatron.training.metrics import find_peak_tflops
 from megatron.training.metrics_log import METRICS_FILE, DivergenceRecord, TrainRecord, ValidationRecord
 from megatron.training.optimizer import format_parameter_groups, merge_grouped_weights
 from megatron.training.profiler import begin_memory_history
-from megatron.training.reporters import Reporter, build_reporters, report_to_all, set_damage_aside
+from megatron.training.reporters import Reporter, archive_damaged_lines, build_reporters, report_to_all
 from megatron.training.schedule import LearningRateSchedule, build_schedule, describe_rate_jump
 from megatron.training.start_plan import (
     DataPosition,
@@ -180,7 +180,7 @@ class TrainingRun:
             pipeline=sizes.pipeline,
             zero_stage=training.zero_optimization.stage,
             precision=training.compute_dtype,
-            method_digests=compute_own_method_digests(self.config.position) or None,
+            method_digests=compute_user_method_digests(self.config.position) or None,
             directory=os.getcwd(),
             origin=self.resume.origin,
         )
@@ -214,7 +214,7 @@ def build_training_run(
     rank_info: RankInfo,
     console: ConsoleReporter,
     rollback: Rollback | None = None,
-    kept_backend: str | None = None,
+    previous_backend: str | None = None,
 ) -> TrainingRun:
     """Build a run from its configuration. All processes must call this; only the first process uses its console.
 
@@ -223,7 +223,7 @@ def build_training_run(
         rank_info: rank of this process.
         console: console of the first process.
         rollback: rollback because of a bad loss, if any; the data that caused it are skipped.
-        kept_backend: attention backend chosen by an earlier process of this run (`AttentionTarget`); used with
+        previous_backend: attention backend chosen by an earlier process of this run (`AttentionTarget`); used with
             attention_backend `auto` if it passes the check.
 
     Raises:
@@ -238,7 +238,7 @@ def build_training_run(
             plan = plan_start(config, session.groups, rollback)
         begin_memory_history(config, session.groups, plan.data_position.step)
         with _announce_resume(console, session, plan.resume):
-            run = build_components(plan, session, console, kept_backend)
+            run = build_components(plan, session, console, previous_backend)
             restore_training_run(run)
     except BaseException:
         session.close()
@@ -256,7 +256,7 @@ def _announce_resume(console: ConsoleReporter, session: TrainingSession, resume:
 
 
 def build_components(
-    plan: StartPlan, session: TrainingSession, console: ConsoleReporter, kept_backend: str | None = None
+    plan: StartPlan, session: TrainingSession, console: ConsoleReporter, previous_backend: str | None = None
 ) -> TrainingRun:
     """Build data, model and engine of a run with fresh states. All processes must call this.
 
@@ -275,7 +275,7 @@ def build_components(
         cache=cache,
         groups=groups,
         vocabulary=plan.vocabulary,
-        keep_documents_apart=config.position.attention_mask == "document",
+        separates_documents=config.position.attention_mask == "document",
         eval_multiples=list_eval_multiples(config),
         slices=plan.slices,
     )
@@ -283,7 +283,7 @@ def build_components(
     reporter = console if groups.is_main else ConsoleReporter(None, training.train_iters)
     for note in (*resume.notes, *plan.notes, *datasets.notes, *_describe_rate_jump(config, resume)):
         reporter.log(note)
-    if datasets.valid is None and not datasets.further and training.eval_interval and training.eval_iters != 0:
+    if datasets.valid is None and not datasets.extra_valid_sets and training.eval_interval and training.eval_iters != 0:
         reporter.log("no validation: the configuration has no validation data")
 
     seed = rng.derive_seed(training.seed, "initialization", groups.mesh)
@@ -294,7 +294,7 @@ def build_components(
         length=max(datasets.lengths),
         document_starts=_draw_documents(config, max(datasets.lengths), groups),
         resumed_run=None if resume.checkpoint is None else get_run_of_checkpoint(resume.checkpoint),
-        kept_backend=kept_backend,
+        previous_backend=previous_backend,
     )
     model = build_model(config.model, config.position, plan.vocabulary.size, groups=groups, seed=seed, target=target)
     check_eval_lengths(config, model.max_length)
@@ -355,10 +355,10 @@ def restore_training_run(run: TrainingRun) -> None:
             save_tokenizer(run.vocabulary.tokenizer, folder)
         # All checks have passed: from here on the folder belongs to this run.
         prune_checkpoints(folder, None)
-        for note in move_superseded_aside(resume, Path(folder) / METRICS_FILE):
+        for note in archive_discarded_checkpoints(resume, Path(folder) / METRICS_FILE):
             run.console.log(note)
         if resume.resumes:
-            for note in set_damage_aside(Path(folder)):
+            for note in archive_damaged_lines(Path(folder)):
                 run.console.log(note)
         if resume.trainer_state.step < config.training.train_iters:
             # A restart from this file must resume, not roll back again.

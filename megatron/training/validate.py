@@ -77,7 +77,7 @@ def validate(
     progress(name, total, total)
     engine.model.train()
     rng_state.restore_rng_state(states)
-    once = groups.mesh.count_once
+    once = groups.mesh.count_on_one_rank
     all_losses, all_weights, all_counted = groups.all_reduce_sum(once(float(losses)), once(weights), once(counted))
     loss = all_losses / all_weights if all_weights else math.nan
     return ValidationRecord(
@@ -103,7 +103,7 @@ class Validator:
         datasets = self._run.datasets
         if datasets.valid is not None:
             self.last = self._report("valid", datasets.valid, step) or self.last
-        for name, dataset in datasets.further.items():
+        for name, dataset in datasets.extra_valid_sets.items():
             self._report(name, dataset, step)
 
     def test(self, step: int) -> ValidationRecord | None:

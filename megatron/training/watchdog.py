@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.distributed.process_groups import HeartbeatStore, ProcessGroups
-from megatron.training.hang_report import HangReporter, HangVerdict, StacksFile
+from megatron.training.hang_report import HangDiagnosis, HangReporter, StacksFile
 from megatron.training.metrics_log import HEARTBEAT_FILE
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import HangError
@@ -171,13 +171,13 @@ class Watchdog:
         self._reporter: subprocess.Popen[bytes] | None = None
         self._threads = [threading.Thread(target=self._poll_heartbeats, name="watch", daemon=True)]
         if groups.rank > 0 and timeout is not None:
-            self._threads.append(threading.Thread(target=self._expect_answers, name="watch-store", daemon=True))
+            self._threads.append(threading.Thread(target=self._watch_store, name="watch-store", daemon=True))
 
     def begin(self, step: int) -> None:
         """Start to monitor. All ranks must call this."""
         if self.timeout is not None:
             if self.groups.is_main:
-                self._stacks.set_earlier_aside()
+                self._stacks.archive_earlier_folder()
             self._processes = self.groups.gather_objects((socket.gethostname(), os.getpid()))
             path = "" if self._stacks.path is None else str(self._stacks.path.absolute())
             self._stacks.listen()
@@ -248,7 +248,7 @@ class Watchdog:
             try:
                 store.set("alive", str(count))
                 if self.timeout is not None and (text := store.get("verdict")) is not None:
-                    self._end_run(HangVerdict.parse(text), store)
+                    self._end_run(HangDiagnosis.parse(text), store)
                     return
                 self._answered = now = time.monotonic()
                 pause, polled_at = now - polled_at, now
@@ -274,9 +274,9 @@ class Watchdog:
             if idle > self.timeout and not self._closed.is_set():
                 silent = {rank for rank, (_, at) in signs_of_life.items() if now - at > self._silence}
                 line = diagnose_hang({rank: Heartbeat.parse(text) for rank, text in heartbeats.items()}, silent, idle)
-                verdict = HangVerdict(line, tuple(sorted(silent)), reporter=0, time=time.time())
-                store.set("verdict", verdict.to_json())
-                self._end_run(verdict, store)
+                diagnosis = HangDiagnosis(line, tuple(sorted(silent)), reporter=0, time=time.time())
+                store.set("verdict", diagnosis.to_json())
+                self._end_run(diagnosis, store)
                 return
 
     def _write_heartbeat(self) -> None:
@@ -291,7 +291,7 @@ class Watchdog:
         except OSError:
             return  # code that must write reports a full disk
 
-    def _expect_answers(self) -> None:
+    def _watch_store(self) -> None:
         """Detect a stopped or dead first rank, which serves the store, by missing responses of the store."""
         assert self.timeout is not None
         polled_at = time.monotonic()
@@ -306,14 +306,14 @@ class Watchdog:
                     f"rank 0 hangs: no heartbeat for {now - self._answered:.0f} s (hang_timeout), while rank "
                     f"{self.groups.rank} is in {beat.phase} of step {beat.step}"
                 )
-                self._end_run(HangVerdict(line, (0,), reporter=1, time=time.time()), self._store)
+                self._end_run(HangDiagnosis(line, (0,), reporter=1, time=time.time()), self._store)
                 return
 
-    def _end_run(self, verdict: HangVerdict, store: HeartbeatStore) -> None:
+    def _end_run(self, diagnosis: HangDiagnosis, store: HeartbeatStore) -> None:
         """End this process with a line about what all ranks wait for."""
         if not self._end_lock.acquire(blocking=False):
             return  # the other thread does it
         self._ending.set()
         faulthandler.cancel_dump_traceback_later()
         reporter = HangReporter(self.groups.rank, self._processes, self._stacks, self._grace, self._poll_interval)
-        self.on_hang(HangError(reporter.report(verdict, store)), self.groups.rank == verdict.reporter)
+        self.on_hang(HangError(reporter.report(diagnosis, store)), self.groups.rank == diagnosis.reporter)

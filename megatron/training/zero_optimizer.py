@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from megatron.distributed.collectives import all_reduce_sum_
 from megatron.distributed.process_groups import ProcessGroups
-from megatron.distributed.sharding import is_counted_here
+from megatron.distributed.sharding import is_counted_on_this_rank
 
 CAST_ELEMENTS = 1 << 25
 """Minimum number of gradient elements cast together, for sums of another data type or for sending (128 MiB in float32).
@@ -83,7 +83,9 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
                 start = int(self.grad_start_offset[group][rank][number])
                 offset = int(self.grad_partition_insertion_offset[group][rank][number])
                 size = min(parameter.numel() - start, int(self.partition_size[group]) - offset)
-                self._slices[parameter] = _Slice(group, start, offset, size, is_counted_here(parameter, groups.mesh))
+                self._slices[parameter] = _Slice(
+                    group, start, offset, size, is_counted_on_this_rank(parameter, groups.mesh)
+                )
         self._bucket, self._bucket_numel = [], 0
         self._partitions = None
         # Number of groups. Pipeline stages may differ: only the last one has a final norm.

@@ -80,7 +80,7 @@ def atomic_directory(
     replaces: FolderVersion | None = None,
     on_conflict: Literal["refuse", "discard"] = "refuse",
     key: str | None = None,
-    keep_after: Callable[[BaseException], bool] | None = None,
+    should_keep_after: Callable[[BaseException], bool] | None = None,
 ) -> Iterator[Path]:
     """Create a folder that becomes `target` when the block ends without an exception.
 
@@ -91,25 +91,28 @@ def atomic_directory(
         on_conflict: what to do if `target` is another folder by then. "refuse" keeps the new folder under another name
             and raises FolderConflictError; "discard" removes it, because the other folder has the same contents.
         key: eight digits or lowercase letters that identify the work. The folder then contains what an earlier process
-            left of the same work, if it was killed or ended by an exception for which `keep_after` returns True; so
+            left of the same work, if it was killed or ended by an exception for which `should_keep_after` returns True;
+            so
             does the parent of the folder. If another process is doing the same work, this one starts from scratch.
-        keep_after: returns True for exceptions after which the work is kept.
+        should_keep_after: returns True for exceptions after which the work is kept.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    recover_abandoned(target, key)
+    recover_stale_work(target, key)
     work, lock = _lock_work_folder(target, key)
     keep = False
     try:
         (work / "new").mkdir(exist_ok=True)  # mkdir sets default permissions; mkdtemp's are for the owner only
         with cleanup_on_signal(
-            lambda: _clean_work_folder(work, target, keep=keep_after is not None and keep_after(KeyboardInterrupt()))
+            lambda: _clean_work_folder(
+                work, target, keep=should_keep_after is not None and should_keep_after(KeyboardInterrupt())
+            )
         ):
             yield work / "new"
         if not _publish(work, target, replaces) and on_conflict == "refuse":
-            raise FolderConflictError(target, _keep_beside(work / "new", target))
+            raise FolderConflictError(target, _move_to_free_name(work / "new", target))
     except BaseException as error:
-        if key is not None and keep_after is not None:
-            keep = work == _keyed_work_folder(target, key) and keep_after(error)
+        if key is not None and should_keep_after is not None:
+            keep = work == _keyed_work_folder(target, key) and should_keep_after(error)
         raise
     finally:
         _clean_work_folder(work, target, keep=keep)
@@ -135,7 +138,7 @@ def _publish(work: Path, target: Path, replaces: FolderVersion | None) -> bool:
     return True
 
 
-def _keep_beside(new: Path, target: Path) -> Path:
+def _move_to_free_name(new: Path, target: Path) -> Path:
     """Move a folder to a free name next to its target, such as books-2."""
     for number in count(2):
         path = target.with_name(f"{target.name}-{number}")
@@ -157,7 +160,7 @@ def describe_write_errors(target: Path, contents: str = "what") -> Iterator[None
         raise RunError(f"{target}: cannot be written: {cause}; {outcome}") from error
 
 
-def recover_abandoned(target: Path, key: str | None = None) -> None:
+def recover_stale_work(target: Path, key: str | None = None) -> None:
     """Clean up what killed processes left of their work on `target`, except for the work `key`."""
     name = re.compile(rf"\.{re.escape(target.name)}\.[a-z0-9_]{{8}}\.tmp")
     work_folders: list[Path] = []
@@ -167,14 +170,14 @@ def recover_abandoned(target: Path, key: str | None = None) -> None:
         with contextlib.suppress(OSError):  # not a folder, or not readable; the next one may be ours
             if {path.name for path in work.iterdir()} <= {"new", "old", *PROGRESS_FILES}:
                 keep = key is not None and work == _keyed_work_folder(target, key)
-                _clean_if_abandoned(work, target, keep=keep)
+                _clean_if_stale(work, target, keep=keep)
 
 
 def _keyed_work_folder(target: Path, key: str) -> Path:
     return target.with_name(f".{target.name}.{key}.tmp")
 
 
-def _clean_if_abandoned(work: Path, target: Path, *, keep: bool) -> None:
+def _clean_if_stale(work: Path, target: Path, *, keep: bool) -> None:
     descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -207,7 +210,7 @@ def _lock_work_folder(target: Path, key: str | None) -> tuple[Path, int | None]:
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
         try:
             descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:  # removed by `recover_abandoned` in another process before it was locked
+        except FileNotFoundError:  # removed by `recover_stale_work` in another process before it was locked
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -22,7 +22,7 @@ def make_folder(key: str, folder: Path) -> list[Path]:
     """
     created: list[Path] = []
     try:
-        refuse_file_in_path(key, folder)
+        check_no_file_in_path(key, folder)
         for path in (*reversed(folder.parents), folder):
             if not path.exists():
                 path.mkdir(exist_ok=True)
@@ -36,7 +36,7 @@ def make_folder(key: str, folder: Path) -> list[Path]:
     return created
 
 
-def refuse_file_in_path(key: str, folder: Path) -> None:
+def check_no_file_in_path(key: str, folder: Path) -> None:
     """Raise UserError, beginning with `key`, if a path is a file or inside a file.
 
     Raises OSError if it cannot be checked.
@@ -59,7 +59,7 @@ def check_folder(key: str, folder: Path) -> None:
     remove_empty_folders(make_folder(key, folder))
 
 
-def refuse_foreign_files(key: str, files: Iterable[Path], is_ours: Callable[[Path], bool]) -> None:
+def check_no_foreign_files(key: str, files: Iterable[Path], is_ours: Callable[[Path], bool]) -> None:
     """Check that no existing file of another origin would be overwritten.
 
     Args:

@@ -41,7 +41,7 @@ class HangError(RunError):
 
 
 @contextmanager
-def refuse_exits() -> Iterator[None]:
+def forbid_exits() -> Iterator[None]:
     """Raise RunError if code that must not end the process calls sys.exit(): a method's file, or a library.
 
     Exceptions of signals are subclasses of SystemExit, and are passed on.

@@ -38,20 +38,20 @@ class FolderLock:
         folder: created if it does not exist.
         name: name of the lock file in the folder.
         key: option or key that set the folder; errors begin with it.
-        busy: error message if another process holds the lock.
-        patience: seconds to wait for another process.
+        busy_message: error message if another process holds the lock.
+        lock_timeout: seconds to wait for another process.
 
     Raises:
-        UserError: another process still holds the lock after `patience` seconds.
+        UserError: another process still holds the lock after `lock_timeout` seconds.
         RunError: the folder cannot be written.
     """
 
-    def __init__(self, folder: str | Path, *, name: str, key: str, busy: str, patience: float) -> None:
+    def __init__(self, folder: str | Path, *, name: str, key: str, busy_message: str, lock_timeout: float) -> None:
         self._key, self._folder, self._path = key, folder, Path(folder) / name
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + lock_timeout
         while not self._try_lock():
             if time.monotonic() > deadline:
-                raise UserError(f"{key}: {folder}: {busy}")
+                raise UserError(f"{key}: {folder}: {busy_message}")
             time.sleep(POLL_SECONDS)
 
     def _try_lock(self) -> bool:

@@ -215,7 +215,7 @@ class ProgressMeter:
         if self._bar is not None:
             self._bar.start()
         elif self.console is not None:
-            threading.Thread(target=self._speak, name="progress", daemon=True).start()
+            threading.Thread(target=self._print_plain_line, name="progress", daemon=True).start()
         return self
 
     def __exit__(
@@ -276,7 +276,7 @@ class ProgressMeter:
         if self.console is not None:
             self.console.print(escape(line), highlight=False, soft_wrap=True)
 
-    def _speak(self) -> None:
+    def _print_plain_line(self) -> None:
         """Print plain lines while no work is reported."""
         while not self._over.wait(min(1.0, self._interval / 4)):
             with self._lock:
@@ -348,8 +348,8 @@ class WaitAnnouncer:
         self.end()
 
     def _run(self) -> None:
-        begun = time.monotonic()
+        start_time = time.monotonic()
         if not self._over.wait(self._first):
             self._log(self._activity)
         while not self._over.wait(self._every):
-            self._log(f"{self._activity} ({format_duration(time.monotonic() - begun)})")
+            self._log(f"{self._activity} ({format_duration(time.monotonic() - start_time)})")

@@ -43,17 +43,17 @@ class RoundingMode(TorchDispatchMode):
         dtype: the compute type.
         seed: seed of the perturbations.
         stored: True if matrix products (not convolutions) are stored in memory, and rounded to the type again.
-        throughout: True if every result is rounded to the type, as in unfused code.
+        rounds_every_op: True if every result is rounded to the type, as in unfused code.
     """
 
-    def __init__(self, dtype: torch.dtype, seed: int, *, stored: bool = False, throughout: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype, seed: int, *, stored: bool = False, rounds_every_op: bool = False) -> None:
         super().__init__()
-        self.dtype, self.stored, self.throughout = dtype, stored, throughout
+        self.dtype, self.stored, self.rounds_every_op = dtype, stored, rounds_every_op
         self.unit = torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
         self.seed = seed
         self.generators: dict[torch.device, torch.Generator] = {}
 
-    def noise(self, like: Tensor) -> Tensor:
+    def draw_noise(self, like: Tensor) -> Tensor:
         """Return uniform noise in ±u, with the shape and device of a tensor."""
         device = like.device
         if device not in self.generators:
@@ -63,11 +63,11 @@ class RoundingMode(TorchDispatchMode):
 
     def disturbed(self, x: Tensor, units: float | Tensor = 1.0) -> Tensor:
         """Return x·(1 + δ), |δ| ≤ units · u."""
-        return x + torch.nan_to_num(x, posinf=0.0, neginf=0.0) * units * self.noise(x)
+        return x + torch.nan_to_num(x, posinf=0.0, neginf=0.0) * units * self.draw_noise(x)
 
-    def summed(self, x: Tensor, terms: float | Tensor, sizes: Tensor) -> Tensor:
+    def perturb_sum(self, x: Tensor, terms: float | Tensor, sizes: Tensor) -> Tensor:
         """Return a perturbed sum x of a number of terms, the sum of whose magnitudes is `sizes`."""
-        return x + torch.sqrt(torch.as_tensor(terms, device=x.device)) * sizes * self.noise(x)
+        return x + torch.sqrt(torch.as_tensor(terms, device=x.device)) * sizes * self.draw_noise(x)
 
     def factor(self, x: Tensor) -> Tensor:
         """Round a factor of a product to the type.
@@ -83,14 +83,14 @@ class RoundingMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if packet in RULES_BY_OP:
             found = RULES_BY_OP[packet](self, func, args, kwargs)
-            return tree_map(self.factor, found) if self.throughout else found
+            return tree_map(self.factor, found) if self.rounds_every_op else found
         out = func(*args, **kwargs)
         if not out.is_floating_point():
             return out
         if packet not in UNITS_BY_OP:
             raise NotImplementedError(f"{func} has no rounding rule in {__file__}")
         disturbed = self.disturbed(out, UNITS_BY_OP[packet])
-        if self.throughout:
+        if self.rounds_every_op:
             disturbed = self.factor(disturbed)
         return out.copy_(disturbed) if func._schema.is_mutable else disturbed
 
@@ -121,31 +121,31 @@ UNITS_BY_OP = dict.fromkeys(ARITHMETIC_OPS, 1.0) | dict.fromkeys(ELEMENTARY_OPS,
 def _sum(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     x, *rest = args
     out = func(x, *rest, **kwargs)
-    return mode.summed(out, x.numel() / out.numel(), func(x.abs(), *rest, **kwargs))
+    return mode.perturb_sum(out, x.numel() / out.numel(), func(x.abs(), *rest, **kwargs))
 
 
 def _cumsum(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     x, *rest = args
-    return mode.summed(func(*args, **kwargs), func(torch.ones_like(x), *rest), func(x.abs(), *rest))
+    return mode.perturb_sum(func(*args, **kwargs), func(torch.ones_like(x), *rest), func(x.abs(), *rest))
 
 
 def _product(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     a, b = (mode.factor(x) for x in args)
-    out = mode.summed(func(a, b), a.shape[-1], func(a.abs(), b.abs()))
+    out = mode.perturb_sum(func(a, b), a.shape[-1], func(a.abs(), b.abs()))
     return mode.factor(out) if mode.stored else out
 
 
 def _addmm(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     c, a, b = args
     a, b = mode.factor(a), mode.factor(b)
-    return mode.summed(func(c, a, b), a.shape[-1] + 1, func(c.abs(), a.abs(), b.abs()))
+    return mode.perturb_sum(func(c, a, b), a.shape[-1] + 1, func(c.abs(), a.abs(), b.abs()))
 
 
 def _convolution(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     x, weight, bias, *rest = args
     x, weight = mode.factor(x), mode.factor(weight)
     sizes = func(x.abs(), weight.abs(), None if bias is None else bias.abs(), *rest)
-    return mode.summed(func(x, weight, bias, *rest), weight[0].numel() + 1, sizes)
+    return mode.perturb_sum(func(x, weight, bias, *rest), weight[0].numel() + 1, sizes)
 
 
 def _convolution_backward(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Tensor | None, ...]:
@@ -158,7 +158,7 @@ def _convolution_backward(mode: RoundingMode, func: Any, args: Sequence[Any], kw
     pixels = gradient.numel() / gradient.shape[1]
     counts = (weight.numel() / weight.shape[1], pixels, pixels)
     return tuple(
-        None if out is None else mode.summed(out, count, size)
+        None if out is None else mode.perturb_sum(out, count, size)
         for out, count, size in zip(found, counts, sizes, strict=True)
     )
 
@@ -170,7 +170,7 @@ def _index_put(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) 
         return func(*args, **kwargs)
     zero = torch.zeros_like(x)
     counts = func(zero, indices, torch.ones_like(values), True)
-    return mode.summed(func(x, indices, values, True), counts, func(zero, indices, values.abs(), True))
+    return mode.perturb_sum(func(x, indices, values, True), counts, func(zero, indices, values.abs(), True))
 
 
 def _softmax(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
@@ -182,13 +182,13 @@ def _softmax(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) ->
     exact = func(x, dim, *rest)
     out = func(mode.disturbed(x, 2), dim, *rest)
     common = torch.logsumexp(x, dim, keepdim=True).abs() + math.sqrt(x.shape[dim])
-    return mode.disturbed(out * (1 + common * mode.noise(common)), ELEMENTARY_UNITS).where(exact > 0, 0)
+    return mode.disturbed(out * (1 + common * mode.draw_noise(common)), ELEMENTARY_UNITS).where(exact > 0, 0)
 
 
 def _softmax_backward(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     gradient, p, dim, *_ = args
     terms = gradient * p
-    mean = mode.summed(terms.sum(dim, keepdim=True), p.shape[dim], terms.abs().sum(dim, keepdim=True))
+    mean = mode.perturb_sum(terms.sum(dim, keepdim=True), p.shape[dim], terms.abs().sum(dim, keepdim=True))
     return mode.disturbed(p * mode.disturbed(gradient - mean))
 
 
@@ -201,7 +201,9 @@ def _tanh_backward(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: A
 def _logsumexp(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     x, dim, *rest = args
     out = func(mode.disturbed(x, 2), dim, *rest)
-    return mode.disturbed(out, ELEMENTARY_UNITS) + (math.sqrt(x.shape[dim[0]]) + ELEMENTARY_UNITS) * mode.noise(out)
+    return mode.disturbed(out, ELEMENTARY_UNITS) + (math.sqrt(x.shape[dim[0]]) + ELEMENTARY_UNITS) * mode.draw_noise(
+        out
+    )
 
 
 RULES_BY_OP: dict[Any, Callable[[RoundingMode, Any, Sequence[Any], Any], Any]] = {
@@ -261,7 +263,7 @@ def estimate_rounding_sizes(
         kinds: type of each result, to which it is rounded once more.
         truth: `compute()`, without gradients.
         compute: computes the results in float64.
-        dtype, model: as in `RoundingMode`: stored, throughout.
+        dtype, model: as in `RoundingMode`: stored, rounds_every_op.
     """
     squares = list(_iter_squared_sizes(kinds, truth, compute, dtype, **model))
     return {name: torch.stack([each[name] for each in squares]).mean(0).sqrt() for name in truth}
@@ -276,7 +278,7 @@ def compute_size_ratio(error: Tensor, size: Tensor) -> float:
     return math.inf if any(math.isnan(ratio) for ratio in ratios) else max(ratios)
 
 
-def compute_excess(
+def compute_error_ratio(
     found: Results, compute: Callable[[], Results], dtype: torch.dtype, **model: bool
 ) -> dict[str, float]:
     """Return the ratio of each result's error to the size of rounding errors.

@@ -32,7 +32,7 @@ def temporary_folder(purpose: str) -> Iterator[Path]:
     Raises:
         OSError: the folder cannot be created.
     """
-    remove_abandoned_folders()
+    remove_stale_folders()
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-"))
     descriptor, maker = _take_folder(folder), os.getpid()
 
@@ -67,15 +67,15 @@ def _take_folder(folder: Path) -> int | None:
     return descriptor
 
 
-def remove_abandoned_folders() -> None:
+def remove_stale_folders() -> None:
     """Remove this user's temporary folders whose creator on this machine has ended. Unclear cases are kept."""
     with suppress(OSError):
         for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
             with suppress(OSError):
-                _remove_if_abandoned(folder)
+                _remove_if_stale(folder)
 
 
-def _remove_if_abandoned(folder: Path) -> None:
+def _remove_if_stale(folder: Path) -> None:
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         return

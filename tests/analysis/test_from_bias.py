@@ -9,8 +9,12 @@ import pytest
 import torch
 
 from megatron.evaluation.analysis.bias_series import (
+    PLOTTED_EPSILONS,
+    ReceptiveField,
     compute_bias_by_distance,
+    compute_finite_field,
     compute_terms,
+    compute_theoretical_field,
     mask_window,
     sum_bias_series,
     to_float64,
@@ -19,12 +23,6 @@ from megatron.evaluation.analysis.from_bias.effective_length import (
     MAX_PLOTTED_DISTANCE,
     compute_effective_lengths,
     count_heads_within,
-)
-from megatron.evaluation.analysis.receptive_field import (
-    PLOTTED_EPSILONS,
-    ReceptiveField,
-    compute_finite_field,
-    compute_theoretical_field,
 )
 from megatron.position import registry, series_tails
 from megatron.position.encoding import Encoding

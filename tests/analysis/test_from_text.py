@@ -16,12 +16,12 @@ from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_weights, precompute_terms
 from megatron.evaluation.analysis import attention_capture
 from megatron.evaluation.analysis.attention_capture import capture_attention, list_attention_layers, run_forward
+from megatron.evaluation.analysis.bias_series import compute_finite_field
 from megatron.evaluation.analysis.from_text import score_maps
 from megatron.evaluation.analysis.from_text.attention_entropy import describe_weights, measure_attention_entropy
 from megatron.evaluation.analysis.from_text.empirical_receptive_field import AttentionMass, measure_attention_mass
 from megatron.evaluation.analysis.from_text.processor_taps import measure_processor_jacobian
 from megatron.evaluation.analysis.from_text.score_maps import compute_layer_maps
-from megatron.evaluation.analysis.receptive_field import compute_finite_field
 from megatron.model.gpt import GPT
 from megatron.position.processor import Processor
 from megatron.position.token_range import ALL_HEADS
@@ -32,7 +32,7 @@ HEADS = 3
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use several blocks of rows."""
+    """Use several row blocks."""
     monkeypatch.setattr(attention_capture, "MAX_BLOCK_ELEMENTS", 5 * HEADS * LENGTH)
 
 
@@ -122,9 +122,9 @@ def model_of(processor: str, place: dict, window: int | None) -> GPT:
 @pytest.mark.parametrize(("processor", "place", "window"), CASES)
 def test_entropy_and_largest_weight_by_position(processor: str, place: dict, window: int | None) -> None:
     model, train_length = model_of(processor, place, window), 6
-    told: list[float] = []
-    found = measure_attention_entropy(model, windows(), train_length, told.append)
-    assert told == [0.25, 0.5, 0.75, 1.0]
+    reported: list[float] = []
+    found = measure_attention_entropy(model, windows(), train_length, reported.append)
+    assert reported == [0.25, 0.5, 0.75, 1.0]
     assert found.ends == (1, 3, 6, 12, LENGTH)
     starts = (0, *found.ends[:-1])
     sums = {name: np.zeros((2, HEADS, len(found.ends))) for name in ("entropy", "normalized", "largest")}
@@ -159,7 +159,7 @@ def test_entropy_and_largest_weight_by_position(processor: str, place: dict, win
     ids=lambda place: "-".join(place.values()),
 )
 def test_blocks_of_rows_have_the_entropy_of_the_whole(place: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entropy from blocks of rows equals entropy from the weights of all rows at once, with the inputs of the model's
+    """Entropy from row blocks equals entropy from the weights of all rows at once, with the inputs of the model's
     backend.
     """
     place = {"pos_emb": "rotary", "score_processor": "none", **place}
@@ -208,10 +208,10 @@ def test_a_temperature_and_a_sink_are_seen() -> None:
 def test_mean_attention_by_distance(processor: str, place: dict, window: int | None) -> None:
     model = model_of(processor, place, window)
     near = LENGTH // 2
-    told: list[float] = []
-    found = measure_attention_mass(model, windows(), told.append)
-    assert told == sorted(told)
-    assert {0.25, 0.5, 0.75, 1.0} < set(told)  # two layers with two windows, each in several blocks of rows
+    reported: list[float] = []
+    found = measure_attention_mass(model, windows(), reported.append)
+    assert reported == sorted(reported)
+    assert {0.25, 0.5, 0.75, 1.0} < set(reported)  # two layers with two windows, each in several row blocks
     expected = np.zeros((2, HEADS, near))
     for tokens in windows():
         for layer, (q, k) in enumerate(captured(model, tokens)):

@@ -104,10 +104,10 @@ def test_models_stand_side_by_side(place: Path, corpus: Path, pictures: list[Fig
         assert re.search(rf"medians in keys: .*{re.escape(method)} \d", shown), "what a chart shows, in words"
         assert re.search(rf"bias of {re.escape(method)}[^;.]*, from 0.00 at distance 0 to -[\d.,]+", shown)
     assert re.search(r"Empirical receptive field .* rotary at length 96: ", shown)
-    said = out.getvalue()
-    assert "out/analysis.html" in said
-    assert "rotary: loading" in said
-    assert "the page: drawing figures (estimating the time left)" in said
+    output = out.getvalue()
+    assert "out/analysis.html" in output
+    assert "rotary: loading" in output
+    assert "the page: drawing figures (estimating the time left)" in output
 
     verdicts = {(row["method"], row["verdict"]) for row in rows_of("convergence")}
     assert {("rotary", "diverges"), ("alibi (untrained)", "converges")} <= verdicts
@@ -270,7 +270,7 @@ def test_errors_are_reported_before_any_work(given: dict, message: str, place: P
 
 def test_two_analyses_never_write_into_one_folder(place: Path, corpus: Path, pictures: list[Figure]) -> None:
     make_run("runs/a", corpus)
-    lock = FolderLock("out", name=LOCK_FILE, key="--output", busy="", patience=0.0)
+    lock = FolderLock("out", name=LOCK_FILE, key="--output", busy_message="", lock_timeout=0.0)
     with pytest.raises(UserError, match="--output: out: another analysis is writing to this folder; wait"):
         analyzed(["runs/a"], "out", only=["kernels"])
     lock.release()
@@ -363,7 +363,7 @@ def test_taps_match_each_length(corpus: Path, place: Path, pictures: list[Figure
 
 
 @pytest.mark.parametrize(
-    ("encoding", "value", "told"),
+    ("encoding", "value", "reported"),
     [
         ("t5", math.inf, "Does not apply to t5. The parameter bias"),
         ("t5", 1e30, "stays at inf"),
@@ -373,7 +373,7 @@ def test_taps_match_each_length(corpus: Path, place: Path, pictures: list[Figure
     ],
 )
 def test_parameters_that_are_no_ordinary_numbers_are_drawn_or_refused(
-    encoding: str, value: float, told: str, place: Path, corpus: Path
+    encoding: str, value: float, reported: str, place: Path, corpus: Path
 ) -> None:
     """A diverged run can be analyzed: maps are drawn, and sums without meaning are rejected."""
     run = make_run("runs/diverged", corpus, pos_emb=encoding)
@@ -383,5 +383,5 @@ def test_parameters_that_are_no_ordinary_numbers_are_drawn_or_refused(
     assert names
     save_file({name: torch.full_like(t, value) if name in names else t for name, t in weights.items()}, file)
     page_text = analyzed([run], "out", only=["convergence", "bias_maps"])
-    assert told in page_text
+    assert reported in page_text
     assert page_text.count("<img") >= 1, "the map of the bias is drawn"

@@ -30,8 +30,8 @@ class Counted:
 @pytest.mark.parametrize(
     ("grad", "length", "processor", "expected"),
     [
-        (True, 12, "cdape", "kept_with_processor"),
-        (True, 12, "none", "kept_without_processor"),
+        (True, 12, "cdape", "saving_with_processor"),
+        (True, 12, "none", "saving_without_processor"),
         (True, 13, "cdape", "recomputed"),
         (True, 13, "none", "recomputed"),
         (False, 5, "cdape", "recomputed"),
@@ -41,12 +41,12 @@ class Counted:
 def test_row_blocks_keep_the_maps_of_short_training_sequences_alone(
     grad, length, processor, expected, monkeypatch
 ) -> None:
-    monkeypatch.setattr(pytorch, "MAX_KEYS_KEPT", 12)
+    monkeypatch.setattr(pytorch, "MAX_KEYS_SAVED", 12)
     encoding, processor = build("kerple_log", processor)
     backend = RowBlockBackend(4)
     counted = {
         name: Counted(getattr(backend, name))
-        for name in ("kept_without_processor", "kept_with_processor", "recomputed")
+        for name in ("saving_without_processor", "saving_with_processor", "recomputed")
     }
     for name, counter in counted.items():
         setattr(backend, name, counter)

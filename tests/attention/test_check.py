@@ -10,23 +10,23 @@ import torch
 from position_methods import build
 
 from megatron.attention.backends.pytorch import EagerBackend, RowBlockBackend
-from megatron.attention.check import evidence
+from megatron.attention.check import check_result
 from megatron.attention.check import problem as problem_module
 from megatron.attention.check import trials as trials_module
-from megatron.attention.check.compared_rows import CheckedDocuments
-from megatron.attention.check.evidence import (
+from megatron.attention.check.check_result import (
+    BackendTrial,
     CheckRecord,
-    Evidence,
-    Trial,
-    describe_card,
+    CheckResult,
+    describe_gpu,
     describe_software,
     read_cache,
     read_records,
     write_cache,
     write_records,
 )
+from megatron.attention.check.compared_rows import CheckedDocuments
 from megatron.attention.check.problem import CheckProblem, build_problem
-from megatron.attention.check.trials import DeviceLostError, Judge, is_within_rounding, try_backends
+from megatron.attention.check.trials import DeviceLostError, ReferenceResults, is_within_rounding, try_backends
 from megatron.attention.inputs import AttentionInputs
 from megatron.position.facts import AttentionDims
 from megatron.position.token_range import ALL_HEADS, TokenRange
@@ -111,13 +111,13 @@ def test_a_part_in_float64_is_that_part_of_the_whole(method, segments, options, 
     """Exact outputs and gradients of a few rows equal those of all rows if all other gradients are zero."""
     monkeypatch.setattr(problem_module, "MAX_EXACT_PAIRS", exact_pairs)
     problem = make_problem(method, segments, dtype=torch.float64, **options)
-    whole, others_are_zero = problem.select_results(*problem.run(EagerBackend()))
+    whole, is_zero_elsewhere = problem.select_results(*problem.run(EagerBackend()))
     part = problem.compute_exactly()
-    assert others_are_zero
+    assert is_zero_elsewhere
     assert whole.keys() == part.keys()
     for name, found in whole.items():
         torch.testing.assert_close(found.view_as(part[name]), part[name], rtol=1e-9, atol=1e-11, msg=name)
-    compared = sum(slab.stop - slab.start for slab in problem.slabs)
+    compared = sum(row_range.stop - row_range.start for row_range in problem.row_ranges)
     assert (compared < sum(tokens.length for tokens in segments)) == (exact_pairs == 1)
     assert all(bool(part[name].abs().max() > 0) for name in ("output", "dq", "dk", "dv"))
 
@@ -214,7 +214,7 @@ def test_a_wrong_kernel_is_named_and_rejected(spoil, result: str) -> None:
     assert wrong.excess is not None
     assert wrong.excess[result] > 10
     assert wrong.milliseconds is None
-    assert Evidence({}, {}, tuple(trials), 0.0).rank_backends() == [right]
+    assert CheckResult({}, {}, tuple(trials), 0.0).rank_backends() == [right]
 
 
 @pytest.mark.parametrize("method", [("kerple_log", "none"), ("kerple_log", "cdape"), ("none", "none")])
@@ -224,11 +224,11 @@ def test_a_kernel_that_confuses_documents_is_rejected(method, shift: int | None)
 
     class Ignoring(RowBlockBackend):
         def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
-            assert inputs.first_keys is not None
-            first_keys, rows = inputs.first_keys, inputs.query.indices(inputs.q.device)
-            moved = None if shift is None else torch.where(first_keys > 0, first_keys - shift, 0)
+            assert inputs.document_starts is not None
+            document_starts, rows = inputs.document_starts, inputs.query.indices(inputs.q.device)
+            moved = None if shift is None else torch.where(document_starts > 0, document_starts - shift, 0)
             moved = None if moved is None else torch.minimum(moved, rows).to(torch.int32)
-            return super().__call__(replace(inputs, first_keys=moved))
+            return super().__call__(replace(inputs, document_starts=moved))
 
     right, wrong = try_backends(
         make_problem(method, documents=APART, dtype=torch.float16),
@@ -245,19 +245,19 @@ def test_a_kernel_that_confuses_documents_is_rejected(method, shift: int | None)
 def test_first_rows_of_documents_are_compared(monkeypatch) -> None:
     """If not all rows are compared, rows on both sides of the boundary nearest to the middle are."""
     monkeypatch.setattr(problem_module, "MAX_EXACT_PAIRS", 1)
-    monkeypatch.setattr(problem_module, "ROWS_PER_SLAB", 9)
+    monkeypatch.setattr(problem_module, "ROWS_PER_RANGE", 9)
     problem = make_problem(("kerple_log", "none"), (TokenRange(0, 250),), documents=LONG_APART)
-    assert [(slab.start, slab.stop) for slab in problem.slabs] == [(0, 9), (128, 137), (241, 250)]
+    assert [(row_range.start, row_range.stop) for row_range in problem.row_ranges] == [(0, 9), (128, 137), (241, 250)]
     problem = make_problem(("kerple_log", "cdape"), (TokenRange(0, 250),), documents=LONG_APART)
-    assert [(slab.start, slab.stop) for slab in problem.slabs] == [(0, 1), (131, 132), (249, 250)]
+    assert [(row_range.start, row_range.stop) for row_range in problem.row_ranges] == [(0, 1), (131, 132), (249, 250)]
 
 
 def test_documents_have_one_mask_a_problem_and_fewer_sequences_keep_the_last(monkeypatch) -> None:
     asked = []
 
     class Masking(RowBlockBackend):
-        def compute_document_mask(self, query, key, first_keys, *rest, dropout):
-            asked.append(first_keys)
+        def compute_document_mask(self, query, key, document_starts, *rest, dropout):
+            asked.append(document_starts)
             return "mask"
 
         def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
@@ -279,17 +279,17 @@ def test_small_errors_are_checked_again(monkeypatch) -> None:
     A kink may push a correct backend over the limit once, but not twice.
     """
     asked: list[int] = []
-    real = Judge.compute_excess
+    real = ReferenceResults.compute_error_ratio
 
     def over_the_line(self, *args, **kwargs):
         asked.append(self.problem.seed)
         return real(self, *args, **kwargs) | ({"dq": 9.0} if len(asked) == 1 else {})
 
-    monkeypatch.setattr(Judge, "compute_excess", over_the_line)
+    monkeypatch.setattr(ReferenceResults, "compute_error_ratio", over_the_line)
     (trial,) = try_backends(make_problem(("none", "none")), {"row blocks": RowBlockBackend(8)}, timer=count_passes)
     assert trial.refusal is None
     assert len(set(asked)) == len(asked) == 2
-    monkeypatch.setattr(Judge, "compute_excess", lambda *args, **kwargs: {"dq": 9.0})
+    monkeypatch.setattr(ReferenceResults, "compute_error_ratio", lambda *args, **kwargs: {"dq": 9.0})
     (trial,) = try_backends(make_problem(("none", "none")), {"row blocks": RowBlockBackend(8)}, timer=count_passes)
     assert trial.refusal == "errs in dq by 9 times the rounding error of float32"
 
@@ -340,7 +340,7 @@ def test_the_fastest_is_first_by_the_median_of_its_passes() -> None:
     trials = try_backends(
         make_problem(("none", "none")), backends, timer=lambda run, device: next(seconds[next(order)])
     )
-    ranked = Evidence({}, {}, tuple(trials), 0.0).rank_backends()
+    ranked = CheckResult({}, {}, tuple(trials), 0.0).rank_backends()
     assert [(trial.backend, trial.milliseconds) for trial in ranked] == [("fast", 1000.0), ("row blocks", 2000.0)]
 
 
@@ -379,12 +379,12 @@ def test_a_lost_device_ends_the_check_with_partial_results(monkeypatch) -> None:
 # Stored results.
 
 
-def evidence_of(*trials: Trial, card: str = "H100") -> Evidence:
+def evidence_of(*trials: BackendTrial, card: str = "H100") -> CheckResult:
     key = {"card": {"name": card}, "software": describe_software(), "work": {"dtype": "bfloat16", "length": 512}}
-    return Evidence(key, {"batch": 2}, trials, 1.5)
+    return CheckResult(key, {"batch": 2}, trials, 1.5)
 
 
-RIGHT = Trial("triton", excess={"output": 0.8}, milliseconds=1.0, memory_mb=3.0, first_seconds=2.0)
+RIGHT = BackendTrial("triton", excess={"output": 0.8}, milliseconds=1.0, memory_mb=3.0, first_seconds=2.0)
 
 
 @pytest.fixture
@@ -394,12 +394,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_evidence_is_found_again_for_the_same_and_for_nothing_else(cache: Path) -> None:
-    evidence = evidence_of(RIGHT, Trial("sdpa", "errs in dq by inf times", excess={"dq": math.inf}))
-    assert read_cache(evidence.key) is None
-    write_cache(evidence)
-    assert read_cache(evidence.key) == evidence
+    check_result = evidence_of(RIGHT, BackendTrial("sdpa", "errs in dq by inf times", excess={"dq": math.inf}))
+    assert read_cache(check_result.key) is None
+    write_cache(check_result)
+    assert read_cache(check_result.key) == check_result
     for part, change in (("card", {"name": "A100"}), ("software", {"torch": "9"}), ("work", {"length": 513})):
-        assert read_cache({**evidence.key, part: {**evidence.key[part], **change}}) is None
+        assert read_cache({**check_result.key, part: {**check_result.key[part], **change}}) is None
     assert [path.suffix for path in cache.iterdir()] == [".json"]  # no temporary file is left
 
 
@@ -416,13 +416,13 @@ def test_evidence_is_found_again_for_the_same_and_for_nothing_else(cache: Path) 
     ],
 )
 def test_a_damaged_file_is_ignored(damage, cache: Path) -> None:
-    evidence = evidence_of(RIGHT)
-    write_cache(evidence)
+    check_result = evidence_of(RIGHT)
+    write_cache(check_result)
     (path,) = cache.iterdir()
     path.write_text(damage(path.read_text()))
-    assert read_cache(evidence.key) is None
-    write_cache(evidence)
-    assert read_cache(evidence.key) == evidence
+    assert read_cache(check_result.key) is None
+    write_cache(check_result)
+    assert read_cache(check_result.key) == check_result
 
 
 def test_an_unwritable_cache_is_ignored(tmp_path: Path, monkeypatch) -> None:
@@ -445,7 +445,7 @@ def test_a_run_keeps_its_record(tmp_path: Path) -> None:
 
 
 def test_software_is_identified_by_its_sources() -> None:
-    assert describe_card(torch.device("cpu")) == {"name": "cpu"}
+    assert describe_gpu(torch.device("cpu")) == {"name": "cpu"}
     software = describe_software()
     assert software["torch"] == torch.__version__
     assert len(software["sources"]) == 16
@@ -455,17 +455,17 @@ def test_software_is_identified_by_its_sources() -> None:
 def test_a_check_is_repeated_with_other_cuda_sources_or_another_switch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(evidence.KERNEL_VARIABLE, raising=False)
+    monkeypatch.delenv(check_result.KERNEL_VARIABLE, raising=False)
     before = describe_software()
-    monkeypatch.setenv(evidence.KERNEL_VARIABLE, "0")
+    monkeypatch.setenv(check_result.KERNEL_VARIABLE, "0")
     assert describe_software() != before
-    header = tmp_path / evidence.SOURCES[0] / "kernel.h"
+    header = tmp_path / check_result.SOURCES[0] / "kernel.h"
     header.parent.mkdir()
-    monkeypatch.setattr(evidence, "ROOT", tmp_path)
+    monkeypatch.setattr(check_result, "ROOT", tmp_path)
     hashes = set()
     for source in ("int one;", "int two;"):
         header.write_text(source, encoding="utf-8")
-        hashes.add(evidence.hash_attention_sources.__wrapped__())
+        hashes.add(check_result.hash_attention_sources.__wrapped__())
     assert len(hashes) == 2
 
 

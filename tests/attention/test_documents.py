@@ -82,8 +82,8 @@ def test_rows_with_first_keys_equal_each_document_alone(encoding, processor, len
     """Outputs and all gradients match with every PyTorch backend and any subset of rows."""
     e, p = (None if module is None else module.double() for module in build(encoding, processor))
     rows = pack(lengths)
-    first_keys = first_keys_of(rows)
-    total = first_keys.shape[1]
+    document_starts = first_keys_of(rows)
+    total = document_starts.shape[1]
     qkv = [x.requires_grad_() for x in random_qkv(total, dtype=torch.float64)]
     parameters = [*e.parameters(), *(() if p is None else p.parameters())]
     upstream = torch.randn_like(qkv[0])
@@ -94,13 +94,13 @@ def test_rows_with_first_keys_equal_each_document_alone(encoding, processor, len
 
     alone = gradients(attend_alone(rows, qkv, e, p, window))
     span = TokenRange(0, total)
-    restarted = restart_positions(first_keys.long(), torch.arange(total), torch.device("cpu"))
+    restarted = restart_positions(document_starts.long(), torch.arange(total), torch.device("cpu"))
     backends = [EagerBackend(), ChunkedBackend(data.draw(st.integers(1, 7))), RowBlockBackend(4)]
     if SdpaBackend().unsupported_reason(e, p) is None:
         backends.append(SdpaBackend())
     for backend in backends:
         (q, k), v = rotate_segments(qkv[0], qkv[1], e, (), restarted), qkv[2]
-        inputs = inputs_of(q, k, v, span, span, e, p, window=window, first_keys=first_keys)
+        inputs = inputs_of(q, k, v, span, span, e, p, window=window, document_starts=document_starts)
         for found, expected in zip(gradients(backend(inputs)), alone, strict=True):
             assert_equal_in_float64(found, expected)
     start = data.draw(st.integers(0, total - 1))
@@ -127,7 +127,8 @@ def test_nothing_of_a_document_reaches_another(encoding, processor, first: int, 
         backends.append(SdpaBackend())
     for backend in backends:
         here, there = (
-            backend(inputs_of(*each, span, span, e, p, first_keys=first_keys_of(rows))) for each in ((q, k, v), changed)
+            backend(inputs_of(*each, span, span, e, p, document_starts=first_keys_of(rows)))
+            for each in ((q, k, v), changed)
         )
         assert torch.equal(here[:, :, middle], there[:, :, middle])
 
@@ -140,7 +141,7 @@ def test_only_methods_with_absolute_positions_are_excluded() -> None:
 LENGTH = 22
 CONTINUOUS = {"randomized_positions": LENGTH + 20, "continuous_positions": True}
 PACKED = pack([[3, 8, 1, 6, 4], [10, 1, 11], [22]])
-"""Documents of three rows: short ones, some longer than a block of rows, and one that fills its row."""
+"""Documents of three rows: short ones, some longer than a row block, and one that fills its row."""
 
 
 def read_alone(gpt: GPT, tokens: Tensor, rows: list[list[tuple[int, int]]]) -> Tensor:
@@ -161,7 +162,7 @@ def test_a_packed_row_equals_its_separate_documents(encoding: str, processor: st
         each.backend = RowBlockBackend(8) if masked else each.backend
     first = attention[0]
     if masked and not can_mask_documents(first.encoding, first.backend, first.processor, randomized=False):
-        assert encoding == "fire" or first.processor.reads_rows_above
+        assert encoding == "fire" or first.processor.reads_preceding_rows
         return
     gpt.masks_documents = masked
     tokens = torch.randint(VOCABULARY, (len(PACKED), LENGTH))
@@ -254,7 +255,7 @@ def test_one_document_a_row_is_the_plain_forward_pass() -> None:
     gpt._run_layers = lambda hidden, context: (seen.append(context), run_layers(hidden, context))[1]
     one_each = torch.zeros(2, LENGTH, dtype=torch.int64)
     assert torch.equal(gpt(tokens, document_starts=one_each), gpt(tokens))
-    assert [(c.restarted, [s.first_keys for s in c.segments]) for c in seen] == 2 * [(None, [None])]
+    assert [(c.restarted, [s.document_starts for s in c.segments]) for c in seen] == 2 * [(None, [None])]
 
 
 def test_a_layout_that_contradicts_itself_is_refused() -> None:
@@ -278,12 +279,12 @@ def test_masks_that_layers_share_are_their_own(start: int, window: int | None, d
     starts = first_keys_of(rows)
     q, k, v = (x.to(dtype).requires_grad_() for x in random_qkv(22))
     query, key, backend = TokenRange(start, 22 - start), TokenRange(0, 22), SdpaBackend()
-    first_keys = starts[:, start:]
-    mask = backend.compute_document_mask(query, key, first_keys, starts.long(), encoding, window, q, dropout=False)
+    document_starts = starts[:, start:]
+    mask = backend.compute_document_mask(query, key, document_starts, starts.long(), encoding, window, q, dropout=False)
     assert [tuple(block.shape) for block in mask] == [(2, 1, 22 - start, 22)]
     found = []
     for document_mask in (None, mask):
-        options = {"first_keys": first_keys, "window": window, "document_mask": document_mask}
+        options = {"document_starts": document_starts, "window": window, "document_mask": document_mask}
         output = backend(AttentionInputs(q[:, :, start:], k, v, query, key, encoding, **options))
         found.append([output, *torch.autograd.grad(output.float().square().sum(), (q, k, v))])
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
@@ -322,7 +323,7 @@ def test_flash_attention_gets_document_bounds(window: int | None, monkeypatch: p
     starts, span = first_keys_of(rows), TokenRange(0, 22)
     qkv = [x.requires_grad_() for x in random_qkv(22, batch=3, dtype=torch.float64)]
     documents = pack_documents(starts.long(), torch.device("cpu"))
-    options = {"first_keys": starts, "window": window}
+    options = {"document_starts": starts, "window": window}
     found = []
     for backend, document_mask in ((EagerBackend(), None), (SdpaBackend(), documents)):
         output = backend(AttentionInputs(*qkv, span, span, encoding, document_mask=document_mask, **options))

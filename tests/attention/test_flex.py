@@ -11,7 +11,7 @@ from megatron.attention.backends import flex
 from megatron.attention.backends.flex import MAX_SHAPES, FlexBackend, build_block_mask, build_document_mask
 from megatron.attention.backends.pytorch import EagerBackend, RowBlockBackend
 from megatron.attention.inputs import AttentionInputs
-from megatron.position.token_range import TokenRange, causal_mask, sample_positions
+from megatron.position.token_range import TokenRange, build_causal_mask, sample_positions
 from megatron.utils.errors import UserError
 from tools.rounding import assert_within_rounding
 
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 def test_blocks_match_the_whole_map(rows: int, columns: int, offset: int, window: int | None) -> None:
     """Blocks equal those of the whole mask, also with documents, which differ between sequences."""
     mask = build_block_mask(rows, columns, offset, window, CPU)
-    visible = causal_mask(TokenRange(offset, rows), TokenRange(0, columns), CPU, window)
+    visible = build_causal_mask(TokenRange(offset, rows), TokenRange(0, columns), CPU, window)
     assert_blocks(mask, 0, visible)
     column, row = torch.arange(columns), offset + torch.arange(rows)
     starts = torch.stack([torch.where(row < cut, 0, cut) for cut in (1, 129, 256, 300)]).int()
@@ -63,7 +63,7 @@ def results(
     window: int | None,
     heads: slice,
     cap: float | None,
-    first_keys=None,
+    document_starts=None,
     document_mask=None,
 ) -> dict[str, torch.Tensor]:
     encoding, processor = method
@@ -73,7 +73,7 @@ def results(
         "window": window,
         "heads": heads,
         "softcap": cap,
-        "first_keys": first_keys,
+        "document_starts": document_starts,
         "document_mask": document_mask,
     }
     out = backend(inputs_of(*leaves, query, key, encoding, processor, **options))

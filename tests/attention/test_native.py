@@ -9,7 +9,7 @@ from position_methods import build, random_qkv
 
 from kernels.cdape_attention import cpu
 from megatron.attention.backends import native
-from megatron.attention.backends.backend import takes_first_keys
+from megatron.attention.backends.backend import supports_document_starts
 from megatron.attention.backends.native import NativeBackend
 from megatron.attention.backends.pytorch import EagerBackend
 from megatron.attention.backends.registry import RowBlockBackend, select_backend
@@ -59,9 +59,9 @@ def test_document_masking_matches_eager(pair: tuple[str, str], keys: dict[str, i
     """Documents are separated as in eager, which tests/attention/test_documents.py checks."""
     rows = rows_of(pair, length=40, **keys)
     begins = torch.tensor([[0] * 7 + [7] * 14 + [21] * 2 + [23] * 17, [0] * 39 + [39]], dtype=torch.int32)
-    rows = replace(rows, first_keys=begins[:, keys.get("start", 0) :])
+    rows = replace(rows, document_starts=begins[:, keys.get("start", 0) :])
     backend = NativeBackend(Refused(), is_requested=True)
-    assert takes_first_keys(backend)
+    assert supports_document_starts(backend)
     for ours, reference in zip(differentiated(backend, rows), differentiated(EagerBackend(), rows), strict=True):
         assert_close_in_rounding(ours, reference, terms=2 * 4 * 40 * 40, sums=8)
 
@@ -123,8 +123,8 @@ def test_fallback_to_row_blocks_is_reported_once(caplog: pytest.LogCaptureFixtur
             out = backend(each)
             torch.manual_seed(0)
             assert torch.equal(out, RowBlockBackend(4)(each))
-    said = [record.message for record in caplog.records]
-    assert said == [f"attention_backend native: {why} is left to PyTorch's row blocks" for why in left_out]
+    output = [record.message for record in caplog.records]
+    assert output == [f"attention_backend native: {why} is left to PyTorch's row blocks" for why in left_out]
 
 
 @compiled

@@ -25,7 +25,7 @@ def count_keys(segments: tuple[Segment, ...], window: int | None, batch: int, le
         for place, sequence in enumerate(sequences.tolist()):
             for offset in range(segment.tokens.length):
                 row = segment.tokens.start + offset
-                first = 0 if segment.first_keys is None else int(segment.first_keys[place, offset])
+                first = 0 if segment.document_starts is None else int(segment.document_starts[place, offset])
                 if window is not None:
                     first = max(first, row - window + 1)
                 seen = [

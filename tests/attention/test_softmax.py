@@ -36,7 +36,7 @@ def test_they_are_made_of_any_logits(encoding: str, processor: str) -> None:
     found = compute_weights(replace(inputs, sinks=SINKS))
     share = torch.sigmoid(torch.logsumexp(logits, -1) - SINKS.double()[:, None])
     assert_close_in_rounding(found, (torch.softmax(logits, -1) * share[..., None]).float(), LENGTH, 4)
-    broken = compute_weights(replace(inputs, breaks_sticks=True))
+    broken = compute_weights(replace(inputs, uses_stick_breaking=True))
     expected, left = torch.zeros_like(logits), torch.ones_like(logits[..., 0])
     for column in reversed(range(LENGTH)):
         visible = torch.arange(LENGTH) > column
@@ -53,7 +53,7 @@ def differentiate(backend, inputs: AttentionInputs, sinks: torch.Tensor | None) 
     modules = [module for module in (inputs.encoding, inputs.processor) if module is not None]
     wanted = [*leaves, *([] if own is None else [own]), *(p for module in modules for p in module.parameters())]
     q, k, v = leaves
-    output = backend(replace(inputs, q=q, k=k, v=v, sinks=own, breaks_sticks=own is None))
+    output = backend(replace(inputs, q=q, k=k, v=v, sinks=own, uses_stick_breaking=own is None))
     into = torch.linspace(-1, 1, output.numel()).cos().view(output.shape)
     return [output, *torch.autograd.grad(output, wanted, into, allow_unused=True, materialize_grads=True)]
 
@@ -93,7 +93,7 @@ def test_fused_backends_equal_eager_with_sinks(encoding: str, processor: str, mo
 
 def test_a_row_of_padding_has_no_weights() -> None:
     inputs = replace(draw_inputs("alibi", "none"), key_mask=torch.arange(LENGTH)[None] >= torch.tensor([[0], [3]]))
-    for change in ({"sinks": SINKS}, {"breaks_sticks": True}, {}):
+    for change in ({"sinks": SINKS}, {"uses_stick_breaking": True}, {}):
         weights = compute_weights(replace(inputs, **change))
         assert weights.isfinite().all()
         assert (weights[1, :, :3] == 0).all()

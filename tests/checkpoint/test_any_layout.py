@@ -69,9 +69,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def config(run: str, name: str, **keys: Any) -> Config:
         return tiny_config(corpus, where / run, **{"num_gpus": 2, **MODEL, **LAYOUTS[name], **keys})
 
-    begun = [config(f"begun {name}", name, train_iters=2, lr_decay_iters=4) for name in NAMES]
+    start_time = [config(f"begun {name}", name, train_iters=2, lr_decay_iters=4) for name in NAMES]
     goes_on = [config(f"{one} to {other}", other, load=str(where / f"begun {one}")) for one, other in PAIRS]
-    for phase, jobs in enumerate(([config("unbroken", NAMES[0]), *begun], goes_on)):
+    for phase, jobs in enumerate(([config("unbroken", NAMES[0]), *start_time], goes_on)):
         for world in sorted({job.launch.num_gpus or 1 for job in jobs}):
             some = [job for job in jobs if job.launch.num_gpus == world]
             if world == 1:

@@ -47,20 +47,20 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", [name for name in registry.list_encodings() if name != "rotary"])
 def test_rotary_becomes_any_encoding(name: str, corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
-    said = tuned(corpus, tmp_path / "run", trained["rotary"], pos_emb=name)
+    output = tuned(corpus, tmp_path / "run", trained["rotary"], pos_emb=name)
     own = [key for key in weights(tmp_path / "run") if key.startswith("position.")]
-    assert f"pos_emb rotary → {name}" in said
-    assert ("fresh: nothing" in said) == (own == [])
-    assert all(key in said for key in own)
-    assert "dropped: nothing" in said
+    assert f"pos_emb rotary → {name}" in output
+    assert ("fresh: nothing" in output) == (own == [])
+    assert all(key in output for key in own)
+    assert "dropped: nothing" in output
     assert load_model(tmp_path / "run").config.position.pos_emb == name
 
 
 def test_the_rest_of_the_model_stays(corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
     """With a tiny learning rate, all other weights equal the source's except for the last bit."""
     still = {"optimizer": {"params": {"lr": 1e-12}}, "weight_decay": 0.0}
-    said = tuned(corpus, tmp_path / "run", trained["kerple_log"], pos_emb="alibi", **still)
-    assert "fresh: nothing; dropped: position.r1.value, position.r2.value" in said
+    output = tuned(corpus, tmp_path / "run", trained["kerple_log"], pos_emb="alibi", **still)
+    assert "fresh: nothing; dropped: position.r1.value, position.r2.value" in output
     before, after = weights(trained["kerple_log"]), weights(tmp_path / "run")
     assert before.keys() - after.keys() == {"position.r1.value", "position.r2.value"}
     for key, value in after.items():
@@ -71,32 +71,32 @@ def test_weights_of_the_same_name_mean_something_else(corpus: Path, trained: dic
     """kerple_log and kerple_power both have parameters r1 and r2 for every head, with different meanings."""
     still = {"optimizer": {"params": {"lr": 1e-12}}}
     options = {"r1_below": 0.02, "r2_below": 0.02}
-    said = tuned(
+    output = tuned(
         corpus, tmp_path / "run", trained["kerple_log"], pos_emb="kerple_power", pos_emb_options=options, **still
     )
     names = "position.r1.value, position.r2.value"
-    assert f"fresh: {names}; dropped: {names}" in said
+    assert f"fresh: {names}; dropped: {names}" in output
     assert weights(tmp_path / "run")["position.r1.value"].max() <= 0.02
 
 
 def test_another_base_needs_no_weight_and_other_buckets_do(corpus, trained: dict[str, Path], tmp_path: Path) -> None:
     scaled = {"fraction": 0.5, "scaling": "linear", "factor": 4.0}
-    said = tuned(corpus, tmp_path / "scaled", trained["rotary"], pos_emb="rotary", pos_emb_options=scaled)
-    assert "scaling: linear, factor: 4.0" in said
-    assert "fresh: nothing; dropped: nothing" in said
+    output = tuned(corpus, tmp_path / "scaled", trained["rotary"], pos_emb="rotary", pos_emb_options=scaled)
+    assert "scaling: linear, factor: 4.0" in output
+    assert "fresh: nothing; dropped: nothing" in output
     buckets = {"pos_emb": "t5", "pos_emb_options": {"num_buckets": 16}}
     for per_layer in (False, True):
         run = tmp_path / f"buckets {per_layer}"
-        said = tuned(corpus, run, trained["t5"], pos_emb_per_layer=per_layer, **buckets)
+        output = tuned(corpus, run, trained["t5"], pos_emb_per_layer=per_layer, **buckets)
         own = "layers.*.position.bias.value" if per_layer else "position.bias.value"
-        assert f"fresh: {own}; dropped: position.bias.value" in said
+        assert f"fresh: {own}; dropped: position.bias.value" in output
 
 
 def test_with_a_processor_at_zero_effect_at_once(corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
     zero = {"score_processor": "cdape", "score_processor_options": {"zero_init": True}}
-    said = tuned(corpus, tmp_path / "run", trained["rotary"], pos_emb="kerple_log", pos_emb_per_layer=True, **zero)
-    assert "score_processor none → cdape" in said
-    assert "layers.*.processor.output.weight" in said
+    output = tuned(corpus, tmp_path / "run", trained["rotary"], pos_emb="kerple_log", pos_emb_per_layer=True, **zero)
+    assert "score_processor none → cdape" in output
+    assert "layers.*.processor.output.weight" in output
     with pytest.raises(UserError, match="zero_init: true"):
         tuned(corpus, tmp_path / "other", trained["rotary"], pos_emb="kerple_log", score_processor="cdape")
 
@@ -105,15 +105,15 @@ def test_another_temperature_is_fresh_and_the_old_one_dropped(corpus, trained: d
     own = "layers.*.temperature.s.value"
     still = {"pos_emb": "rotary", "pos_emb_options": {"fraction": 0.5}, "optimizer": {"params": {"lr": 1e-12}}}
     options = {"attention_temperature_options": {"s": 0.5}}
-    said = tuned(corpus, tmp_path / "on", trained["rotary"], attention_temperature="ssmax", **options, **still)
-    assert "attention_temperature none → ssmax" in said
-    assert f"fresh: {own}; dropped: nothing" in said
+    output = tuned(corpus, tmp_path / "on", trained["rotary"], attention_temperature="ssmax", **options, **still)
+    assert "attention_temperature none → ssmax" in output
+    assert f"fresh: {own}; dropped: nothing" in output
     learned = [value for key, value in weights(tmp_path / "on").items() if ".temperature." in key]
     assert len(learned) == 2
     for value in learned:
         torch.testing.assert_close(value, torch.full_like(value, 0.5), rtol=0, atol=1e-7)
-    said = tuned(corpus, tmp_path / "off", tmp_path / "on", attention_temperature="logn", **still)
-    assert f"fresh: nothing; dropped: {own}" in said
+    output = tuned(corpus, tmp_path / "off", tmp_path / "on", attention_temperature="logn", **still)
+    assert f"fresh: nothing; dropped: {own}" in output
     keys = {"train_iters": 1, "load": str(tmp_path / "on"), **still}
     with pytest.raises(UserError, match=r"attention_temperature: this run has none.*set it explicitly to change it"):
         train(unnamed(tiny_config(corpus, tmp_path / "a", finetune=True, **keys), "attention_temperature"))

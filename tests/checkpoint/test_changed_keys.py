@@ -71,8 +71,8 @@ def test_a_changed_key_follows_its_role(trained: Config, key: ConfigKey) -> None
     except UserError as error:
         found = "refused" if str(error).startswith(f"{key.name}: ") else str(error)
     else:
-        said = [note for note in notes if note.startswith(f"{key.name}: ")]
-        found = "silent" if not said else "unread" if "has no effect" in said[0] else "said"
+        output = [note for note in notes if note.startswith(f"{key.name}: ")]
+        found = "silent" if not output else "unread" if "has no effect" in output[0] else "said"
     assert found == BY_ROLE[key.policy or ""]
 
 

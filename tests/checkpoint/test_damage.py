@@ -74,15 +74,15 @@ def test_the_previous_checkpoint_is_used_and_reaches_the_same_end(
     act, words = DAMAGE[damage]
     checkpoint = run / "checkpoints" / layout.format_checkpoint_name(4)
     act(checkpoint)
-    said = resumed(corpus, run)
-    (line,) = [line for line in said.splitlines() if "is damaged" in line]
+    output = resumed(corpus, run)
+    (line,) = [line for line in output.splitlines() if "is damaged" in line]
     assert line.startswith(f"{checkpoint}: skipped because it is damaged: ")
     assert words in line
     assert (
         f"resuming from {checkpoint.with_name(layout.format_checkpoint_name(2))} at step 2, "
-        "the newest undamaged checkpoint" in said
+        "the newest undamaged checkpoint" in output
     )
-    assert f"step_0000004: moved to {run}/checkpoints/abandoned/0001" in said
+    assert f"step_0000004: moved to {run}/checkpoints/abandoned/0001" in output
     assert losses(run) == losses(trained)
     assert same_weights(run, trained)
     assert (run / "checkpoints" / "abandoned" / "0001" / "step_0000004").is_dir()
@@ -113,10 +113,10 @@ def test_rolling_back_needs_a_request_and_keeps_everything(trained: Path, run: P
     later = (run / "checkpoints" / layout.format_checkpoint_name(4) / "model.safetensors").read_bytes()
     with pytest.raises(UserError, match="rollback=true"):
         resumed(corpus, run, load=str(old), **rate)
-    said = resumed(corpus, run, load=str(old), rollback=True, **rate)
+    output = resumed(corpus, run, load=str(old), rollback=True, **rate)
     kept = read_config(run / "config.yml").checkpoint
     assert (kept.load, kept.rollback) == (str(run), False)  # the run's own file is kept, as for any run
-    assert f"step_0000004: moved to {run}/checkpoints/abandoned/0001 with a copy of the metrics" in said
+    assert f"step_0000004: moved to {run}/checkpoints/abandoned/0001 with a copy of the metrics" in output
     assert losses(run)[:2] == losses(trained)[:2]
     assert losses(run)[3] != losses(trained)[3]
     aside = run / "checkpoints" / "abandoned" / "0001"

@@ -53,12 +53,12 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 
 def test_prune_keeps_the_newest_and_rolled_back_checkpoints(tmp_path: Path) -> None:
     make(tmp_path, 1, 2, 3, 4, 5, 6)
-    layout.move_aside([tmp_path / "checkpoints" / layout.format_checkpoint_name(6)])
+    layout.archive_checkpoints([tmp_path / "checkpoints" / layout.format_checkpoint_name(6)])
     (tmp_path / "checkpoints" / ".step_0000006.tmp").mkdir()
     assert layout.prune_checkpoints(tmp_path, None) == []
     assert not (tmp_path / "checkpoints" / ".step_0000006.tmp").exists()
-    gone = layout.prune_checkpoints(tmp_path, 2)
-    assert [layout.parse_step(path) for path in gone] == [1, 2, 3]
+    pruned = layout.prune_checkpoints(tmp_path, 2)
+    assert [layout.parse_step(path) for path in pruned] == [1, 2, 3]
     assert steps(tmp_path) == [4, 5]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         "abandoned", "step_0000004", "step_0000005"
@@ -76,7 +76,9 @@ def test_rolled_back_files_are_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("before\n")
     for number in (1, 2):
         make(tmp_path, 3, 4)
-        aside = layout.move_aside(layout.list_checkpoints(tmp_path), [tmp_path / "metrics.jsonl", tmp_path / "none"])
+        aside = layout.archive_checkpoints(
+            layout.list_checkpoints(tmp_path), [tmp_path / "metrics.jsonl", tmp_path / "none"]
+        )
         assert aside == tmp_path / "checkpoints" / "abandoned" / f"{number:04d}"
         assert sorted(path.name for path in aside.iterdir()) == ["metrics.jsonl", "step_0000003", "step_0000004"]
         assert steps(tmp_path) == []
@@ -84,7 +86,7 @@ def test_rolled_back_files_are_never_overwritten(tmp_path: Path) -> None:
 
 def test_the_run_of_a_checkpoint(tmp_path: Path) -> None:
     make(tmp_path / "run", 5, 10)
-    set_aside = layout.move_aside([tmp_path / "run" / "checkpoints" / layout.format_checkpoint_name(10)])
+    set_aside = layout.archive_checkpoints([tmp_path / "run" / "checkpoints" / layout.format_checkpoint_name(10)])
     for checkpoint in (layout.resolve_checkpoint_path(tmp_path / "run"), set_aside / layout.format_checkpoint_name(10)):
         assert layout.get_run_of_checkpoint(checkpoint) == tmp_path / "run"
     alone = layout.resolve_checkpoint_path(tmp_path / "run").rename(tmp_path / "step_0000005")

@@ -44,8 +44,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str | Non
     for name, keys in LAYOUTS.items():
         jobs += [config(name, **keys), config(f"{name}, stopped", **keys, **short)]
         jobs.append(config(f"{name}, stopped", **keys, load=str(where / f"{name}, stopped")))
-        begun = {"load": str(where / "alone"), "finetune": True, "train_iters": 1}
-        jobs.append(config(f"{name}, finetuned", **keys, **begun))
+        start_time = {"load": str(where / "alone"), "finetune": True, "train_iters": 1}
+        jobs.append(config(f"{name}, finetuned", **keys, **start_time))
     errors = train_with_processes(where / "job", jobs)
     train(config("alone, finetuned", num_gpus=1, load=str(where / "alone"), finetune=True, train_iters=1))
     return where, errors, corpus

@@ -54,15 +54,15 @@ def test_folders_without_a_run_are_reported(run: Path, tmp_path: Path) -> None:
 
 
 def test_the_newest_and_the_milestones_stay(run: Path) -> None:
-    said: list[str] = []
+    output: list[str] = []
     config = run / "config.yml"
     config.write_text(config.read_text().replace("extra_save_iters: []", "extra_save_iters: [2]"))
-    run_status.prune_and_report(run, 1, said.append)
+    run_status.prune_and_report(run, 1, output.append)
     assert len(layout.list_checkpoints(run)) == 2
     config.write_text(config.read_text().replace("extra_save_iters: [2]", "extra_save_iters: []"))
-    run_status.prune_and_report(run, 1, said.append)
+    run_status.prune_and_report(run, 1, output.append)
     assert [path.name for path in layout.list_checkpoints(run)] == [layout.format_checkpoint_name(4)]
-    assert said == [f"deleted {run / 'checkpoints' / layout.format_checkpoint_name(2)}"]
+    assert output == [f"deleted {run / 'checkpoints' / layout.format_checkpoint_name(2)}"]
 
 
 def test_nothing_is_deleted_from_active_runs_or_without_a_complete_checkpoint(
@@ -81,7 +81,7 @@ def test_nothing_is_deleted_from_active_runs_or_without_a_complete_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("damaged", "keep", "stay", "last"),
+    ("damaged", "keep", "remaining", "last"),
     [
         ((5,), 2, (3, 4, 5), "not counted: step_5, damaged: "),
         ((5,), 1, (4, 5), "not counted: step_5, damaged: "),
@@ -92,7 +92,7 @@ def test_nothing_is_deleted_from_active_runs_or_without_a_complete_checkpoint(
     ],
 )
 def test_only_whole_ones_count(
-    damaged: tuple[int, ...], keep: int, stay: tuple[int, ...], last: str, run: Path
+    damaged: tuple[int, ...], keep: int, remaining: tuple[int, ...], last: str, run: Path
 ) -> None:
     """A flipped bit is detected although names and sizes are unchanged."""
     there = run / "checkpoints"
@@ -102,10 +102,10 @@ def test_only_whole_ones_count(
             shutil.copytree(source, there / layout.format_checkpoint_name(step))
     for step in damaged:
         flip(there / layout.format_checkpoint_name(step) / "model.safetensors")
-    said: list[str] = []
-    run_status.prune_and_report(run, keep, said.append)
-    assert [layout.parse_step(path) for path in layout.list_checkpoints(run)] == list(stay)
-    told = said[-1]
+    output: list[str] = []
+    run_status.prune_and_report(run, keep, output.append)
+    assert [layout.parse_step(path) for path in layout.list_checkpoints(run)] == list(remaining)
+    reported = output[-1]
     for step in range(1, 6):
-        told = told.replace(str(there / layout.format_checkpoint_name(step)), f"step_{step}")
-    assert told.startswith(last)
+        reported = reported.replace(str(there / layout.format_checkpoint_name(step)), f"step_{step}")
+    assert reported.startswith(last)

@@ -13,7 +13,7 @@ from megatron.checkpoint.trained_run import open_run
 from megatron.data.dataloader import build_dataloader
 from megatron.data.datasets import SampleOrder, build_datasets
 from megatron.distributed.mesh import Mesh
-from megatron.distributed.process_groups import single_process
+from megatron.distributed.process_groups import build_single_process_groups
 from megatron.training.trainer import train
 from megatron.utils.errors import RunError
 from tools.rounding import compute_tolerance
@@ -46,7 +46,7 @@ def test_it_scores_as_it_did_in_training(corpus: Path, tmp_path: Path, stage: in
     assert loaded.checkpoint == run
 
     order = SampleOrder(seed=1234, valid_samples=8)
-    held_out = build_datasets(config.data, order, seq_length=16, cache=None, groups=single_process()).valid
+    held_out = build_datasets(config.data, order, seq_length=16, cache=None, groups=build_single_process_groups()).valid
     total, count = 0.0, 0
     for batch, _ in zip(build_dataloader(held_out, micro_batch_size=4, mesh=Mesh()), range(2), strict=False):
         with torch.no_grad():

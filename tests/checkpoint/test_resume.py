@@ -20,7 +20,7 @@ from megatron.checkpoint.resume import plan_resume
 from megatron.checkpoint.trained_run import open_run
 from megatron.config.yaml_files import format_value
 from megatron.data import load_tokenizer
-from megatron.distributed.process_groups import single_process
+from megatron.distributed.process_groups import build_single_process_groups
 from megatron.training.trainer import train
 from megatron.utils.errors import UserError
 
@@ -297,7 +297,7 @@ def test_finetuning_loads_only_the_weights(trained: Path, corpus: Path, tmp_path
     assert open_run(tuned).trainer_state.origin == origin
     assert open_run(tuned).training_digest != open_run(tmp_path / "scratch").training_digest
     resumed = tiny_config(corpus, tuned, load=str(tuned), train_iters=2, log_interval=1, **keys)
-    assert plan_resume(resumed, single_process()).origin == origin
+    assert plan_resume(resumed, build_single_process_groups()).origin == origin
     with pytest.raises(UserError, match="hidden_size"):
         train(tiny_config(corpus, tmp_path / "no", load=str(trained), finetune=True, hidden_size=64))
 

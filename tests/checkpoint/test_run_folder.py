@@ -14,8 +14,8 @@ from megatron.checkpoint.run_folder import (
     LOCK,
     RESOLVED_CONFIG,
     RunLock,
+    check_no_foreign_run_files,
     get_config_path,
-    refuse_foreign_run_files,
     save_config,
 )
 from megatron.config.load import read_config
@@ -73,8 +73,8 @@ def test_a_user_configuration_keeps_its_name_and_comments(tmp_path: Path) -> Non
     config = tiny_config(tmp_path, tmp_path, train_iters=7)
     own = tmp_path / "config.yml"
     own.write_text(OWN)
-    told = save_config(config, tmp_path)
-    assert (told or "").startswith(f"{own} was not written by a run and is left unchanged")
+    reported = save_config(config, tmp_path)
+    assert (reported or "").startswith(f"{own} was not written by a run and is left unchanged")
     assert own.read_text() == OWN
     assert get_config_path(tmp_path) == tmp_path / RESOLVED_CONFIG
     assert read_config(get_config_path(tmp_path)).training.train_iters == 7
@@ -101,6 +101,6 @@ def test_a_run_replaces_generated_files_unless_edited(tmp_path: Path) -> None:
 def test_a_folder_with_other_files_is_rejected_for_a_run(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine: true\n")
     with pytest.raises(UserError, match=f"save: .* contains {name}, which no run wrote"):
-        refuse_foreign_run_files(tmp_path, ("metrics.jsonl",))
+        check_no_foreign_run_files(tmp_path, ("metrics.jsonl",))
     (tmp_path / LOCK).touch()  # a run killed before its first checkpoint
-    refuse_foreign_run_files(tmp_path, ("metrics.jsonl",))
+    check_no_foreign_run_files(tmp_path, ("metrics.jsonl",))

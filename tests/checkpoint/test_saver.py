@@ -115,8 +115,8 @@ def test_a_full_disk_leaves_the_last_checkpoint(
 def test_a_full_disk(corpus: Path, tmp_path: Path, kilobytes: int) -> None:
     """A file size limit fails like a full disk, in a rank's file or in model.safetensors."""
     train(tiny_config(corpus, tmp_path, train_iters=2))
-    told = r"step_0000004: not saved: .*File too large.*; .* is .*step_0000002"
-    with full_disk(kilobytes * 1000), pytest.raises(RunError, match=told):
+    reported = r"step_0000004: not saved: .*File too large.*; .* is .*step_0000002"
+    with full_disk(kilobytes * 1000), pytest.raises(RunError, match=reported):
         train(tiny_config(corpus, tmp_path, load=str(tmp_path)))
     assert names(tmp_path) == ["step_0000002"]
 
@@ -177,34 +177,36 @@ def test_training_continues_while_a_checkpoint_is_written(
 
 def test_hooks_of_a_caller_hear_of_a_run_and_of_its_saves(corpus: Path, tmp_path: Path) -> None:
     """A caller's hooks are called for a run and its saves, and do not change the checkpoint."""
-    heard: list[tuple[Any, ...]] = []
+    received: list[tuple[Any, ...]] = []
 
     def complete(folder: Path, step: int, entries: Entries) -> Entries:
-        heard.append(("complete", folder.name, step, sorted(entries)))
+        received.append(("complete", folder.name, step, sorted(entries)))
         return entries
 
     def open_file(path: Path) -> Any:
-        heard.append(("open", path.name))
+        received.append(("open", path.name))
         return open(path, "wb")
 
-    save = SaveHooks(open_file=open_file, complete=complete, on_published=lambda path: heard.append(("is", path.name)))
+    save = SaveHooks(
+        open_file=open_file, complete=complete, on_published=lambda path: received.append(("is", path.name))
+    )
     hooks = TrainingHooks(
-        on_phase=lambda phase, step: heard.append((phase, step)),
-        on_built=lambda run: heard.append(("built", run.parameters)),
+        on_phase=lambda phase, step: received.append((phase, step)),
+        on_built=lambda run: received.append(("built", run.parameters)),
         save=save,
     )
     configs = [tiny_config(corpus, tmp_path / name, train_iters=2) for name in ("heard", "usual")]
     resolved = [resolve_run(config, LocalHardware(0, 1)).config for config in configs]
     result = train_resolved(resolved[0], RankInfo(), hooks=hooks)
     train_resolved(resolved[1], RankInfo())
-    saves = [entry for entry in heard if entry[0] in ("open", "complete", "is")]
+    saves = [entry for entry in received if entry[0] in ("open", "complete", "is")]
     name, states = "step_0000002", "rank_00000.safetensors"
     assert saves == [
         ("open", states), ("open", states), ("complete", f".{name}.tmp", 2, [f"states/{states}"]),
         ("open", "model.safetensors"), ("is", name),
     ]  # fmt: skip
-    assert heard[0][0] == "built"
-    phases = [phase for phase, *_ in heard if phase not in ("open", "complete", "is", "built")]
+    assert received[0][0] == "built"
+    phases = [phase for phase, *_ in received if phase not in ("open", "complete", "is", "built")]
     assert [phase for phase, _ in groupby(phases)][:6] == [
         "start", "data", "reduce", "forward and backward", "step", "report"
     ]  # fmt: skip

@@ -137,8 +137,8 @@ def test_finetuning_drops_the_encoding_of_an_old_layer(tmp_path: Path) -> None:
         torch.testing.assert_close(weights[name], stored[name], rtol=1e-6, atol=1e-9)
     with run_console(tmp_path / "log.txt") as console:
         train(tiny_config(corpus, **keys | {"save": str(tmp_path / "other"), "pos_emb": "t5"}), console)
-    said = " ".join((tmp_path / "log.txt").read_text().split())
-    assert "dropped: layers.*.position.r1.value, layers.*.position.r2.value" in said
+    output = " ".join((tmp_path / "log.txt").read_text().split())
+    assert "dropped: layers.*.position.r1.value, layers.*.position.r2.value" in output
 
 
 def test_an_old_checkpoint_is_exported_by_the_names_it_has(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_configuration_of_this_format_is_read_as_it_was_written(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "output"),
     [
         (
             "num_layers: two\n",
@@ -191,12 +191,12 @@ def test_a_configuration_of_this_format_is_read_as_it_was_written(tmp_path: Path
         (None, "config.yml: not found; the checkpoint is damaged"),
     ],
 )
-def test_invalid_inputs_are_reported_in_one_line(text: str | None, said: str, tmp_path: Path) -> None:
+def test_invalid_inputs_are_reported_in_one_line(text: str | None, output: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "config.yml").write_text(text)
     with pytest.raises(RunError) as caught:
         load_checkpoint_config(tmp_path)
-    assert said.replace("config.yml:2", f"{tmp_path}/config.yml:2") in str(caught.value)
+    assert output.replace("config.yml:2", f"{tmp_path}/config.yml:2") in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -205,8 +205,8 @@ def test_a_later_version_is_distinguished_from_damage(tmp_path: Path) -> None:
     shutil.copytree(ONE, checkpoint)
     content = json.loads((checkpoint / "manifest.json").read_text())
     (checkpoint / "manifest.json").write_text(json.dumps(content | {"format": manifest.FORMAT + 1}))
-    said = f"written by a later version of this program \\(format {manifest.FORMAT + 1}\\); this version reads up to"
-    with pytest.raises(RunError, match=said):
+    output = f"written by a later version of this program \\(format {manifest.FORMAT + 1}\\); this version reads up to"
+    with pytest.raises(RunError, match=output):
         load_checkpoint_config(checkpoint)
-    with pytest.raises(RunError, match=said):
+    with pytest.raises(RunError, match=output):
         load_model(checkpoint)

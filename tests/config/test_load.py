@@ -92,16 +92,16 @@ def test_a_later_alternative_replaces_an_earlier_one(write, first, second, dropp
 
 
 @pytest.mark.parametrize(
-    ("own", "foreign", "own_value", "foreign_value"),
+    ("own", "foreign", "farfield_value", "foreign_value"),
     [
         ("lr_decay_iters: 9", "lr_decay_fraction: 0.5", 9, 50),
         ("attention_window: 7", "window_size: [4, 0]", 7, 5),
     ],
 )
-def test_a_later_layer_decides_between_a_key_and_its_name_elsewhere(write, own, foreign, own_value, foreign_value):
+def test_a_later_layer_decides_between_a_key_and_its_name_elsewhere(write, own, foreign, farfield_value, foreign_value):
     write(own=f"train_iters: 100\n{own}", foreign=f"train_iters: 100\n{foreign}")
     path = (own.partition(":")[0],)
-    assert load_config(["base", "foreign", "own"]).layers.values[path].value == own_value
+    assert load_config(["base", "foreign", "own"]).layers.values[path].value == farfield_value
     assert load_config(["base", "own", "foreign"]).layers.values[path].value == foreign_value
 
 

@@ -398,7 +398,7 @@ def test_tables_are_consistent():
         is_switch = isinstance(rule, neox_deferred_rules.StepSwitch)  # a value instead of our keys
         assert own is None or (is_switch and own.opens), f"{name} is a key of ours"
         if isinstance(rule, neox_rules.Alias | neox_deferred_rules.FractionOf):
-            assert tuple(rule.own_key.split(".")) in list_config_keys(), name
+            assert tuple(rule.farfield_key.split(".")) in list_config_keys(), name
     for key in (*neox_keys.VALUE_ALIASES, *neox_keys.UNSUPPORTED_VALUES):
         assert tuple(key.split(".")) in list_config_keys(), key
     for key, values in neox_keys.VALUE_ALIASES.items():

@@ -69,7 +69,7 @@ def test_other_methods_stay_at_home() -> None:
 
 
 @pytest.fixture
-def own_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def user_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for kind in ("encodings", "processors"):
         (tmp_path / kind).mkdir()
     monkeypatch.setenv(METHODS_VARIABLE, str(tmp_path))
@@ -85,9 +85,9 @@ class Mine(KerpleLog):
 """
 
 
-def test_methods_of_ones_own_travel(own_methods: Path) -> None:
-    (own_methods / "encodings" / "mine.py").write_text(OWN)
-    (own_methods / "processors" / "own_dape.py").write_text(
+def test_methods_of_ones_own_travel(user_methods: Path) -> None:
+    (user_methods / "encodings" / "mine.py").write_text(OWN)
+    (user_methods / "processors" / "own_dape.py").write_text(
         "import math\nfrom megatron.position.processors.dape import Dape\n\n\nclass Own(Dape):\n    pass\n"
     )
     files = bundle_modeling_code(["mine", "rotary"], ["own_dape", "none"])
@@ -112,15 +112,15 @@ def test_methods_of_ones_own_travel(own_methods: Path) -> None:
         ("facts", "", r"facts.py: an export has all files in one folder, but megatron.position.facts.py has the same"),
     ],
 )
-def test_methods_that_cannot_be_exported_are_rejected(own_methods: Path, name: str, head: str, message: str) -> None:
-    (own_methods / "encodings" / f"{name}.py").write_text(f"{head}\n{OWN}")
+def test_methods_that_cannot_be_exported_are_rejected(user_methods: Path, name: str, head: str, message: str) -> None:
+    (user_methods / "encodings" / f"{name}.py").write_text(f"{head}\n{OWN}")
     with pytest.raises(UserError, match=message):
         bundle_modeling_code([name], ["none"])
 
 
-def test_method_folders_may_be_in_the_project(own_methods: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modeling_code, "REPOSITORY", own_methods.parent)
-    (own_methods / "encodings" / "mine.py").write_text(f"import megatron.position.facts\n{OWN}")
+def test_method_folders_may_be_in_the_project(user_methods: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_code, "REPOSITORY", user_methods.parent)
+    (user_methods / "encodings" / "mine.py").write_text(f"import megatron.position.facts\n{OWN}")
     with pytest.raises(UserError, match=r"mine.py:1: import megatron.position.facts: an export"):
         bundle_modeling_code(["mine"], ["none"])
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.rehearsal.null_device.cards import get_card
 from megatron.rehearsal.null_device.environment import build_environment
+from megatron.rehearsal.null_device.gpu_models import get_gpu_model
 from tools.gpu.null_device_cases import BASE, CPLUSPLUS_LINE
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 def run_command(folder: Path, command: str, *, devices: int = 1, program: str = "deepy.py", codes=(0,)) -> str:
     """Return the output of a command. Fail on other exit codes, and on warnings in the output or a log."""
     base = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "LD_LIBRARY_PATH")}
-    environment = build_environment(get_card("h100"), devices=devices, base=base)
+    environment = build_environment(get_gpu_model("h100"), devices=devices, base=base)
     done = subprocess.run(
         [sys.executable, str(ROOT / program), *command.split()],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=600,

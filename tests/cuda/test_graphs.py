@@ -54,11 +54,11 @@ def train(
 
         run.batches = watch()
 
-    said = io.StringIO()
+    output = io.StringIO()
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "train_step", train_step)
-        train_resolved(config, RankInfo(), Console(file=said, width=250), hooks=TrainingHooks(on_built=listen))
-    return said.getvalue(), steps, read
+        train_resolved(config, RankInfo(), Console(file=output, width=250), hooks=TrainingHooks(on_built=listen))
+    return output.getvalue(), steps, read
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -68,8 +68,8 @@ def test_a_step_replays_two_graphs_for_each_micro_batch(
     """Graphs save launches: DeepSpeed's launches and the sums of gradients remain. The run reads the same batches."""
     keys = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2}
     _, eager, read = train(corpus, tmp_path / "a", monkeypatch, cuda_graph="off", **keys)
-    said, graphs, read_by_graphs = train(corpus, tmp_path / "b", monkeypatch, cuda_graph="on", **keys)
-    assert "CUDA graphs: on; " in said
+    output, graphs, read_by_graphs = train(corpus, tmp_path / "b", monkeypatch, cuda_graph="on", **keys)
+    assert "CUDA graphs: on; " in output
     assert [count for count, _ in eager] == [0, 0, 0, 0]
     assert [count for count, _ in graphs][2:] == [4, 4]
     assert graphs[2][1].triton == 0 < eager[2][1].triton
@@ -81,12 +81,12 @@ def test_a_step_replays_two_graphs_for_each_micro_batch(
 def test_validation_and_a_resumed_run(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Validation launches kernels, a resumed run has its own trial, and checkpoints are unchanged."""
     keys = {"checkpoint_factor": 2, "eval_interval": 3, "eval_iters": 1}
-    said, steps, _ = train(corpus, tmp_path / "run", monkeypatch, **keys)
-    assert said.count("CUDA graphs: on; ") == 1
+    output, steps, _ = train(corpus, tmp_path / "run", monkeypatch, **keys)
+    assert output.count("CUDA graphs: on; ") == 1
     assert [count for count, _ in steps][2:] == [2, 2]
-    said, steps, _ = train(corpus, tmp_path / "run", monkeypatch, **keys, load=str(tmp_path / "run"), train_iters=6)
-    assert "Resuming" in said or "step_0000004" in said
-    assert said.count("CUDA graphs: on; ") == 1
+    output, steps, _ = train(corpus, tmp_path / "run", monkeypatch, **keys, load=str(tmp_path / "run"), train_iters=6)
+    assert "Resuming" in output or "step_0000004" in output
+    assert output.count("CUDA graphs: on; ") == 1
     assert len(steps) == 2
 
 
@@ -100,14 +100,14 @@ def test_every_method_is_captured_or_gives_a_reason(
     overlay: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys: dict[str, Any] = {"num_layers": 4} if overlay in {"irope", "rnope_swa", "smollm3", "swan"} else {}
-    said, _, _ = train(corpus, tmp_path, monkeypatch, overlay, attention_backend="auto", **keys)
+    output, _, _ = train(corpus, tmp_path, monkeypatch, overlay, attention_backend="auto", **keys)
     if overlay in NEVER:
-        assert f"CUDA graphs: off; {NEVER[overlay]}" in said
+        assert f"CUDA graphs: off; {NEVER[overlay]}" in output
     elif overlay in WAITS:
-        assert f"CUDA graphs: off; megatron/position/encodings/{overlay}.py:" in said
-        assert "waits for the device" in said
+        assert f"CUDA graphs: off; megatron/position/encodings/{overlay}.py:" in output
+        assert "waits for the device" in output
     else:
-        assert "CUDA graphs: on; " in said
+        assert "CUDA graphs: on; " in output
 
 
 def test_uncapturable_models_are_rejected(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +168,6 @@ def test_reports_of_memory_leave_out_the_trial(corpus: Path, tmp_path: Path, mon
         return None, GraphTrial("too little memory to capture them")
 
     monkeypatch.setattr(graph_trial, "try_graphs", waste)
-    said, _, _ = train(corpus, tmp_path, monkeypatch)
-    assert "CUDA graphs: off; too little memory to capture them" in said
+    output, _, _ = train(corpus, tmp_path, monkeypatch)
+    assert "CUDA graphs: off; too little memory to capture them" in output
     assert torch.cuda.max_memory_allocated() < peak + (1 << 29)

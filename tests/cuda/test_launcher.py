@@ -65,11 +65,11 @@ def test_a_hook_is_called_for_every_launch() -> None:
     x = torch.zeros(64, device="cuda")
     call = (x, x, Rows(None, 1), 5, 1.0)
     _launched(call)
-    told = []
+    reported = []
     hook = triton.knobs.runtime.launch_enter_hook
-    hook.add(told.append)
+    hook.add(reported.append)
     try:
         _launched(call)
     finally:
-        hook.remove(told.append)
-    assert len(told) == 1
+        hook.remove(reported.append)
+    assert len(reported) == 1

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from tiny_runs import free_port
 
-from megatron.rehearsal.null_device.cards import get_card
 from megatron.rehearsal.null_device.environment import build_environment
+from megatron.rehearsal.null_device.gpu_models import get_gpu_model
 from tools.gpu.null_device_cases import (
     STAGED_LAYOUTS,
     Case,
@@ -56,7 +56,7 @@ def start_worker(
     base = {**os.environ, **{name: str(value) for name, value in own.items()}, "MASTER_ADDR": "127.0.0.1"}
     for name in ("LD_PRELOAD", "LD_LIBRARY_PATH"):  # this process's own null device, of other properties
         base.pop(name, None)
-    environment = build_environment(get_card("h100"), devices=ranks, is_lone_rank=ranks == RANKS, base=base)
+    environment = build_environment(get_gpu_model("h100"), devices=ranks, is_single_rank=ranks == RANKS, base=base)
     with (folder / f"{rank}.txt").open("w") as output:
         command = [sys.executable, str(WORKER), str(job), str(folder / f"{rank}.jsonl")]
         return subprocess.Popen(command, env=environment, stdout=output, stderr=output)

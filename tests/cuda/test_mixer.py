@@ -62,7 +62,7 @@ def run(heads, length, dim=64, dtype=torch.bfloat16, differentiates=True, **opti
 
 documents = torch.arange(96, device="cuda").repeat(2, 1).div(40, rounding_mode="floor").mul(40).int()
 print(run(16, 96), run(12, 128, sinks=draw(12)), run(17, 96), run(16, 97), flush=True)
-print(run(16, 96, window=48), run(16, 96, first_keys=documents), run(16, 96, window=96), flush=True)
+print(run(16, 96, window=48), run(16, 96, document_starts=documents), run(16, 96, window=96), flush=True)
 print(run(16, 96, 96, torch.float16), run(16, 96, 128), run(16, 96, 72), flush=True)
 os.environ["FARFIELD_CUDA_MIXER"] = "0"
 print(run(16, 96))

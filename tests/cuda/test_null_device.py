@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.rehearsal.null_device.cards import get_card
 from megatron.rehearsal.null_device.environment import build_environment
+from megatron.rehearsal.null_device.gpu_models import get_gpu_model
 from megatron.rehearsal.null_device.library import load_library, read_counters, read_kernels
 
 ROOT = Path(__file__).parents[2]
@@ -113,16 +113,18 @@ def test_kernels_are_read_as_the_disassembler_reads_them(tmp_path: Path) -> None
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     done = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True)
-    said = done.stdout + done.stderr
-    assert f"REG:{kernel.registers} " in said
-    assert f"STACK:{kernel.stack} " in said
+    output = done.stdout + done.stderr
+    assert f"REG:{kernel.registers} " in output
+    assert f"STACK:{kernel.stack} " in output
 
 
 def _run(environment: dict[str, str], code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    said = [line for line in done.stderr.splitlines() if "memory mapping failed with OOM" not in line]  # PyTorch's own
-    assert said == []
+    output = [
+        line for line in done.stderr.splitlines() if "memory mapping failed with OOM" not in line
+    ]  # PyTorch's own
+    assert output == []
     return done.stdout
 
 
@@ -142,11 +144,11 @@ q, k, v = (x.permute(1, 2, 0, 3) for x in joined.split(80, dim=-1))
 biased_attention(q, k, v).sum().backward()
 print(list_miscompiled_kernels())
 """
-    assert _run(build_environment(get_card("h100")), code) == ("[]\n" if stages == 2 else "['_bwd_dq_kernel']\n")
+    assert _run(build_environment(get_gpu_model("h100")), code) == ("[]\n" if stages == 2 else "['_bwd_dq_kernel']\n")
 
 
 def test_expandable_segments_are_counted() -> None:
-    environment = build_environment(get_card("a100-40gb"))
+    environment = build_environment(get_gpu_model("a100-40gb"))
     environment["PYTORCH_CUDA_ALLOC_CONF"] = environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     code = """
 import torch
@@ -167,14 +169,14 @@ assert torch.cuda.mem_get_info()[0] >= free
 
 
 def test_devices_of_a_node_can_be_hidden() -> None:
-    environment = build_environment(get_card("h100"), devices=4)
+    environment = build_environment(get_gpu_model("h100"), devices=4)
     code = "import torch; print(torch.cuda.device_count()); torch.ones(1).to('cuda:1')"
     assert _run(environment, code) == "4\n"
     assert _run({**environment, "CUDA_VISIBLE_DEVICES": "2,3"}, code) == "2\n"
 
 
 def test_one_process_is_a_rank_of_many(tmp_path: Path) -> None:
-    environment = build_environment(get_card("a100-80gb"), devices=8, ledger=tmp_path, is_lone_rank=True)
+    environment = build_environment(get_gpu_model("a100-80gb"), devices=8, ledger=tmp_path, is_single_rank=True)
     environment |= {"RANK": "5", "WORLD_SIZE": "64", "LOCAL_RANK": "5", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     code = """
 import torch, torch.distributed as dist

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.load import load_config
-from megatron.rehearsal.null_device.cards import get_card
+from megatron.rehearsal.null_device.gpu_models import get_gpu_model
 from megatron.rehearsal.rehearse import Rehearsal, rehearse
 from megatron.rehearsal.rehearsed_run import plan_rehearsal
 from megatron.rehearsal.report import RehearsalReport
@@ -32,7 +32,7 @@ def _temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_small(*keys: str, gpus: int, gib: float | None = None, **options: object) -> RehearsalReport:
     config = load_config(["125M", "kerple_log"], [*SMALL, *keys]).config
-    card = get_card("h100")
+    card = get_gpu_model("h100")
     card = card if gib is None else replace(card, memory=int(gib * 2**30))
     run = plan_rehearsal(config, gpus, None, vocab_size=1000)
     rehearsal: Rehearsal = rehearse(run, card, "roles", **options)  # type: ignore[arg-type]

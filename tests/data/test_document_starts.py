@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron.attention.documents import check_document_starts
 from megatron.data.dataloader import build_dataloader
 from megatron.data.datasets import SampleOrder, build_datasets
-from megatron.data.document_starts import compute_crossing_share, draw_document_starts
+from megatron.data.document_starts import compute_crossing_fraction, draw_document_starts
 from megatron.data.stage_order import SourceOrder, StageOrder
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups
@@ -41,7 +41,7 @@ def documents(lengths=LENGTHS, end=EOD):
 def build(data, *, stage=None, apart=True, train=70, seq_length=8):
     order = SampleOrder(seed=3, train_samples=train, valid_samples=9, extend_train_to=train, stage=stage)
     return build_datasets(
-        data, order, seq_length=seq_length, cache=None, groups=ProcessGroups(), keep_documents_apart=apart
+        data, order, seq_length=seq_length, cache=None, groups=ProcessGroups(), separates_documents=apart
     )
 
 
@@ -78,18 +78,18 @@ def test_the_share_of_rows_that_hold_several_documents_is_counted(lengths, seq_l
     owners = np.repeat(np.arange(len(lengths)), lengths)
     rows = [owners[first : first + seq_length] for first in range(0, len(owners) - seq_length + 1, seq_length)]
     expected = np.mean([len(set(row)) > 1 for row in rows]) if rows else None
-    assert compute_crossing_share(np.array(lengths, dtype=np.int32), seq_length) == expected
+    assert compute_crossing_fraction(np.array(lengths, dtype=np.int32), seq_length) == expected
 
 
 def test_the_share_is_that_of_the_samples_that_are_read(dataset, words):
     data = DataOptions(train_data_paths=[dataset("d", documents())], **words)
     built = build(data, train=79)  # one epoch, each row from shuffled documents
     crossing = [bool(built.train[i]["document_starts"].any()) for i in range(79)]
-    assert built.crossing_share == np.mean(crossing)
+    assert built.crossing_fraction == np.mean(crossing)
     # Weighted like the datasets; documents as long as rows give one document per row.
     even = dataset("even", documents([8] * 20))
     blend = DataOptions(train_data_paths=[data.train_data_paths[0], even], train_data_weights=[1, 3], **words)
-    assert build(blend, apart=False).crossing_share == pytest.approx(built.crossing_share / 4)
+    assert build(blend, apart=False).crossing_fraction == pytest.approx(built.crossing_fraction / 4)
 
 
 def test_documents_without_end_tokens_are_rejected(dataset, words):

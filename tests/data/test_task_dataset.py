@@ -14,7 +14,7 @@ from megatron.data.load_tokenizer import read_vocabulary
 from megatron.data.task_dataset import TaskDataset
 from megatron.data.tasks.task_config import read_task_config
 from megatron.distributed.mesh import Mesh, ParallelSizes
-from megatron.distributed.process_groups import single_process
+from megatron.distributed.process_groups import build_single_process_groups
 from megatron.options.data import DataOptions
 from megatron.utils.errors import UserError
 
@@ -112,7 +112,7 @@ def test_samples_match_the_task() -> None:
 
 def test_datasets_of_a_task() -> None:
     order = SampleOrder(seed=1, train_samples=24, valid_samples=12, batch_size=12)
-    found = build_datasets(REVERSE, order, seq_length=18, cache=None, groups=single_process())
+    found = build_datasets(REVERSE, order, seq_length=18, cache=None, groups=build_single_process_groups())
     assert found.lengths == tuple(range(2, 20, 2))
     assert (len(found.train), len(found.valid), found.test) == (24, 12, None)
     assert rows(list(islice(found.train, 12))) != rows(list(islice(found.valid, 12)))

@@ -12,9 +12,9 @@ from megatron.distributed.mesh import (
     Axis,
     Mesh,
     ParallelSizes,
+    get_pipeline_layer_range,
     list_chunk_owners,
     list_context_chunks,
-    pipeline_layer_range,
 )
 
 CORE = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp"}
@@ -71,11 +71,11 @@ def test_each_token_is_counted_once(sizes: ParallelSizes) -> None:
     counted = points(sizes)
     tokens = {(d, c): 10 * d + c + 1 for d in range(sizes.data) for c in range(sizes.context)}
     held = [tokens[point["data"], point["context"]] for point in counted]
-    assert sum(Mesh(rank, sizes).count_once(n) for rank, n in enumerate(held)) == sum(tokens.values())
+    assert sum(Mesh(rank, sizes).count_on_one_rank(n) for rank, n in enumerate(held)) == sum(tokens.values())
     for rank, n in enumerate(held):
-        assert Mesh(rank, sizes).count_once(float(n)) in (0.0, float(n))
+        assert Mesh(rank, sizes).count_on_one_rank(float(n)) in (0.0, float(n))
     first = [rank for rank in range(sizes.world_size) if Mesh(rank, sizes).dp_cp.index == 0]
-    assert sum(Mesh(rank, sizes).count_once(1) for rank in first) == 1
+    assert sum(Mesh(rank, sizes).count_on_one_rank(1) for rank in first) == 1
 
 
 @given(meshes)
@@ -104,7 +104,7 @@ def test_invalid_meshes_are_rejected() -> None:
 @given(st.integers(1, 40), st.data())
 def test_stages_divide_the_layers_in_order_and_evenly(layers: int, data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, layers))
-    parts = [pipeline_layer_range(layers, Axis(stage, stages)) for stage in range(stages)]
+    parts = [get_pipeline_layer_range(layers, Axis(stage, stages)) for stage in range(stages)]
     assert [layer for part in parts for layer in part] == list(range(layers))
     counts = [len(part) for part in parts]
     assert counts == sorted(counts, reverse=True)
@@ -113,7 +113,7 @@ def test_stages_divide_the_layers_in_order_and_evenly(layers: int, data: st.Data
 
 @pytest.mark.parametrize(("stage", "expected"), [(0, [0, 1, 2]), (1, [3, 4]), (2, [5, 6])])
 def test_an_uneven_division(stage: int, expected: list[int]) -> None:
-    assert list(pipeline_layer_range(7, Axis(stage, 3))) == expected
+    assert list(get_pipeline_layer_range(7, Axis(stage, 3))) == expected
 
 
 # Chunks of a context-parallel rank: each position once, and the same number of scores for every rank.

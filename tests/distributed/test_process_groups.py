@@ -10,7 +10,7 @@ from mesh_rank import MESHES
 
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import Mesh, ParallelSizes
-from megatron.distributed.process_groups import ProcessGroups, init_distributed, single_process
+from megatron.distributed.process_groups import ProcessGroups, build_single_process_groups, init_distributed
 from megatron.utils.errors import RunError
 
 SCRIPT = Path(__file__).parents[1] / "support" / "mesh_rank.py"
@@ -50,8 +50,8 @@ def test_all_hear_the_same(four: list[list[dict[str, Any]]], number: int) -> Non
 
 
 def test_one_process_agrees_with_itself() -> None:
-    processes = single_process()
-    assert processes == ProcessGroups() == single_process()
+    processes = build_single_process_groups()
+    assert processes == ProcessGroups() == build_single_process_groups()
     assert processes.is_main
     assert processes.all_reduce_sum(3, 4) == [3, 4]
     assert processes.all_reduce_sum(0.5) == [0.5]
@@ -62,7 +62,7 @@ def test_one_process_agrees_with_itself() -> None:
 
 
 def test_joining_others_after_the_fact_is_refused() -> None:
-    single_process()
+    build_single_process_groups()
     with pytest.raises(RunError, match="WORLD_SIZE is 2, but this process is already in a group of 1"):
         init_distributed(RankInfo(0, 2), ParallelSizes(data=2), device="cpu", backend="gloo")
     with pytest.raises(RunError, match="this process already belongs to another mesh"):

@@ -4,7 +4,7 @@ import torch
 
 from megatron.distributed import rng
 from megatron.distributed.mesh import Mesh, ParallelSizes
-from megatron.distributed.process_groups import single_process
+from megatron.distributed.process_groups import build_single_process_groups
 
 
 def test_only_ranks_of_one_data_index_draw_equal_samples() -> None:
@@ -22,7 +22,7 @@ def test_consecutive_seeds_share_no_dropout_mask_on_any_rank() -> None:
 
 
 def test_seeding_is_torchs() -> None:
-    single_process()
+    build_single_process_groups()
     rng.seed_torch(5)
     ours = torch.rand(3)
     torch.manual_seed(5)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import load_config
-from megatron.distributed.process_groups import single_process
+from megatron.distributed.process_groups import build_single_process_groups
 from megatron.evaluation.harness_tasks import build_task_records, evaluate_tasks
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
@@ -109,7 +109,7 @@ def make_run(folder: Path, *overrides: str) -> Path:
     position = ["pos_emb=kerple_log", "score_processor=cdape", "init_method_std=0.3"]
     data = ["train_data_paths=[gone/train_text_document]"]
     config = load_config([], [*shape, *position, *data, f"save={folder}", *overrides]).config
-    model = build_model(config.model, config.position, 257, groups=single_process(), seed=3)
+    model = build_model(config.model, config.position, 257, groups=build_single_process_groups(), seed=3)
     checkpoint = folder / "checkpoints" / "step_0000005"
     checkpoint.mkdir(parents=True)
     config.save(checkpoint / "config.yml")
@@ -245,9 +245,9 @@ def test_groups_limits_examples_and_a_folder_that_keeps_perplexities(place: Path
     assert set(parts) == {"choices, 1-shot", "asked, 1-shot"}
     assert group.value == pytest.approx(sum(record.value for record in parts.values()) / 2)
     assert group.tokens == sum(record.tokens for record in parts.values())
-    said = out.getvalue()
-    assert re.search(r"asked: \d of 3 requests were truncated on the left to 12 tokens", said)
-    assert "Task accuracy in %, trained at 12 tokens, protocol both, 1-shot\n" in said
+    output = out.getvalue()
+    assert re.search(r"asked: \d of 3 requests were truncated on the left to 12 tokens", output)
+    assert "Task accuracy in %, trained at 12 tokens, protocol both, 1-shot\n" in output
     given(place, run, "texts", output=tmp_path)
     assert {record.protocol for record in read_records(tmp_path / "results.json")} == {"both, 1-shot", "texts, 0-shot"}
 
@@ -361,11 +361,11 @@ def test_values_not_in_records_are_reported() -> None:
         "exact_match_stderr,strict-match": "N/A",
         "byte_perplexity,none": math.inf,
     }
-    said: list[str] = []
+    output: list[str] = []
     results = {"results": {"told": values}, "n-shot": {"told": 3}}
-    (record,) = build_task_records(results, {"told": RequestCounts(num_tokens=7)}, about, said.append)
+    (record,) = build_task_records(results, {"told": RequestCounts(num_tokens=7)}, about, output.append)
     assert (record.protocol, record.value, record.stderr, record.tokens) == ("told, 3-shot, strict-match", 0.5, None, 7)
-    assert said == [
+    assert output == [
         "told, 3-shot: mcc = 0.25 does not fit in a record",
         "told, 3-shot: byte_perplexity = inf does not fit in a record",
     ]

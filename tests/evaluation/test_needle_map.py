@@ -196,7 +196,7 @@ def test_an_interrupted_map_resumes(tmp_path: object) -> None:
             raise Interruption
 
     with pytest.raises(Interruption):
-        probe.score(loaded(KeyReader(260)), ScoringContext(fields, keep_records=keep_two))  # type: ignore[arg-type]
+        probe.score(loaded(KeyReader(260)), ScoringContext(fields, save_records=keep_two))  # type: ignore[arg-type]
     left = PartialRecords.open(tmp_path).found  # type: ignore[arg-type]
     assert len(left) == 6
     rest = KeyReader(260)

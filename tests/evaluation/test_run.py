@@ -121,12 +121,12 @@ def test_runs_side_by_side(place: Path, picture: list[int]) -> None:
     assert Path("results/results.png").read_bytes() == b"\x89PNG"
     assert picture == [4]
     assert not Path("runs/a/results.json").exists()
-    said = out.getvalue()
-    assert "rotary seed 1234: loading" in said
+    output = out.getvalue()
+    assert "rotary seed 1234: loading" in output
     # These checkpoints were written by hand; training writes checksums.
-    assert "runs/a: step_0000005, not verified: it has no checksums" in said
-    assert f"{found[1].value:,.1f}" in said
-    assert "written: results/results.json" in said
+    assert "runs/a: step_0000005, not verified: it has no checksums" in output
+    assert f"{found[1].value:,.1f}" in output
+    assert "written: results/results.json" in output
 
 
 def test_one_run_keeps_its_results_in_its_folder_and_a_checkpoint_does_not(place: Path) -> None:
@@ -305,13 +305,13 @@ def test_a_run_is_scored_up_to_its_maximum_length_with_a_note(place: Path) -> No
     found = evaluated(["runs/a", "runs/learned"], [8, 16, 32], output="out", console=Console(file=out, width=200))
     assert [(r.method, r.length) for r in found[3:]] == [("learned", 8), ("learned", 16)]
     assert len({r.target_digest for r in found}) == 1
-    said = out.getvalue()
+    output = out.getvalue()
     assert (
         "runs/learned: pos_emb learned supports 20 positions (max_position_embeddings); scored at lengths up to 16\n"
-        in said
+        in output
     )
-    assert "runs/a: pos_emb" not in said
-    assert "max 20" in said.split("learned seed")[-1]
+    assert "runs/a: pos_emb" not in output
+    assert "max 20" in output.split("learned seed")[-1]
     assert Path("out/results.md").read_text().count("max 20") == 1
 
 

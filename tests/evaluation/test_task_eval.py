@@ -313,10 +313,12 @@ def test_task_positions_are_trained_and_evaluated(tmp_path: Path, monkeypatch: p
     from megatron.model.gpt import GPT
     from megatron.training.trainer import train
 
-    told: list[Tensor] = []
-    place_tokens = GPT._place_tokens
+    reported: list[Tensor] = []
+    place_tokens = GPT._build_position_segments
     monkeypatch.setattr(
-        GPT, "_place_tokens", lambda self, ids, device: (told.append(ids), place_tokens(self, ids, device))[1]
+        GPT,
+        "_build_position_segments",
+        lambda self, ids, device: (reported.append(ids), place_tokens(self, ids, device))[1],
     )
     monkeypatch.chdir(tmp_path)
     more = {"train_micro_batch_size_per_gpu": 4, "device": "cpu", "num_gpus": 1, "nodes": 1, "eval_interval": 0}
@@ -329,7 +331,7 @@ def test_task_positions_are_trained_and_evaluated(tmp_path: Path, monkeypatch: p
     drawn = TaskDataset(task_config, "train", 8, seed=tiny.training.seed, batch_size=4)
     for step in range(2):
         ids = torch.stack([drawn[index]["position_ids"] for index in range(4 * step, 4 * step + 4)])
-        assert torch.equal(told[step], ids)
+        assert torch.equal(reported[step], ids)
     found = evaluate_runs(["runs/a"], EvaluationOptions(windows=16, lengths=[2, 13]))
     assert [r.length for r in found if r.method == "learned" and r.metric == "accuracy"] == [2, 13]
     assert {r.max_length for r in found} == {None}

@@ -37,7 +37,7 @@ class {name}(Encoding):
 
 
 @pytest.fixture
-def own_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def user_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder with one encoding, named by `FARFIELD_METHODS`."""
     (tmp_path / "methods" / "encodings").mkdir(parents=True)
     (tmp_path / "methods" / "encodings" / "eighths.py").write_text(OWN.format(name="Eighths"))
@@ -90,9 +90,9 @@ def test_a_corpus_is_prepared_as_asked(tmp_path: Path) -> None:
     assert b"not read" not in found.read_bytes()
 
 
-def test_a_digest_is_of_code_alone(own_methods: Path) -> None:
+def test_a_digest_is_of_code_alone(user_methods: Path) -> None:
     def digest(old: str, new: str) -> str:
-        (own_methods / "eighths.py").write_text(OWN.format(name="Eighths").replace(old, new))
+        (user_methods / "eighths.py").write_text(OWN.format(name="Eighths").replace(old, new))
         return catalog.compute_method_digests({"encodings": ["eighths", "alibi"]})["encodings/eighths.py"]
 
     body = "return ScoreTerms(bias=(-distances / 8)"
@@ -103,13 +103,13 @@ def test_a_digest_is_of_code_alone(own_methods: Path) -> None:
         assert digest("distances / 8", change) != plain
     named = [digest(body, f"source = {n}; " + body.replace("8", "source")) for n in (8, 4)]
     assert named[0] != named[1], "a local name is no description"
-    (own_methods / "eighths.py").write_text("class (")
+    (user_methods / "eighths.py").write_text("class (")
     with pytest.raises(catalog.MethodFileError, match=r"eighths\.py:1: invalid syntax"):
         catalog.compute_method_digests({"encodings": ["eighths"]})
 
 
 @pytest.mark.usefixtures("commands_are_forks")
-def test_a_training_with_a_method_of_ones_own(tmp_path: Path, own_methods: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_a_training_with_a_method_of_ones_own(tmp_path: Path, user_methods: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     """A method in a user's folder is trained by a separate process, loaded here, and rejected without its file."""
     corpus = write_corpora(tmp_path / "text")
     config = tiny_config(corpus, tmp_path / "run", train_iters=2, pos_emb="eighths", device="cpu")
@@ -131,13 +131,13 @@ def test_a_training_with_a_method_of_ones_own(tmp_path: Path, own_methods: Path,
 
 
 @pytest.mark.usefixtures("commands_are_forks")
-def test_a_changed_method_is_reported_and_not_resumed(tmp_path: Path, own_methods: Path) -> None:
+def test_a_changed_method_is_reported_and_not_resumed(tmp_path: Path, user_methods: Path) -> None:
     corpus = write_corpora(tmp_path / "text")
     config = tiny_config(corpus, tmp_path / "run", train_iters=2, pos_emb="eighths", device="cpu")
     config.save(tmp_path / "run.yml")
     train(config)
     run = tmp_path / "run"
-    file = own_methods / "eighths.py"
+    file = user_methods / "eighths.py"
     file.write_text(file.read_text().replace("a test", "a better one") + "\n# a comment\n")
     with warnings.catch_warnings():
         warnings.simplefilter("error", FarfieldWarning)
@@ -150,7 +150,7 @@ def test_a_changed_method_is_reported_and_not_resumed(tmp_path: Path, own_method
     member = SimpleNamespace(folder=run, config=stored, resolved_config=stored)
     with pytest.raises(farfield.UserError, match=r"was trained with different code of encodings/eighths\.py"):
         find_finished_step(member)
-    (own_methods / "half.py").write_text("class Half(")
+    (user_methods / "half.py").write_text("class Half(")
     assert farfield.load(run, device="cpu").position == "eighths", "another file that is broken is in nobody's way"
     with pytest.raises(farfield.UserError, match=r"half\.py:1: "):
         farfield.list_methods()
@@ -170,21 +170,21 @@ def test_a_failed_command_is_its_own_line(tmp_path: Path) -> None:
         farfield.read_results(tmp_path)
 
 
-def test_ones_own_method_must_not_hide_ours(own_methods: Path) -> None:
-    (own_methods / "rotary.py").write_text(OWN.format(name="Mine"))
+def test_ones_own_method_must_not_hide_ours(user_methods: Path) -> None:
+    (user_methods / "rotary.py").write_text(OWN.format(name="Mine"))
     with pytest.raises(catalog.MethodFileError, match=r"rotary.py: .*rotary.py already has that name"):
         catalog.list_encodings()
     with pytest.raises(farfield.UserError, match="rename one of the files"):
         farfield.list_methods()
 
 
-def test_mistakes_in_ones_own_file_are_one_line(own_methods: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_in_ones_own_file_are_one_line(user_methods: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dims = AttentionDims(num_heads=2, head_dim=4, hidden_size=8, train_length=16, max_length=16)
     assert registry.build_encoding("eighths", dims).formula == "-n/8"
-    (own_methods / "broken.py").write_text("import nothing_of_that_name\n" + OWN.format(name="Broken"))
+    (user_methods / "broken.py").write_text("import nothing_of_that_name\n" + OWN.format(name="Broken"))
     with pytest.raises(catalog.MethodFileError, match=r"broken.py:1: ModuleNotFoundError"):
         registry.build_encoding("broken", dims)
-    monkeypatch.setenv(catalog.METHODS_VARIABLE, str(own_methods.parent.parent / "nowhere"))
+    monkeypatch.setenv(catalog.METHODS_VARIABLE, str(user_methods.parent.parent / "nowhere"))
     with pytest.raises(catalog.MethodFileError, match="nowhere has no folder encodings, processors or temperatures"):
         catalog.list_encodings()
 

@@ -113,7 +113,7 @@ def test_texts_consist_of_the_likeliest_tokens(model: farfield.Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ask", "told"),
+    ("ask", "reported"),
     [
         (lambda model: model.score("1 2", 64), "the text has 2 tokens; a window of 64 needs 65"),
         (lambda model: model.score(TEXT, 16, stride=17), "stride is 17; it must be a whole number, from 1 to 16"),
@@ -151,10 +151,10 @@ def test_texts_consist_of_the_likeliest_tokens(model: farfield.Model) -> None:
         (lambda model: farfield.load("nowhere"), "nowhere: no such folder"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line(model: farfield.Model, ask, told: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_mistake_is_one_line(model: farfield.Model, ask, reported: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(farfield.UserError) as caught:
         ask(model)
-    assert told in str(caught.value)
+    assert reported in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

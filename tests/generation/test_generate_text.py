@@ -32,9 +32,9 @@ def a_writer(**options: object) -> TextGenerator:
 
 
 def shown(writer: TextGenerator, prompts: list[str], **how: bool) -> tuple[str, list[str]]:
-    out, said = io.StringIO(), []
-    generation.print_completions(writer, prompts, out, said.append, **how)
-    return out.getvalue(), said
+    out, output = io.StringIO(), []
+    generation.print_completions(writer, prompts, out, output.append, **how)
+    return out.getvalue(), output
 
 
 def test_prompts_come_from_the_command_line_files_and_standard_input(tmp_path: Path) -> None:
@@ -72,15 +72,15 @@ def test_texts_are_shown_in_the_order_of_their_prompts() -> None:
     texts = {
         prompt: "".join(p for _, p in a_writer(temperature=0.0).generate([list(prompt.encode())])) for prompt in prompts
     }
-    out, said = shown(a_writer(temperature=0.0, batch_size=3), prompts)
+    out, output = shown(a_writer(temperature=0.0, batch_size=3), prompts)
     assert out == "".join(f"{texts[prompt]}\n" for prompt in prompts)
-    assert [line.split(" prompt tokens")[0] for line in said] == [
+    assert [line.split(" prompt tokens")[0] for line in output] == [
         *(f"{number} of 5: {prompt}" for number, prompt in enumerate(prompts, start=1)),
         "11",
     ]
-    alone, said = shown(a_writer(temperature=0.0), ["d"])
+    alone, output = shown(a_writer(temperature=0.0), ["d"])
     assert alone == f"{texts['d']}\n"
-    assert len(said) == 1
+    assert len(output) == 1
 
 
 def test_json_has_a_line_for_each_prompt() -> None:
@@ -124,11 +124,11 @@ def test_each_input_line_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("builtins.input", line)
     monkeypatch.setattr(TextGenerator, "generate", stopping)
-    out, said = io.StringIO(), []
-    generation.run_interactive(writer, out, said.append)
+    out, output = io.StringIO(), []
+    generation.run_interactive(writer, out, output.append)
     (alone, _), (other, _) = shown(a_writer(temperature=0.0), ["ab"]), shown(a_writer(temperature=0.0), ["stop "])
     assert out.getvalue().startswith(alone)
     assert out.getvalue().endswith(f"\n{alone}\n")
     assert len(out.getvalue()) < 2 * len(alone) + len(other)
-    assert [line.split(":")[0] for line in said if "prompt tokens," not in line][1:] == ["error", "interrupted"]
-    assert "the prompt alone is too long" in said[2]
+    assert [line.split(":")[0] for line in output if "prompt tokens," not in line][1:] == ["error", "interrupted"]
+    assert "the prompt alone is too long" in output[2]

@@ -111,18 +111,18 @@ def test_draws_follow_the_probabilities_of_the_model() -> None:
 
 
 def test_stops_and_the_end_of_a_document_end_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = iter("one two€ three".encode())
+    output = iter("one two€ three".encode())
 
     def dictated(self: TokenSampler, logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([next(said, 256)])
+        return torch.tensor([next(output, 256)])
 
     monkeypatch.setattr(TokenSampler, "sample", dictated)
     (text,) = written(gpt(), ["x"], maximum_tokens=30)
     assert (text.text, text.finish_reason, len(text.tokens)) == ("one two€ three", "eod", 16)
-    said = iter("one two€ three".encode())
+    output = iter("one two€ three".encode())
     (text,) = written(gpt(), ["x"], maximum_tokens=30, stop=["€ t", "four"])
     assert (text.text, text.finish_reason) == ("one two", "stop")
-    said = iter("one two€ three".encode())
+    output = iter("one two€ three".encode())
     (text,) = written(gpt(), ["x"], maximum_tokens=9, stop=["€ t", "four"])
     assert (text.text, text.finish_reason) == ("one two\ufffd", "length")
 

@@ -6,9 +6,9 @@ from position_methods import build
 
 from kernels.cdape_attention import mixer
 from megatron.attention.backends.registry import list_candidates
-from megatron.attention.check import evidence
+from megatron.attention.check import check_result
+from megatron.attention.check.check_result import BackendTrial
 from megatron.attention.check.compared_rows import CheckedDocuments
-from megatron.attention.check.evidence import Trial
 from megatron.attention.check.problem import build_problem
 from megatron.attention.check.trials import try_backends
 from megatron.position.facts import AttentionDims
@@ -20,7 +20,7 @@ SHAPE = AttentionDims(num_heads=3, head_dim=16, hidden_size=48, train_length=16,
 
 def try_candidates(
     method: tuple[str, str], *, dtype: torch.dtype = torch.float32, documents: CheckedDocuments | None = None
-) -> list[Trial]:
+) -> list[BackendTrial]:
     torch.manual_seed(1)
     encoding, processor = build(*method, SHAPE)
     rows = (TokenRange(0, 13),)
@@ -51,7 +51,7 @@ def test_every_backend_is_correct(method, dtype, names, apart: bool) -> None:
     trials = {trial.backend: trial for trial in try_candidates(method, dtype=dtype, documents=documents)}
     assert names <= trials.keys()
     assert {name: trial.refusal for name, trial in trials.items()} == dict.fromkeys(trials)
-    assert all(0 < trial.largest_excess < 4 for trial in trials.values())
+    assert all(0 < trial.largest_error_ratio < 4 for trial in trials.values())
 
 
 def test_a_kernel_with_a_shifted_table_gradient_is_rejected(monkeypatch) -> None:
@@ -84,4 +84,4 @@ def test_a_kernel_with_a_shifted_table_gradient_is_rejected(monkeypatch) -> None
 
 
 def test_the_switch_of_the_kernels_is_a_condition_of_a_check() -> None:
-    assert evidence.KERNEL_VARIABLE == mixer.VARIABLE
+    assert check_result.KERNEL_VARIABLE == mixer.VARIABLE

@@ -104,9 +104,9 @@ def test_exceeded_limits_are_named_and_fail(
     monkeypatch.setattr(compiler, "measure_resources", lambda *args, **options: used)
     monkeypatch.setattr(compiler, "is_interpreted", lambda: False)
     assert main(["bias", "--arch", "80", "--sample"]) == int(complaint is not None)
-    said = capsys.readouterr().err
-    assert ("limit exceeded" in said) == (complaint is not None)
-    assert (complaint or "") in said
+    output = capsys.readouterr().err
+    assert ("limit exceeded" in output) == (complaint is not None)
+    assert (complaint or "") in output
 
 
 def test_miscompiled_launched_programs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from kernels.biased_attention.op import biased_attention
 from kernels.cdape_attention.op import MAX_PROCESSOR_WIDTH
 from kernels.head_dim import MAX_HEAD_DIM
 from megatron.attention.backends import triton
-from megatron.attention.backends.backend import AttentionBackend, takes_first_keys
+from megatron.attention.backends.backend import AttentionBackend, supports_document_starts
 from megatron.attention.backends.pytorch import EagerBackend
 from megatron.attention.backends.registry import RowBlockBackend, select_backend
 from megatron.attention.backends.triton import KernelChoice, TritonBackend, select_kernel
@@ -82,14 +82,14 @@ def results(
     query: TokenRange,
     key: TokenRange,
     window: int | None,
-    first_keys: torch.Tensor | None = None,
+    document_starts: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the output and all gradients."""
     encoding, processor = built
     inputs = [x.detach().clone().requires_grad_() for x in qkv]
     own = None if sinks is None else sinks.clone().requires_grad_()
-    options = {"window": window, "first_keys": first_keys, "sinks": own}
+    options = {"window": window, "document_starts": document_starts, "sinks": own}
     out = backend(inputs_of(*inputs, query, key, encoding, processor, **options))
     modules = {"encoding": encoding} if processor is None else {"encoding": encoding, "processor": processor}
     named = {f"{part}.{name}": x for part, module in modules.items() for name, x in module.named_parameters()}
@@ -158,7 +158,7 @@ def test_documents_of_a_row_are_masked(
     encoding: str, processor: str, start: int, window: int | None, device: str
 ) -> None:
     """Documents of a row are separated as in eager, which tests/attention/test_documents.py checks."""
-    assert takes_first_keys(TritonBackend(Unused()))
+    assert supports_document_starts(TritonBackend(Unused()))
     built, q, k, v = on(device, encoding, processor), *random_on(device, 40, batch=2)
     query, key, q = TokenRange(start, 40 - start), TokenRange(0, 40), q[:, :, start:]
     begins = torch.tensor([[0] * 7 + [7] * 15 + [22] + [23] * 17, [0] * 16 + [16] * 24], dtype=torch.int32)[:, start:]
@@ -242,9 +242,9 @@ def test_fallbacks_at_run_time_are_reported_once(processor: str, device: str, ca
     for rows in cases:
         for _ in range(2):
             assert torch.equal(backend(rows), RowBlockBackend(4)(rows))
-    said = [record.message for record in caplog.records]
+    output = [record.message for record in caplog.records]
     expected = ["padding", "randomized positions", *(["a score processor over divided heads"] if p is not None else [])]
-    assert said == [f"attention_backend triton: {why} is left to PyTorch's row blocks" for why in expected]
+    assert output == [f"attention_backend triton: {why} is left to PyTorch's row blocks" for why in expected]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter alone")
@@ -328,7 +328,7 @@ def test_dropout_keeps_documents_masked(device: str) -> None:
     q, k, _ = random_on(device, 11, batch=1)
     begins = torch.tensor([[0] * 4 + [4] * 7], dtype=torch.int32, device=device)
     v = torch.eye(11, 16, device=device).expand(1, 3, -1, -1)
-    rows = AttentionInputs(q, k, v, TokenRange(0, 11), TokenRange(0, 11), e, p, first_keys=begins, dropout=0.1)
+    rows = AttentionInputs(q, k, v, TokenRange(0, 11), TokenRange(0, 11), e, p, document_starts=begins, dropout=0.1)
     weights = TritonBackend(Unused())(rows)[..., :11]
     outside = torch.ones(11, 11, dtype=torch.bool, device=device).triu(1)
     outside[4:, :4] = True
@@ -337,7 +337,7 @@ def test_dropout_keeps_documents_masked(device: str) -> None:
 
 
 def test_without_a_gpu_or_the_interpreter_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "triton_is_available", lambda: False)
+    monkeypatch.setattr(triton, "is_triton_available", lambda: False)
     with pytest.raises(UserError, match="attention_backend 'triton': it needs a CUDA device"):
         select_backend("triton", 4, *build("alibi", "none", SHAPE))
 

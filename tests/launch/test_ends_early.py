@@ -16,7 +16,7 @@ from megatron.launch.local_launcher import LOG_FILE, train_on_this_machine
 from megatron.position.catalog import METHODS_VARIABLE
 from megatron.training.resolve_run import ResolvedRun, resolve_run
 from megatron.training.trainer import TrainingHooks
-from megatron.utils.errors import RunError, is_out_of_files, refuse_exits
+from megatron.utils.errors import RunError, forbid_exits, is_out_of_files
 from megatron.utils.signals import StoppedBySignal
 
 LEAVING = """\
@@ -62,7 +62,7 @@ def test_a_method_that_exits_while_it_trains(
 
 
 def test_a_signal_is_no_exit_of_a_file() -> None:
-    with pytest.raises(StoppedBySignal), refuse_exits():
+    with pytest.raises(StoppedBySignal), forbid_exits():
         raise StoppedBySignal(15)
 
 

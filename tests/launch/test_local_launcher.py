@@ -83,12 +83,12 @@ def test_a_folder_in_use_is_refused_before_a_rank_begins(fake_run, tmp_path, mon
     held = run_folder.RunLock(tmp_path)
     if beat is not None:
         (tmp_path / "heartbeat.json").write_text(json.dumps(beat))
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         with pytest.raises(UserError, match=rf"^save: {tmp_path}: another run is using this folder"):
             local_launcher.train_on_this_machine(settled(f"save={tmp_path}"))
     held.release()
-    assert bool(told) == is_waited_for
+    assert bool(reported) == is_waited_for
     assert not (tmp_path / "log.txt").exists()
 
 
@@ -170,7 +170,7 @@ def test_a_rank_of_another_launcher_trains_in_this_process(fake_run, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("place", "error", "told"),
+    ("place", "error", "reported"),
     [
         (None, UserError("no"), "no"),
         (RankInfo(0, 8, 0, 4), UserError("no"), "no"),
@@ -180,11 +180,11 @@ def test_a_rank_of_another_launcher_trains_in_this_process(fake_run, monkeypatch
         (RankInfo(5, 8, 1, 4), RunError("full"), "rank 5: full"),
     ],
 )
-def test_common_errors_are_reported_by_one_rank_per_machine(place, error, told):
+def test_common_errors_are_reported_by_one_rank_per_machine(place, error, reported):
     started = None if place is None else LaunchContext(place, "gpu08", 2345, 2345, cores=None)
     with (
-        pytest.raises(SystemExit if told is None else type(error)) as caught,
+        pytest.raises(SystemExit if reported is None else type(error)) as caught,
         dispatch.report_errors_once(started),
     ):
         raise error
-    assert caught.value.code == 2 if told is None else str(caught.value) == told
+    assert caught.value.code == 2 if reported is None else str(caught.value) == reported

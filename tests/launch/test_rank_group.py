@@ -230,12 +230,12 @@ def test_a_signal_while_ranks_are_started_is_not_lost(when: str):
             signal.raise_signal(signal.SIGTERM)
         return started[-1]
 
-    begun = time.monotonic()
+    start_time = time.monotonic()
     with pytest.raises(StoppedBySignal) as ended:
         rank_group.RankGroup([start, start], lambda index, code: f"child {index} ended with {code}").run()
     assert ended.value.signum == signal.SIGTERM
     assert [child.returncode for child in started] == [-signal.SIGTERM]
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - start_time < 30
 
 
 def test_a_second_signal_ends_ranks_that_do_not_listen(tmp_path: Path):

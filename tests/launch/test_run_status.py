@@ -76,9 +76,9 @@ def test_damaged_records_are_reported(tmp_path: Path, capsys: pytest.CaptureFixt
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"kind": gar\n' + json.dumps({**RECORD, "step": 40}) + '\n{"kind": "tr')
     print_status([run], as_json=False)
-    told = capsys.readouterr().out
-    assert "40 / 100" in told
-    assert f"note: {run}/metrics.jsonl: line 3 cannot be read\n" in told
+    reported = capsys.readouterr().out
+    assert "40 / 100" in reported
+    assert f"note: {run}/metrics.jsonl: line 3 cannot be read\n" in reported
 
 
 DEEP = "[" * 200_000
@@ -101,12 +101,12 @@ def test_a_broken_run_hides_no_other(tmp_path: Path, name: str, capsys: pytest.C
     assert [each["run"] for each in found] == list(map(str, [whole, *wrong]))
     assert (found[0]["loss"], found[0]["problems"]) == (2.5, [])
     # A heartbeat with impossible numbers still counts; only an unreadable file is reported.
-    told_of = [each for each, content in zip(found[1:], BROKEN[name], strict=True) if "time" not in str(content)]
-    problems = [each["problems"] for each in told_of]
+    reported_runs = [each for each, content in zip(found[1:], BROKEN[name], strict=True) if "time" not in str(content)]
+    problems = [each["problems"] for each in reported_runs]
     assert all(len(each) == 1 and name in each[0] for each in problems), problems
     print_status([tmp_path / "runs"], as_json=False)
-    told = capsys.readouterr().out
-    assert told.count("note: ") == len(problems)
+    reported = capsys.readouterr().out
+    assert reported.count("note: ") == len(problems)
 
 
 def test_missing_numbers_in_records_are_shown_as_unknown(tmp_path: Path) -> None:
@@ -215,11 +215,11 @@ def test_nothing_is_truncated_without_a_terminal(tmp_path: Path) -> None:
 def test_a_sweep_below_is_followed(tmp_path: Path) -> None:
     """A sweep in a subfolder counts as alive; between two trainings none of its runs is active."""
     make(tmp_path / "runs" / "sweep" / "a" / "seed_1")
-    assert not module.is_alive_below([tmp_path / "runs"])
+    assert not module.is_any_run_active([tmp_path / "runs"])
     lock = RunLock(tmp_path / "runs" / "sweep", name=SWEEP_LOCK, key="sweep.output")
-    assert module.is_alive_below([tmp_path / "runs"])
-    assert module.is_alive_below([tmp_path / "runs" / "sweep"])
-    assert not module.is_alive_below([tmp_path / "runs" / "sweep" / "a"])
+    assert module.is_any_run_active([tmp_path / "runs"])
+    assert module.is_any_run_active([tmp_path / "runs" / "sweep"])
+    assert not module.is_any_run_active([tmp_path / "runs" / "sweep" / "a"])
     lock.release()
 
 

@@ -202,8 +202,8 @@ def test_signals_of_the_launcher_reach_the_ranks_of_a_machine(place: Path) -> No
         "    time.sleep(0.1); print(*sorted(seen))\n"
     )
     both = [signal.SIGINT, signal.SIGTERM]
-    heard = {"": [signal.SIGTERM], "TERM\n": [signal.SIGTERM], "TERM\nKILL\n": both, "KILL\n": both}
+    received = {"": [signal.SIGTERM], "TERM\n": [signal.SIGTERM], "TERM\nKILL\n": both, "KILL\n": both}
     done = subprocess.run(
-        [sys.executable, "-c", code, *heard], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
+        [sys.executable, "-c", code, *received], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
     )
-    assert [[int(number) for number in line.split()] for line in done.stdout.splitlines()] == list(heard.values())
+    assert [[int(number) for number in line.split()] for line in done.stdout.splitlines()] == list(received.values())

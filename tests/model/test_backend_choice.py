@@ -16,18 +16,18 @@ from position_methods import build
 
 from megatron.attention.backends.pytorch import ChunkedBackend, RowBlockBackend
 from megatron.attention.check import trials as trials_module
-from megatron.attention.check.evidence import CheckRecord, Evidence, Trial, read_records, write_records
+from megatron.attention.check.check_result import BackendTrial, CheckRecord, CheckResult, read_records, write_records
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model import backend_choice
 from megatron.model.backend_choice import (
     AttentionTarget,
     BackendChoice,
-    LayerKind,
+    LayerType,
+    agree_on_backend,
     choose_backends,
-    list_calls,
-    recall_choice,
-    settle_choice,
+    get_local_rows_and_heads,
+    load_backend_choice,
 )
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
@@ -97,7 +97,7 @@ def choose(
 ) -> BackendChoice:
     model = MODEL.replace(**changes)
     encoding, processor = build("kerple_log", "none")
-    return choose_backends(name, model, [LayerKind(POSITION, encoding, processor)], groups or make_groups(), target)
+    return choose_backends(name, model, [LayerType(POSITION, encoding, processor)], groups or make_groups(), target)
 
 
 def test_the_fastest_correct_backend_is_chosen_and_reported(planted) -> None:
@@ -110,7 +110,7 @@ def test_the_fastest_correct_backend_is_chosen_and_reported(planted) -> None:
     assert "of the 4 times rounding in float32 allowed; checked in" in line
     assert "; left: wrong errs in " in line
     assert line.endswith("; raising raised RuntimeError: no such instruction")
-    assert [(trial.backend, trial.is_right) for trial in choice.records[0].evidence.trials] == [
+    assert [(trial.backend, trial.is_correct) for trial in choice.records[0].check_result.trials] == [
         ("row blocks", True), ("wrong", False), ("raising", False), ("slow", True), ("fast", True)
     ]  # fmt: skip
 
@@ -119,7 +119,7 @@ def test_random_states_and_modules_are_as_before(planted) -> None:
     encoding, _ = build("kerple_log", "none")
     values = [parameter.clone() for parameter in encoding.parameters()]
     state = torch.get_rng_state()
-    choose_backends("auto", MODEL, [LayerKind(POSITION, encoding, None)], make_groups(), TARGET)
+    choose_backends("auto", MODEL, [LayerType(POSITION, encoding, None)], make_groups(), TARGET)
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(values, encoding.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in encoding.parameters())
@@ -131,7 +131,7 @@ def test_an_earlier_check_of_the_same_problem_is_reused(planted) -> None:
     again = choose()
     assert planted["calls"] == []
     assert again.backends[0] is planted["candidates"]["fast"]
-    assert again.records[0].evidence == first.records[0].evidence
+    assert again.records[0].check_result == first.records[0].check_result
     assert "result of an earlier check" in again.lines[0]
     choose(target=replace(TARGET, batch=1))  # another shape
     assert len(planted["calls"]) == 5
@@ -144,14 +144,14 @@ def test_documents_are_checked_if_the_run_masks_them(planted) -> None:
 
     class Ignoring(RowBlockBackend):
         def __call__(self, inputs):
-            return super().__call__(replace(inputs, first_keys=None))
+            return super().__call__(replace(inputs, document_starts=None))
 
     planted["candidates"]["slow"] = Ignoring(4)
-    assert choose().records[0].evidence.get_trial("slow").is_right
+    assert choose().records[0].check_result.get_trial("slow").is_correct
     starts = torch.tensor([[0] * 16, [0] * 5 + [5] * 11])
-    found = choose(target=replace(TARGET, document_starts=starts)).records[0].evidence
+    found = choose(target=replace(TARGET, document_starts=starts)).records[0].check_result
     assert found.get_trial("slow").refusal.startswith("errs in ")
-    assert found.get_trial("fast").is_right
+    assert found.get_trial("fast").is_correct
     assert found.problem["documents"] == [1, 2]
     planted["calls"].clear()
     choose(target=replace(TARGET, document_starts=starts.clone()))
@@ -165,7 +165,7 @@ def test_untried_backends_are_tried_later_and_rejected_ones_are_not(planted, mon
 
     def hurry(problem, backends):
         trials = real(problem, {name: backend for name, backend in backends.items() if name != "fast"})
-        return [*trials, Trial("fast", "was not tried: the check had taken 20 s", is_final=False)]
+        return [*trials, BackendTrial("fast", "was not tried: the check had taken 20 s", is_final=False)]
 
     monkeypatch.setattr(backend_choice, "try_backends", hurry)
     first = choose()
@@ -230,15 +230,15 @@ def test_a_lost_device_is_reported_by_all_ranks_and_remembered(planted, monkeypa
 # Resumed runs.
 
 
-def record(run: Path, backend: str, evidence: Evidence) -> AttentionTarget:
+def record(run: Path, backend: str, check_result: CheckResult) -> AttentionTarget:
     run.mkdir()
-    write_records(run, [CheckRecord(backend, "attention: …", evidence)])
+    write_records(run, [CheckRecord(backend, "attention: …", check_result)])
     return replace(TARGET, resumed_run=run)
 
 
 def test_a_resumed_run_reuses_its_backend(planted, tmp_path: Path) -> None:
     (found,) = choose().records
-    target = record(tmp_path / "run", "slow", found.evidence)
+    target = record(tmp_path / "run", "slow", found.check_result)
     planted["calls"].clear()
     kept = choose(target=target)
     assert kept.backends[0] is planted["candidates"]["slow"]
@@ -253,7 +253,7 @@ def test_a_resumed_run_reuses_its_backend(planted, tmp_path: Path) -> None:
 
 def test_a_resumed_run_on_another_gpu_chooses_again(planted, tmp_path: Path) -> None:
     (found,) = choose().records
-    elsewhere = replace(found.evidence, key={**found.evidence.key, "card": {"name": "A100"}})
+    elsewhere = replace(found.check_result, key={**found.check_result.key, "card": {"name": "A100"}})
     target = record(tmp_path / "run", "slow", elsewhere)
     assert choose(target=target).backends[0] is planted["candidates"]["fast"]
 
@@ -261,9 +261,9 @@ def test_a_resumed_run_on_another_gpu_chooses_again(planted, tmp_path: Path) -> 
 def test_unchecked_backends_are_not_stored_as_evidence(planted, tmp_path: Path) -> None:
     """A rehearsal on a device that computes nothing gives no evidence."""
     (found,) = choose().records
-    void = replace(found.evidence, trials=tuple(replace(t, excess={}) for t in found.evidence.trials))
+    void = replace(found.check_result, trials=tuple(replace(t, excess={}) for t in found.check_result.trials))
     target = record(tmp_path / "run", "triton", void)
-    assert recall_choice(tmp_path / "run", torch.device("cpu"), torch.float32) is None
+    assert load_backend_choice(tmp_path / "run", torch.device("cpu"), torch.float32) is None
     for path in (tmp_path / "cache/farfield/attention_check").iterdir():
         path.unlink()
     planted["calls"].clear()
@@ -279,33 +279,35 @@ def test_a_damaged_record_is_ignored(planted, tmp_path: Path) -> None:
 def test_a_stored_choice_applies_only_to_the_same_gpu(planted, tmp_path: Path) -> None:
     (found,) = choose().records
     cpu = torch.device("cpu")
-    record(tmp_path / "run", "triton", found.evidence)
-    assert recall_choice(tmp_path / "run", cpu, torch.float32) == "triton"
-    assert recall_choice(tmp_path / "run", cpu, torch.bfloat16) is None
-    assert recall_choice(tmp_path, cpu, torch.float32) is None
-    record(tmp_path / "flex", "flex", found.evidence)
-    assert recall_choice(tmp_path / "flex", cpu, torch.float32) is None
-    elsewhere = replace(found.evidence, key={**found.evidence.key, "card": {"name": "A100"}})
+    record(tmp_path / "run", "triton", found.check_result)
+    assert load_backend_choice(tmp_path / "run", cpu, torch.float32) == "triton"
+    assert load_backend_choice(tmp_path / "run", cpu, torch.bfloat16) is None
+    assert load_backend_choice(tmp_path, cpu, torch.float32) is None
+    record(tmp_path / "flex", "flex", found.check_result)
+    assert load_backend_choice(tmp_path / "flex", cpu, torch.float32) is None
+    elsewhere = replace(found.check_result, key={**found.check_result.key, "card": {"name": "A100"}})
     record(tmp_path / "other", "triton", elsewhere)
-    assert recall_choice(tmp_path / "other", cpu, torch.float32) is None
+    assert load_backend_choice(tmp_path / "other", cpu, torch.float32) is None
 
 
 # Ranks.
 
 
-def evidence(card: str = "H100", **milliseconds: float | str) -> Evidence:
+def check_result(card: str = "H100", **milliseconds: float | str) -> CheckResult:
     """Build evidence; a number is the time of a correct backend, a string the reason for rejection."""
     trials = [
-        Trial(name, found) if isinstance(found, str) else Trial(name, excess={"dq": 1.0}, milliseconds=found)
+        BackendTrial(name, found)
+        if isinstance(found, str)
+        else BackendTrial(name, excess={"dq": 1.0}, milliseconds=found)
         for name, found in milliseconds.items()
     ]
     key = {"card": {"name": card}, "software": {}, "work": {"dtype": "bfloat16"}}
-    return Evidence(key, {}, tuple(trials), 3.2)
+    return CheckResult(key, {}, tuple(trials), 3.2)
 
 
 def test_ranks_use_the_choice_of_rank_0() -> None:
-    found = [evidence(sdpa=1.0, triton=2.0), evidence(sdpa=2.0, triton=1.9)]
-    chosen, lines = settle_choice(found, "sdpa", None, was_checked_earlier=False)
+    found = [check_result(sdpa=1.0, triton=2.0), check_result(sdpa=2.0, triton=1.9)]
+    chosen, lines = agree_on_backend(found, "sdpa", None, was_checked_earlier=False)
     assert chosen == "sdpa"
     assert lines == [
         "attention: sdpa, 2.00 times as fast as triton (1 ms instead of 2 for a layer), errors at most 1 of the 4 "
@@ -314,8 +316,8 @@ def test_ranks_use_the_choice_of_rank_0() -> None:
 
 
 def test_ranks_on_another_gpu_with_another_choice_are_named_once() -> None:
-    found = [evidence(sdpa=1.0, triton=2.0), *[evidence("A100", sdpa=2.0, triton=1.9)] * 3]
-    chosen, (_, line) = settle_choice(found, "sdpa", None, was_checked_earlier=True)
+    found = [check_result(sdpa=1.0, triton=2.0), *[check_result("A100", sdpa=2.0, triton=1.9)] * 3]
+    chosen, (_, line) = agree_on_backend(found, "sdpa", None, was_checked_earlier=True)
     assert chosen == "sdpa"
     assert line == (
         "attention: rank 1 has another card (A100, rank 0 H100), on which triton would be faster; all ranks use "
@@ -324,8 +326,12 @@ def test_ranks_on_another_gpu_with_another_choice_are_named_once() -> None:
 
 
 def test_a_backend_that_fails_on_one_rank_is_used_by_none() -> None:
-    found = [evidence(sdpa=2.0, triton=1.0), evidence(sdpa=2.0, triton=1.0), evidence(sdpa=2.0, triton="errs in dq")]
-    chosen, lines = settle_choice(found, "sdpa", "triton", was_checked_earlier=False)
+    found = [
+        check_result(sdpa=2.0, triton=1.0),
+        check_result(sdpa=2.0, triton=1.0),
+        check_result(sdpa=2.0, triton="errs in dq"),
+    ]
+    chosen, lines = agree_on_backend(found, "sdpa", "triton", was_checked_earlier=False)
     assert chosen == "sdpa"
     assert lines[0].startswith("attention: sdpa, the only backend that passed the check (2 ms for a layer)")
     assert lines[0].endswith("; left: triton errs in dq on rank 2")
@@ -345,7 +351,7 @@ def test_all_ranks_agree_and_each_kind_of_gpu_is_stored_once(planted) -> None:
 
     choice = choose(make_groups(of_rank_0, rank=1))
     assert choice.backends[0] is planted["candidates"]["slow"]
-    assert choice.records[0].evidence.get_trial("slow").milliseconds == 0.1
+    assert choice.records[0].check_result.get_trial("slow").milliseconds == 0.1
     # Rank 0 with the same key stores the result for all.
     planted["calls"].clear()
     choose()
@@ -364,7 +370,7 @@ def test_all_ranks_agree_and_each_kind_of_gpu_is_stored_once(planted) -> None:
 )
 def test_checked_rows_and_heads_are_those_of_the_rank(sizes, rank, has_processor, rows, heads) -> None:
     groups = ProcessGroups(Mesh(rank, ParallelSizes(**sizes)))
-    found = list_calls(POSITION, 4, has_processor, groups, TARGET)
+    found = get_local_rows_and_heads(POSITION, 4, has_processor, groups, TARGET)
     ranges = [(tokens.start, tokens.stop) for tokens in found[0]]
     joined = [(4, 12)] if ranges == [(4, 8), (8, 12)] else ranges
     assert (joined, found[1]) == (rows, heads)

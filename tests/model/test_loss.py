@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.distributed.process_groups import single_process
+from megatron.distributed.process_groups import build_single_process_groups
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
 from megatron.options.model import ModelOptions, count_scored_at_once
@@ -26,7 +26,9 @@ def gpt(**keys: object) -> GPT:
         make_vocab_size_divisible_by=4,
         **keys,
     )
-    return build_model(options, PositionOptions(pos_emb="rotary"), VOCABULARY, groups=single_process(), seed=5)
+    return build_model(
+        options, PositionOptions(pos_emb="rotary"), VOCABULARY, groups=build_single_process_groups(), seed=5
+    )
 
 
 @pytest.mark.parametrize("untied", [False, True])

@@ -10,7 +10,7 @@ from models import SUMS, TERMS, VOCABULARY, build_model, check_reading_in_parts
 from torch.nn import functional as F
 
 from megatron.attention.segments import build_segments
-from megatron.attention.softmax import break_sticks
+from megatron.attention.softmax import compute_stick_breaking
 from megatron.model.attention import AttentionContext
 from megatron.model.gpt import GPT
 from megatron.model.layer import apply_gate
@@ -109,7 +109,7 @@ def test_stick_breaking_is_stable_if_the_product_underflows() -> None:
     logits = 30 * torch.randn(1, 2, 4, 600, generator=generator)
     logits[..., -1] = float("-inf")
     logits = logits.requires_grad_()
-    weights = break_sticks(logits)
+    weights = compute_stick_breaking(logits)
     (gradient,) = torch.autograd.grad(weights.square().sum(), logits)
     assert weights.isfinite().all()
     assert gradient.isfinite().all()
@@ -117,7 +117,7 @@ def test_stick_breaking_is_stable_if_the_product_underflows() -> None:
     exact = logits.detach().double()
     exact = torch.exp(F.logsigmoid(exact) + F.pad(F.logsigmoid(-exact).flip(-1).cumsum(-1).flip(-1)[..., 1:], (0, 1)))
     assert_close_in_rounding(weights, exact.float(), 600, 3)
-    assert torch.equal(break_sticks(F.pad(logits, (0, 9), value=float("-inf")))[..., :600], weights)
+    assert torch.equal(compute_stick_breaking(F.pad(logits, (0, 9), value=float("-inf")))[..., :600], weights)
 
 
 PLACES = [

@@ -9,7 +9,7 @@ from forked import Forked
 from position_methods import COVERING
 from tensor_parallel_cases import gradients
 
-from megatron.distributed.process_groups import single_process
+from megatron.distributed.process_groups import build_single_process_groups
 from tools.rounding import assert_close_in_rounding, count_gpt_sums
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -141,7 +141,7 @@ def joined(parts: list[torch.Tensor], dim: int | None, stride: int) -> torch.Ten
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_compute_the_same_as_one(two_ranks: list[dict[str, Any]], name: str) -> None:
-    one = gradients(single_process(), **CASES[name])
+    one = gradients(build_single_process_groups(), **CASES[name])
     both = [rank[name] for rank in two_ranks]
     for rank in both:
         assert rank["parameters"] == one["parameters"]

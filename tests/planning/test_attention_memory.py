@@ -21,7 +21,7 @@ from megatron.attention.backends import flex, triton
 from megatron.attention.backends.capabilities import find_unsupported_method
 from megatron.attention.backends.native import NativeBackend
 from megatron.attention.backends.pytorch import ChunkedBackend, SdpaBackend
-from megatron.attention.check.evidence import RECORD_FILE
+from megatron.attention.check.check_result import RECORD_FILE
 from megatron.config.load import load_config
 from megatron.distributed.hardware import get_gpu_spec
 from megatron.options.model import ModelOptions
@@ -73,7 +73,7 @@ def test_row_blocks_match_explicit_counts(
     total, largest, saved = 0, 0, 0
     for start, length in segments:
         is_saved = start + length <= kept
-        size = max(block_rows, row_block_memory.MIN_ROWS_KEPT) if is_saved and processor is None else block_rows
+        size = max(block_rows, row_block_memory.MIN_ROWS_SAVED) if is_saved and processor is None else block_rows
         for first in range(start, start + length, size):
             last = min(first + size, start + length)
             reach = last if window is None else window - 1 + (0 if processor is None else processor.left_context)
@@ -87,7 +87,7 @@ def test_row_blocks_match_explicit_counts(
 @pytest.mark.parametrize("processor_name", ["none", *list_processors()])
 def test_methods_supported_by_backends(processor_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Supported methods match the backends' answers when a model is built, for every encoding."""
-    monkeypatch.setattr(triton, "triton_is_available", lambda: True)
+    monkeypatch.setattr(triton, "is_triton_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     fallback = ChunkedBackend(64)
     backends = {
@@ -123,7 +123,7 @@ def test_chunks_of_the_processor_kernel(heads: int, gib: int) -> None:
     position = PositionOptions(pos_emb="kerple_log", score_processor="cdape")
     encoding, processor = plan_encoding(position), plan_processor(position)
     for dtype, batch, length in product((torch.bfloat16, torch.float32), (1, 8), (512, 8192, 131072)):
-        assert attention_memory.kernel_map_bytes(heads, dtype.itemsize) == configs.map_bytes(heads, dtype)
+        assert attention_memory.estimate_kernel_map_bytes(heads, dtype.itemsize) == configs.map_bytes(heads, dtype)
         shape = AttentionShape(
             batch, ((0, length),), heads, 64, dtype.itemsize, encoding, processor, True, None, 64, False, gib << 30
         )

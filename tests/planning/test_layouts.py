@@ -101,11 +101,11 @@ def test_backends_have_separate_estimates() -> None:
     estimates = make_plan(config, VOCABULARY, Cluster(A100, 8)).estimate_backends()
     found = {name: estimate.memory for name, estimate in estimates.items()}
     assert list(found) == ["auto", "triton", "chunked", "eager"]  # fused attention does not support it
-    assert found["triton"].kept_maps == 0
-    assert found["chunked"].kept_maps == 0 < found["chunked"].working_maps
-    assert found["auto"].kept_maps > 0.5 * found["auto"].get_largest("activations")
+    assert found["triton"].saved_maps == 0
+    assert found["chunked"].saved_maps == 0 < found["chunked"].workspace_maps
+    assert found["auto"].saved_maps > 0.5 * found["auto"].get_largest("activations")
     for memory in found.values():
-        assert memory.kept_maps < memory.get_largest("activations")
+        assert memory.saved_maps < memory.get_largest("activations")
 
 
 def test_a_run_in_stages_is_planned_for_the_largest() -> None:

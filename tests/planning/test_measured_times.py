@@ -51,12 +51,13 @@ def test_a_plan_prints_the_band_and_its_source(capsys: pytest.CaptureFixture[str
     config = configure("350M", "cdape", 32)
     console = Console(width=240, highlight=False)
     print_plan(make_plan(config, 50257, Cluster(get_gpu_spec("h200"), 1)), console, 3)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "cdape: a step takes 1.05 times as long as without it by FLOPs, and 1.33 to 1.84 times by measurements" in said
+        "cdape: a step takes 1.05 times as long as without it by FLOPs, and 1.33 to 1.84 times by measurements"
+        in output
     )
-    assert "docs/results/gpu_visit.md" in said
-    assert re.search(r"measured with cdape +\d+–\d+", said)
+    assert "docs/results/gpu_visit.md" in output
+    assert re.search(r"measured with cdape +\d+–\d+", output)
     layout = make_plan(config, 50257, Cluster(get_gpu_spec("h200"), 1)).to_dict(1)["layouts"][0]
     assert layout["seconds_as_measured"]["low"] > layout["seconds"]["total"]
     print_plan(make_plan(configure("350M", "none", 32), 50257, ONE_GPU), console, 3)

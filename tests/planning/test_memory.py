@@ -154,7 +154,7 @@ def test_the_parts_add_up_to_the_worst_moment() -> None:
     found = of("125M", "cdape_kerple_log", ParallelSizes())
     always = found.weights + found.optimizer
     assert found.total == always + max(sum(getattr(moment, part) for part in PARTS) for moment in found.moments)
-    assert found.total == always + found.worst.total == found.to_dict()["total"]
+    assert found.total == always + found.peak.total == found.to_dict()["total"]
     gib = found.total / 2**30
     assert found.fits(gib / 0.89)
     assert not found.fits(gib / 0.91)

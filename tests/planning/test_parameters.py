@@ -12,12 +12,12 @@ from tiny_runs import tiny_config
 from megatron.config import method_names
 from megatron.config.load import load_config
 from megatron.config.schema import Config
-from megatron.distributed.mesh import Axis, Mesh, ParallelSizes, pipeline_layer_range
+from megatron.distributed.mesh import Axis, Mesh, ParallelSizes, get_pipeline_layer_range
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import full_numel, get_shard_spec
 from megatron.model import build
 from megatron.options.position import SOFTMAX_TYPES
-from megatron.planning.model_costs import count_layer_kinds, count_parameters, count_rank_parameters
+from megatron.planning.model_costs import count_layer_types, count_parameters, count_rank_parameters
 from megatron.position import catalog
 from megatron.utils.project import SHIPPED_CONFIGS
 
@@ -53,11 +53,11 @@ def test_layer_kinds_match_explicit_counts(
     for stage in range(min(stages, num_layers)):
         axis = Axis(stage, min(stages, num_layers))
         counts: dict[tuple[str, int | None], int] = {}
-        for layer in pipeline_layer_range(num_layers, axis):
+        for layer in get_pipeline_layer_range(num_layers, axis):
             key = encodings[layer % len(encodings)], windows[layer % len(windows)]
             counts[key] = counts.get(key, 0) + 1
         kinds = [
-            ((own.position.encoding, own.position.window), count) for own, count in count_layer_kinds(config, axis)
+            ((own.position.encoding, own.position.window), count) for own, count in count_layer_types(config, axis)
         ]
         assert kinds == list(counts.items())
 

@@ -243,9 +243,13 @@ def test_muon_products_and_exchanges_count_once_per_step() -> None:
 
 def test_groups_that_leave_a_node_share_its_network() -> None:
     cluster = Cluster(GpuSpec(1, 1, 1, nvlink_gb_per_s=300), num_gpus=64, gpus_per_node=8, network_gb_per_s=40)
-    inside, over, four = cluster.ring_bandwidth(1, 8), cluster.ring_bandwidth(1, 64), cluster.ring_bandwidth(4, 16)
+    inside, over, four = (
+        cluster.compute_ring_bandwidth(1, 8),
+        cluster.compute_ring_bandwidth(1, 64),
+        cluster.compute_ring_bandwidth(4, 16),
+    )
     assert [rate / LINK_EFFICIENCY / 1e9 for rate in (inside, over, four)] == [300, 40, 10]
-    assert cluster.ring_bandwidth(32, 2) / LINK_EFFICIENCY / 1e9 == 5  # every GPU of the node has its own peer
+    assert cluster.compute_ring_bandwidth(32, 2) / LINK_EFFICIENCY / 1e9 == 5  # every GPU of the node has its own peer
 
 
 PYTHIA = {

@@ -14,7 +14,7 @@ from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
 from megatron.position.numerics import toeplitz
 from megatron.position.processor import Processor
-from megatron.position.token_range import TokenRange, causal_mask, sample_positions
+from megatron.position.token_range import TokenRange, build_causal_mask, sample_positions
 
 
 class Appendix(nn.Module):
@@ -56,7 +56,7 @@ def test_equals_the_appendix_on_every_row_but_the_last(k: int, heads: int, width
     scores = torch.randn(2, heads, length, length, dtype=torch.float64)
     bias = torch.randn(heads, length, length, dtype=torch.float64) if has_bias else None
     span = TokenRange(0, length)
-    visible = causal_mask(span, span)[None, None]
+    visible = build_causal_mask(span, span)[None, None]
     mine, published = ours(scores, bias, visible), theirs(scores, bias)
     same = length - k // 2
     lower = visible.expand_as(mine)
@@ -72,10 +72,10 @@ def test_the_last_rows_differ_because_the_published_hidden_map_ends_at_column_T(
     scores = torch.randn(1, 3, longer, longer, dtype=torch.float64)
     bias = torch.randn(3, longer, longer, dtype=torch.float64)
     span = TokenRange(0, length)
-    mine = ours(scores[..., :length, :length], bias[:, :length, :length], causal_mask(span, span)[None, None])
+    mine = ours(scores[..., :length, :length], bias[:, :length, :length], build_causal_mask(span, span)[None, None])
     short = theirs(scores[..., :length, :length], bias[:, :length, :length])
     grown = theirs(scores, bias)[..., :length, :length]
-    lower = causal_mask(span, span).expand_as(mine)
+    lower = build_causal_mask(span, span).expand_as(mine)
     torch.testing.assert_close(mine.where(lower, 0), grown.where(lower, 0))
     assert (short - grown).where(lower, 0)[..., -2:, :].abs().max() > 1e-3
     torch.testing.assert_close(
@@ -89,7 +89,7 @@ def test_dape_is_cdape_with_kernel_one() -> None:
     cdape = registry.build_processor("cdape", shape, {"width": 9, "kernel_size": 1}, has_bias=True)
     cdape.load_state_dict(dape.state_dict())
     scores, bias = torch.randn(2, 3, 7, 7), torch.randn(3, 7, 7)
-    visible = causal_mask(TokenRange(0, 7), TokenRange(0, 7))[None, None]
+    visible = build_causal_mask(TokenRange(0, 7), TokenRange(0, 7))[None, None]
     assert torch.equal(dape(scores, bias, visible), cdape(scores, bias, visible))
 
 
@@ -99,7 +99,7 @@ def test_zero_init_is_the_identity_and_residual_bias_is_optional(residual: bool)
     options = {"zero_init": True, "residual_bias": residual}
     processor = registry.build_processor("cdape", shape, options, has_bias=True)
     scores, bias = torch.randn(2, 3, 7, 7), torch.randn(3, 7, 7)
-    visible = causal_mask(TokenRange(0, 7), TokenRange(0, 7))[None, None]
+    visible = build_causal_mask(TokenRange(0, 7), TokenRange(0, 7))[None, None]
     expected = scores + bias if residual else scores  # DAPE V2 equation 3; equation 2
     assert torch.equal(processor(scores, bias, visible), expected)
 
@@ -132,10 +132,10 @@ def test_the_bias_share_from_a_table_equals_the_convolution_of_the_bias(k: int, 
     whole, p = TokenRange(0, length), k // 2
     inputs = precompute_terms(some_inputs(encoding, processor, whole))
     table, share = inputs.table, inputs.bias_contribution
-    lower = causal_mask(whole, whole)
+    lower = build_causal_mask(whole, whole)
     dense = toeplitz(table.bias, whole, whole).masked_fill(~lower, 0)
     exact = processor.hidden(torch.nn.functional.pad(dense, (0, p))[None].double(), processor.bias_channels)[0]
-    used = causal_mask(TokenRange(p, length), TokenRange(0, length + p))  # inputs of all visible outputs
+    used = build_causal_mask(TokenRange(p, length), TokenRange(0, length + p))  # inputs of all visible outputs
     for start in range(length):
         rows = TokenRange(start, length - start)
         ours = share.for_rows(rows, length)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.attention.reference import arange_distances
+from megatron.attention.reference import build_distances
 from megatron.position import registry
 from megatron.position.encodings.alibi import slopes
 from megatron.position.facts import AttentionDims
@@ -29,14 +29,14 @@ def _close(ours: torch.Tensor, exact: np.ndarray, ulps: float = 8) -> None:
 def test_kerple_log() -> None:
     encoding = _build("kerple_log")
     r1, r2 = (p.value.detach().double().numpy()[:, None] for p in (encoding.r1, encoding.r2))
-    _close(encoding.table(arange_distances(N)).bias, -r1 * np.log(1 + r2 * n))
+    _close(encoding.table(build_distances(N)).bias, -r1 * np.log(1 + r2 * n))
 
 
 def test_kerple_power() -> None:
     encoding = _build("kerple_power")
     r1, r2 = (p.value.detach().double().numpy()[:, None] for p in (encoding.r1, encoding.r2))
     # pow's exponent r2·log(n) carries a relative error of 2⁻²⁴·r2·log(n) ≤ 12 ulps here
-    _close(encoding.table(arange_distances(N)).bias, -r1 * n**r2, ulps=24)
+    _close(encoding.table(build_distances(N)).bias, -r1 * n**r2, ulps=24)
 
 
 @pytest.mark.parametrize("start", [("kerple_log", "r1", 2.0), ("kerple_log", "r2", 1.0), ("kerple_power", "r2", 2.0)])
@@ -49,7 +49,7 @@ def test_kerple_start_values_fill_their_interval(start: tuple[str, str, float]) 
 
 
 def test_alibi_power_of_two() -> None:
-    bias = _build("alibi", heads=8).table(arange_distances(N)).bias
+    bias = _build("alibi", heads=8).table(build_distances(N)).bias
     _close(bias, np.stack([-(2.0 ** (-h)) * n for h in range(1, 9)]))
 
 
@@ -76,14 +76,14 @@ def _t5_bucket(distance: int, buckets: int, longest: int) -> int:
 @pytest.mark.parametrize(("buckets", "longest"), [(32, 128), (32, 200), (8, 64)])
 def test_t5_buckets(buckets: int, longest: int) -> None:
     encoding = _build("t5", num_buckets=buckets, max_distance=longest)
-    ours = encoding.buckets(arange_distances(4 * longest)).tolist()
+    ours = encoding.buckets(build_distances(4 * longest)).tolist()
     assert ours == [_t5_bucket(d, buckets, longest) for d in range(4 * longest)]
-    bias = encoding.table(arange_distances(10)).bias
+    bias = encoding.table(build_distances(10)).bias
     assert torch.equal(bias, encoding.bias.value.t()[:, ours[:10]])
 
 
 def test_t5_bucket_edges_match_published_ones() -> None:
-    ours = _build("t5").buckets(arange_distances(1000))
+    ours = _build("t5").buckets(build_distances(1000))
     assert ours[:17].tolist() == list(range(17))
     assert ours[127] == ours[128] == ours[999] == 31
     assert ours[112] == 30
@@ -176,7 +176,7 @@ WEIGHTS = {
 def test_bam_has_exponents_of_either_sign(exponent: float) -> None:
     """BAM accepts exponents of either sign, and starts as ALiBi except for its offset."""
     encoding = _build("bam", heads=8, exponent_init=exponent)
-    ours = encoding.table(arange_distances(N)).bias
+    ours = encoding.table(build_distances(N)).bias
     slope = np.array([2.0**-h for h in range(1, 9)])[:, None]
     offset = n + np.float64(np.float32(1e-5))
     # Rounding n + 1e-5 gives an error that the power multiplies by its exponent; with ln n < 12 the exponent's rounding
@@ -192,7 +192,7 @@ def test_biases(name: str) -> None:
     encoding = _build(name)
     names, formula = BIASES[name]
     # At most a function of a function: 4 units each, and 2 for a product between them. type2 squares, which doubles it.
-    _close(encoding.table(arange_distances(N)).bias, formula(*_values(encoding, *names)), ulps=32)
+    _close(encoding.table(build_distances(N)).bias, formula(*_values(encoding, *names)), ulps=32)
 
 
 RELEASED = {
@@ -211,7 +211,7 @@ def test_series_as_their_authors_train_them(name: str) -> None:
     """
     slopes = np.array([2.0**-h for h in range(1, 9)])[:, None]
     encoding = _build(name, heads=8, released=True)
-    _close(encoding.table(arange_distances(N)).bias, RELEASED[name](slopes * n), ulps=32)
+    _close(encoding.table(build_distances(N)).bias, RELEASED[name](slopes * n), ulps=32)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -219,7 +219,7 @@ def test_weights(name: str) -> None:
     encoding = _build(name)
     names, formula = WEIGHTS[name]
     # exp(−x) inherits x's rounding: a relative error of x·2⁻²⁴, while exp(−x) itself is at most 1/x.
-    _close(encoding.table(arange_distances(N)).weight, formula(*_values(encoding, *names)), ulps=32)
+    _close(encoding.table(build_distances(N)).weight, formula(*_values(encoding, *names)), ulps=32)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_start_values_fill_their_interval(name: str, parameter: str, low: float,
 @pytest.mark.parametrize("from_zero", [False, True])
 def test_sandwich(from_zero: bool) -> None:
     """k_h (Σ_j cos(n/10000^(2j/128)) − 64), k_h = H/(8h), with j from 1, or from 0 as in products of sinusoids."""
-    bias = _build("sandwich", from_zero=from_zero).table(arange_distances(N)).bias
+    bias = _build("sandwich", from_zero=from_zero).table(build_distances(N)).bias
     total = sum(np.cos(n / 10000.0 ** (2 * j / 128)) for j in range(1 - from_zero, 65 - from_zero)) - 64
     _close(bias, np.stack([5 / (8 * h) * total for h in range(1, 6)]))
     if from_zero:  # its paper's appendix: products of sinusoidal vectors over 8h/H, minus the value at distance 0

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend, SdpaBackend
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import (
-    arange_distances,
+    build_distances,
     compute_attention,
     compute_logits,
     compute_table,
@@ -26,7 +26,7 @@ from megatron.position import registry
 from megatron.position.facts import AttentionDims
 from megatron.position.processors.cdape import Cdape
 from megatron.position.token_range import ALL_HEADS, SampledPositions, TokenRange, sample_positions
-from tools.rounding import SAFETY_FACTOR, assert_close_in_rounding, assert_within_rounding, compute_excess
+from tools.rounding import SAFETY_FACTOR, assert_close_in_rounding, assert_within_rounding, compute_error_ratio
 
 # CDAPE's second convolution has the longest sum for these shapes. At most five sums follow each other: rotated keys,
 # scores, two convolutions, values. Values and scores are of order one.
@@ -135,7 +135,7 @@ def test_a_window_masks_earlier_keys(encoding, processor, length: int, window: i
     output(q, k, v, span, span, e, p, window)[:, :, row].square().sum().backward()
     first = max(row - window + 1, 0)
     assert v.grad[:, :, :first].abs().max() == 0 if first else True
-    first_read = max(first - (0 if p is None else p.rows_above), 0)
+    first_read = max(first - (0 if p is None else p.preceding_rows), 0)
     assert k.grad[:, :, :first_read].abs().max() == 0 if first_read else True
     assert v.grad[:, :, first : row + 1].abs().amin((0, 1, 3)).min() > 0
     wide = output(q, k, v, span, span, e, p, length)
@@ -306,14 +306,14 @@ def _with_a_nan(rows: AttentionInputs) -> Tensor:
 @torch.no_grad()
 def test_a_fault_in_bfloat16_is_more_than_rounding(faulty: Callable[[AttentionInputs], Tensor], processor: str) -> None:
     rows, exact = _bfloat16("kerple_log", processor)
-    errors = compute_excess({"output": faulty(rows)}, lambda: {"output": exact()}, torch.bfloat16, stored=True)
+    errors = compute_error_ratio({"output": faulty(rows)}, lambda: {"output": exact()}, torch.bfloat16, stored=True)
     assert errors["output"] > SAFETY_FACTOR
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_half_precision_model_has_the_float32_bias_at_any_distance(name: str) -> None:
     e, _ = build(name, "none")
-    far = arange_distances(65_537)[-3:]
+    far = build_distances(65_537)[-3:]
     exact = e.table(far)
     for dtype in (torch.bfloat16, torch.float16):
         half, _ = build(name, "none")
@@ -363,7 +363,7 @@ def test_float16_stays_finite_at_distance_65536(encoding: str, processor: str) -
 @pytest.mark.parametrize("name", LEARNED_TABLES)
 def test_gradients_are_finite_where_the_distance_is_zero(name: str) -> None:
     e, _ = build(name, "none")
-    terms = [term for term in e.table(arange_distances(3)) if term is not None]
+    terms = [term for term in e.table(build_distances(3)) if term is not None]
     for term in terms:
         term[:, 0].sum().backward(retain_graph=True)
     assert all(p.grad.isfinite().all() for p in e.parameters())

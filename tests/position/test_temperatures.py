@@ -80,12 +80,12 @@ def test_every_temperature_has_a_formula_here() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_independent_and_of_any_shape(name: str) -> None:
-    temperature, told = build(name), rows()
-    whole = temperature(*told)
-    block = temperature(*(part.view(2, 5) for part in told))
+    temperature, arguments = build(name), rows()
+    whole = temperature(*arguments)
+    block = temperature(*(part.view(2, 5) for part in arguments))
     assert torch.equal(block.flatten(1), whole)
     for index in range(len(ROWS)):
-        assert torch.equal(temperature(*(part[index : index + 1] for part in told)), whole[:, index : index + 1])
+        assert torch.equal(temperature(*(part[index : index + 1] for part in arguments)), whole[:, index : index + 1])
 
 
 @pytest.mark.parametrize("name", NAMES)

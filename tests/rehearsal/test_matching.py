@@ -100,10 +100,10 @@ def test_a_rank_with_a_call_too_many_at_the_end():
 def test_a_message_without_its_other_side(operation):
     ledgers = write_ledgers(SIZES)
     index = find_call(ledgers[FAULTY], operation)
-    gone = ledgers[FAULTY].calls[index]
+    missing = ledgers[FAULTY].calls[index]
     (found,) = find_mismatches(with_fault(ledgers, lambda calls: calls.pop(index)), SIZES)
-    expected = {"send": ("recv", (gone.peer,), f"rank {FAULTY} never sends"),
-                "recv": ("send", (gone.peer,), f"rank {FAULTY} never receives")}[operation]  # fmt: skip
+    expected = {"send": ("recv", (missing.peer,), f"rank {FAULTY} never sends"),
+                "recv": ("send", (missing.peer,), f"rank {FAULTY} never receives")}[operation]  # fmt: skip
     assert (found.kind, found.ranks) == expected[:2]
     assert expected[2] in found.message
 

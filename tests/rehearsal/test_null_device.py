@@ -13,7 +13,7 @@ import torch
 from kernels.jit_build import CompileError
 from megatron.distributed.hardware import find_gpu_spec, get_gpu_spec, list_gpu_names
 from megatron.rehearsal.null_device import build, host_reads, recorder
-from megatron.rehearsal.null_device.cards import CARDS, get_card
+from megatron.rehearsal.null_device.gpu_models import GPU_MODELS, get_gpu_model
 from megatron.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -21,13 +21,13 @@ ROOT = Path(__file__).parents[2]
 
 def test_cards_are_found_as_people_write_them_and_as_plan_finds_them() -> None:
     for text in ("a100-80", "A100_80GB", "a100-80gb"):
-        assert get_card(text).memory == int(79.1 * 2**30)
-    assert get_card("a100-40").memory < get_card("a100-80").memory < get_card("h200").memory
-    assert {card.architecture for card in CARDS} == {"sm_80", "sm_90"}
-    assert {card.name for card in CARDS} <= set(list_gpu_names())
+        assert get_gpu_model(text).memory == int(79.1 * 2**30)
+    assert get_gpu_model("a100-40").memory < get_gpu_model("a100-80").memory < get_gpu_model("h200").memory
+    assert {card.architecture for card in GPU_MODELS} == {"sm_80", "sm_90"}
+    assert {card.name for card in GPU_MODELS} <= set(list_gpu_names())
     planned = {*list_gpu_names(), "a100", "a100-40", "A100_80GB", "H100"}
-    for text in (card.name for card in CARDS):
-        card = get_card(text)
+    for text in (card.name for card in GPU_MODELS):
+        card = get_gpu_model(text)
         assert (card.memory, find_gpu_spec(card.device_name)) == (
             int(get_gpu_spec(text).gib * 2**30),
             get_gpu_spec(text.removesuffix("-80gb").removesuffix("-40gb")),
@@ -37,15 +37,15 @@ def test_cards_are_found_as_people_write_them_and_as_plan_finds_them() -> None:
         get_gpu_spec(text)
         with suppress(UserError):
             refused.add(text)
-            get_card(text)
+            get_gpu_model(text)
             refused.remove(text)
-    assert planned - refused == {*(card.name for card in CARDS), "a100", "a100-40", "A100_80GB", "H100"}
+    assert planned - refused == {*(card.name for card in GPU_MODELS), "a100", "a100-40", "A100_80GB", "H100"}
     with pytest.raises(UserError, match=r"^--gpu t4: supported by plan but not by rehearse, .* or 9\.0: a100-40gb, .*"):
-        get_card("t4")
+        get_gpu_model("t4")
 
 
 def test_an_unknown_card_is_one_line_with_the_nearest() -> None:
-    for find in (get_card, get_gpu_spec):
+    for find in (get_gpu_model, get_gpu_spec):
         with pytest.raises(
             UserError, match=r"^--gpu a100-81: unknown GPU; did you mean a100-80gb\? choose from .*h200.*$"
         ):

@@ -39,9 +39,9 @@ def test_the_rehearsed_configuration_is_the_runs_but_for_its_length_and_its_plac
     assert not config.logging.use_wandb
     assert read_vocabulary(config.data).size == 50257
     assert {path.parent for path in tmp_path.iterdir()} == {tmp_path}
-    told = "\n".join(run.notes)
+    reported = "\n".join(run.notes)
     for words in ("names no data", "vocabulary of 50,257 tokens", "2 of the 4 micro-batches", "load: runs/a", "wandb"):
-        assert words in told
+        assert words in reported
 
 
 def test_a_pipeline_has_as_many_micro_batches_as_are_in_flight_and_one_more(tmp_path):

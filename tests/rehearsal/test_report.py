@@ -11,7 +11,7 @@ from megatron.config.load import load_config
 from megatron.launch.console import UnexpectedError
 from megatron.rehearsal.ledger import Ledger
 from megatron.rehearsal.matching import find_mismatches
-from megatron.rehearsal.null_device.cards import get_card
+from megatron.rehearsal.null_device.gpu_models import get_gpu_model
 from megatron.rehearsal.print_report import print_report
 from megatron.rehearsal.rank_process import RankError, RankResult, describe_rank_error
 from megatron.rehearsal.rehearse import RankTrace, Rehearsal
@@ -28,7 +28,7 @@ KERNEL = {"name": "_fwd_kernel", "registers": 255, "stack": 16, "shared": 65536,
 def make_rehearsal(*keys, overlay="a100_8k", gib=9.0, error=None, gpus=8):
     """Build a rehearsal in which each rank uses the same memory."""
     run = plan_rehearsal(load_config(["125M", "kerple_log", overlay], keys).config, gpus, None, None)
-    rehearsal = Rehearsal(run, get_card("a100-40"), choose_roles(run.sizes), distinct_sequences=1, seconds=7.0)
+    rehearsal = Rehearsal(run, get_gpu_model("a100-40"), choose_roles(run.sizes), distinct_sequences=1, seconds=7.0)
     ledgers = write_ledgers(run.sizes)
     for role in rehearsal.roles:
         peaks = {

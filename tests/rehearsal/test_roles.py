@@ -20,11 +20,13 @@ def test_two_ranks_of_each_stage_represent_the_others(sizes):
     roles = choose_roles(sizes)
     assert len(roles) <= 2 * sizes.pipeline
     assert roles[0].rank == 0, "rank 0 writes"
-    stood_for = sorted(rank for role in roles for rank in role.stands_for)
+    stood_for = sorted(rank for role in roles for rank in role.represented_ranks)
     assert stood_for == list(range(sizes.world_size))
     for role in roles:
-        assert role.rank in role.stands_for
-        assert {Mesh(rank, sizes).pipeline.index for rank in role.stands_for} == {Mesh(role.rank, sizes).pipeline.index}
+        assert role.rank in role.represented_ranks
+        assert {Mesh(rank, sizes).pipeline.index for rank in role.represented_ranks} == {
+            Mesh(role.rank, sizes).pipeline.index
+        }
     ends = {(Mesh(role.rank, sizes).context.index, Mesh(role.rank, sizes).dp_cp.index) for role in roles}
     assert {(0, 0), (sizes.context - 1, sizes.context * sizes.data - 1)} <= ends
 
@@ -33,7 +35,7 @@ def test_two_ranks_of_each_stage_represent_the_others(sizes):
 def test_translated_calls_match_the_other_rank(sizes):
     for role in choose_roles(sizes):
         own = write_ledger(role.rank, sizes)
-        for rank in role.stands_for:
+        for rank in role.represented_ranks:
             assert own.translate(rank, sizes) == write_ledger(rank, sizes)
     for stage in list_stages(sizes):
         assert len({write_ledger(rank, sizes).normalize(sizes) for rank in stage}) == 1
@@ -43,8 +45,8 @@ def test_ranks_are_chosen_by_hand():
     sizes = ParallelSizes(tensor=2, data=4, pipeline=2)
     assert [role.rank for role in choose_roles(sizes, "all")] == list(range(16))
     roles = choose_roles(sizes, [1, 6])
-    assert [(role.rank, role.stands_for) for role in roles] == [(1, (0, 1, 3, 5, 7)), (6, (2, 4, 6))]
-    assert choose_roles(sizes, [9])[0].stands_for == tuple(range(8, 16)), "stage 0 is stood for by nobody"
+    assert [(role.rank, role.represented_ranks) for role in roles] == [(1, (0, 1, 3, 5, 7)), (6, (2, 4, 6))]
+    assert choose_roles(sizes, [9])[0].represented_ranks == tuple(range(8, 16)), "stage 0 is stood for by nobody"
     assert choose_roles(sizes)[1].describe_coordinates(sizes) == "stage 0, data 3, tensor 1"
     with pytest.raises(UserError, match="--ranks 16: expected 0 to 15"):
         choose_roles(sizes, [3, 16])

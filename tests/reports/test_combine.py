@@ -85,12 +85,12 @@ def test_no_output_averages_two_trainings(tmp_path: Path, monkeypatch: pytest.Mo
     combine_results(paths, console, output=tmp_path / "page.html")
     write_results(tmp_path / "both", both)
     print_comparison_tables(console, both)
-    told = console.export_text()
+    reported = console.export_text()
     files = [(tmp_path / name).read_text() for name in ("page.html", "both/results.md", "both/results.csv")]
-    for text in (told, *files):
+    for text in (reported, *files):
         assert "a [runs/a]" in text
         assert "a [runs/b]" in text
-    assert "±" not in told
+    assert "±" not in reported
     assert records.read_records(tmp_path / "both" / "results.json") == both
     choices = r"--against a: nothing to compare with it; choose from a \[runs/a\], a \[runs/b\]"
     with pytest.raises(UserError, match=choices):

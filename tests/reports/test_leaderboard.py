@@ -11,12 +11,12 @@ from scipy import stats
 
 from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import build_comparison_tables
-from megatron.reports.contests import Contest
 from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
 from megatron.reports.leaderboard_answers import build_answers
 from megatron.reports.leaderboard_plot import find_frontier
 from megatron.reports.metrics import get_metric
 from megatron.reports.paper_experiment import Experiment, write_experiment
+from megatron.reports.ranked_columns import RankedColumn
 from megatron.reports.records import Record, RunFailure, record_from_row, write_records
 from megatron.reports.report import ReportSection, render_report
 from megatron.reports.significance import compare_methods
@@ -84,12 +84,12 @@ def board_of(found: list[Record], failures: tuple[RunFailure, ...] = ()) -> Lead
 
 
 def test_ties_share_ranks_and_missing_numbers_are_last() -> None:
-    accuracy = Contest(
+    accuracy = RankedColumn(
         "tasks", "copy", get_metric("accuracy"), {"a": 0.5, "b": 0.9, "c": 0.5, "d": 0.1}, {}, frozenset("abcd")
     )
     assert accuracy.rank_methods("abcde") == {"a": 2.5, "b": 1, "c": 2.5, "d": 4, "e": 5}
     assert accuracy.rank_methods("befg") == {"b": 1, "e": 3, "f": 3, "g": 3}
-    perplexity = Contest("text", "", get_metric("perplexity"), {"a": 4.0, "b": 30.0}, {}, frozenset("ab"))
+    perplexity = RankedColumn("text", "", get_metric("perplexity"), {"a": 4.0, "b": 30.0}, {}, frozenset("ab"))
     assert perplexity.rank_methods("ab") == {"a": 1, "b": 2}
 
 
@@ -97,15 +97,15 @@ def test_a_kind_counts_once_however_many_tasks_it_has() -> None:
     more = [task(m, v, name=f"task{i}") for i in range(3) for m, v in (("rotary", 0.9), ("alibi", 0.1))]
     board = board_of([*text("rotary", (1.5, 3.2)), *text("alibi", (1.5, 1.6)), *more])
     assert board.ranks == {"rotary": {"text": 2, "tasks": 1}, "alibi": {"text": 1, "tasks": 2}}
-    assert next(contest.title for contest in board.contests) == "perplexity at 32×"
+    assert next(ranked_column.title for ranked_column in board.ranked_columns) == "perplexity at 32×"
 
 
 def test_an_effective_length_represents_its_task() -> None:
     found = [*text("rotary", (1.5, 3.2)), *text("alibi", (1.5, 1.6)), task("rotary", 0.9), task("alibi", 0.8)]
-    assert [contest.kind for contest in board_of(found).contests] == ["text", "tasks"]
+    assert [ranked_column.kind for ranked_column in board_of(found).ranked_columns] == ["text", "tasks"]
     lengths = [task("rotary", 16.0, metric="effective_length"), task("alibi", 32.0, metric="effective_length")]
     board = board_of([*found, *lengths])
-    assert [contest.kind for contest in board.contests] == ["text", "needles"]
+    assert [ranked_column.kind for ranked_column in board.ranked_columns] == ["text", "needles"]
     assert [board.ranks[method]["needles"] for method in ("rotary", "alibi")] == [2, 1]
 
 
@@ -115,10 +115,10 @@ def test_the_leaderboard_has_the_comparisons_of_a_report() -> None:
     board = board_of(found)
     table = next(table for table in build_comparison_tables(found) if table.metric.name == "perplexity")
     for base, shown in (("cdape+alibi", board.against_best.values()), ("alibi", board.ablations[2048].values())):
-        told = {(c.method, c.x_value): (str(c), c.holm_p, c.verdict) for c in compare_methods(table, base)}
+        reported = {(c.method, c.x_value): (str(c), c.holm_p, c.verdict) for c in compare_methods(table, base)}
         own = [comparison for comparison in shown if comparison.is_tested]
         assert own
-        assert all((str(c), c.holm_p, c.verdict) == told[c.method, c.x_value] for c in own)
+        assert all((str(c), c.holm_p, c.verdict) == reported[c.method, c.x_value] for c in own)
 
 
 def test_blocks_of_text_make_no_difference_significant() -> None:
@@ -185,7 +185,7 @@ def test_a_task_name_has_options_if_needed_to_distinguish_it() -> None:
     methods, names = ("a", "b"), ("copy(letters=2)", "copy(letters=8)", "sort(width=3)")
     found = [task(method, 0.5, name=name).replace(target_digest=name) for method in methods for name in names]
     board = board_of(found)
-    titles = [contest.title.partition(",")[0] for contest in board.contests]
+    titles = [ranked_column.title.partition(",")[0] for ranked_column in board.ranked_columns]
     assert sorted(titles) == ["copy(letters=2)", "copy(letters=8)", "sort"]
 
 
@@ -195,10 +195,10 @@ def test_models_on_cpus_are_charged_the_seconds_of_processors() -> None:
     GPUs use wall time.
     """
     for device, expected in (("cpu", 1.5), ("NVIDIA A100-SXM4-80GB", 15.0)):
-        busy = [*text("rotary", (1.5, 3.2)), *text("cdape+alibi", (1.5, 1.5), step=1.5)]
+        busy_message = [*text("rotary", (1.5, 3.2)), *text("cdape+alibi", (1.5, 1.5), step=1.5)]
         found = [
             r.replace(device=device, step_cpu_seconds=step, cpu_seconds=step * r.length)
-            for r in busy
+            for r in busy_message
             for step in [0.1 if r.method == "rotary" else 0.15]
         ]
         cost = board_of(found).costs["cdape+alibi"]
@@ -222,7 +222,7 @@ def test_unknown_facts_are_not_claimed() -> None:
 def test_a_single_method_is_described() -> None:
     """A single method is described, as after the first run of a sweep."""
     board = board_of(text("rotary", (1.5, 3.2)))
-    assert (board.ranking, board.contests) == (["rotary"], [])
+    assert (board.ranking, board.ranked_columns) == (["rotary"], [])
     assert "0 of 1 methods hold" in build_answers(board)[0].sentences[0]
     assert [table.title for table in board.build_tables()] == ["Costs of methods, relative to rotary"]
     tasks_alone = board_of([task("rotary", 0.5), task("alibi", 0.9)])
@@ -242,9 +242,9 @@ def test_a_failed_method_is_listed_last() -> None:
 
 def test_positions_that_end_are_why_a_number_is_missing() -> None:
     ended = [record.replace(max_length=64) for record in text("learned", (1.6, 1.6)) if record.length == 64]
-    told = " ".join(build_answers(board_of([*records(), *ended]))[0].sentences)
-    assert "learned cannot be evaluated at this length, because its maximum length is 64 tokens." in told
-    assert "Without a number" not in told
+    reported = " ".join(build_answers(board_of([*records(), *ended]))[0].sentences)
+    assert "learned cannot be evaluated at this length, because its maximum length is 64 tokens." in reported
+    assert "Without a number" not in reported
 
 
 def test_methods_with_fewer_seeds_are_marked() -> None:

@@ -16,8 +16,8 @@ def test_lines_are_at_their_values() -> None:
         Line("b", [(9.0, -2.0), (99.0, 0.5)], [(-3.0, -1.0), (0.0, 1.0)]),
     ]
     chart = build_line_chart("id", "Title", "in words", axis, "bias", lines, y_limits=(-4.0, 0.0), mark=(9.0, "here"))
-    assert [place.share for place in chart.places] == pytest.approx([0.0, 0.5, 1.0])
-    assert [place.text for place in chart.places] == ["distance: 0", "distance: 9", "distance: 99"]
+    assert [place.share for place in chart.x_positions] == pytest.approx([0.0, 0.5, 1.0])
+    assert [place.text for place in chart.x_positions] == ["distance: 0", "distance: 9", "distance: 99"]
     first, second = chart.series
     # Values beyond the axis are kept as they are; NaN has no point.
     assert [(point.place, point.value) for point in first.points] == [(0, -1.0), (1, -1e300)]

@@ -270,8 +270,10 @@ def test_a_page_is_built_from_any_records(tmp_path: Path, monkeypatch: pytest.Mo
         *(record(name, 64, 0.5, metric="accuracy", axis="depth", place=place)
           for name in ("b", "c") for place in (0.0, 1.0)),
     ]  # fmt: skip
-    (told, *_) = build_comparison_tables(found)
-    assert results_output.describe_changes(told) == ["a rises from 5.00 at 64 tokens to 6.00 at 128 tokens (+20.0%)."]
+    (reported, *_) = build_comparison_tables(found)
+    assert results_output.describe_changes(reported) == [
+        "a rises from 5.00 at 64 tokens to 6.00 at 128 tokens (+20.0%)."
+    ]
     for leaderboard in (None, Leaderboard("a", (Ablation("b", "b", "a"),), 1)):
         records.write_records(tmp_path / "results.json", found)
         paper_experiment.write_experiment(tmp_path / "results.json", Experiment("All", leaderboard=leaderboard))

@@ -50,9 +50,9 @@ def test_curves_are_the_records(story: list[Record]) -> None:
     assert list(kerple.get_xdata()) == [64, 512, 2048]
     for curve, bars in zip((rotary, kerple, cdape), axes.collections, strict=True):
         assert [segment[0][0] for segment in bars.get_segments()] == pytest.approx(list(curve.get_xdata()))
-    places = [bars.get_segments()[0][0][0] for bars in axes.collections]
-    assert 60 > places[0] > 64 / 2
-    assert places[0] * places[2] == pytest.approx(64**2)
+    x_positions = [bars.get_segments()[0][0][0] for bars in axes.collections]
+    assert 60 > x_positions[0] > 64 / 2
+    assert x_positions[0] * x_positions[2] == pytest.approx(64**2)
     bare = axes_of([each.replace(low=None, high=None, stderr=None) for each in story])
     assert all(list(curve.get_xdata()) == [64, 512, 2048] for curve in curves(bare)), "without bars nothing is shifted"
     assert list(rotary.get_ydata()) == [5.25, 12.5, 29.75]
@@ -92,10 +92,10 @@ def test_five_overlapping_intervals_stand_side_by_side() -> None:
     axes.figure.set_size_inches(8.6, 4.6)
     axes.figure.draw_without_rendering()
     for at, length in enumerate(lengths):
-        places = [bars.get_segments()[at][0][0] for bars in axes.collections]
-        pixels = [axes.transData.transform((place, 5))[0] for place in places]
+        x_positions = [bars.get_segments()[at][0][0] for bars in axes.collections]
+        pixels = [axes.transData.transform((place, 5))[0] for place in x_positions]
         assert all(later - earlier > 3 for earlier, later in pairwise(pixels))
-        assert length / 2**0.5 < places[0] < places[-1] < length * 2**0.5
+        assert length / 2**0.5 < x_positions[0] < x_positions[-1] < length * 2**0.5
 
 
 def test_sixty_four_methods_have_sixty_four_pairs_of_colour_and_marker() -> None:

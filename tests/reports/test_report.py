@@ -125,8 +125,8 @@ def test_sections_have_ids_in_order(story: list[Record]) -> None:
 
 def test_navigation_lists_the_headings_in_order(story: list[Record]) -> None:
     """The navigation lists all headings in order, on a page with a single section."""
-    said, training = TextTable("Said", "method", ("a",), (("x", ("1",)),)), TextTable("Runs", "run", (), ())
-    section = ReportSection(None, [*story, record("alibi", 64, 5.0)], [said])
+    output, training = TextTable("Said", "method", ("a",), (("x", ("1",)),)), TextTable("Runs", "run", (), ())
+    section = ReportSection(None, [*story, record("alibi", 64, 5.0)], [output])
     for is_live in (False, True):
         content = report.render_report(
             [section], training=TrainingSection(training, is_live=is_live), configurations={"a": "b"}
@@ -172,8 +172,8 @@ def test_exploding_curves_are_clipped_and_reported() -> None:
     records = [record(m, n, v) for m, values in curves.items() for n, v in zip((64, 2048), values, strict=True)]
     content = page_of(records)
     (chart,) = Page(content).charts
-    gone = next(series for series in chart["series"] if series["name"] == "gone")
-    assert gone["points"][1][1:3] == [1e304, "1e+304"]
+    diverged = next(series for series in chart["series"] if series["name"] == "gone")
+    assert diverged["points"][1][1:3] == [1e304, "1e+304"]
     log, linear = chart["scales"]
     assert log["high"] < 10_000
     assert linear["high"] < 100
@@ -184,8 +184,8 @@ def test_exploding_curves_are_clipped_and_reported() -> None:
 
 def test_clipped_faint_curves_have_triangles_too() -> None:
     many = [record(f"m{i:02}", length, 5.0 + i / 10) for i in range(9) for length in (64, 128, 256)]
-    gone = [record("gone", 64, 9.0), record("gone", 128, 1e8), record("gone", 256, 1e30)]
-    content = page_of([*many, *gone])
+    diverged = [record("gone", 64, 9.0), record("gone", 128, 1e8), record("gone", 256, 1e30)]
+    content = page_of([*many, *diverged])
     assert "2 more (faint)" in content
     assert content.count('<use href="#over"') == 2
 
@@ -195,16 +195,16 @@ def test_no_bar_leaves_the_plot() -> None:
     page = Page(page_of(many))
     bars = [each for tag, each in zip(page.tags, page.attributes, strict=True)
             if tag == "line" and "y1" in each and each["y1"] != each["y2"]]  # fmt: skip
-    places = [float(bar["x1"].removesuffix("%")) for bar in bars]
-    assert len(places) == 24
-    assert 0 < min(places) < max(places) < 100
+    x_positions = [float(bar["x1"].removesuffix("%")) for bar in bars]
+    assert len(x_positions) == 24
+    assert 0 < min(x_positions) < max(x_positions) < 100
     # A bar is at its marker, and the line passes through both.
     markers = [float(each["x"].removesuffix("%")) for tag, each in zip(page.tags, page.attributes, strict=True)
                if tag == "use" and each["x"] != "50%"]  # fmt: skip
     corners = [float(point.split(",")[0]) / 10 for points in page.list_values("points") for point in points.split()]
-    assert sorted(markers) == sorted(places)
-    assert sorted(corners) == pytest.approx(sorted(places), abs=0.06)
-    assert len(set(places)) == 24
+    assert sorted(markers) == sorted(x_positions)
+    assert sorted(corners) == pytest.approx(sorted(x_positions), abs=0.06)
+    assert len(set(x_positions)) == 24
 
 
 def test_of_many_methods_the_best_are_drawn_and_the_others_wait() -> None:

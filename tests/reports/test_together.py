@@ -115,8 +115,8 @@ def test_different_numbers_of_targets_are_kept_separately() -> None:
     few, many = (
         [record("a", length, 5.0 + n / 64, targets=n, target_digest=f"{n}") for length in (64, 128)] for n in (16, 64)
     )
-    told = [layout.title for layout in build_comparison_tables([*few, *many])]
-    assert [title.rpartition("protocol last")[2] for title in told] == [
+    reported = [layout.title for layout in build_comparison_tables([*few, *many])]
+    assert [title.rpartition("protocol last")[2] for title in reported] == [
         ", 16 tokens per window",
         ", 64 tokens per window",
     ]
@@ -167,10 +167,10 @@ def test_experiments_are_sections_with_their_papers_tables(story: list[Record], 
     table = PublishedTable(
         "A paper, table 1", 512, "perplexity", (512, 4096), {"rotary": [4.0, 9.0], "cdape": [3.0, None]}
     )
-    told = Experiment("Its first table", "cdape", (table,), ("They had <more> text.",))
+    reported = Experiment("Its first table", "cdape", (table,), ("They had <more> text.",))
     first = records.write_records(tmp_path / "first.json", story)
-    paper_experiment.write_experiment(first, told)
-    assert paper_experiment.read_experiment(first) == told
+    paper_experiment.write_experiment(first, reported)
+    assert paper_experiment.read_experiment(first) == reported
     second = records.write_records(tmp_path / "second" / "results.json", story)
     paper_experiment.write_experiment(second, Experiment(None, "nobody yet"))
     alone = records.write_records(tmp_path / "alone.json", story)

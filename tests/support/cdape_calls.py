@@ -53,7 +53,7 @@ class Case:
         if self.documents:
             lengths = [torch.tensor(each) for each in self.documents]
             starts = torch.stack([(each.cumsum(0) - each).repeat_interleave(each) for each in lengths])
-            options["first_keys"] = starts[:, self.offset : self.offset + self.rows].int()
+            options["document_starts"] = starts[:, self.offset : self.offset + self.rows].int()
         return options
 
     def inputs(self, dtype: torch.dtype, device: str = "cpu", seed: int | None = None) -> list[Tensor | None]:
@@ -118,8 +118,8 @@ def takes_fields(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Convert a function of CdapeArgs to one of its fields, with the others as defaults."""
 
     def call(*tensors: Tensor | None, **options: Any) -> Tensor:
-        if (first_keys := options.get("first_keys")) is not None:
-            options["first_keys"] = first_keys.to(tensors[0].device)
+        if (document_starts := options.get("document_starts")) is not None:
+            options["document_starts"] = document_starts.to(tensors[0].device)
         own = {name: options.pop(name) for name in ("chunk", "saturate_like") if name in options}
         if len(tensors) == len(NAMES):
             *tensors, options["sinks"] = tensors

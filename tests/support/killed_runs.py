@@ -96,14 +96,14 @@ def one_life(
         if child == 0:
             live(job, rank, world_size, port, operation)
         children.append(child)
-    begun, codes = time.monotonic(), {}
+    start_time, codes = time.monotonic(), {}
     while len(codes) < world_size:
         for child in children:
             if child not in codes:
                 found, status = os.waitpid(child, os.WNOHANG)
                 if found:
                     codes[child] = os.waitstatus_to_exitcode(status)
-        if seconds is not None and time.monotonic() - begun > seconds:
+        if seconds is not None and time.monotonic() - start_time > seconds:
             for number in signals or []:
                 for child in set(children) - set(codes):
                     os.kill(child, number)
@@ -127,9 +127,9 @@ def main() -> None:
         config.replace(save=folder, load=folder).save(job / "life.yml")
         return one_life(job, world, **death)
 
-    begun = time.monotonic()
+    start_time = time.monotonic()
     assert life("whole", operation=-1) == [0] * world, (job / "log.txt").read_text()[-3000:]
-    usual, operations = time.monotonic() - begun, int((job / "operations.txt").read_text())
+    usual, operations = time.monotonic() - start_time, int((job / "operations.txt").read_text())
     deaths: list[dict[str, Any]] = []
     run, ended = 0, False
     while len(deaths) < kills or not ended:
@@ -143,12 +143,17 @@ def main() -> None:
         codes = life(f"run_{run}", **death)
         ended = all(code == 0 for code in codes)
         if not ended:
-            told = {-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM}
-            assert told & set(codes), (codes, (job / "log.txt").read_text()[-3000:])
+            reported = {-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM}
+            assert reported & set(codes), (codes, (job / "log.txt").read_text()[-3000:])
             last = (job / "operations.txt").read_text() if "operation" in death else None
             there = sorted(path.name for path in (job / f"run_{run}" / "checkpoints").glob("*"))
             deaths.append({"run": run, **death, "before": last, "checkpoints": there})
-    about = {"kills": len(deaths), "runs": run + 1, "seconds": round(time.monotonic() - begun, 1), "deaths": deaths}
+    about = {
+        "kills": len(deaths),
+        "runs": run + 1,
+        "seconds": round(time.monotonic() - start_time, 1),
+        "deaths": deaths,
+    }
     (job / "deaths.json").write_text(json.dumps(about, indent=1))
 
 

@@ -17,7 +17,7 @@ def main() -> None:
     from megatron.distributed.launcher_environment import RankInfo
     from megatron.distributed.megatron_core import parallel_state as core
     from megatron.distributed.mesh import ParallelSizes
-    from megatron.distributed.process_groups import init_distributed, single_process
+    from megatron.distributed.process_groups import build_single_process_groups, init_distributed
     from megatron.utils.errors import RunError
 
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 4), rank=rank, world_size=4)
@@ -28,7 +28,7 @@ def main() -> None:
         names = ("tensor", "context", "data", "pipeline", "context data", "tensor pipeline")
         groups = {name: processes.group(*name.split()) for name in names}
         try:
-            single_process()
+            build_single_process_groups()
             refused = ""
         except RunError as error:
             refused = str(error)
@@ -40,7 +40,7 @@ def main() -> None:
                 },
                 "whole": processes.all_reduce_sum(2**53 + 1, rank),
                 "parts": processes.all_reduce_sum(0.25, float(rank)),
-                "once": processes.all_reduce_sum(mesh.count_once(10**mesh.dp_cp.index)),
+                "once": processes.all_reduce_sum(mesh.count_on_one_rank(10**mesh.dp_cp.index)),
                 "max": processes.all_reduce_max(-1.5 * rank),
                 "gather": processes.gather_objects([rank, mesh.data.index]),
                 "agree": [

@@ -56,7 +56,7 @@ class Shape:
         return 0 if self.window is None else max(self.position - self.window + 1, 0) // ALIGNED * ALIGNED
 
     @property
-    def first_keys(self) -> Tensor | None:
+    def document_starts(self) -> Tensor | None:
         if self.starts is None:
             return None
         sequences = [
@@ -69,7 +69,7 @@ class Shape:
     def spans(self) -> Spans | None:
         if self.window is None and self.starts is None:
             return None
-        return Spans(NO_WINDOW_INT32 if self.window is None else self.window, self.left, self.first_keys)
+        return Spans(NO_WINDOW_INT32 if self.window is None else self.window, self.left, self.document_starts)
 
 
 def _round_columns(shape: Shape) -> Shape:
@@ -95,8 +95,12 @@ LOCAL_EXAMPLES = (
 
 def find_documents(shape: Shape) -> Tensor:
     """First column of each row's document, [B, R, 1]."""
-    first_keys = shape.first_keys
-    return torch.zeros(shape.batch, shape.rows, 1, dtype=torch.int32) if first_keys is None else first_keys[..., None]
+    document_starts = shape.document_starts
+    return (
+        torch.zeros(shape.batch, shape.rows, 1, dtype=torch.int32)
+        if document_starts is None
+        else document_starts[..., None]
+    )
 
 
 class Case(NamedTuple):
@@ -258,7 +262,7 @@ def begin_hidden(inputs: LogitInputs | MixerInputs, shape: Shape) -> Hidden:
 def find_inputs(inputs: LogitInputs | MixerInputs) -> list[Tensor]:
     """The tensors that kernels read as they are."""
     keys = inputs.keys if inputs.keys._base is None else inputs.keys._base
-    documents = None if inputs.spans is None else inputs.spans.first_keys
+    documents = None if inputs.spans is None else inputs.spans.document_starts
     return [inputs.queries, keys, inputs.operands.edge, *([] if documents is None else [documents])]
 
 

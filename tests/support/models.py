@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.distributed.process_groups import single_process
+from megatron.distributed.process_groups import build_single_process_groups
 from megatron.model import build
 from megatron.model.gpt import GPT
 from megatron.options.model import ModelOptions
@@ -20,7 +20,7 @@ TERMS, SUMS = count_gpt_sums(24, layers=2)
 
 def build_model(*args: Any, **choices: Any) -> GPT:
     """Call `megatron.model.build.build_model` for a single process."""
-    return build.build_model(*args, groups=single_process(), **choices)
+    return build.build_model(*args, groups=build_single_process_groups(), **choices)
 
 
 def small_gpt(length: int, encoding: str, processor: str, **place: object) -> GPT:

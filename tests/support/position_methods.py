@@ -67,7 +67,7 @@ def output(
     more = TokenRange(query.start - above, q.shape[2], query.sampled)
     q, k = encoding.rotate(q, more), encoding.rotate_keys(k, key)
     rows = AttentionInputs(q, k, v, more, key, encoding, processor, window=window)
-    own = replace(rows, q=q[:, :, above:], query=query, q_above=rows.select_rows_above(above), **gates)
+    own = replace(rows, q=q[:, :, above:], query=query, preceding_q=rows.select_preceding_rows(above), **gates)
     return compute_attention(own)
 
 

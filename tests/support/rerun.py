@@ -36,21 +36,21 @@ class Rerun(CudaCapture):
         return replay, self.outputs[number]
 
     @contextmanager
-    def work_aside(self) -> Iterator[None]:
+    def use_side_stream(self) -> Iterator[None]:
         yield
 
     def synchronize(self) -> None:
         pass
 
     @contextmanager
-    def find_waits(self) -> Iterator[None]:
+    def forbid_synchronization(self) -> Iterator[None]:
         yield
 
-    def measure_needed(self) -> int:
+    def measure_peak_bytes(self) -> int:
         return 0
 
     def measure_reserved(self) -> int:
         return 0
 
-    def is_short(self, needed: int) -> bool:
+    def is_memory_short(self, needed: int) -> bool:
         return False

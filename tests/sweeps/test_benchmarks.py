@@ -114,7 +114,7 @@ def test_errors_are_reported_with_their_line(trainer: Trainer, change: tuple[str
 
 def test_all_of_it_is_measured_once_and_found_again(initialiser: Initialiser) -> None:
     write(ZOO)
-    found, said = run()
+    found, output = run()
     perplexities = [(r.method, r.seed, r.length) for r in found if r.metric == "perplexity"]
     assert perplexities == [
         ("rotary", 1, 16), ("rotary", 1, 64), ("rotary (scaled)", 1, 16),
@@ -131,14 +131,14 @@ def test_all_of_it_is_measured_once_and_found_again(initialiser: Initialiser) ->
     )
     combine_results([Path("out")], Console(quiet=True), output=Path("out/board.md"))
     markdown = Path("out/board.md").read_text(encoding="utf-8").replace("\n", " ")
-    assert [contest.kind for contest in board.contests] == ["text", "tasks"]
+    assert [ranked_column.kind for ranked_column in board.ranked_columns] == ["text", "tasks"]
     for answer in build_answers(board):
-        assert all(sentence in said and sentence in page and sentence in markdown for sentence in answer.sentences)
+        assert all(sentence in output and sentence in page and sentence in markdown for sentence in answer.sentences)
     assert len(initialiser.calls()) == 6
     Path("out/mine/copy/seed_2/evaluated.json").unlink()
-    again, said = run()
+    again, output = run()
     assert initialiser.calls() == []
-    assert said.count("already evaluated") == 6
+    assert output.count("already evaluated") == 6
     assert [(r.method, r.seed, r.length, r.value) for r in again] == [
         (r.method, r.seed, r.length, r.value) for r in found
     ]
@@ -185,8 +185,8 @@ def test_concurrent_members_stop_together_and_resume(place: Path) -> None:
     done = forked.run(ROOT / "deepy.py", *command, cwd=place, env={"COLUMNS": "200"})
     assert done.returncode == 0, done.stderr
     assert all(f"resuming after step {step} of {steps}" in done.stdout for step in stopped)
-    records, said = run(*command[2:])
-    assert said.count("already evaluated") == 2
+    records, output = run(*command[2:])
+    assert output.count("already evaluated") == 2
     assert read_records("out/results.json") == records
     assert [(r.method, r.length, r.step) for r in records] == [
         (name, length, steps) for name in ("rotary", "mine") for length in (16, 64)

@@ -30,7 +30,7 @@ ONE = BASE.replace("        rotary: {pos_emb: rotary}\n", "")
 def test_a_sweep_from_text_to_report(place: Path) -> None:
     """One run with the real programs: prepared, trained in a separate process, evaluated, drawn."""
     write(ONE.replace("train_iters: 6", "train_iters: 60"))
-    found, said = run()
+    found, output = run()
     assert [(r.method, r.length, r.seed) for r in found] == [("mine", 16, 1234), ("mine", 64, 1234)]
     assert found[0].position == "cdape(width=4)+alibi"
     # An untrained model has perplexity 257, the vocabulary size; this text uses 25 different bytes.
@@ -44,32 +44,32 @@ def test_a_sweep_from_text_to_report(place: Path) -> None:
     report = Path("out/report.html").read_text()
     assert "cdape(width=4)+alibi" in report
     assert "sweep.yml" in report
-    assert said.count("Perplexity per token, trained at 16 tokens") == 1
-    assert "left)" in said
+    assert output.count("Perplexity per token, trained at 16 tokens") == 1
+    assert "left)" in output
 
-    assert said.startswith("preparing the text of the corpus corpus: listing (")
+    assert output.startswith("preparing the text of the corpus corpus: listing (")
     last = r"open out/report\.html in a browser; results\.json, \.csv, \.md and \.png are next to it \(\d+ s\)"
-    assert re.fullmatch(last, said.splitlines()[-1]), "a method alone is compared with none"
+    assert re.fullmatch(last, output.splitlines()[-1]), "a method alone is compared with none"
 
-    again, said = run()
+    again, output = run()
     assert again == found
-    assert "nothing to do: 1 of 1 runs are complete" in said
-    assert "already trained" in said
-    assert "already evaluated" in said
+    assert "nothing to do: 1 of 1 runs are complete" in output
+    assert "already trained" in output
+    assert "already evaluated" in output
 
 
 def test_all_variants_are_scored_on_the_same_targets_up_to_their_maximum_length(initialiser: Initialiser) -> None:
     write(BASE.replace("rotary: {pos_emb: rotary}", "learned: {pos_emb: learned}"))
     with pytest.raises(UserError, match=r"learned, seed 3: pos_emb learned supports 16 .*, less than length 32"):
         run("sweep.evaluate.multiples=[2, 4]", "sweep.seeds=[3, 4]")
-    found, said = run("sweep.seeds=[3, 4]")
+    found, output = run("sweep.seeds=[3, 4]")
     assert [(r.method, r.seed, r.length, r.max_length) for r in found] == [
         *(("learned", seed, 16, 16) for seed in (3, 4)),
         *(("mine", seed, length, None) for seed in (3, 4) for length in (16, 64)),
     ]
     assert len({r.target_digest for r in found}) == 1
     end = "learned: pos_emb learned supports 16 positions (max_position_embeddings); scored at lengths up to 16\n"
-    assert said.count(end) == 1
+    assert output.count(end) == 1
     assert "max 16" in Path("out/results.md").read_text()
     assert "max 16" in Path("out/report.html").read_text()
 
@@ -120,8 +120,8 @@ def test_a_failure_keeps_no_other_from_running_and_is_tried_again(trainer: Train
 
     trainer.fails_at = None
     trainer.calls()
-    found, said = run()
-    assert "rotary, seed 1234: resuming after step 3 of 6" in said
+    found, output = run()
+    assert "rotary, seed 1234: resuming after step 3 of 6" in output
     assert trainer.calls() == ["rotary 1234 out/rotary/seed_1234", "evaluate out/rotary/seed_1234"]
     assert len(found) == 4
     assert not Path("out/results.failures.json").exists()
@@ -189,17 +189,17 @@ def test_a_training_that_ends_early_is_reported(trainer: Trainer, monkeypatch: p
 
 
 def test_a_stopped_sweep_prints_how_to_resume(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(sweeps, "_build_line_printer", lambda console: said.append)
+    output: list[str] = []
+    monkeypatch.setattr(sweeps, "_build_line_printer", lambda console: output.append)
     for number, ending in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, StoppedBySignal)):
         monkeypatch.setattr(member_run, "train_in_subprocess", lambda *_, number=number: signal.raise_signal(number))
         with raising_on_signals(), pytest.raises(ending):
             run()
-        assert said[-2:] == [
+        assert output[-2:] == [
             "stopping after running trainings save a checkpoint (repeat to stop immediately)",
             "stopped; run the same command to resume",
         ]
-        said.clear()
+        output.clear()
 
 
 def test_only_requested_work_is_repeated(trainer: Trainer) -> None:
@@ -239,9 +239,9 @@ def test_a_finished_training_without_its_test_is_started_again(trainer: Trainer)
     assert [line.split()[0] for line in trainer.calls()] == ["rotary", "evaluate", "alibi", "evaluate"]
     Path("out/rotary/seed_1234/metrics.jsonl").write_text('{"kind": "test", "step": 6}\n')
     Path("out/mine/seed_1234/metrics.jsonl").write_text('{"kind": "test", "step": 6\n')
-    _, said = run(tests)
+    _, output = run(tests)
     assert trainer.calls()[0] == "alibi 1234 out/mine/seed_1234"
-    assert "mine, seed 1234: trained; running the missing test" in said
+    assert "mine, seed 1234: trained; running the missing test" in output
 
 
 def test_a_damaged_checkpoint_is_no_finished_training(trainer: Trainer) -> None:
@@ -252,8 +252,8 @@ def test_a_damaged_checkpoint_is_no_finished_training(trainer: Trainer) -> None:
     shutil.copytree(checkpoints / "step_0000006", checkpoints / "step_0000003")
     (checkpoints / "step_0000003" / "progress.json").write_text('{"step": 3}')
     (checkpoints / "step_0000006" / "model.safetensors").unlink()
-    _, said = run()
-    assert "mine, seed 1234: resuming after step 3 of 6" in said
+    _, output = run()
+    assert "mine, seed 1234: resuming after step 3 of 6" in output
     assert trainer.calls() == ["alibi 1234 out/mine/seed_1234", "evaluate out/mine/seed_1234"]
 
 
@@ -268,8 +268,8 @@ def test_remaining_time_is_estimated_from_measurements(trainer: Trainer, monkeyp
     trainer.steps = (1, 2, 3)
     monkeypatch.setattr(member_run, "train_in_subprocess", watched)
     write(ONE)
-    _, said = run("sweep.seeds=[3, 4, 5]")
-    lines = said.splitlines()
+    _, output = run("sweep.seeds=[3, 4, 5]")
+    lines = output.splitlines()
     # Known before training: 6 steps of 4 × 16 tokens, 3 windows of 16 and of 64, three times.
     (todo,) = [line for line in lines if " to do: " in line]
     assert todo.startswith("3 of 3 runs to do: ")
@@ -281,14 +281,14 @@ def test_remaining_time_is_estimated_from_measurements(trainer: Trainer, monkeyp
     done = [line.split(" runs done, about")[0] for line in lines if " runs done, about" in line]
     assert done == ["1 of 3", "2 of 3"]
     assert any(line.startswith("run 3 of 3, train mine, seed 5: step 0 of 6") for line in lines)
-    _, said = run("sweep.seeds=[3, 4, 5, 6]")
-    assert "1 of 4 runs to do: " in said
+    _, output = run("sweep.seeds=[3, 4, 5, 6]")
+    assert "1 of 4 runs to do: " in output
 
 
 def test_its_last_line_is_a_command_to_resume(trainer: Trainer) -> None:
     write(BASE.replace("output: out", "output: 'my out'"))
-    _, said = run()
-    page, hint = said.splitlines()[-2:]
+    _, output = run()
+    page, hint = output.splitlines()[-2:]
     assert page.startswith("open my out/report.html in a browser;")
     command, _, rest = hint.removeprefix("next: ").partition(" compares ")
     assert rest == "with rotary"  # more seeds allow significance
@@ -311,9 +311,9 @@ def test_sweeps_share_the_runs_that_they_both_need(trainer: Trainer) -> None:
         .replace("rotary: {pos_emb: rotary}", "again: {pos_emb: rotary}")
         .replace("multiples: [1, 4]", "multiples: [1, 2]")
     )
-    second, said = run()
+    second, output = run()
     assert [line.split()[0] for line in trainer.calls()] == ["evaluate", "evaluate"], "both runs are there"
-    assert "again, seed 1234: already trained" in said
+    assert "again, seed 1234: already trained" in output
     assert {record.method for record in second} == {"again", "mine"}
     # Results of the first sweep are kept, and nothing is repeated.
     write(BASE.replace("output: out", "output: out\n      runs: pool\n      name: first"))
@@ -329,11 +329,11 @@ def test_a_report_has_the_table_of_a_paper(trainer: Trainer) -> None:
         "rows: {rotary: [9.1, 99.5], mine: [9.0, null]}}]"
     )
     write(BASE.replace("output: out", table))
-    _, said = run()
+    _, output = run()
     page = Path("out/report.html").read_text()
     for text in ("Ours and theirs", "A paper, table 2", "They had more text.", "compared with rotary", "99.50 |"):
         assert text in page
-    assert "order agreement τ" in said
+    assert "order agreement τ" in output
     combine_results([Path("out")], Console(quiet=True), output=Path("page.html"))
     page = Path("page.html").read_text()
     assert "<h1>Ours and theirs</h1>" in page
@@ -343,11 +343,11 @@ def test_a_report_has_the_table_of_a_paper(trainer: Trainer) -> None:
 def test_differences_are_stated_without_published_numbers(trainer: Trainer) -> None:
     """Deviations from the paper are listed even if no numbers are quoted, as for figures."""
     write(BASE.replace("output: out", "output: out\n      differences: [They had more text., And a GPU.]"))
-    _, said = run()
+    _, output = run()
     page = Path("out/report.html").read_text()
     for text in ("They had more text.", "And a GPU."):
         assert page.count(text) == 2  # also in the configuration shown
-        assert text in said
+        assert text in output
 
 
 @pytest.mark.parametrize(

@@ -71,13 +71,13 @@ def test_stated_training_settings_match_papers_and_configurations(name: str) -> 
     The small size matches its description.
     """
     sweep = small(name)
-    told = " ".join(sweep.options.differences)
+    reported = " ".join(sweep.options.differences)
     for word in ("seeds", "vocabulary", "min_lr", "least learning rate"):
-        assert word in told, word
-    assert "sequences at a time" in told or "a step has 2,048 tokens at every length" in told
+        assert word in reported, word
+    assert "sequences at a time" in reported or "a step has 2,048 tokens at every length" in reported
     seeds = {"one": "here there is one", "three": "here there are three"}
-    said = {number for number, text in seeds.items() if text in told}
-    assert said <= {"one" if len(sweep.options.seeds) == 1 else "three"}
+    output = {number for number, text in seeds.items() if text in reported}
+    assert output <= {"one" if len(sweep.options.seeds) == 1 else "three"}
     for config in (member.config for member in sweep.members):
         batch = config.training.train_micro_batch_size_per_gpu
         assert (batch, config.model.seq_length) == (32, 64) or (

@@ -32,10 +32,10 @@ def sbatch(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_run_is_a_task_and_the_same_command_reports(
     sbatch: None, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, said = run(*KEYS)
+    found, output = run(*KEYS)
     assert found == []
-    assert "submitted SLURM job 17: 1 process; script out/job.sbatch" in said
-    assert "4 of 4 runs submitted" in said
+    assert "submitted SLURM job 17: 1 process; script out/job.sbatch" in output
+    assert "4 of 4 runs submitted" in output
     assert trainer.calls() == []
     script = Path("out/job.sbatch").read_text()
     assert {"#SBATCH --array=0-3", "#SBATCH --nodes=1", "#SBATCH --ntasks-per-node=1"} <= set(script.splitlines())
@@ -54,17 +54,17 @@ def test_each_run_is_a_task_and_the_same_command_reports(
         *("alibi 4 None", "evaluate out/mine/seed_4"),
     ]
     assert not Path("out/report.html").exists()
-    found, said = run(*KEYS)
+    found, output = run(*KEYS)
     assert found == []
-    assert "1 of 4 runs submitted" in said
+    assert "1 of 4 runs submitted" in output
     assert "#SBATCH --array=1\n" in Path("out/job.sbatch").read_text()
 
     with monkeypatch.context() as task:
         task.setenv("SLURM_JOB_ID", "17")
         sweeps.run_sweep(["sweep.yml"], KEYS, Console(file=io.StringIO()), member=1)
-    found, said = run(*KEYS)
+    found, output = run(*KEYS)
     assert len(found) == 8
-    assert "nothing to do: 4 of 4 runs are complete" in said
+    assert "nothing to do: 4 of 4 runs are complete" in output
     assert Path("out/report.html").exists()
 
 
@@ -72,13 +72,13 @@ def test_branches_are_submitted_after_their_checkpoint_exists(sbatch: None, trai
     from .test_branches import TRUNK
 
     write(TRUNK)
-    _, said = run("launcher=slurm", "num_gpus=1", "slurm.cpus_per_task=2")
-    assert "2 runs branch from checkpoints that do not exist yet; run the same command again once they do" in said
-    assert "1 of 3 runs submitted" in said
+    _, output = run("launcher=slurm", "num_gpus=1", "slurm.cpus_per_task=2")
+    assert "2 runs branch from checkpoints that do not exist yet; run the same command again once they do" in output
+    assert "1 of 3 runs submitted" in output
     trunk, *_ = read_sweep(["sweep.yml"]).members
     (trainer.save(trunk.resolved_config, trunk.folder, 3) / DEEPSPEED_FOLDER).mkdir()  # optimizer states
-    _, said = run("launcher=slurm", "num_gpus=1", "slurm.cpus_per_task=2")
-    assert "1 runs branch" in said
+    _, output = run("launcher=slurm", "num_gpus=1", "slurm.cpus_per_task=2")
+    assert "1 runs branch" in output
     assert "#SBATCH --array=0-1\n" in Path("out/job.sbatch").read_text()
 
 

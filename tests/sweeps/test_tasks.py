@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.data.tasks.task_config import read_task_config
-from megatron.distributed.process_groups import single_process
+from megatron.distributed.process_groups import build_single_process_groups
 from megatron.model.build import build_model
 from megatron.reports.records import record_from_row
 from megatron.sweeps import remaining_work
@@ -43,15 +43,15 @@ def test_work_counts_the_lengths_that_are_drawn(members) -> None:
     config = members.members[0].config
     assert read_task_config(config.data).lengths == (8, 10, 12)
     # Estimates count the output layer for a single token only.
-    model = build_model(config.model, config.position, 1, groups=single_process(), device="meta")
-    said: list[str] = []
-    found = estimate_work(members, dict.fromkeys(members.members, 0), said.append)
+    model = build_model(config.model, config.position, 1, groups=build_single_process_groups(), device="meta")
+    output: list[str] = []
+    found = estimate_work(members, dict.fromkeys(members.members, 0), output.append)
     of_sequence = [length * model.flops_per_token(length) for length in (8, 10, 12)]
     for each in found.values():
         assert each.training.work == pytest.approx(5 * 4 * sum(of_sequence) / 3)
         asked = sum(length * model.flops_per_token(length) for length in (12, 24))
         assert each.evaluations[None].work == pytest.approx(6 * asked / 3)
-    assert said == []
+    assert output == []
 
 
 def test_a_task_has_a_test(members) -> None:

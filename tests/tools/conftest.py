@@ -44,11 +44,11 @@ def refuses(command: Callable[..., int | str | None], capsys: pytest.CaptureFixt
 
     def check(tool: ModuleType, *words: str, says: str) -> None:
         assert command(tool, *words) == 2
-        said = capsys.readouterr()
-        assert said.out == ""
-        assert said.err.startswith("error: ")
-        assert said.err.count("\n") == 1
-        assert says in said.err
+        output = capsys.readouterr()
+        assert output.out == ""
+        assert output.err.startswith("error: ")
+        assert output.err.count("\n") == 1
+        assert says in output.err
 
     return check
 

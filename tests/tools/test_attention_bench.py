@@ -14,7 +14,7 @@ from kernels.cdape_attention import cpu
 from tools.bench import attention as attention_bench
 from tools.bench import error_gate
 from tools.bench.attention_peers import Attention, AttentionProblem, build_peers
-from tools.bench.error_gate import RESULT_PARTS, judge_peers
+from tools.bench.error_gate import RESULT_PARTS, check_peers
 from tools.bench.timing import Timing, compute_quartiles, measure_memory_growth
 from tools.rounding import compute_tolerance
 
@@ -139,7 +139,7 @@ def test_coarse_gradients_of_parameters_do_not_hide_a_wrong_output() -> None:
         found = eager(q, k, v)
         return found + 0.05 * torch.cat([found[:, :1], 0 * found[:, 1:]], dim=1).detach()
 
-    verdicts = judge_peers(problem, {"eager": eager, "wrong": wrong})
+    verdicts = check_peers(problem, {"eager": eager, "wrong": wrong})
     assert verdicts["eager"].refusal is None
     assert verdicts["eager"].errors[parameters] > 0.005
     assert verdicts["wrong"].refusal is not None
@@ -192,7 +192,7 @@ def test_who_errs_a_little_too_much_is_judged_by_other_numbers_too(
         ratio = ratios[len(seeds) - 1]
         return ratio[list(RESULT_PARTS.values()).index(part)] if isinstance(ratio, tuple) else ratio
 
-    monkeypatch.setattr(error_gate.ErrorGate, "_excess", read_ratio)
+    monkeypatch.setattr(error_gate.ErrorGate, "_compute_error_ratio", read_ratio)
     (record,) = attention_bench.benchmark_problem(PROBLEM, 0, ["eager"], lambda _: None)
     assert len(seeds) == judged
     assert (refusal or "") in record.get("refusal", "")
@@ -206,7 +206,7 @@ def test_a_peer_that_is_too_large_to_time_leaves_the_others(
     short = build_peers(replace(PROBLEM, length=6))["eager"]
     extra["grows"] = lambda q, k, v: (short if q.shape[2] == 6 else out_of_memory)(q, k, v)
     monkeypatch.setattr(attention_bench, "MAX_GATE_LENGTH", {"cpu": 6})
-    monkeypatch.setattr(error_gate.ErrorGate, "_excess", lambda *_: 0.0)
+    monkeypatch.setattr(error_gate.ErrorGate, "_compute_error_ratio", lambda *_: 0.0)
     records = {record["peer"]: record for record in attention_bench.benchmark_problem(PROBLEM, 2, None, lambda _: None)}
     assert records["grows"]["ms"] is None
     assert records["grows"]["refusal"].startswith("OutOfMemoryError: CUDA out of memory. Tried")
@@ -309,7 +309,7 @@ def test_judges_and_peers_compute_float32_in_full() -> None:
     try:
         for switch in switches:
             switch.allow_tf32 = True
-        judge_peers(PROBLEM, {"right": right})
+        check_peers(PROBLEM, {"right": right})
         assert [switch.allow_tf32 for switch in switches] == [False, False]
     finally:
         for switch, value in zip(switches, before, strict=True):

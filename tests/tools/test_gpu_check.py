@@ -96,7 +96,7 @@ def test_the_most_important_parts_come_first_with_enough_time() -> None:
 @pytest.fixture
 def at_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """File; a part's time is up as soon as the part has created it, however slow the machine is."""
-    busy = tmp_path / "at work"
+    busy_message = tmp_path / "at work"
 
     class Timed(subprocess.Popen):
         waited = False
@@ -105,12 +105,12 @@ def at_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
             if timeout is None or self.waited:
                 return super().wait(timeout)
             self.waited = True
-            while not busy.exists():
+            while not busy_message.exists():
                 time.sleep(0.01)
             raise subprocess.TimeoutExpired(self.args, timeout)
 
     monkeypatch.setattr(gpu_check.subprocess, "Popen", Timed)
-    return busy
+    return busy_message
 
 
 def check(parts: list[CheckPart], path: Path) -> tuple[int, dict[str, Any]]:
@@ -202,11 +202,11 @@ def test_folders_in_pythonpath_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_a_bare_machine_skips_missing_dependencies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gone = {"megatron.core", "pydantic"}
+    missing = {"megatron.core", "pydantic"}
     find = gpu_parts.find_spec
 
     def absent(name: str) -> Any:
-        if name in gone:
+        if name in missing:
             raise ModuleNotFoundError(name)
         return find(name)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tools.gpu import parts as gpu_parts
-from tools.gpu.goals import GOALS, judge_goals, render_page
+from tools.gpu.goals import GOALS, check_goals, render_page
 
 HEAD = {
     "date": "2026-11-21", "command": "python tools/gpu/check.py", "commit": "1234567", "machine": "NVIDIA H200",
@@ -76,9 +76,9 @@ def test_every_goal_reads_a_part_that_is_run() -> None:
 
 
 def test_each_goal_has_a_line_for_each_level_with_number_limit_and_verdict() -> None:
-    rows = judge_goals({**HEAD, "parts": measured()})
+    rows = check_goals({**HEAD, "parts": measured()})
     assert len(rows) == sum(len(goal.levels) for goal in GOALS)
-    found = [(told.split(" ")[0], wanted, met) for _, told, wanted, met in rows]
+    found = [(reported.split(" ")[0], wanted, met) for _, reported, wanted, met in rows]
     assert found == [
         ("1", "all", "met"),
         ("2", "all", "met"),
@@ -128,7 +128,7 @@ def test_goals_are_not_met_by_skipped_parts() -> None:
         {goal.part: part(end=-11, output="Fatal Python error") for goal in GOALS},
         {goal.part: {"exit": "cut after 5 s, killed", "seconds": 5.0} for goal in GOALS},
     ):
-        rows = judge_goals({**HEAD, "parts": parts})
+        rows = check_goals({**HEAD, "parts": parts})
         assert all(row[1] == "—" and row[3].startswith("not measured: ") for row in rows)
         render_page({**HEAD, "parts": parts})
 
@@ -143,7 +143,7 @@ def test_goals_are_not_met_by_skipped_parts() -> None:
 )
 def test_the_smaller_size_does_not_represent_the_larger_one(name: str, cut: dict[str, Any]) -> None:
     """Results at a smaller size (B = 1, length 2,048) do not replace missing ones (micro-batch 32, 8,192)."""
-    rows = [row for row in judge_goals({**HEAD, "parts": {name: cut}}) if row[3] != "not measured: not run"]
+    rows = [row for row in check_goals({**HEAD, "parts": {name: cut}}) if row[3] != "not measured: not run"]
     states = [row[3].split(":")[0] for row in rows]
     assert states[-1] == "not measured"
     assert states[0] == ("not measured" if name == "memory" else "met")
@@ -154,7 +154,7 @@ def test_goals_are_not_met_if_gate_or_tests_ended_early(end: int | str) -> None:
     counts = {"tests": 5, "failures": 0, "errors": 0, "skipped": 0}
     parts = {"correct_cdape": part(kernel("triton", None, None), end=end),
              "tests": {"exit": end, "seconds": 9.0, "counts": counts, "failed": []}}  # fmt: skip
-    rows = {row[0]: row[3] for row in judge_goals({**HEAD, "parts": parts})}
+    rows = {row[0]: row[3] for row in check_goals({**HEAD, "parts": parts})}
     assert rows["CDAPE kernels within the gate against float64"].startswith("not measured: 1 of 1 problems")
     assert rows["Kernel tests on the device"].startswith("not measured: 5 passed, 0 failed, 0 skipped so far")
 

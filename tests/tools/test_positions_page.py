@@ -248,7 +248,7 @@ def test_a_zero_initialized_term_is_perturbed_and_reported() -> None:
 @pytest.mark.parametrize(("options", "reach"), [({"kernel_size": 1}, 0), ({}, 2), ({"kernel_size": 7}, 6)])
 def test_reach_is_that_of_two_kernels(options: dict, reach: int) -> None:
     processor = panels.build_seeded(lambda: registry.build_processor("cdape", panels.SHAPE, options, has_bias=False))
-    assert panels.measure_reach(processor) == (reach, True)
+    assert panels.measure_context(processor) == (reach, True)
 
 
 class Everything(Encoding):

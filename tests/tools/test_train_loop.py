@@ -58,9 +58,9 @@ def test_a_signal_ends_it_with_the_records_so_far(
     assert all(loop.closed for loop in loops.values())
     records = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["records"]
     assert [record["method"] for record in records] == ["rotary"]
-    said = capsys.readouterr()
-    assert said.err == f"stopped by {signal.Signals(number).name}\n"
-    assert [line.split()[1] for line in said.out.splitlines()] == ["method", "rotary"]
+    output = capsys.readouterr()
+    assert output.err == f"stopped by {signal.Signals(number).name}\n"
+    assert [line.split()[1] for line in output.out.splitlines()] == ["method", "rotary"]
 
 
 def test_it_rejects_other_arguments(refuses: Callable[..., None]) -> None:

@@ -116,7 +116,7 @@ def test_without_maps_no_estimate_is_larger() -> None:
     for backend in ("eager", "chunked"):
         estimate = estimate_memory(config, ParallelSizes(), 1000, backend=backend)
         less = estimate.without_maps()
-        assert less.total < estimate.total - estimate.working_maps // 2
+        assert less.total < estimate.total - estimate.workspace_maps // 2
         assert (less.weights, less.optimizer) == (estimate.weights, estimate.optimizer)
         assert count_certain_bytes(less) >= less.weights + less.optimizer
 

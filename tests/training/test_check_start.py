@@ -119,7 +119,7 @@ def test_invalid_runs_are_rejected_at_the_start(
 ) -> None:
     build, message = REFUSED[name]
     config = tiny_config(corpus, tmp_path / "runs" / "a", device="cpu", **build(corpus, tmp_path))
-    told = []
+    reported = []
     for start in (
         lambda: train(config),
         lambda: launch(config, dry=True),
@@ -128,9 +128,9 @@ def test_invalid_runs_are_rejected_at_the_start(
     ):
         with pytest.raises(FarfieldError) as refused:
             start()
-        told.append((type(refused.value), str(refused.value)))
-    assert message in told[0][1]
-    assert set(told) == {told[0]}
+        reported.append((type(refused.value), str(refused.value)))
+    assert message in reported[0][1]
+    assert set(reported) == {reported[0]}
     assert submitted == []
     assert capsys.readouterr().out == ""
 

@@ -59,12 +59,12 @@ def test_the_bar_is_as_wide_as_the_terminal_and_stays_below_output(
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("COLUMNS", raising=False)
-    said = [f"line {number} " + "x" * (30 + 90 * (number % 2)) for number in range(4)]
+    output = [f"line {number} " + "x" * (30 + 90 * (number % 2)) for number in range(4)]
     with terminal(width) as screen, run_console(tmp_path / "log.txt") as user:
         assert user.width == width
         reporter = ConsoleReporter(user, 10)
         reporter.begin(0, 7200.0)
-        for step, line in enumerate(said, start=1):
+        for step, line in enumerate(output, start=1):
             reporter.micro_step(0, 2)
             reporter.micro_step(1, 2)
             reporter.step(step)
@@ -78,7 +78,7 @@ def test_the_bar_is_as_wide_as_the_terminal_and_stays_below_output(
     assert any("about 2 h left" in bar for bar in bars)
     assert any(bar.startswith("valid 3/9") for bar in bars)
     # The bar has disappeared without traces between the lines; the terminal wraps long ones.
-    broken = [line[at : at + width] for line in [*said, "last"] for at in range(0, len(line), width)]
+    broken = [line[at : at + width] for line in [*output, "last"] for at in range(0, len(line), width)]
     assert screen.shown == broken
 
 

@@ -99,7 +99,7 @@ def test_losses_match_separate_documents(corpus: Path, tmp_path: Path, method: d
         assert record.position.endswith("attention_mask=causal at evaluation)")
     assert "attention crosses documents, unlike in training" in out.getvalue()
     assert len(read_records(tmp_path / "results.json")) == 4, "neither replaces the other"
-    share = data.crossing_share
+    share = data.crossing_fraction
     assert (
         f"attention_mask document: {share:.0%} of rows contain several documents; each attends only to itself"
         in out.getvalue()
@@ -150,9 +150,9 @@ def test_steps_and_texts_without_a_scored_token_have_no_loss(tmp_path: Path) -> 
     )
     out = io.StringIO()
     result = train(config, Console(file=out, width=200))
-    said = out.getvalue()
+    output = out.getvalue()
     assert (result.step, result.loss, result.valid_loss, result.test_loss) == (4, None, None, None)
-    assert "step 1: no token of its batch is scored, so it has no loss" in said
-    assert "step 2: no token of valid is scored, so it has no loss" in said
-    assert "step 4: no token of test is scored, so it has no loss" in said
-    assert "0.0000" not in said
+    assert "step 1: no token of its batch is scored, so it has no loss" in output
+    assert "step 2: no token of valid is scored, so it has no loss" in output
+    assert "step 4: no token of test is scored, so it has no loss" in output
+    assert "0.0000" not in output

@@ -372,15 +372,15 @@ def test_deepspeed_config_matches_the_configuration() -> None:
         "offload_param": {"device": "cpu", "pin_memory": True},
     }  # fmt: skip
 
-    def told(zero: dict[str, Any], parameters: int) -> dict[str, Any]:
+    def reported(zero: dict[str, Any], parameters: int) -> dict[str, Any]:
         found = build_deepspeed_config(
             tiny_config(Path(), zero_optimization=zero), Mesh(0, ParallelSizes()), parameters, 1.0
         )
         return dict(found["zero_optimization"])
 
-    assert told(own, 1000) == own
-    capped = told(own, 75)
+    assert reported(own, 1000) == own
+    capped = reported(own, 75)
     assert capped == {**own, "allgather_bucket_size": 76}
-    large = told({"stage": 1}, 75)
+    large = reported({"stage": 1}, 75)
     assert [large[f"{name}_bucket_size"] for name in ("allgather", "reduce", "stage3_prefetch")] == [76, 76, 76]
     assert not {"offload_optimizer", "offload_param"} & set(large)

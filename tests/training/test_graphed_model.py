@@ -21,7 +21,7 @@ from megatron.distributed.mesh import ParallelSizes
 from megatron.distributed.process_groups import init_distributed
 from megatron.position.encodings.rotary import Rotary
 from megatron.training.engine import Engine
-from megatron.training.graph_trial import GraphTrial, decide, plan_trial, try_graphs
+from megatron.training.graph_trial import GraphTrial, choose_graphs, plan_graph_trial, try_graphs
 from megatron.training.graphed_model import GraphedModel, TrainingPasses
 from megatron.training.resolve_run import resolve_run
 from megatron.utils.errors import UserError
@@ -230,24 +230,24 @@ FAST = GraphTrial(None, 0.0633, 0.00827, True, 2 * GIB)
             "CUDA graphs: off; not faster (99 ms for forward and backward of a micro-batch instead of 100)",
         ),
         (
-            "auto", [FAST, GraphTrial(None, 0.06, 0.01, True, 3 * GIB, is_short=True)], False,
+            "auto", [FAST, GraphTrial(None, 0.06, 0.01, True, 3 * GIB, is_memory_short=True)], False,
             "CUDA graphs: off; the 3 GiB that they keep would leave too little memory (10 ms for forward and backward "
             "of a micro-batch instead of 63.3)",
         ),
         (
-            "on", [GraphTrial(None, 0.1, 0.099, False, GIB, is_short=True)], True,
+            "on", [GraphTrial(None, 0.1, 0.099, False, GIB, is_memory_short=True)], True,
             "CUDA graphs: on; 99 ms for forward and backward of a micro-batch instead of 100, gradients equal within "
             "rounding, 1 GiB of memory kept",
         ),
     ],
 )  # fmt: skip
 def test_the_decision(mode: str, trials: list[GraphTrial], is_taken: bool, line: str) -> None:
-    assert decide(mode, trials) == (is_taken, line)
+    assert choose_graphs(mode, trials) == (is_taken, line)
 
 
 def test_graphs_that_are_demanded_and_cannot_be() -> None:
     with pytest.raises(UserError, match=r"cuda_graph on: capture failed: x; use auto or off"):
-        decide("on", [GraphTrial("capture failed: x")])
+        choose_graphs("on", [GraphTrial("capture failed: x")])
 
 
 @pytest.mark.parametrize(
@@ -272,12 +272,12 @@ def test_graphs_that_are_demanded_and_cannot_be() -> None:
 def test_keys_that_conflict_with_graphs(keys: dict[str, Any], reason: str) -> None:
     """`auto` is reported on a GPU and silent on a CPU; `on` is rejected before anything starts."""
     chosen = tiny_config(Path(), **keys)
-    is_tried, line = plan_trial(chosen, torch.device("cuda"))
+    is_tried, line = plan_graph_trial(chosen, torch.device("cuda"))
     assert not is_tried
     assert line is not None
     assert line.startswith("CUDA graphs: off; ")
     assert reason in line
-    assert plan_trial(chosen, torch.device("cpu")) == (False, None)
+    assert plan_graph_trial(chosen, torch.device("cpu")) == (False, None)
     problems = dict(validate_config(tiny_config(Path(), **keys, cuda_graph="on", device="auto")))
     assert reason in problems["cuda_graph"]
     assert problems["cuda_graph"].endswith("; use cuda_graph auto or off")
@@ -296,10 +296,10 @@ def test_keys_that_conflict_with_graphs(keys: dict[str, Any], reason: str) -> No
 def test_keys_that_leave_it_to_the_trial(keys: dict[str, Any]) -> None:
     for mode in ("auto", "on", True):
         chosen = tiny_config(Path(), **keys, cuda_graph=mode, device="auto")
-        assert plan_trial(chosen, torch.device("cuda")) == (True, None)
+        assert plan_graph_trial(chosen, torch.device("cuda")) == (True, None)
         assert "cuda_graph" not in dict(validate_config(chosen))
     off = tiny_config(Path(), **keys, cuda_graph=False)
-    assert plan_trial(off, torch.device("cuda")) == (False, None)
+    assert plan_graph_trial(off, torch.device("cuda")) == (False, None)
 
 
 def test_graphs_on_a_cpu_are_refused() -> None:
@@ -316,10 +316,10 @@ def test_cached_tensors_live_as_long_as_the_graphs_that_read_them() -> None:
     graphed = GraphedModel(TrainingPasses(model, with_log_z=False), sample["tokens"], sample["labels"], Rerun())
     encoding = next(module for module in model.modules() if isinstance(module, Rotary))
     length = sample["tokens"].shape[1]
-    used = [turns for (tokens, *_), turns in encoding._turns.items() if tokens.length == length]
+    used = [turns for (tokens, *_), turns in encoding._rotations.items() if tokens.length == length]
     cached = [weakref.ref(x) for turns in used for x in turns]
     del used
-    encoding._turns.clear()
+    encoding._rotations.clear()
     gc.collect()
     assert cached
     assert all(reference() is not None for reference in cached)

@@ -34,11 +34,11 @@ def test_killed_runs_end_as_an_undisturbed_one(layout: str, tmp_path: Path) -> N
     config.save(tmp_path / "config.yml")
     done = Forked(SCRIPT, str(tmp_path), str(world), str(KILLS), str(SEED), output=tmp_path / "output.txt")
     assert done.wait(60 + 30 * KILLS) == 0, done.printed()[-3000:]
-    told = json.loads((tmp_path / "deaths.json").read_text())
-    print(f"{layout}: {json.dumps(told, indent=1)}")
-    assert told["kills"] == KILLS
+    reported = json.loads((tmp_path / "deaths.json").read_text())
+    print(f"{layout}: {json.dumps(reported, indent=1)}")
+    assert reported["kills"] == KILLS
     whole = tmp_path / "whole"
-    for number in range(told["runs"]):
+    for number in range(reported["runs"]):
         run = tmp_path / f"run_{number}"
         assert same_weights(run, whole)
         assert losses(run) == losses(whole)

@@ -13,7 +13,7 @@ import torch
 from forked import Forked
 
 from tools.parity.cases import BATCH, METHODS, Layout, ParityCase
-from tools.parity.compare import RANK_SCRIPT, CaseResult, compute_excess
+from tools.parity.compare import RANK_SCRIPT, CaseResult, compute_error_ratio
 
 STEPS = 2
 CDAPE = "cdape(kerple_log), window 20"
@@ -133,20 +133,21 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[ParityCase, CaseResu
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.method}; {case.layout}; {case.precision}")
 def test_every_layout_trains_as_one_process(found: dict[ParityCase, CaseResult], case: ParityCase) -> None:
-    excess = compute_excess(found[case], found[alone(case)], case.precision)
-    assert max(excess.values()) <= 1, excess
+    error_ratio = compute_error_ratio(found[case], found[alone(case)], case.precision)
+    assert max(error_ratio.values()) <= 1, error_ratio
 
 
 def test_the_comparison_can_fail(found: dict[ParityCase, CaseResult]) -> None:
     """Omitting a step, or counting a tied embedding twice in the norm, exceeds the tolerance by far."""
     right = found[alone(shrink(ParityCase(CDAPE, Layout(), steps=STEPS)))]
     losses = [*right["losses"][1:], right["losses"][-1]]
-    assert compute_excess({**right, "losses": losses}, right, "fp32")["losses"] > 1
+    assert compute_error_ratio({**right, "losses": losses}, right, "fp32")["losses"] > 1
     assert (
-        compute_excess({**right, "norms": [2.26 / 2.17 * norm for norm in right["norms"]]}, right, "fp32")["norms"] > 1
+        compute_error_ratio({**right, "norms": [2.26 / 2.17 * norm for norm in right["norms"]]}, right, "fp32")["norms"]
+        > 1
     )
-    assert compute_excess({**right, "valid": float(torch.nan)}, right, "fp32")["losses"] > 1
-    assert compute_excess({**right, "parameters": right["parameters"] + 1}, right, "fp32")["losses"] > 1
+    assert compute_error_ratio({**right, "valid": float(torch.nan)}, right, "fp32")["losses"] > 1
+    assert compute_error_ratio({**right, "parameters": right["parameters"] + 1}, right, "fp32")["losses"] > 1
 
 
 def test_every_method_is_among_them() -> None:

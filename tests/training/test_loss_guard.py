@@ -18,7 +18,7 @@ from megatron.config.load import load_config
 from megatron.config.schema import Config
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
-from megatron.distributed.process_groups import single_process
+from megatron.distributed.process_groups import build_single_process_groups
 from megatron.launch.run_status import read_status
 from megatron.training.console import ConsoleReporter
 from megatron.training.engine import Engine
@@ -171,7 +171,9 @@ def test_the_guard_decides_and_remembers_actions(corpus: Path, tmp_path: Path) -
     checkpoint = tmp_path / "checkpoints" / layout.format_checkpoint_name(4)
 
     def build_guard(path: Path | None, last: Rollback | None = None) -> LossGuard:
-        return LossGuard(config, cast(Engine, engine), single_process(), lambda: [path] if path else [], last)
+        return LossGuard(
+            config, cast(Engine, engine), build_single_process_groups(), lambda: [path] if path else [], last
+        )
 
     guard = build_guard(checkpoint)
     assert guard.check(5, 20, torch.tensor(2.0)) == Continue()
@@ -305,7 +307,9 @@ def test_a_run_names_the_last_good_checkpoint_after_bad_steps(corpus: Path, tmp_
 
     engine = SimpleNamespace(skipped=True, precision="fp32", loss_scale=1.0)
     keys = {"on_bad_loss": "stop"}
-    guard = LossGuard(config.replace(**keys), cast(Engine, engine), single_process(), lambda: [second, fourth])
+    guard = LossGuard(
+        config.replace(**keys), cast(Engine, engine), build_single_process_groups(), lambda: [second, fourth]
+    )
     stop = guard.check(5, 20, torch.tensor(math.nan))
     assert isinstance(stop, Stop)
     assert stop.message.endswith(f"{fourth}, and no good step followed it; the previous one is {second}")

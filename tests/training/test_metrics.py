@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from megatron.distributed.process_groups import single_process
+from megatron.distributed.process_groups import build_single_process_groups
 from megatron.training import metrics
 from megatron.training.metrics import IntervalMetrics
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def test_an_interval_averages_the_steps_that_counted() -> None:
-    interval = IntervalMetrics(single_process())
+    interval = IntervalMetrics(build_single_process_groups())
     interval.load_state_dict({"interval_loss": 10.0, "interval_steps": 2, "interval_z_loss": None})
     interval.add(torch.tensor(2.0), 64, 1e6, 0.5, skipped=False)
     interval.add(torch.tensor(math.nan), 64, 1e6, math.inf, skipped=True)
@@ -33,7 +33,7 @@ def test_an_interval_averages_the_steps_that_counted() -> None:
 
 
 def test_a_z_loss_is_averaged_over_the_same_steps_across_sessions() -> None:
-    first, second = IntervalMetrics(single_process()), IntervalMetrics(single_process())
+    first, second = IntervalMetrics(build_single_process_groups()), IntervalMetrics(build_single_process_groups())
     first.add(torch.tensor(2.0), 64, 1e6, 0.5, skipped=False, z_loss=torch.tensor(0.25))
     first.add(torch.tensor(9.0), 64, 1e6, math.inf, skipped=True, z_loss=torch.tensor(9.0))
     second.load_state_dict(first.state_dict())
@@ -43,7 +43,7 @@ def test_a_z_loss_is_averaged_over_the_same_steps_across_sessions() -> None:
 
 
 def test_the_clock_stops_while_paused() -> None:
-    interval = IntervalMetrics(single_process())
+    interval = IntervalMetrics(build_single_process_groups())
     time.sleep(0.02)
     interval.pause()
     interval.pause()
@@ -65,7 +65,7 @@ def test_cpu_time_excludes_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     clocks = iter([(0.0, 0.0), (1.0, 0.5), (6.0, 5.5), (8.0, 6.0), (8.0, 6.0), (8.0, 6.0)])
     monkeypatch.setattr(metrics, "_read_clocks", lambda: next(clocks))
-    interval = IntervalMetrics(single_process())
+    interval = IntervalMetrics(build_single_process_groups())
     for _ in range(2):
         interval.add(torch.tensor(2.0), 64, 1e6, 0.5, skipped=False)
     interval.pause()

@@ -100,6 +100,6 @@ def test_long_waits_are_reported() -> None:
     )  # fmt: skip
     assert describe_waits(record) == []
     assert describe_waits(replace(record, slowdown=0.3, slowest_rank_wait=0.04)) == []
-    told = replace(record, slowdown=0.3, data_wait=0.34, checkpoint_wait=0.12)
-    assert describe_waits(told) == ["data 34% (rank 3)", "checkpoint 12%", "rank 7 is 30% slower"]
+    reported = replace(record, slowdown=0.3, data_wait=0.34, checkpoint_wait=0.12)
+    assert describe_waits(reported) == ["data 34% (rank 3)", "checkpoint 12%", "rank 7 is 30% slower"]
     assert describe_waits(replace(record, data_wait=0.5, data_wait_rank=None)) == ["data 50%"]

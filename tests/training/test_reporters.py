@@ -14,7 +14,7 @@ from tiny_runs import tiny_config
 from megatron.config.schema import Config
 from megatron.training.console import ConsoleReporter, format_train_record
 from megatron.training.metrics_log import UNREADABLE_FILE, TrainRecord, ValidationRecord, list_scalars, perplexity
-from megatron.training.reporters import JsonLines, TensorBoard, build_reporters, set_damage_aside
+from megatron.training.reporters import JsonLines, TensorBoard, archive_damaged_lines, build_reporters
 from megatron.utils.errors import RunError, UserError
 
 
@@ -63,18 +63,18 @@ def test_damaged_lines_are_kept_and_reported(tmp_path: Path) -> None:
     crash.
     """
     path = tmp_path / "metrics.jsonl"
-    assert set_damage_aside(tmp_path) == []
+    assert archive_damaged_lines(tmp_path) == []
     reporter = JsonLines(path, 0)
     for step in (1, 2, 3):
         reporter.train(record(step))
     reporter.close()
     whole = path.read_text()
     path.write_text(whole + '{"kind": "train", "st')
-    assert set_damage_aside(tmp_path) == []
+    assert archive_damaged_lines(tmp_path) == []
     lines = whole.splitlines(keepends=True)
     path.write_text(lines[0][9:] + lines[1] + '{"kind": gar\u2028bage}\n' + lines[2])
-    (told,) = set_damage_aside(tmp_path)
-    assert told == f"{path}: lines 1, 3 cannot be read; moved to {tmp_path / UNREADABLE_FILE}"
+    (reported,) = archive_damaged_lines(tmp_path)
+    assert reported == f"{path}: lines 1, 3 cannot be read; moved to {tmp_path / UNREADABLE_FILE}"
     assert (tmp_path / UNREADABLE_FILE).read_text() == lines[0][9:] + '{"kind": gar\u2028bage}\n'
     JsonLines(path, 3).close()
     assert path.read_text() == lines[1] + lines[2]
@@ -159,11 +159,11 @@ def test_wandb_is_offline_by_default_and_keeps_its_run(tmp_path: Path, wandb: ty
 def test_wandb_gets_a_new_run_without_the_steps_that_were_given_up(
     tmp_path: Path, wandb: types.SimpleNamespace
 ) -> None:
-    chosen, said = config(tmp_path / "run", use_wandb=True), []
+    chosen, output = config(tmp_path / "run", use_wandb=True), []
 
     def report(first_step: int, *steps: int) -> list[tuple[object, object]]:
         wandb.run = FakeRun()
-        reporters = build_reporters(chosen, first_step, said.append)
+        reporters = build_reporters(chosen, first_step, output.append)
         for reporter in reporters:
             for step in steps:
                 reporter.train(record(step, loss=float(10 * len(wandb.inits))))
@@ -174,12 +174,12 @@ def test_wandb_gets_a_new_run_without_the_steps_that_were_given_up(
 
     assert report(0, 1, 2, 3) == [(1, 10.0), (2, 10.0), (3, 10.0), (3, "valid")]
     assert report(3, 4, 5) == [(4, 20.0), (5, 20.0), (5, "valid")]
-    assert said == []
+    assert output == []
     assert report(4, 5) == [
         *((1, 10.0), (2, 10.0), (3, 10.0), (3, "valid"), (4, 20.0)),
         *((5, 30.0), (5, "valid")),
     ]
-    assert said == ["use_wandb: discarding the steps after 4; Weights & Biases starts a new run without them"]
+    assert output == ["use_wandb: discarding the steps after 4; Weights & Biases starts a new run without them"]
     one, two, three = (keys["id"] for keys in wandb.inits)
     assert one == two != three
     assert report(5, 6) == [(6, 40.0), (6, "valid")]

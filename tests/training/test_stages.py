@@ -111,8 +111,8 @@ def test_a_staged_run_is_the_same_wherever_it_is_killed(
     first, _, last = (line for line in lines if line.startswith("train_data_paths by documents"))
     assert first.startswith(f"train_data_paths by documents, weighted_sampler_alpha 1: 0.5 of {paths[0]} (")
     assert last.startswith("train_data_paths by documents, weighted_sampler_alpha 0.3: 0.")
-    said = [line for line in lines if line.startswith("stage ")]
-    assert said == [
+    output = [line for line in lines if line.startswith("stage ")]
+    assert output == [
         "stage 1 of 3 begins, until step 3: 16 × 8 tokens per step, learning rate 1.00e-02",
         "stage 2 of 3 begins, until step 5: 8 × 16 tokens per step, learning rate 1.00e-02; seq_length: 8 → 16, "
         "pos_emb_options.base: null → 500.0, train_batch_size: 16 → 8",
@@ -262,9 +262,9 @@ def test_a_branch_equals_a_run_with_a_decay_there(corpus: Path, tmp_path: Path) 
     }.items():
         branch = trunk.replace(save=str(tmp_path / name), load=str(start), extra_save_iters=[], **keys)
         lines = printed(branch)
-        said = [line for line in lines if line.startswith("branches from")]
-        assert len(said) == 1
-        assert said[0].startswith(f"branches from {start} at step 4 with train_iters 8 → {keys['train_iters']}")
+        output = [line for line in lines if line.startswith("branches from")]
+        assert len(output) == 1
+        assert output[0].startswith(f"branches from {start} at step 4 with train_iters 8 → {keys['train_iters']}")
         assert not [line for line in lines if ", now " in line]
         train(trunk.replace(save=str(tmp_path / f"one_{name}"), extra_save_iters=[], **keys))
         assert losses(tmp_path / name) == losses(tmp_path / f"one_{name}")[4:]
@@ -331,7 +331,7 @@ def test_insufficient_memory_is_reported_for_the_current_stage(
     second = build_stages(resolved)[1].config
     planned = estimate_memory(second, ParallelSizes(), VOCABULARY).total
     assert planned > 1.01 * estimate_memory(resolved, ParallelSizes(), VOCABULARY).total
-    said = re.escape(
+    output = re.escape(
         "the plan of stage 2 of 3 of this run, train_micro_batch_size_per_gpu 2 × seq_length 32, needs "
         f"{format_bytes(planned)} on each rank"
     )
@@ -348,12 +348,12 @@ def test_insufficient_memory_is_reported_for_the_current_stage(
         return usual_build(options, *args, **kwargs)
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
-    with pytest.raises(RunError, match=said):
+    with pytest.raises(RunError, match=output):
         train(config)
-    with pytest.raises(RunError, match=said):
+    with pytest.raises(RunError, match=output):
         train(config.replace(load=str(tmp_path)))
     monkeypatch.setattr(training_run, "build_model", build_model)
-    with pytest.raises(RunError, match=said):
+    with pytest.raises(RunError, match=output):
         train(config.replace(load=str(tmp_path)))
 
 

@@ -10,7 +10,7 @@ from megatron.config.schema import Config
 from megatron.data.dataloader import build_dataloader
 from megatron.data.datasets import SampleOrder, build_datasets
 from megatron.distributed.mesh import Mesh
-from megatron.distributed.process_groups import single_process
+from megatron.distributed.process_groups import build_single_process_groups
 from megatron.training.trainer import train
 from megatron.utils.errors import UserError
 
@@ -54,7 +54,7 @@ def test_speed_counts_processed_tokens(tmp_path: Path) -> None:
     config = task_config(tmp_path / "run", train_iters=8)
     train(config)
     order = SampleOrder(seed=1234, train_samples=32, batch_size=4)
-    data = build_datasets(config.data, order, seq_length=16, cache=None, groups=single_process())
+    data = build_datasets(config.data, order, seq_length=16, cache=None, groups=build_single_process_groups())
     lengths = [batch["tokens"].shape[1] for batch in build_dataloader(data.train, micro_batch_size=4, mesh=Mesh())]
     assert len(set(lengths)) > 2
     found = records(tmp_path / "run")

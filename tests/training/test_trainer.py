@@ -232,8 +232,8 @@ def test_a_signal_saves_after_the_step_and_the_run_resumes(
         text, result = printed(tiny_config(corpus, tmp_path / "run"))
     assert signal.getsignal(number) == before
     assert (result.step, result.signal, result.exit_code) == (2, number, 128 + number)
-    said = text.splitlines()[-2:]  # on a busy machine, the thread that acknowledges the signal may print last
-    assert sum(line.startswith(f"stopped by signal {int(number)} at step 2 of 4; saved ") for line in said) == 1
+    output = text.splitlines()[-2:]  # on a busy machine, the thread that acknowledges the signal may print last
+    assert sum(line.startswith(f"stopped by signal {int(number)} at step 2 of 4; saved ") for line in output) == 1
     assert layout.find_latest_checkpoint(tmp_path / "run") == result.checkpoint
     train(tiny_config(corpus, tmp_path / "run", load=str(tmp_path / "run")))
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
@@ -303,7 +303,7 @@ def test_insufficient_memory_is_reported_with_the_plan(
         )
 
     monkeypatch.setattr(Engine, "forward_backward", fail)
-    said = r"out of memory \(123456789012 bytes more requested\); the plan of this run, "
-    said += r"train_micro_batch_size_per_gpu 4 × seq_length 16, needs [\d.]+ "
-    with pytest.raises(RunError, match=said):
+    output = r"out of memory \(123456789012 bytes more requested\); the plan of this run, "
+    output += r"train_micro_batch_size_per_gpu 4 × seq_length 16, needs [\d.]+ "
+    with pytest.raises(RunError, match=output):
         train(tiny_config(corpus, tmp_path))

@@ -90,8 +90,8 @@ def test_a_lone_rank_that_holds_pythons_lock(corpus: Path, tmp_path: Path) -> No
     deadline = time.monotonic() + 20  # the companion process prints after the rank has ended
     while "error: " not in rank.printed() and time.monotonic() < deadline:
         time.sleep(0.05)
-    told = error_of(rank.printed())
-    assert "rank 0 hangs in data of step 2 for 2 s (hang_timeout), in native code that holds the GIL; its" in told
+    reported = error_of(rank.printed())
+    assert "rank 0 hangs in data of step 2 for 2 s (hang_timeout), in native code that holds the GIL; its" in reported
     assert "in holding" in (tmp_path / "run" / STACKS / "rank_0.txt").read_text()
 
 
@@ -147,8 +147,8 @@ def test_the_heartbeat_reports_the_progress(tmp_path: Path) -> None:
     watch = Watchdog(ProcessGroups(), timeout=None, folder=tmp_path)
     watch.enter_phase("save", 7)
     watch._write_heartbeat()
-    told: dict[str, Any] = json.loads((tmp_path / HEARTBEAT_FILE).read_text())
-    assert (told["step"], told["phase"], told["ranks"]) == (7, "save", 1)
+    reported: dict[str, Any] = json.loads((tmp_path / HEARTBEAT_FILE).read_text())
+    assert (reported["step"], reported["phase"], reported["ranks"]) == (7, "save", 1)
     watch.close()
     assert not (tmp_path / HEARTBEAT_FILE).exists()
 
@@ -177,8 +177,8 @@ def test_a_silent_rank_is_named_before_a_waiting_rank() -> None:
 
 def test_the_operation_with_the_fewest_ranks_is_reported() -> None:
     waits = RankReport("megatron/training/engine.py:1 step", "all_reduce of 4 int64 over gloo among ranks 0-3", 3)
-    told = describe_reports({0: waits, 1: waits, 2: RankReport("megatron/data/dataloader.py:2 next"), 3: waits})
-    assert told == [
+    reported = describe_reports({0: waits, 1: waits, 2: RankReport("megatron/data/dataloader.py:2 next"), 3: waits})
+    assert reported == [
         "rank 2 is at megatron/data/dataloader.py:2 next",
         "ranks 0-1,3 wait in all_reduce of 4 int64 over gloo among ranks 0-3, with 2 more pending "
         "(megatron/training/engine.py:1 step)",

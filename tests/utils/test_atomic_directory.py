@@ -13,7 +13,7 @@ from megatron.utils.atomic_directory import (
     FolderConflictError,
     atomic_directory,
     read_folder_version,
-    recover_abandoned,
+    recover_stale_work,
 )
 
 
@@ -128,9 +128,9 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path):
 
     killed(work)
     assert len(names(tmp_path)) == 1  # the kill left something to remove
-    recover_abandoned(tmp_path / "y")
+    recover_stale_work(tmp_path / "y")
     assert len(names(tmp_path)) == 1  # but not for another folder
-    recover_abandoned(tmp_path / "x")
+    recover_stale_work(tmp_path / "x")
     assert names(tmp_path) == []
 
 
@@ -145,7 +145,7 @@ def test_a_stranger_in_the_way_keeps_nothing_else(tmp_path, monkeypatch):
 
     killed(work)
     assert len(names(tmp_path)) == 2
-    recover_abandoned(tmp_path / "x")
+    recover_stale_work(tmp_path / "x")
     assert names(tmp_path) == [".x.00000000.tmp"]
 
 
@@ -155,7 +155,7 @@ def test_a_replaced_folder_is_restored_after_an_interruption(tmp_path, monkeypat
     monkeypatch.setattr(Path, "rename", lambda self, to: die() if self.name == "new" else rename(self, to))
     killed(lambda: write(tmp_path / "x", "two"))
     assert not (tmp_path / "x").exists()
-    recover_abandoned(tmp_path / "x")
+    recover_stale_work(tmp_path / "x")
     assert names(tmp_path) == ["x"]
     assert (tmp_path / "x" / "file").read_text() == "one"
 
@@ -164,7 +164,7 @@ def test_work_of_running_and_foreign_processes_is_kept(tmp_path):
     stranger = tmp_path / ".x.abcdefgh.tmp"
     (stranger / "mine").mkdir(parents=True)
     with atomic_directory(tmp_path / "x") as folder:
-        recover_abandoned(tmp_path / "x")  # another descriptor, because a lock belongs to its descriptor
+        recover_stale_work(tmp_path / "x")  # another descriptor, because a lock belongs to its descriptor
         write(tmp_path / "y", "by another")
         assert folder.is_dir()
         (folder / "file").write_text("mine")
@@ -178,6 +178,6 @@ def test_a_file_system_without_locks_keeps_unowned_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr(directories.fcntl, "flock", no_locks)
     with atomic_directory(tmp_path / "x") as folder:
-        recover_abandoned(tmp_path / "x")
+        recover_stale_work(tmp_path / "x")
         (folder / "file").write_text("text")
     assert names(tmp_path) == ["x"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.utils.atomic_io import parse_json, refuse_foreign_files, write_text_atomically
+from megatron.utils.atomic_io import check_no_foreign_files, parse_json, write_text_atomically
 from megatron.utils.errors import UserError
 from megatron.utils.project import get_farfield_version
 
@@ -21,9 +21,9 @@ def test_foreign_files_are_rejected_and_ours_are_not(tmp_path: Path) -> None:
     ours, theirs, absent = (tmp_path / name for name in ("ours", "theirs", "absent"))
     ours.touch()
     theirs.touch()
-    refuse_foreign_files("--output", [absent, ours], lambda path: path == ours)
+    check_no_foreign_files("--output", [absent, ours], lambda path: path == ours)
     with pytest.raises(UserError, match=f"--output: {theirs} exists and is not an earlier result of this command"):
-        refuse_foreign_files("--output", [absent, ours, theirs], lambda path: path == ours)
+        check_no_foreign_files("--output", [absent, ours, theirs], lambda path: path == ours)
 
 
 def test_the_version_is_that_of_the_project() -> None:

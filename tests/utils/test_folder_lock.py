@@ -69,7 +69,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_a_folder_that_a_command_works_in_is_refused(tmp_path: Path) -> None:
     def lock() -> FolderLock:
-        return FolderLock(tmp_path / "x", name=".lock", key="--output", busy="busy", patience=0.0)
+        return FolderLock(tmp_path / "x", name=".lock", key="--output", busy_message="busy", lock_timeout=0.0)
 
     first = lock()
     with pytest.raises(UserError, match=r"--output: .*x: busy"):
@@ -84,17 +84,19 @@ def test_a_removed_lock_file_blocks_no_one(tmp_path: Path) -> None:
 
     The first owner removes the file while the second has it open; the third must not lock a new file beside it.
     """
-    first = FolderLock(tmp_path, name=".lock", key="--output", busy="busy", patience=0.0)
+    first = FolderLock(tmp_path, name=".lock", key="--output", busy_message="busy", lock_timeout=0.0)
     waiting: list[FolderLock] = []
     thread = threading.Thread(
-        target=lambda: waiting.append(FolderLock(tmp_path, name=".lock", key="x", busy="busy", patience=60.0))
+        target=lambda: waiting.append(
+            FolderLock(tmp_path, name=".lock", key="x", busy_message="busy", lock_timeout=60.0)
+        )
     )
     thread.start()
     time.sleep(0.1)
     first.release(remove_file=True)
     thread.join()
     with pytest.raises(UserError, match="busy"):
-        FolderLock(tmp_path, name=".lock", key="--output", busy="busy", patience=0.0)
+        FolderLock(tmp_path, name=".lock", key="--output", busy_message="busy", lock_timeout=0.0)
     waiting[0].release()
 
 

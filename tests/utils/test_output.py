@@ -79,9 +79,9 @@ def test_output_to_a_full_disk_is_reported(ranks: int, tmp_path: Path) -> None:
         code = child.wait(60)
     finally:
         child.kill()
-    told = [line for line in errors.read_text().splitlines() if not line.startswith("note: ")]
-    assert (code, len(told)) == (1, 1), told
-    assert re.fullmatch(r"error: standard output: No space left on device; stopped at step \d+, .*saved", told[0])
+    reported = [line for line in errors.read_text().splitlines() if not line.startswith("note: ")]
+    assert (code, len(reported)) == (1, 1), reported
+    assert re.fullmatch(r"error: standard output: No space left on device; stopped at step \d+, .*saved", reported[0])
 
 
 def test_a_run_with_a_closed_output_saves_and_ends(tmp_path: Path) -> None:

@@ -141,14 +141,14 @@ def test_starting_up_does_not_count_for_the_speed() -> None:
 
 
 def test_the_forecast_comes_once_with_the_first_measured_speed() -> None:
-    clock, told = Clock(), []
+    clock, reported = Clock(), []
     jobs = [WorkItem("first", "train", 100), WorkItem("second", "train", 300)]
-    with ProgressMeter(None, jobs, clock=clock, forecast=told.append) as meter:
+    with ProgressMeter(None, jobs, clock=clock, forecast=reported.append) as meter:
         meter.begin(jobs[0])
         for passed, done in ((7, 0), (8, 20), (2, 40), (2, 60)):  # 10 per second after 15 s of startup
             clock.now += passed
             meter.update(done)
-            assert told == ([60 / 10 + 13 + 300 / 10] if done >= 40 else [])
+            assert reported == ([60 / 10 + 13 + 300 / 10] if done >= 40 else [])
 
 
 def test_skipped_jobs_do_not_affect_the_speed_estimate() -> None:
@@ -168,12 +168,12 @@ def test_a_terminal_gets_a_bar() -> None:
 
 
 def test_a_wait_is_announced_and_again_while_it_lasts() -> None:
-    said: list[str] = []
-    with WaitAnnouncer(said.append, "reading 9 tokens", first=0.01, every=0.01):
+    output: list[str] = []
+    with WaitAnnouncer(output.append, "reading 9 tokens", first=0.01, every=0.01):
         deadline = time.monotonic() + 20
-        while len(said) < 3 and time.monotonic() < deadline:
+        while len(output) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
-    assert said[:3] == ["reading 9 tokens", "reading 9 tokens (0 s)", "reading 9 tokens (0 s)"]
-    with WaitAnnouncer(said.append, "what is there at once"):
+    assert output[:3] == ["reading 9 tokens", "reading 9 tokens (0 s)", "reading 9 tokens (0 s)"]
+    with WaitAnnouncer(output.append, "what is there at once"):
         pass
-    assert "what is there at once" not in said
+    assert "what is there at once" not in output

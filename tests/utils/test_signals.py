@@ -19,10 +19,10 @@ def test_the_first_is_acknowledged_while_the_main_thread_is_busy_in_c(number: si
 
     The main thread waits in C for a lock that only the acknowledgement opens, so no Python handler could run there.
     """
-    libc, lock, said = ctypes.CDLL(None), ctypes.create_string_buffer(64), []
+    libc, lock, output = ctypes.CDLL(None), ctypes.create_string_buffer(64), []
 
     def say(line: str) -> None:
-        said.append(line)
+        output.append(line)
         libc.pthread_mutex_unlock(lock)
 
     rescue = threading.Timer(20, lambda: libc.pthread_mutex_unlock(lock))
@@ -31,9 +31,9 @@ def test_the_first_is_acknowledged_while_the_main_thread_is_busy_in_c(number: si
     with GracefulStop(say) as stop:
         for _ in range(2):
             libc.pthread_mutex_lock(lock)
-        told = list(said)
+        reported = list(output)
         rescue.cancel()
-    assert told == ["stopping after this step; repeat to stop immediately"]
+    assert reported == ["stopping after this step; repeat to stop immediately"]
     assert stop.signal == number
 
 
@@ -107,8 +107,10 @@ with raising_on_signals(), cleanup_on_signal(lambda: os.unlink(left)):
 """
 
 
-@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "stopped by signal 15")])
-def test_a_process_busy_in_c_code_ends(number: int, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "output"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "stopped by signal 15")]
+)
+def test_a_process_busy_in_c_code_ends(number: int, output: str, tmp_path: Path) -> None:
     """A process that is busy in C and has nothing to save ends too.
 
     Examples are training a tokenizer and importing torch, where an exception would be delayed by seconds.
@@ -123,5 +125,5 @@ def test_a_process_busy_in_c_code_ends(number: int, said: str, tmp_path: Path) -
     child.send_signal(number)
     _, errors = child.communicate(timeout=60)
     assert child.returncode == 128 + number
-    assert errors == f"{said}\n"
+    assert errors == f"{output}\n"
     assert not left.exists()

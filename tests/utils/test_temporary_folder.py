@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.utils import temporary_folder as module
-from megatron.utils.temporary_folder import OWNER_FILE, remove_abandoned_folders, temporary_folder
+from megatron.utils.temporary_folder import OWNER_FILE, remove_stale_folders, temporary_folder
 
 MAKER = """
 from megatron.utils.temporary_folder import temporary_folder
@@ -49,7 +49,7 @@ def test_a_folder_of_a_killed_process_is_removed_and_of_a_living_one_stays(tmp_p
     link.symlink_to(kept)
     with temporary_folder("next") as folder:
         assert not abandoned.exists()
-        remove_abandoned_folders()
+        remove_stale_folders()
         assert sorted(tmp_path.iterdir()) == sorted([kept, folder, link, *strangers])
     assert not folder.exists()
     living.communicate("\n")
@@ -63,18 +63,18 @@ def test_files_of_other_machines_and_users_are_kept(tmp_path: Path, monkeypatch:
     process.wait()
     with monkeypatch.context() as patch:
         patch.setattr(module.platform, "node", lambda: "another machine")
-        remove_abandoned_folders()
+        remove_stale_folders()
     assert folder.is_dir()
     with monkeypatch.context() as patch:
         patch.setattr(module.os, "geteuid", lambda: os.getuid() + 1)
-        remove_abandoned_folders()
+        remove_stale_folders()
     assert folder.is_dir()
     owner = (folder / OWNER_FILE).rename(tmp_path / "elsewhere")
     (folder / OWNER_FILE).symlink_to(owner)
-    remove_abandoned_folders()
+    remove_stale_folders()
     assert folder.is_dir()
     owner.replace(folder / OWNER_FILE)
-    remove_abandoned_folders()
+    remove_stale_folders()
     assert not folder.exists()
 
 
@@ -84,7 +84,7 @@ def test_without_locks_a_folder_is_removed_by_its_maker_alone(monkeypatch: pytes
 
     monkeypatch.setattr(module.fcntl, "flock", refuse)
     with temporary_folder("test") as folder:
-        remove_abandoned_folders()
+        remove_stale_folders()
         assert folder.is_dir()
         if (child := os.fork()) == 0:
             folder.joinpath("child").touch()

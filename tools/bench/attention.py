@@ -47,7 +47,7 @@ from tools.bench.attention_tables import (  # noqa: E402
     plot_records,
     render_page,
 )
-from tools.bench.error_gate import GateVerdict, disable_tf32, format_exception, judge_peers  # noqa: E402
+from tools.bench.error_gate import GateResult, check_peers, disable_tf32, format_exception  # noqa: E402
 from tools.bench.timing import Timing, compute_quartiles, measure_memory_growth, time_passes  # noqa: E402
 from tools.records import collect_provenance, write_record  # noqa: E402
 
@@ -71,7 +71,7 @@ def benchmark_problem(
     """Return one record per peer. With 0 rounds only the gate runs. Records of an interrupted problem contain `cut`."""
     torch.compiler.reset()  # each problem compiles separately, far from Dynamo's recompilation limit
     judged = shorten_problem(problem)
-    verdicts = _judge_problem(judged, wanted)
+    verdicts = _check_problem(judged, wanted)
     found = _select_peers(problem, wanted)
     times: Times = {name: [] for name in found if verdicts[name].refusal is None} if rounds else {}
     warm: Times = {name: [] for name in times}
@@ -94,7 +94,7 @@ def benchmark_problem(
             **(summarize_times(times[name], times.get(ours)) if times.get(name) else NO_SPEED), "ratio_to": ours,
             "peak_memory_mb": _measure_memory(problem, name, times.get(name), cut),
             "error": verdict.error, "judged_at": judged.length, "rounds": len(times.get(name, ())),
-            **({"judged_twice": True} if verdict.judged_twice else {}),
+            **({"judged_twice": True} if verdict.is_second_check else {}),
             **({"cut": True} if cut else {}),
             **({"refusal": verdict.refusal} if verdict.refusal else {}),
         }  # fmt: skip
@@ -115,17 +115,17 @@ def shorten_problem(problem: AttentionProblem) -> AttentionProblem:
     return replace(problem, length=longest, batch=max(problem.batch, sequences))
 
 
-def _judge_problem(problem: AttentionProblem, wanted: list[str] | None) -> dict[str, GateVerdict]:
+def _check_problem(problem: AttentionProblem, wanted: list[str] | None) -> dict[str, GateResult]:
     """Judge every peer. A peer slightly above the limit is judged again with other numbers.
 
     A run's own self-check does the same (`attention/check/trials.py`), because a gradient with few elements may exceed
     the limit by chance.
     """
-    verdicts = judge_peers(problem, _select_peers(problem, wanted))
+    verdicts = check_peers(problem, _select_peers(problem, wanted))
     if doubtful := [name for name, verdict in verdicts.items() if verdict.is_doubtful]:
         other = replace(problem, seed=problem.seed + 1)
-        for name, verdict in judge_peers(other, _select_peers(other, doubtful)).items():
-            verdicts[name] = replace(verdict, judged_twice=True)
+        for name, verdict in check_peers(other, _select_peers(other, doubtful)).items():
+            verdicts[name] = replace(verdict, is_second_check=True)
     return verdicts
 
 
@@ -133,7 +133,7 @@ def _time_rounds(
     problem: AttentionProblem,
     rounds: int,
     found: dict[str, Attention],
-    verdicts: dict[str, GateVerdict],
+    verdicts: dict[str, GateResult],
     warm: Times,
     times: Times,
 ) -> None:
@@ -144,7 +144,7 @@ def _time_rounds(
             try:
                 taken = time_passes(problem, found[name], repeats[name])
             except Exception as failure:  # most likely out of memory: the gate used a smaller size
-                verdicts[name] = GateVerdict(verdicts[name].errors, format_exception(failure))
+                verdicts[name] = GateResult(verdicts[name].errors, format_exception(failure))
                 del times[name]
                 continue
             (times if round_ else warm)[name].append(taken)

@@ -15,14 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from kernels.runtime import is_interpreted
-from megatron.attention.backends.backend import MAX_KEYS_KEPT, AttentionBackend
+from megatron.attention.backends.backend import MAX_KEYS_SAVED, AttentionBackend
 from megatron.attention.backends.native import NativeBackend
 from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend
 from megatron.attention.backends.registry import RowBlockBackend
 from megatron.attention.backends.triton import TritonBackend
 from megatron.attention.check.fused_reference import attend_as_fused
 from megatron.attention.inputs import AttentionInputs
-from megatron.attention.reference import arange_distances, compute_attention_in_blocks
+from megatron.attention.reference import build_distances, compute_attention_in_blocks
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
 from megatron.position.numerics import promote_to_float32
@@ -117,7 +117,7 @@ class AttentionProblem:
         Indexing a table would be shorter. But its gradient would add all T²/2 elements above the diagonal, and every
         diagonal below it, at one address each. The peer would then be slow because of its input.
         """
-        i = arange_distances(self.length, self.device)
+        i = build_distances(self.length, self.device)
         n = (i[:, None] - i[None, :]).clamp(min=0)
         return _compute_bias(self.methods[0], n.flatten()).unflatten(1, n.shape)
 
@@ -134,7 +134,7 @@ def build_peers(problem: AttentionProblem) -> dict[str, Attention]:
         **_build_biasless_peers(problem),
     }
     ours = TritonBackend(ChunkedBackend(CHUNK_ROWS))
-    if problem.length <= MAX_KEYS_KEPT:  # longer problems are chunked
+    if problem.length <= MAX_KEYS_SAVED:  # longer problems are chunked
         found["kept"] = _wrap_backend(problem, RowBlockBackend(CHUNK_ROWS))
     native = NativeBackend(ChunkedBackend(CHUNK_ROWS), is_requested=True)
     on_host = problem.device == "cpu" and problem.dtype == torch.float32
@@ -153,7 +153,7 @@ def build_peers(problem: AttentionProblem) -> dict[str, Attention]:
 
 
 def build_exact_attention(problem: AttentionProblem) -> Attention:
-    """Return the formula in blocks of rows, with the gradient of fused kernels: the reference when run in float64."""
+    """Return the formula in row blocks, with the gradient of fused kernels: the reference when run in float64."""
     encoding, processor = problem.methods
     span = TokenRange(0, problem.length)
 
@@ -279,7 +279,7 @@ def _build_flex(problem: AttentionProblem, compiler: Callable[..., Attention], *
         return create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=problem.device)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        bias = _compute_bias(problem.methods[0], arange_distances(length, problem.device))
+        bias = _compute_bias(problem.methods[0], build_distances(length, problem.device))
         table = bias if learned else bias.detach()
         return compiled(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, i - j], block_mask=mask())
 

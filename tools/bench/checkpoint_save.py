@@ -63,25 +63,25 @@ def measure_saves(shape: str, rounds: int, place: Path) -> dict[str, Any]:
     times: dict[str, list[float]] = {"step": [], "stall": [], "step_while_writing": [], "written": [], "waited_for": []}
 
     def step(kind: str, stop: GracefulStop) -> None:
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         trainer.train_step(stop)
-        times[kind].append(time.perf_counter() - begun)
+        times[kind].append(time.perf_counter() - start_time)
 
     with closing(trainer.run), GracefulStop() as stop:
         for number in range(rounds + 1):
             step("step", stop)
             step("step", stop)
-            begun = time.perf_counter()
+            start_time = time.perf_counter()
             trainer._save_checkpoint()
-            times["stall"].append(time.perf_counter() - begun)
+            times["stall"].append(time.perf_counter() - start_time)
             while saver.pending_step is not None:
                 step("step_while_writing", stop)
-            times["written"].append(time.perf_counter() - begun)
+            times["written"].append(time.perf_counter() - start_time)
             step("step", stop)
-            begun = time.perf_counter()
+            start_time = time.perf_counter()
             trainer._save_checkpoint()
             saver.finish()
-            times["waited_for"].append(time.perf_counter() - begun)
+            times["waited_for"].append(time.perf_counter() - start_time)
             if number == 0:
                 first = times["stall"][0]
                 times = {kind: [] for kind in times}

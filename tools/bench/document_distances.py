@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 import numpy as np  # noqa: E402
 
-from megatron.data.document_starts import compute_crossing_share  # noqa: E402
+from megatron.data.document_starts import compute_crossing_fraction  # noqa: E402
 from megatron.data.indexed_dataset import open_indexed  # noqa: E402
 
 ROW_LENGTHS = (64, 512, 2048, 8192, 32768)
@@ -70,7 +70,7 @@ def measure_distances(lengths: np.ndarray, row_length: int) -> RowDistances:
 
     They must fill at least one row.
     """
-    crossing_share = compute_crossing_share(lengths, row_length)
+    crossing_share = compute_crossing_fraction(lengths, row_length)
     assert crossing_share is not None
     pieces = cut_rows(lengths, row_length)
     num_rows = int(pieces.sum()) // row_length

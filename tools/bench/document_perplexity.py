@@ -171,7 +171,7 @@ def main() -> None:
         "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
     )
     arguments = parser.parse_args()
-    from megatron.data.document_starts import compute_crossing_share
+    from megatron.data.document_starts import compute_crossing_fraction
     from megatron.data.indexed_dataset import open_indexed
 
     folder, corpus = arguments.folder, arguments.folder / "corpus"
@@ -187,7 +187,7 @@ def main() -> None:
     shares = {
         "documents": len(documents),
         "median": int(np.median(documents)),
-        "crossing": compute_crossing_share(documents, ROW_LENGTH),
+        "crossing": compute_crossing_fraction(documents, ROW_LENGTH),
         "targets": arguments.windows * ROW_LENGTH,
     }
     provenance = collect_provenance(__file__, "cpu")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.attention.check.trials import CERTAIN_EXCESS
+from megatron.attention.check.trials import CERTAIN_ERROR_RATIO
 from tools.bench.attention_peers import (
     BIASLESS_PEERS,
     FROZEN_PEERS,
@@ -35,7 +35,7 @@ UNFUSED_PEERS = ("sdpa mask", "appendix", "appendix compiled", "by hand compiled
 
 
 @dataclass(frozen=True)
-class GateVerdict:
+class GateResult:
     """Verdict of the gate on one peer."""
 
     errors: dict[str, float]
@@ -44,7 +44,7 @@ class GateVerdict:
     """Reason why the peer is not timed, or None."""
     is_doubtful: bool = False
     """True if the peer exceeds the limit by so little that it may be chance."""
-    judged_twice: bool = False
+    is_second_check: bool = False
     """True if this is the second verdict, on other numbers, because the first was doubtful."""
 
     @property
@@ -108,45 +108,45 @@ class ErrorGate:
 
         Conv2's bias has no gradient of its own; its error has the size of the weight's.
         """
-        throughout = name in UNFUSED_PEERS
-        if throughout not in self.sizes:
+        rounds_every_op = name in UNFUSED_PEERS
+        if rounds_every_op not in self.sizes:
             found = estimate_rounding_sizes(
                 _key_by_index(kinds),
                 _key_by_index(self.exact),
                 lambda: _key_by_index(run_forward_backward(self.exact_problem, self.attention)),
                 self.problem.dtype,
                 stored=True,
-                throughout=throughout,
+                rounds_every_op=rounds_every_op,
             )
             sizes = list(found.values())
             if self.problem.op == "cdape":
                 sizes[-1] = torch.maximum(sizes[-1], sizes[-2])
-            self.sizes[throughout] = sizes
-        return self.sizes[throughout]
+            self.sizes[rounds_every_op] = sizes
+        return self.sizes[rounds_every_op]
 
-    def judge(self, name: str, attention: Attention) -> GateVerdict:
+    def judge(self, name: str, attention: Attention) -> GateResult:
         """Judge a peer's errors and decide whether it is timed."""
         try:
             found = run_forward_backward(self.problem, attention)
         except Exception as failure:  # out of memory or a compiler error; the other peers still count
-            return GateVerdict({}, format_exception(failure))
+            return GateResult({}, format_exception(failure))
         measured = compute_errors(self.problem, found, self.exact)
         measured = {part: value for part, value in measured.items() if part not in UNCHECKED_PARTS.get(name, ())}
-        ratios = {part: self._excess(name, found, RESULT_PARTS[part]) for part in measured}
+        ratios = {part: self._compute_error_ratio(name, found, RESULT_PARTS[part]) for part in measured}
         if all(ratio <= SAFETY_FACTOR for ratio in ratios.values()):  # False for NaN
-            return GateVerdict(measured)
+            return GateResult(measured)
         part = next(part for part, ratio in ratios.items() if not ratio <= SAFETY_FACTOR)
         text = f"errs in {part} by {ratios[part]:.3g} times the rounding error of {self.problem.dtype}"
-        is_doubtful = all(ratio <= CERTAIN_EXCESS for ratio in ratios.values())
-        return GateVerdict(measured, f"{text}; not timed", is_doubtful)
+        is_doubtful = all(ratio <= CERTAIN_ERROR_RATIO for ratio in ratios.values())
+        return GateResult(measured, f"{text}; not timed", is_doubtful)
 
-    def _excess(self, name: str, found: list[Tensor], part: slice) -> float:
+    def _compute_error_ratio(self, name: str, found: list[Tensor], part: slice) -> float:
         sizes = self.sizes_of(name, [x.dtype for x in found])
         judged = zip(found[part], self.exact[part], sizes[part], strict=True)
         return max(compute_size_ratio(mine.double() - exact, size) for mine, exact, size in judged)
 
 
-def judge_peers(problem: AttentionProblem, found: dict[str, Attention]) -> dict[str, GateVerdict]:
+def check_peers(problem: AttentionProblem, found: dict[str, Attention]) -> dict[str, GateResult]:
     """Judge every peer. A peer that raises or exceeds rounding errors is not timed."""
     judge = ErrorGate(problem)
     return {name: judge.judge(name, attention) for name, attention in found.items()}

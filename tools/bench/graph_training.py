@@ -106,10 +106,10 @@ def train(config: Any, steps: int) -> dict[str, Any]:
         with GracefulStop() as stop:
             for _ in range(WARMUP_STEPS + steps):
                 torch.cuda.synchronize()
-                begun = time.perf_counter()
+                start_time = time.perf_counter()
                 trainer.train_step(stop)
                 torch.cuda.synchronize()
-                seconds.append(time.perf_counter() - begun)
+                seconds.append(time.perf_counter() - start_time)
         masters = {shard.name: shard.master.clone() for shard in list_optimizer_shards(run.engine.deepspeed)}
         reserved = torch.cuda.memory_reserved()
         peak = torch.cuda.max_memory_allocated()

@@ -250,12 +250,12 @@ def start_case(case: Case, folder: Path, card: str) -> list[dict[str, Any]]:
         SystemExit: if the process fails, with the end of its output.
     """
     from megatron.distributed.launcher_environment import RankInfo
-    from megatron.rehearsal.null_device.cards import get_card
     from megatron.rehearsal.null_device.environment import build_environment
+    from megatron.rehearsal.null_device.gpu_models import get_gpu_model
 
     file = folder / f"{case.size}-{case.ranks}.json"
     file.write_text(json.dumps(asdict(case)))
-    environment = build_environment(get_card(card), devices=min(case.ranks, 8), is_lone_rank=case.ranks > 1)
+    environment = build_environment(get_gpu_model(card), devices=min(case.ranks, 8), is_single_rank=case.ranks > 1)
     if case.ranks > 1:
         environment |= RankInfo(0, case.ranks, 0, min(case.ranks, 8)).to_environment("127.0.0.1", 29500)
     environment["OMP_NUM_THREADS"] = "1"

@@ -36,8 +36,8 @@ from megatron.config.load import load_config  # noqa: E402
 from megatron.distributed.launcher_environment import ADDRESS, RankInfo  # noqa: E402
 from megatron.launch.rank_group import find_free_port  # noqa: E402
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory  # noqa: E402
-from megatron.rehearsal.null_device.cards import get_card  # noqa: E402
 from megatron.rehearsal.null_device.environment import build_environment  # noqa: E402
+from megatron.rehearsal.null_device.gpu_models import get_gpu_model  # noqa: E402
 from megatron.rehearsal.rank_process import RankJob, RankResult  # noqa: E402
 from megatron.rehearsal.rehearsed_run import RehearsedRun, plan_rehearsal  # noqa: E402
 from megatron.utils.errors import RunError, UserError  # noqa: E402
@@ -163,7 +163,7 @@ def plan_case(case: Case, backend: str) -> tuple[RehearsedRun, MemoryEstimate]:
     run = plan_rehearsal(config, case.gpus, None, VOCABULARY)
     stage = run.sizes.coordinates(case.rank)["pipeline"]
     estimate = estimate_memory(
-        run.config, run.sizes, run.vocab_size, pipeline_stage=stage, gpu_bytes=get_card(CARD).memory
+        run.config, run.sizes, run.vocab_size, pipeline_stage=stage, gpu_bytes=get_gpu_model(CARD).memory
     )
     return run, estimate
 
@@ -199,7 +199,7 @@ def run_rank(run: RehearsedRun, rank: int, folder: Path) -> RankResult:
     path = folder / f"train-{rank}.job"
     path.write_text(json.dumps(asdict(job)), encoding="utf-8")
     environment = build_environment(
-        get_card(CARD), devices=run.devices_per_node, is_lone_rank=run.world_size > 1, base=os.environ
+        get_gpu_model(CARD), devices=run.devices_per_node, is_single_rank=run.world_size > 1, base=os.environ
     )
     info = RankInfo(rank, run.world_size, rank % run.devices_per_node, run.devices_per_node)
     environment |= info.to_environment(ADDRESS, find_free_port()) | SAFE_PATH_VARIABLE
@@ -222,7 +222,7 @@ def measure_row(
     row |= dict.fromkeys(("planned", "moment", "ranks", "peak", "phase", "commit", "error"))
     try:
         run, estimate = plan_case(case, backend)
-        row |= {"planned": estimate.total, "moment": estimate.worst.name, "ranks": asdict(run.sizes)}
+        row |= {"planned": estimate.total, "moment": estimate.peak.name, "ranks": asdict(run.sizes)}
         known = measured.get(identify_row(row))
         if known is not None:
             return row | {name: known[name] for name in ("peak", "phase", "commit")}

@@ -59,10 +59,10 @@ def time_until_done(function: Callable[[], object], rounds: int, device: str) ->
     taken = []
     for _ in range(rounds):
         synchronize(device)
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         function()
         synchronize(device)
-        taken.append(time.perf_counter() - begun)
+        taken.append(time.perf_counter() - start_time)
     return statistics.median(taken)
 
 
@@ -71,9 +71,9 @@ def time_on_host(function: Callable[[], object], rounds: int, device: str) -> fl
     taken = []
     for _ in range(rounds):
         synchronize(device)
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         function()
-        taken.append(time.perf_counter() - begun)
+        taken.append(time.perf_counter() - start_time)
     synchronize(device)
     return statistics.median(taken)
 
@@ -232,7 +232,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     records: list[dict[str, Any]] = []
 
     def add(record: dict[str, Any]) -> None:
@@ -245,7 +245,7 @@ def main() -> None:
     for model, length, batch in arguments.shapes:
         problem = StepProblem(model, length, batch, arguments.dtype, arguments.device)
         for name in arguments.methods:
-            if time.perf_counter() - begun > arguments.seconds:
+            if time.perf_counter() - start_time > arguments.seconds:
                 print(f"no time left for {model}:{length}:{batch} {name}", flush=True)
                 continue
             add(profile_candidate(problem, name, build_candidates(problem, [name])[name]))

@@ -166,11 +166,11 @@ def work(arguments: argparse.Namespace, count: int) -> None:
         with use_mixer(False):
             time_passes(problem, build_peers(problem)["triton"], repeats)
 
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     wanted = dict(tiles)
     errors = compile_candidates(tiles, run, lengths[0])
     (folder / f"compiled{place}").touch()
-    while len(list(folder.glob("compiled*"))) < count and time.perf_counter() - begun < SECONDS_TO_COMPILE:
+    while len(list(folder.glob("compiled*"))) < count and time.perf_counter() - start_time < SECONDS_TO_COMPILE:
         time.sleep(0.1)
     records = []
     with (folder / "lock").open("w") as lock:

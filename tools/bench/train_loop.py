@@ -126,13 +126,13 @@ def measure_speed(shape_name: str, method: str, corpus: Path, blocks: int, steps
         takers = {"farfield": lambda: trainer.train_step(stop), "plain": plain.step}
         for block in range(blocks + 1):  # the first block warms up
             for name in sorted(takers, reverse=bool(block % 2)):
-                begun = time.perf_counter()
+                start_time = time.perf_counter()
                 for _ in range(steps):
                     takers[name]()
                     if stop.signal is not None:
                         raise StoppedBySignal(stop.signal)
                 if block:
-                    times[name].append(time.perf_counter() - begun)
+                    times[name].append(time.perf_counter() - start_time)
     ratios = [p / f for f, p in zip(times["farfield"], times["plain"], strict=True)]
     return {
         "shape": shape_name,

@@ -41,7 +41,7 @@ import torch  # noqa: E402
 
 from kernels.runtime import is_interpreted  # noqa: E402
 from megatron.attention.segments import build_segments  # noqa: E402
-from megatron.distributed.process_groups import single_process  # noqa: E402
+from megatron.distributed.process_groups import build_single_process_groups  # noqa: E402
 from megatron.model.attention import AttentionContext  # noqa: E402
 from megatron.model.build import build_model  # noqa: E402
 from megatron.model.device_dtype import get_torch_dtype  # noqa: E402
@@ -128,7 +128,7 @@ def build_farfield(problem: StepProblem, peer: str) -> Candidate:
         options,
         PositionOptions(**METHODS[method]),
         128 if problem.layer else VOCABULARY_SIZE,
-        groups=single_process(),
+        groups=build_single_process_groups(),
         seed=1,
         device=problem.device,
         dtype=get_torch_dtype(problem.dtype),
@@ -151,7 +151,7 @@ def _launch_as_graphs(gpt: torch.nn.Module) -> Callable[..., torch.Tensor]:
             if not tokens.is_cuda:
                 raise RuntimeError("CUDA graphs need a GPU")
             passes, capture = TrainingPasses(gpt, with_log_z=False), CudaCapture()
-            with capture.work_aside():
+            with capture.use_side_stream():
                 for _ in range(2):
                     losses = passes.compute_losses(tokens, labels)
                     passes.compute_gradients(losses, torch.ones_like(losses))
@@ -255,7 +255,7 @@ def _time_step(problem: StepProblem, candidate: Candidate) -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     try:
         candidate.step()
         if problem.cuda:
@@ -263,7 +263,7 @@ def _time_step(problem: StepProblem, candidate: Candidate) -> None:
     except Exception as failure:  # out of memory, or refused by a compiler
         candidate.refusal = format_exception(failure)
         return
-    candidate.seconds.append(time.perf_counter() - begun)
+    candidate.seconds.append(time.perf_counter() - start_time)
     if problem.cuda:
         candidate.memory = (torch.cuda.max_memory_allocated() - before) / 1e6
 

@@ -82,7 +82,7 @@ def _get_coordinates(rank: int) -> tuple[int, int, int, int]:
     return mesh.tensor.index, mesh.context.index, mesh.data.index, mesh.pipeline.index
 
 
-def list_holders(
+def list_storing_gpus(
     tensor: int | None = None, stage: int | None = None, data: int | None = None, place: int | None = None
 ) -> list[int]:
     """List the GPUs that store a tensor shard, a pipeline stage, a data shard and a sequence chunk."""
@@ -112,7 +112,7 @@ def _draw_model(axes: Axes) -> None:
     for layer in range(DRAWN_LAYERS):
         for tensor in range(SIZES.tensor):
             stage = layer * SIZES.pipeline // DRAWN_LAYERS
-            ranks = list_holders(tensor=tensor, stage=stage)
+            ranks = list_storing_gpus(tensor=tensor, stage=stage)
             _draw_box(axes, tensor * 2, DRAWN_LAYERS - 1 - layer, 1.96, 0.96, ranks, _format_ranks(ranks))
         axes.text(-0.12, DRAWN_LAYERS - 0.5 - layer, f"layer {layer + 1}", ha="right", va="center", fontsize=8)
     axes.axhline(DRAWN_LAYERS / 2 - 0.02, color="#b03a2e", linewidth=1.2)
@@ -125,7 +125,9 @@ def _draw_model(axes: Axes) -> None:
 def _draw_batch(axes: Axes) -> None:
     for data in range(SIZES.data):
         for first in range(0, DRAWN_LENGTH, 2):
-            ranks = [rank for rank in list_holders(data=data, place=first) if rank < SIZES.world_size // SIZES.pipeline]
+            ranks = [
+                rank for rank in list_storing_gpus(data=data, place=first) if rank < SIZES.world_size // SIZES.pipeline
+            ]
             _draw_box(axes, first, 1.5 - data * 2, 1.94, 1.9, ranks, _format_ranks(ranks))
         axes.text(-0.2, 2.45 - data * 2, f"sequence\n{data + 1}", ha="right", va="center", fontsize=8)
     for first in range(0, DRAWN_LENGTH, 2):
@@ -135,7 +137,7 @@ def _draw_batch(axes: Axes) -> None:
 
 
 def _draw_optimizer(axes: Axes) -> None:
-    ranks = list_holders(tensor=_get_coordinates(HIGHLIGHTED_GPU)[0], stage=_get_coordinates(HIGHLIGHTED_GPU)[3])
+    ranks = list_storing_gpus(tensor=_get_coordinates(HIGHLIGHTED_GPU)[0], stage=_get_coordinates(HIGHLIGHTED_GPU)[3])
     for part, rank in enumerate(ranks):
         _draw_box(axes, 0, len(ranks) - 1 - part, 1.6, 0.94, [rank], f"GPU {rank}")
     axes.set_xlim(-0.1, 1.7)

@@ -21,7 +21,7 @@ from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
 from megatron.position.processor import Processor
 from megatron.position.temperature import Temperature
-from megatron.position.token_range import ALL_HEADS, TokenRange, causal_mask
+from megatron.position.token_range import ALL_HEADS, TokenRange, build_causal_mask
 
 SHAPE = AttentionDims(num_heads=12, head_dim=64, hidden_size=768, train_length=512, max_length=512)
 """Dimensions of the 125M model."""
@@ -140,7 +140,7 @@ def _list_last_rows(encoding: Encoding) -> tuple[int, ...]:
 def _mask_future(square: Tensor) -> Tensor:
     """Set a square [T, T] to NaN where the key is in the future."""
     size = square.shape[-1]
-    return square.float().masked_fill(~causal_mask(TokenRange(0, size), TokenRange(0, size)), float("nan"))
+    return square.float().masked_fill(~build_causal_mask(TokenRange(0, size), TokenRange(0, size)), float("nan"))
 
 
 def _split_heads(values: Tensor, heads: tuple[int, ...]) -> dict[str, Tensor]:
@@ -306,7 +306,7 @@ def build_processor_panels(name: str) -> tuple[list[Panel], str]:
     side = TokenRange(0, PROCESSOR_MAP_SIZE)
     bias = compute_dense_terms(encoding, side, side, LIKE).bias
     scores = q @ k.transpose(-1, -2) * SHAPE.head_dim**-0.5
-    visible = causal_mask(side, side)[None, None]
+    visible = build_causal_mask(side, side)[None, None]
     logits = processor(scores, bias, visible)
     if processor.overrides("row_terms"):
         terms = compute_row_terms(AttentionInputs(q, k, k, side, side, encoding, processor))
@@ -351,7 +351,7 @@ def _measure_response(processor: Processor, head: int, reach: int = 8) -> MapPan
     return MapPanel(title, (raised - zero)[:, 0], "signed", "head", "key, relative", (1, -reach))
 
 
-def measure_reach(processor: Processor) -> tuple[int, bool]:
+def measure_context(processor: Processor) -> tuple[int, bool]:
     """Return the reach of a key's score, and whether heads affect each other.
 
     The reach is the largest distance over which the score changes another key's logit.

@@ -42,7 +42,7 @@ from tools.docs.position_panels import (
     build_processor,
     build_processor_panels,
     build_temperature_panels,
-    measure_reach,
+    measure_context,
 )
 from tools.docs.position_plots import MIN_BIAS, get_picture_path
 
@@ -79,7 +79,7 @@ Per layer and head, for query i and key j ≤ i at the distance n = i − j:
 7. A processor may change the attention weights between softmax and dropout (`process_weights`), and the output of each
    head before heads are concatenated (`process_output`).
 
-A processor reads one row at a time unless it declares more. `rows_above` is the number of earlier rows that it also
+A processor reads one row at a time unless it declares more. `preceding_rows` is the number of earlier rows that it also
 reads: row blocks, ranks and decoding steps receive their queries, and the results of these rows are dropped.
 `row_terms` adds a number per key to a running sum over rows, and every row reads the sum over all earlier rows. Row
 blocks pass the sums on, and a cache stores one float32 per token. Documents are then computed one by one.
@@ -667,14 +667,14 @@ def _render_processor(record: dict[str, Any]) -> str:
 
 def _describe_processor_traits(name: str, processor: Processor) -> str:
     """Describe the dimensions that a processor mixes before the softmax, and its other effects."""
-    reach, mixes_heads = measure_reach(build_drawn_processor(name, has_bias=False)[0])
+    reach, mixes_heads = measure_context(build_drawn_processor(name, has_bias=False)[0])
     traits = [f"mixes {'the heads of a row, and ' * mixes_heads}keys up to {reach} apart"]
     if not reach:
         traits = ["mixes heads, each key by itself"]
     if processor.overrides("row_terms"):
         traits = ["sums over all earlier rows"]
-    elif processor.rows_above:
-        traits.append(f"reads the {processor.rows_above} previous rows")
+    elif processor.preceding_rows:
+        traits.append(f"reads the {processor.preceding_rows} previous rows")
     if processor.overrides("process_weights"):
         traits.append("also modifies the attention weights")
     if processor.kernel_parameters() is None:

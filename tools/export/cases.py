@@ -19,7 +19,7 @@ from megatron.config.schema import Config
 from megatron.config.yaml_files import dump_yaml
 from megatron.data.load_tokenizer import save_tokenizer
 from megatron.data.tokenizers import ByteTokenizer, Tokenizer
-from megatron.distributed.process_groups import single_process
+from megatron.distributed.process_groups import build_single_process_groups
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
 from megatron.position.registry import list_encodings, list_processors, list_temperatures
@@ -173,7 +173,7 @@ def list_architecture_cases() -> Iterator[ExportCase]:
 def build_gpt(case: ExportCase, vocabulary: int) -> GPT:
     """Build the case's model with random weights, including norms and biases."""
     config = case.config()
-    gpt = build_model(config.model, config.position, vocabulary, groups=single_process(), seed=11).eval()
+    gpt = build_model(config.model, config.position, vocabulary, groups=build_single_process_groups(), seed=11).eval()
     generator = torch.Generator().manual_seed(12)
     with torch.no_grad():
         for parameter_name, parameter in gpt.named_parameters():

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tools.arguments import ToolParser, parse_record_path, print_interrupts_in_one_line  # noqa: E402
-from tools.gpu.goals import judge_goals, render_page  # noqa: E402
+from tools.gpu.goals import check_goals, render_page  # noqa: E402
 from tools.gpu.parts import CheckPart, list_missing, list_parts, list_rehearsal_parts  # noqa: E402
 from tools.records import collect_provenance, write_record  # noqa: E402
 
@@ -54,9 +54,9 @@ def run_part(part: CheckPart, folder: Path, environment: dict[str, str], left: f
     output = folder / f"{part.name}.{'xml' if 'pytest' in part.command else 'json'}"
     command = [word.replace("{output}", str(output)) for word in part.command]
     result: dict[str, Any] = {"command": " ".join(["python", *part.command]).replace("{output}", output.name)}
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     result["exit"], text = _run_command([sys.executable, *command], environment, seconds)
-    result["seconds"] = round(time.perf_counter() - begun, 1)
+    result["seconds"] = round(time.perf_counter() - start_time, 1)
     if output.is_file():
         result |= _read_junit(output) if output.suffix == ".xml" else _read_records(output)
     if result["exit"] != 0 or not output.is_file():
@@ -170,22 +170,22 @@ def run_parts(
         "rehearsal": rehearsal,
         "parts": {},
     }
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         for part in chosen:
-            left = float("inf") if rehearsal else max_seconds - (time.perf_counter() - begun)
+            left = float("inf") if rehearsal else max_seconds - (time.perf_counter() - start_time)
             done = result["parts"][part.name] = run_part(
                 part, Path(folder), build_environment(rehearsal=rehearsal), left
             )
             print(f"{part.name:<15} {done['seconds']:>6.1f} s   {_format_exit(done['exit'])}", flush=True)
-            result["seconds"] = round(time.perf_counter() - begun, 1)
+            result["seconds"] = round(time.perf_counter() - start_time, 1)
             write_record(path, result, render(result))
     return result
 
 
 def report_check(result: dict[str, Any], path: Path) -> int:
     """Print the goals that were met; return 0 if every part exited with 0, else 1."""
-    for goal, measured, wanted, met in judge_goals(result):
+    for goal, measured, wanted, met in check_goals(result):
         print(f"{goal}: {measured}; wanted {wanted}: {met or 'for information'}")
     print(f"written: {path} and {path.with_suffix('.md')}")
     return get_exit_code(result)

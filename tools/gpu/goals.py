@@ -58,7 +58,7 @@ def _format_cut(record: dict[str, Any]) -> str:
     return f", cut to {record['rounds']} rounds" if record.get("cut") else ""
 
 
-def _read_gate_share(part: dict[str, Any]) -> tuple[float, str]:
+def _read_gate_fraction(part: dict[str, Any]) -> tuple[float, str]:
     """Return the fraction of the kernels' problems that pass the gate."""
     ours = [record for record in part.get("records", ()) if record["peer"] == "triton"]
     if not ours:
@@ -66,36 +66,36 @@ def _read_gate_share(part: dict[str, Any]) -> tuple[float, str]:
     passed = [record for record in ours if "refusal" not in record]
     worst = max((record["error"] for record in ours if record["error"] is not None), default=None)
     types = ", ".join(dict.fromkeys(record["dtype"] for record in ours))
-    told = f"{len(passed)} of {len(ours)} problems in {types}"
+    reported = f"{len(passed)} of {len(ours)} problems in {types}"
     if len(passed) == len(ours) and part["exit"] != 0:
-        raise NotMeasured(f"{told} so far, then {_format_end(part)}")
-    return len(passed) / len(ours), told + ("" if worst is None else f", largest error {worst:.1e}")
+        raise NotMeasured(f"{reported} so far, then {_format_end(part)}")
+    return len(passed) / len(ours), reported + ("" if worst is None else f", largest error {worst:.1e}")
 
 
-def _read_self_check_share(part: dict[str, Any]) -> tuple[float, str]:
+def _read_self_check_fraction(part: dict[str, Any]) -> tuple[float, str]:
     """Return the fraction of methods whose kernels pass the self-check."""
     records = part.get("records", ())
     if not records:
         raise NotMeasured(_format_end(part))
     right = [record for record in records if "refusal" not in record]
     taken = ", ".join(f"{record['method']} → {record['taken'] or 'nothing'}" for record in records)
-    told = f"{len(right)} of {len(records)} methods; taken: {taken}"
+    reported = f"{len(right)} of {len(records)} methods; taken: {taken}"
     if len(right) == len(records) and part["exit"] != 0:
-        raise NotMeasured(f"{told} so far, then {_format_end(part)}")
-    return len(right) / len(records), told
+        raise NotMeasured(f"{reported} so far, then {_format_end(part)}")
+    return len(right) / len(records), reported
 
 
-def _read_test_share(part: dict[str, Any]) -> tuple[float, str]:
+def _read_test_fraction(part: dict[str, Any]) -> tuple[float, str]:
     """Return the fraction of tests that pass."""
     counts = part.get("counts")
     if not counts or not counts["tests"]:
         raise NotMeasured(_format_end(part))
     wrong = counts["failures"] + counts["errors"]
     passed = counts["tests"] - wrong - counts["skipped"]
-    told = f"{passed} passed, {wrong} failed, {counts['skipped']} skipped"
+    reported = f"{passed} passed, {wrong} failed, {counts['skipped']} skipped"
     if not wrong and part["exit"] != 0:
-        raise NotMeasured(f"{told} so far, then {_format_end(part)}")
-    return passed / (passed + wrong) if passed else 0.0, told
+        raise NotMeasured(f"{reported} so far, then {_format_end(part)}")
+    return passed / (passed + wrong) if passed else 0.0, reported
 
 
 def _select_size(part: dict[str, Any], field: str, largest: bool) -> int:
@@ -141,10 +141,10 @@ def _build_inverse_reader(peer: str, *, largest: bool) -> Callable[[dict[str, An
     """Build a reader of the ratio of our time to a peer's."""
 
     def read(part: dict[str, Any]) -> tuple[float, str]:
-        ratio, told = _build_peer_reader(peer, largest=largest)(part)
+        ratio, reported = _build_peer_reader(peer, largest=largest)(part)
         if not ratio:
             raise NotMeasured("the peer's time is too short for a comparison")
-        return 1 / ratio, f"{1 / ratio:.2f} {told[told.index('(') :]}"
+        return 1 / ratio, f"{1 / ratio:.2f} {reported[reported.index('(') :]}"
 
     return read
 
@@ -168,8 +168,8 @@ def _read_longest(part: dict[str, Any]) -> tuple[float, str]:
     """Return the longest length that ran."""
     record = max(_select_timed(part), key=lambda r: r["T"])
     memory = record["peak_memory_mb"]
-    told = "" if memory is None else f", {memory / 1e3:,.1f} GB"
-    return record["T"], f"{record['ms']['both'][1] / 1e3:,.2f} s{told} (T = {record['T']:,}{_format_cut(record)})"
+    reported = "" if memory is None else f", {memory / 1e3:,.1f} GB"
+    return record["T"], f"{record['ms']['both'][1] / 1e3:,.2f} s{reported} (T = {record['T']:,}{_format_cut(record)})"
 
 
 BIAS = (("≤ 1.35", 1.35),)
@@ -177,10 +177,10 @@ STEP = (("≤ 1.33, whatever happens", 1.33), ("≤ 1.15, wanted", 1.15), ("≤ 
 MODULE = (("≥ 5", 5.0), ("≥ 10", 10.0))
 LAYER = (("runs on one GPU", 131072.0),)
 GOALS = (
-    Goal("Self-check of auto: our kernels are right", "self_check", _read_self_check_share, (("all", 1.0),), True),
-    Goal("Learned-bias kernels within the gate against float64", "correct_bias", _read_gate_share, (("all", 1.0),),
+    Goal("Self-check of auto: our kernels are right", "self_check", _read_self_check_fraction, (("all", 1.0),), True),
+    Goal("Learned-bias kernels within the gate against float64", "correct_bias", _read_gate_fraction, (("all", 1.0),),
         True),
-    Goal("CDAPE kernels within the gate against float64", "correct_cdape", _read_gate_share, (("all", 1.0),), True),
+    Goal("CDAPE kernels within the gate against float64", "correct_cdape", _read_gate_fraction, (("all", 1.0),), True),
     Goal("350M step, CDAPE over KERPLE-log, T = 512, bf16, micro-batch 1", "step_350m",
         _build_step_reader(largest=False), STEP),
     Goal("350M step, CDAPE over KERPLE-log, T = 512, bf16, micro-batch 32", "step_350m",
@@ -205,11 +205,11 @@ GOALS = (
          ((f"about 2 (≤ {MAX_MEMORY_RATIO})", MAX_MEMORY_RATIO),)),
     Goal("131,072 tokens in CDAPE attention of the 125M model, forward + backward", "long", _read_longest, LAYER, True),
     Goal("131,072 tokens in one whole layer of the 125M model", "long_layer", _read_longest, LAYER, True),
-    Goal("Kernel tests on the device", "tests", _read_test_share, (("all pass", 1.0),), True),
+    Goal("Kernel tests on the device", "tests", _read_test_fraction, (("all pass", 1.0),), True),
 )  # fmt: skip
 
 
-def judge_goals(result: dict[str, Any]) -> list[list[str]]:
+def check_goals(result: dict[str, Any]) -> list[list[str]]:
     """Return a row for each goal and level.
 
     It has the goal, measurement, limit, and met, not met or the reason for no measurement.
@@ -219,13 +219,13 @@ def judge_goals(result: dict[str, Any]) -> list[list[str]]:
         try:
             if goal.part not in result["parts"]:
                 raise NotMeasured("not run")
-            value, told = goal.read(result["parts"][goal.part])
+            value, reported = goal.read(result["parts"][goal.part])
         except NotMeasured as why:
             rows += [[goal.name, "—", wanted, f"not measured: {_escape_cell(str(why))}"] for wanted, _ in goal.levels]
             continue
         for wanted, limit in goal.levels:
             met = value >= limit if goal.at_least else value <= limit
-            rows.append([goal.name, told, wanted, "" if wanted == "—" else "met" if met else "not met"])
+            rows.append([goal.name, reported, wanted, "" if wanted == "—" else "met" if met else "not met"])
     return rows
 
 
@@ -239,33 +239,33 @@ def render_page(result: dict[str, Any]) -> str:
     parts = result["parts"]
     kernels = [record for part in parts.values() for record in part.get("records", ()) if "H" in record]
     steps = [record for part in parts.values() for record in part.get("records", ()) if "model" in record]
-    told = [
+    reported = [
         "# GPU check",
         format_measured_line(result)
         + f" Commit {result['commit'] or 'unknown'}; {result['seconds']:.0f} s in all."
         + "\nMade by `make gpu-check`; see [gpu.md](../gpu.md) for its requirements and meaning.",
     ]
     if result["rehearsal"]:
-        told.append("**A rehearsal on a CPU with tiny shapes: these numbers do not apply to a GPU.**")
-    told += ["## Goals", render_markdown_table(["goal", "measured", "wanted", "met?"], judge_goals(result))]
+        reported.append("**A rehearsal on a CPU with tiny shapes: these numbers do not apply to a GPU.**")
+    reported += ["## Goals", render_markdown_table(["goal", "measured", "wanted", "met?"], check_goals(result))]
     ran = [[name, _escape_cell(_format_end(part)), f"{part['seconds']:.0f}"] for name, part in parts.items()]
-    told += ["## Parts", render_markdown_table(["part", "end", "seconds"], ran)]
+    reported += ["## Parts", render_markdown_table(["part", "end", "seconds"], ran)]
     if failures := [line for name, part in parts.items() for line in _list_failures(name, part)]:
-        told += ["## Failures", "\n".join(failures)]
+        reported += ["## Failures", "\n".join(failures)]
     if checked := parts.get("self_check", {}).get("records"):
         cells = [row for record in checked for row in format_self_check_rows(record)]
-        told += ["## Self-check", render_markdown_table(SELF_CHECK_HEADERS, cells)]
+        reported += ["## Self-check", render_markdown_table(SELF_CHECK_HEADERS, cells)]
     if kernels:
-        told += [
+        reported += [
             "## Attention",
             render_markdown_table(COLUMN_HEADERS, [[_escape_cell(cell) for cell in format_cells(r)] for r in kernels]),
         ]
     if steps:
-        told += [
+        reported += [
             "## Steps and layers",
             render_markdown_table(STEP_COLUMN_HEADERS, [_format_step_cells(record) for record in steps]),
         ]
-    return "\n\n".join(told) + "\n"
+    return "\n\n".join(reported) + "\n"
 
 
 SELF_CHECK_HEADERS = ["method", "dtype", "T", "B", "backend", "ms", "error / rounding", "memory MB", "first pass s",
@@ -306,6 +306,8 @@ def _list_failures(name: str, part: dict[str, Any]) -> list[str]:
     ]
     lines += [f"* {name}: {_escape_cell(test)}" for test in part.get("failed", ())]
     if not lines and part["exit"] != 0:
-        said = [line for line in part.get("output", "").splitlines() if line.strip()]
-        lines.append(f"* {name}: {_escape_cell(_format_end(part))}" + (f": {_escape_cell(said[-1])}" if said else ""))
+        output = [line for line in part.get("output", "").splitlines() if line.strip()]
+        lines.append(
+            f"* {name}: {_escape_cell(_format_end(part))}" + (f": {_escape_cell(output[-1])}" if output else "")
+        )
     return lines

@@ -28,7 +28,7 @@ OVERLAYS = sorted(path.stem for path in (SHIPPED_CONFIGS / "position").glob("*.y
 BACKENDS = ("auto", "triton")
 REPRESENTATIVES = ("none", "rotary", "kerple_log", "gaussian_weight2", "fire", "dape", "cdape_kerple_log", "window")
 """Methods that together use every kernel and every code path of the backends."""
-REFUSED_BY_TRITON = {
+UNSUPPORTED_BY_TRITON = {
     **dict.fromkeys(("cope", "transformer_xl", "grape_a"), "contextual terms"),
     **dict.fromkeys(("talking_heads", "mta", "selective", "ssmax_prior"), "this processor"),
 }
@@ -260,8 +260,8 @@ def run_case(case: Case, corpus: Path, run: Path, world_size: int = 1) -> Outcom
         gc.collect()  # engines contain reference cycles
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before, begun, error, trace = read_counters(), time.perf_counter(), "", ""
-    with _listen() as heard:
+    before, start_time, error, trace = read_counters(), time.perf_counter(), "", ""
+    with _listen() as recorder:
         try:
             train(build_config(case, corpus, run, world_size), Console(file=io.StringIO(), width=200))
         except FarfieldError as refusal:
@@ -271,18 +271,18 @@ def run_case(case: Case, corpus: Path, run: Path, world_size: int = 1) -> Outcom
     counted = read_counters() - before
     return Outcome(
         case.name,
-        round(time.perf_counter() - begun, 2),
+        round(time.perf_counter() - start_time, 2),
         error,
         trace,
-        tuple(dict.fromkeys(heard.warnings)),
-        tuple(dict.fromkeys(heard.fallbacks)),
+        tuple(dict.fromkeys(recorder.warnings)),
+        tuple(dict.fromkeys(recorder.fallbacks)),
         torch.cuda.max_memory_allocated(),
         counted.launches,
         counted.triton,
     )
 
 
-class _Heard(logging.Handler):
+class _MessageRecorder(logging.Handler):
     """Messages recorded while a case ran."""
 
     def __init__(self) -> None:
@@ -304,12 +304,12 @@ FOREIGN = re.compile(r"site-packages/(?!torch/|triton/)")
 
 
 @contextmanager
-def _listen() -> Iterator[_Heard]:
+def _listen() -> Iterator[_MessageRecorder]:
     """Collect Python warnings, the project's log messages and C++ messages, and keep them off the terminal."""
     from megatron.model.compiled_regions import ignore_compiler_warnings
 
-    heard, logger = _Heard(), logging.getLogger("megatron")
-    logger.addHandler(heard)
+    recorder, logger = _MessageRecorder(), logging.getLogger("megatron")
+    logger.addHandler(recorder)
     sys.stderr.flush()
     real = os.dup(2)
     with tempfile.TemporaryFile("w+") as written:
@@ -318,20 +318,22 @@ def _listen() -> Iterator[_Heard]:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 ignore_compiler_warnings()  # a run does so once, when it compiles
-                yield heard
+                yield recorder
         finally:
             sys.stderr.flush()
             os.dup2(real, 2)
             os.close(real)
-            logger.removeHandler(heard)
+            logger.removeHandler(recorder)
             written.seek(0)
-            heard.warnings += [line.strip() for line in written if CPLUSPLUS_LINE.match(line)]
+            recorder.warnings += [line.strip() for line in written if CPLUSPLUS_LINE.match(line)]
     for warning in caught:
         if not FOREIGN.search(warning.filename):
-            heard.warnings.append(f"{Path(warning.filename).name}:{warning.lineno}: {warning.message}".splitlines()[0])
+            recorder.warnings.append(
+                f"{Path(warning.filename).name}:{warning.lineno}: {warning.message}".splitlines()[0]
+            )
 
 
-def expected_refusal(case: Case) -> str | None:
+def find_expected_rejection(case: Case) -> str | None:
     """Return part of the error message expected from a case; None if it must train."""
     keys = {**BASE, **case.keys}
     if case.overlay == "xpos" and keys["seq_length"] > LONGEST_XPOS:
@@ -342,10 +344,10 @@ def expected_refusal(case: Case) -> str | None:
         return "it computes a softmax and not stick-breaking"
     if case.overlay == "pope" and keys["hidden_size"] // keys["num_attention_heads"] > MAX_HEAD_DIM // 2:
         return "its head dimension is at most"
-    return REFUSED_BY_TRITON.get(case.overlay)
+    return UNSUPPORTED_BY_TRITON.get(case.overlay)
 
 
-def expected_fallback(case: Case) -> str | None:
+def find_expected_fallback(case: Case) -> str | None:
     """Return part of the fallback message expected from a case with kernels; None if there must be none."""
     if case.backend != "triton":
         return None
@@ -367,7 +369,7 @@ _BIASED = frozenset({
 
 def find_faults(case: Case, outcome: Outcome) -> list[str]:
     """List the faults in the outcome of a case, one line each; empty if correct."""
-    refusal, fallback = expected_refusal(case), expected_fallback(case)
+    refusal, fallback = find_expected_rejection(case), find_expected_fallback(case)
     faults = [f"warned: {line}" for line in outcome.warnings]
     if refusal is not None:
         if refusal not in outcome.error or not outcome.error.startswith("UserError"):

@@ -26,8 +26,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megatron.rehearsal.null_device.cards import CARDS, get_card  # noqa: E402
 from megatron.rehearsal.null_device.environment import build_environment  # noqa: E402
+from megatron.rehearsal.null_device.gpu_models import GPU_MODELS, get_gpu_model  # noqa: E402
 from megatron.rehearsal.synthetic_corpus import write_synthetic_corpus  # noqa: E402
 from megatron.utils.errors import FarfieldError  # noqa: E402
 from tools.arguments import ToolParser, comma_separated, parse_output_path, print_interrupts_in_one_line  # noqa: E402
@@ -39,8 +39,8 @@ from tools.gpu.null_device_cases import (  # noqa: E402
     VOCABULARY,
     Case,
     Outcome,
-    expected_fallback,
-    expected_refusal,
+    find_expected_fallback,
+    find_expected_rejection,
     find_faults,
     list_feature_cases,
     list_layout_cases,
@@ -80,7 +80,7 @@ def list_parts(features: Sequence[str] = tuple(FEATURES)) -> list[MatrixPart]:
 
 def run_part(part: MatrixPart, gpu: str, corpus: Path, folder: Path) -> dict[str, Any]:
     """Run a part's processes in order. If a process dies, its case gets a fault."""
-    begun, results = time.perf_counter(), []
+    start_time, results = time.perf_counter(), []
     for rank in part.ranks:
         job, output = folder / f"{part.name}.json", folder / f"{part.name}-{rank}.jsonl"
         cases = [asdict(case) for case in part.cases]
@@ -91,7 +91,7 @@ def run_part(part: MatrixPart, gpu: str, corpus: Path, folder: Path) -> dict[str
             base |= {name: str(value) for name, value in names.items()}
             base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
         environment = build_environment(
-            get_card(gpu), devices=part.world_size, is_lone_rank=part.world_size > 1, base=base
+            get_gpu_model(gpu), devices=part.world_size, is_single_rank=part.world_size > 1, base=base
         )
         done = subprocess.run(
             [sys.executable, str(WORKER), str(job), str(output)], env=environment, capture_output=True, text=True,
@@ -105,7 +105,7 @@ def run_part(part: MatrixPart, gpu: str, corpus: Path, folder: Path) -> dict[str
             faults = [died] if outcome is None else find_faults(case, outcome)
             described = {} if outcome is None else asdict(outcome)
             results.append({**described, "name": case.name, "rank": rank, "faults": faults})
-    return {"seconds": round(time.perf_counter() - begun, 1), "results": results}
+    return {"seconds": round(time.perf_counter() - start_time, 1), "results": results}
 
 
 def render_page(record: dict[str, Any]) -> str:
@@ -124,8 +124,8 @@ def render_page(record: dict[str, Any]) -> str:
     for name, run in record["parts"].items():
         results, cases = run["results"], {case.name: case for case in parts[name].cases}
         right = sum(not result["faults"] for result in results)
-        refused = sum(expected_refusal(cases[result["name"]]) is not None for result in results)
-        fallen = sum(expected_fallback(cases[result["name"]]) is not None for result in results)
+        refused = sum(find_expected_rejection(cases[result["name"]]) is not None for result in results)
+        fallen = sum(find_expected_fallback(cases[result["name"]]) is not None for result in results)
         counts = f"{len(results):,} | {right:,} | {refused} | {fallen} | {run['seconds']:,.0f}"
         lines.append(f"| {parts[name].title} | {counts} |")
     lines += ["", "## Faults", ""]
@@ -170,7 +170,7 @@ def _normalize(fault: str) -> str:
 def main() -> None:
     names = [part.name for part in list_parts()]
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", choices=[card.name for card in CARDS], default="h100", help="emulated GPU (h100)")
+    parser.add_argument("--gpu", choices=[card.name for card in GPU_MODELS], default="h100", help="emulated GPU (h100)")
     parser.add_argument("--parts", type=comma_separated(names), default=names, help=f"parts to run: {', '.join(names)}")
     parser.add_argument(
         "--features",

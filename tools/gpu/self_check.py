@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from megatron.attention.backends.registry import find_fallback_reason, list_candidates  # noqa: E402
-from megatron.attention.check.evidence import Trial  # noqa: E402
+from megatron.attention.check.check_result import BackendTrial  # noqa: E402
 from megatron.attention.check.problem import build_problem  # noqa: E402
 from megatron.attention.check.trials import try_backends  # noqa: E402
 from megatron.position.encoding import Encoding  # noqa: E402
@@ -91,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class LayerMethod:
-    """Components of the attention of one kind of layer."""
+    """Components of the attention of one layer type."""
 
     name: str
     """Name of the method, followed by the encoding if its layers have several."""
@@ -106,7 +106,7 @@ class LayerMethod:
 
 
 def build_layer_methods(name: str, arguments: argparse.Namespace, length: int) -> list[LayerMethod]:
-    """Build each kind of layer of a method, with new parameters."""
+    """Build each layer type of a method, with new parameters."""
     size = arguments.heads * arguments.dim
     dims = AttentionDims(arguments.heads, arguments.dim, size, length, length)
     torch.manual_seed(0)
@@ -127,14 +127,14 @@ def _build_overlay(name: str, dims: AttentionDims, length: int) -> list[LayerMet
     from megatron.model.position_modules import (
         build_encoding_from_options,
         build_processor_from_options,
-        find_layer_kinds,
+        list_layer_types,
     )
-    from tools.gpu.null_device_cases import Case, expected_fallback, expected_refusal
+    from tools.gpu.null_device_cases import Case, find_expected_fallback, find_expected_rejection
 
     case = Case(name, name, {"attention_backend": "triton"})
-    has_kernels = expected_refusal(case) is None and expected_fallback(case) is None
+    has_kernels = find_expected_rejection(case) is None and find_expected_fallback(case) is None
     position = load_config(["125M", name]).config.position
-    layers, kinds = [], find_layer_kinds(position, MODEL_LAYERS)
+    layers, kinds = [], list_layer_types(position, MODEL_LAYERS)
     for own in kinds:
         encoding = build_encoding_from_options(own, dims)
         processor = build_processor_from_options(own, dims, encoding)
@@ -166,10 +166,10 @@ def _check_layer(layer: LayerMethod, dtype: str, length: int, arguments: argpars
     candidates = list_candidates(CHUNK_ROWS, problem.encoding, problem.processor, None, layer.softmax)
     (inputs,) = problem.list_inputs()
     left = {backend: find_fallback_reason(candidates[backend], inputs) for backend in candidates}
-    trials = [Trial(backend, f"leaves {why} to row blocks") for backend, why in left.items() if why is not None]
+    trials = [BackendTrial(backend, f"leaves {why} to row blocks") for backend, why in left.items() if why is not None]
     tried = {backend: candidates[backend] for backend, why in left.items() if why is None}
     if len(candidates) == 1:  # as in a run with no alternatives
-        trials = [Trial(backend, "is the only supported backend, and not checked") for backend in candidates]
+        trials = [BackendTrial(backend, "is the only supported backend, and not checked") for backend in candidates]
     else:
         trials += try_backends(problem, tried)
     right = sorted((t for t in trials if t.milliseconds is not None), key=lambda t: t.milliseconds or 0.0)
@@ -187,7 +187,7 @@ def _check_layer(layer: LayerMethod, dtype: str, length: int, arguments: argpars
             {
                 "backend": trial.backend,
                 "ms": trial.milliseconds,
-                "excess": trial.largest_excess if trial.excess else None,
+                "excess": trial.largest_error_ratio if trial.excess else None,
                 "memory_mb": trial.memory_mb,
                 "first_seconds": trial.first_seconds,
                 "refusal": trial.refusal,
@@ -204,7 +204,7 @@ def _check_layer(layer: LayerMethod, dtype: str, length: int, arguments: argpars
 
 
 def format_record(record: dict[str, Any]) -> str:
-    told = [
+    reported = [
         f"{trial['backend']} {trial['refusal']}"
         if trial["refusal"] is not None
         else f"{trial['backend']} {trial['ms']:.3g} ms, "
@@ -213,7 +213,7 @@ def format_record(record: dict[str, Any]) -> str:
     ]
     shape = f"{record['method']} {record['dtype']} T = {record['T']} B = {record['B']}"
     nothing = "no backend is correct" if len(record["trials"]) > 1 else "no choice"
-    return f"{shape}: {record['taken'] or nothing}; {'; '.join(told)}"
+    return f"{shape}: {record['taken'] or nothing}; {'; '.join(reported)}"
 
 
 def render_page(result: dict[str, Any]) -> str:

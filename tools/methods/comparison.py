@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron.distributed.process_groups import single_process
+from megatron.distributed.process_groups import build_single_process_groups
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
 from megatron.options.model import ModelOptions
@@ -79,7 +79,7 @@ class AttentionComparison:
 
 
 @torch.no_grad()
-def share_attention(ours: GPT, q: Tensor, k: Tensor, v: Tensor, output: Tensor) -> None:
+def copy_attention(ours: GPT, q: Tensor, k: Tensor, v: Tensor, output: Tensor) -> None:
     """Copy the published projections [D, D] into our first layer."""
     attention = ours.decoder.layers[0].self_attention
     attention.linear_qkv.weight.copy_(torch.cat([x.unflatten(0, (HEADS, -1)) for x in (q, k, v)], 1).flatten(0, 1))
@@ -99,11 +99,13 @@ def build_gpt(sizes: Mapping[str, Any] | None = None, **position: Any) -> GPT:
         use_bias_in_attn_linear=False, use_bias_in_mlp=False, make_vocab_size_divisible_by=VOCABULARY,
         rms_norm_epsilon=1e-5, **(sizes or {}),
     )  # fmt: skip
-    return build_model(model, PositionOptions(**position), VOCABULARY, groups=single_process(), seed=1).eval()
+    return build_model(
+        model, PositionOptions(**position), VOCABULARY, groups=build_single_process_groups(), seed=1
+    ).eval()
 
 
 @torch.no_grad()
-def share_weights(ours: GPT, theirs: nn.Module, kind: str, *, adjacent_pairs: bool = False) -> None:
+def copy_weights(ours: GPT, theirs: nn.Module, kind: str, *, adjacent_pairs: bool = False) -> None:
     """Initialize the published model with random weights and copy them into ours.
 
     Args:
@@ -145,7 +147,7 @@ def share_weights(ours: GPT, theirs: nn.Module, kind: str, *, adjacent_pairs: bo
     ours.output_layer.weight.copy_(head)
 
 
-class StandIn(ModuleType):
+class PackageStub(ModuleType):
     """Replacement of a package that a published file imports but the compared code does not use.
 
     Each of its names is a class that does nothing.
@@ -162,14 +164,14 @@ def load_module(path: Path, *, missing: Sequence[str] = (), package: str | None 
 
     Args:
         path: path of the file.
-        missing: modules that the comparison does not need (`StandIn`).
+        missing: modules that the comparison does not need (`PackageStub`).
         package: package of the file's relative imports, as named in `missing`.
     """
     name = f"published_{path.stem}" if package is None else f"{package}.{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, path
     assert spec.loader is not None, path
-    stood_in = {each: StandIn(each) for each in ([] if package is None else [package]) + list(missing)}
+    stood_in = {each: PackageStub(each) for each in ([] if package is None else [package]) + list(missing)}
     before = {each: sys.modules.get(each) for each in stood_in}
     sys.modules.update(stood_in)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)

@@ -41,7 +41,7 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from megatron.config.schema import Config  # noqa: E402
-from megatron.distributed.process_groups import single_process  # noqa: E402
+from megatron.distributed.process_groups import build_single_process_groups  # noqa: E402
 from megatron.model.build import build_model  # noqa: E402
 from megatron.model.parameter_groups import parameter_groups  # noqa: E402
 from megatron.position.encodings.fox import ForgetGate  # noqa: E402
@@ -77,7 +77,9 @@ def choose_config(method: str, over: str, size: int, parametrization: str, optim
 
 def measure_changes(config: Config, steps: int, lr: float, seed: int) -> list[Coordinates]:
     """Return the mean absolute change of each activation since the start, after each step."""
-    model = build_model(config.model, config.position, VOCABULARY, groups=single_process(), seed=seed).train()
+    model = build_model(
+        config.model, config.position, VOCABULARY, groups=build_single_process_groups(), seed=seed
+    ).train()
     groups = parameter_groups(model, config.optimizer.weight_decay, config.optimizer.optimizer.algorithm)
     optimizer = build_optimizer(groups, config.optimizer)
     for group in optimizer.param_groups:

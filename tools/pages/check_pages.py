@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, action="append", help=f"window width; by default {WIDTHS}")
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
-    paths = arguments.pages or write_made_up_pages(arguments.output)
+    paths = arguments.pages or write_fake_pages(arguments.output)
     num_problems = 0
     with open_browser() as browser:
         for path in paths:
@@ -190,17 +190,17 @@ def open_browser() -> Iterator[Browser]:
             process.wait(timeout=20)
 
 
-def write_made_up_pages(folder: Path) -> list[Path]:
+def write_fake_pages(folder: Path) -> list[Path]:
     """Write reports of 3, 30 and 60 methods, the last with a leaderboard, and a page of analyses."""
     sixty = [*HOSTILE_NAMES, *(f"cdape+method_{i}" if i % 3 == 0 else f"method_{i}" for i in range(56))]
     ablations = tuple(Ablation("cdape", name, name.removeprefix("cdape+")) for name in sixty if name[:6] == "cdape+")
     failure = RunFailure("failed_method", 1, "the loss is not finite: <nan>", 7, 512)
     pages = {
-        "report_3": [ReportSection(None, make_up_records(["rotary", "kerple_log", "cdape+kerple_log"], seed=3))],
-        "report_30": [ReportSection("Thirty methods", make_up_records(sixty[:30]), failures=[failure]),
-                      ReportSection("Three seeds", make_up_seeds(["rotary", "alibi", "t5"]))],
+        "report_3": [ReportSection(None, fake_records(["rotary", "kerple_log", "cdape+kerple_log"], seed=3))],
+        "report_30": [ReportSection("Thirty methods", fake_records(sixty[:30]), failures=[failure]),
+                      ReportSection("Three seeds", fake_seeds(["rotary", "alibi", "t5"]))],
         "report_60": [
-            ReportSection("All methods", [*make_up_records(sixty), *make_up_needles(sixty[:12])], failures=[failure],
+            ReportSection("All methods", [*fake_records(sixty), *fake_needles(sixty[:12])], failures=[failure],
                           own_seeds=True, leaderboard=Leaderboard("method_1", ablations, 6))
         ],
     }  # fmt: skip
@@ -211,11 +211,11 @@ def write_made_up_pages(folder: Path) -> list[Path]:
         text = render_report(sections, configurations={"<a>.yml": "pos_emb: rotary\n" * 9}, command=command)
         paths[-1].write_text(text, encoding="utf-8")
     paths.append(folder / "analysis.html")
-    paths[-1].write_text(render_made_up_analysis(), encoding="utf-8")
+    paths[-1].write_text(render_fake_analysis(), encoding="utf-8")
     return paths
 
 
-def make_up_records(methods: Sequence[str], seed: int = 0, lengths: Sequence[int] = (512, 1024, 2048, 4096, 8192, 16384)
+def fake_records(methods: Sequence[str], seed: int = 0, lengths: Sequence[int] = (512, 1024, 2048, 4096, 8192, 16384)
                     ) -> list[Record]:  # fmt: skip
     """Build synthetic perplexities over lengths with intervals.
 
@@ -245,16 +245,16 @@ def make_up_records(methods: Sequence[str], seed: int = 0, lengths: Sequence[int
     return records
 
 
-def make_up_seeds(methods: Sequence[str]) -> list[Record]:
+def fake_seeds(methods: Sequence[str]) -> list[Record]:
     """Build synthetic records with three seeds per method."""
     return [
         record.replace(seed=seed, run=f"runs/{record.method}/{seed}", value=record.value * (1 + 0.03 * seed))
         for seed in range(3)
-        for record in make_up_records(methods, seed=9)
+        for record in fake_records(methods, seed=9)
     ]
 
 
-def make_up_needles(methods: Sequence[str]) -> list[Record]:
+def fake_needles(methods: Sequence[str]) -> list[Record]:
     """Build synthetic accuracies over depth and length."""
     random_numbers = random.Random(5)
     return [
@@ -269,7 +269,7 @@ def make_up_needles(methods: Sequence[str]) -> list[Record]:
     ]  # fmt: skip
 
 
-def render_made_up_analysis() -> str:
+def render_fake_analysis() -> str:
     """Render charts, a picture, tables and sentences like those of analyses."""
     distances = [float(distance) for distance in (0, 1, 3, 10, 100, 1000, 10_000)]
 

@@ -211,7 +211,7 @@ class ParityCase:
         return ParityCase(**{**values, "layout": Layout(**values["layout"])})
 
 
-def is_possible(case: ParityCase) -> bool:
+def is_supported_case(case: ParityCase) -> bool:
     """Return True if the case is supported.
 
     Half precision without ZeRO cannot shard a model, because a run then uses stage 1. Tensor ranks divide the key-value

@@ -22,14 +22,14 @@ if __name__ == "__main__":
     print_interrupts_in_one_line()
 
 from tools.launch_ranks import run_ranks  # noqa: E402
-from tools.parity.cases import METHODS, STEPS, ParityCase, compute_layout_tolerance, is_possible, list_layouts  # noqa: E402
+from tools.parity.cases import METHODS, STEPS, ParityCase, compute_layout_tolerance, is_supported_case, list_layouts  # noqa: E402
 from tools.records import collect_provenance, format_provenance, write_record  # noqa: E402
 
 CaseResult = dict[str, Any]
 RANK_SCRIPT = ROOT / "tools/parity/rank.py"
 
 
-def compute_excess(found: CaseResult, alone: CaseResult, precision: str) -> dict[str, float]:
+def compute_error_ratio(found: CaseResult, alone: CaseResult, precision: str) -> dict[str, float]:
     """Return the relative differences of losses and norms from a single process, divided by the allowed rounding error.
 
     A value above 1 is an error. It is infinite for values that must be identical and are not.
@@ -37,12 +37,12 @@ def compute_excess(found: CaseResult, alone: CaseResult, precision: str) -> dict
     allowed = compute_layout_tolerance(precision)
     of = {"losses": (*found["losses"], found["valid"]), "norms": tuple(found["norms"])}
     by = {"losses": (*alone["losses"], alone["valid"]), "norms": tuple(alone["norms"])}
-    excess = {
+    error_ratio = {
         kind: max(_relative_difference(a, b) for a, b in zip(of[kind], by[kind], strict=True)) / size
         for kind, size in zip(of, allowed, strict=True)
     }
     same = found["parameters"] == alone["parameters"] and math.isclose(found["flops"], alone["flops"], rel_tol=1e-12)
-    return excess if same else dict.fromkeys(excess, math.inf)
+    return error_ratio if same else dict.fromkeys(error_ratio, math.inf)
 
 
 def _relative_difference(a: float, b: float) -> float:
@@ -133,7 +133,7 @@ def main() -> None:
                 for number, layout in enumerate(list_layouts(world))
                 for precision in arguments.precisions
                 for method in select_every_nth(arguments.methods, arguments.every, number + (precision == "bf16"))
-                if is_possible(case := ParityCase(method, layout, precision))
+                if is_supported_case(case := ParityCase(method, layout, precision))
                 and (arguments.layouts or "") in str(layout)
             ]
             for world in worlds
@@ -142,14 +142,14 @@ def main() -> None:
         alone = train_cases(single, 1, Path(folder) / "1")
         for world, cases in every.items():
             for case, found in train_cases(cases, world, Path(folder) / str(world)).items():
-                excess = compute_excess(found, alone[case.alone()], case.precision)
+                error_ratio = compute_error_ratio(found, alone[case.alone()], case.precision)
                 rows.append(
                     {
                         "ranks": world,
                         "layout": str(case.layout),
                         "precision": case.precision,
                         "method": case.method,
-                        **{kind: round(size, 4) for kind, size in excess.items()},
+                        **{kind: round(size, 4) for kind, size in error_ratio.items()},
                     }
                 )
     record = {

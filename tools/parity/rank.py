@@ -60,7 +60,7 @@ def train_case(case: ParityCase, groups: ProcessGroups) -> dict[str, Any]:
     steps = config.training.gradient_accumulation_steps
 
     def over_all(share: torch.Tensor) -> float:
-        return groups.all_reduce_sum(groups.mesh.count_once(float(share)))[0]
+        return groups.all_reduce_sum(groups.mesh.count_on_one_rank(float(share)))[0]
 
     losses, norms = [], []
     for step in range(case.steps):

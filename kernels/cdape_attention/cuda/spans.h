@@ -15,24 +15,24 @@ struct Tiles {
 };
 
 struct RowSpans {
-  const void* first_keys;  // int32 [rows], where the rows' documents begin; null: all at `origin`'s 0
-  long long batch;         // bytes from one sequence to the next
-  int rows, columns;       // rows of the chunk, and columns that its last row sees
-  int position;            // of the chunk's first row: row r sees columns … position + r
-  int window, origin;      // LOCAL: columns that a row sees at most, and what column 0 is in `first_keys`
-  int edge_position;       // LOCAL: E's first row is of this position in a document
+  const void* document_starts;  // int32 [rows], where the rows' documents begin; null: all at `origin`'s 0
+  long long batch;              // bytes from one sequence to the next
+  int rows, columns;            // rows of the chunk, and columns that its last row sees
+  int position;                 // of the chunk's first row: row r sees columns … position + r
+  int window, origin;           // LOCAL: columns that a row sees at most, and what column 0 is in `document_starts`
+  int edge_position;            // LOCAL: E's first row is of this position in a document
 
   KERNEL_CODE void select_sequence(int index) {
-    if (first_keys != nullptr) first_keys = (const char*)first_keys + index * batch;
+    if (document_starts != nullptr) document_starts = (const char*)document_starts + index * batch;
   }
 
   // Where a row's document begins. Rows beyond the last are as the last.
   KERNEL_CODE int find_document(int row) const {
-    return (first_keys == nullptr ? 0 : load_uniform(first_keys, row < rows ? row : rows - 1)) - origin;
+    return (document_starts == nullptr ? 0 : load_uniform(document_starts, row < rows ? row : rows - 1)) - origin;
   }
   KERNEL_CODE i32 find_lanes_document(i32 row) const {
-    if (first_keys == nullptr) return i32(-origin);
-    return i32(load_global<1>(address(first_keys, minimum(row, i32(rows - 1)) * 4), 0).x[0]) - origin;
+    if (document_starts == nullptr) return i32(-origin);
+    return i32(load_global<1>(address(document_starts, minimum(row, i32(rows - 1)) * 4), 0).x[0]) - origin;
   }
   // The first column that a row sees.
   KERNEL_CODE int find_first(int row) const {

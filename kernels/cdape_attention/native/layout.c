@@ -14,7 +14,8 @@ static const struct {
     FIELD(batch), FIELD(heads), FIELD(rows), FIELD(columns), FIELD(dim), FIELD(width), FIELD(kernel_size), FIELD(offset),
     FIELD(window), FIELD(num_threads), FIELD(padded_dim), FIELD(padded_width), FIELD(block_rows), FIELD(margin),
     FIELD(next_block), FIELD(q), FIELD(k), FIELD(v), FIELD(kt), FIELD(vt), FIELD(bias_contributions), FIELD(edge),
-    FIELD(bias), FIELD(w1), FIELD(w2), FIELD(w1t), FIELD(w2t), FIELD(first_keys), FIELD(out), FIELD(row_max), FIELD(row_sum),
+    FIELD(bias), FIELD(w1), FIELD(w2), FIELD(w1t), FIELD(w2t), FIELD(document_starts), FIELD(out), FIELD(row_max),
+    FIELD(row_sum),
     FIELD(splits), FIELD(dout), FIELD(delta), FIELD(dq), FIELD(dk), FIELD(dv), FIELD(dbias_contributions),
     FIELD(dedge), FIELD(dbias), FIELD(dw1), FIELD(dw2),
 };

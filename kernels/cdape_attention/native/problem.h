@@ -30,11 +30,11 @@ typedef struct {
     const float *k, *v;                 /* [B, H, C, padded_dim] */
     const float *kt, *vt;               /* [B, H, d, margin + C + margin] */
     const float *bias_contributions;    /* U backwards, [D, block_rows + margin + N + p + margin + block_rows] */
-    const float *edge;                  /* E, [R, D, p]; with first_keys of all rows from position 0 on */
+    const float *edge;                  /* E, [R, D, p]; with document_starts of all rows from position 0 on */
     const float *bias;                  /* backwards, [H, block_rows + margin + N + margin + block_rows], or NULL */
     const float *w1, *w2;               /* [H, k, D] and [D, k, H] */
     const float *w1t, *w2t;             /* for the way back: [D, k, H] and [H, k, D], taps mirrored */
-    const int *first_keys;              /* first column of each row's document, [B, R], or NULL where it is 0 */
+    const int *document_starts;         /* first column of each row's document, [B, R], or NULL where it is 0 */
     float *out;                         /* [B, H, R, padded_dim] */
     float *row_max, *row_sum;           /* of each row's softmax, [B, H, R] */
     /* the backward pass alone */
@@ -65,7 +65,7 @@ INLINE long max_long(long a, long b) { return a > b ? a : b; }
 
 /* The left edge of a row's sequence: its document's first column. */
 INLINE long left_edge(const Problem *x, long b, long row) {
-    return x->first_keys ? x->first_keys[b * x->rows + row] : 0;
+    return x->document_starts ? x->document_starts[b * x->rows + row] : 0;
 }
 /* The first column that a row sees. */
 INLINE long first_seen(const Problem *x, long b, long row) {
@@ -73,13 +73,13 @@ INLINE long first_seen(const Problem *x, long b, long row) {
 }
 /* Where a block's tiles begin whose first row needs the columns from `left` on: with its document, or as all blocks' do. */
 INLINE long first_tile(const Problem *x, long left, long kept_columns) {
-    return x->first_keys ? left : left / kept_columns * kept_columns;
+    return x->document_starts ? left : left / kept_columns * kept_columns;
 }
 /* Rows of E. */
-INLINE long num_edge_rows(const Problem *x) { return x->first_keys ? x->offset + x->rows : x->rows; }
+INLINE long num_edge_rows(const Problem *x) { return x->document_starts ? x->offset + x->rows : x->rows; }
 /* Where E of a row begins, for its first line: it stands as far behind its left edge as E's rows behind column 0. */
 INLINE long edge_origin(const Problem *x, long b, long row) {
-    long place = x->first_keys ? x->offset + row - left_edge(x, b, row) : row;
+    long place = x->document_starts ? x->offset + row - left_edge(x, b, row) : row;
     return place * x->width * (x->kernel_size / 2);
 }
 

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from megatron.position.encoding import Encoding
     from megatron.position.processor import Processor
 
-MAX_KEYS_KEPT = 1024
+MAX_KEYS_SAVED = 1024
 """Maximum number of keys up to which `auto` keeps score maps in training: for small maps this is faster than
 recomputation."""
 
-MIN_ROWS_KEPT = 128
+MIN_ROWS_SAVED = 128
 """Minimum number of rows per kept block without a processor: smaller blocks cost more than they save."""
 
 
@@ -51,12 +51,12 @@ def reads_heads_first(backend: AttentionBackend) -> bool:
     return getattr(backend, "reads_heads_first", False)
 
 
-def takes_first_keys(backend: AttentionBackend) -> bool:
-    """Return True if a backend computes rows of several documents in one call (`AttentionInputs.first_keys`).
+def supports_document_starts(backend: AttentionBackend) -> bool:
+    """Return True if a backend computes rows of several documents in one call (`AttentionInputs.document_starts`).
 
     A backend declares this in its attribute of the same name. Other backends are called document by document.
     """
-    return getattr(backend, "takes_first_keys", False)
+    return getattr(backend, "supports_document_starts", False)
 
 
 def find_unsupported_combination(
@@ -118,8 +118,10 @@ def can_mask_documents(
     Randomized positions are drawn for the length of each document, so distances in a row are not differences of
     columns. A processor that reads rows above must not read rows of another document.
     """
-    is_right = processor is None or processor.takes_first_columns
-    return takes_first_keys(backend) and is_right and not randomized and not depends_on_document_start(encoding)
+    is_correct = processor is None or processor.takes_first_columns
+    return (
+        supports_document_starts(backend) and is_correct and not randomized and not depends_on_document_start(encoding)
+    )
 
 
 def compute_document_masks(
@@ -148,11 +150,18 @@ def compute_document_masks(
         return tuple(segments)
     return tuple(
         segment
-        if segment.first_keys is None
+        if segment.document_starts is None
         else replace(
             segment,
             document_mask=compute(
-                segment.tokens, segment.context, segment.first_keys, starts, encoding, window, like, dropout=dropout
+                segment.tokens,
+                segment.context,
+                segment.document_starts,
+                starts,
+                encoding,
+                window,
+                like,
+                dropout=dropout,
             ),
         )
         for segment in segments

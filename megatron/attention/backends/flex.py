@@ -39,7 +39,7 @@ class FlexBackend:
     """
 
     reads_whole_table = True
-    takes_first_keys = True
+    supports_document_starts = True
 
     def __init__(self, fallback: AttentionBackend) -> None:
         self.fallback = fallback
@@ -78,7 +78,7 @@ class FlexBackend:
         self,
         query: TokenRange,
         key: TokenRange,
-        first_keys: Tensor,
+        document_starts: Tensor,
         starts: Tensor,
         encoding: Encoding,
         window: int | None,
@@ -93,7 +93,7 @@ class FlexBackend:
         shape = query.length, key.length, query.start - key.start
         if dropout or not (torch.is_grad_enabled() or shape in self._trained):
             return None
-        first_columns = first_keys if key.start == 0 else (first_keys - key.start).clamp_(min=0)
+        first_columns = document_starts if key.start == 0 else (document_starts - key.start).clamp_(min=0)
         return build_document_mask(*shape, window, first_columns)
 
     def fallback_reason(self, inputs: AttentionInputs) -> str | None:
@@ -167,7 +167,7 @@ def attend_with_flex(inputs: AttentionInputs) -> Tensor:
 def build_block_mask(
     num_rows: int, num_columns: int, offset: int, window: int | None, device: torch.device
 ) -> BlockMask:
-    """Build the block mask: which blocks of rows see which blocks of columns, fully or partially.
+    """Build the block mask: which row blocks see which blocks of columns, fully or partially.
 
     It is computed by arithmetic on blocks, because PyTorch's own function first builds a map of all rows and columns.
 
@@ -228,7 +228,7 @@ def _make_visible(offset: int, window: int | None) -> Any:
 
 @lru_cache(maxsize=2 * MAX_SHAPES)
 def _find_blocks(num_rows: int, num_columns: int, offset: int, window: int | None) -> tuple[Tensor, Tensor]:
-    """Return which blocks of rows see which blocks of columns partially and fully: bool [rows, columns] each."""
+    """Return which row blocks see which blocks of columns partially and fully: bool [rows, columns] each."""
     first_row = torch.arange(0, num_rows, BLOCK_SIZE)[:, None] + offset
     last_row = (first_row + BLOCK_SIZE).clamp(max=num_rows + offset) - 1
     first_column = torch.arange(0, num_columns, BLOCK_SIZE)[None]

@@ -64,7 +64,7 @@ def run_processor_kernel(kernel: Callable[..., Tensor], inputs: AttentionInputs,
         convolutions.bias2,
         offset=inputs.query.start - inputs.key.start,
         window=inputs.window,
-        first_keys=inputs.first_columns,
+        document_starts=inputs.first_columns,
         residual_bias=convolutions.residual_bias,
         sinks=inputs.head_sinks,
     )

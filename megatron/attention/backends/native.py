@@ -33,7 +33,7 @@ class NativeBackend:
         is_requested: True if the user named this backend and should be warned about fallbacks.
     """
 
-    takes_first_keys = True
+    supports_document_starts = True
 
     def __init__(self, fallback: AttentionBackend, *, is_requested: bool) -> None:
         self.fallback, self.is_requested = fallback, is_requested

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention.backends.backend import MAX_KEYS_KEPT, MIN_ROWS_KEPT, find_unsupported_combination
+from megatron.attention.backends.backend import MAX_KEYS_SAVED, MIN_ROWS_SAVED, find_unsupported_combination
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks, pad_values
 from megatron.attention.reference import (
     add_row_terms,
@@ -40,7 +40,7 @@ MAX_PACKED_HEAD_DIM = 256
 class EagerBackend:
     """The reference: materializes the whole score map. Memory grows as T². All other backends are tested against it."""
 
-    takes_first_keys = True
+    supports_document_starts = True
 
     def unsupported_reason(
         self,
@@ -63,7 +63,7 @@ class ChunkedBackend:
         recompute: recompute the maps of a block in the backward pass, instead of keeping them.
     """
 
-    takes_first_keys = True
+    supports_document_starts = True
 
     def __init__(self, block_size: int, *, recompute: bool = True) -> None:
         self.block_size, self.recompute = block_size, recompute
@@ -100,7 +100,7 @@ def _recompute(function: Callable[[AttentionInputs], Tensor], inputs: AttentionI
     others, has_table, contribution = inputs.drop_tensors(), inputs.table is not None, inputs.bias_contribution
 
     def compute(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None) -> Tensor:
-        row_bias, key_bias, bias, weight, by_distance, edge, q_above, row_sums, sinks = tensors
+        row_bias, key_bias, bias, weight, by_distance, edge, preceding_q, row_sums, sinks = tensors
         return function(
             replace(
                 others,
@@ -112,12 +112,12 @@ def _recompute(function: Callable[[AttentionInputs], Tensor], inputs: AttentionI
                 sinks=sinks,
                 table=ScoreTerms(bias, weight) if has_table else None,
                 bias_contribution=None if by_distance is None or edge is None else BiasContribution(by_distance, edge),
-                q_above=q_above,
+                preceding_q=preceding_q,
                 row_sums=row_sums,
             )
         )
 
-    tensors = (*(inputs.table or ScoreTerms()), *(contribution or (None, None)), inputs.q_above, inputs.row_sums)
+    tensors = (*(inputs.table or ScoreTerms()), *(contribution or (None, None)), inputs.preceding_q, inputs.row_sums)
     return checkpoint(
         compute,
         *(inputs.q, inputs.k, inputs.v, inputs.row_bias, inputs.key_bias, *tensors, inputs.sinks),
@@ -127,14 +127,14 @@ def _recompute(function: Callable[[AttentionInputs], Tensor], inputs: AttentionI
 
 
 class RowBlockBackend:
-    """Blocks of rows over their causal columns. Maps are kept for short training sequences, otherwise recomputed."""
+    """Row blocks over their causal columns. Maps are kept for short training sequences, otherwise recomputed."""
 
-    takes_first_keys = True
+    supports_document_starts = True
 
     def __init__(self, block_size: int) -> None:
         self.recomputed = ChunkedBackend(block_size)
-        self.kept_with_processor = ChunkedBackend(block_size, recompute=False)
-        self.kept_without_processor = ChunkedBackend(max(block_size, MIN_ROWS_KEPT), recompute=False)
+        self.saving_with_processor = ChunkedBackend(block_size, recompute=False)
+        self.saving_without_processor = ChunkedBackend(max(block_size, MIN_ROWS_SAVED), recompute=False)
 
     def unsupported_reason(
         self,
@@ -146,8 +146,8 @@ class RowBlockBackend:
         return None
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
-        if torch.is_grad_enabled() and inputs.key.length <= MAX_KEYS_KEPT:
-            backend = self.kept_without_processor if inputs.processor is None else self.kept_with_processor
+        if torch.is_grad_enabled() and inputs.key.length <= MAX_KEYS_SAVED:
+            backend = self.saving_without_processor if inputs.processor is None else self.saving_with_processor
             return backend(inputs)
         return self.recomputed(inputs)
 
@@ -158,7 +158,7 @@ class SdpaBackend:
     It uses flash attention if the device supports it, with memory linear in T.
     """
 
-    takes_first_keys = True
+    supports_document_starts = True
 
     def unsupported_reason(
         self,
@@ -173,7 +173,7 @@ class SdpaBackend:
     def compute_document_mask(
         query: TokenRange,
         key: TokenRange,
-        first_keys: Tensor,
+        document_starts: Tensor,
         starts: Tensor,
         encoding: Encoding,
         window: int | None,
@@ -188,7 +188,7 @@ class SdpaBackend:
 
         Args:
             query, key: rows and columns of a call.
-            first_keys: int32 [B, R], as in `AttentionInputs`.
+            document_starts: int32 [B, R], as in `AttentionInputs`.
             starts: int64 [B, C] on the CPU, the column at which each token's document begins.
             encoding: encoding of a layer.
             window: window of the layers.
@@ -197,15 +197,15 @@ class SdpaBackend:
         """
         if not dropout and query == key and has_packed_attention(like, encoding.qk_head_dim):
             return pack_documents(starts, like.device)
-        batch = len(first_keys)
+        batch = len(document_starts)
         q, k = (like.new_empty(()).expand(batch, 1, tokens.length, 1) for tokens in (query, key))
-        inputs = AttentionInputs(q, k, k, query, key, encoding, first_keys=first_keys, window=window)
+        inputs = AttentionInputs(q, k, k, query, key, encoding, document_starts=document_starts, window=window)
         return [_build_additive_mask(block) for block in iter_row_blocks(inputs, MASKED_ROWS)]
 
     @pad_values
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         unbounded = inputs.window is None or inputs.window >= inputs.query.stop - inputs.key.start
-        unbounded = unbounded and inputs.first_keys is None and inputs.key_mask is None
+        unbounded = unbounded and inputs.document_starts is None and inputs.key_mask is None
         if unbounded and inputs.query == inputs.key:
             return torch.nn.functional.scaled_dot_product_attention(
                 inputs.q, inputs.k, inputs.v, dropout_p=inputs.dropout, is_causal=True

@@ -2,7 +2,7 @@
 
 import logging
 
-from megatron.attention.backends.backend import MAX_KEYS_KEPT, AttentionBackend
+from megatron.attention.backends.backend import MAX_KEYS_SAVED, AttentionBackend
 from megatron.attention.backends.flex import FlexBackend
 from megatron.attention.backends.native import NativeBackend
 from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend, RowBlockBackend, SdpaBackend
@@ -15,7 +15,7 @@ from megatron.utils.errors import UserError
 logger = logging.getLogger(__name__)
 
 ROW_BLOCKS = "row blocks"
-"""Name of `auto`'s blocks of rows, kept or recomputed depending on their length. Users cannot request them by name."""
+"""Name of `auto`'s row blocks, kept or recomputed depending on their length. Users cannot request them by name."""
 
 CHECKED_BACKENDS = ("triton", ROW_BLOCKS, "sdpa", "flex")
 """Backends that `auto` tries on a GPU, in this order after its unchecked default. The last takes longest to compile."""
@@ -41,7 +41,7 @@ def row_blocks_reason(
     reason = SdpaBackend().unsupported_reason(encoding, processor, softcap, softmax_type) if name == "auto" else None
     if reason is None:
         return None
-    return f"row blocks, kept up to {MAX_KEYS_KEPT:,} keys in training: sdpa {reason.removeprefix('it ')}"
+    return f"row blocks, kept up to {MAX_KEYS_SAVED:,} keys in training: sdpa {reason.removeprefix('it ')}"
 
 
 def get_default_backend(
@@ -134,7 +134,7 @@ def find_fallback_reason(backend: AttentionBackend, inputs: AttentionInputs) -> 
     return backend.fallback_reason(inputs) if isinstance(backend, TritonBackend | FlexBackend) else None
 
 
-def rounds_throughout(backend: AttentionBackend, inputs: AttentionInputs) -> bool:
+def is_every_op_rounded(backend: AttentionBackend, inputs: AttentionInputs) -> bool:
     """Return True if a backend stores scores, biases or values derived from them in the compute type.
 
     Kernels round the factors of their products and their results.

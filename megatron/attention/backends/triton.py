@@ -49,7 +49,7 @@ ROWS_PER_CALL = 256
 # Triton is imported only inside functions: the import takes a second and should not fail on machines without a GPU.
 
 
-def triton_is_available() -> bool:
+def is_triton_available() -> bool:
     """Return True if there is a GPU, or Triton's interpreter (tests)."""
     from kernels.runtime import is_interpreted
 
@@ -65,7 +65,7 @@ class TritonBackend:
 
     reads_heads_first = True
     reads_whole_table = True
-    takes_first_keys = True
+    supports_document_starts = True
 
     def __init__(self, fallback: AttentionBackend) -> None:
         self.fallback = fallback
@@ -77,7 +77,7 @@ class TritonBackend:
         softcap: float | None = None,
         softmax_type: str = "vanilla",
     ) -> str | None:
-        if not triton_is_available():
+        if not is_triton_available():
             return "it needs a CUDA device"
         from kernels.head_dim import MAX_HEAD_DIM
 
@@ -263,13 +263,13 @@ def _attend_with_bias_kernel(inputs: AttentionInputs, table: ScoreTerms) -> Tens
         *(inputs.q, inputs.k, inputs.v, bias, weight, inputs.key_bias),
         offset=inputs.query.start - inputs.key.start,
         window=inputs.window,
-        first_keys=inputs.first_columns,
+        document_starts=inputs.first_columns,
         sinks=inputs.head_sinks,
     )
 
 
 def attend_with_bias_matrix(inputs: AttentionInputs, bias: Tensor | None, fire: FireParameters | None) -> Tensor:
-    """Compute PyTorch's fused attention in blocks of rows, with a bias matrix from a kernel.
+    """Compute PyTorch's fused attention in row blocks, with a bias matrix from a kernel.
 
     Supports no processor, weight or key mask. Blocks are recomputed in the backward pass, so memory is linear in T. The
     matrix is rounded to the type of q, as PyTorch requires.
@@ -284,7 +284,7 @@ def attend_with_bias_matrix(inputs: AttentionInputs, bias: Tensor | None, fire: 
     ) -> Tensor:
         matrix = _build_matrix(block, bias, fire)
         mask = matrix[None]
-        if block.window is not None or block.first_keys is not None:
+        if block.window is not None or block.document_starts is not None:
             mask = mask.masked_fill(~compute_visible_mask(block), float("-inf"))
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=block.dropout)
 

@@ -7,7 +7,7 @@ type, and timed.
     compared_rows.py     the rows that are compared, and their documents
     fused_reference.py   the formula with the gradient of fused kernels
     trials.py            runs, judges and times each backend
-    evidence.py          the results, as stored in files with their conditions: card, driver, versions, sources
+    check_result.py          the results, as stored in files with their conditions: card, driver, versions, sources
 
 `megatron/model/backend_choice.py` runs it when a model is built, and makes all ranks agree.
 """

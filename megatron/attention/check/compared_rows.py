@@ -15,12 +15,12 @@ from megatron.attention.segments import (
 )
 from megatron.position.token_range import TokenRange
 
-ROWS_PER_SLAB = 64
+ROWS_PER_RANGE = 64
 """Number of consecutive rows that are compared, if not all are: first, last and middle rows of a segment."""
 
 
 @dataclass(frozen=True)
-class Slab:
+class RowRange:
     """Compared rows start … stop − 1 of a segment."""
 
     segment: int
@@ -67,7 +67,7 @@ def count_pairs(tokens: TokenRange, window: int | None) -> int:
 
 def choose_slabs(
     segments: tuple[TokenRange, ...], rows_per_segment: int, borders: Sequence[Sequence[int]]
-) -> Iterator[Slab]:
+) -> Iterator[RowRange]:
     """Choose the compared rows of each segment: all rows if they are few, else first, middle and last ones.
 
     Middle rows begin in the middle of a tile.
@@ -77,10 +77,10 @@ def choose_slabs(
     """
     for index, tokens in enumerate(segments):
         if tokens.length <= rows_per_segment:
-            yield Slab(index, 0, tokens.length)
+            yield RowRange(index, 0, tokens.length)
             continue
-        size = max(min(rows_per_segment // 3, ROWS_PER_SLAB), 1)
+        size = max(min(rows_per_segment // 3, ROWS_PER_RANGE), 1)
         border = min(borders[index], key=lambda row: abs(row - tokens.length // 2), default=tokens.length // 2)
         middle = max(border - size // 3, size)
         for start in sorted({0, min(middle, tokens.length - 2 * size), tokens.length - size}):
-            yield Slab(index, start, start + size)
+            yield RowRange(index, start, start + size)

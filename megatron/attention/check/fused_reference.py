@@ -18,7 +18,7 @@ from megatron.attention.softmax import append_sink
 
 def attend_as_fused(inputs: AttentionInputs) -> Tensor:
     """Compute `reference.compute_attention` without dropout, with the gradient of fused kernels: [B, h, R, d]."""
-    if inputs.breaks_sticks:  # no kernel fuses stick-breaking
+    if inputs.uses_stick_breaking:  # no kernel fuses stick-breaking
         return compute_attention(inputs)
     logits, v, sinks = compute_logits(inputs), inputs.v, inputs.head_sinks
     if sinks is not None:  # a key without a value

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from megatron.attention.backends.backend import AttentionBackend, compute_document_masks
 from megatron.attention.check.compared_rows import (
-    ROWS_PER_SLAB,
+    ROWS_PER_RANGE,
     CheckedDocuments,
-    Slab,
+    RowRange,
     choose_slabs,
     count_documents,
     count_pairs,
@@ -47,7 +47,7 @@ MAX_PAIRS = 1 << 33
 MAX_EXACT_PAIRS = 1 << 24
 """Maximum number of scores computed in float64: all heads of 512 rows, or the last rows of a long sequence; 128 MB
 each."""
-DISTURBANCE = 0.1
+PERTURBATION = 0.1
 """Relative change of the parameters: some start at values (zero) that would hide a wrong gradient."""
 GRADIENT_SIZE = 1 / 16
 """Size of the output's gradient: its sums over all rows fit float16, as with a loss scale in training."""
@@ -97,7 +97,7 @@ class CheckProblem:
         return sum(count_pairs(tokens, self.window) for tokens in self.segments)
 
     @cached_property
-    def slabs(self) -> tuple[Slab, ...]:
+    def row_ranges(self) -> tuple[RowRange, ...]:
         """Compared rows."""
         borders = [[] if self.documents is None else self.documents.find_borders(tokens) for tokens in self.segments]
         return tuple(choose_slabs(self.segments, self._rows_per_segment, borders))
@@ -106,13 +106,13 @@ class CheckProblem:
     def _rows_per_segment(self) -> int:
         heads = self.num_heads if self.processor is None else self.encoding.dims.num_heads
         affordable = MAX_EXACT_PAIRS // (heads * self.num_columns * len(self.segments))
-        wanted = 3 * ROWS_PER_SLAB if self.processor is None else 3
+        wanted = 3 * ROWS_PER_RANGE if self.processor is None else 3
         return max(affordable, wanted)
 
     @cached_property
     def head_ranges(self) -> tuple[slice, ...]:
         """Compared heads of the rank: all, or the first and the last if all are too many."""
-        rows = sum(slab.stop - slab.start for slab in self.slabs)
+        rows = sum(row_range.stop - row_range.start for row_range in self.row_ranges)
         if self.processor is not None or rows * self.num_columns * self.num_heads <= MAX_EXACT_PAIRS:
             return (slice(0, self.num_heads),)
         return tuple(slice(head, head + 1) for head in sorted({0, self.num_heads - 1}))
@@ -124,7 +124,7 @@ class CheckProblem:
             "heads": self.num_heads,
             "rows": [[tokens.start, tokens.stop] for tokens in self.segments],
             "keys": self.num_columns,
-            "compared_rows": [[slab.start, slab.stop] for slab in self.slabs],
+            "compared_rows": [[row_range.start, row_range.stop] for row_range in self.row_ranges],
             "compared_heads": [[heads.start, heads.stop] for heads in self.head_ranges],
             **({} if self.documents is None else {"documents": count_documents(self.documents.starts)}),
         }
@@ -145,9 +145,9 @@ class CheckProblem:
         queries = tuple(draw(score_heads, tokens.length, rotated_dim) for tokens in self.segments)
         k, v = draw(score_heads, self.num_columns, rotated_dim), draw(self.num_heads, self.num_columns, head_dim)
         gradients = [torch.zeros_like(v[:, :, : tokens.length]) for tokens in self.segments]
-        for slab in self.slabs:
+        for row_range in self.row_ranges:
             for heads in self.head_ranges:
-                rows = gradients[slab.segment][-1:, heads, slab.start : slab.stop]
+                rows = gradients[row_range.segment][-1:, heads, row_range.start : row_range.stop]
                 rows.copy_(GRADIENT_SIZE * torch.randn(rows.shape, generator=generator, device=self.device))
         return queries, k, v, tuple(gradients)
 
@@ -173,10 +173,10 @@ class CheckProblem:
     def build_inputs(self, segment: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionInputs:
         """Build a backend's inputs from the queries of a segment and all keys and values."""
         query = self.segments[segment]
-        first_keys = None
+        document_starts = None
         if self.documents is not None:
             starts = self.documents.starts[:, query.start : query.stop]
-            first_keys = starts.to(device=self.device, dtype=torch.int32)
+            document_starts = starts.to(device=self.device, dtype=torch.int32)
         gates = self._compute_gates(self.encoding, self._score_heads)
         own_gates = None if gates is None else gates[..., : query.stop]
         row_bias, key_bias = sum_gates(own_gates, query.length)
@@ -190,7 +190,7 @@ class CheckProblem:
             key=TokenRange(0, query.stop, query.sampled),
             encoding=self.encoding,
             processor=self.processor,
-            first_keys=first_keys,
+            document_starts=document_starts,
             window=self.window,
             softcap=self.softcap,
             heads=self.heads,
@@ -201,22 +201,22 @@ class CheckProblem:
         """Return the fields of the inputs that describe the softmax."""
         return {
             "sinks": None if sink is None else sink(like),
-            "breaks_sticks": self.softmax_type.startswith("stick-breaking"),
+            "uses_stick_breaking": self.softmax_type.startswith("stick-breaking"),
             "adds_remainder": self.softmax_type == "stick-breaking-remainder",
         }
 
     def list_inputs(self) -> list[AttentionInputs]:
         """List a backend's inputs for each segment, or for each of its documents."""
         queries, k, v, _ = self._drawn
-        found: list[AttentionInputs] = []
+        results: list[AttentionInputs] = []
 
         def keep(inputs: AttentionInputs) -> Tensor:
-            found.append(inputs)
+            results.append(inputs)
             return inputs.v[:, :, -inputs.query.length :]
 
         for segment, q in enumerate(queries):
             self._attend(keep, segment, q, k, v)
-        return found
+        return results
 
     def _attend(
         self, compute: Callable[[AttentionInputs], Tensor], segment: int, q: Tensor, k: Tensor, v: Tensor
@@ -236,8 +236,8 @@ class CheckProblem:
         key = (compute, inputs.query.start)
         if key not in self._document_masks:
             assert self.documents is not None
-            assert inputs.first_keys is not None
-            segment = Segment(inputs.query, first_keys=inputs.first_keys)
+            assert inputs.document_starts is not None
+            segment = Segment(inputs.query, document_starts=inputs.document_starts)
             (segment,) = compute_document_masks(
                 [segment], self.documents.starts, compute, self.encoding, self.window, inputs.q, dropout=False
             )
@@ -298,9 +298,9 @@ class CheckProblem:
         outputs = [self._attend(backend, i, q, k_leaf, v_leaf) for i, q in enumerate(q_leaves)]
         named = dict(_named_parameters(self.encoding, self.processor, self.sink))
         leaves = [*q_leaves, k_leaf, v_leaf, *named.values()]
-        found = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True, materialize_grads=True)
+        results = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True, materialize_grads=True)
         names = [*(f"dq{i}" for i in range(len(queries))), "dk", "dv", *named]
-        return [output.detach() for output in outputs], dict(zip(names, found, strict=True))
+        return [output.detach() for output in outputs], dict(zip(names, results, strict=True))
 
     def select_results(self, outputs: list[Tensor], gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
         """Select the results that float64 computes too, by name, and return whether all other gradients are zero."""
@@ -309,11 +309,11 @@ class CheckProblem:
         rest += [gradients[name].clone() for name in ("dk", "dv")]
         for heads in self.head_ranges:
             score_heads = heads if self.processor is None else ALL_HEADS
-            for slab in self.slabs:
-                rows = slice(slab.start, slab.stop)
-                selected["output"].append(outputs[slab.segment][-1:, heads, rows])
-                selected["dq"].append(gradients[f"dq{slab.segment}"][-1:, score_heads, rows])
-                rest[slab.segment][-1:, score_heads, rows] = 0
+            for row_range in self.row_ranges:
+                rows = slice(row_range.start, row_range.stop)
+                selected["output"].append(outputs[row_range.segment][-1:, heads, rows])
+                selected["dq"].append(gradients[f"dq{row_range.segment}"][-1:, score_heads, rows])
+                rest[row_range.segment][-1:, score_heads, rows] = 0
             selected["dk"].append(gradients["dk"][-1:, score_heads])
             selected["dv"].append(gradients["dv"][-1:, heads])
             rest[-2][-1:, score_heads], rest[-1][-1:, heads] = 0, 0
@@ -336,14 +336,14 @@ class CheckProblem:
             k_leaves.append(k[-1:, score_heads].double().requires_grad_())
             v_leaves.append(v[-1:, heads].double().requires_grad_())
             gates = self._compute_gates(encoding, own if self.processor is None else ALL_HEADS, slice(-1, None))
-            for slab in self.slabs:
-                rows = slice(slab.start, slab.stop)
-                q_leaves.append(queries[slab.segment][-1:, score_heads, rows].double().requires_grad_())
-                tokens = self.segments[slab.segment]
+            for row_range in self.row_ranges:
+                rows = slice(row_range.start, row_range.stop)
+                q_leaves.append(queries[row_range.segment][-1:, score_heads, rows].double().requires_grad_())
+                tokens = self.segments[row_range.segment]
                 own_heads = own if self.processor is None else self.heads
-                upstream.append(gradients[slab.segment][-1:, heads, rows].double())
+                upstream.append(gradients[row_range.segment][-1:, heads, rows].double())
                 if self.documents is not None:  # each document separately, even if the backend combines several
-                    compared = TokenRange(tokens.start + slab.start, slab.stop - slab.start)
+                    compared = TokenRange(tokens.start + row_range.start, row_range.stop - row_range.start)
                     output = self._attend_by_document(
                         lambda inputs: attend_as_fused(precompute_terms(inputs)),
                         self.documents.select_last(1),
@@ -357,14 +357,16 @@ class CheckProblem:
                     outputs.append(output)
                     continue
                 row_bias, key_bias = sum_gates(gates, self.num_columns)
-                first, last = tokens.start + slab.start, tokens.start + slab.stop
+                first, last = tokens.start + row_range.start, tokens.start + row_range.stop
                 inputs = AttentionInputs(
                     q=q_leaves[-1],
                     row_bias=None if row_bias is None else row_bias[..., first:last],
                     key_bias=key_bias,
                     k=k_leaves[-1],
                     v=v_leaves[-1],
-                    query=replace(tokens, start=tokens.start + slab.start, length=slab.stop - slab.start),
+                    query=replace(
+                        tokens, start=tokens.start + row_range.start, length=row_range.stop - row_range.start
+                    ),
                     key=TokenRange(0, self.num_columns, tokens.sampled),
                     encoding=encoding,
                     processor=processor,
@@ -374,7 +376,7 @@ class CheckProblem:
                     **self._describe_softmax(sink, q_leaves[-1]),
                 )
                 # Drop columns that no row depends on.
-                block = inputs.select_rows(0, slab.stop - slab.start)
+                block = inputs.select_rows(0, row_range.stop - row_range.start)
                 outputs.append(attend_as_fused(precompute_terms(block)))
         named = dict(_named_parameters(encoding, processor, sink))
         leaves = [*q_leaves, *k_leaves, *v_leaves, *named.values()]
@@ -441,10 +443,10 @@ def build_problem(
         softmax_type: how weights are computed from logits.
         documents: documents of the sequences, if separated; the last sequence is compared.
     """
-    own = _copy_disturbed(encoding, dtype, device)
-    own_processor = None if processor is None else _copy_disturbed(processor, dtype, device)
+    own = _copy_perturbed(encoding, dtype, device)
+    own_processor = None if processor is None else _copy_perturbed(processor, dtype, device)
     sink = build_softmax_sink(softmax_type, encoding.dims.num_heads)
-    own_sink = None if sink is None else _copy_disturbed(sink, dtype, device)
+    own_sink = None if sink is None else _copy_perturbed(sink, dtype, device)
     of_softmax = (softcap, softmax_type, own_sink)
     problem = CheckProblem(own, own_processor, segments, batch, window, heads, dtype, device, *of_softmax, documents)
     affordable = MAX_PAIRS // (problem.num_heads * problem.pairs_per_head)
@@ -460,7 +462,7 @@ def build_problem(
     return replace(problem, segments=cut)
 
 
-def _copy_disturbed(module: ModuleT, dtype: torch.dtype, device: torch.device) -> ModuleT:
+def _copy_perturbed(module: ModuleT, dtype: torch.dtype, device: torch.device) -> ModuleT:
     """Copy a module with disturbed parameters of the given type. Its tables keep their type, as in training."""
     copied = copy.deepcopy(module).to(device)
     generator = torch.Generator().manual_seed(SEED)
@@ -468,7 +470,7 @@ def _copy_disturbed(module: ModuleT, dtype: torch.dtype, device: torch.device) -
         for parameter in copied.parameters():
             drawn = 2 * torch.rand(parameter.shape, generator=generator) - 1
             size = parameter.cpu().float().abs()
-            change = DISTURBANCE * drawn * torch.where(size > 0, size, 1.0)
+            change = PERTURBATION * drawn * torch.where(size > 0, size, 1.0)
             parameter.data = (parameter.cpu().float() + change).to(device, dtype)
         for part in copied.modules():
             if isinstance(part, BoundedParameter):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron.attention.backends.backend import AttentionBackend
-from megatron.attention.backends.registry import rounds_throughout
-from megatron.attention.check.evidence import Trial
+from megatron.attention.backends.registry import is_every_op_rounded
+from megatron.attention.check.check_result import BackendTrial
 from megatron.attention.check.problem import CheckProblem
 from megatron.utils.rounding import SAFETY_FACTOR, compute_size_ratio, estimate_rounding_sizes
 
@@ -25,7 +25,7 @@ CHECK_SECONDS = 20.0
 TIMING_SECONDS = 2.0
 """Time limit in seconds of all timing rounds together."""
 MAX_ROUNDS, MIN_ROUNDS = 10, 2
-CERTAIN_EXCESS = 100.0
+CERTAIN_ERROR_RATIO = 100.0
 """Error ratio above which a result is wrong. A result with a smaller excess is computed a second time."""
 
 
@@ -35,7 +35,7 @@ class DeviceLostError(Exception):
     `trials` are the trials so far, including the failed one.
     """
 
-    def __init__(self, trials: list[Trial]) -> None:
+    def __init__(self, trials: list[BackendTrial]) -> None:
         super().__init__(f"attention by {trials[-1].backend} {trials[-1].refusal}")
         self.trials = trials
 
@@ -43,23 +43,24 @@ class DeviceLostError(Exception):
 def time_pass(run: Callable[[], object], device: torch.device) -> float:
     """Return the duration of a forward and backward pass in seconds, from launch until the device has finished."""
     _synchronize(device)
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     run()
     _synchronize(device)
-    return time.perf_counter() - begun
+    return time.perf_counter() - start_time
 
 
-def is_within_rounding(excess: Mapping[str, float]) -> bool:
+def is_within_rounding(error_ratios: Mapping[str, float]) -> bool:
     """Return True if a backend's results are correct.
 
     Args:
-        excess: ratio of the error of each result to the size of rounding errors (`Judge.compute_excess`). It is
+        error_ratios: ratio of the error of each result to the size of rounding errors
+        (`ReferenceResults.compute_error_ratio`). It is
             infinite for NaN, and if a value that must be zero is not.
     """
-    return all(ratio <= SAFETY_FACTOR for ratio in excess.values())
+    return all(ratio <= SAFETY_FACTOR for ratio in error_ratios.values())
 
 
-class Judge:
+class ReferenceResults:
     """Exact results of a problem, and the sizes of rounding errors in its type."""
 
     def __init__(self, problem: CheckProblem) -> None:
@@ -71,37 +72,37 @@ class Judge:
         """Results in float64."""
         return self.problem.compute_exactly()
 
-    def compute_excess(
-        self, found: Mapping[str, Tensor], others_are_zero: bool, *, throughout: bool
+    def compute_error_ratio(
+        self, found: Mapping[str, Tensor], is_zero_elsewhere: bool, *, rounds_every_op: bool
     ) -> dict[str, float]:
         """Compute the ratio of the error to the size of rounding errors for each result.
 
         Args:
-            found, others_are_zero: `CheckProblem.select_results` of a backend.
-            throughout: True if the backend rounds every result to the type (`registry.rounds_throughout`).
+            found, is_zero_elsewhere: `CheckProblem.select_results` of a backend.
+            rounds_every_op: True if the backend rounds every result to the type (`registry.is_every_op_rounded`).
         """
         kinds = {name: x.dtype for name, x in found.items()}
-        sizes = self._estimate_sizes(kinds, throughout=throughout)
-        excess = {
+        sizes = self._estimate_sizes(kinds, rounds_every_op=rounds_every_op)
+        error_ratios = {
             name: compute_size_ratio(found[name].double().view_as(exact) - exact, sizes[name])
             for name, exact in self.exact.items()
         }
-        return excess if others_are_zero else {**excess, "rows without a gradient": float("inf")}
+        return error_ratios if is_zero_elsewhere else {**error_ratios, "rows without a gradient": float("inf")}
 
-    def _estimate_sizes(self, kinds: Mapping[str, torch.dtype], *, throughout: bool) -> dict[str, Tensor]:
-        if throughout not in self._sizes:
+    def _estimate_sizes(self, kinds: Mapping[str, torch.dtype], *, rounds_every_op: bool) -> dict[str, Tensor]:
+        if rounds_every_op not in self._sizes:
             sizes = estimate_rounding_sizes(
                 kinds,
                 self.exact,
                 self.problem.compute_exactly,
                 self.problem.dtype,
                 stored=True,
-                throughout=throughout,
+                rounds_every_op=rounds_every_op,
             )
             for constant, weight in self.problem.logit_constants.items():
                 sizes[constant] = torch.maximum(sizes[constant], sizes[weight])
-            self._sizes[throughout] = sizes
-        return self._sizes[throughout]
+            self._sizes[rounds_every_op] = sizes
+        return self._sizes[rounds_every_op]
 
 
 def try_backends(
@@ -110,7 +111,7 @@ def try_backends(
     *,
     timer: Callable[[Callable[[], object], torch.device], float] | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> list[Trial]:
+) -> list[BackendTrial]:
     """Try each backend that supports the problem, in order.
 
     Args:
@@ -124,62 +125,64 @@ def try_backends(
     """
     deadline = clock() + CHECK_SECONDS
     try:
-        judges = [Judge(problem), Judge(replace(problem, seed=problem.seed + 1))]
-        assert judges[0].exact  # before any backend runs, so that a failure here is not attributed to one
+        references = [ReferenceResults(problem), ReferenceResults(replace(problem, seed=problem.seed + 1))]
+        assert references[0].exact  # before any backend runs, so that a failure here is not attributed to one
     except Exception as failure:  # the exact results need memory too
         why = f"was not compared: computing in float64 {_describe_failure(failure)}"
-        return [Trial(name, why, is_final=not _is_out_of_memory(failure)) for name in backends]
-    trials: list[Trial] = []
+        return [BackendTrial(name, why, is_final=not _is_out_of_memory(failure)) for name in backends]
+    trials: list[BackendTrial] = []
     for name, backend in backends.items():
         if clock() > deadline:
             why = f"was not tried: the check had taken {CHECK_SECONDS:.0f} s"
-            trials.append(Trial(name, why, is_final=False))
+            trials.append(BackendTrial(name, why, is_final=False))
             continue
         try:
-            trials.append(_try_backend(judges, name, backend, clock))
+            trials.append(_try_backend(references, name, backend, clock))
         except Exception as failure:  # compilers, drivers and libraries can raise anything
-            trials.append(Trial(name, _describe_failure(failure), is_final=not _is_out_of_memory(failure)))
+            trials.append(BackendTrial(name, _describe_failure(failure), is_final=not _is_out_of_memory(failure)))
         free_memory(problem.device)
-        if not trials[-1].is_right and not is_device_usable(problem.device):
+        if not trials[-1].is_correct and not is_device_usable(problem.device):
             raise DeviceLostError(trials)
     return _time_backends(problem, backends, trials, timer or time_pass, clock)
 
 
-def _try_backend(judges: Sequence[Judge], name: str, backend: AttentionBackend, clock: Callable[[], float]) -> Trial:
-    begun = clock()
-    first_seconds, excess = 0.0, {}
-    for judge in judges:
-        outputs, gradients = judge.problem.run(backend)
-        found, others_are_zero = judge.problem.select_results(outputs, gradients)
-        first_seconds = first_seconds or clock() - begun
-        throughout = any(rounds_throughout(backend, inputs) for inputs in judge.problem.list_inputs())
-        excess = judge.compute_excess(found, others_are_zero, throughout=throughout)
-        if is_within_rounding(excess):
-            return Trial(name, excess=excess, first_seconds=first_seconds)
+def _try_backend(
+    references: Sequence[ReferenceResults], name: str, backend: AttentionBackend, clock: Callable[[], float]
+) -> BackendTrial:
+    start_time = clock()
+    first_seconds, error_ratios = 0.0, {}
+    for reference in references:
+        outputs, gradients = reference.problem.run(backend)
+        results, is_zero_elsewhere = reference.problem.select_results(outputs, gradients)
+        first_seconds = first_seconds or clock() - start_time
+        rounds_every_op = any(is_every_op_rounded(backend, inputs) for inputs in reference.problem.list_inputs())
+        error_ratios = reference.compute_error_ratio(results, is_zero_elsewhere, rounds_every_op=rounds_every_op)
+        if is_within_rounding(error_ratios):
+            return BackendTrial(name, excess=error_ratios, first_seconds=first_seconds)
         # Rounding may move a hidden value across a kink, which changes a gradient by more than rounding errors. The
         # change is small, and does not recur with other inputs.
-        if max(excess.values()) > CERTAIN_EXCESS:
+        if max(error_ratios.values()) > CERTAIN_ERROR_RATIO:
             break
-    worst = max(excess, key=lambda result: excess[result])
-    type_name = str(judges[0].problem.dtype).removeprefix("torch.")
-    why = f"errs in {worst} by {excess[worst]:.3g} times the rounding error of {type_name}"
-    return Trial(name, why, excess=excess, first_seconds=first_seconds)
+    worst = max(error_ratios, key=lambda result: error_ratios[result])
+    type_name = str(references[0].problem.dtype).removeprefix("torch.")
+    why = f"errs in {worst} by {error_ratios[worst]:.3g} times the rounding error of {type_name}"
+    return BackendTrial(name, why, excess=error_ratios, first_seconds=first_seconds)
 
 
 def _time_backends(
     problem: CheckProblem,
     backends: Mapping[str, AttentionBackend],
-    trials: list[Trial],
+    trials: list[BackendTrial],
     timer: Callable[[Callable[[], object], torch.device], float],
     clock: Callable[[], float],
-) -> list[Trial]:
+) -> list[BackendTrial]:
     """Return the trials with the times of correct backends: medians over rounds in which the backends alternate."""
-    passes: dict[str, list[float]] = {trial.backend: [] for trial in trials if trial.is_right}
+    passes: dict[str, list[float]] = {trial.backend: [] for trial in trials if trial.is_correct}
     memory: dict[str, float | None] = {}
-    failed: dict[str, Trial] = {}
-    begun = clock()
+    failed: dict[str, BackendTrial] = {}
+    start_time = clock()
     for round_index in range(MAX_ROUNDS):
-        if round_index >= MIN_ROUNDS and clock() - begun > TIMING_SECONDS:
+        if round_index >= MIN_ROUNDS and clock() - start_time > TIMING_SECONDS:
             break
         for name in [name for name in passes if name not in failed]:
             try:
@@ -187,13 +190,13 @@ def _time_backends(
                 passes[name].append(timer(lambda name=name: problem.run(backends[name]), problem.device))  # type: ignore[misc]
                 memory[name] = _read_peak_memory(problem.device, before)
             except Exception as failure:  # as in the first pass
-                failed[name] = Trial(name, _describe_failure(failure), is_final=not _is_out_of_memory(failure))
+                failed[name] = BackendTrial(name, _describe_failure(failure), is_final=not _is_out_of_memory(failure))
     free_memory(problem.device)
     if failed and not is_device_usable(problem.device):
         raise DeviceLostError([*trials, *failed.values()])
     return [
         failed.get(trial.backend, trial)
-        if trial.backend in failed or not trial.is_right
+        if trial.backend in failed or not trial.is_correct
         else replace(trial, milliseconds=1e3 * median(passes[trial.backend]), memory_mb=memory[trial.backend])
         for trial in trials
     ]

@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from megatron.attention.documents import find_document_starts, split_documents
 from megatron.attention.inputs import AttentionInputs
-from megatron.attention.query_rows import RowsAbove, describe_query_rows, scale_queries
+from megatron.attention.query_rows import PrecedingRows, describe_query_rows, scale_queries
 from megatron.attention.reference import compute_attention_in_blocks, sum_gates
 from megatron.attention.segments import (
     SampleFunction,
@@ -52,7 +52,7 @@ CACHE_FIELD = next(
     if field.name not in ("last_hidden_state", "hidden_states", "attentions")
 )
 """Name of a model's cache in transformers: past_key_values until 5.23, cache from 5.24 on."""
-REFUSED_ARGUMENTS = frozenset(
+UNSUPPORTED_ARGUMENTS = frozenset(
     (
         *("output_attentions", "head_mask", "cross_attn_head_mask", "token_type_ids"),
         *("encoder_hidden_states", "encoder_attention_mask", "block_table", "read_index", "write_index"),
@@ -60,7 +60,7 @@ REFUSED_ARGUMENTS = frozenset(
     )
 )
 """Arguments that request results this model does not compute."""
-PASSED_OVER_ARGUMENTS = frozenset({"tokenizer", "assistant_tokenizer"})
+IGNORED_ARGUMENTS = frozenset({"tokenizer", "assistant_tokenizer"})
 """Arguments that `generate` passes to every model but uses only itself."""
 STATIC_CACHES = frozenset(
     getattr(configuration_utils, "ALL_STATIC_CACHE_IMPLEMENTATIONS", ("static", "offloaded_static"))
@@ -268,7 +268,7 @@ class FarfieldAttention(nn.Module):
         gates = None
         if type(encoding).overrides_hook("gate"):
             gates = encoding.gate(hidden_states, ALL_HEADS)
-        kept = self._keep_tokens(q, k, v, gates, past_key_values, document_ends)
+        kept = self._cache_tokens(q, k, v, gates, past_key_values, document_ends)
         k, v, gates, above = kept.k, kept.v, kept.gates, kept.above
         k, v = (x.repeat_interleave(self.queries_per_key, dim=1) if self.queries_per_key > 1 else x for x in (k, v))
 
@@ -287,14 +287,14 @@ class FarfieldAttention(nn.Module):
                 window=self.window,
                 softcap=self.config.attn_logit_softcapping,
                 sinks=sinks,
-                breaks_sticks=self.softmax_type.startswith("stick-breaking"),
+                uses_stick_breaking=self.softmax_type.startswith("stick-breaking"),
                 adds_remainder=self.softmax_type == "stick-breaking-remainder",
                 dropout=self.config.attention_dropout if self.training else 0.0,
                 row_bias=row_bias,
                 key_bias=key_bias,
             )
             if above is not None:
-                inputs = above.join(inputs, segment)
+                inputs = above.add_to(inputs, segment)
             output = compute_attention_in_blocks(inputs, self.config.attention_rows)
             if above is not None and above.sums is not None:
                 above.add_rows(inputs, segment)
@@ -309,7 +309,7 @@ class FarfieldAttention(nn.Module):
             output = output * torch.sigmoid(gate.unflatten(-1, (self.config.num_attention_heads, -1)))
         return self.out(output.to(hidden_states.dtype).flatten(2))
 
-    def _keep_tokens(
+    def _cache_tokens(
         self,
         q: Tensor,
         k: Tensor,
@@ -317,17 +317,17 @@ class FarfieldAttention(nn.Module):
         gates: Tensor | None,
         past_key_values: Cache | None,
         document_ends: Tensor | None,
-    ) -> "KeptTokens":
+    ) -> "CachedTokens":
         """Add tokens to the cache, if there is one, and return its content for all tokens so far.
 
         After each token's key, the cache stores other data that later tokens need: queries, which a cache may round
         like keys, and bits that must be returned exactly. A mark among these bits detects whether they are.
         """
         processor, length = self.processor, k.shape[2]
-        reads_above = processor is not None and processor.reads_rows_above
+        reads_above = processor is not None and processor.reads_preceding_rows
         has_sums = processor is not None and processor.overrides("row_terms")
         if past_key_values is None:
-            return KeptTokens(k, v, gates, RowsAbove(q, length, None) if reads_above else None)
+            return CachedTokens(k, v, gates, PrecedingRows(q, length, None) if reads_above else None)
         past_length = int(past_key_values.get_seq_length(self.layer_idx))
         keys = [k]
         if reads_above and not has_sums:
@@ -360,23 +360,23 @@ class FarfieldAttention(nn.Module):
             gates = torch.cat([bits[0][:, :past_length].transpose(1, 2), gates], dim=2)
         if processor is not None and has_sums:
             queries, sums, counts = bits[-4], bits[-3][..., 0], bits[-2][:, :past_length, 0]
-            rows_above = q
+            preceding_rows = q
             if not bool((counts == past_length).all()):
                 # Tokens were removed since the sums were stored (or a cache kept a copy): recompute the sums of the
                 # rows.
-                rows_above = q.new_zeros(len(q), q.shape[1], total, q.shape[-1])
-                rows_above[:, processor.summed_heads] = queries.unflatten(-1, (-1, q.shape[-1])).transpose(1, 2)
-                rows_above[:, :, past_length:] = q
+                preceding_rows = q.new_zeros(len(q), q.shape[1], total, q.shape[-1])
+                preceding_rows[:, processor.summed_heads] = queries.unflatten(-1, (-1, q.shape[-1])).transpose(1, 2)
+                preceding_rows[:, :, past_length:] = q
                 sums = torch.zeros_like(sums)
-            above = RowsAbove(rows_above, total, sums)
+            above = PrecedingRows(preceding_rows, total, sums)
 
             def store_sums(new_sums: Tensor) -> None:
                 bits[-3:-1] = [new_sums[..., None], torch.full_like(bits[-2], total)]
                 parts[number].data.copy_(pack_bits(bits, k))  # the cache's own memory; no gradient flows through it
 
         elif reads_above:
-            above = RowsAbove(parts[1].unflatten(3, (-1, q.shape[-1])).transpose(2, 3).flatten(1, 2), total, None)
-        return KeptTokens(k, v, gates, above, store_sums)
+            above = PrecedingRows(parts[1].unflatten(3, (-1, q.shape[-1])).transpose(2, 3).flatten(1, 2), total, None)
+        return CachedTokens(k, v, gates, above, store_sums)
 
     def _check_stored_width(self, past_key_values: Cache, width: int) -> None:
         """Reject a cache that was filled by something else, such as peft's prefix tuning."""
@@ -391,13 +391,13 @@ class FarfieldAttention(nn.Module):
 
 
 @dataclass
-class KeptTokens:
+class CachedTokens:
     """Keys, values and gates of all tokens so far."""
 
     k: Tensor
     v: Tensor
     gates: Tensor | None
-    above: RowsAbove | None
+    above: PrecedingRows | None
     """Earlier rows that the processor reads, or None."""
     store_sums: Callable[[Any], None] | None = None
     """Function that stores the sums for the next step, or None if there are none."""
@@ -724,9 +724,9 @@ def _take_cache(past_key_values: Any, kwargs: dict[str, Any]) -> Cache | None:
 def _check_no_extra_arguments(kwargs: dict[str, Any]) -> None:
     """Reject arguments that request other results; warn about unknown ones, which later versions may pass."""
     for name in (name for name, value in kwargs.items() if value is not None and value is not False):
-        if name in REFUSED_ARGUMENTS:
+        if name in UNSUPPORTED_ARGUMENTS:
             raise ValueError(f"this model does not support {name}")
-        if name not in PASSED_OVER_ARGUMENTS:
+        if name not in IGNORED_ARGUMENTS:
             logger.warning_once(f"this model ignores the unknown argument {name}")
 
 

@@ -119,7 +119,7 @@ def _cohere2_to_hf_keys(config: Config) -> dict[str, Any]:
 
 
 def _weight_mappings(config: Config) -> Iterator[WeightMapping]:
-    return map_llama_weights(config, {"input_layernorm": "input_layernorm"}, turns_neighbours=True)
+    return map_llama_weights(config, {"input_layernorm": "input_layernorm"}, rotates_adjacent_pairs=True)
 
 
 COHERE = ModelFamily(

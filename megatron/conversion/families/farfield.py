@@ -25,10 +25,10 @@ from megatron.model.mup import Multipliers, get_multipliers
 from megatron.model.position_modules import list_layer_positions
 from megatron.options.model import (
     ModelOptions,
+    compute_intermediate_size,
     ffn_hidden_size,
     has_qkv_bias,
     head_dim,
-    intermediate_size_of,
     list_norm_parts,
     norm_epsilon,
     num_kv_heads,
@@ -65,7 +65,7 @@ def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
         "hidden_size": hidden_size,
         "num_attention_heads": num_heads,
         **({} if num_kv_heads == num_heads else {"num_kv_heads": num_kv_heads}),
-        "intermediate_size": intermediate_size_of(hf_config.get_positive_int("intermediate_size"), activation),
+        "intermediate_size": compute_intermediate_size(hf_config.get_positive_int("intermediate_size"), activation),
         "seq_length": train_length,
         "max_position_embeddings": hf_config.get_positive_int("position_table", train_length),
         "norm": norm,
@@ -321,14 +321,14 @@ def _find_other_conflict(config: Config) -> str | None:
     from megatron.model.position_modules import (
         build_attention_dims,
         build_encoding_from_options,
-        find_layer_kinds,
+        list_layer_types,
     )
 
     options = config.position.pos_emb_options
     unknown = "the cache in transformers does not know the final length of a text"
     with torch.device("meta"):
         dims = build_attention_dims(config.model)
-        for own in find_layer_kinds(config.position, config.model.num_layers):
+        for own in list_layer_types(config.position, config.model.num_layers):
             if build_encoding_from_options(own, dims).depends_on_length:
                 cause = f" (pos_emb_options.scaling is {scaling})" if (scaling := options.get("scaling")) else ""
                 return f"pos_emb {own.encoding} depends on the length of the whole text{cause}; {unknown}"

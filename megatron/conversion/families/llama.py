@@ -27,7 +27,7 @@ from megatron.conversion.model_family import (
     check_equal_biases,
     map_layers,
 )
-from megatron.options.model import ffn_hidden_size, has_qkv_bias, head_dim, intermediate_size_of, num_kv_heads
+from megatron.options.model import compute_intermediate_size, ffn_hidden_size, has_qkv_bias, head_dim, num_kv_heads
 
 ACTIVATION_TO_HF = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"}
 """Activation of the gate in transformers, by our gated activation."""
@@ -74,7 +74,7 @@ def read_llama_keys(
         "num_attention_heads": num_heads,
         **({} if num_kv_heads == num_heads else {"num_kv_heads": num_kv_heads}),
         **({} if head_dim * num_heads == hidden_size else {"head_dim": head_dim}),
-        "intermediate_size": intermediate_size_of(hf_config.get_positive_int("intermediate_size"), activation),
+        "intermediate_size": compute_intermediate_size(hf_config.get_positive_int("intermediate_size"), activation),
         "seq_length": hf_config.get_positive_int("max_position_embeddings", 2048),
         "norm": "rmsnorm",
         "rms_norm_epsilon": hf_config.get_positive_float("rms_norm_eps", 1e-6),
@@ -212,7 +212,7 @@ def map_llama_weights(
     norms: Mapping[str, str],
     norm_transform: Transform = IDENTITY,
     *,
-    turns_neighbours: bool = False,
+    rotates_adjacent_pairs: bool = False,
 ) -> Iterator[WeightMapping]:
     """Yield the mappings of all weights of a Llama-like family.
 
@@ -221,10 +221,10 @@ def map_llama_weights(
         norms: names of a layer's norms, ours and theirs; norms of queries and keys are added if the configuration has
             them.
         norm_transform: transform of all norms.
-        turns_neighbours: True if adjacent elements of a head are rotated together rather than its halves.
+        rotates_adjacent_pairs: True if adjacent elements of a head are rotated together rather than its halves.
     """
     model = config.model
-    qkv_transform = SeparateQKV(model.num_attention_heads, num_kv_heads(model), turns_neighbours)
+    qkv_transform = SeparateQKV(model.num_attention_heads, num_kv_heads(model), rotates_adjacent_pairs)
 
     def layer_table(layer_idx: str) -> Iterator[tuple[str, Any, Transform]]:
         hf_prefix = f"model.layers.{layer_idx}"

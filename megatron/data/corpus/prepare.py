@@ -51,7 +51,7 @@ from megatron.utils.atomic_directory import (
     atomic_directory,
     describe_write_errors,
     read_folder_version,
-    recover_abandoned,
+    recover_stale_work,
 )
 from megatron.utils.errors import FarfieldError, UserError
 from megatron.utils.project import get_farfield_version
@@ -88,7 +88,7 @@ def prepare_corpus(
     """
     output, progress = Path(output), progress or (lambda stage, done, total: None)
     recipe = read_corpus_recipe(options)
-    recover_abandoned(output.resolve(), recipe.key)
+    recover_stale_work(output.resolve(), recipe.key)
     replaced_version = read_folder_version(output)
     if (corpus := find_existing_corpus(output, recipe, overwrite=overwrite, progress=progress)) is not None:
         return corpus
@@ -158,7 +158,7 @@ def _write_corpus(recipe: CorpusRecipe, folder: Path, progress: CorpusProgress) 
     if earlier is None and (options.tokens is not None or recipe.tokenizer is None):
         writer.save()  # counting and training take long
     _write_splits(writer, tokenizer, assignment, recipe.num_workers)
-    _refuse_empty_split(writer, recipe.files)
+    _check_split_not_empty(writer, recipe.files)
     if writer.skipped:
         examples = ", ".join(writer.skipped[:5])
         notes.append(f"{len(writer.skipped)} Python files skipped because Python cannot decode them: {examples}")
@@ -252,7 +252,7 @@ def _write_splits(writer: CorpusWriter, tokenizer: Tokenizer, assignment: SplitA
         writer.close()
 
 
-def _refuse_empty_split(writer: CorpusWriter, files: list[SourceFile]) -> None:
+def _check_split_not_empty(writer: CorpusWriter, files: list[SourceFile]) -> None:
     num_documents = sum(counts.documents for counts in writer.split_counts.values())
     bad = f"; {writer.bad.describe()}" if writer.bad.count else ""
     if num_documents == 0:
@@ -277,7 +277,7 @@ def _open_work_folder(output: Path, key: str, replaces: FolderVersion | None) ->
     target = output.resolve()  # a link to another disk stays a link
     work: Path | None = None
 
-    def keep_after(error: BaseException) -> bool:
+    def should_keep_after(error: BaseException) -> bool:
         assert work is not None
         return isinstance(
             error, KeyboardInterrupt | StoppedBySignal | UnfinishedError | BadDocumentError
@@ -285,7 +285,7 @@ def _open_work_folder(output: Path, key: str, replaces: FolderVersion | None) ->
 
     with (
         describe_write_errors(output, "the corpus that"),
-        atomic_directory(target, replaces=replaces, key=key, keep_after=keep_after) as folder,
+        atomic_directory(target, replaces=replaces, key=key, should_keep_after=should_keep_after) as folder,
     ):
         work = folder.parent
         yield folder

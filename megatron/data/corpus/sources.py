@@ -126,7 +126,7 @@ def scan_sources(
         elif source == "shakespeare":
             files.append(describe_source_file(SHAKESPEARE))
         elif is_url(source):
-            raise UserError(_refuse_remote(source))
+            raise UserError(_reject_remote_source(source))
         elif source.startswith(HUB_PREFIX) and not is_saved_dataset(Path(source.removeprefix(HUB_PREFIX))):
             has_dataset = True
             files.append(_describe_hub_dataset(HubDataset(source, hf_split or DEFAULT_SPLIT)))
@@ -285,7 +285,7 @@ def _describe_hub_dataset(hub: HubDataset) -> SourceFile:
     return SourceFile(Path(hub.source), name, "hub", size, modified, hub)
 
 
-def _refuse_remote(source: str) -> str:
+def _reject_remote_source(source: str) -> str:
     """Return the error message for a remote source such as s3://bucket/file, with an alternative."""
     dataset = source.removeprefix("hf://").removeprefix("datasets/")
     instead = f"(for a dataset on the hub, use {HUB_PREFIX}{dataset}) " if source.startswith("hf://") else ""

@@ -72,7 +72,7 @@ class StringTask(AutoregressiveTask):
     def num_letters(self) -> int:
         return self.letters
 
-    def ask_string(self, string: Array, answer: Array) -> TaskBatch:
+    def build_string_batch(self, string: Array, answer: Array) -> TaskBatch:
         """Build sequences `$ string | answer .` from the letters of both, [B, n] and [B, r]."""
         begin, separator = (np.full((len(string), 1), token) for token in (self.begin_token, self.separator_token))
         return self.build_batch(np.concatenate([begin, string, separator], axis=1), answer)
@@ -100,7 +100,7 @@ class RepetitiveStringTask(StringTask):
             raise ValueError(f"{self.pieces} pieces are more than half of the {possible} possible pieces")
         return self
 
-    def order_answer(self, string: Array) -> Array:
+    def compute_answer(self, string: Array) -> Array:
         """Return the answers [B, n] to strings [B, n]."""
         raise NotImplementedError
 
@@ -111,11 +111,11 @@ class RepetitiveStringTask(StringTask):
         string = sample_repetitive_strings(
             generator, count, length, letters=self.letters, pieces=self.pieces, piece_length=self.piece_length
         )
-        return self.ask_string(string, self.order_answer(string))
+        return self.build_string_batch(string, self.compute_answer(string))
 
     def predict_trivially(self, batch: TaskBatch) -> dict[str, Array]:
         length = batch.tokens.shape[1] // 2 - 1
-        source, written = self.order_answer(batch.tokens[:, 1 : length + 1]), batch.tokens[:, length + 1 :]
+        source, written = self.compute_answer(batch.tokens[:, 1 : length + 1]), batch.tokens[:, length + 1 :]
         answers = np.full(batch.tokens.shape, self.stop_token)
         answers[:, length + 1] = source[:, 0]
         for place in range(1, length):

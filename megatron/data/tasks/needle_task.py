@@ -5,7 +5,7 @@ from typing import Literal, Self
 import numpy as np
 from pydantic import model_validator
 
-from megatron.data.tasks.sampling import hide_statements, sample_distinct
+from megatron.data.tasks.sampling import insert_statements, sample_distinct
 from megatron.data.tasks.task import Array, Task, TaskBatch
 from megatron.options.section import config_field
 
@@ -88,7 +88,7 @@ class NeedleTask(RulerTask):
         num_keys, num_asked = self.num_needle_k, self.num_needle_q
         keys, values, others = self._draw_words(generator, count, length)
         needles = self._mix_needles(generator, keys, values, others)
-        haystack = hide_statements(generator, needles, length, self.noise_words)
+        haystack = insert_statements(generator, needles, length, self.noise_words)
         asked = sample_distinct(generator, count, num_asked, num_keys)
         return self._ask(haystack, keys, values, asked)
 
@@ -101,7 +101,7 @@ class NeedleTask(RulerTask):
         num_values = self.num_needle_v
         keys, values, others = self._draw_words(generator, count, length)
         needles = self._mix_needles(generator, keys[:, 1:], values[:, num_values:], others)
-        haystack = hide_statements(generator, needles, length - 2 * num_values, self.noise_words)
+        haystack = insert_statements(generator, needles, length - 2 * num_values, self.noise_words)
         own = np.stack([np.repeat(keys[:, :1], num_values, axis=1), values[:, :num_values]], axis=2).reshape(count, -1)
         start = round(depth * haystack.shape[1])
         splits = (haystack[:, start : start + 1] >= self.answer_ids.start).any(axis=1)

@@ -14,7 +14,7 @@ def sample_distinct(generator: np.random.Generator, count: int, size: int, below
     return np.take_along_axis(indices, order, axis=1)
 
 
-def hide_statements(generator: np.random.Generator, statements: Array, length: int, noise_words: int) -> Array:
+def insert_statements(generator: np.random.Generator, statements: Array, length: int, noise_words: int) -> Array:
     """Build a haystack: statements in order, at uniform positions among noise.
 
     All sets of positions without overlap have the same probability.

@@ -2,7 +2,7 @@
 
 A backend receives everything needed to compute attention as one value, `AttentionInputs`. A wrapper that passes this
 value to a hook, and then calls the real backend, observes each layer of the actual forward pass without reimplementing
-it. Maps are computed from `AttentionInputs` in blocks of rows, so that no full map is ever in memory.
+it. Maps are computed from `AttentionInputs` in row blocks, so that no full map is ever in memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -79,16 +79,16 @@ def slice_from_row(inputs: AttentionInputs, first: int) -> AttentionInputs:
     mask = inputs.key_mask
     if mask is not None and mask.dim() == 3:
         mask = mask[:, num_skipped:]
-    first_keys = None if inputs.first_keys is None else inputs.first_keys[:, num_skipped:]
+    document_starts = None if inputs.document_starts is None else inputs.document_starts[:, num_skipped:]
     row_bias = None if inputs.row_bias is None else inputs.row_bias[:, :, num_skipped:]
     return replace(
         inputs,
         q=inputs.q[:, :, num_skipped:],
         query=query,
         key_mask=mask,
-        first_keys=first_keys,
+        document_starts=document_starts,
         row_bias=row_bias,
-        q_above=inputs.select_rows_above(num_skipped),
+        preceding_q=inputs.select_preceding_rows(num_skipped),
     )
 
 

@@ -36,7 +36,7 @@ from megatron.model.device_dtype import check_precision
 from megatron.options.commands import AnalysisOptions
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.html_page import is_generated_page
-from megatron.utils.atomic_io import check_folder, refuse_foreign_files
+from megatron.utils.atomic_io import check_folder, check_no_foreign_files
 from megatron.utils.errors import UserError
 from megatron.utils.progress import WorkItem
 
@@ -109,7 +109,7 @@ def read_analysis_request(
     _check_indices("--heads", options.heads, [config.model.num_attention_heads for config in all_configs], "heads")
     folder = _choose_folder(trained_runs, untrained, output)
     check_folder("--output", folder)
-    _refuse_foreign_results(folder, options)
+    _check_no_foreign_results(folder, options)
     lengths, inputs = _choose_lengths_and_inputs(trained_runs, all_configs, options)
     return AnalysisRequest(trained_runs, untrained, options, folder, lengths, inputs)
 
@@ -149,7 +149,7 @@ def _choose_folder(
     raise UserError("several models: choose a folder for the page with --output")
 
 
-def _refuse_foreign_results(folder: Path, options: AnalysisOptions) -> None:
+def _check_no_foreign_results(folder: Path, options: AnalysisOptions) -> None:
     """Check that a folder has no files with the names of our results that no analysis wrote.
 
     Raises:
@@ -157,8 +157,8 @@ def _refuse_foreign_results(folder: Path, options: AnalysisOptions) -> None:
     """
     names = options.only or list_analysis_names()
     data_files = [folder / f"{name}.{suffix}" for name in names for suffix in ("csv", "json")]
-    refuse_foreign_files("--output", [folder / PAGE_FILE], is_generated_page)
-    refuse_foreign_files("--output", data_files, is_data_file)
+    check_no_foreign_files("--output", [folder / PAGE_FILE], is_generated_page)
+    check_no_foreign_files("--output", data_files, is_data_file)
 
 
 def _choose_lengths_and_inputs(

@@ -79,7 +79,7 @@ def analyze(
     request = read_analysis_request(runs, configs, options or AnalysisOptions(), output)
     log = make_log_function(console)
     log(f"the page will be saved as {request.folder / PAGE_FILE}")
-    lock = FolderLock(request.folder, name=LOCK_FILE, key="--output", busy=LOCKED_MESSAGE, patience=0.0)
+    lock = FolderLock(request.folder, name=LOCK_FILE, key="--output", busy_message=LOCKED_MESSAGE, lock_timeout=0.0)
     try:
         return _write_analysis(request, console, log)
     finally:

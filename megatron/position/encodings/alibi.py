@@ -24,7 +24,7 @@ def slopes(num_heads: int) -> list[float]:
 
 
 @cache
-def keep_slopes(num_heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def cache_slopes(num_heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the slopes on a device, to which they are copied once; not to be changed."""
     with torch.inference_mode(False):
         return torch.tensor(slopes(num_heads), dtype=dtype, device=device)
@@ -43,7 +43,7 @@ class Alibi(Encoding):
     cost = EncodingCost()
 
     def table(self, distances: Tensor) -> ScoreTerms:
-        m = keep_slopes(self.dims.num_heads, torch.float32, distances.device)
+        m = cache_slopes(self.dims.num_heads, torch.float32, distances.device)
         return ScoreTerms(bias=-m[:, None] * distances)
 
     def bias_tails(self) -> list[SeriesTail]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.position.bounded_parameter import BoundedParameter
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims, EncodingCost, OptionError
-from megatron.position.token_range import TokenRange, causal_mask
+from megatron.position.token_range import TokenRange, build_causal_mask
 
 
 class Cope(Encoding):
@@ -49,7 +49,7 @@ class Cope(Encoding):
     def contextual(
         self, q: Tensor, k: Tensor, scores: Tensor, query: TokenRange, key: TokenRange, heads: slice
     ) -> Tensor:
-        visible = causal_mask(query, key, q.device)
+        visible = build_causal_mask(query, key, q.device)
         gates = torch.sigmoid(scores.to(torch.promote_types(scores.dtype, torch.float32))) * visible
         # Count from the right: column j includes j itself and everything up to the query.
         position = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.positions - 1)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims, EncodingCost, OptionError
-from megatron.position.numerics import rotary_frequencies, rotate_halves
+from megatron.position.numerics import compute_rotary_frequencies, rotate_halves
 from megatron.position.token_range import ALL_HEADS, TokenRange, select_heads
 
 _SEED_STEP = 1_000_003
@@ -34,7 +34,7 @@ class Fope(Encoding):
     other_names = ("fourier", "fourier_position_embedding")
     relative = False
     rotates_alike = False
-    cost = EncodingCost(num_turn_tables=lambda options: 4)
+    cost = EncodingCost(num_rotation_tables=lambda options: 4)
 
     def __init__(
         self,
@@ -67,21 +67,21 @@ class Fope(Encoding):
         self.base, self.num_pairs = base, dims.head_dim // 2
         slowest = 2 * math.pi / (dims.train_length if original_length is None else original_length)
         self.num_frequencies = sum(base ** (-m / self.num_pairs) >= slowest for m in range(self.num_pairs))
-        self.num_turned = min(self.num_frequencies, dims.head_dim // 4) if released else self.num_frequencies
+        self.num_rotated = min(self.num_frequencies, dims.head_dim // 4) if released else self.num_frequencies
         self.layer = dims.layer if released else 0
         self.still_sine = 1.0 if released else 0.0
-        if not self.num_turned:
+        if not self.num_rotated:
             raise OptionError("original_length", f"is {original_length}; no pair would rotate; use pos_emb none")
         self.gain, self.seed = gain, seed
 
     def rotate(self, x: Tensor, tokens: TokenRange, heads: slice = ALL_HEADS) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.no_grad():
-            frequencies = rotary_frequencies(self.num_pairs, self.base, x.device)[: self.num_frequencies]
+            frequencies = compute_rotary_frequencies(self.num_pairs, self.base, x.device)[: self.num_frequencies]
             angle = tokens.positions(x.device).double()[:, None] * frequencies
             by_cos, by_sin = (select_heads(each, heads).to(x.device, dtype) for each in self.coefficients())
             cos, sin = angle.cos().to(dtype) @ by_cos, angle.sin().to(dtype) @ by_sin  # [H, T, M]
-            still = (0, self.num_pairs - self.num_turned)
+            still = (0, self.num_pairs - self.num_rotated)
             cos = torch.nn.functional.pad(cos, still, value=1.0)
             sin = torch.nn.functional.pad(sin, still, value=self.still_sine)
             turns = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
@@ -92,7 +92,7 @@ class Fope(Encoding):
 
         They are determined by the option seed (with released also by the layer) and not stored in checkpoints.
         """
-        heads, size, pairs = self.dims.num_heads, self.num_frequencies, self.num_turned
+        heads, size, pairs = self.dims.num_heads, self.num_frequencies, self.num_rotated
         generator = torch.Generator().manual_seed(self.seed + _SEED_STEP * self.layer)
         deviation = self.gain * math.sqrt(2 / (pairs * (size + heads)))
         step = -(-size // pairs)  # step from one pair's own frequency to the next pair's; pairs past the last have none

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from megatron.position.bounded_parameter import BoundedParameter, init_constant, init_normal
 from megatron.position.encoding import Encoding
-from megatron.position.encodings.alibi import keep_slopes
+from megatron.position.encodings.alibi import cache_slopes
 from megatron.position.facts import AttentionDims, EncodingCost, OptionError
 from megatron.position.numerics import promote_to_float32
 from megatron.position.token_range import TokenRange
@@ -71,7 +71,7 @@ class GrapeA(Encoding):
         vector = parameter()[heads]
         if self.normalize:
             vector = vector * torch.rsqrt((vector * vector).sum(-1, keepdim=True))
-        slope = keep_slopes(self.dims.num_heads, vector.dtype, x.device)[heads]
+        slope = cache_slopes(self.dims.num_heads, vector.dtype, x.device)[heads]
         logits = torch.matmul(promote_to_float32(x), vector[..., None])[..., 0] * self.dims.head_dim**-0.5
         return F.softplus(logits) * (slope * F.softplus(self.omega()[heads]))[:, None]
 

@@ -15,7 +15,7 @@ from torch.nn.functional import softplus
 from megatron.position.bounded_parameter import BoundedParameter, init_constant, init_uniform
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims, EncodingCost, OptionError
-from megatron.position.numerics import position_angles
+from megatron.position.numerics import compute_position_angles
 from megatron.position.token_range import ALL_HEADS, TokenRange, select_heads
 
 DELTA_STARTS = {"zero": init_constant(0.0), "uniform": init_uniform(-2 * math.pi, 0.0)}
@@ -40,7 +40,7 @@ class Pope(Encoding):
     cost = EncodingCost(
         num_parameters=lambda dims, options: dims.num_heads * dims.head_dim if options["learned_delta"] else 0,
         qk_width=2,
-        num_turn_tables=lambda options: 3 if options["learned_delta"] else 0,
+        num_rotation_tables=lambda options: 3 if options["learned_delta"] else 0,
         keeps_unrotated=True,
     )
 
@@ -72,7 +72,9 @@ class Pope(Encoding):
     def _rotate(self, x: Tensor, tokens: TokenRange, delta: Tensor | None) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         # Reduce modulo 2π in float64, so that adding to it in float32 keeps its precision.
-        angle = position_angles(tokens.positions(x.device), self.dims.head_dim, self.base).remainder(2 * math.pi)
+        angle = compute_position_angles(tokens.positions(x.device), self.dims.head_dim, self.base).remainder(
+            2 * math.pi
+        )
         turned = angle.to(dtype) if delta is None else angle.to(dtype) - delta[:, None]
         # Products of 2d elements are divided by √(2d): compensate by √2 for the scale 1/√d, half on each side.
         root = 2**0.25

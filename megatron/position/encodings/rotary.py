@@ -20,11 +20,11 @@ from torch import Tensor
 
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims, EncodingCost, OptionError
-from megatron.position.numerics import keep_for_capture, rotary_frequencies, rotate_halves
+from megatron.position.numerics import compute_rotary_frequencies, retain_for_capture, rotate_halves
 from megatron.position.rotary_scaling import RotaryScaling
 from megatron.position.token_range import ALL_HEADS, TokenRange
 
-TURNS_KEPT = 8
+MAX_CACHED_ROTATIONS = 8
 """Number of token ranges whose cosines and sines an encoding caches.
 
 These are training's and evaluation's and the two of a rank, and separately for queries and keys if these differ.
@@ -128,11 +128,13 @@ class Rotary(Encoding):
             raise OptionError("xpos_scale_base", f"is {xpos_scale_base:g}: {reason}")
         if scaling == "selfextend":
             self.relative = False  # groups start at position 0
-        self._turns: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        self._rotations: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
     def frequencies(self, device: torch.device | str | None = None, length: int = 0) -> Tensor:
         """Return radians per token of each pair, in a sequence of the given length (scaling dynamic): float64 [r/2]."""
-        return self.scaling.frequencies(rotary_frequencies(self.rotated // 2, self.base, device), self.base, length)
+        return self.scaling.frequencies(
+            compute_rotary_frequencies(self.rotated // 2, self.base, device), self.base, length
+        )
 
     def rotate(self, x: Tensor, tokens: TokenRange, heads: slice = ALL_HEADS) -> Tensor:
         return self._rotate(x, tokens, are_queries=True)
@@ -144,7 +146,7 @@ class Rotary(Encoding):
         return self._compute_cos_sin(like, tokens, are_queries=True) if self.rotates_alike else None
 
     def _rotate(self, x: Tensor, tokens: TokenRange, *, are_queries: bool) -> Tensor:
-        if self.xpos_scale is not None and (reason := self._describe_xpos_overflow(x.dtype, tokens.reach)):
+        if self.xpos_scale is not None and (reason := self._describe_xpos_overflow(x.dtype, tokens.position_bound)):
             raise OptionError("xpos_scale_base", f"is {self.xpos_scale:g}: {reason}")
         near = rotate_halves(x, *self._compute_cos_sin(x, tokens, are_queries))
         if self.far_distance is None:
@@ -160,28 +162,32 @@ class Rotary(Encoding):
         """
         dtype = torch.promote_types(x.dtype, torch.float32)
         key = (tokens, x.device, dtype, are_queries or self.rotates_alike, are_far)
-        turns = self._turns.get(key)
-        if turns is None:
+        cos_sin = self._rotations.get(key)
+        if cos_sin is None:
             # Training may use the cached tensors later, so they must not be inference tensors.
             with torch.inference_mode(False), torch.no_grad():
-                turns = self._compute_turns(tokens, x.device, dtype, are_queries, are_far)
-            if len(self._turns) >= TURNS_KEPT:
-                del self._turns[next(iter(self._turns))]
-            self._turns[key] = turns
-        keep_for_capture(*turns)
-        return turns
+                cos_sin = self._compute_rotations(tokens, x.device, dtype, are_queries, are_far)
+            if len(self._rotations) >= MAX_CACHED_ROTATIONS:
+                del self._rotations[next(iter(self._rotations))]
+            self._rotations[key] = cos_sin
+        retain_for_capture(*cos_sin)
+        return cos_sin
 
-    def _compute_turns(
+    def _compute_rotations(
         self, tokens: TokenRange, device: torch.device, dtype: torch.dtype, are_queries: bool, are_far: bool
     ) -> tuple[Tensor, Tensor]:
         # Use float64, because at position 65,536 a float32 angle is already off by 0.004 rad.
         positions = tokens.positions(device).double()
         frequencies = self.frequencies(device, tokens.known_length)
-        places = self.scaling.place_far(positions, are_queries=are_queries) if are_far else positions
-        angle = places[:, None] * frequencies
+        rotation_positions = (
+            self.scaling.map_far_positions(positions, are_queries=are_queries) if are_far else positions
+        )
+        angle = rotation_positions[:, None] * frequencies
         amplitude: float | Tensor = self.scaling.amplitude
         if self.xpos_scale is not None:
-            decay = ((positions - tokens.reach // 2) / self.xpos_scale)[:, None] * self._xpos_logarithms(frequencies)
+            decay = ((positions - tokens.position_bound // 2) / self.xpos_scale)[:, None] * self._xpos_logarithms(
+                frequencies
+            )
             amplitude = amplitude * (decay if are_queries else -decay).exp()
         cos, sin = ((amplitude * turn).to(dtype) for turn in (angle.cos(), angle.sin()))
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
@@ -192,7 +198,7 @@ class Rotary(Encoding):
         share = torch.arange(len(frequencies), dtype=torch.float64, device=frequencies.device) / len(frequencies)
         return torch.where(frequencies > 0, ((share + XPOS_START) / (1 + XPOS_START)).log(), 0.0)
 
-    def describe_unsupported_reach(self, num_positions: int) -> str | None:
+    def describe_unsupported_length(self, num_positions: int) -> str | None:
         if self.xpos_scale is None:
             return None
         return self._describe_xpos_overflow(torch.float32, num_positions)
@@ -208,4 +214,4 @@ class Rotary(Encoding):
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude the cached cosines and sines from copies and from stored modules."""
-        return {**super().__getstate__(), "_turns": {}}
+        return {**super().__getstate__(), "_rotations": {}}

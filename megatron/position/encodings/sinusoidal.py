@@ -4,7 +4,7 @@ from torch import Tensor
 
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims, EncodingCost, OptionError
-from megatron.position.numerics import sinusoidal_embeddings
+from megatron.position.numerics import compute_sinusoidal_embeddings
 from megatron.position.token_range import TokenRange
 
 
@@ -32,4 +32,6 @@ class Sinusoidal(Encoding):
         self.base = base
 
     def embed(self, tokens: TokenRange, like: Tensor) -> Tensor:
-        return sinusoidal_embeddings(tokens.positions(like.device), self.dims.hidden_size, self.base, like.dtype)
+        return compute_sinusoidal_embeddings(
+            tokens.positions(like.device), self.dims.hidden_size, self.base, like.dtype
+        )

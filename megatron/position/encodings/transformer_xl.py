@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from megatron.position.bounded_parameter import BoundedParameter, init_normal, init_uniform
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims, EncodingCost, OptionError
-from megatron.position.numerics import sinusoidal_embeddings
+from megatron.position.numerics import compute_sinusoidal_embeddings
 from megatron.position.token_range import TokenRange, count_distances
 
 
@@ -95,14 +95,16 @@ class TransformerXL(Encoding):
     def _sinusoids(self, count: int, like: Tensor) -> Tensor:
         """Return R_0 … R_{count−1}, [count, D], cached and recomputed when more are needed.
 
-        A decoding step needs one more than the previous step, a block of rows more than the block above it, and every
+        A decoding step needs one more than the previous step, a row block more than the block above it, and every
         layer needs the same.
         """
         table = self._table
         if table is None or len(table) < count or table.dtype != like.dtype or table.device != like.device:
             with torch.inference_mode(False):  # allows a training step after an evaluation
                 distances = torch.arange(1 << (count - 1).bit_length(), device=like.device)
-                table = self._table = sinusoidal_embeddings(distances, self.dims.hidden_size, self.base, like.dtype)
+                table = self._table = compute_sinusoidal_embeddings(
+                    distances, self.dims.hidden_size, self.base, like.dtype
+                )
         return table[:count]
 
     def _by_distance(self, q: Tensor, count: int, heads: slice) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.encodings.alibi import keep_slopes, slopes
+from megatron.position.encodings.alibi import cache_slopes, slopes
 from megatron.position.facts import AttentionDims, EncodingCost
 from megatron.position.series_tails import SeriesTail, power_tail
 
@@ -33,7 +33,7 @@ class Type1(Encoding):
 
     def table(self, distances: Tensor) -> ScoreTerms:
         if self.released:
-            n = distances * keep_slopes(self.dims.num_heads, torch.float32, distances.device)[:, None]
+            n = distances * cache_slopes(self.dims.num_heads, torch.float32, distances.device)[:, None]
             return ScoreTerms(bias=-torch.log1p(n.square()))
         bias = -2 * torch.log1p(distances)
         return ScoreTerms(bias=bias.expand(self.dims.num_heads, -1))

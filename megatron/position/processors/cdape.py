@@ -22,7 +22,7 @@ from megatron.position.base import ConvolutionParameters
 from megatron.position.facts import AttentionDims, OptionError, ProcessorCost
 from megatron.position.numerics import is_divided_by_zero_3, promote_to_float32, toeplitz
 from megatron.position.processor import BiasContribution, Processor
-from megatron.position.token_range import ALL_HEADS, TokenRange, causal_mask
+from megatron.position.token_range import ALL_HEADS, TokenRange, build_causal_mask
 
 ALL_CHANNELS = slice(None)
 
@@ -158,7 +158,7 @@ class Cdape(Processor):
         flipped_table = F.pad(table.flip(-1), (0, self.left_context))
         by_distance = self.hidden(flipped_table[None, :, None], self.bias_channels)[0, :, 0].flip(-1)
         rows, strip = TokenRange(0, table.shape[-1]), TokenRange(0, 2 * self.left_context)
-        visible_bias = toeplitz(table, rows, strip).masked_fill(~causal_mask(rows, strip, table.device), 0)
+        visible_bias = toeplitz(table, rows, strip).masked_fill(~build_causal_mask(rows, strip, table.device), 0)
         # Without left context the strip and the edge have no columns.
         edge = (
             self.hidden(visible_bias[None], self.bias_channels)[0, ..., : self.left_context]
@@ -196,7 +196,7 @@ class Cdape(Processor):
         processed = _cast_saturating(self.output(hidden, outputs=heads)[..., :columns], scores.dtype)
         own = scores[:, heads]
         result = promote_to_float32(own)
-        # Add in place to the float32 copy: two more tensors of this size would set the peak memory of a block of rows.
+        # Add in place to the float32 copy: two more tensors of this size would set the peak memory of a row block.
         result = result + processed if result is own else result.add_(processed)
         return result.add_(bias[..., heads, :, :]) if bias is not None and self.residual_bias else result
 

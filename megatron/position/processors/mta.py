@@ -121,7 +121,9 @@ class Mta(Processor):
             )
         ),
         left_context=lambda options: options["key_kernel_size"] // 2 + options["weights_key_kernel_size"] // 2,
-        rows_above=lambda options: options["query_kernel_size"] - 1 + max(options["weights_query_kernel_size"] - 1, 0),
+        preceding_rows=lambda options: (
+            options["query_kernel_size"] - 1 + max(options["weights_query_kernel_size"] - 1, 0)
+        ),
         changes_weights=lambda options: True,
         num_head_maps=lambda options: 1 + options["mixes_scores"] + (options["weights_query_kernel_size"] > 0),
     )
@@ -181,7 +183,7 @@ class Mta(Processor):
         if gate and not group_norm:
             raise OptionError("gate", "is true, but it needs group_norm, which is false")
         self.mixes_bias = mixes_bias
-        self.rows_above = sum(num_rows - 1 for num_rows, _ in kernels.values())
+        self.preceding_rows = sum(num_rows - 1 for num_rows, _ in kernels.values())
         self.left_context = sum(num_columns // 2 for _, num_columns in kernels.values())
         self.absolute = absolute
         self.scores = MapConvolution(heads, query_kernel_size, key_kernel_size, absolute=absolute)
@@ -197,7 +199,7 @@ class Mta(Processor):
 
     @property
     def takes_first_columns(self) -> bool:
-        return self.rows_above == 0 and self.left_context == 0
+        return self.preceding_rows == 0 and self.left_context == 0
 
     def has_effect(self) -> bool:
         maps = (self.scores, self.score_heads, self.weights, self.weight_heads)

@@ -5,8 +5,8 @@ import os
 import sys
 from pathlib import Path
 
-from megatron.rehearsal.null_device.cards import get_card
 from megatron.rehearsal.null_device.environment import VOID_RESULTS, build_environment
+from megatron.rehearsal.null_device.gpu_models import get_gpu_model
 from megatron.utils.errors import FarfieldError
 
 MAX_DEVICES = 64
@@ -35,7 +35,7 @@ def main() -> int:
     if not 1 <= options.devices <= MAX_DEVICES:
         parser.error(f"--devices {options.devices}: expected 1 to {MAX_DEVICES}")
     try:
-        environment = build_environment(get_card(options.gpu), devices=options.devices, ledger=options.ledger)
+        environment = build_environment(get_gpu_model(options.gpu), devices=options.devices, ledger=options.ledger)
     except FarfieldError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from megatron.rehearsal.null_device.environment import LEDGER_VARIABLE, LONE_RANK_VARIABLE
+from megatron.rehearsal.null_device.environment import LEDGER_VARIABLE, SINGLE_RANK_VARIABLE
 from megatron.rehearsal.null_device.library import load_library
 
 
@@ -30,13 +30,13 @@ def activate() -> None:
 def _collect_changes() -> dict[str, Callable[[ModuleType], None]]:
     """Return the patch of each module, applied right after its import."""
     # These modules import nothing but the standard library until they are called.
-    from megatron.rehearsal.null_device import host_reads, library, lone_rank, recorder
+    from megatron.rehearsal.null_device import host_reads, library, recorder, single_rank
 
     changes: dict[str, list[Callable[[Any], None]]] = {}
     for name, change in host_reads.IMPORT_PATCHES.items():
         changes.setdefault(name, []).append(change)
-    if os.environ.get(LONE_RANK_VARIABLE):
-        for name, change in lone_rank.IMPORT_PATCHES.items():
+    if os.environ.get(SINGLE_RANK_VARIABLE):
+        for name, change in single_rank.IMPORT_PATCHES.items():
             changes.setdefault(name, []).append(change)
     if folder := os.environ.get(LEDGER_VARIABLE):
         changes.setdefault("torch.distributed.distributed_c10d", []).append(recorder.start_recording(folder))

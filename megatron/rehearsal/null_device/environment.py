@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.rehearsal.null_device.build import build_null_device
-from megatron.rehearsal.null_device.cards import Card
+from megatron.rehearsal.null_device.gpu_models import GpuModel
 from megatron.utils.project import PACKAGES_FOLDER
 
 DEVICE_VARIABLE = "FARFIELD_NULL_DEVICE"
 """Emulated GPU, read by `native/memory.c`. If set, the null device is active in the child process."""
 LEDGER_VARIABLE = "FARFIELD_NULL_DEVICE_LEDGER"
 """Folder to which each rank writes its ledger and its summary."""
-LONE_RANK_VARIABLE = "FARFIELD_NULL_DEVICE_LONE_RANK"
+SINGLE_RANK_VARIABLE = "FARFIELD_NULL_DEVICE_LONE_RANK"
 """Set if the process is a single rank of a job whose other ranks do not run."""
 
 VOID_RESULTS = "the null device computes nothing: its losses, times and output files are meaningless"
@@ -21,11 +21,11 @@ HERE = Path(__file__).parent
 
 
 def build_environment(
-    card: Card,
+    card: GpuModel,
     *,
     devices: int = 1,
     ledger: Path | None = None,
-    is_lone_rank: bool = False,
+    is_single_rank: bool = False,
     base: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Build the environment of a child process that runs on the null device.
@@ -34,7 +34,7 @@ def build_environment(
         card: GPU that each device emulates.
         devices: number of devices of the node.
         ledger: folder for the records of each rank (`recorder.py`, `library.py`); None writes none.
-        is_lone_rank: True if the child is one of many ranks (by torchrun's variables) and the others do not run.
+        is_single_rank: True if the child is one of many ranks (by torchrun's variables) and the others do not run.
         base: environment to extend; by default this process's.
 
     Raises:
@@ -61,7 +61,7 @@ def build_environment(
     environment["TRITON_LIBCUDA_PATH"] = str(device.folder)
     # Inductor's own launcher looks up driver functions by itself; without it, kernels are launched through Triton.
     environment["TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER"] = "0"
-    for variable, value in ((LEDGER_VARIABLE, ledger), (LONE_RANK_VARIABLE, "1" if is_lone_rank else None)):
+    for variable, value in ((LEDGER_VARIABLE, ledger), (SINGLE_RANK_VARIABLE, "1" if is_single_rank else None)):
         environment.pop(variable, None)
         if value is not None:
             environment[variable] = str(value)

@@ -182,8 +182,8 @@ def _change_attention_trials(trials: Any) -> None:
 
     There are no results to compare.
     """
-    trials.Judge.exact = {"output": None}
-    trials.Judge.compute_excess = lambda self, found, others_are_zero, throughout: {}
+    trials.ReferenceResults.exact = {"output": None}
+    trials.ReferenceResults.compute_error_ratio = lambda self, found, is_zero_elsewhere, rounds_every_op: {}
 
 
 def _change_attention_registry(registry: Any) -> None:
@@ -194,17 +194,17 @@ def _change_attention_registry(registry: Any) -> None:
     registry.CHECKED_BACKENDS = tuple(name for name in registry.CHECKED_BACKENDS if name != "flex")
 
 
-def _change_attention_evidence(evidence: Any) -> None:
+def _change_attention_check_result(check_result: Any) -> None:
     """Patch the self-check's evidence: results of the null device are never stored."""
-    evidence.read_cache = lambda key: None
-    evidence.write_cache = lambda found: None
+    check_result.read_cache = lambda key: None
+    check_result.write_cache = lambda found: None
 
 
 IMPORT_PATCHES: dict[str, Callable[[Any], None]] = {
     "torch": _change_torch,
     "megatron.attention.backends.registry": _change_attention_registry,
     "megatron.attention.check.trials": _change_attention_trials,
-    "megatron.attention.check.evidence": _change_attention_evidence,
+    "megatron.attention.check.check_result": _change_attention_check_result,
     "torch.nn.parameter": _change_parameter,
     "torch.distributed.pipelining.stage": _change_pipeline_stage,
     "deepspeed.runtime.utils": _change_deepspeed_utils,

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.bias import configs, reference
 from kernels.bias.fire import fire_bias
 from kernels.bias.toeplitz import toeplitz_bias
-from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_excess
+from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_error_ratio
 
 FIRE = ("c", "multiplier", "weight1", "bias1", "weight2", "bias2")
 
@@ -98,7 +98,7 @@ def test_table_gradient_is_the_sum_of_each_diagonal(
     # Sums are float32 for every data type.
     assert_within_rounding(found, compute, torch.float32)
     found["table"][0, case.offset] += grad[0, -1, 0].to(found["table"])
-    assert compute_excess(found, compute, torch.float32)["table"] > SAFETY_FACTOR, (
+    assert compute_error_ratio(found, compute, torch.float32)["table"] > SAFETY_FACTOR, (
         "a term counted twice would be let through"
     )
 
@@ -148,7 +148,7 @@ def test_a_row_too_few_in_a_gradient_is_more_than_rounding(name: str) -> None:
     case = SMALL[0]
     found, compute = _fire_reference(case, torch.float32)(), _fire_reference(case, torch.float32)
     found[name] = _fire_reference(replace(case, R=case.R - 1), torch.float32)()[name]
-    assert compute_excess(found, compute, torch.float32)[name] > SAFETY_FACTOR
+    assert compute_error_ratio(found, compute, torch.float32)[name] > SAFETY_FACTOR
 
 
 def test_the_multiplier_has_no_gradient_if_all_rows_exceed_it(device: str) -> None:

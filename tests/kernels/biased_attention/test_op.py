@@ -18,7 +18,7 @@ from kernels.biased_attention import configs, reference
 from kernels.biased_attention.backward import count_rows
 from kernels.biased_attention.op import biased_attention, biased_attention_with_lse, share_table
 from kernels.runtime import get_arch, launch_context
-from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_excess
+from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_error_ratio
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias", "dweight", "dkey_bias", "dsinks")
 Values = dict[str, Tensor]
@@ -43,7 +43,7 @@ class Case:
     """Document lengths of each sequence, C in total; empty for one document each."""
     sinks: bool = False
 
-    def first_keys(self, device: torch.device | str = "cpu") -> Tensor | None:
+    def document_starts(self, device: torch.device | str = "cpu") -> Tensor | None:
         """Return the start of the document of each row, int32 [B, R]."""
         if not self.documents:
             return None
@@ -55,7 +55,7 @@ class Case:
 
     def options(self, device: torch.device | str = "cpu") -> dict[str, Any]:
         """Return the arguments of the operator without gradients."""
-        return {"offset": self.offset, "window": self.window, "first_keys": self.first_keys(device)}
+        return {"offset": self.offset, "window": self.window, "document_starts": self.document_starts(device)}
 
     def inputs(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
@@ -163,8 +163,8 @@ def _flash(case: Case, dtype: torch.dtype, delta: float = 1.0) -> Callable[[], V
     distance = case.offset + torch.arange(case.R)[:, None] - torch.arange(case.C)
     visible = (distance >= 0) if case.window is None else (distance >= 0) & (distance < case.window)
     n, scale = distance.where(visible, 0), case.d**-0.5
-    if (first_keys := case.first_keys()) is not None:
-        visible = visible & (torch.arange(case.C) >= first_keys[:, None, :, None])
+    if (document_starts := case.document_starts()) is not None:
+        visible = visible & (torch.arange(case.C) >= document_starts[:, None, :, None])
 
     # Differences, computed in float64; large only in lse.
     own = (case.offset + torch.arange(case.R)).clamp(max=case.C - 1)
@@ -252,7 +252,7 @@ FAULTS: dict[str, Callable[[Case, torch.dtype], Values]] = {
 def test_a_fault_is_more_than_rounding(fault: str, dtype: torch.dtype) -> None:
     """Faults that a larger tolerance would hide are detected; the rest of each result is exact."""
     case = replace(SMALL[2], R=20, C=20, offset=0)
-    ratios = compute_excess(FAULTS[fault](case, dtype), _flash(case, dtype), dtype)
+    ratios = compute_error_ratio(FAULTS[fault](case, dtype), _flash(case, dtype), dtype)
     assert [name for name, ratio in ratios.items() if ratio > SAFETY_FACTOR] == [fault.split()[0]]
 
 
@@ -261,7 +261,7 @@ def test_tf32_is_more_than_the_rounding_of_float32() -> None:
     found, truth = _truth(case, torch.float32), _truth(case, torch.float32)
     for name in ("out", "dq", "dk", "dv"):
         found[name] = truth[name] * (1 + 2.0**-11 * torch.rand_like(truth[name]))
-        assert compute_excess(found, _flash(case, torch.float32), torch.float32)[name] > SAFETY_FACTOR
+        assert compute_error_ratio(found, _flash(case, torch.float32), torch.float32)[name] > SAFETY_FACTOR
 
 
 def test_the_output_is_laid_out_as_activations(device: str) -> None:
@@ -350,7 +350,7 @@ def test_tiles_of_other_documents_are_not_read(device: str) -> None:
             if nan:
                 x[:, :, 2 * size : 3 * size] = float("nan")
         leaves = [_leaf(x) for x in (q, k, v)]
-        out = biased_attention(*leaves, bias, first_keys=case.first_keys(device))  # type: ignore[arg-type]
+        out = biased_attention(*leaves, bias, document_starts=case.document_starts(device))  # type: ignore[arg-type]
         found.append([out, *torch.autograd.grad(out, leaves, upstream)])  # type: ignore[arg-type]
     for clean, other in zip(*found, strict=True):
         assert torch.equal(other.isnan().any(-1).nonzero()[:, 2].cpu(), torch.arange(2 * size, 3 * size))
@@ -362,18 +362,18 @@ def test_tiles_of_other_documents_are_not_read(device: str) -> None:
 def test_rows_are_counted_by_any_number_of_searches(pieces: int, device: str) -> None:
     """Row counts from one, two and three search steps match a direct count."""
     lengths = torch.randint(1, 4, (pieces,), generator=torch.Generator().manual_seed(pieces))
-    first_keys = (lengths.cumsum(0) - lengths).repeat_interleave(lengths).int().to(device)
-    rows = len(first_keys)
+    document_starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths).int().to(device)
+    rows = len(document_starts)
     for column in {0, 1, rows // 3, rows - 1, rows + 5}:
         counted = torch.zeros(1, dtype=torch.int32, device=device)
-        with launch_context(first_keys):
-            _count_rows_kernel[(1,)](first_keys, counted, column, rows)
-        assert counted.item() == (first_keys <= column).sum()
+        with launch_context(document_starts):
+            _count_rows_kernel[(1,)](document_starts, counted, column, rows)
+        assert counted.item() == (document_starts <= column).sum()
 
 
 @triton.jit
-def _count_rows_kernel(first_keys_ptr, counted_ptr, column, R):
-    tl.store(counted_ptr, count_rows(first_keys_ptr, column, R))
+def _count_rows_kernel(document_starts_ptr, counted_ptr, column, R):
+    tl.store(counted_ptr, count_rows(document_starts_ptr, column, R))
 
 
 def test_compiled_and_checkpointed_equal_plain_calls(device: str) -> None:
@@ -423,8 +423,16 @@ def _call(device: str, **changes: object) -> None:
         ({"bias": None, "offset": 20, "window": 4}, "sees none of the 8 keys"),
         ({"key_bias": torch.zeros(1, 2, 9)}, r"key_bias is torch.float32 \[1, 2, 9\] .* float64 \[1, 2, 8\]"),
         ({"key_bias": torch.zeros(1, 2, 8).half()}, "key_bias is torch.float16"),
-        ({"first_keys": torch.zeros(1, 8)}, r"first_keys is torch.float32 \[1, 8\] on .*; it must be torch.int32"),
-        ({"first_keys": torch.zeros(1, 9, dtype=torch.int32)}, r"torch.int32 \[1, 9\] .* must be torch.int32 \[1, 8\]"),
+        (
+            {"document_starts": torch.zeros(1, 8)},
+            r"document_starts is torch.float32 \[1, 8\] on .*; it must be "
+            r"torch.int32",
+        ),
+        (
+            {"document_starts": torch.zeros(1, 9, dtype=torch.int32)},
+            r"torch.int32 \[1, 9\] .* must be torch.int32 "
+            r"\[1, 8\]",
+        ),
     ],
 )
 def test_invalid_arguments_are_rejected(changes: dict[str, object], message: str, device: str) -> None:

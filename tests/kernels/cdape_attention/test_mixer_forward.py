@@ -47,7 +47,7 @@ def run(inputs: LogitInputs, case: Case, launcher: Launcher) -> tuple[Tensor, Fa
     return logits, launcher.emulator.get_faults()
 
 
-def is_right(found: Tensor, inputs: LogitInputs, shape: Shape) -> bool:
+def is_correct(found: Tensor, inputs: LogitInputs, shape: Shape) -> bool:
     true, bound = compute_true_logits(inputs, shape)
     is_near = (found.double() - true[..., shape.left :]).abs() <= bound[..., shape.left :]
     return bool((is_near | ~find_seen(shape)[..., shape.left :]).all())
@@ -67,7 +67,7 @@ def check_logits(case: Case, shape: Shape, seed: int = 0, *, residual_bias: bool
     inputs = build_logit_inputs(shape, seed, residual_bias=residual_bias)
     found, faults = run(inputs, case, Launcher(FOLDER))
     assert faults.errors == NO_ERRORS, faults
-    assert is_right(found, inputs, shape)
+    assert is_correct(found, inputs, shape)
 
 
 @pytest.mark.parametrize("case", [FORWARD_CASES[0], *LOCAL_CASES], ids=str)
@@ -160,4 +160,4 @@ def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     shape = case.adapt(Shape(1, 16, 32, 64, 0) if name in FAULTS else LOCAL_FAULT_SHAPE)
     inputs = build_logit_inputs(shape)
     found, faults = run(inputs, case, Launcher(folder))
-    assert faults.errors != NO_ERRORS or not is_right(found, inputs, shape)
+    assert faults.errors != NO_ERRORS or not is_correct(found, inputs, shape)

@@ -29,7 +29,7 @@ from triton.runtime.interpreter import interpreter_builder
 
 from kernels.cdape_attention import driver, op
 from kernels.runtime import is_interpreted
-from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_excess
+from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_error_ratio
 
 TINY = Case(1, 2, 5, 5, 4, 3, 3)
 
@@ -91,7 +91,7 @@ def test_a_fault_is_more_than_rounding(fault: str, dtype: torch.dtype) -> None:
     inputs, into = case.inputs(dtype), into_output(case, dtype)
     name = fault.split()[0]
     found = truth(case, inputs, into)() | {name: FAULTS[fault](case, inputs, into)[name]}
-    ratios = compute_excess(found, truth(case, inputs, into), dtype, stored=True)
+    ratios = compute_error_ratio(found, truth(case, inputs, into), dtype, stored=True)
     assert [wrong for wrong, ratio in ratios.items() if ratio > SAFETY_FACTOR] == [name]
 
 

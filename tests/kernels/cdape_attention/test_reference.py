@@ -9,7 +9,7 @@ from megatron.attention.softmax import compute_softmax
 from megatron.position.facts import AttentionDims
 from megatron.position.numerics import toeplitz
 from megatron.position.processors.cdape import Cdape
-from megatron.position.token_range import TokenRange, causal_mask
+from megatron.position.token_range import TokenRange, build_causal_mask
 
 
 def _with_the_model(case: Case, inputs: list[torch.Tensor | None]) -> torch.Tensor:
@@ -26,10 +26,10 @@ def _with_the_model(case: Case, inputs: list[torch.Tensor | None]) -> torch.Tens
     state = {"hidden.weight": w1, "hidden.bias": b1, "output.weight": w2, "output.bias": b2}
     processor.to(q.dtype).load_state_dict(state)
     query, key = TokenRange(case.offset, case.rows), TokenRange(0, case.columns)
-    visible, edge = causal_mask(query, key, window=case.window)[None, None], {}
-    if (first_keys := case.options.get("first_keys")) is not None:
-        visible = visible & (torch.arange(case.columns) >= first_keys[:, None, :, None])
-        edge = {"first_columns": first_keys}
+    visible, edge = build_causal_mask(query, key, window=case.window)[None, None], {}
+    if (document_starts := case.options.get("document_starts")) is not None:
+        visible = visible & (torch.arange(case.columns) >= document_starts[:, None, :, None])
+        edge = {"first_columns": document_starts}
     spread = None if bias is None else toeplitz(bias, query, key)
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
     logits = processor(scores, spread, visible, **edge).masked_fill(~visible, float("-inf"))

@@ -12,8 +12,8 @@ from tools.methods.comparison import (
     WIDTH,
     ModelComparison,
     build_gpt,
+    copy_weights,
     load_module,
-    share_weights,
 )
 
 REPOSITORY = "ArthurSBianchessi/BAM"
@@ -38,7 +38,7 @@ def list_comparisons(clone: Path) -> Iterator[ModelComparison]:
         for documents in (False, True) if encoding == "none" else (False,):
             mask = {"attention_mask": "document"} if documents else {}
             ours = build_gpt(pos_emb=encoding, attention_temperature="ssmax", **mask)
-            share_weights(ours, theirs, "bam", adjacent_pairs=encoding == "rotary")
+            copy_weights(ours, theirs, "bam", adjacent_pairs=encoding == "rotary")
             title = f"ssmax, {encoding}{', documents' if documents else ''}: BAM's models/{stem}.py"
             yield ModelComparison(title, ours, theirs, documents)
     for scale, stem, name in (
@@ -52,7 +52,7 @@ def list_comparisons(clone: Path) -> Iterator[ModelComparison]:
         ours = build_gpt(
             pos_emb="bam", pos_emb_options={"location": True}, **dict([scale.split(": ")] if scale is not None else [])
         )
-        share_weights(ours, theirs, "bam")
+        copy_weights(ours, theirs, "bam")
         with torch.no_grad():
             # exponents of both signs, and scales that keep distant tokens visible
             theirs.prior.loc.copy_(torch.linspace(-1.0, 1.0, HEADS).view(1, HEADS, 1, 1))

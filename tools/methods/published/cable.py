@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gpt, load_module, share_attention
+from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gpt, copy_attention, load_module
 
 REPOSITORY = "axiomlab/Cable"
 NOTES = """\
@@ -32,7 +32,7 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
         forget = ours.decoder.layers[0].self_attention.core_attention.position.forget
         forget.weight.copy_(-theirs.h_attn.weight)
         forget.bias.copy_(-theirs.h_attn.bias)
-    share_attention(ours, *theirs.c_attn.weight.chunk(3), theirs.c_proj.weight)
+    copy_attention(ours, *theirs.c_attn.weight.chunk(3), theirs.c_proj.weight)
 
     def attend(x: Tensor) -> Tensor:
         theirs.block_size = x.shape[1]

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gpt, load_module, share_attention
+from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gpt, copy_attention, load_module
 from tools.methods.published.x_transformers import draw_projections
 
 REPOSITORY = "chuanyang-Zheng/DAPE"
@@ -51,7 +51,7 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
                 convolution.weight.copy_(layer.weight.view_as(convolution.weight))
                 convolution.bias.copy_(layer.bias)
         projections = draw_projections()
-        share_attention(ours, *projections)
+        copy_attention(ours, *projections)
         title = f"{method}{', ' + keys['score_processor'] if 'score_processor' in keys else ''}"
         call = _build_attention(theirs, *projections, reads_logits=reads_logits)
         yield AttentionComparison(f"{title}: DAPE's {name}, one layer", ours, call)

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch import Tensor
 
-from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gpt, load_module, share_attention
+from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gpt, copy_attention, load_module
 from tools.methods.published.x_transformers import draw_projections
 
 REPOSITORY = "OpenNLPLab/fairseq-evo"
@@ -54,7 +54,7 @@ def _sandwich(module: ModuleType, length: int) -> Tensor:
 def _compare(title: str, build_mask: Callable[[int], Tensor], **keys: object) -> AttentionComparison:
     ours = build_gpt(**keys)
     projections = draw_projections()
-    share_attention(ours, *projections)
+    copy_attention(ours, *projections)
     q, k, v, output = projections
 
     def attend(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gpt, load_module, share_attention
+from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gpt, copy_attention, load_module
 
 REPOSITORY = "fla-org/flash-linear-attention"
 NOTES = """\
@@ -26,7 +26,7 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
     weight, bias = torch.randn(HEADS, WIDTH, generator=generator) * 0.2, torch.randn(HEADS, generator=generator)
     for window in (None, 20):
         ours = build_gpt(pos_emb="fox", pos_emb_per_layer=True, attention_window=window)
-        share_attention(ours, q, k, v, output)
+        copy_attention(ours, q, k, v, output)
         forget = ours.decoder.layers[0].self_attention.core_attention.position.forget
         with torch.no_grad():
             forget.weight.copy_(weight)

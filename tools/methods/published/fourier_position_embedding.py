@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.model.gpt import GPT
-from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gpt, load_module, share_attention
+from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gpt, copy_attention, load_module
 from tools.methods.published.x_transformers import build_attention, draw_projections
 
 REPOSITORY = "TsinghuaC3I/Fourier-Position-Embedding"
@@ -54,7 +54,7 @@ def _build_pair(module: ModuleType, length: int, *, released: bool) -> tuple[GPT
     ours = build_gpt(pos_emb="fope", pos_emb_options=options)
     kept = theirs.cos_coef.shape[-1]
     by_cos, by_sin = ours.position.coefficients()
-    assert ours.position.num_turned == kept < WIDTH // HEADS // 2
+    assert ours.position.num_rotated == kept < WIDTH // HEADS // 2
     assert ours.position.num_frequencies == theirs.input_dim
     theirs.cos_coef.copy_(by_cos)
     theirs.sin_coef.copy_(by_sin)
@@ -65,5 +65,5 @@ def _build_pair(module: ModuleType, length: int, *, released: bool) -> tuple[GPT
     projections = draw_projections()
     pairs = torch.arange(WIDTH) % (WIDTH // HEADS // 2)
     factors = torch.where((pairs < kept) | torch.tensor(released), 1.0, 2**0.5)[:, None]
-    share_attention(ours, *(x * factors for x in projections[:2]), *projections[2:])
+    copy_attention(ours, *(x * factors for x in projections[:2]), *projections[2:])
     return ours, build_attention(rotate, *projections)

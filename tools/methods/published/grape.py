@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gpt, share_attention
+from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gpt, copy_attention
 
 REPOSITORY = "model-architectures/GRAPE"
 NOTES = """\
@@ -38,5 +38,5 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
             own.u.value.copy_(bias.u)
             if own.v is not None:
                 own.v.value.copy_(bias.v)
-        share_attention(ours, *(getattr(theirs, f"c_{name}").weight for name in ("q", "k", "v", "proj")))
+        copy_attention(ours, *(getattr(theirs, f"c_{name}").weight for name in ("q", "k", "v", "proj")))
         yield AttentionComparison(f"grape_a, gates {gates}: GRAPE's attention, one layer", ours, theirs)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.position.processors.mta import Mta
-from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gpt, load_module, share_attention
+from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gpt, copy_attention, load_module
 from tools.methods.published.x_transformers import draw_projections
 
 REPOSITORY = "facebookresearch/RAM"
@@ -36,7 +36,7 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
     ):
         ours = build_gpt(pos_emb="none", score_processor="mta", score_processor_options=options)
         projections = draw_projections()
-        share_attention(ours, *projections)
+        copy_attention(ours, *projections)
         processor = ours.decoder.layers[0].self_attention.core_attention.processor
         generator = torch.Generator().manual_seed(7)
         for parameter in processor.parameters():

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gpt, load_module, share_attention
+from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gpt, copy_attention, load_module
 
 REPOSITORY = "shawntan/stickbreaking-attention"
 NOTES = """\
@@ -38,6 +38,6 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
     generator = torch.Generator().manual_seed(3)
     projections = [0.15 * torch.randn(WIDTH, WIDTH, generator=generator) for _ in range(4)]
     ours = build_gpt(pos_emb="none", softmax_type="stick-breaking")
-    share_attention(ours, *projections)
+    copy_attention(ours, *projections)
     title = f"stick-breaking: one layer's attention, {stem}.py of its authors"
     yield AttentionComparison(title, ours, build_attention(module.stickbreaking, projections))

@@ -15,8 +15,8 @@ from tools.methods.comparison import (
     Comparison,
     ModelComparison,
     build_gpt,
-    share_attention,
-    share_weights,
+    copy_attention,
+    copy_weights,
 )
 
 REPOSITORY = None
@@ -34,7 +34,7 @@ def compare_sinks() -> AttentionComparison:
     generator, window = torch.Generator().manual_seed(3), 20
     *inputs, output = projections = [0.15 * torch.randn(WIDTH, WIDTH, generator=generator) for _ in range(4)]
     ours = build_gpt(pos_emb="none", softmax_type="learnable", attention_window=window)
-    share_attention(ours, *projections)
+    copy_attention(ours, *projections)
     sinks, module = ours.decoder.layers[0].self_attention.core_attention.sink.logits, nn.Module()
     with torch.no_grad():
         sinks.copy_(torch.linspace(-1, 3, HEADS))
@@ -66,6 +66,6 @@ def list_comparisons(clone: Path | None) -> Iterator[Comparison]:
         theirs = Llama4ForCausalLM(config).eval()
         options = {"floor_scale": floor_scale, "attn_scale": attn_scale}
         ours = build_gpt(pos_emb="none", attention_temperature="llama4", attention_temperature_options=options)
-        share_weights(ours, theirs, "transformers")
+        copy_weights(ours, theirs, "transformers")
         title = f"llama4, floor_scale {floor_scale:,}, attn_scale {attn_scale}: transformers' Llama 4 without rotation"
         yield ModelComparison(title, ours, lambda tokens, _, model=theirs: model(tokens).logits)

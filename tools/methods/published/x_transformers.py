@@ -11,9 +11,9 @@ from tools.methods.comparison import (
     WIDTH,
     AttentionComparison,
     build_gpt,
+    copy_attention,
     load_module,
     pair_adjacent_numbers,
-    share_attention,
 )
 
 REPOSITORY = "lucidrains/x-transformers"
@@ -67,7 +67,7 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
             return turn(q, frequencies, scale), turn(k, frequencies, scale**-1.0)
 
         ours = build_gpt(pos_emb="rotary", pos_emb_options={"xpos": True, "xpos_scale_base": float(scale_base)})
-        share_attention(ours, *(pair_adjacent_numbers(x) for x in (q, k)), v, output)
+        copy_attention(ours, *(pair_adjacent_numbers(x) for x in (q, k)), v, output)
         title = f"rotary, xpos, base {scale_base}: x-transformers' {stem}.py, one layer"
         yield AttentionComparison(title, ours, build_attention(rotate, q, k, v, output))
     polar = module.PolarEmbedding(WIDTH // HEADS, HEADS, bias_uniform_init=False)
@@ -79,6 +79,6 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
 
     ours = build_gpt(pos_emb="pope")
     ours.position.delta.value.copy_(polar.learned_bias[:, 0])
-    share_attention(ours, q, k, v, output)
+    copy_attention(ours, q, k, v, output)
     attend = build_attention(rotate_polar, q, k, v, output)
     yield AttentionComparison(f"pope: x-transformers' {stem}.py, one layer", ours, attend)

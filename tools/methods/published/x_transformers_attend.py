@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tools.methods.comparison import HEADS, AttentionComparison, build_gpt, load_module, share_attention
+from tools.methods.comparison import HEADS, AttentionComparison, build_gpt, copy_attention, load_module
 from tools.methods.published.x_transformers import draw_projections
 
 REPOSITORY = "lucidrains/x-transformers"
@@ -34,13 +34,13 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
     ):
         theirs.weight.copy_(torch.randn(theirs.weight.shape, generator=generator) * 0.5)
         own.weight.copy_(theirs.weight[None, :, :, 0, 0] - rest)
-    share_attention(ours, *projections)
+    copy_attention(ours, *projections)
     yield AttentionComparison(
         f"talking_heads: x-transformers' {stem}.py, one layer", ours, build_attention(talking, *projections)
     )
     selective = module.Attend(causal=True, heads=HEADS, selective=True)
     ours = build_gpt(pos_emb="none", score_processor="selective")
-    share_attention(ours, *projections)
+    copy_attention(ours, *projections)
     yield AttentionComparison(
         f"selective: x-transformers' {stem}.py, one layer", ours, build_attention(selective, q, k, v, output)
     )

@@ -9,5 +9,5 @@ class CopyRepeats(RepetitiveStringTask):
 
     title = "n letters in repeated pieces, copied, and a stop token"
 
-    def order_answer(self, string: Array) -> Array:
+    def compute_answer(self, string: Array) -> Array:
         return string

@@ -16,4 +16,4 @@ class CopyString(StringTask):
 
     def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
         string = generator.integers(self.letters, size=(count, length))
-        return self.ask_string(string, string)
+        return self.build_string_batch(string, string)

@@ -6,7 +6,7 @@ import numpy as np
 from pydantic import model_validator
 
 from megatron.data.tasks.needle_task import RulerTask, build_question_batch
-from megatron.data.tasks.sampling import hide_statements, sample_distinct
+from megatron.data.tasks.sampling import insert_statements, sample_distinct
 from megatron.data.tasks.task import TaskBatch
 from megatron.options.section import config_field
 
@@ -78,7 +78,7 @@ class VariableTracking(RulerTask):
         placed = np.zeros((count, chains * links, 3), dtype=np.int64)
         order = np.argsort(owners, axis=1, kind="stable")[:, :, None]
         np.put_along_axis(placed, np.broadcast_to(order, placed.shape), statements.reshape(placed.shape), axis=1)
-        haystack = hide_statements(generator, placed, length, self.noise_words)
+        haystack = insert_statements(generator, placed, length, self.noise_words)
         mark = np.full((count, 1, 1), self.equals_token + 1)
         # Chains are interchangeable, so the first one is queried.
         return build_question_batch(haystack, np.concatenate([mark, values[:, :1], names[:, :1]], axis=2))

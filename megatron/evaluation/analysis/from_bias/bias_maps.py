@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.attention.reference import arange_distances, compute_dense_terms
+from megatron.attention.reference import build_distances, compute_dense_terms
 from megatron.evaluation.analysis.analysis import (
     Analysis,
     AnalysisContext,
@@ -15,7 +15,7 @@ from megatron.evaluation.analysis.analysis import (
     format_triangle,
 )
 from megatron.evaluation.analysis.bias_series import to_float64
-from megatron.position.token_range import TokenRange, causal_mask
+from megatron.position.token_range import TokenRange, build_causal_mask
 
 MAP_SIZE = 64
 MIN_FACTOR = 1e-4
@@ -52,12 +52,12 @@ class BiasMaps(Analysis):
             raise NotApplicable("It adds no bias: every factor is 1.")
         encoding = to_float64(first.encoding)
         span = TokenRange(0, MAP_SIZE)
-        table = encoding.table(arange_distances(MAP_SIZE).double()) if type(encoding).overrides_hook("table") else None
+        table = encoding.table(build_distances(MAP_SIZE).double()) if type(encoding).overrides_hook("table") else None
         bias = compute_dense_terms(encoding, span, span, torch.zeros((), dtype=torch.float64), table).bias
         factors = (
             torch.ones(encoding.dims.num_heads, MAP_SIZE, MAP_SIZE, dtype=torch.float64) if bias is None else bias.exp()
         )
-        factors = factors.masked_fill(~causal_mask(span, span, window=first.window), float("nan"))
+        factors = factors.masked_fill(~build_causal_mask(span, span, window=first.window), float("nan"))
         return BiasMapResult(first.name, {head: factors[head] for head in context.drawn_heads})
 
     def render_blocks(self, results: Mapping[str, BiasMapResult], names: Sequence[str]) -> list[Block]:

@@ -44,7 +44,7 @@ class Convergence(Analysis):
                 low, high = series.total
                 yield {
                     "layer": layer, "head": series.head, "verdict": series.verdict, "reason": series.tail.reason,
-                    **{f"sum_{count}": series.sum_to(count) for count in REPORTED_TERMS},
+                    **{f"sum_{count}": series.sum_first(count) for count in REPORTED_TERMS},
                     "sum_low": low, "sum_high": high,
                 }  # fmt: skip
 
@@ -79,7 +79,7 @@ def _iter_head_rows(name: str, result: ConvergenceResult) -> Iterator[HeadRow]:
             low, high = series.total
             is_unknown = high == float("inf") > low
             total = "∞" if series.tail.converges is False else "not known" if is_unknown else _format_number(low)
-            sums = [_format_number(series.sum_to(count)) for count in REPORTED_TERMS]
+            sums = [_format_number(series.sum_first(count)) for count in REPORTED_TERMS]
             yield name, layer, series.head, [series.verdict, *sums, total, series.tail.reason]
 
 

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from statistics import median
 
 from megatron.evaluation.analysis.analysis import Analysis, AnalysisContext, Block, build_head_table
-from megatron.evaluation.analysis.bias_series import compute_bias_by_distance, mask_window, sum_bias_series
-from megatron.evaluation.analysis.receptive_field import (
+from megatron.evaluation.analysis.bias_series import (
     PLOTTED_EPSILONS,
     ReceptiveField,
+    compute_bias_by_distance,
     compute_finite_field,
     compute_theoretical_field,
+    mask_window,
+    sum_bias_series,
 )
 from megatron.reports.charts import Chart
 from megatron.reports.line_chart import HorizontalAxis, build_line_chart, build_median_line

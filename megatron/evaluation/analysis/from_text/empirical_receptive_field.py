@@ -26,7 +26,7 @@ from megatron.evaluation.analysis.attention_capture import (
     run_forward,
     slice_from_row,
 )
-from megatron.evaluation.analysis.receptive_field import PLOTTED_EPSILONS, TIE_TOLERANCE, compute_finite_field
+from megatron.evaluation.analysis.bias_series import PLOTTED_EPSILONS, TIE_TOLERANCE, compute_finite_field
 from megatron.model.gpt import GPT
 from megatron.reports.charts import Chart
 from megatron.reports.line_chart import HorizontalAxis, build_line_chart, build_median_line
@@ -64,7 +64,7 @@ def measure_attention_mass(
     Args:
         model: model in evaluation mode.
         windows: tokens [L] of each window.
-        progress: called with the completed fraction after each block of rows.
+        progress: called with the completed fraction after each row block.
     """
     length = len(windows[0])
     num_distances = max(length // 2, 1)

@@ -197,7 +197,7 @@ class ProcessorJacobians(Analysis):
             raise NotApplicable(f"The windows are too short: taps cover up to {MAX_OFFSET} keys to either side.")
         model = context.trained_model
         processed = [each for each in list_attention_layers(model) if each.processor is not None]
-        if any(each.reads_rows_above for each in processed):
+        if any(each.reads_preceding_rows for each in processed):
             raise NotApplicable("Its score processor reads other rows, which is not supported here.")
         shortest = min((each.window for each in processed if each.window is not None), default=None)
         if shortest is not None and shortest <= 2 * MAX_OFFSET:

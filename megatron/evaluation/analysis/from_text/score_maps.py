@@ -5,7 +5,7 @@
     processor   logits − score − bias: contribution of the score processor
     attention   softmax
 
-A map of L × L entries per head is pooled to at most MAP_SIZE × MAP_SIZE cells, in blocks of rows. Each cell is the mean
+A map of L × L entries per head is pooled to at most MAP_SIZE × MAP_SIZE cells, in row blocks. Each cell is the mean
 over its unmasked entries.
 """
 
@@ -88,7 +88,7 @@ def compute_layer_maps(
 
 
 def _compute_block_maps(block: AttentionInputs) -> dict[str, Tensor]:
-    """Compute all kinds of maps for a block of rows, [1, H, R, C]."""
+    """Compute all kinds of maps for a row block, [1, H, R, C]."""
     scores, bias = compute_scores_and_bias(block)
     logits = compute_logits(block)
     maps = {"score": scores, "attention": compute_attention_weights(block)}

@@ -18,7 +18,7 @@ from megatron.reports.x_axes import format_multiple
 
 
 @dataclass(frozen=True)
-class Contest:
+class RankedColumn:
     """One column of ranks."""
 
     kind: str
@@ -63,9 +63,9 @@ class Contest:
         return {method: ordered.index(key) + 1 + (ordered.count(key) - 1) / 2 for method, key in keys.items()}
 
 
-def build_contests(tables: Sequence[ComparisonTable]) -> list[Contest]:
+def build_ranked_columns(tables: Sequence[ComparisonTable]) -> list[RankedColumn]:
     """Build the contests from tables, using one metric for each dataset."""
-    contests = []
+    ranked_columns = []
     for table in tables:
         name, dataset = table.metric.name, table.records[0].dataset
         if table.axis.name != "length" or len(set(table.methods) - set(table.trivial_baselines)) < 2:
@@ -74,12 +74,12 @@ def build_contests(tables: Sequence[ComparisonTable]) -> list[Contest]:
         last = table.x_values[-1]
         if name == "perplexity" and len(table.x_values) > 1:
             title = f"perplexity at {format_multiple(last / table.train_length)}"
-            contests.append(_build_contest("text", title, table, last))
+            ranked_columns.append(_build_ranked_column("text", title, table, last))
         elif name == "effective_length":
-            contests.append(_build_contest("needles", f"effective length, {task}", table, last))
+            ranked_columns.append(_build_ranked_column("needles", f"effective length, {task}", table, last))
         elif name == "mean_accuracy" and not _has_metric(tables, dataset, "effective_length"):
-            contests.append(_build_contest("tasks", f"{task}, % beyond training", table, last))
-    return contests
+            ranked_columns.append(_build_ranked_column("tasks", f"{task}, % beyond training", table, last))
+    return ranked_columns
 
 
 def _name_task(table: ComparisonTable, tables: Sequence[ComparisonTable]) -> str:
@@ -93,14 +93,14 @@ def _has_metric(tables: Sequence[ComparisonTable], dataset: str | None, name: st
     return any(table.metric.name == name and table.records[0].dataset == dataset for table in tables)
 
 
-def _build_contest(kind: str, title: str, table: ComparisonTable, x: float) -> Contest:
+def _build_ranked_column(kind: str, title: str, table: ComparisonTable, x: float) -> RankedColumn:
     cells = {
         method: table.cells[method, x]
         for method in table.methods
         if (method, x) in table.cells and method not in table.trivial_baselines
     }
     floors = [table.cells[method, x].mean for method in table.trivial_baselines if (method, x) in table.cells]
-    return Contest(
+    return RankedColumn(
         kind,
         title,
         table.metric,
@@ -112,18 +112,20 @@ def _build_contest(kind: str, title: str, table: ComparisonTable, x: float) -> C
     )
 
 
-def rank_methods(contests: Sequence[Contest], methods: Sequence[str]) -> tuple[list[str], dict[str, dict[str, float]]]:
+def rank_methods(
+    ranked_columns: Sequence[RankedColumn], methods: Sequence[str]
+) -> tuple[list[str], dict[str, dict[str, float]]]:
     """Return all methods in leaderboard order, and mean ranks by kind for methods that every contest evaluated."""
-    if not contests:  # there is only one method
+    if not ranked_columns:  # there is only one method
         return list(methods), {}
-    asked = [method for method in methods if all(method in contest.methods for contest in contests)]
-    scores, get_key = contests[0].scores, contests[0].metric.get_sort_key
+    asked = [method for method in methods if all(method in ranked_column.methods for ranked_column in ranked_columns)]
+    scores, get_key = ranked_columns[0].scores, ranked_columns[0].metric.get_sort_key
     others = sorted(
         set(methods) - set(asked),
         key=lambda method: (get_key(scores[method]) if method in scores else math.inf, method),
     )
-    kinds = list(dict.fromkeys(contest.kind for contest in contests))
-    ranks = [(contest.kind, contest.rank_methods(asked)) for contest in contests]
+    kinds = list(dict.fromkeys(ranked_column.kind for ranked_column in ranked_columns))
+    ranks = [(ranked_column.kind, ranked_column.rank_methods(asked)) for ranked_column in ranked_columns]
     by_method = {
         method: {kind: statistics.fmean(each[method] for other, each in ranks if other == kind) for kind in kinds}
         for method in asked

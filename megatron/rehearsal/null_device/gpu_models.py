@@ -14,7 +14,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Card:
+class GpuModel:
     """Emulated GPU."""
 
     name: str
@@ -38,17 +38,17 @@ class Card:
         return f"sm_{self.capability[0]}{self.capability[1]}"
 
 
-def _ampere(name: str, device_name: str) -> Card:
+def _ampere(name: str, device_name: str) -> GpuModel:
     memory = int(get_gpu_spec(name).gib * GIB)
-    return Card(name, device_name, (8, 0), 108, 163 * 1024, 164 * 1024, 40 * 2**20, memory)
+    return GpuModel(name, device_name, (8, 0), 108, 163 * 1024, 164 * 1024, 40 * 2**20, memory)
 
 
-def _hopper(name: str, device_name: str, processors: int = 132) -> Card:
+def _hopper(name: str, device_name: str, processors: int = 132) -> GpuModel:
     memory = int(get_gpu_spec(name).gib * GIB)
-    return Card(name, device_name, (9, 0), processors, 227 * 1024, 228 * 1024, 50 * 2**20, memory)
+    return GpuModel(name, device_name, (9, 0), processors, 227 * 1024, 228 * 1024, 50 * 2**20, memory)
 
 
-CARDS = (
+GPU_MODELS = (
     _ampere("a100-40gb", "NVIDIA A100-SXM4-40GB"),
     _ampere("a100-80gb", "NVIDIA A100-SXM4-80GB"),
     _ampere("a800", "NVIDIA A800-SXM4-80GB"),
@@ -63,13 +63,13 @@ CARDS = (
 capability 8.0 and 9.0)."""
 
 
-def get_card(text: str) -> Card:
+def get_gpu_model(text: str) -> GpuModel:
     """Return the GPU for a name given by the user, as `resolve_gpu_name` reads it: a100-80, A100_80GB, h100.
 
     Raises:
         UserError: if the name is unknown, or the GPU is only supported for planning. The message lists the valid names.
     """
-    names = [card.name for card in CARDS]
+    names = [card.name for card in GPU_MODELS]
     try:
         name = resolve_gpu_name(text)
     except UserError:
@@ -79,4 +79,4 @@ def get_card(text: str) -> Card:
             f"--gpu {text}: supported by plan but not by rehearse, which needs compute capability 8.0 or "
             f"9.0: {', '.join(names)}"
         )
-    return CARDS[names.index(name)]
+    return GPU_MODELS[names.index(name)]

@@ -33,7 +33,7 @@ CheckKey = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Trial:
+class BackendTrial:
     """Result of one backend."""
 
     backend: str
@@ -51,23 +51,23 @@ class Trial:
     """Duration of the first pass in seconds, including compilation of kernels."""
 
     @property
-    def is_right(self) -> bool:
+    def is_correct(self) -> bool:
         return self.refusal is None
 
     @property
-    def largest_excess(self) -> float:
+    def largest_error_ratio(self) -> float:
         """Largest ratio over all results."""
         return max((self.excess or {}).values(), default=0.0)
 
 
 @dataclass(frozen=True)
-class Evidence:
+class CheckResult:
     """Result of the self-check: one trial per backend."""
 
     key: CheckKey
     problem: Mapping[str, Any]
     """Description of the computed and compared problem (`CheckProblem.describe`)."""
-    trials: tuple[Trial, ...]
+    trials: tuple[BackendTrial, ...]
     seconds: float
     """Duration of the check, in seconds."""
 
@@ -79,46 +79,46 @@ class Evidence:
     @property
     def is_compared(self) -> bool:
         """True if values were compared. They are not on a device that computes nothing (`megatron/rehearsal/`)."""
-        return all(trial.excess for trial in self.trials if trial.is_right)
+        return all(trial.excess for trial in self.trials if trial.is_correct)
 
-    def rank_backends(self) -> list[Trial]:
+    def rank_backends(self) -> list[BackendTrial]:
         """Return the trials of accepted backends, fastest first."""
-        right = [trial for trial in self.trials if trial.is_right and trial.milliseconds is not None]
-        return sorted(right, key=lambda trial: trial.milliseconds or 0.0)
+        correct = [trial for trial in self.trials if trial.is_correct and trial.milliseconds is not None]
+        return sorted(correct, key=lambda trial: trial.milliseconds or 0.0)
 
-    def get_trial(self, backend: str) -> Trial | None:
+    def get_trial(self, backend: str) -> BackendTrial | None:
         """Return the trial of a backend, or None if it was not tried."""
         return next((trial for trial in self.trials if trial.backend == backend), None)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the evidence in JSON types."""
+        """Return the result in JSON types."""
         return asdict(self)
 
 
-def parse_evidence(found: Any) -> Evidence:
-    """Parse the result of `Evidence.to_json`. Raises ValueError, TypeError or KeyError if the input is invalid."""
-    trials = tuple(Trial(**trial) for trial in found["trials"])
+def parse_check_result(results: Any) -> CheckResult:
+    """Parse the result of `CheckResult.to_json`. Raises ValueError, TypeError or KeyError if the input is invalid."""
+    trials = tuple(BackendTrial(**trial) for trial in results["trials"])
     for trial in trials:
         numbers = [trial.milliseconds, trial.memory_mb, trial.first_seconds, *(trial.excess or {}).values()]
         if not isinstance(trial.backend, str) or not all(x is None or isinstance(x, int | float) for x in numbers):
             raise ValueError(f"not a trial: {trial}")
-    key = {part: dict(found["key"][part]) for part in ("card", "software", "work")}
-    return Evidence(key, dict(found["problem"]), trials, float(found["seconds"]))
+    key = {part: dict(results["key"][part]) for part in ("card", "software", "work")}
+    return CheckResult(key, dict(results["problem"]), trials, float(results["seconds"]))
 
 
-def read_cache(key: CheckKey) -> Evidence | None:
+def read_cache(key: CheckKey) -> CheckResult | None:
     """Read the result of an earlier check under the same conditions; None if there is none, or its file is damaged."""
     try:
-        evidence = parse_evidence(json.loads(_find_cache_path(key).read_text(encoding="utf-8")))
+        check_result = parse_check_result(json.loads(_find_cache_path(key).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    return evidence if evidence.key == _as_json(key) else None
+    return check_result if check_result.key == _as_json(key) else None
 
 
-def write_cache(evidence: Evidence) -> None:
-    """Write the evidence to the cache for later runs. If the folder is not writable, later runs check again."""
+def write_cache(check_result: CheckResult) -> None:
+    """Write the result to the cache for later runs. If the folder is not writable, later runs check again."""
     with contextlib.suppress(OSError, FarfieldError):
-        write_text_atomically(_find_cache_path(evidence.key), json.dumps(evidence.to_json(), indent=1) + "\n")
+        write_text_atomically(_find_cache_path(check_result.key), json.dumps(check_result.to_json(), indent=1) + "\n")
 
 
 def _find_cache_path(key: CheckKey) -> Path:
@@ -134,36 +134,36 @@ def _as_json(key: CheckKey) -> Any:
 
 @dataclass(frozen=True)
 class CheckRecord:
-    """Backend chosen by a run, and the evidence of its first rank."""
+    """Backend chosen by a run, and the result of its first rank."""
 
     backend: str
     line: str
     """Message that the run printed about the choice."""
-    evidence: Evidence
+    check_result: CheckResult
 
     def to_json(self) -> dict[str, Any]:
         """Return the record in JSON types."""
-        return {"backend": self.backend, "line": self.line, **self.evidence.to_json()}
+        return {"backend": self.backend, "line": self.line, **self.check_result.to_json()}
 
 
 def write_records(run: Path, records: Sequence[CheckRecord]) -> None:
-    """Write records into a run folder: a single one, or a list if the run has several kinds of layers.
+    """Write records into a run folder: a single one, or a list if the run has several layer types.
 
     Raises UserError or RunError if they cannot be written.
     """
-    found = [record.to_json() for record in records]
-    write_text_atomically(run / RECORD_FILE, json.dumps(found[0] if len(found) == 1 else found, indent=1) + "\n")
+    results = [record.to_json() for record in records]
+    write_text_atomically(run / RECORD_FILE, json.dumps(results[0] if len(results) == 1 else results, indent=1) + "\n")
 
 
 def read_records(run: Path) -> list[CheckRecord]:
-    """Read the backend choices of a run, one per kind of layer.
+    """Read the backend choices of a run, one per layer type.
 
     Returns an empty list if the record is missing or damaged.
     """
     try:
-        found = json.loads((run / RECORD_FILE).read_text(encoding="utf-8"))
-        each = found if isinstance(found, list) else [found]
-        return [CheckRecord(str(one["backend"]), str(one["line"]), parse_evidence(one)) for one in each]
+        results = json.loads((run / RECORD_FILE).read_text(encoding="utf-8"))
+        each = results if isinstance(results, list) else [results]
+        return [CheckRecord(str(one["backend"]), str(one["line"]), parse_check_result(one)) for one in each]
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return []
 
@@ -177,7 +177,7 @@ KERNEL_VARIABLE = "FARFIELD_CUDA_MIXER"
 DRIVER_VERSION = Path("/sys/module/nvidia/version")
 
 
-def describe_card(device: torch.device) -> dict[str, Any]:
+def describe_gpu(device: torch.device) -> dict[str, Any]:
     """Describe the card of a device, in JSON types."""
     if device.type != "cuda":
         return {"name": device.type}

@@ -16,7 +16,7 @@ from megatron.rehearsal.null_device.environment import LEDGER_VARIABLE
 
 
 def _make_store(c10d: Any) -> Any:
-    class LoneStore(c10d.Store):
+    class SingleRankStore(c10d.Store):
         """In-memory store in which the other ranks have already set every key that this rank waits for."""
 
         def __init__(self) -> None:
@@ -72,10 +72,10 @@ def _make_store(c10d: Any) -> Any:
         def has_extended_api(self) -> bool:
             return False
 
-        def clone(self) -> "LoneStore":
+        def clone(self) -> "SingleRankStore":
             return self
 
-    return LoneStore()
+    return SingleRankStore()
 
 
 _kept: list[Any] = []
@@ -85,7 +85,7 @@ _kept: list[Any] = []
 def _change_c10d(c10d: Any) -> None:
     init_process_group, new_group = c10d.init_process_group, c10d.new_group
 
-    def init_lone_group(backend: str | None = None, **options: Any) -> None:
+    def init_single_rank_group(backend: str | None = None, **options: Any) -> None:
         import torch.testing._internal.distributed.fake_pg  # noqa: F401 — registers the backend
 
         known = {key: options[key] for key in ("rank", "world_size", "device_id", "timeout") if key in options}
@@ -102,7 +102,7 @@ def _change_c10d(c10d: Any) -> None:
             known = backend
         return new_group(ranks, timeout, known, **options)
 
-    c10d.init_process_group, c10d.new_group = init_lone_group, make_group
+    c10d.init_process_group, c10d.new_group = init_single_rank_group, make_group
     c10d.all_gather_object = _all_gather_object
     c10d.gather_object = _gather_object
     c10d.broadcast_object_list = _make_broadcast(c10d)
