@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FORBIDDEN = re.compile(r"(Of|What|Where|That|Those|How|Whose|Why|When|Is|Are|Does|Do|Has|Have|May|Can|Must|Should)\b")
 ROOMS = [
     "farfield",
-    "kernels",
+    "megatron/kernels",
     "megatron/attention",
     "megatron/checkpoint",
     "megatron/cli",

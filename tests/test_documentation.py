@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = "farfield|megatron|kernels|tools|tests|configs|docs"
+FOLDERS = "farfield|megatron|tools|tests|configs|docs"
 PATH = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./-]*)")
 MODULE = re.compile(r"(?<![\w./*-])((?:\w+/)*\w+\.py)\b")
 PLACEHOLDER = re.compile(r"(^|/)(?!README\b)[A-Z]+(?=[/.]|$)")
@@ -25,7 +25,7 @@ NOT_OURS = {
 # docs/log.md and records refer to the files of their day; only their commands must be current.
 PAGES = [
     page
-    for pattern in ("*.md", "docs/*.md", "docs/results/README.md", "kernels/**/*.md")
+    for pattern in ("*.md", "docs/*.md", "docs/results/README.md", "megatron/kernels/**/*.md")
     for page in sorted(ROOT.glob(pattern))
 ]
 PAGES = [page for page in PAGES if page.name != "log.md"]
@@ -52,7 +52,7 @@ def find_missing_imports(text: str) -> list[str]:
         f"{node.module}.{alias.name}"
         for block in re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
         for node in ast.walk(ast.parse(block))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("megatron.", "kernels.", "tools."))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("megatron.", "tools."))
         for alias in node.names
         if alias.name not in list_defined_names(ROOT / f"{str(node.module).replace('.', '/')}.py")
     ]
@@ -93,7 +93,7 @@ def test_files_named_in_code_exist() -> None:
 def test_missing_names_are_detected() -> None:
     text = "see `megatron/nothing.py`, nothing.py, and megatron/position/encodings/NAME.py; encodings/rotary.py"
     assert find_missing_paths(text) == ["megatron/nothing.py"]
-    assert find_missing_paths("kernels/nothing/README.md, kernels/OP/README.md") == ["kernels/nothing/README.md"]
+    assert find_missing_paths("tools/nothing/README.md, tools/OP/README.md") == ["tools/nothing/README.md"]
     assert find_missing_modules(text) == ["megatron/nothing.py", "nothing.py"]
     block = "```python\nfrom megatron.reports.records import Record, read\nfrom megatron.nothing import Record\n```\n"
     assert find_missing_imports(block) == ["megatron.reports.records.read", "megatron.nothing.Record"]

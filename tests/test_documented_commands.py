@@ -19,7 +19,7 @@ from megatron.config.load import find_config, load_config
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     page
-    for pattern in ("*.md", "docs/*.md", "kernels/**/*.md")
+    for pattern in ("*.md", "docs/*.md", "megatron/kernels/**/*.md")
     for page in sorted(ROOT.glob(pattern))
     if page.name not in ("log.md", "tutorial.md")  # one describes earlier commands, the other is run as a whole
 ]

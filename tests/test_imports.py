@@ -25,8 +25,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megatron/options": ("pydantic", "pydantic_core", "megatron.utils.errors"),
     "megatron/utils": ("rich", "torch"),
     "megatron/position": ("torch",),
-    "megatron/attention": ("torch", "megatron.position", "megatron.utils", "kernels"),
-    "kernels": ("torch", "triton"),
+    "megatron/attention": ("torch", "megatron.position", "megatron.utils", "megatron.kernels"),
+    "megatron/kernels": ("torch", "triton"),
     "megatron/distributed": (*NUMERIC, *OURS),
     "megatron/config": (
         "pydantic",
@@ -181,8 +181,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "pydantic",
         "safetensors",
         "tokenizers",
-        "kernels.compile",
-        "kernels.jit_build",
+        "megatron.kernels.compile",
+        "megatron.kernels.jit_build",
         "megatron.planning",
         "megatron.config",
         "megatron.data",
@@ -252,7 +252,7 @@ def test_packages_import_only_allowed_packages(part: str) -> None:
 
 def _modules() -> dict[str, Path]:
     """Return the project's modules by import name."""
-    paths = [path for part in ("farfield", "megatron", "kernels", "tools") for path in (ROOT / part).rglob("*.py")]
+    paths = [path for part in ("farfield", "megatron", "tools") for path in (ROOT / part).rglob("*.py")]
     dotted = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
     return {name.removesuffix(".__init__"): path for path, name in dotted.items()}
 
@@ -285,7 +285,7 @@ def test_no_circle_of_imports() -> None:
 
 def test_every_part_has_a_rule() -> None:
     folders = {p.name for p in (ROOT / "megatron").iterdir() if any(p.rglob("*.py"))}  # others are left of old commits
-    assert folders == {Path(part).name for part in PARTS if not part.endswith(".py")} - {"farfield", "kernels"}
+    assert folders == {Path(part).name for part in PARTS if not part.endswith(".py")} - {"farfield"}
 
 
 def test_megatron_core_is_imported_through_its_doors() -> None:
@@ -293,7 +293,7 @@ def test_megatron_core_is_imported_through_its_doors() -> None:
 
     The first import decides for the whole process.
     """
-    files = [path for part in ("megatron", "kernels") for path in (ROOT / part).rglob("*.py")]
+    files = (ROOT / "megatron").rglob("*.py")
     users = {path for path in files if any(_within(name, ("megatron.core",)) for name in _imports(path))}
     assert {path.relative_to(ROOT).as_posix() for path in users} == DOORS
 
@@ -322,7 +322,7 @@ def _asks_who_it_is(path: Path) -> list[str]:
 
 def test_only_one_package_queries_the_rank() -> None:
     """Only one package determines the rank of this process; others receive `ProcessGroups` or a `Mesh`."""
-    files = [*(ROOT / "megatron").rglob("*.py"), *(ROOT / "kernels").rglob("*.py"), ROOT / "deepy.py"]
+    files = [*(ROOT / "megatron").rglob("*.py"), ROOT / "deepy.py"]
     asking = {path for path in files if _asks_who_it_is(path)}
     # The null device replaces the code that answers.
     folders = {path.relative_to(ROOT).parent.as_posix() for path in asking}
@@ -391,16 +391,6 @@ def test_torch_prints_no_warning_about_an_unused_compiler(caplog: pytest.LogCapt
         logger.warning("No CUDA runtime is found")
     logger.warning("something else")
     assert [record.message for record in caplog.records] == ["something else"]
-
-
-def test_kernels_is_this_projects() -> None:
-    """`kernels` is this project's package.
-
-    Hugging Face has one of this name; a regular package takes precedence over a namespace.
-    """
-    import kernels
-
-    assert Path(kernels.__file__).parent == ROOT / "kernels"
 
 
 def test_megatron_stays_a_namespace() -> None:

@@ -23,7 +23,7 @@ FILES = (
     "requirements.txt",
     "requirements-eval.txt",
 )
-FOLDERS = ("farfield", "megatron", "kernels", "configs")
+FOLDERS = ("farfield", "megatron", "configs")
 TINY = (
     "num_layers=1", "hidden_size=32", "num_attention_heads=2", "seq_length=16", "train_batch_size=2", "train_iters=2",
     "warmup=0", "device=cpu", "eval_interval=2", "eval_iters=1",

@@ -34,7 +34,7 @@ MODELING_FILE, CONFIGURATION_FILE = (
     BUNDLED_FOLDER / "modeling_farfield.py",
     BUNDLED_FOLDER / "configuration_farfield.py",
 )
-_OUR_PACKAGES = {"megatron", "kernels", "farfield"}
+_OUR_PACKAGES = {"megatron", "farfield"}
 _SOURCE_FOLDERS = (PACKAGES_FOLDER / "megatron" / "position", PACKAGES_FOLDER / "megatron" / "attention")
 _PROJECT_IMPORT = re.compile(r"^from megatron\.(?:\w+\.)*(\w+) import", re.MULTILINE)
 _RELATIVE_IMPORT = re.compile(r"^from \.(\w+) import", re.MULTILINE)

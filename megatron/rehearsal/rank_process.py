@@ -179,7 +179,7 @@ def run_rank_job(job: RankJob) -> RankResult:
 
 
 def _find_miscompiled_kernels(result: RankResult) -> None:
-    from kernels.compile import list_miscompiled_kernels
+    from megatron.kernels.compile import list_miscompiled_kernels
 
     try:
         result.miscompiled_kernels = list_miscompiled_kernels()
@@ -231,7 +231,7 @@ def _collect_warnings(lines: list[str]) -> Iterator[None]:
                 lines.append(text)
 
     handler = Collect(logging.WARNING)
-    loggers = [logging.getLogger(name) for name in ("megatron.attention", "megatron.model", "kernels")]
+    loggers = [logging.getLogger(name) for name in ("megatron.attention", "megatron.model", "megatron.kernels")]
     for logger in loggers:
         logger.addHandler(handler)
     try:

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 PACKAGES_FOLDER = Path(__file__).resolve().parents[2]
-"""Folder that contains `megatron/`, `kernels/` and `farfield/`: the checkout, or site-packages."""
+"""Folder that contains `megatron/` and `farfield/`: the checkout, or site-packages."""
 IS_CHECKOUT = (PACKAGES_FOLDER / "deepy.py").is_file()
 DATA_FOLDER = PACKAGES_FOLDER if IS_CHECKOUT else PACKAGES_FOLDER / "farfield" / "data"
 SHIPPED_CONFIGS = DATA_FOLDER / "configs"
@@ -19,7 +19,7 @@ COMMAND = (str(PACKAGES_FOLDER / "deepy.py"),) if IS_CHECKOUT else ("-P", "-m", 
 """Arguments of Python that start the command line."""
 PROGRAM = "./deepy.py" if IS_CHECKOUT else "farfield"
 """Command line as a user types it."""
-INSTALLED_FOLDERS = ("megatron", "kernels", "farfield")
+INSTALLED_FOLDERS = ("megatron", "farfield")
 FOREIGN_FOLDER = ("megatron", "core")
 """megatron-core's folder in site-packages."""
 

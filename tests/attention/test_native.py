@@ -7,13 +7,13 @@ import pytest
 import torch
 from position_methods import build, random_qkv
 
-from kernels.cdape_attention import cpu
 from megatron.attention.backends import native
 from megatron.attention.backends.backend import supports_document_starts
 from megatron.attention.backends.native import NativeBackend
 from megatron.attention.backends.pytorch import EagerBackend
 from megatron.attention.backends.registry import RowBlockBackend, select_backend
 from megatron.attention.inputs import AttentionInputs
+from megatron.kernels.cdape_attention import cpu
 from megatron.position.registry import build_processor
 from megatron.position.token_range import TokenRange, sample_positions
 from megatron.utils.errors import UserError

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.launcher import launch
-from kernels.runtime import Tile
+from megatron.kernels.launcher import launch
+from megatron.kernels.runtime import Tile
 
 
 class Rows(NamedTuple):

@@ -10,18 +10,18 @@ import pytest
 import torch
 import triton
 
-from kernels.cdape_attention import logit_gradient, mixer_forward
-from kernels.cdape_attention.geometry import BLOCK_BYTES, KernelFamily, choose_kernel
-from kernels.cdape_attention.mixer import TO_SCORES, TO_WEIGHTS, VARIABLE
-from kernels.cuda.compile import compile_kernel
+from megatron.kernels.cdape_attention import logit_gradient, mixer_forward
+from megatron.kernels.cdape_attention.geometry import BLOCK_BYTES, KernelFamily, choose_kernel
+from megatron.kernels.cdape_attention.mixer import TO_SCORES, TO_WEIGHTS, VARIABLE
+from megatron.kernels.cuda.compile import compile_kernel
 
 MAX_STACK_BYTES = 512
 """Stack of a thread for values that 255 registers do not hold."""
 PROGRAM = """
 import os
 import torch
-from kernels.cdape_attention import driver, mixer, op
-from kernels.cdape_attention.args import CdapeArgs
+from megatron.kernels.cdape_attention import driver, mixer, op
+from megatron.kernels.cdape_attention.args import CdapeArgs
 
 launched = []
 launch = driver.launch_kernel

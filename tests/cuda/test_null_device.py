@@ -134,9 +134,9 @@ def test_of_the_kernels_that_ran_the_miscompiled_ones_are_found(stages: int) -> 
     code = f"""
 from dataclasses import replace
 import torch
-from kernels.biased_attention import configs
-from kernels.biased_attention.op import biased_attention
-from kernels.compile import list_miscompiled_kernels
+from megatron.kernels.biased_attention import configs
+from megatron.kernels.biased_attention.op import biased_attention
+from megatron.kernels.compile import list_miscompiled_kernels
 tiles = configs.HALF[90][80]
 configs.HALF[90][80] = replace(tiles, bwd_dq=replace(tiles.bwd_dq, num_stages={stages}))
 joined = torch.zeros(256, 1, 32, 240, dtype=torch.bfloat16, device="cuda", requires_grad=True)

@@ -91,9 +91,9 @@ def tall_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     The interpreter takes equally long for tiles of any size. Few large tiles are fast, and short sequences still have
     several.
     """
-    from kernels.cdape_attention import driver
-    from kernels.cdape_attention.configs import attend_tile, heads_tile, processor_tile, product_tile
-    from kernels.runtime import Tile
+    from megatron.kernels.cdape_attention import driver
+    from megatron.kernels.cdape_attention.configs import attend_tile, heads_tile, processor_tile, product_tile
+    from megatron.kernels.runtime import Tile
 
     def tall_processor_tile(kernel: str, *args: Any) -> Tile:
         """Return a tile; on a GPU with fewer rows for the weights' gradients, because 256 pixels in float32 exceed

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+KERNELS = Path(__file__).resolve().parents[2] / "megatron" / "kernels"
 
 
 def unannotated(tree: ast.AST) -> list[str]:

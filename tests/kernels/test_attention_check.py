@@ -4,13 +4,13 @@ import pytest
 import torch
 from position_methods import build
 
-from kernels.cdape_attention import mixer
 from megatron.attention.backends.registry import list_candidates
 from megatron.attention.check import check_result
 from megatron.attention.check.check_result import BackendTrial
 from megatron.attention.check.compared_rows import CheckedDocuments
 from megatron.attention.check.problem import build_problem
 from megatron.attention.check.trials import try_backends
+from megatron.kernels.cdape_attention import mixer
 from megatron.position.facts import AttentionDims
 from megatron.position.token_range import ALL_HEADS, TokenRange
 

@@ -1,6 +1,6 @@
 """Kernels of every operator compile for GPUs that are not present, within their resource limits.
 
-This is a sample; `python -m kernels.compile` compiles all kernels.
+This is a sample; `python -m megatron.kernels.compile` compiles all kernels.
 """
 
 import os
@@ -15,22 +15,22 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from kernels import compile as compiler
-from kernels.bias.aot_configs import list_configurations
-from kernels.cdape_attention.aot_configs import list_configurations as cdape_configurations
-from kernels.compile import SHARED_LIMIT, KernelConfig, KernelResources, list_ops, main, measure_resources
+from megatron.kernels import compile as compiler
+from megatron.kernels.bias.aot_configs import list_configurations
+from megatron.kernels.cdape_attention.aot_configs import list_configurations as cdape_configurations
+from megatron.kernels.compile import SHARED_LIMIT, KernelConfig, KernelResources, list_ops, main, measure_resources
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_every_kernel_folder_lists_configurations() -> None:
-    sources = (ROOT / "kernels").glob("*/*.py")
+    sources = (ROOT / "megatron" / "kernels").glob("*/*.py")
     with_kernels = {path.parent.name for path in sources if "triton.jit" in path.read_text(encoding="utf-8")}
     assert with_kernels == set(list_ops())
 
 
 def _list_configurations(op: str) -> list[KernelConfig]:
-    return list(import_module(f"kernels.{op}.aot_configs").list_configurations())
+    return list(import_module(f"megatron.kernels.{op}.aot_configs").list_configurations())
 
 
 @pytest.mark.parametrize("op", list_ops())
@@ -43,7 +43,7 @@ def test_every_configuration_names_each_argument_once(op: str) -> None:
 
 def test_a_sample_compiles_within_its_limits() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "kernels.compile", "--sample"]
+    command = [sys.executable, "-m", "megatron.kernels.compile", "--sample"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = done.stdout.splitlines()
@@ -70,8 +70,8 @@ def test_the_scores_of_the_shipped_models_may_not_spill() -> None:
         for name in ("mix_fwd", "mix_bwd", "mix_bwd_dw"):
             assert configurations[f"{name} H={heads} D=32 k=3 bf16"].spill_budget == 0
     script = (
-        "from kernels.compile import measure_resources\n"
-        "from kernels.cdape_attention.aot_configs import list_configurations\n"
+        "from megatron.kernels.compile import measure_resources\n"
+        "from megatron.kernels.cdape_attention.aot_configs import list_configurations\n"
         "(config,) = (x for x in list_configurations() if x.name == 'scores H=32 d=80 bf16')\n"
         "print(measure_resources(config, 80).stack)\n"
     )

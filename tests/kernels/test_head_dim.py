@@ -2,7 +2,7 @@
 
 import pytest
 
-from kernels.head_dim import MAX_HEAD_DIM, split_head_dim
+from megatron.kernels.head_dim import MAX_HEAD_DIM, split_head_dim
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from torch import Tensor
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
 
-from kernels import interpreter as ours
-from kernels.interpreter import fast_interpreter
+from megatron.kernels import interpreter as ours
+from megatron.kernels.interpreter import fast_interpreter
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter alone")
 

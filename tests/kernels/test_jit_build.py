@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kernels import jit_build
-from kernels.jit_build import CompileError, build_library
+from megatron.kernels import jit_build
+from megatron.kernels.jit_build import CompileError, build_library
 
 
 @pytest.fixture

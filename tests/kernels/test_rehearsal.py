@@ -9,7 +9,7 @@ import pytest
 import rehearsal
 import torch
 
-from kernels.biased_attention.op import biased_attention
+from megatron.kernels.biased_attention.op import biased_attention
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,10 +11,6 @@ from models import build_model
 from position_methods import MAPPED, build, inputs_of, random_qkv
 from torch.utils.checkpoint import checkpoint
 
-from kernels.bias.configs import MAX_WIDTH
-from kernels.biased_attention.op import biased_attention
-from kernels.cdape_attention.op import MAX_PROCESSOR_WIDTH
-from kernels.head_dim import MAX_HEAD_DIM
 from megatron.attention.backends import triton
 from megatron.attention.backends.backend import AttentionBackend, supports_document_starts
 from megatron.attention.backends.pytorch import EagerBackend
@@ -22,6 +18,10 @@ from megatron.attention.backends.registry import RowBlockBackend, select_backend
 from megatron.attention.backends.triton import KernelChoice, TritonBackend, select_kernel
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_table
+from megatron.kernels.bias.configs import MAX_WIDTH
+from megatron.kernels.biased_attention.op import biased_attention
+from megatron.kernels.cdape_attention.op import MAX_PROCESSOR_WIDTH
+from megatron.kernels.head_dim import MAX_HEAD_DIM
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
 from megatron.position.base import FireParameters

@@ -9,13 +9,13 @@ from kept import Peak, kept_by_autograd
 from models import build_model
 from tiny_runs import tiny_config
 
-from kernels.cdape_attention import cpu
 from megatron.attention.backends.backend import compute_document_masks
 from megatron.attention.backends.pytorch import SdpaBackend
 from megatron.attention.documents import mask_documents, restart_positions
 from megatron.attention.segments import build_segments, concatenate_ranges
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, ParallelSizes, list_context_chunks
+from megatron.kernels.cdape_attention import cpu
 from megatron.model import attention
 from megatron.model.attention import AttentionContext
 from megatron.planning import activations, row_block_memory

@@ -12,11 +12,6 @@ from hypothesis import strategies as st
 from kept import Peak
 from tiny_runs import tiny_config
 
-from kernels.biased_attention import configs as biased_configs
-from kernels.cdape_attention import configs, mixer, op
-from kernels.cdape_attention.weights import get_weight_shape
-from kernels.head_dim import MAX_HEAD_DIM
-from kernels.runtime import DeviceProperties
 from megatron.attention.backends import flex, triton
 from megatron.attention.backends.capabilities import find_unsupported_method
 from megatron.attention.backends.native import NativeBackend
@@ -24,6 +19,11 @@ from megatron.attention.backends.pytorch import ChunkedBackend, SdpaBackend
 from megatron.attention.check.check_result import RECORD_FILE
 from megatron.config.load import load_config
 from megatron.distributed.hardware import get_gpu_spec
+from megatron.kernels.biased_attention import configs as biased_configs
+from megatron.kernels.cdape_attention import configs, mixer, op
+from megatron.kernels.cdape_attention.weights import get_weight_shape
+from megatron.kernels.head_dim import MAX_HEAD_DIM
+from megatron.kernels.runtime import DeviceProperties
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
 from megatron.planning import attention_memory, memory_estimate, row_block_memory

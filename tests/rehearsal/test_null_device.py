@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.jit_build import CompileError
 from megatron.distributed.hardware import find_gpu_spec, get_gpu_spec, list_gpu_names
+from megatron.kernels.jit_build import CompileError
 from megatron.rehearsal.null_device import build, host_reads, recorder
 from megatron.rehearsal.null_device.gpu_models import GPU_MODELS, get_gpu_model
 from megatron.utils.errors import UserError

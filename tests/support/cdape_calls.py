@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.cdape_attention.args import CdapeArgs
-from kernels.cdape_attention.driver import CdapeProblem
-from kernels.cdape_attention.reference import reference as _reference
-from kernels.cdape_attention.weights import PackedWeights, WeightShape
+from megatron.kernels.cdape_attention.args import CdapeArgs
+from megatron.kernels.cdape_attention.driver import CdapeProblem
+from megatron.kernels.cdape_attention.reference import reference as _reference
+from megatron.kernels.cdape_attention.weights import PackedWeights, WeightShape
 
 NAMES = ("output", "q", "k", "v", "bias", "w1", "b1", "w2", "b2")
 """Output, then the operator's tensors, to which sinks may be added."""

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.cdape_attention import mixer_operands
-from kernels.cdape_attention.bias_product import get_bias_product
-from kernels.cdape_attention.driver import ALIGNED, NO_WINDOW_INT32
-from kernels.cdape_attention.geometry import KernelFamily, MixerKernel, Tile
-from kernels.cdape_attention.mixer import MixerInputs, Spans
-from kernels.cdape_attention.mixer_forward import LogitInputs
-from kernels.cdape_attention.mixer_operands import MixerOperands
-from kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights
-from kernels.cuda.emulate import Emulator
-from kernels.cuda.kernel import CudaKernel
+from megatron.kernels.cdape_attention import mixer_operands
+from megatron.kernels.cdape_attention.bias_product import get_bias_product
+from megatron.kernels.cdape_attention.driver import ALIGNED, NO_WINDOW_INT32
+from megatron.kernels.cdape_attention.geometry import KernelFamily, MixerKernel, Tile
+from megatron.kernels.cdape_attention.mixer import MixerInputs, Spans
+from megatron.kernels.cdape_attention.mixer_forward import LogitInputs
+from megatron.kernels.cdape_attention.mixer_operands import MixerOperands
+from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights
+from megatron.kernels.cuda.emulate import Emulator
+from megatron.kernels.cuda.kernel import CudaKernel
 
 TAPS, PADDING = 3, 1
 NO_ERRORS = (0, 0, 0, 0, 0)

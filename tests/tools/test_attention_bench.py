@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cdape_attention import cpu
+from megatron.kernels.cdape_attention import cpu
 from tools.bench import attention as attention_bench
 from tools.bench import error_gate
 from tools.bench.attention_peers import Attention, AttentionProblem, build_peers

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from kernels.runtime import is_interpreted
 from megatron.attention.backends.backend import MAX_KEYS_SAVED, AttentionBackend
 from megatron.attention.backends.native import NativeBackend
 from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend
@@ -23,6 +22,7 @@ from megatron.attention.backends.triton import TritonBackend
 from megatron.attention.check.fused_reference import attend_as_fused
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import build_distances, compute_attention_in_blocks
+from megatron.kernels.runtime import is_interpreted
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
 from megatron.position.numerics import promote_to_float32

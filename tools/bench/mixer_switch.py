@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kernels.cdape_attention.mixer import VARIABLE
+from megatron.kernels.cdape_attention.mixer import VARIABLE
 
 
 @contextmanager

@@ -41,10 +41,10 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 from torch.profiler import ProfilerActivity  # noqa: E402
 
-from kernels.biased_attention import configs as bias_configs  # noqa: E402
-from kernels.biased_attention.configs import BackwardTile, OpTiles  # noqa: E402
-from kernels.cdape_attention import driver  # noqa: E402
-from kernels.runtime import Tile, is_interpreted  # noqa: E402
+from megatron.kernels.biased_attention import configs as bias_configs  # noqa: E402
+from megatron.kernels.biased_attention.configs import BackwardTile, OpTiles  # noqa: E402
+from megatron.kernels.cdape_attention import driver  # noqa: E402
+from megatron.kernels.runtime import Tile, is_interpreted  # noqa: E402
 from tools.bench.attention_peers import AttentionProblem, build_peers  # noqa: E402
 from tools.bench.error_gate import format_exception  # noqa: E402
 from tools.bench.mixer_switch import use_mixer  # noqa: E402

@@ -39,9 +39,9 @@ if __name__ == "__main__":
 
 import torch  # noqa: E402
 
-from kernels.runtime import is_interpreted  # noqa: E402
 from megatron.attention.segments import build_segments  # noqa: E402
 from megatron.distributed.process_groups import build_single_process_groups  # noqa: E402
+from megatron.kernels.runtime import is_interpreted  # noqa: E402
 from megatron.model.attention import AttentionContext  # noqa: E402
 from megatron.model.build import build_model  # noqa: E402
 from megatron.model.device_dtype import get_torch_dtype  # noqa: E402

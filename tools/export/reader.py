@@ -88,7 +88,7 @@ def measure_differences(folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    for forbidden in ("megatron.position", "kernels.runtime"):
+    for forbidden in ("megatron.position", "megatron.kernels.runtime"):
         try:
             __import__(forbidden)
         except ImportError:

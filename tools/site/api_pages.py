@@ -91,9 +91,10 @@ API_PAGES: dict[str, ApiPage] = {
         "Kernels",
         "Operators in Triton and C, and their references in plain PyTorch.",
         (
-            *("kernels.biased_attention.op", "kernels.biased_attention.reference"),
-            *("kernels.cdape_attention.op", "kernels.cdape_attention.args", "kernels.cdape_attention.reference"),
-            *("kernels.bias.toeplitz", "kernels.bias.fire", "kernels.bias.reference"),
+            *("megatron.kernels.biased_attention.op", "megatron.kernels.biased_attention.reference"),
+            *("megatron.kernels.cdape_attention.op", "megatron.kernels.cdape_attention.args"),
+            "megatron.kernels.cdape_attention.reference",
+            *("megatron.kernels.bias.toeplitz", "megatron.kernels.bias.fire", "megatron.kernels.bias.reference"),
         ),
     ),
 }

@@ -112,7 +112,9 @@ class GeneratedPages:
         return html.replace("<body>", f"<body>\n{link}", 1)
 
     def _show_files(self) -> None:
-        readmes = {f"kernels/{path.parent.name}.md": path for path in sorted(self.root.glob("kernels/*/README.md"))}
+        readmes = {
+            f"kernels/{path.parent.name}.md": path for path in sorted(self.root.glob("megatron/kernels/*/README.md"))
+        }
         shown = {"index.md": self.root / "README.md", "contributing.md": self.root / "CONTRIBUTING.md", **readmes}
         for page, path in shown.items():
             self.contents[page] = path.read_text(encoding="utf-8")
@@ -161,4 +163,4 @@ def build_link_rewriter(generated: GeneratedPages, repository_url: str) -> LinkR
     """
     pages = {source: page for page, source in generated.sources.items()}
     pages |= {posixpath.dirname(path): page for path, page in pages.items() if path.endswith("/README.md")}
-    return LinkRewriter(generated.root, {**pages, "kernels": "kernels/index.md"}, repository_url)
+    return LinkRewriter(generated.root, {**pages, "megatron/kernels": "kernels/index.md"}, repository_url)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from kernels.cdape_attention.args import CdapeArgs
 from megatron.attention.inputs import AttentionInputs
+from megatron.kernels.cdape_attention.args import CdapeArgs
 from megatron.position.base import ConvolutionParameters
 from megatron.position.processor import Processor
 

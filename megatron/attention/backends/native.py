@@ -10,7 +10,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels.cdape_attention import cpu
 from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination
 from megatron.attention.backends.fused_processor import (
     processor_fallback_reason,
@@ -19,6 +18,7 @@ from megatron.attention.backends.fused_processor import (
 )
 from megatron.attention.inputs import AttentionInputs, pad_values
 from megatron.attention.reference import compute_table
+from megatron.kernels.cdape_attention import cpu
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import Processor
 

@@ -51,7 +51,7 @@ ROWS_PER_CALL = 256
 
 def is_triton_available() -> bool:
     """Return True if there is a GPU, or Triton's interpreter (tests)."""
-    from kernels.runtime import is_interpreted
+    from megatron.kernels.runtime import is_interpreted
 
     return torch.cuda.is_available() or is_interpreted()
 
@@ -79,7 +79,7 @@ class TritonBackend:
     ) -> str | None:
         if not is_triton_available():
             return "it needs a CUDA device"
-        from kernels.head_dim import MAX_HEAD_DIM
+        from megatron.kernels.head_dim import MAX_HEAD_DIM
 
         if encoding.qk_head_dim > MAX_HEAD_DIM:
             return f"its head dimension is at most {MAX_HEAD_DIM}, not {encoding.qk_head_dim}"
@@ -89,7 +89,7 @@ class TritonBackend:
             return _fire_unsupported_reason(encoding)
         if processor is None:
             return None
-        from kernels.cdape_attention.op import MAX_PROCESSOR_WIDTH
+        from megatron.kernels.cdape_attention.op import MAX_PROCESSOR_WIDTH
 
         return processor_unsupported_reason(processor, max_width=MAX_PROCESSOR_WIDTH)
 
@@ -107,7 +107,7 @@ class TritonBackend:
     @staticmethod
     def share_table(table: ScoreTerms) -> ScoreTerms:
         """Return a table that many calls can read, with their gradients accumulated."""
-        from kernels.biased_attention.op import share_table
+        from megatron.kernels.biased_attention.op import share_table
 
         return ScoreTerms(*(None if term is None else share_table(term) for term in table))
 
@@ -132,7 +132,7 @@ class TritonBackend:
         Returns:
             `AttentionInputs.processor_terms` for each layer; None if each layer must compute its own.
         """
-        from kernels.cdape_attention.layer_terms import compute_layer_terms
+        from megatron.kernels.cdape_attention.layer_terms import compute_layer_terms
 
         convolutions = [processor.kernel_parameters() for processor in processors]
         are_convolutions = all(isinstance(each, ConvolutionParameters) for each in convolutions)
@@ -160,7 +160,7 @@ class TritonBackend:
             case KernelChoice.FUSED_BIAS:
                 return _attend_with_bias_kernel(inputs, table)
             case KernelChoice.FUSED_PROCESSOR:
-                from kernels.cdape_attention.op import cdape_attention
+                from megatron.kernels.cdape_attention.op import cdape_attention
 
                 return run_processor_kernel(cdape_attention, inputs, table.bias)
             case KernelChoice.MATRIX:
@@ -220,7 +220,7 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> tuple[KernelCho
 
 def _describe_unfit(x: Tensor) -> str | None:
     """Explain why no kernel supports a tensor's type and device; None if kernels do."""
-    from kernels.runtime import DTYPES, is_interpreted
+    from megatron.kernels.runtime import DTYPES, is_interpreted
 
     interpreted = is_interpreted()
     if not (x.is_cuda or interpreted):
@@ -242,7 +242,7 @@ def _fire_parameters(encoding: Encoding) -> FireParameters | None:
 
 
 def _fire_unsupported_reason(encoding: Encoding) -> str | None:
-    from kernels.bias.configs import MAX_HEADS, MAX_WIDTH
+    from megatron.kernels.bias.configs import MAX_HEADS, MAX_WIDTH
 
     fire = _fire_parameters(encoding)
     if fire is None:
@@ -254,7 +254,7 @@ def _fire_unsupported_reason(encoding: Encoding) -> str | None:
 
 
 def _attend_with_bias_kernel(inputs: AttentionInputs, table: ScoreTerms) -> Tensor:
-    from kernels.biased_attention.op import biased_attention
+    from megatron.kernels.biased_attention.op import biased_attention
 
     bias, weight = table
     bias = None if bias is None else select_heads(bias, inputs.heads)
@@ -297,7 +297,7 @@ def attend_with_bias_matrix(inputs: AttentionInputs, bias: Tensor | None, fire: 
 
 def _build_matrix(inputs: AttentionInputs, bias: Tensor | None, fire: FireParameters | None) -> Tensor:
     """Build the bias matrix [h, R, C] in the type of q, with −inf for keys in the future."""
-    from kernels.bias.toeplitz import toeplitz_bias
+    from megatron.kernels.bias.toeplitz import toeplitz_bias
 
     above = float("-inf")
     if bias is None:
@@ -314,7 +314,7 @@ def compute_fire_bias(
     fire: FireParameters, query: TokenRange, key: TokenRange, heads: slice, dtype: torch.dtype, above: float = 0.0
 ) -> Tensor:
     """Compute FIRE's bias [h, R, C] with its kernel, with `above` for keys in the future."""
-    from kernels.bias.fire import fire_bias
+    from megatron.kernels.bias.fire import fire_bias
 
     return fire_bias(
         fire.c,

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from kernels.jit_build import iter_cache_folders, open_cache_folder
+from megatron.kernels.jit_build import iter_cache_folders, open_cache_folder
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import FarfieldError
 from megatron.utils.project import PACKAGES_FOLDER
@@ -168,7 +168,7 @@ def read_records(run: Path) -> list[CheckRecord]:
         return []
 
 
-SOURCES = ("kernels", "megatron/attention", "megatron/position")
+SOURCES = ("megatron/kernels", "megatron/attention", "megatron/position")
 """Folders with the source files that determine the results of backends."""
 SUFFIXES = (".py", ".h")
 """Suffixes of these files: Python, and the headers of CUDA kernels."""

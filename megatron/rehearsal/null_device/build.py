@@ -15,7 +15,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernels.jit_build import (
+from megatron.distributed.hardware import torch_has_cuda
+from megatron.kernels.jit_build import (
     CompileError,
     find_compiler,
     hash_sources,
@@ -23,7 +24,6 @@ from kernels.jit_build import (
     open_cache_folder,
     run_compiler,
 )
-from megatron.distributed.hardware import torch_has_cuda
 from megatron.utils.errors import UserError
 from megatron.utils.project import PACKAGES_FOLDER
 

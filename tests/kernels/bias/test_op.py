@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.bias import configs, reference
-from kernels.bias.fire import fire_bias
-from kernels.bias.toeplitz import toeplitz_bias
+from megatron.kernels.bias import configs, reference
+from megatron.kernels.bias.fire import fire_bias
+from megatron.kernels.bias.toeplitz import toeplitz_bias
 from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_error_ratio
 
 FIRE = ("c", "multiplier", "weight1", "bias1", "weight2", "bias2")

@@ -14,10 +14,10 @@ from kernel_types import pair_with_types
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from kernels.biased_attention import configs, reference
-from kernels.biased_attention.backward import count_rows
-from kernels.biased_attention.op import biased_attention, biased_attention_with_lse, share_table
-from kernels.runtime import get_arch, launch_context
+from megatron.kernels.biased_attention import configs, reference
+from megatron.kernels.biased_attention.backward import count_rows
+from megatron.kernels.biased_attention.op import biased_attention, biased_attention_with_lse, share_table
+from megatron.kernels.runtime import get_arch, launch_context
 from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_error_ratio
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias", "dweight", "dkey_bias", "dsinks")

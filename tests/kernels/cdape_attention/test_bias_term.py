@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from kernels.cdape_attention.bias_term import compute_bias_contributions
+from megatron.kernels.cdape_attention.bias_term import compute_bias_contributions
 
 
 @given(

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from kernels import jit_build
-from kernels.cdape_attention import cpu
+from megatron.kernels import jit_build
+from megatron.kernels.cdape_attention import cpu
 from tools.rounding import assert_within_rounding
 
 cdape_attention = takes_fields(cpu.cdape_attention)

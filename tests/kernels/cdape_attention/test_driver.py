@@ -6,7 +6,7 @@ from cdape_calls import build_problem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.cdape_attention.configs import (
+from megatron.kernels.cdape_attention.configs import (
     MIN_ROWS,
     WORKSPACE_FRACTION,
     choose_chunk_rows,
@@ -15,10 +15,10 @@ from kernels.cdape_attention.configs import (
     max_chunk_rows,
     processor_tile,
 )
-from kernels.cdape_attention.driver import ALIGNED, NO_WINDOW_INT32, ChunkMaps, iter_chunks
-from kernels.cdape_attention.scores import padded_channels
-from kernels.head_dim import pad_for_dot
-from kernels.runtime import DeviceProperties
+from megatron.kernels.cdape_attention.driver import ALIGNED, NO_WINDOW_INT32, ChunkMaps, iter_chunks
+from megatron.kernels.cdape_attention.scores import padded_channels
+from megatron.kernels.head_dim import pad_for_dot
+from megatron.kernels.runtime import DeviceProperties
 
 TYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 

@@ -7,9 +7,9 @@ import torch
 from cdape_calls import NAMES, Case, into_output
 from torch import Tensor
 
-from kernels.cdape_attention.args import CdapeArgs
-from kernels.cdape_attention.layer_terms import LayerTerms, compute_layer_terms
-from kernels.cdape_attention.op import cdape_attention
+from megatron.kernels.cdape_attention.args import CdapeArgs
+from megatron.kernels.cdape_attention.layer_terms import LayerTerms, compute_layer_terms
+from megatron.kernels.cdape_attention.op import cdape_attention
 
 CASES = [
     Case(2, 2, 9, 9, 4, 3, 3, chunk=4),

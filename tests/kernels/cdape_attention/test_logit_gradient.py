@@ -31,11 +31,16 @@ from mixer_emulation import (
 )
 from torch import Tensor
 
-from kernels.cdape_attention import mixer_forward
-from kernels.cdape_attention.geometry import FOLDER
-from kernels.cdape_attention.logit_gradient import KERNELS, AttendedChunk, LogitGradients, differentiate_softmax
-from kernels.cdape_attention.mixer_forward import LogitInputs
-from kernels.cuda.emulate import Faults, find_compiler
+from megatron.kernels.cdape_attention import mixer_forward
+from megatron.kernels.cdape_attention.geometry import FOLDER
+from megatron.kernels.cdape_attention.logit_gradient import (
+    KERNELS,
+    AttendedChunk,
+    LogitGradients,
+    differentiate_softmax,
+)
+from megatron.kernels.cdape_attention.mixer_forward import LogitInputs
+from megatron.kernels.cuda.emulate import Faults, find_compiler
 
 MAP_CASES = [*CASES[:3], Case(16, 64, 96, torch.bfloat16, held_tensors=1)]
 

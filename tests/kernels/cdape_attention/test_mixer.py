@@ -36,17 +36,17 @@ from mixer_emulation import (
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.cdape_attention import driver, logit_gradient, mixer, mixer_forward
-from kernels.cdape_attention.bias_product import get_bias_product
-from kernels.cdape_attention.driver import GradientSums, add_mixer_sums, new_term_sums, unpack_mixer_sums
-from kernels.cdape_attention.geometry import FOLDER, KernelFamily, choose_kernel
-from kernels.cdape_attention.layer_terms import build_problems
-from kernels.cdape_attention.logit_gradient import LogitGradients
-from kernels.cdape_attention.mixer import MixerGradients, MixerInputs, differentiate_mixer
-from kernels.cdape_attention.mixer_operands import unpack_tables, unpack_weights
-from kernels.cdape_attention.scores import padded_channels
-from kernels.cdape_attention.weights import PackedWeights, get_weight_shape
-from kernels.cuda.emulate import Faults, find_compiler
+from megatron.kernels.cdape_attention import driver, logit_gradient, mixer, mixer_forward
+from megatron.kernels.cdape_attention.bias_product import get_bias_product
+from megatron.kernels.cdape_attention.driver import GradientSums, add_mixer_sums, new_term_sums, unpack_mixer_sums
+from megatron.kernels.cdape_attention.geometry import FOLDER, KernelFamily, choose_kernel
+from megatron.kernels.cdape_attention.layer_terms import build_problems
+from megatron.kernels.cdape_attention.logit_gradient import LogitGradients
+from megatron.kernels.cdape_attention.mixer import MixerGradients, MixerInputs, differentiate_mixer
+from megatron.kernels.cdape_attention.mixer_operands import unpack_tables, unpack_weights
+from megatron.kernels.cdape_attention.scores import padded_channels
+from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape
+from megatron.kernels.cuda.emulate import Faults, find_compiler
 
 UNCERTAIN = 1e-5
 """Hidden values so small have a sign that depends on the order of a sum."""

@@ -30,9 +30,9 @@ from mixer_emulation import (
 )
 from torch import Tensor
 
-from kernels.cdape_attention.geometry import FOLDER
-from kernels.cdape_attention.mixer_forward import KERNELS, LogitInputs, compute_logits
-from kernels.cuda.emulate import Faults, find_compiler
+from megatron.kernels.cdape_attention.geometry import FOLDER
+from megatron.kernels.cdape_attention.mixer_forward import KERNELS, LogitInputs, compute_logits
+from megatron.kernels.cuda.emulate import Faults, find_compiler
 
 FORWARD_CASES = [Case(32, 16, 64, torch.bfloat16), *CASES]
 

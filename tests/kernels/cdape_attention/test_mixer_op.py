@@ -8,11 +8,11 @@ import torch
 from cdape_calls import Case, differentiated, into_output, takes_fields, truth
 from mixer_emulation import LOCAL_CASES, NO_ERRORS
 
-from kernels.cdape_attention import driver, op
-from kernels.cdape_attention.driver import CdapeProblem, Chunk
-from kernels.cdape_attention.geometry import FOLDER, KernelFamily, MixerKernel
-from kernels.cuda.emulate import Emulator, find_compiler
-from kernels.cuda.kernel import CudaKernel
+from megatron.kernels.cdape_attention import driver, op
+from megatron.kernels.cdape_attention.driver import CdapeProblem, Chunk
+from megatron.kernels.cdape_attention.geometry import FOLDER, KernelFamily, MixerKernel
+from megatron.kernels.cuda.emulate import Emulator, find_compiler
+from megatron.kernels.cuda.kernel import CudaKernel
 from tools.rounding import assert_within_rounding
 
 COMPILED = LOCAL_CASES[1]

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from triton.runtime.interpreter import interpreter_builder
 
-from kernels.cdape_attention import driver, op
-from kernels.runtime import is_interpreted
+from megatron.kernels.cdape_attention import driver, op
+from megatron.kernels.runtime import is_interpreted
 from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_error_ratio
 
 TINY = Case(1, 2, 5, 5, 4, 3, 3)

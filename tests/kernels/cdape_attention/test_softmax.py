@@ -11,9 +11,9 @@ import torch
 from cdape_calls import build_problem
 from torch import Tensor
 
-from kernels.cdape_attention import driver
-from kernels.cdape_attention.configs import attend_tile, heads_tile
-from kernels.cdape_attention.driver import (
+from megatron.kernels.cdape_attention import driver
+from megatron.kernels.cdape_attention.configs import attend_tile, heads_tile
+from megatron.kernels.cdape_attention.driver import (
     NO_WINDOW_INT32,
     CdapeProblem,
     Chunk,
@@ -22,8 +22,8 @@ from kernels.cdape_attention.driver import (
     launch_softmax,
     softmax_backward,
 )
-from kernels.cdape_attention.softmax import _attend_fwd_kernel
-from kernels.runtime import launch_context
+from megatron.kernels.cdape_attention.softmax import _attend_fwd_kernel
+from megatron.kernels.runtime import launch_context
 from tools.rounding import assert_within_rounding
 
 pytestmark = pytest.mark.usefixtures("uninitialised_is_nan")

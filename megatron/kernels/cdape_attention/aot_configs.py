@@ -1,0 +1,261 @@
+"""Configurations that the shipped models launch, for `python -m megatron.kernels.compile cdape_attention`.
+
+H heads, D processor width, k kernel size, d head dimension.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron.kernels.cdape_attention.backward import _processor_bwd_dw_kernel, _processor_bwd_kernel
+from megatron.kernels.cdape_attention.configs import (
+    attend_constants,
+    attend_tile,
+    heads_constants,
+    heads_tile,
+    processor_constants,
+    processor_tile,
+    product_constants,
+    product_tile,
+    transposed_product_constants,
+)
+from megatron.kernels.cdape_attention.forward import _processor_fwd_kernel
+from megatron.kernels.cdape_attention.products import _multiply_map_kernel, _multiply_transposed_kernel
+from megatron.kernels.cdape_attention.scores import _scores_kernel
+from megatron.kernels.cdape_attention.softmax import _attend_bwd_kernel, _attend_fwd_kernel, _attend_sums_kernel
+from megatron.kernels.compile import SPILL_BUDGET, SPILL_BUDGET_FLOAT32, KernelConfig, build_signature
+from megatron.kernels.instructions import PassKernel
+
+DTYPES_BY_NAME = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SHAPES = [
+    *((heads, 32, kernel_size) for heads in (4, 12, 16, 32) for kernel_size in (1, 3, 5, 7)),
+    (12, 64, 3),
+    (32, 64, 7),
+]
+"""H, D and k of the shipped models at the default width, and of the widest."""
+HEAD_DIMS = (32, 64, 80, 96, 128)
+ROWS = 256
+DECODE_ROWS = 1
+SPILL_BUDGETS = {
+    (False, False): SPILL_BUDGET,
+    (False, True): 24,
+    (True, False): 16,
+    (True, True): 96,
+}
+"""Spill budgets in bytes, by whether a processor has more than three taps and whether rows are packed documents.
+
+Only mix_bwd on sm_80 spills: one or two registers, and with documents a row of contributions. It keeps this row for the
+next whole tile while it processes other tiles. Loading it again would read 8 KB more per tile.
+"""
+PROCESSOR_KERNELS = {
+    "mix_fwd": _processor_fwd_kernel,
+    "mix_bwd": _processor_bwd_kernel,
+    "mix_bwd_dw": _processor_bwd_dw_kernel,
+}
+"""Processor kernels, by the names used in docs/results."""
+ATTEND_KERNELS = {"attend_fwd": _attend_fwd_kernel, "attend_sums": _attend_sums_kernel}
+HEAD_TILE_KERNELS = {"scores": _scores_kernel, "attend_bwd": _attend_bwd_kernel}
+"""Kernels whose programs process a tile of all heads."""
+PRODUCT_KERNELS = {"multiply_map": _multiply_map_kernel, "multiply_transposed": _multiply_transposed_kernel}
+FLOAT32_POINTERS = (
+    "sinks_ptr",
+    *("logits_ptr", "bias_contributions_ptr", "bias_ptr", "b2_ptr", "stats_ptr", "sums_ptr"),
+    *("dbias_contributions_ptr", "dbias_ptr", "dedge_ptr", "dw_ptr"),
+)
+
+
+def _add_document_starts(constants: dict[str, Any], documents: bool) -> dict[str, Any]:
+    """Set the pointer to document starts to None if rows are single documents."""
+    return constants if documents else constants | {"document_starts_ptr": None}
+
+
+def _build_processor_config(
+    name: str, heads: int, width: int, kernel_size: int, dtype_name: str, rows: int, documents: bool = False
+) -> KernelConfig:
+    kernel, dtype = PROCESSOR_KERNELS[name], DTYPES_BY_NAME[dtype_name]
+    tile = processor_tile(name, heads, width, kernel_size, rows, dtype)
+    constants = processor_constants(name, heads, width, kernel_size, dtype, tile, has_bias=True)
+    constants = _add_document_starts(constants, documents)
+    step = " decode" if rows == DECODE_ROWS else " documents" if documents else ""
+    return KernelConfig(
+        name=f"{name}{step} H={heads} D={width} k={kernel_size} {dtype_name}",
+        kernel=kernel,
+        signature=build_signature(kernel, constants, dtype_name, FLOAT32_POINTERS),
+        constexprs=constants,
+        options=tile.options,
+        spill_budget=SPILL_BUDGET_FLOAT32
+        if dtype_name == "fp32" or width > 32
+        else SPILL_BUDGETS[kernel_size > 3, documents],
+    )
+
+
+def _build_attend_config(
+    name: str,
+    dim: int,
+    dtype_name: str,
+    rows: int,
+    odd: bool = False,
+    documents: bool = False,
+    sinks: bool = False,
+    residue: bool = False,
+) -> KernelConfig:
+    """Build the configuration of an attend kernel. `odd`: the columns are not a multiple of 16, as with a window."""
+    kernel: Any = ATTEND_KERNELS[name]
+    tile = attend_tile(name, rows, DTYPES_BY_NAME[dtype_name])
+    constants = _add_document_starts(attend_constants(dim, tile, 12), documents)
+    if name == "attend_fwd" and not sinks:
+        constants = constants | {"sinks_ptr": None}
+    if name == "attend_fwd" and not residue:
+        constants = constants | {"residue_ptr": None}
+    suffix = " decode" if rows == DECODE_ROWS else " odd" if odd else " documents" if documents else ""
+    suffix += " sinks" if sinks else " residue" if residue else ""
+    aligned = () if odd or rows == DECODE_ROWS else ("C",)
+    return KernelConfig(
+        name=f"{name}{suffix} d={dim} {dtype_name}",
+        kernel=kernel,
+        signature=build_signature(kernel, constants, dtype_name, FLOAT32_POINTERS, aligned),
+        constexprs=constants,
+        options=tile.options,
+    )
+
+
+def _build_head_tile_config(
+    name: str, heads: int, dim: int, dtype_name: str, rows: int, odd: bool = False, documents: bool = False
+) -> KernelConfig:
+    """Build the configuration of a kernel over all heads; `odd` as in `_build_attend_config`."""
+    kernel: Any = HEAD_TILE_KERNELS[name]
+    dtype, aligned = DTYPES_BY_NAME[dtype_name], rows != DECODE_ROWS and not odd
+    known = aligned or name == "scores"
+    tile = heads_tile(rows, dtype)
+    constants = _add_document_starts(heads_constants(heads, dim, tile, dtype, known), documents)
+    suffix = " decode" if rows == DECODE_ROWS else " odd" if odd else " documents" if documents else ""
+    return KernelConfig(
+        name=f"{name}{suffix} H={heads} d={dim} {dtype_name}",
+        kernel=kernel,
+        signature=build_signature(kernel, constants, dtype_name, FLOAT32_POINTERS, ("C",) if aligned else ()),
+        constexprs=constants,
+        options=tile.options,
+        spill_budget=SPILL_BUDGET_FLOAT32 if dtype_name == "fp32" else SPILL_BUDGET,
+    )
+
+
+def _build_product_config(
+    name: str, dim: int, dtype_name: str, *, odd: bool = False, documents: bool = False, add: bool = False
+) -> KernelConfig:
+    """Build the configuration of a product; `add`: the result is added to earlier chunks' sums in float32."""
+    kernel: Any = PRODUCT_KERNELS[name]
+    tile = product_tile(dim, DTYPES_BY_NAME[dtype_name])
+    is_transposed = name == "multiply_transposed"
+    constants = transposed_product_constants(dim, tile, add=add) if is_transposed else product_constants(dim, tile)
+    suffix = " odd" if odd else " documents" if documents else " add" if add else ""
+    constants = _add_document_starts(constants, documents)
+    return KernelConfig(
+        name=f"{name}{suffix} d={dim} {dtype_name}",
+        kernel=kernel,
+        signature=build_signature(kernel, constants, dtype_name, ("out_ptr",) if add else (), () if odd else ("C",)),
+        constexprs=constants,
+        options=tile.options,
+    )
+
+
+def list_configurations() -> Iterator[KernelConfig]:
+    """Yield every kernel at every shape in bfloat16, at one shape in the other types, and at some with documents."""
+    for heads, width, kernel_size in SHAPES:
+        dtype_names = ("bf16", "fp16", "fp32") if (heads, width, kernel_size) == (12, 32, 3) else ("bf16",)
+        for dtype_name in dtype_names:
+            for name in PROCESSOR_KERNELS:
+                yield _build_processor_config(name, heads, width, kernel_size, dtype_name, ROWS)
+    for heads in (12, 32):
+        yield _build_processor_config("mix_fwd", heads, 32, 3, "bf16", DECODE_ROWS)
+    for dim in HEAD_DIMS:
+        for dtype_name in DTYPES_BY_NAME if dim == 64 else ("bf16",):
+            for name in ATTEND_KERNELS:
+                yield _build_attend_config(name, dim, dtype_name, ROWS)
+        for name in ATTEND_KERNELS:
+            yield _build_attend_config(name, dim, "bf16", ROWS, odd=True)
+    for heads, dim in ((4, 32), (12, 64), (16, 64), (32, 80), (16, 96), (16, 128), (32, 128)):
+        for dtype_name in DTYPES_BY_NAME if (heads, dim) == (12, 64) else ("bf16",):
+            for name in HEAD_TILE_KERNELS:
+                yield _build_head_tile_config(name, heads, dim, dtype_name, ROWS)
+    for heads, kernel_size in ((12, 3), (16, 3), (32, 3), (12, 7)):
+        for name in PROCESSOR_KERNELS:
+            yield _build_processor_config(name, heads, 32, kernel_size, "bf16", ROWS, documents=True)
+    for dim in (64, 80):
+        for name in ATTEND_KERNELS:
+            yield _build_attend_config(name, dim, "bf16", ROWS, documents=True)
+        yield _build_attend_config("attend_fwd", dim, "bf16", ROWS, sinks=True)
+    yield _build_attend_config("attend_fwd", 64, "bf16", ROWS, residue=True)
+    for heads, dim in ((12, 64), (16, 64), (32, 80)):
+        for name in HEAD_TILE_KERNELS:
+            yield _build_head_tile_config(name, heads, dim, "bf16", ROWS, documents=True)
+    for dim in HEAD_DIMS:
+        for dtype_name in DTYPES_BY_NAME if dim == 64 else ("bf16",):
+            for name in PRODUCT_KERNELS:
+                yield _build_product_config(name, dim, dtype_name)
+    for name in PRODUCT_KERNELS:
+        yield _build_product_config(name, 64, "bf16", odd=True)
+        yield _build_product_config(name, 64, "bf16", documents=True)
+    yield _build_product_config("multiply_transposed", 64, "bf16", add=True)
+    yield _build_attend_config("attend_fwd", 64, "bf16", DECODE_ROWS)
+    yield _build_head_tile_config("scores", 12, 64, "bf16", DECODE_ROWS)
+    yield _build_head_tile_config("attend_bwd", 12, 64, "bf16", ROWS, odd=True)
+
+
+def list_passes(arch: int) -> dict[str, list[PassKernel]]:
+    """Return the kernels of a forward and backward pass with 12 heads of 64, width 32 and k = 3, in bfloat16.
+
+    The tiles are the same for each architecture.
+    """
+    return {"CDAPE": list(_build_pass())}
+
+
+def _build_pass() -> Iterator[PassKernel]:
+    heads, width, kernel_size, dim, dtype_name = 12, 32, 3, 64, "bf16"
+    dw_tile = processor_tile("mix_bwd_dw", heads, width, kernel_size, ROWS, DTYPES_BY_NAME[dtype_name])
+    head_tile = heads_tile(ROWS, DTYPES_BY_NAME[dtype_name])
+    tiles = {
+        name: processor_tile(name, heads, width, kernel_size, ROWS, DTYPES_BY_NAME[dtype_name])
+        for name in ("mix_fwd", "mix_bwd")
+    }
+    kept_pixels = {name: tile.block_m * (tile.block_n - 2 * (kernel_size // 2)) for name, tile in tiles.items()}
+    yield PassKernel(
+        _build_head_tile_config("scores", heads, dim, dtype_name, ROWS),
+        head_tile.block_m * head_tile.block_n,
+        has_loop=False,
+        launches=2,
+    )
+    yield PassKernel(
+        _build_processor_config("mix_fwd", heads, width, kernel_size, dtype_name, ROWS),
+        kept_pixels["mix_fwd"],
+        has_loop=False,
+        launches=2,
+    )
+    for name in ATTEND_KERNELS:
+        tile = attend_tile(name, ROWS, DTYPES_BY_NAME[dtype_name])
+        yield PassKernel(
+            _build_attend_config(name, dim, dtype_name, ROWS), tile.block_m * tile.block_n / heads, has_loop=True
+        )
+    yield PassKernel(
+        _build_head_tile_config("attend_bwd", heads, dim, dtype_name, ROWS),
+        head_tile.block_m * head_tile.block_n,
+        has_loop=False,
+    )
+    yield PassKernel(
+        _build_processor_config("mix_bwd_dw", heads, width, kernel_size, dtype_name, ROWS),
+        dw_tile.block_m * dw_tile.block_n,
+        has_loop=True,
+    )
+    yield PassKernel(
+        _build_processor_config("mix_bwd", heads, width, kernel_size, dtype_name, ROWS),
+        kept_pixels["mix_bwd"],
+        has_loop=True,
+    )
+    product = product_tile(dim, DTYPES_BY_NAME[dtype_name])
+    for name, launches in (("multiply_map", 1), ("multiply_transposed", 2)):
+        yield PassKernel(
+            _build_product_config(name, dim, dtype_name),
+            product.block_m * product.block_n / heads,
+            has_loop=True,
+            launches=launches,
+        )

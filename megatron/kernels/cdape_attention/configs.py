@@ -1,0 +1,182 @@
+"""Static table of tile sizes by shape, so that all ranks of a run agree.
+
+In half precision, the tiles are the fastest of those timed on an H200 at the shape of the 350M model
+(`tools/bench/tiles.py`, docs/results/gpu_tiles.json) with few spills on sm_80 and sm_90 (`aot_configs.py`). The kernels
+are bound by latency, so small tiles are faster than those with the fewest instructions per score: a multiprocessor runs
+more of them at a time. Both architectures use one table; nothing was timed on an A100.
+
+H heads, D processor width, k kernel size, p = k//2, R query rows. Results needed for every launch are cached, because
+the host has a few microseconds per launch. Do not modify cached constants.
+"""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from megatron.kernels.cdape_attention.scores import GROUP, SMALL_GROUP, padded_channels
+from megatron.kernels.head_dim import head_dim_constants, pad_for_dot
+from megatron.kernels.runtime import INPUT_PRECISION, DeviceProperties, Tile
+
+STAGES = 1
+"""Stages of the processor kernels.
+
+Their loops recompute instead of streaming, so prefetching would only cost memory.
+"""
+
+
+@cache
+def processor_tile(kernel: str, heads: int, width: int, kernel_size: int, rows: int, dtype: torch.dtype) -> Tile:
+    """Return the tile of a processor kernel; its columns are distances.
+
+    Args:
+        kernel: mix_fwd, mix_bwd or mix_bwd_dw.
+        rows: query rows of a chunk. A small number (decoding) gets flat, wide tiles.
+    """
+    wide = pad_for_dot(heads) * pad_for_dot(width) > 512
+    distances = max(64, pad_for_dot(2 * kernel_size))
+    if kernel == "mix_fwd":
+        chosen = Tile(2 if wide and kernel_size > 3 else 4, distances, 4, STAGES)
+    elif kernel == "mix_bwd":
+        # Two rows halve the barriers per score; wider processors and more taps do not fit the registers with two.
+        chosen = Tile(1 if wide or kernel_size > 5 else 2, distances, 4, STAGES)
+    else:
+        entries = pad_for_dot(padded_channels(heads) * kernel_size) * pad_for_dot(width)  # of a weight's gradient
+        warps = 2 if entries <= 2048 else 4 if entries <= 4096 else 8
+        chosen = Tile(4, distances // 4, warps, STAGES) if warps == 2 else Tile(1, distances // 2, warps, STAGES)
+    if dtype == torch.float32:  # exact products keep both operands in registers at full width
+        chosen = replace(chosen, block_m=max(chosen.block_m // 2, 1), num_warps=4 if kernel == "mix_fwd" else 8)
+    while chosen.block_m > 1 and chosen.block_m // 2 >= rows:
+        chosen = replace(chosen, block_m=chosen.block_m // 2, block_n=chosen.block_n * 2)
+    return chosen
+
+
+@cache
+def attend_tile(kernel: str, rows: int, dtype: torch.dtype) -> Tile:
+    """Return the tile of an attend kernel, the same for all head dimensions.
+
+    The kernels are bound by memory, so blocks are small and several programs share a multiprocessor.
+
+    Args:
+        kernel: attend_fwd or attend_sums.
+        rows: query rows of a chunk. A small number (decoding) gets the smallest block that a matrix product accepts.
+    """
+    few = rows <= 16
+    if dtype == torch.float32:
+        return Tile(16 if few else 32 if kernel == "attend_sums" else 64, 32, 8, 2)
+    return Tile(16, 64, 4, 3) if few else Tile(64, 32, 4, 3)
+
+
+@cache
+def product_tile(dim: int, dtype: torch.dtype) -> Tile:
+    """Return the tile of the product of a map with head rows (`products.py`)."""
+    if dtype == torch.float32:
+        return Tile(32, 32, 4, 2)
+    return Tile(64, 64, 4, 3 if dim <= 80 else 2)
+
+
+@cache
+def heads_tile(rows: int, dtype: torch.dtype) -> Tile:
+    """Return the tile of a kernel whose programs process all heads of a tile: scores and attend_bwd.
+
+    Such a program waits for each head's rows, so it uses the smallest block that a matrix product accepts.
+
+    Args:
+        rows: query rows of a chunk.
+        dtype: compute type.
+    """
+    if dtype == torch.float32:
+        return Tile(16 if rows <= 16 else 32, 32, 8, STAGES)
+    return Tile(16, 64, 4, STAGES)
+
+
+@cache
+def processor_constants(
+    kernel: str, heads: int, width: int, kernel_size: int, dtype: torch.dtype, tile: Tile, *, has_bias: bool
+) -> dict[str, Any]:
+    """Return the constants of a processor kernel."""
+    constants = {
+        "H": heads,
+        "CHANNELS": padded_channels(heads),
+        "D": width,
+        "K": kernel_size,
+        "BLOCK_D": pad_for_dot(width),
+        **tile.blocks,
+        "SATURATE": dtype == torch.float16,
+        "INPUT_PRECISION": INPUT_PRECISION,
+    }
+    if kernel == "mix_bwd_dw":
+        return constants | {"BLOCK_KC": pad_for_dot(kernel_size * padded_channels(heads))}
+    return constants | {"BLOCK_H": pad_for_dot(heads), "HAS_BIAS": has_bias}
+
+
+@cache
+def product_constants(dim: int, tile: Tile) -> dict[str, Any]:
+    """Return the constants of the product of a map with head rows."""
+    return {**head_dim_constants(dim), **tile.blocks, "INPUT_PRECISION": INPUT_PRECISION}
+
+
+@cache
+def transposed_product_constants(dim: int, tile: Tile, *, add: bool) -> dict[str, Any]:
+    """Return the constants of the product of a transposed map with head rows."""
+    return product_constants(dim, tile) | {"ADD": add}
+
+
+@cache
+def attend_constants(dim: int, tile: Tile, heads: int) -> dict[str, Any]:
+    """Return the constants of an attend kernel."""
+    return {"H": heads, **head_dim_constants(dim), **tile.blocks, "INPUT_PRECISION": INPUT_PRECISION}
+
+
+@cache
+def heads_constants(heads: int, dim: int, tile: Tile, dtype: torch.dtype, aligned: bool) -> dict[str, Any]:
+    """Return the constants of a kernel whose programs process all heads of a tile and store COUNT of them at a time."""
+    count = GROUP if aligned and dtype != torch.float32 else SMALL_GROUP
+    return {"CHANNELS": padded_channels(heads), "COUNT": count.value, **attend_constants(dim, tile, heads)}
+
+
+WORKSPACE_FRACTION = 1 / 12
+"""Maximum fraction of the device's memory for a chunk's maps."""
+MIN_ROWS, DEFAULT_ROWS, MAX_ROWS = 16, 1024, 2048
+"""Minimum, default and maximum number of rows of a chunk."""
+
+
+def map_bytes(heads: int, dtype: torch.dtype) -> int:
+    """Return the memory of a chunk's maps in the backward pass, in bytes per row and column of a sequence.
+
+    S, P and dL are in the compute type, L in float32. S and dL have padded channels.
+    """
+    return 2 * padded_channels(heads) * dtype.itemsize + heads * (dtype.itemsize + 4)
+
+
+def max_chunk_rows(heads: int, columns: int) -> int:
+    """Return the maximum number of rows of a chunk: offsets in a heads-last map must fit in 32 bits."""
+    return ((1 << 31) - 1) // (padded_channels(heads) * columns)
+
+
+def choose_chunk_rows(
+    batch: int, heads: int, rows: int, columns: int, dtype: torch.dtype, device: DeviceProperties
+) -> int:
+    """Return the number of query rows per chunk.
+
+    Chunks are large enough that the host, which launches some forty operations per chunk, is not the bottleneck, and
+    that the softmax, with one program per head and row block, occupies all multiprocessors. They are smaller if the
+    maps would be too large, so that memory stays linear in C.
+    """
+    chunk, block = DEFAULT_ROWS, attend_tile("attend_fwd", DEFAULT_ROWS, dtype).block_m
+    while chunk < MAX_ROWS and batch * heads * (chunk // block) < device.multi_processor_count:
+        chunk *= 2
+    room = int(device.total_memory * WORKSPACE_FRACTION) // (batch * columns * map_bytes(heads, dtype))
+    while chunk > MIN_ROWS and chunk > min(room, max_chunk_rows(heads, columns)):
+        chunk //= 2
+    return max(min(chunk, rows), 1)
+
+
+SPREAD = 1024
+"""Target number of programs of the backward kernels. With few distances, rows are split to reach it."""
+
+
+def choose_splits(blocks: int, batch: int, row_blocks: int) -> int:
+    """Return the number of parts to split rows into. It depends on the shape alone, so that sums are reproducible."""
+    return max(1, min(row_blocks, SPREAD // max(blocks * batch, 1)))

@@ -1,0 +1,208 @@
+"""Backward pass of the score processor by CUDA kernels (`cuda/mixer_backward.h`).
+
+B batch, H heads, R query rows of a chunk, C columns of its maps, N distances, D processor width, k kernel size,
+p = k//2. The kernels pad H to 16 and D to 32.
+"""
+
+import ctypes
+import os
+import warnings
+from collections.abc import Callable
+from functools import cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.kernels.cdape_attention.geometry import ELEMENTS, HEADS, WIDTH, KernelFamily, MixerKernel, Tile
+from megatron.kernels.cdape_attention.mixer_operands import (
+    BLOCK_ROWS,
+    MAX_TILE_COLUMNS,
+    TABLE_FRONT,
+    MixerOperands,
+    find_pointer,
+)
+from megatron.kernels.cdape_attention.weights import WeightShape
+from megatron.kernels.cuda.compile import load_nvrtc
+from megatron.kernels.cuda.kernel import CudaKernel
+from megatron.kernels.jit_build import CompileError
+from megatron.kernels.runtime import DeviceProperties, cdiv
+
+VARIABLE = "FARFIELD_CUDA_MIXER"
+"""Environment variable that turns all CUDA kernels off if it is 0: Triton's then compute everything."""
+MAX_HEAD_DIM = 128
+TO_SCORES = KernelFamily(
+    *("mixer_backward.h", "MixerBackward<{}, true, false>", "MixerBackwardArgs"),
+    ((Tile(32, 32), 165376), (Tile(16, 64), 166656), (Tile(16, 32), 82688)),
+)
+TO_WEIGHTS = KernelFamily(
+    *("mixer_backward.h", "MixerBackward<{}, false, true>", "MixerBackwardArgs"),
+    ((Tile(32, 32), 87040), (Tile(16, 64), 76288), (Tile(16, 32), 43520)),
+)
+
+
+Launch = Callable[[CudaKernel, tuple[int, int], ctypes.Structure], None]
+"""Runs a kernel on a grid of (blocks, sequences)."""
+
+
+class ScoreInputs(ctypes.Structure):
+    """Inputs of scores, as `cuda/scores.h` declares them."""
+
+    _fields_ = (
+        *(("document_starts", ctypes.c_void_p), ("first_keys_batch", ctypes.c_longlong)),
+        *((name, ctypes.c_int) for name in ("rows", "columns", "position", "window", "origin", "edge_position")),
+        *((name, ctypes.c_void_p) for name in ("q", "k")),
+        *((name, ctypes.c_int) for name in ("q_stride", "k_stride", "q_row", "heads")),
+    )
+
+
+class MixerBackwardArgs(ctypes.Structure):
+    """Arguments of both kernels, as `cuda/mixer_backward.h` declares them."""
+
+    _fields_ = (
+        ("scores", ScoreInputs),
+        *((name, ctypes.c_void_p) for name in ("dlogits", "table", "edge", "w1", "w2", "w1_back")),
+        *((name, ctypes.c_void_p) for name in ("dscores", "dtables", "dedge", "dweights")),
+        *((name, ctypes.c_int) for name in ("table_front", "dtable_rows")),
+        *((name, ctypes.c_longlong) for name in ("q_batch", "k_batch", "map_batch", "edge_batch", "dscores_batch")),
+    )
+
+
+class Spans(NamedTuple):
+    """The columns that a chunk's rows see, if not all from position 0 on: of a window, of a document, or of both."""
+
+    window: int
+    left: int
+    """Position of the maps' first column."""
+    document_starts: Tensor | None
+    """int32 [B, R], contiguous: positions at which the rows' documents begin; None if that is 0."""
+
+
+class MixerInputs(NamedTuple):
+    """Inputs of both kernels for one chunk of rows."""
+
+    queries: Tensor
+    """[B, H, R, d], scaled: rows of a tensor whose last two dimensions are contiguous."""
+    keys: Tensor
+    """[B, H, C or more, d], alike."""
+    dlogits: Tensor
+    """[B, R, 8, C, 2], heads in pairs; undefined where a row does not see the column."""
+    operands: MixerOperands
+    layer: int
+    """Number of the layer among those of the operands."""
+    first_row: int
+    """Row of E that belongs to the chunk's first row; 0 with documents."""
+    position: int
+    """Column of the chunk's first row: its position, if the maps begin at position 0."""
+    spans: Spans | None = None
+
+
+class MixerGradients(NamedTuple):
+    """Gradients of a chunk, by programs of the kernels, in float32."""
+
+    tables: Tensor
+    """Gradients of U from distance −p on and of the bias, [programs, n, 48], see `unpack_tables`."""
+    edge: Tensor
+    """Gradient of E, [B, R, p, 32]."""
+    weights: Tensor
+    """Gradients of both weights, [programs, 2 · k · 512], see `unpack_weights`."""
+
+
+def is_enabled() -> bool:
+    """Return True unless the environment turns these kernels off."""
+    return os.environ.get(VARIABLE) != "0"
+
+
+@cache
+def has_compiler() -> bool:
+    """Return True if NVRTC can be loaded; otherwise warn once."""
+    try:
+        load_nvrtc()
+    except CompileError as failure:
+        warnings.warn(f"CDAPE's CUDA kernels are left, Triton's take their place: {failure}", stacklevel=2)
+        return False
+    return True
+
+
+def fills_device(rows: int, batch: int, device: DeviceProperties) -> bool:
+    """Return True if a chunk has at least one block for each multiprocessor.
+
+    With fewer, Triton's smaller programs are faster: on an H200 a micro-batch of 512 tokens of the 350M model, which
+    has 16 blocks, took 20 ms with these kernels and kept the GPU busy for 12 ms with Triton's (docs/log.md).
+    """
+    return cdiv(rows, BLOCK_ROWS) * batch >= device.multi_processor_count
+
+
+def is_supported(shape: WeightShape, dtype: torch.dtype, dim: int, columns: int) -> bool:
+    """Return True if some GPU has kernels for these shapes.
+
+    They take half precision, three taps, up to 16 heads whose dimension is a multiple of 16, and widths of up to 32.
+
+    Fewer heads or widths are padded. With at most half of both, Triton's kernels have no more instructions (README.md).
+    """
+    return (
+        dtype in ELEMENTS
+        and dim % 16 == 0
+        and dim <= MAX_HEAD_DIM
+        and shape.kernel_size == 3
+        and shape.heads <= HEADS
+        and shape.width <= WIDTH
+        and (shape.heads > HEADS // 2 or shape.width > WIDTH // 2)
+        and columns % 8 == 0
+    )
+
+
+def build_score_inputs(
+    queries: Tensor, keys: Tensor, columns: int, position: int, spans: Spans | None = None
+) -> ScoreInputs:
+    """Describe a chunk's queries [B, H, R, d] and keys [B, H, C or more, d] for a kernel.
+
+    Queries have any strides but the last. The last two dimensions of keys are contiguous.
+    """
+    heads, rows = queries.shape[1:3]
+    strides = (size * queries.element_size() for size in (queries.stride(1), keys.stride(1), queries.stride(2)))
+    own: tuple[int, ...] = (0, 0, 0)
+    documents: tuple[int | None, int] = (None, 0)
+    if spans is not None:
+        own = (spans.window, spans.left, position + spans.left if spans.document_starts is None else 0)
+        if spans.document_starts is not None:
+            documents = (spans.document_starts.data_ptr(), spans.document_starts.stride(0) * 4)
+    tensors = (queries.data_ptr(), keys.data_ptr())
+    return ScoreInputs(*documents, rows, columns, position, *own, *tensors, *strides, heads)
+
+
+def differentiate_mixer(
+    inputs: MixerInputs, dscores: Tensor, kernels: tuple[MixerKernel, MixerKernel], launch: Launch
+) -> MixerGradients:
+    """Run both kernels for a chunk.
+
+    Args:
+        kernels: of `TO_SCORES` and `TO_WEIGHTS`.
+        dscores: [B, H, R, C], written where a row sees a column, and zero in the rest of the diagonal tiles.
+        launch: runs a kernel on a grid of (blocks, sequences): on a GPU, or in a test's emulator.
+    """
+    operands, layer = inputs.operands, inputs.layer
+    fragments, edge, padding = operands.fragments, operands.wide_edge, operands.shape.padding
+    batch, rows, _, columns, _ = inputs.dlogits.shape
+    to_scores, to_weights = ((cdiv(rows, kernel.tile.rows), batch) for kernel in kernels)
+    before = 0 if inputs.spans is None else MAX_TILE_COLUMNS  # a tile may begin left of column 0
+    num_rows = inputs.position + cdiv(rows, BLOCK_ROWS) * BLOCK_ROWS + before + padding
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": edge.device}
+    dtables = torch.zeros(prod(to_scores), num_rows, WIDTH + HEADS, **float32)
+    new_edge = torch.empty if inputs.spans is None else torch.zeros  # rows may not see their document's begin
+    dedge = new_edge(batch, rows, padding, WIDTH, **float32)
+    dweights = torch.empty(prod(to_weights), 2 * fragments.w1.shape[1], **float32)
+    args = MixerBackwardArgs(
+        build_score_inputs(inputs.queries, inputs.keys, columns, inputs.position, inputs.spans),
+        inputs.dlogits.data_ptr(),
+        find_pointer(operands.entries, layer),
+        find_pointer(edge, layer) + inputs.first_row * edge.stride(1) * edge.element_size(),
+        *(find_pointer(x, layer) for x in (fragments.w1, fragments.w2_back, fragments.w1_back)),
+        *(x.data_ptr() for x in (dscores, dtables, dedge, dweights)),
+        *(TABLE_FRONT, num_rows),
+        *(x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, inputs.dlogits, dedge, dscores)),
+    )
+    for kernel, grid in zip(kernels, (to_scores, to_weights), strict=True):
+        launch(kernel.code, grid, args)
+    return MixerGradients(dtables, dedge, dweights)

@@ -1,0 +1,93 @@
+"""Logits by a CUDA kernel (`cuda/mixer_forward.h`): what it reads, and how it is launched.
+
+B batch, H heads, R query rows of a chunk, C columns of its maps, N distances, D processor width, k kernel size,
+p = k//2. The kernel pads H to 16 and D to 32.
+"""
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.kernels.cdape_attention.geometry import KernelFamily, MixerKernel, Tile
+from megatron.kernels.cdape_attention.mixer import Launch, ScoreInputs, Spans, build_score_inputs
+from megatron.kernels.cdape_attention.mixer_operands import MixerOperands, find_pointer
+from megatron.kernels.runtime import cdiv
+
+KERNELS = KernelFamily(
+    *("mixer_forward.h", "MixerForward<{}>", "MixerForwardArgs"),
+    ((Tile(32, 16), 48640), (Tile(32, 32), 87808), (Tile(16, 64), 97152), (Tile(16, 32), 43904)),
+)
+
+
+class LogitArgs(ctypes.Structure):
+    """Inputs of the logits, as `cuda/logits.h` declares them."""
+
+    _fields_ = (
+        ("scores", ScoreInputs),
+        *((name, ctypes.c_void_p) for name in ("table", "edge", "w1", "w2", "bias")),
+        *((name, ctypes.c_int) for name in ("table_group", "bias_front", "bias_stride")),
+    )
+
+
+class MixerForwardArgs(ctypes.Structure):
+    """Arguments of the kernel, as `cuda/mixer_forward.h` declares them."""
+
+    _fields_ = (
+        ("inputs", LogitArgs),
+        ("logits", ctypes.c_void_p),
+        *((name, ctypes.c_longlong) for name in ("q_batch", "k_batch", "logits_batch")),
+    )
+
+
+class LogitInputs(NamedTuple):
+    """Inputs of the kernel for one chunk of rows."""
+
+    queries: Tensor
+    """[B, H, R, d], scaled: rows of a tensor whose last two dimensions are contiguous."""
+    keys: Tensor
+    """[B, H, C or more, d], alike; C is the position after the chunk's last row."""
+    operands: MixerOperands
+    layer: int
+    """Number of the layer among those of the operands."""
+    first_row: int
+    """Row of E that belongs to the chunk's first row; 0 with documents."""
+    position: int
+    """Column of the chunk's first row: its position, if the maps begin at position 0."""
+    spans: Spans | None = None
+
+
+def compute_logits(inputs: LogitInputs, kernel: MixerKernel, launch: Launch) -> Tensor:
+    """Return the logits of a chunk, float32 [B, H, R, C], undefined where a row does not see a column.
+
+    Args:
+        kernel: of `KERNELS`.
+        launch: runs a kernel on a grid of (blocks, sequences): on a GPU, or in a test's emulator.
+    """
+    batch, heads, rows, _ = inputs.queries.shape
+    columns = inputs.position + rows
+    args = build_logit_args(inputs)
+    logits = torch.empty(batch, heads, rows, columns, dtype=torch.float32, device=inputs.queries.device)
+    strides = (x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, logits))
+    launch(kernel.code, (cdiv(rows, kernel.tile.rows), batch), MixerForwardArgs(args, logits.data_ptr(), *strides))
+    return logits
+
+
+def build_logit_args(inputs: LogitInputs, bias_copies: int = 1) -> LogitArgs:
+    """Describe what the logits of a chunk are computed from.
+
+    Args:
+        bias_copies: copies of the bias that the kernel reads, the last ones.
+    """
+    operands, layer, position = inputs.operands, inputs.layer, inputs.position
+    tables, fragments, edge = operands.find_logit_tables(position), operands.fragments, operands.wide_edge
+    unread = (tables.bias.shape[1] - bias_copies) * tables.bias.stride(1) * tables.bias.element_size()
+    return LogitArgs(
+        build_score_inputs(inputs.queries, inputs.keys, position + inputs.queries.shape[2], position, inputs.spans),
+        find_pointer(tables.table, layer),
+        find_pointer(edge, layer) + inputs.first_row * edge.stride(1) * edge.element_size(),
+        *(find_pointer(x, layer) for x in (fragments.w1, fragments.w2)),
+        find_pointer(tables.bias, layer) + unread,
+        *(tables.group, tables.bias_front, tables.bias.shape[-1]),
+    )

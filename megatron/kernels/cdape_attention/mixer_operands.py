@@ -1,0 +1,260 @@
+"""Operands of the CUDA kernels in the orders in which these read them, and their gradients back.
+
+Operands of all layers are built by the same few operations, which the host issues one by one: those of the logits
+before the first layer, those of the backward pass alone before its first layer.
+
+L layers, H heads, N distances, D processor width, k kernel size, p = k//2. The kernels pad H to 16 and D to 32.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron.kernels.cdape_attention.geometry import HEADS, WIDTH
+from megatron.kernels.cdape_attention.scores import padded_channels
+from megatron.kernels.cdape_attention.weights import PackedWeights, WeightShape
+from megatron.kernels.runtime import cdiv
+
+TABLE_FRONT = 96
+"""Entries of U in front of distance 0: tiles at the diagonal look so far ahead."""
+LARGEST_EXCHANGED = torch.finfo(torch.float16).max
+GROUP = 8
+"""Distances of the table that lie together."""
+BIAS_COPIES = 4
+BLOCK_ROWS = 32
+"""The most rows that a block takes."""
+MAX_TILE_COLUMNS = 64
+
+
+def build_table(contributions: Tensor, padding: int, distances: int) -> Tensor:
+    """Return U [L, n, D] in the order of accumulators.
+
+    Returns:
+        float32 [L, entries, 64]. Entry e has distances e − front and e − front + 8.
+    """
+    layers, known, width = contributions.shape
+    entries = TABLE_FRONT + distances
+    entries += entries % 2
+    covered = min(known, distances + padding + 8)
+    room = entries + 8 - (TABLE_FRONT - padding) - covered
+    padded = F.pad(contributions[:, :covered], (0, WIDTH - width, TABLE_FRONT - padding, room))
+    halves = padded.index_select(2, _list_table_columns(padded.device))  # [L, rows, entry's parity, step, n, t, 2]
+    row = halves.shape[2]
+    sizes = (layers, entries // 2, 2, 2, 2, 4, 2, 2)  # layer, entry, its parity, step, n, t, distance, width
+    strides = (halves.stride(0), 2 * row, row + row // 2, 16, 8, 2, 8 * row, 1)
+    return halves.as_strided(sizes, strides).contiguous().view(layers, entries, 2 * WIDTH)
+
+
+def build_group_table(contributions: Tensor, padding: int, position: int, distances: int) -> tuple[Tensor, int]:
+    """Return U [L, n, D] as operands of products, and the group at which a row begins.
+
+    Returns:
+        Operands, float16 [L, groups, 2 halves of the width, 32 lanes, 2 n-tiles, 2 groups, 2], zero beyond the given
+        distances; and the group with the distance between the row at `position` and column p + 7. A row 8 positions
+        later has the next group.
+    """
+    layers, known, width = contributions.shape
+    least = position - padding - 7  # is the first distance of a group
+    front = TABLE_FRONT + GROUP + -(least + TABLE_FRONT) % GROUP
+    groups = cdiv(front + distances, GROUP) + 3
+    covered = min(known, distances + padding)
+    sides = (0, WIDTH - width, front - padding, (groups + 1) * GROUP - (front - padding) - covered)
+    padded = F.pad(contributions[:, :covered], sides).clamp_(-LARGEST_EXCHANGED, LARGEST_EXCHANGED)
+    # The distance is 8·(group + next) + 2t + half of a word, the width 16·step + 4·(g // 2) + 2·n + g % 2.
+    sizes = (layers, groups, 2, 4, 2, 4, 2, 2, 2)  # layer, group, step, g // 2, g % 2, t, n, next, half of a word
+    strides = (padded.stride(0), GROUP * WIDTH, 16, 4, 1, 2 * WIDTH, 2, GROUP * WIDTH, WIDTH)
+    by_digit = padded.as_strided(sizes, strides)
+    table = by_digit.to(torch.float16, memory_format=torch.contiguous_format)
+    return table.view(layers, groups, 2, 32, 2, 2, 2), (front + least) // GROUP
+
+
+def build_bias(bias_table: Tensor, b2: Tensor, position: int, distances: int) -> tuple[Tensor, int]:
+    """Return what is added to the logits by head and distance, and the entry of distance 0 in the last copy.
+
+    Copy x is shifted by 3 − x entries, so that any four distances begin at a multiple of 4 in one of them.
+
+    Args:
+        bias_table: [L, H, N], or [L, H, 0] if nothing but the constant is added.
+        b2: [L, 16].
+        position: of a row, modulo 4: its distance from column 0 begins at a multiple of 4 in the last copy.
+
+    Returns:
+        float32 [L, 4 copies, 16, entries].
+    """
+    layers, heads, known = bias_table.shape
+    front = TABLE_FRONT + -position % 4
+    entries, shift = cdiv(front + distances + 4, 4) * 4, BIAS_COPIES - 1
+    table = torch.empty(layers, HEADS, entries + shift, dtype=torch.float32, device=b2.device)
+    table.copy_(b2[:, :HEADS, None])
+    if covered := min(known, distances):
+        table[:, :heads, front + shift : front + shift + covered].add_(bias_table[:, :, :covered])
+    layer, row, _ = table.stride()
+    return table.as_strided((layers, BIAS_COPIES, HEADS, entries), (layer, 1, row, 1)).contiguous(), front
+
+
+class Fragments(NamedTuple):
+    """Weights as operands of products: [L, k · 4 · 32 lanes · 4] each."""
+
+    w1: Tensor
+    """W1 in float16."""
+    w2: Tensor
+    """W2 in float16."""
+    w1_back: Tensor
+    """W1ᵀ."""
+    w2_back: Tensor
+    """W2ᵀ."""
+
+
+def build_fragments(w1: Tensor, w2: Tensor) -> Fragments:
+    """Return W1 [L, k, 16, D] and W2 [L, k, D, 16], with D padded to 16 or 32, as operands of products."""
+    if missing := WIDTH - w1.shape[3]:
+        w1, w2 = F.pad(w1, (0, missing)), F.pad(w2, (0, 0, 0, missing))
+    joined = torch.cat([w1.flatten(1), w2.flatten(1)], 1)
+    gathered = joined.index_select(1, _build_fragment_index(w1.shape[1], w1.device))
+    exchanged, plain = gathered.chunk(2, 1)
+    return Fragments(*_exchange(exchanged).chunk(2, 1), *plain.chunk(2, 1))
+
+
+def _exchange(x: Tensor) -> Tensor:
+    return x.clamp(-LARGEST_EXCHANGED, LARGEST_EXCHANGED).to(torch.float16)
+
+
+def unpack_weights(sums: Tensor, shape: WeightShape) -> Tensor:
+    """Return the weights' gradients in the order of `PackedWeights.patches1` and `patches2`: [L, 2, KC, DP]."""
+    index = _build_patch_index(shape, sums.device)
+    return F.pad(sums, (0, 1)).index_select(1, index).view(-1, 2, *shape.packed[2])
+
+
+def unpack_tables(sums: Tensor, shape: WeightShape) -> tuple[Tensor, Tensor]:
+    """Return the gradients of U [L, n, D], from distance −p on, and of the bias in the logits [L, n, H].
+
+    Args:
+        sums: along diagonals, [L, n, 48].
+    """
+    return sums[..., : shape.width], sums.index_select(2, _list_head_columns(sums.device))[..., : shape.heads]
+
+
+class LogitTables(NamedTuple):
+    """Tables by distance that the logits of a position read."""
+
+    table: Tensor
+    """U, from `build_group_table`."""
+    group: int
+    """Group of the distance of the position's row and column p + 7."""
+    bias: Tensor
+    """From `build_bias`."""
+    bias_front: int
+    """Entry of distance 0 in the last copy of the bias."""
+
+
+@dataclass(frozen=True, eq=False)
+class MixerOperands:
+    """Operands of L layers. Each kind is built for all of them when a layer first asks for it."""
+
+    contributions: Tensor
+    """float32 [L, p + N, D]: U from distance −p on (`bias_product.py`)."""
+    edge: Tensor
+    """float32 [L, R, p, D]: E of the call's rows, or with documents of all positions in one."""
+    bias_table: Tensor
+    """float32 [L, H, N], added to the logits; [L, H, 0] where there is none."""
+    weights: PackedWeights
+    """With L in front."""
+    shape: WeightShape
+    last: int
+    """Position after the call's last row."""
+    _tables: dict[int, LogitTables] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def distances(self) -> int:
+        """Number of distances that row blocks read, whose tiles may begin left of column 0."""
+        return self.last + BLOCK_ROWS - 1 + MAX_TILE_COLUMNS
+
+    @cached_property
+    def fragments(self) -> Fragments:
+        return build_fragments(self.weights.w1, self.weights.w2)
+
+    @cached_property
+    def wide_edge(self) -> Tensor:
+        """E, [L, R, p, 32]."""
+        return F.pad(self.edge, (0, WIDTH - self.shape.width)) if self.shape.width < WIDTH else self.edge
+
+    @cached_property
+    def entries(self) -> Tensor:
+        """U, from `build_table`."""
+        return build_table(self.contributions, self.shape.padding, self.distances)
+
+    def find_logit_tables(self, position: int) -> LogitTables:
+        """Return what the logits of rows from a position on read by distance."""
+        first = position % GROUP
+        if first not in self._tables:
+            table, group = build_group_table(self.contributions, self.shape.padding, first, self.distances)
+            self._tables[first] = LogitTables(
+                table, group, *build_bias(self.bias_table, self.weights.b2, first, self.distances)
+            )
+        tables = self._tables[first]
+        return tables._replace(group=tables.group + position // GROUP)
+
+
+def find_pointer(stacked: Tensor, layer: int) -> int:
+    """Return the address of a layer's part of a tensor with L in front."""
+    return stacked.data_ptr() + layer * stacked.stride(0) * stacked.element_size()
+
+
+def _width(tile: int | Tensor, column: int | Tensor) -> int | Tensor:
+    """Return the width index in a column of an n-tile. A lane has four neighboring widths."""
+    return 16 * (tile // 2) + 4 * (column // 2) + 2 * (tile % 2) + column % 2
+
+
+@cache
+def _list_table_columns(device: torch.device) -> Tensor:
+    """Columns of U by parity of the entry, step, n, t and width: n is swapped where the parity is odd."""
+    columns = [
+        _width(2 * step + (n ^ parity), 2 * t + x)
+        for parity in range(2)
+        for step in range(2)
+        for n in range(2)
+        for t in range(4)
+        for x in range(2)
+    ]
+    return torch.tensor(columns, device=device)
+
+
+@cache
+def _list_head_columns(device: torch.device) -> Tensor:
+    """Return the columns of heads 0 … 15 in the sums along diagonals."""
+    columns = [WIDTH + h % 8 // 2 * 4 + h // 8 * 2 + h % 2 for h in range(HEADS)]
+    return torch.tensor(columns, device=device)
+
+
+@cache
+def _build_fragment_index(taps: int, device: torch.device) -> Tensor:
+    """Return the index of all `Fragments` into W1 [k, 16, 32], followed by W2 [k, 32, 16]."""
+    tap, tile, lane, word, half = torch.meshgrid(*(torch.arange(n) for n in (taps, 4, 32, 2, 2)), indexing="ij")
+    g, t = lane // 4, lane % 4
+    head, width = 2 * t + 8 * word + half, _width(tile, g)
+    w1 = (tap * HEADS + head) * WIDTH + width
+    w2_back = ((taps + tap) * WIDTH + width) * HEADS + head
+    step, n = tile // 2, tile % 2
+    head, width = 8 * n + g, _width(2 * step + word, 2 * t + half)
+    w1_back = (tap * HEADS + head) * WIDTH + width
+    w2 = ((taps + tap) * WIDTH + width) * HEADS + head
+    return torch.cat([x.flatten() for x in (w1, w2, w1_back, w2_back)]).to(device)
+
+
+@cache
+def _build_patch_index(shape: WeightShape, device: torch.device) -> Tensor:
+    """Into sums [2, k, 4 n-tiles, 32 lanes, 4], which are followed by a zero."""
+    taps = shape.kernel_size
+    which, tap, tile, lane, x = torch.meshgrid(*(torch.arange(n) for n in (2, taps, 4, 32, 4)), indexing="ij")
+    head, width = lane // 4 + 8 * (x // 2), _width(tile, 2 * (lane % 4) + x % 2)
+    mirrored = torch.where(which == 0, tap, taps - 1 - tap)  # the taps of the second are (`weights.py`)
+    channels, (rows, columns) = padded_channels(shape.heads), shape.packed[2]
+    is_kept = (head < channels) & (width < columns)
+    place = (which * rows + mirrored * channels + head) * columns + width
+    index = torch.full((2 * rows * columns,), place.numel())
+    index[place[is_kept]] = torch.arange(place.numel()).view_as(place)[is_kept]
+    return index.to(device)

@@ -1,0 +1,209 @@
+"""Products of a chunk's maps with head rows over visible elements: dV = PᵀdO, dK = dSᵀQ and dQ = dS·K.
+
+B batch, H heads, R query rows of the chunk, C columns of its maps, d head dimension, in two blocks as in
+`kernels.head_dim`. PyTorch's matrix product reads whole maps, half of which are masked. These kernels skip fully masked
+tiles, and treat masked elements of other tiles as zero, so that no kernel has to write zeros.
+"""
+
+import triton
+import triton.language as tl
+
+from megatron.kernels.cdape_attention.softmax import column_ranges, load_visible
+from megatron.kernels.head_dim import load_rows, store_rows
+
+DO_NOT_SPECIALIZE = ["H", "R", "C", "first_row", "first_column", "window", "R_total", "C_total", "scale"]
+
+
+@triton.jit
+def _add_columns(
+    state,
+    first,
+    last,
+    skipped_from,
+    skipped,
+    pointers,
+    row,
+    extent,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DA: tl.constexpr,
+    BLOCK_DB: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """Add columns first … last − 1 to a product's two blocks; those from `skipped_from` on are shifted by `skipped`."""
+    out_a, out_b = state
+    map_ptr, x_ptr = pointers
+    C = extent[1]
+    for step in range(first, last, BLOCK_N):
+        c0 = step
+        if MASKED:
+            c0 = tl.where(step < skipped_from, step, step + skipped)
+        tile = load_visible(map_ptr, row, c0 + tl.arange(0, BLOCK_N), extent, 0.0, MASKED)
+        x = load_rows(x_ptr, c0, HEAD_DIM, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N, MASKED)
+        out_a = tl.dot(tile, x, out_a, input_precision=INPUT_PRECISION)
+        if BLOCK_DB:
+            x = load_rows(x_ptr, c0, HEAD_DIM, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N, MASKED)
+            out_b = tl.dot(tile, x, out_b, input_precision=INPUT_PRECISION)
+    return out_a, out_b
+
+
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
+def _multiply_map_kernel(
+    map_ptr,  # [B, H, R, C] compute type, read where a row sees the column
+    x_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
+    out_ptr,  # [B, H, R_total, d], at the chunk's first row: written
+    document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
+    H,
+    R,
+    C,
+    first_row,
+    first_column,
+    window,
+    R_total,
+    C_total,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DA: tl.constexpr,
+    BLOCK_DB: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """Compute out = scale · map · x for BLOCK_M rows of a head. Grid: rows, the last first; heads of the whole batch.
+
+    The last rows attend to the most columns, so the longest programs start first.
+    """
+    start, pair = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M, tl.program_id(1).to(tl.int64)
+    map_ptr += pair * R * C
+    x_ptr += pair * C_total * HEAD_DIM
+    out_ptr += pair * R_total * HEAD_DIM
+    if document_starts_ptr is not None:
+        document_starts_ptr += pair // H * R
+    extent = (R, C, first_row, first_column, window, document_starts_ptr)
+    row = start + tl.arange(0, BLOCK_M)
+    state = (tl.zeros([BLOCK_M, BLOCK_DA], tl.float32), tl.zeros([BLOCK_M, max(BLOCK_DB, 16)], tl.float32))
+    pointers = (map_ptr, x_ptr)
+    # fmt: off
+    first, whole, end, last = column_ranges(start, extent, BLOCK_M, BLOCK_N)
+    state = _add_columns(state, first, last - (end - whole), whole, end - whole, pointers, row, extent, True,
+                         HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_N, INPUT_PRECISION)
+    state = _add_columns(state, whole, end, 0, 0, pointers, row, extent, False,
+                         HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_N, INPUT_PRECISION)
+    # fmt: on
+    store_rows(out_ptr, state[0] * scale, start, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
+    if BLOCK_DB:
+        store_rows(out_ptr, state[1] * scale, start, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
+
+
+@triton.jit
+def row_ranges(start, extent, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return (first, whole, end, last), which bound the rows that attend to some or all of BLOCK_N columns.
+
+    Rows first … last − 1 attend to some of the columns, rows whole … end − 1 to all.
+    With packed documents, no row counts as whole.
+    """
+    R, C, first_row, first_column, window, document_starts_ptr = extent
+    own = first_column - first_row + start  # row of the first column's token
+    first = tl.maximum(own, 0) // BLOCK_M * BLOCK_M
+    last = tl.maximum(tl.minimum(own + BLOCK_N - 1 + window, R), first)
+    whole = tl.cdiv(tl.maximum(own + BLOCK_N - 1, 0), BLOCK_M) * BLOCK_M
+    end = tl.where(start + BLOCK_N <= C, tl.minimum(own + window, R) // BLOCK_M * BLOCK_M, 0)
+    if document_starts_ptr is not None:
+        end = 0 * end
+    whole = tl.minimum(whole, last)
+    return first, whole, tl.maximum(end, whole), last
+
+
+@triton.jit
+def _add_rows(
+    state,
+    first,
+    last,
+    skipped_from,
+    skipped,
+    pointers,
+    start,
+    extent,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DA: tl.constexpr,
+    BLOCK_DB: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """Add rows first … last − 1 to a transposed product's two blocks; rows from `skipped_from` on are shifted."""
+    out_a, out_b = state
+    map_ptr, x_ptr, x_stride = pointers
+    R, _, _, first_column, _, document_starts_ptr = extent
+    for step in range(first, last, BLOCK_M):
+        r0 = step
+        if MASKED:
+            r0 = tl.where(step < skipped_from, step, step + skipped)
+        is_seen = True
+        if document_starts_ptr is not None:  # document starts are nondecreasing, so all of the block's rows start later
+            is_seen = tl.load(document_starts_ptr + r0) - first_column < start + BLOCK_N
+        if is_seen:
+            row = r0 + tl.arange(0, BLOCK_M)
+            tile = tl.trans(load_visible(map_ptr, row, start + tl.arange(0, BLOCK_N), extent, 0.0, MASKED))
+            x = load_rows(x_ptr, r0, x_stride, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M, MASKED)
+            out_a = tl.dot(tile, x, out_a, input_precision=INPUT_PRECISION)
+            if BLOCK_DB:
+                x = load_rows(x_ptr, r0, x_stride, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M, MASKED)
+                out_b = tl.dot(tile, x, out_b, input_precision=INPUT_PRECISION)
+    return out_a, out_b
+
+
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
+def _multiply_transposed_kernel(
+    map_ptr,  # [B, H, R, C] compute type, read where a row sees the column
+    x_ptr,  # [B, H, R, d] compute type, of any strides but the last: the chunk's rows
+    out_ptr,  # [B, H, C_total, d], at the maps' column 0: written, or added to
+    document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
+    H,
+    R,
+    C,
+    first_row,
+    first_column,
+    window,
+    C_total,
+    stride_batch,
+    stride_head,
+    stride_row,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DA: tl.constexpr,
+    BLOCK_DB: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ADD: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """Compute out = mapᵀ · x, or add it to `out`, for BLOCK_N columns of a head.
+
+    Grid: columns, heads of the whole batch.
+    """
+    start, pair = tl.program_id(0) * BLOCK_N, tl.program_id(1).to(tl.int64)
+    map_ptr += pair * R * C
+    x_ptr += pair // H * stride_batch + pair % H * stride_head
+    out_ptr += pair * C_total * HEAD_DIM
+    if document_starts_ptr is not None:
+        document_starts_ptr += pair // H * R
+    extent = (R, C, first_row, first_column, window, document_starts_ptr)
+    out_a = tl.zeros([BLOCK_N, BLOCK_DA], tl.float32)
+    out_b = tl.zeros([BLOCK_N, max(BLOCK_DB, 16)], tl.float32)
+    if ADD:
+        out_a += load_rows(out_ptr, start, HEAD_DIM, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
+        if BLOCK_DB:
+            out_b += load_rows(out_ptr, start, HEAD_DIM, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
+    pointers = (map_ptr, x_ptr, stride_row)
+    # fmt: off
+    first, whole, end, last = row_ranges(start, extent, BLOCK_M, BLOCK_N)
+    state = _add_rows((out_a, out_b), first, last - (end - whole), whole, end - whole, pointers, start, extent, True,
+                      HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION)
+    state = _add_rows(state, whole, end, 0, 0, pointers, start, extent, False,
+                      HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION)
+    # fmt: on
+    store_rows(out_ptr, state[0], start, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
+    if BLOCK_DB:
+        store_rows(out_ptr, state[1], start, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)

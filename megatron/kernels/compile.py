@@ -1,0 +1,322 @@
+"""Cross-compile Triton kernels for GPUs that this machine lacks, and report their resource usage.
+
+    python -m megatron.kernels.compile [OP …] [--arch 80 90] [--sample] [--json FILE]
+
+This compiles the configurations of `kernels/OP/aot_configs.py` (`list_configurations() -> Iterator[KernelConfig]`) and
+prints a table, with --json also to a file. Without OP it compiles every folder that has an aot_configs.py. Speed cannot
+be measured without a GPU. The following problems can be detected:
+
+- a kernel does not compile any more
+- a kernel needs more shared memory than the chip has, which Triton notices only at launch
+- a kernel spills more registers than its budget, which is 0 unless its op gives a reason
+- a kernel is miscompiled in the one known way
+
+These are limits, not a record: registers and spills vary within them with every version of Triton and ptxas.
+"""
+
+import argparse
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from megatron.kernels.launcher import list_compiled_kernels
+from megatron.kernels.runtime import is_interpreted
+from megatron.kernels.uniform_registers import find_uninitialized_reads
+
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+"""Maximum shared memory of one block, in bytes (CUDA C++ Programming Guide, table of compute capabilities)."""
+FIRST_WITH_WARP_GROUPS = 90
+"""Lowest compute capability whose matrix products use warp groups."""
+SPILL_BUDGET = 0
+"""Maximum spills of a thread, in bytes written or read, unless the op's aot_configs.py sets more and gives a reason.
+
+Tiles that are too large for the registers spill far more: 4 to 10 KB (docs/log.md). The budgets apply to Triton 3.7.1.
+"""
+SPILL_BUDGET_FLOAT32 = 2048
+"""Spill budget for float32 products, whose operands need twice the registers, and for the widest processors.
+
+These spills stay in the L1 cache.
+"""
+
+
+@dataclass(frozen=True)
+class KernelResources:
+    """Resource usage of one compiled kernel.
+
+    Shared memory is in bytes per block. Registers are per thread; all other values are bytes per thread.
+    """
+
+    shared: int
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    uninitialized_reads: int = 0
+    """Number of instructions that read an uninitialized uniform register (`uniform_registers.py`)."""
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """Kernel with its launch configuration for one shape."""
+
+    name: str
+    """Unique name within its op, for example "forward H=12 d=64 bf16"."""
+    kernel: Any
+    """Function decorated with `triton.jit`, in a process without TRITON_INTERPRET."""
+    signature: dict[str, "str | tuple[str | None, ...]"]
+    """Type of each argument that is not a constexpr: "*fp16", "*fp32", "fp32", "i32" …; "i32:16" is an integer
+    divisible by 16. Pointers count as aligned to 16 bytes, as PyTorch's tensors are. A NamedTuple has one type per
+    field, None for an absent one.
+    """
+    constexprs: dict[str, Any]
+    """Values of the constexpr arguments; None for an absent pointer."""
+    options: dict[str, Any]
+    """Compiler options of the launch: `Tile.options`."""
+    arches: tuple[int, ...] = field(default=(80, 90))
+    spill_budget: int = SPILL_BUDGET
+
+    def exceeded_limit(self, used: KernelResources, arch: int) -> str | None:
+        """Describe the first limit of compute capability `arch` that the usage exceeds, or return None."""
+        if used.shared > SHARED_LIMIT[arch]:
+            return f"needs {used.shared} bytes of shared memory; the chip has {SHARED_LIMIT[arch]}"
+        if used.uninitialized_reads:
+            return f"is miscompiled: {used.uninitialized_reads} instructions read uninitialized uniform registers"
+        if max(used.spill_stores, used.spill_loads) > self.spill_budget:
+            spilled = f"{used.spill_stores} bytes written and {used.spill_loads} read"
+            return f"spills registers: {spilled} per thread; the budget is {self.spill_budget}"
+        return None
+
+
+FLOAT_ARGUMENTS = ("scale", "above", "largest")
+"""Arguments that are float32 numbers."""
+INTEGER_POINTERS = ("document_starts_ptr",)
+FLOAT64_POINTERS = ("key_bias_ptr",)
+
+
+def build_signature(
+    kernel: Any,
+    constexprs: Collection[str],
+    dtype_name: str,
+    float32: Collection[str],
+    aligned: Collection[str] = (),
+    tuples: Mapping[str, Any] = MappingProxyType({}),
+    absent: Collection[str] = (),
+) -> dict[str, Any]:
+    """Build the signature of a kernel from the names of its arguments.
+
+    Names that end in `ptr` are pointers, strides are integers divisible by 16, and all others are integers except
+    FLOAT_ARGUMENTS, INTEGER_POINTERS and FLOAT64_POINTERS.
+
+    Args:
+        constexprs: names of constexpr arguments, which have no type.
+        dtype_name: compute type: bf16, fp16 or fp32.
+        float32: pointers to float32, whatever the compute type.
+        aligned: integers divisible by 16, in addition to strides.
+        tuples: NamedTuple class of each argument that is one, by name. Its fields are named like arguments.
+        absent: fields that are None.
+    """
+
+    def type_of(name: str) -> str:
+        if name in INTEGER_POINTERS:
+            return "*i32"
+        if name in FLOAT64_POINTERS:
+            return "*fp64"
+        if name.endswith("ptr"):
+            return "*fp32" if name in float32 else f"*{dtype_name}"
+        if name in FLOAT_ARGUMENTS:
+            return "fp32"
+        return "i32:16" if name.startswith("stride_") or name in aligned else "i32"
+
+    signature: dict[str, Any] = {}
+    for name in kernel.arg_names:
+        if name in tuples:
+            fields = tuples[name]._fields
+            signature[name] = tuples[name](*(type_of(field) if field not in absent else None for field in fields))
+        elif name not in constexprs:
+            signature[name] = type_of(name)
+    return signature
+
+
+def measure_resources(config: KernelConfig, arch: int) -> KernelResources:
+    """Compile a kernel with `compile_kernel` and return its resource usage."""
+    code = compile_kernel(config, arch)
+    reads = len(find_uninitialized_reads(disassemble(code)))
+    return KernelResources(code.metadata.shared, **_assemble_ptx(code.asm["ptx"], arch), uninitialized_reads=reads)
+
+
+def compile_kernel(config: KernelConfig, arch: int) -> Any:
+    """Compile a kernel for compute capability `arch` (80 or 90) and return Triton's compiled kernel. Needs no GPU.
+
+    Raises:
+        RuntimeError: if the process runs the interpreter, which has nothing to compile.
+        ValueError: if signature and constexprs do not name every argument exactly once.
+    """
+    kernel, signature, constexprs = config.kernel, config.signature, config.constexprs
+    if not isinstance(kernel, JITFunction):
+        raise RuntimeError(f"{getattr(kernel, '__name__', kernel)} is interpreted; compile without TRITON_INTERPRET")
+    named = [*signature, *constexprs]
+    if sorted(named) != sorted(kernel.arg_names):
+        wrong = sorted(set(named) ^ set(kernel.arg_names)) or sorted(set(signature) & set(constexprs))
+        raise ValueError(f"{kernel.__name__}: arguments missing, unknown or duplicated: {', '.join(wrong)}")
+    constants: dict[Any, Any] = dict(constexprs)
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+
+    def build_type(text: str | None, path: tuple[int, ...]) -> str:
+        if text is None:
+            constants[path] = None
+            return "constexpr"
+        if text.startswith("*") or text.endswith(":16"):
+            attributes[path] = [["tt.divisibility", 16]]
+        return text.removesuffix(":16")
+
+    types: dict[str, Any] = {}
+    for index, name in enumerate(kernel.arg_names):
+        declared = signature.get(name, "constexpr")
+        if isinstance(declared, str):
+            types[name] = build_type(declared, (index,))
+        else:
+            fields = (build_type(text, (index, position)) for position, text in enumerate(declared))
+            types[name] = type(declared)(*fields)
+    return triton.compile(
+        ASTSource(kernel, types, constexprs=constants, attrs=attributes),
+        target=GPUTarget("cuda", arch, 32),
+        options=config.options,
+    )
+
+
+def _assemble_ptx(ptx: str, arch: int) -> dict[str, int]:
+    """Return registers, stack and spills reported by `ptxas -v`, with the program and the flags that Triton uses."""
+    ptxas = get_ptxas(arch).path
+    target = re.search(r"^\.target (\S+?),?\s", ptx, re.MULTILINE)
+    assert target is not None
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [ptxas, "-v", "-lineinfo", "--regAllocOptLevel=2", f"--gpu-name={target[1]}", str(source)]
+        log = subprocess.run([*command, "-o", str(source) + ".o"], capture_output=True, text=True, check=True).stderr
+    patterns = {
+        "registers": r"Used (\d+) registers",
+        "stack": r"(\d+) bytes stack frame",
+        "spill_stores": r"(\d+) bytes spill stores",
+        "spill_loads": r"(\d+) bytes spill loads",
+    }
+    counts = {name: [int(number) for number in re.findall(pattern, log)] for name, pattern in patterns.items()}
+    assert all(counts.values()), log
+    return {name: max(numbers) for name, numbers in counts.items()}
+
+
+def disassemble(code: Any) -> str:
+    """Return the machine instructions of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def list_miscompiled_kernels() -> list[str]:
+    """Return the names of launched kernels that ptxas miscompiled: they read uninitialized uniform registers.
+
+    Only programs for Hopper can be affected.
+
+    Raises:
+        OSError: if Triton has no disassembler.
+        subprocess.CalledProcessError: if the disassembler cannot read a program.
+    """
+    programs = [code for code in list_compiled_kernels() if code.metadata.target.arch >= FIRST_WITH_WARP_GROUPS]
+    wrong = [code.metadata.name for code in programs if find_uninitialized_reads(disassemble(code))]
+    return list(dict.fromkeys(wrong))
+
+
+def list_ops() -> list[str]:
+    """Return the ops that this module can compile: the folders next to this file with an aot_configs.py."""
+    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/aot_configs.py"))
+
+
+def measure_ops(
+    ops: Iterable[str], arches: Iterable[int] = (80, 90), sample: bool = False
+) -> tuple[dict[str, dict[str, int]], list[str]]:
+    """Compile all configurations or a sample, and print their resources.
+
+    Returns:
+        The resources by "OP/NAME sm_80", and a line for each exceeded limit.
+
+    Raises:
+        RuntimeError: if two configurations have the same name.
+    """
+    rows: dict[str, dict[str, int]] = {}
+    complaints = []
+    targets = [_list_targets(op, arches) for op in ops]
+    for op, config, arch in chain.from_iterable(map(_choose_sample, targets) if sample else targets):
+        used = measure_resources(config, arch)
+        key = f"{op}/{config.name} sm_{arch}"
+        if key in rows:
+            raise RuntimeError(f"two configurations have the name {key}")
+        rows[key] = asdict(used)
+        print(f"{key}: {', '.join(f'{name} {value}' for name, value in rows[key].items())}", flush=True)
+        if (complaint := config.exceeded_limit(used, arch)) is not None:
+            complaints.append(f"{key} {complaint}")
+    return rows, complaints
+
+
+def _list_targets(op: str, arches: Iterable[int]) -> list[tuple[str, KernelConfig, int]]:
+    """Return each configuration of an op with each of its architectures."""
+    configurations = importlib.import_module(f"kernels.{op}.aot_configs").list_configurations()
+    return [(op, config, arch) for config in configurations for arch in arches if arch in config.arches]
+
+
+def _choose_sample(targets: list[tuple[str, KernelConfig, int]]) -> list[tuple[str, KernelConfig, int]]:
+    """Select one configuration of middle size of each of an op's kernels, alternating between the architectures."""
+    sample = []
+    for number, name in enumerate(dict.fromkeys(config.kernel.__name__ for _, config, _ in targets)):
+        own = [target for target in targets if target[1].kernel.__name__ == name]
+        arches = list(dict.fromkeys(arch for *_, arch in own))
+        own = [target for target in own if target[-1] == arches[number % len(arches)]]
+        sample.append(own[len(own) // 2])
+    return sample
+
+
+def _check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Reject options that cannot be compiled or written, before minutes of compiling."""
+    if unknown := [op for op in options.ops if op not in list_ops()]:
+        parser.error(f"{unknown[0]} is not an op; choose from {', '.join(list_ops())}")
+    if options.json and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json {options.json}: its folder does not exist")
+    if is_interpreted():
+        parser.error("kernels are interpreted: unset TRITON_INTERPRET")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m megatron.kernels.compile", description="Compile kernels.")
+    ops_help = "folders in kernels/, for example biased_attention; default: all with an aot_configs.py"
+    parser.add_argument("ops", nargs="*", metavar="OP", default=list_ops(), help=ops_help)
+    parser.add_argument("--arch", nargs="+", type=int, default=[80, 90], choices=sorted(SHARED_LIMIT))
+    parser.add_argument("--sample", action="store_true", help="one configuration of each kernel only")
+    parser.add_argument("--json", type=Path, help="write the table to this file")
+    options = parser.parse_args(arguments)
+    _check_options(parser, options)
+    rows, complaints = measure_ops(options.ops, options.arch, options.sample)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    for line in complaints:
+        print(f"limit exceeded: {line}", file=sys.stderr)
+    return int(bool(complaints))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

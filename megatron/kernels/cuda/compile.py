@@ -1,0 +1,117 @@
+"""Compile CUDA C++ kernels with NVRTC, a compiler library included in torch's CUDA wheels.
+
+A kernel compiles in a few seconds, for one architecture. It is stored in the user's cache folder under a name derived
+from the sources, the architecture and the compiler's version. Neither a GPU nor the CUDA toolkit is needed.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from megatron.kernels.cuda.kernel import CudaKernel
+from megatron.kernels.jit_build import CompileError, iter_cache_folders, open_cache_folder
+
+LANGUAGE = Path(__file__).parent
+FLAGS = ("--std=c++17",)
+
+
+@cache
+def compile_kernel(kernel: CudaKernel, arch: int) -> tuple[bytes, str]:
+    """Return a kernel's machine code (a cubin) and the name of its function, compiled now or by an earlier process.
+
+    If several processes start together, the first one compiles and the others wait.
+
+    Args:
+        arch: compute capability as major · 10 + minor, for example 90.
+
+    Raises:
+        CompileError: if NVRTC was not found, or rejects the source; with its first error.
+    """
+    nvrtc = load_nvrtc()
+    headers = {path.name: path.read_bytes() for path in [*LANGUAGE.glob("*.h"), *kernel.folder.glob("*.h")]}
+    expression = f"launch_kernel<{kernel.name}, {kernel.arguments}>"
+    flags = [*FLAGS, f"--gpu-architecture=sm_{arch}{'a' if arch == 90 else ''}"]
+    version = (ctypes.c_int(), ctypes.c_int())
+    nvrtc.nvrtcVersion(ctypes.byref(version[0]), ctypes.byref(version[1]))
+    parts = [expression, *flags, f"NVRTC {version[0].value}.{version[1].value}"]
+    key = hashlib.sha256("\0".join(parts).encode() + b"\0".join(headers[name] for name in sorted(headers)))
+    stem = f"cuda-{key.hexdigest()[:16]}"
+    for folder in iter_cache_folders():
+        try:
+            open_cache_folder(folder)
+            with (folder / f"{stem}.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                code, name = folder / f"{stem}.cubin", folder / f"{stem}.name"
+                if not (code.exists() and name.exists()):
+                    made = _compile(nvrtc, kernel.header, headers, expression, flags)
+                    for path, content in ((code, made[0]), (name, made[1].encode())):
+                        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+                            file.write(content)
+                        Path(file.name).replace(path)
+                return code.read_bytes(), name.read_text(encoding="ascii")
+        except OSError:
+            continue  # this folder cannot be used as a cache
+    return _compile(nvrtc, kernel.header, headers, expression, flags)
+
+
+@cache
+def load_nvrtc() -> ctypes.CDLL:
+    """Load NVRTC of the CUDA version with which torch was built.
+
+    Raises:
+        CompileError: if it was not found.
+    """
+    major = (torch.version.cuda or "").split(".")[0]
+    if not major:
+        raise CompileError("this build of torch has no CUDA")
+    for candidate in _iter_libraries(f"libnvrtc.so.{major}"):
+        try:
+            return ctypes.CDLL(candidate)
+        except OSError:
+            continue
+    raise CompileError(f"libnvrtc.so.{major} was found neither in torch's packages nor on the system")
+
+
+def _iter_libraries(name: str) -> Iterator[str]:
+    packages = Path(torch.__file__).parents[1] / "nvidia"
+    yield from map(str, sorted(packages.glob(f"*/lib/{name}")))
+    yield name
+
+
+def _compile(
+    nvrtc: ctypes.CDLL, header: str, headers: dict[str, bytes], expression: str, flags: list[str]
+) -> tuple[bytes, str]:
+    program = ctypes.c_void_p()
+    contents = (ctypes.c_char_p * len(headers))(*headers.values())
+    names = (ctypes.c_char_p * len(headers))(*(name.encode() for name in headers))
+    source = f'#include "{header}"\n'.encode()
+    created = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernel.cu", len(headers), contents, names)
+    if created != 0:
+        raise CompileError(f"NVRTC failed with error {created}")
+    try:
+        nvrtc.nvrtcAddNameExpression(program, expression.encode())
+        options = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
+        if nvrtc.nvrtcCompileProgram(program, len(flags), options) != 0:
+            lines = _read(nvrtc, "ProgramLog", program).rstrip(b"\0").decode(errors="replace").splitlines()
+            error = next((line for line in lines if "error" in line), "no message")
+            raise CompileError(f"NVRTC failed: {error}")
+        name = ctypes.c_char_p()
+        nvrtc.nvrtcGetLoweredName(program, expression.encode(), ctypes.byref(name))
+        assert name.value is not None
+        return _read(nvrtc, "CUBIN", program), name.value.decode()
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _read(nvrtc: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    content = ctypes.create_string_buffer(size.value)
+    getattr(nvrtc, f"nvrtcGet{what}")(program, content)
+    return content.raw
