@@ -1,5 +1,6 @@
 """The commands of the guides run, in order, on small stand-ins for a reader's files and for datasets of the hub."""
 
+import gzip
 import json
 import os
 import re
@@ -11,10 +12,12 @@ from typing import Any
 import forked
 import pytest
 import tokenizers as hf
+import zstandard
 from documented import list_commands
 from neox_layout import Layout
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from tokenizer_files import write_tokenizers
 
 from megatron.config.yaml_files import dump_yaml
 
@@ -37,16 +40,21 @@ def write_jsonl(path: Path, column: str = "text") -> None:
     path.write_text("".join(json.dumps({column: text}) + "\n" for text in TEXTS), encoding="utf-8")
 
 
-def run_commands(page: str, folder: Path, *, without: tuple[str, ...] = ()) -> str:
+def run_commands(
+    page: str, folder: Path, *, without: tuple[str, ...] = (), replaced: dict[str, str] | None = None
+) -> str:
     """Run a page's commands of ./deepy.py in a folder, and return what they print.
 
     Args:
         without: names of commands to leave out, and options of those to leave out.
+        replaced: patterns of words, and the words to use instead.
     """
     printed, count = "", 0
     for program, *words in list_commands((ROOT / "docs" / page).read_text(encoding="utf-8")):
         if program != "./deepy.py" or set(words) & set(without):
             continue
+        for pattern, word in (replaced or {}).items():
+            words = [re.sub(pattern, word, each) for each in words]
         added = SMALL if words[0] == "train" and "--dry-run" not in words else ()
         done = forked.run(ROOT / "deepy.py", *words, *added, cwd=folder)
         assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
@@ -128,3 +136,35 @@ def list_all_requirements(names: set[str], levels: int = 10) -> set[str]:
         needed = [Requirement(line) for name in names for line in requires(name) or ()]
         names = names | {canonicalize_name(each.name) for each in needed if not each.marker or each.marker.evaluate()}
     return names
+
+
+@pytest.mark.slow
+def test_the_papers_data(tmp_path: Path) -> None:
+    """Each corpus is prepared from a few texts in its format, with tokenizers of the named kinds."""
+    write_tokenizers(tmp_path)
+    write_jsonl(tmp_path / "hub" / "train.jsonl")
+    for number, text in enumerate(TEXTS):
+        (tmp_path / "pg19" / "train").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pg19" / "train" / f"{number}.txt").write_text(text)
+    write_jsonl(tmp_path / "texts.jsonl")
+    texts = (tmp_path / "texts.jsonl").read_bytes()
+    (tmp_path / "dolma").mkdir()
+    (tmp_path / "dolma" / "arxiv-00.jsonl.gz").write_bytes(gzip.compress(texts))
+    (tmp_path / "pile.jsonl.zst").write_bytes(zstandard.compress(texts))
+    small = {"^hf:.*": "hf:hub", "^10000000000$": "5000", "^8$": "1"}
+    run_commands("corpora.md", tmp_path, replaced=small)
+    corpora = {path.parent.name for path in tmp_path.glob("data/*/corpus.json")}
+    assert corpora == {"fineweb_edu", "dclm", "slimpajama", "pg19", "arxiv", "pile"}
+
+
+def test_the_installed_command_takes_what_the_page_shows(tmp_path: Path) -> None:
+    """The installed program's commands run outside the project; test_installation.py installs a wheel."""
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^(?:farfield|python -m farfield) (.*)$", page, flags=re.MULTILINE)
+    assert len(commands) == 3
+    for words in commands:
+        done = forked.run(ROOT / "farfield" / "__main__.py", *words.split(), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout) > 50
+    (extra,) = re.findall(r"^pip install '\.\[(\w+)\]'$", page, flags=re.MULTILINE)
+    assert f"optional-dependencies.{extra} " in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
