@@ -7,8 +7,9 @@
 # Clusters have Apptainer instead: apptainer.def.
 
 FROM python:3.12.11-slim-bookworm AS base
+# NCCL loads libibverbs from the image, and uses TCP between nodes without it.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends git g++ make ninja-build \
+    && apt-get install -y --no-install-recommends git g++ make ninja-build libibverbs1 ibverbs-providers rdma-core \
     && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 1000 farfield
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1

@@ -1,16 +1,16 @@
 """Every documented command is valid: its options, its merged configuration files, its keys and their values.
 
 Commands without user files are run. `NOT_RUN` gives the reason for the others, and the tests of similar commands.
-test_tutorial.py runs docs/tutorial.md as a whole.
+test_tutorial.py runs docs/tutorial.md as a whole, and test_guides.py the guides on small stand-ins.
 """
 
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from documented import list_commands
 
 from megatron.cli.app import app
 from megatron.cli.arguments import split_arguments
@@ -42,23 +42,11 @@ NOT_RUN = {
     "import": "models of others; tests/conversion",
 }
 """Requirements of commands that are not run, and the tests that cover them."""
-READERS_OVERLAYS = ("mine.yml", "corpus.yml", "kerple_log.yml")
+READERS_OVERLAYS = ("mine.yml", "corpus.yml", "kerple_log.yml", "my_local.yml", "my_model.yml")
 """Files written by the reader with a few keys; empty here."""
-READERS_CONFIGURATIONS = ("my.yml", "run.yml", "config.yml")
+READERS_CONFIGURATIONS = ("my.yml", "my_neox.yml", "run.yml", "config.yml")
 """Complete configurations of the reader or of a run; replaced by the shipped 125M."""
 READERS_SWEEPS = ("my_sweep.yml", "mysweep.yml")
-
-
-def list_commands(text: str) -> list[list[str]]:
-    """List the project's commands in the fenced and indented blocks of a page, as words without comments."""
-    lines, is_fenced = [], False
-    for line in text.replace("\\\n", " ").splitlines():
-        if line.lstrip().startswith("```"):
-            is_fenced = not is_fenced
-        elif is_fenced or line.startswith("    "):
-            lines.append(line.strip().removeprefix("$ "))
-    found = (re.search(r"(?:^|\s)(\./deepy\.py .*|make [a-z].*|\.venv/bin/python .*)$", line) for line in lines)
-    return [shlex.split(match[1], comments=True) for match in found if match]
 
 
 COMMANDS = [

@@ -1,0 +1,170 @@
+"""The commands of the guides run, in order, on small stand-ins for a reader's files and for datasets of the hub."""
+
+import gzip
+import json
+import os
+import re
+import sys
+from importlib.metadata import requires
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+import tokenizers as hf
+import zstandard
+from documented import list_commands
+from neox_layout import Layout
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from tokenizer_files import write_tokenizers
+
+from megatron.config.yaml_files import dump_yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "config"))
+from neox_files import NEOX_125M, NEOX_LOCAL_SETUP  # noqa: E402
+
+TINY = {
+    "num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 24, "max_position_embeddings": 24,
+    "train_micro_batch_size_per_gpu": 2, "train_iters": 2, "lr_decay_iters": 2, "checkpoint_factor": 2,
+    "eval_interval": 2, "eval_iters": 1,
+}  # fmt: skip
+SMALL = ("train_iters=2", "lr_decay_iters=2", "eval_interval=2", "eval_iters=1", "device=cpu", "num_gpus=1")
+"""Keys added to trainings, so that they take seconds on a CPU."""
+TEXTS = [f"Document {number} of a few words, again and again. " * 30 for number in range(60)]
+
+
+def write_jsonl(path: Path, column: str = "text") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({column: text}) + "\n" for text in TEXTS), encoding="utf-8")
+
+
+def run_commands(
+    page: str, folder: Path, *, without: tuple[str, ...] = (), replaced: dict[str, str] | None = None
+) -> str:
+    """Run a page's commands of ./deepy.py in a folder, and return what they print.
+
+    Args:
+        without: names of commands to leave out, and options of those to leave out.
+        replaced: patterns of words, and the words to use instead.
+    """
+    printed, count = "", 0
+    for program, *words in list_commands((ROOT / "docs" / page).read_text(encoding="utf-8")):
+        if program != "./deepy.py" or set(words) & set(without):
+            continue
+        for pattern, word in (replaced or {}).items():
+            words = [re.sub(pattern, word, each) for each in words]
+        added = SMALL if words[0] == "train" and "--dry-run" not in words else ()
+        done = forked.run(ROOT / "deepy.py", *words, *added, cwd=folder)
+        assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        printed += done.stdout + done.stderr
+        count += 1
+    assert count > 2
+    return printed
+
+
+def write_tokenizer(path: Path) -> None:
+    """Write a tokenizer with fewer tokens than the embedding of a stand-in checkpoint has rows."""
+    words = ["</s>", "?", *dict.fromkeys(" ".join(TEXTS[:1]).split())]
+    tokenizer = hf.Tokenizer(hf.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
+    tokenizer.pre_tokenizer = hf.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path))
+
+
+def prepare(folder: Path, *words: str) -> None:
+    done = forked.run(ROOT / "deepy.py", "prepare", *words, cwd=folder)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_coming_from_gpt_neox(tmp_path: Path) -> None:
+    """A stock YAML and its local setup train, and a checkpoint in GPT-NeoX's layout is imported and trained further."""
+    write_tokenizer(tmp_path / "tokenizer.json")
+    write_jsonl(tmp_path / "papers.jsonl")
+    (tmp_path / "book.txt").write_text(" ".join(TEXTS))
+    files = ("--tokenizer", "HFTokenizer", "--vocab-file", "tokenizer.json")
+    prepare(tmp_path, "papers.jsonl", "--output", "data/enwik8", "--split", "none", *files)
+    local = {key: value for key, value in NEOX_LOCAL_SETUP.items() if key not in ("vocab_file", "merge_file")}
+    local |= {"data_path": "data/enwik8/text_document", "use_wandb": False, "split": "90,5,5"}
+    (tmp_path / "my_neox.yml").write_text(dump_yaml({**NEOX_125M, **TINY}))
+    (tmp_path / "my_local.yml").write_text(dump_yaml(local))
+    keys: dict[str, Any] = {**TINY, "num_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
+    Layout({**keys, "pos_emb": "rotary"}).fill().write(tmp_path / "neox_run")
+    (tmp_path / "my_model.yml").write_text(dump_yaml({**keys, "pos_emb": "rotary"}))
+    printed = run_commands("from_neox.md", tmp_path)
+    assert "partition_activations, synchronize_each_layer have no effect" in printed
+    assert "bias_gelu_fusion false keeps activation gelu" in printed
+    assert (tmp_path / "runs" / "tuned" / "checkpoints" / "step_0000002").is_dir()
+
+
+@pytest.mark.slow
+def test_on_your_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are printed, and a job is written and submitted to a stand-in for sbatch."""
+    write_jsonl(tmp_path / "texts.jsonl")
+    prepare(tmp_path, "texts.jsonl", "--output", "data/python")
+    (tmp_path / "mine.yml").write_text((ROOT / "configs" / "cluster" / "slurm_a100.yml").read_text())
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text("#!/bin/sh\necho 17\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    printed = run_commands("on_your_cluster.md", tmp_path, without=("rehearse", "status"))
+    assert "keys of the first layout" in printed
+    assert "submitted SLURM job 17" in printed
+    assert (tmp_path / "runs" / "first" / "job.sbatch").is_file()
+
+
+def test_only_three_packages_need_torch() -> None:
+    """The commands for a container with its own torch install everything else, and nothing that would replace it."""
+    page = (ROOT / "docs" / "on_your_cluster.md").read_text(encoding="utf-8")
+    (extra,) = re.findall(r"^pip install -r others.txt (.*)$", page, flags=re.MULTILINE)
+    (first,) = re.findall(r"^grep -E '(.*)' requirements.txt", page, flags=re.MULTILINE)
+    (others,) = re.findall(r"^grep -vE '(.*)' requirements.txt", page, flags=re.MULTILINE)
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    without = {Requirement(line.split("#")[0]).name for line in lines if re.search(first, line)}
+    rest = (line.split("#")[0] for line in lines if not re.search(others, line))
+    normal = list_all_requirements({Requirement(line).name for line in rest if line} | set(extra.split()))
+    assert without == {"deepspeed", "megatron-core"}
+    assert not normal & {"torch", "triton", *without}
+    assert list_all_requirements(without, levels=1) - without - {"torch"} <= normal
+
+
+def list_all_requirements(names: set[str], levels: int = 10) -> set[str]:
+    """Return the names and, down to some levels, the packages that they require in this environment."""
+    for _ in range(levels):
+        needed = [Requirement(line) for name in names for line in requires(name) or ()]
+        names = names | {canonicalize_name(each.name) for each in needed if not each.marker or each.marker.evaluate()}
+    return names
+
+
+@pytest.mark.slow
+def test_the_papers_data(tmp_path: Path) -> None:
+    """Each corpus is prepared from a few texts in its format, with tokenizers of the named kinds."""
+    write_tokenizers(tmp_path)
+    write_jsonl(tmp_path / "hub" / "train.jsonl")
+    for number, text in enumerate(TEXTS):
+        (tmp_path / "pg19" / "train").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pg19" / "train" / f"{number}.txt").write_text(text)
+    write_jsonl(tmp_path / "texts.jsonl")
+    texts = (tmp_path / "texts.jsonl").read_bytes()
+    (tmp_path / "dolma").mkdir()
+    (tmp_path / "dolma" / "arxiv-00.jsonl.gz").write_bytes(gzip.compress(texts))
+    (tmp_path / "pile.jsonl.zst").write_bytes(zstandard.compress(texts))
+    small = {"^hf:.*": "hf:hub", "^10000000000$": "5000", "^8$": "1"}
+    run_commands("corpora.md", tmp_path, replaced=small)
+    corpora = {path.parent.name for path in tmp_path.glob("data/*/corpus.json")}
+    assert corpora == {"fineweb_edu", "dclm", "slimpajama", "pg19", "arxiv", "pile"}
+
+
+def test_the_installed_command_takes_what_the_page_shows(tmp_path: Path) -> None:
+    """The installed program's commands run outside the project; test_installation.py installs a wheel."""
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^(?:farfield|python -m farfield) (.*)$", page, flags=re.MULTILINE)
+    assert len(commands) == 3
+    for words in commands:
+        done = forked.run(ROOT / "farfield" / "__main__.py", *words.split(), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout) > 50
+    (extra,) = re.findall(r"^pip install '\.\[(\w+)\]'$", page, flags=re.MULTILINE)
+    assert f"optional-dependencies.{extra} " in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
