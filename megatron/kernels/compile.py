@@ -276,7 +276,7 @@ def measure_ops(
 
 def _list_targets(op: str, arches: Iterable[int]) -> list[tuple[str, KernelConfig, int]]:
     """Return each configuration of an op with each of its architectures."""
-    configurations = importlib.import_module(f"kernels.{op}.aot_configs").list_configurations()
+    configurations = importlib.import_module(f"megatron.kernels.{op}.aot_configs").list_configurations()
     return [(op, config, arch) for config in configurations for arch in arches if arch in config.arches]
 
 

@@ -176,7 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
     for arch in options.arch:
         record[f"sm_{arch}"] = {}
         for pass_name, kernels in (
-            importlib.import_module(f"kernels.{options.op}.aot_configs").list_passes(arch).items()
+            importlib.import_module(f"megatron.kernels.{options.op}.aot_configs").list_passes(arch).items()
         ):
             total, rows = 0.0, {}
             for kernel in kernels:

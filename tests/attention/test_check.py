@@ -460,8 +460,8 @@ def test_a_check_is_repeated_with_other_cuda_sources_or_another_switch(
     monkeypatch.setenv(check_result.KERNEL_VARIABLE, "0")
     assert describe_software() != before
     header = tmp_path / check_result.SOURCES[0] / "kernel.h"
-    header.parent.mkdir()
-    monkeypatch.setattr(check_result, "ROOT", tmp_path)
+    header.parent.mkdir(parents=True)
+    monkeypatch.setattr(check_result, "PACKAGES_FOLDER", tmp_path)
     hashes = set()
     for source in ("int one;", "int two;"):
         header.write_text(source, encoding="utf-8")

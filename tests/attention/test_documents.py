@@ -264,7 +264,7 @@ def test_a_layout_that_contradicts_itself_is_refused() -> None:
         with pytest.raises(ValueError, match="document_starts"):
             gpt(tokens, document_starts=torch.tensor(starts))
     learned, long = small_gpt(LENGTH, "learned", "none"), torch.zeros(1, 46, dtype=torch.int64)
-    with pytest.raises(UserError, match="a document of 45 tokens"):
+    with pytest.raises(UserError, match="a document has 45 tokens"):
         learned(long, document_starts=torch.tensor([[0, *[1] * 45]]))
 
 

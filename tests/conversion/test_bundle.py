@@ -119,7 +119,7 @@ def test_methods_that_cannot_be_exported_are_rejected(user_methods: Path, name: 
 
 
 def test_method_folders_may_be_in_the_project(user_methods: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modeling_code, "REPOSITORY", user_methods.parent)
+    monkeypatch.setattr(modeling_code, "PACKAGES_FOLDER", user_methods.parent)
     (user_methods / "encodings" / "mine.py").write_text(f"import megatron.position.facts\n{OWN}")
     with pytest.raises(UserError, match=r"mine.py:1: import megatron.position.facts: an export"):
         bundle_modeling_code(["mine"], ["none"])

@@ -14,6 +14,7 @@ from megatron.config.schema import Config
 from megatron.launch import slurm
 from megatron.training.check_start import check_run_folder
 from megatron.utils.errors import RunError, UserError
+from megatron.utils.project import PACKAGES_FOLDER
 
 SMALL = [
     *("num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "train_iters=2"),
@@ -101,7 +102,7 @@ def test_a_container_has_its_own_python(runtime: str, words: str) -> None:
         line for line in slurm.render_batch_script(job("save=a", *keys)).splitlines() if line.startswith("srun ")
     )
     assert words in line
-    assert line.endswith(f"python3 {slurm.ROOT}/deepy.py train a/job.yml")
+    assert line.endswith(f"python3 {PACKAGES_FOLDER}/deepy.py train a/job.yml")
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,6 @@ def test_concurrent_members_stop_together_and_resume(place: Path) -> None:
 
 def test_a_worker_that_dies_is_an_error_of_its_member_alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(BASE)
-    monkeypatch.setattr(worker_pool, "ROOT", place)  # no worker can start there
+    monkeypatch.setattr(worker_pool, "join_python_path", lambda: str(place))  # no worker can start there
     with pytest.raises(RunError, match=r"2 of 2 runs failed: .*its process died with exit code 1"):
         run("sweep.jobs=auto", "sweep.jobs=2")

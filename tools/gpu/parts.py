@@ -19,7 +19,13 @@ HOST_TESTS = (
         f"cdape_attention/{name}"
         for name in (
             *("test_bias_term.py", "test_cpu.py", "test_driver.py"),
-            *("test_mixer.py", "test_mixer_forward.py", "test_logit_gradient.py", "test_reference.py"),
+            *(
+                "test_mixer.py",
+                "test_mixer_forward.py",
+                "test_mixer_op.py",
+                "test_logit_gradient.py",
+                "test_reference.py",
+            ),
         )
     ),
 )

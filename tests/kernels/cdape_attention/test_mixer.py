@@ -334,7 +334,7 @@ def test_sums_of_layers_and_chunks_are_those_of_float64(monkeypatch: pytest.Monk
     kernels = CASES[0].build(mixer.TO_SCORES, calls[0]), CASES[0].build(mixer.TO_WEIGHTS, calls[0])
     with launcher.watch([x for call in calls for x in (call.queries, call.keys)]):
         launcher.emulator.register(contributions)
-        sums = add_mixer_sums(new_term_sums(layers, product, shape.columns, torch.device("cpu")), problems[0])
+        sums = add_mixer_sums(new_term_sums(layers, product, shape.columns, torch.get_default_device()), problems[0])
         for call, problem in zip(calls, problems, strict=True):
             own = GradientSums(call.keys, call.keys, sums.select_layer(problem.layer))
             for chunk in reversed(list(driver.iter_chunks(problem, 24))):
