@@ -92,6 +92,11 @@ def test_an_installed_project_knows_its_files(installed: Path, tmp_path: Path) -
     done = run(installed, "plan", "125M", "cdape_kerple_log", "a100_2k", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "keys of the first layout" in done.stdout
+    for words in (("--help",), ("train", "--help"), ("train", "125M", "xyz=3")):
+        done = run(installed, *words, folder=tmp_path)
+        assert done.returncode == (2 if "xyz=3" in words else 0)
+        assert "farfield " in done.stdout + done.stderr
+        assert "deepy.py" not in done.stdout + done.stderr
     code = (
         "from megatron.reports.citation import read_citation; from megatron.utils import project; "
         "print(read_citation()['title'], project.get_farfield_version(), project.IS_CHECKOUT)"

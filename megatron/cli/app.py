@@ -17,6 +17,7 @@ from megatron.cli.run_command import pass_errors_through, run_command
 from megatron.cli.train import checkpoints, plan, rehearse, status, sweep, train
 from megatron.options.section import read_docstring
 from megatron.utils.errors import UserError
+from megatron.utils.project import PROGRAM, name_program
 
 COMMANDS: tuple[tuple[Callable[..., Any], str], ...] = (
     (train, "docs/training.md"),
@@ -81,14 +82,14 @@ EMPTY_OPTIONS = ("-p", "--prompt")
 
 def format_help(text: str) -> str:
     """Format help for rich: wrap paragraphs to the terminal and keep indented lines."""
-    blocks = inspect.cleandoc(text).split("\n\n")
+    blocks = inspect.cleandoc(name_program(text)).split("\n\n")
     return "\n\n".join(block if block.startswith(" ") else " ".join(block.splitlines()) for block in blocks)
 
 
 app = typer.Typer(
     cls=Commands,
     name="deepy.py",
-    help="""Pretrain GPTs that extrapolate to lengths they were never trained on.
+    help=name_program("""Pretrain GPTs that extrapolate to lengths they were never trained on.
 
     From text to a table in three steps:
 
@@ -98,7 +99,7 @@ app = typer.Typer(
 
       ./deepy.py evaluate runs/cdape --lengths 1x,2x,4x,8x,16x
 
-    Help for a command: ./deepy.py train --help""",
+    Help for a command: ./deepy.py train --help"""),
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -167,4 +168,4 @@ def before_any_command(
 
 def main() -> int:
     """Run a command; failures are printed to standard error and returned as an exit code."""
-    return run_command(app, "./deepy.py")
+    return run_command(app, PROGRAM)

@@ -32,6 +32,7 @@ from megatron.utils.errors import (
     to_path_error,
 )
 from megatron.utils.output import redirect_to_null, set_ascii_fallback
+from megatron.utils.project import name_program
 from megatron.utils.signals import StoppedBySignal, describe_signal, exit_on_signal, raising_on_signals
 
 BROKEN_PIPE_EXIT_CODE = 128 + signal.SIGPIPE
@@ -127,7 +128,7 @@ def _run_app(app: Any, name: str) -> int:
 
 def _print_error(message: str) -> None:
     with suppress(OSError):  # the terminal may be closed
-        for line in message.splitlines() or [""]:
+        for line in name_program(message).splitlines() or [""]:
             print(f"error: {line}", file=sys.stderr)
 
 

@@ -24,7 +24,7 @@ from megatron.config.schema import Config
 from megatron.options.launch import LaunchOptions
 from megatron.utils.atomic_io import make_folder, remove_empty_folders, write_text_atomically
 from megatron.utils.errors import RunError, UserError
-from megatron.utils.project import COMMAND
+from megatron.utils.project import COMMAND, PROGRAM
 
 SCRIPT, CONFIGURATION = "job.sbatch", "job.yml"
 SIGNATURE = "# Submit it again with: sbatch"
@@ -151,7 +151,7 @@ def render_batch_script(job: SlurmJob) -> str:
     again = ""
     lines = [
         "#!/bin/bash",
-        f"# Written by {' '.join(shlex.join(['./deepy.py', *sys.argv[1:]]).split())}",
+        f"# Written by {' '.join(shlex.join([PROGRAM, *sys.argv[1:]]).split())}",
         f"{SIGNATURE} {shlex.quote(str(job.folder / SCRIPT))}",
         *(f"#SBATCH {option}" for option in [*options, *slurm.options]),
         "",

@@ -62,6 +62,7 @@ from megatron.utils.atomic_io import check_no_foreign_files, make_folder
 from megatron.utils.errors import FarfieldError, RunError, UserError
 from megatron.utils.formatting import format_duration, format_flops
 from megatron.utils.progress import ProgressMeter, WaitAnnouncer, WorkItem
+from megatron.utils.project import PROGRAM
 from megatron.utils.signals import StoppedBySignal, acknowledge_signals
 
 if TYPE_CHECKING:
@@ -353,7 +354,7 @@ def _suggest_comparison(sweep: Sweep, records: Sequence[Record], failures: Seque
     methods = list(dict.fromkeys(record.method for record in records if not record.is_trivial_baseline))
     if len(methods) < 2:
         return None
-    command = shlex.join(["./deepy.py", "report", str(sweep.output_folder), "--against", methods[0]])
+    command = shlex.join([PROGRAM, "report", str(sweep.output_folder), "--against", methods[0]])
     has_seeds = len({record.seed for record in records if record.method == methods[0]}) > 1
     says = f"shows which differences from {methods[0]} are significant" if has_seeds else f"compares with {methods[0]}"
     return f"next: {command} {says}"

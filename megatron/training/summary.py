@@ -29,6 +29,7 @@ from megatron.training.pipeline import compute_bubble
 from megatron.training.training_run import TrainingRun
 from megatron.utils.errors import FarfieldError
 from megatron.utils.formatting import format_approximate_duration, format_bytes, format_count, format_quantity
+from megatron.utils.project import PROGRAM
 
 
 def estimate_seconds(run: TrainingRun, step: int) -> float:
@@ -158,7 +159,7 @@ def describe_end(config: Config, checkpoint: Path | None, *, now: bool) -> str:
     has_held_out = data.data_path or data.test_data_paths or data.valid_data_paths or data.task
     option = "" if has_held_out else " --data TEXT"
     location = f"{'saved' if now else 'the last checkpoint is'} {checkpoint}"
-    return f"{location}; next: ./deepy.py evaluate {shlex.quote(config.checkpoint.save)}{option}"
+    return f"{location}; next: {PROGRAM} evaluate {shlex.quote(config.checkpoint.save)}{option}"
 
 
 def describe_finished(step: int, train_iters: int, *, is_tested: bool) -> str:
@@ -197,7 +198,7 @@ def build_resume_command(config: Config) -> str:
     folder = str(config.checkpoint.save)
     # The user's own file may lack overrides from the command line.
     file = f"{shlex.quote(folder)}/{get_config_path(folder).name}"
-    return f"./deepy.py train {file} load={shlex.quote(folder)}"
+    return f"{PROGRAM} train {file} load={shlex.quote(folder)}"
 
 
 def describe_memory_error(config: Config, world_size: int, error: BaseException) -> str:
@@ -218,7 +219,7 @@ def describe_memory_error(config: Config, world_size: int, error: BaseException)
         name = f"stage {stage.index + 1} of {len(stages)} of this run" if len(stages) > 1 else "this run"
         line += (
             f"; the plan of {name}, train_micro_batch_size_per_gpu {training.train_micro_batch_size_per_gpu} × "
-            f"seq_length {model.seq_length}, needs {format_bytes(planned)} on each rank (./deepy.py plan)"
+            f"seq_length {model.seq_length}, needs {format_bytes(planned)} on each rank ({PROGRAM} plan)"
         )
     except FarfieldError:  # the memory use of the encoding is unknown
         pass

@@ -24,6 +24,11 @@ FOREIGN_FOLDER = ("megatron", "core")
 """megatron-core's folder in site-packages."""
 
 
+def name_program(text: str) -> str:
+    """Return a text that names `./deepy.py` with the command of this installation instead."""
+    return text.replace("./deepy.py", PROGRAM)
+
+
 def find_own_path(filename: str) -> Path | None:
     """Return the path of a source file relative to the packages, or None if the file is not the project's."""
     path = Path(filename)
