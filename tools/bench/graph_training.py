@@ -10,6 +10,7 @@ for the device; the first steps, in which kernels are compiled and graphs are tr
 a case fails or differs.
 """
 
+import argparse
 import gc
 import logging
 import os
@@ -151,7 +152,7 @@ def compare(case: str, model: str, length: int, batch: int, steps: int, corpus: 
     }
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = ToolParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=comma_separated(CASES), default=",".join(CASES))
     parser.add_argument("--model", choices=MODELS, default="350M")
@@ -159,11 +160,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int_at_least(1), default=1, help="sequences of a micro-batch")
     parser.add_argument("--steps", type=int_at_least(1), default=10, help="that count")
     parser.add_argument("--json", type=parse_output_path, help="write the records here")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
     import torch
 
     if not torch.cuda.is_available():
-        parser.error("no CUDA device is here")
+        sys.exit("error: no CUDA device found")
     from megatron.rehearsal.synthetic_corpus import write_synthetic_corpus
 
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

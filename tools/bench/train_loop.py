@@ -10,6 +10,7 @@ blocks. Records are written after each method. SIGTERM and Ctrl-C stop the tool 
 records of earlier methods.
 """
 
+import argparse
 import logging
 import signal
 import statistics
@@ -149,13 +150,17 @@ def measure_speed(shape_name: str, method: str, corpus: Path, blocks: int, steps
     }  # fmt: skip
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = ToolParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", type=comma_separated(SHAPES), default="quickstart,medium")
     parser.add_argument("--methods", type=comma_separated(METHODS), default="rotary,kerple_log,cdape")
     parser.add_argument("--blocks", type=int_at_least(2), default=9)
     parser.add_argument("--json", type=parse_output_path, help="output file of the records")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
     try:
         compare_speeds(arguments.shapes, arguments.methods, arguments.blocks, arguments.json)
     except StoppedBySignal as stopped:

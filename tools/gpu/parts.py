@@ -138,9 +138,13 @@ def list_visit_parts() -> list[CheckPart]:
         build_attention_part("correct_mixer", 60, *cdape, *half, "--gate-only", "--lengths", "512", "200", "--batch",
             "32", *ours),  # the CUDA kernels compute batches that fill the card
         build_attention_part("mixer", 45, *cdape, *half, "--lengths", "512", "2048", *ours, "flash"),
+        build_attention_part("correct_wide", 75, *cdape, "--dtype", "bf16", "fp16", "--dim", "128", "--gate-only",
+            "--lengths", "512", "200", "--batch", "32", *ours),
         build_step_part("step_512", 120, "--shapes", "350M:512:32", "350M:512:1", *methods),
         build_step_part("graphs", 60, "--shapes", "350M:512:1", "350M:512:4", "--methods", "kerple_log",
             "kerple_log_graph", "cdape", "cdape_graph", "cdape_triton", "cdape_triton_graph"),
+        CheckPart("training", 120, ("tools/bench/graph_training.py", "--cases", "cdape,zero_1,zero_2_accumulation,fp16",
+            "--json", "{output}"), (*MODEL_MODULES, "deepspeed")),  # compiled regions and graphs, bit for bit
         build_step_part("step_long", 120, "--shapes", "350M:2048:8", "125M:512:32", *methods),
         build_attention_part("paper", 60, *cdape, *half, "--lengths", "2048", "--peers", "triton", "triton alone",
             "appendix"),
@@ -166,8 +170,11 @@ def list_visit_rehearsal_parts() -> list[CheckPart]:
         build_profile_part("profile", limit, *profile, "--methods", "kerple_log", "plain"),
         build_attention_part("correct_mixer", limit, *cdape, *tiny, "--dtype", "fp16", "--gate-only", *ours),
         build_attention_part("mixer", limit, *cdape, *tiny, *ours),
+        build_attention_part("correct_wide", limit, *cdape, *tiny, "--dtype", "fp16", "--gate-only", *ours),
         build_step_part("step_512", limit, "--shapes", "tiny:8:1", *step),
         build_step_part("graphs", limit, "--shapes", "tiny:8:1", *step),  # graphs need a GPU
+        CheckPart("training", limit, ("tools/bench/train_loop.py", "--shapes", "quickstart", "--methods", "cdape",
+            "--blocks", "2", "--json", "{output}"), (*MODEL_MODULES, "deepspeed")),
         build_step_part("step_long", limit, "--shapes", "tiny:8:2", *step),
         build_attention_part("paper", limit, *cdape, *tiny, *ours, "appendix"),
         build_attention_part("bias", limit, *bias, *tiny, *ours, "flash"),
