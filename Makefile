@@ -143,4 +143,4 @@ site: $(VENV)/.docs
 	@echo "site/index.html is the first page"
 
 clean:
-	rm -rf $(VENV) $(VENV_CUDA) site .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VENV_CUDA) site build farfield.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache

@@ -94,9 +94,7 @@ def compute_tables_of_layers(
 
 
 def precompute_terms(inputs: AttentionInputs) -> AttentionInputs:
-    """Return the inputs with terms shared by all row blocks.
-
-    These are the table, and the processor's contribution of the bias.
+    """Return the inputs with the terms that all row blocks share: the table and the processor's bias contribution.
 
     The contribution is omitted if keys before a row are hidden, or if sequences do not begin at column 0.
     """

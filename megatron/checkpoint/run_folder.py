@@ -99,7 +99,7 @@ RESOLVED_CONFIG = "config.resolved.yml"
 
 
 def get_config_path(run: str | Path) -> Path:
-    """Return the path of a run's resolved configuration, whether it exists or not."""
+    """Return the path of a run's resolved configuration. The file may not exist."""
     path = Path(run) / RESOLVED_CONFIG
     return path if path.is_file() else Path(run) / CONFIG
 

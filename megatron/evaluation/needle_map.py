@@ -8,8 +8,8 @@ Everything else is computed from the cells: the mean over depths at each length 
                         score at the shortest length does not exceed the score of guessing
 
 RULER (Hsieh et al. 2024, 2404.06654) uses one threshold for all models, the score of Llama 2 7B at 4,096 tokens,
-instead of 0.85 of the own score. A share of a model's own short score is NoLiMa's definition (Modarressi et al. 2025,
-2502.05167).
+instead of 0.85 times the model's own score. A share of a model's own short score is NoLiMa's definition (Modarressi et
+al. 2025, 2502.05167).
 
 Intervals are percentile bootstraps over sequences (`megatron.reports.bootstrap`). If sequence n of every cell has the
 same answer, all cells use the same draws of sequences; otherwise each cell has its own draws. The interval of an

@@ -205,7 +205,7 @@ class BiasedSelfAttention(SelfAttention):
     def forward(self, hidden: Tensor, attention_mask: AttentionContext | None = None) -> tuple[Tensor, Tensor | None]:
         """Compute hidden states [T, B, D] → [T or context.num_logits, B, D], and the bias to add to them.
 
-        megatron-core passes its attention module nothing but a mask, so the context is passed as the mask.
+        megatron-core forwards only `attention_mask` to this module, so the mask carries the context.
         """
         heads, output_gate = self.project(hidden)
         output: tuple[Tensor, Tensor | None] = self.linear_proj(self.attend(hidden, heads, output_gate, attention_mask))

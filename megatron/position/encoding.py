@@ -61,8 +61,8 @@ class Encoding(PositionModule):
     """
 
     has_position_table: ClassVar[bool] = False
-    """True if the encoding has a table of `dims.max_length` positions and supports none beyond, as `max_length` then
-    says."""
+    """True if the encoding has a table of `dims.max_length` positions and supports no others. `max_length` is then
+    set."""
 
     depends_on_length: bool = False
     """True if the result for a token depends on the final length of the sequence (`TokenRange.known_length`)."""

@@ -112,7 +112,7 @@ def train(config: Config, console: Console | None = None) -> TrainResult:
         config: configuration as read from files; it is resolved for this machine.
         console: console of the first process; None prints nothing.
 
-    Returns, Raises: as in `train_resolved`.
+    See `train_resolved` for the result and the errors.
     """
     launch_context = read_launcher_environment()
     rank_info = RankInfo()
