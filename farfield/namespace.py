@@ -14,14 +14,15 @@ OWN_FOLDER = Path(__file__).resolve().parents[1] / "megatron"
 def find_foreign_megatron() -> Optional[str]:  # noqa: UP045 - deepy.py calls this with old Python versions too
     """Return the folder of another project that hides Farfield's modules, or None if there is none."""
     spec = PathFinder.find_spec("megatron")
-    folders = [] if spec is None else [Path(folder).resolve() for folder in spec.submodule_search_locations or ()]
-    if spec is not None and spec.origin is not None:
+    if spec is None:
+        return None
+    if spec.origin is not None:  # a regular package
         return str(Path(spec.origin).parent)
-    own = {path.name for path in OWN_FOLDER.iterdir() if path.is_dir()} if OWN_FOLDER.is_dir() else set()
-    for folder in folders:
+    own = {path.name for path in OWN_FOLDER.iterdir() if path.is_dir()} - {"core", "__pycache__"}
+    for folder in (Path(location).resolve() for location in spec.submodule_search_locations or ()):
         if folder == OWN_FOLDER:
             return None
-        if any((folder / name).is_dir() for name in own - {"core", "__pycache__"}):
+        if any((folder / name).is_dir() for name in own):
             return str(folder)
     return None
 

@@ -51,7 +51,7 @@ class KernelFamily(NamedTuple):
 
     header: str
     name: str
-    """With {0} for the geometry, and {1} for whether two tensors are held."""
+    """Name of the kernel. {0} is replaced by its geometry, and {1} by whether a block holds two tensors."""
     arguments: str
     tiles: tuple[tuple[Tile, int], ...]
     """Each tile, and the rest of the shared memory that a block needs for it."""
@@ -60,7 +60,7 @@ class KernelFamily(NamedTuple):
         """Describe the kernel of a geometry.
 
         Args:
-            is_local: for rows that see columns from one of their own on (`mixer.Spans`).
+            is_local: True if each row sees columns from a first one of its own (`mixer.Spans`).
             arch: compute capability as major · 10 + minor, which decides how many blocks share a multiprocessor.
         """
         shared_bytes = tile.held_tensors * tile.rows * HEADS * 2 * dim + dict(self.tiles)[tile]

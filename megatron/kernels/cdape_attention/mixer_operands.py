@@ -20,13 +20,13 @@ from megatron.kernels.cdape_attention.weights import PackedWeights, WeightShape
 from megatron.kernels.runtime import cdiv
 
 TABLE_FRONT = 96
-"""Entries of U in front of distance 0: tiles at the diagonal look so far ahead."""
+"""Entries of U before distance 0, which tiles at the diagonal read."""
 LARGEST_EXCHANGED = torch.finfo(torch.float16).max
 GROUP = 8
-"""Distances of the table that lie together."""
+"""Adjacent distances in the table of `build_group_table`."""
 BIAS_COPIES = 4
 BLOCK_ROWS = 32
-"""The most rows that a block takes."""
+"""Largest number of rows of a block."""
 MAX_TILE_COLUMNS = 64
 
 
@@ -142,11 +142,11 @@ class LogitTables(NamedTuple):
     """Tables by distance that the logits of a position read."""
 
     table: Tensor
-    """U, from `build_group_table`."""
+    """U, in the layout of `build_group_table`."""
     group: int
     """Group of the distance of the position's row and column p + 7."""
     bias: Tensor
-    """From `build_bias`."""
+    """Bias of the logits, in the layout of `build_bias`."""
     bias_front: int
     """Entry of distance 0 in the last copy of the bias."""
 
@@ -158,11 +158,11 @@ class MixerOperands:
     contributions: Tensor
     """float32 [L, p + N, D]: U from distance −p on (`bias_product.py`)."""
     edge: Tensor
-    """float32 [L, R, p, D]: E of the call's rows, or with documents of all positions in one."""
+    """float32 [L, R, p, D]: E of the call's rows, or of all positions in a document if there are several."""
     bias_table: Tensor
-    """float32 [L, H, N], added to the logits; [L, H, 0] where there is none."""
+    """float32 [L, H, N], added to the logits; [L, H, 0] if nothing is added."""
     weights: PackedWeights
-    """With L in front."""
+    """Packed weights of all layers; L is the first dimension of each."""
     shape: WeightShape
     last: int
     """Position after the call's last row."""
@@ -184,11 +184,11 @@ class MixerOperands:
 
     @cached_property
     def entries(self) -> Tensor:
-        """U, from `build_table`."""
+        """U, in the layout of `build_table`."""
         return build_table(self.contributions, self.shape.padding, self.distances)
 
     def find_logit_tables(self, position: int) -> LogitTables:
-        """Return what the logits of rows from a position on read by distance."""
+        """Return the tables by distance for logits of rows from a position on."""
         first = position % GROUP
         if first not in self._tables:
             table, group = build_group_table(self.contributions, self.shape.padding, first, self.distances)
