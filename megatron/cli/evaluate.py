@@ -198,7 +198,7 @@ def report(
     """Combine results: tables, which methods extrapolate, and which differences are significant.
 
     Nothing is measured: the command reads results of evaluations and sweeps, including those of other programs. Methods
-    are compared over common seeds by paired t-tests with Holm's correction. Two models with one seed get an interval
+    are compared over common seeds by t-tests with Holm's correction. Two models with one seed get an interval
     over blocks of the text instead, which does not support claims about methods.
 
     [bold]Examples[/]

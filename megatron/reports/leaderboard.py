@@ -1,17 +1,28 @@
 """Leaderboard: a table of ranked methods, the effect of added components, and the costs of methods."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 from megatron.reports.comparison_table import ComparisonTable
-from megatron.reports.metrics import format_number, format_percent
-from megatron.reports.ranked_columns import build_ranked_columns, rank_methods
-from megatron.reports.significance import SIGNIFICANCE_LEVEL, MethodComparison, compare_methods, format_p_value
+from megatron.reports.metrics import format_percent
+from megatron.reports.ranked_columns import build_ranked_columns, estimate_ranks, rank_methods
+from megatron.reports.seed_variances import find_detectable_difference
+from megatron.reports.significance import (
+    SIGNIFICANCE_LEVEL,
+    MethodComparison,
+    compare_pairs,
+    correct_together,
+    format_p_value,
+    get_seed_variances,
+    list_pairs_with_best,
+)
 from megatron.reports.table_formats import TextTable
 from megatron.reports.x_axes import format_multiple
 
+POWER = 0.8
+"""Probability with which a stated detectable change is found."""
 MIN_SECONDS = 1e-9
 """Shortest time that counts as measured, in seconds. Shorter times are not compared."""
 
@@ -86,8 +97,8 @@ def find_text_table(tables: Sequence[ComparisonTable]) -> ComparisonTable | None
 
 
 _HOLM_NOTE = (
-    f"Significant: p is below {SIGNIFICANCE_LEVEL:.0%} after Holm's correction for all tests against one method at "
-    "all lengths, as in `report --against`."
+    f"Significant: p is below {SIGNIFICANCE_LEVEL:.0%} after correction for all tests of this page, which are those of "
+    "components and those of all pairs of methods at the largest length, since the best is chosen by its result."
 )
 
 
@@ -136,22 +147,52 @@ class LeaderboardReport:
         """Length → comparison of each ablation's methods."""
         self.against_best: dict[str, MethodComparison] = {}
         """Comparisons with the best method at the largest length."""
+        self.num_tests: dict[str, int] = {}
+        """Number of tests: planned ones, of ablations, and those of pairs of methods."""
         if self.text is None:
             return
-        text = self.text
-
-        @cache
-        def compare_with(base: str) -> dict[tuple[str, float], MethodComparison]:
-            found = compare_methods(text, base) if base in text.methods else []
-            return {(comparison.method, comparison.x_value): comparison for comparison in found}
-
-        for x in (text.train_length, text.x_values[-1]):
-            pairs = {each: compare_with(each.base).get((each.method, x)) for each in leaderboard.ablations}
-            self.ablations[x] = {ablation: found for ablation, found in pairs.items() if found is not None}
-        if (best := self.best_text_method) is not None:
-            self.against_best = {
-                method: comparison for (method, x), comparison in compare_with(best).items() if x == text.x_values[-1]
+        text, last = self.text, self.text.x_values[-1]
+        planned = compare_pairs(
+            text,
+            (
+                (ablation.method, ablation.base, x)
+                for x in dict.fromkeys((text.train_length, last))
+                for ablation in leaderboard.ablations
+            ),
+        )
+        pairs = compare_pairs(text, list_pairs_with_best(text, last))
+        planned_found, pairs_found = correct_together(list(planned.values()), list(pairs.values()))
+        planned = dict(zip(planned, planned_found, strict=True))
+        for x in (text.train_length, last):
+            self.ablations[x] = {
+                ablation: planned[pair]
+                for ablation in leaderboard.ablations
+                if (pair := (ablation.method, ablation.base, x)) in planned
             }
+        self.against_best = {
+            method: comparison
+            for (method, other, _), comparison in zip(pairs, pairs_found, strict=True)
+            if other == self.best_text_method
+        }
+        self.num_tests = {"planned": _count_tests(planned_found), "pairs": _count_tests(pairs_found)}
+
+    def find_detectable_change(self, x: float) -> float | None:
+        """Compute the smallest change that the page's tests of pairs find with probability `POWER`.
+
+        The methods compared have the median variance of those with the most seeds.
+
+        Returns:
+            A relative change, 0.1 for 10%; None if nothing is tested.
+        """
+        text = self.text
+        assert text is not None
+        variances = get_seed_variances(text, x)
+        usual = [own for method, own in variances.items() if text.cells[method, x].num_seeds == text.max_seeds]
+        num_tests = self.num_tests["pairs"] * sum(count > 0 for count in self.num_tests.values())
+        if not usual or not num_tests:
+            return None
+        middle = sorted(usual, key=lambda own: own.variance)[len(usual) // 2]
+        return math.expm1(find_detectable_difference(middle, text.max_seeds, SIGNIFICANCE_LEVEL / num_tests, POWER))
 
     @property
     def largest(self) -> str:
@@ -181,22 +222,18 @@ class LeaderboardReport:
         return tables
 
     def _build_board(self) -> TextTable:
-        kinds = list(dict.fromkeys(ranked_column.kind for ranked_column in self.ranked_columns))
-        rank_headers = ["rank", *(f"rank in {kind}" for kind in kinds if len(kinds) > 1)]
-        headers = [*rank_headers]
-        text, notes = self.text, []
+        headers, text, notes = ["rank"], self.text, []
         if text is not None:
             headers.append("perplexity at 1×")
         headers += [ranked_column.title for ranked_column in self.ranked_columns]
         if text is not None:
             headers += [f"change to {self.largest}", f"from the best at {self.largest}"]
-        rows = []
+        has_times = any(cost.step is not None for cost in self.costs.values())
+        if has_times:
+            headers.append("training step")
+        places, rows = estimate_ranks(self.ranked_columns, self.ranks), []
         for method in self.ranking:
-            ranks = self.ranks.get(method)
-            cells = ["–"] * len(rank_headers)
-            if ranks is not None:
-                means = [statistics.fmean(ranks.values()), *(ranks[kind] for kind in kinds)]
-                cells = [format_number(mean).removesuffix(".00") for mean in means[: len(rank_headers)]]
+            cells = [str(places.get(method, "–"))]
             if text is not None:
                 cell = text.cells.get((method, text.train_length))
                 cells.append("–" if cell is None else str(replace(cell, is_best=False)))
@@ -205,11 +242,19 @@ class LeaderboardReport:
                 change = text.compute_change(method, text.train_length, text.x_values[-1])
                 cells.append("–" if change is None else format_percent(change.mean - 1, min_decimals=1))
                 cells.append(self._describe_distance(method))
+            if has_times:
+                cost = self.costs.get(method)
+                cells.append(_format_ratio(None if cost is None else cost.step))
             rows.append((method, tuple(cells)))
         notes.append(
-            "Methods are sorted by mean rank: ranks are averaged within each kind of contest, then over kinds. "
-            "Rank 1 is the best; methods without a number are last."
+            "Methods are ranked by their mean rank: ranks are averaged within each kind of contest (text, needles, "
+            "other tasks), then over kinds; methods without a number are last in a contest."
         )
+        if any(place.interval is not None for place in places.values()):
+            notes.append(
+                "Parentheses behind a rank: the 95% interval of what other seeds might give; methods with one seed are "
+                "taken at their value."
+            )
         if len(self.ranks) < len(self.ranking):
             notes.append(
                 f"Ranks cover the {len(self.ranks)} methods that every contest evaluated; the others follow, sorted by "
@@ -244,11 +289,16 @@ class LeaderboardReport:
         for ablation in self.leaderboard.ablations:
             found = [self.ablations[length].get(ablation) for length in lengths]
             cells = ["–" if comparison is None else _describe_ablation(comparison) for comparison in found]
+            cells += [_format_ratio(self._compare_costs(ablation, field)) for field in ("step", "scoring")]
             rows.append((f"{ablation.name} on {ablation.base}", tuple(cells)))
         return TextTable(
             "Effect of processors and temperatures: perplexity relative to the method without them",
             "added component",
-            tuple(f"{format_multiple(length / self.text.train_length)} ({length:,.0f})" for length in lengths),
+            (
+                *(f"{format_multiple(length / self.text.train_length)} ({length:,.0f})" for length in lengths),
+                "training step",
+                f"scoring at {self.largest}",
+            ),
             tuple(rows),
             (
                 f"p: paired two-sided t-test over the seeds that both methods have. {_HOLM_NOTE}",
@@ -262,10 +312,15 @@ class LeaderboardReport:
             ),
         )
 
-    def _build_costs_table(self) -> TextTable:
-        def format_ratio(value: float | None) -> str:
-            return "–" if value is None else f"{value:.2f}×"
+    def _compare_costs(self, ablation: Ablation, field: str) -> float | None:
+        """Return the cost of a method relative to that without the component, or None if either is unknown."""
+        own, base = (
+            getattr(self.costs[name], field) if name in self.costs else None
+            for name in (ablation.method, ablation.base)
+        )
+        return own / base if own is not None and base else None
 
+    def _build_costs_table(self) -> TextTable:
         def format_memory(value: float | None) -> str:
             return "–" if value is None else f"{value:.2f}"
 
@@ -275,7 +330,7 @@ class LeaderboardReport:
             if cost is None:
                 continue
             parameters = "–" if cost.parameters is None else f"{cost.parameters:,}"
-            cells = (format_ratio(cost.step), format_ratio(cost.scoring))
+            cells = (_format_ratio(cost.step), _format_ratio(cost.scoring))
             memory = (format_memory(cost.train_memory), format_memory(cost.scoring_memory))
             rows.append((method, (parameters, *cells, *memory)))
         baseline = self.leaderboard.baseline
@@ -301,6 +356,14 @@ class LeaderboardReport:
                 "Memory is the peak of a process, including Python and PyTorch.",
             ),
         )
+
+
+def _count_tests(comparisons: Sequence[MethodComparison]) -> int:
+    return sum(comparison.is_tested for comparison in comparisons)
+
+
+def _format_ratio(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}×"
 
 
 def _describe_ablation(comparison: MethodComparison) -> str:

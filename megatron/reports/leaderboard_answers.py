@@ -1,29 +1,24 @@
 """Sentences that answer three questions about a leaderboard from its numbers."""
 
 import math
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.reports.leaderboard import Ablation, LeaderboardReport
+from megatron.reports.leaderboard import POWER, LeaderboardReport
 from megatron.reports.metrics import format_percent
 from megatron.reports.ranked_columns import RankedColumn
-from megatron.reports.significance import NOT_SIGNIFICANT, NOT_TESTED, MethodComparison
+from megatron.reports.significance import MethodComparison
 from megatron.reports.x_axes import format_multiple
 
 MAX_EXTRAPOLATION_RATIO = 1.05
 """Maximum ratio of perplexity at the largest length to that at the training length for a method that holds."""
 MAX_RATIO_TO_BEST = 1.05
 """Maximum ratio of mean perplexity at the largest length to the lowest, for a method to be considered for its costs."""
-VERDICT_WORDS = {
-    "better": "significantly lowers perplexity on",
-    "worse": "significantly raises perplexity on",
-    NOT_SIGNIFICANT: "makes no significant difference on",
-    NOT_TESTED: "is not tested (only one seed) on",
-}
-"""Effect of an ablation's component, as part of a sentence."""
 MAX_NAMED = 8
 """Maximum number of methods that a sentence names; more are counted."""
+
+MAX_TIED = 3
+"""Maximum number of tied best methods that a sentence names."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +31,10 @@ def build_answers(board: LeaderboardReport) -> list[Answer]:
     """Build the questions and answers, in order; empty if no text was scored."""
     if board.text is None:
         return []
-    names = list(dict.fromkeys(ablation.name for ablation in board.leaderboard.ablations))
-    return [
-        Answer(f"Which methods hold at {board.largest}?", tuple(_answer_who_extrapolates(board))),
-        *(Answer(f"Does {name} improve other methods?", tuple(_answer_what_helps(board, name))) for name in names),
-        Answer("What do methods cost?", tuple(_answer_costs(board, names))),
-    ]
+    answers = [Answer(f"Which methods hold at {board.largest}?", tuple(_answer_who_extrapolates(board)))]
+    if any(board.ablations.values()):
+        answers.append(Answer("Do score processors and temperatures help?", tuple(_answer_what_helps(board))))
+    return [*answers, Answer("What do methods cost?", tuple(_answer_costs(board)))]
 
 
 def _answer_who_extrapolates(board: LeaderboardReport) -> Iterator[str]:
@@ -64,16 +57,14 @@ def _answer_who_extrapolates(board: LeaderboardReport) -> Iterator[str]:
         f"{len(holding)} of {len(changes)} methods hold: their perplexity at {board.largest} is at most {limit} "
         f"above that at the training length ({_name_methods(holding)})."
     )
-    lost = sorted((method for method in changes if method not in holding), key=changes.__getitem__)
-    if lost:
-        worst = lost[-1]
-        yield (
-            f"The perplexity of the others rises, least for {lost[0]} ({format_percent(changes[lost[0]] - 1)}) and "
-            f"most for {worst} ({format_percent(changes[worst] - 1)})."
-        )
     value = text.metric.format_value(text.cells[best, last].mean)
     yield f"{best} has the lowest mean perplexity at {board.largest}, {value}."
     yield _compare_with_best(board)
+    if (detectable := board.find_detectable_change(last)) is not None:
+        yield (
+            f"With {text.max_seeds} seeds of each method these tests find a difference of {detectable:.0%} in "
+            f"{POWER:.0%} of cases, so smaller ones may exist."
+        )
     missing = [m for m in board.ranking if (m, last) not in text.cells and m in text.methods]
     ended: dict[int, list[str]] = {}
     for method in missing:
@@ -118,39 +109,35 @@ def _format_change(comparison: MethodComparison) -> str:
     return format_percent(comparison.change - 1, min_decimals=1)
 
 
-def _answer_what_helps(board: LeaderboardReport, name: str) -> Iterator[str]:
+def _answer_what_helps(board: LeaderboardReport) -> Iterator[str]:
+    """Name the significant differences of added components at each length, and count the others."""
     text = board.text
     assert text is not None
     for length, comparisons in board.ablations.items():
-        own = [(ablation.base, found) for ablation, found in comparisons.items() if ablation.name == name]
         where = format_multiple(length / text.train_length)
-        if not own:
-            yield f"At {where} no methods with and without {name} could be compared."
+        tested = {ablation: found for ablation, found in comparisons.items() if found.is_tested}
+        if not tested:
+            yield f"At {where} no component was tested, because a test needs two seeds with it and without it."
             continue
-        parts = []
-        for verdict, words in VERDICT_WORDS.items():
-            some = sorted((pair for pair in own if pair[1].verdict == verdict), key=lambda pair: pair[1].change)
-            named = [f"{base} {_format_change(found)}" for base, found in some]
-            if some:
-                parts.append(f"{words} {len(some)} of {len(own)} ({_name_methods(named)})")
-        yield f"At {where} {name} {', '.join(parts)}."
+        effects = []
+        for verdict, verb in (("better", "lowers"), ("worse", "raises")):
+            some = sorted((pair for pair in tested.items() if pair[1].verdict == verdict), key=lambda p: p[1].change)
+            named = [f"{ablation.name} on {ablation.base} {_format_change(found)}" for ablation, found in some]
+            if named:
+                effects.append(
+                    f"significantly {verb} perplexity in {len(named)} of {len(tested)} cases ({_name_methods(named)})"
+                )
+        rest = len(tested) - sum(found.verdict in ("better", "worse") for found in tested.values())
+        effects += [f"makes no significant difference in {rest} of {len(tested)}"] if rest else []
+        yield f"At {where} a component {', '.join(effects[:-1])}{' and ' * (len(effects) > 1)}{effects[-1]}."
 
 
-def _answer_costs(board: LeaderboardReport, names: Sequence[str]) -> Iterator[str]:
+def _answer_costs(board: LeaderboardReport) -> Iterator[str]:
     text, baseline = board.text, board.leaderboard.baseline
     assert text is not None
     best = board.best_text_method
     if best is not None and best in board.costs and best != baseline:
         yield f"Relative to {baseline}, {best}, the best at {board.largest}, {_describe_cost(board, best)}."
-    for name in names:
-        pairs = [a for a in board.leaderboard.ablations if a.name == name]
-        steps = _compare_costs(board, pairs, "step")
-        scoring = _compare_costs(board, pairs, "scoring")
-        if steps and scoring:
-            yield (
-                f"With {name}, a training step takes {_format_ratios(steps)} as long as without it, and "
-                f"scoring at {board.largest} {_format_ratios(scoring)} as long."
-            )
     if best is None or len(text.methods) == 1 or not board.costs[best].has_times:
         return
     cheap = _find_cheapest(board, best)
@@ -164,12 +151,6 @@ def _answer_costs(board: LeaderboardReport, names: Sequence[str]) -> Iterator[st
         yield (
             f"Every method {good} is more than 10% slower than {baseline} in training or in scoring at {board.largest}."
         )
-
-
-def _format_ratios(ratios: Sequence[float]) -> str:
-    """Format ratios: 1.31 times; for several, the median with the range."""
-    text = f"{statistics.median(ratios):.2f} times"
-    return text if len(ratios) == 1 else f"{text} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def _find_cheapest(board: LeaderboardReport, best: str) -> list[str]:
@@ -201,23 +182,14 @@ def _describe_cost(board: LeaderboardReport, method: str) -> str:
     return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]])) or "has an unknown cost"
 
 
-def _compare_costs(board: LeaderboardReport, pairs: Sequence[Ablation], field: str) -> list[float]:
-    ratios = []
-    for ablation in pairs:
-        if ablation.method in board.costs and ablation.base in board.costs:
-            own, base = (getattr(board.costs[name], field) for name in (ablation.method, ablation.base))
-            if own is not None and base:
-                ratios.append(own / base)
-    return ratios
-
-
 def _describe_winner(ranked_column: RankedColumn) -> str:
     """Name the best methods in a task, and the number of methods above the trivial baselines."""
     order = sorted(
         ranked_column.scores, key=lambda method: ranked_column.metric.get_sort_key(ranked_column.scores[method])
     )
     top = [method for method in order if ranked_column.scores[method] == ranked_column.scores[order[0]]]
-    text = f"Best in {ranked_column.title}: {_name_methods(top)}, with {ranked_column.format_score(order[0])}"
+    names = _name_methods(top) if len(top) <= MAX_TIED else f"{len(top)} methods tie"
+    text = f"Best in {ranked_column.title}: {names}, with {ranked_column.format_score(order[0])}"
     if ranked_column.floor is None:
         return f"{text}."
     learned = [method for method in order if ranked_column.is_above_floor(method)]

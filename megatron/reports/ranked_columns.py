@@ -12,9 +12,17 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from megatron.reports.comparison_table import ComparisonTable, format_partial_seeds
 from megatron.reports.metrics import Metric
+from megatron.reports.seed_variances import SeedVariance
+from megatron.reports.significance import get_seed_variances
 from megatron.reports.x_axes import format_multiple
+
+NUM_RANK_DRAWS = 2000
+RANK_SEED = 20_261_128
+"""Fixed seed, so that the same records give the same intervals on every machine."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,8 @@ class RankedColumn:
     """Score of the best trivial baseline."""
     partial_num_seeds: Mapping[str, int] = field(default_factory=dict)
     """Number of seeds of methods that have fewer seeds than others."""
+    mean_variances: Mapping[str, SeedVariance] = field(default_factory=dict)
+    """Variance of the score's mean over seeds (of its logarithm for ratios), for methods with several seeds."""
 
     def is_above_floor(self, method: str) -> bool:
         """Return True if a method beats every trivial baseline, or if there is none."""
@@ -61,6 +71,22 @@ class RankedColumn:
         }
         ordered = sorted(keys.values())
         return {method: ordered.index(key) + 1 + (ordered.count(key) - 1) / 2 for method, key in keys.items()}
+
+    def draw_ranks(self, methods: Sequence[str], generator: np.random.Generator, num_draws: int) -> np.ndarray:
+        """Draw ranks [draws, methods] of what other seeds might give: each mean with an error of its t distribution."""
+        from scipy import stats  # imports slowly (about one second)
+
+        keys = np.full((num_draws, len(methods)), math.inf)
+        is_ratio = self.metric.comparison == "ratio"
+        for index, method in enumerate(methods):
+            if method not in self.scores:
+                continue
+            score = math.log(self.scores[method]) if is_ratio else self.scores[method]
+            draws = np.full(num_draws, score)
+            if (variance := self.mean_variances.get(method)) is not None:
+                draws += math.sqrt(variance.variance) * generator.standard_t(variance.degrees_of_freedom, num_draws)
+            keys[:, index] = draws if self.metric.better == "lower" else -draws
+        return stats.rankdata(keys, axis=1)
 
 
 def build_ranked_columns(tables: Sequence[ComparisonTable]) -> list[RankedColumn]:
@@ -109,6 +135,11 @@ def _build_ranked_column(kind: str, title: str, table: ComparisonTable, x: float
         frozenset(table.methods) - set(table.trivial_baselines),
         table.metric.select_best(floors) if floors else None,
         {method: cell.partial_num_seeds for method, cell in cells.items() if cell.partial_num_seeds is not None},
+        {
+            method: SeedVariance(variance.variance / cells[method].num_seeds, variance.degrees_of_freedom)
+            for method, variance in get_seed_variances(table, x).items()
+            if method in cells
+        },
     )
 
 
@@ -131,3 +162,45 @@ def rank_methods(
         for method in asked
     }
     return [*sorted(asked, key=lambda method: statistics.fmean(by_method[method].values())), *others], by_method
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Place of a method in the leaderboard, from 1, with the 95% interval of what other seeds might give."""
+
+    value: int
+    interval: tuple[int, int] | None
+    """None if no contest has several seeds of the method."""
+
+    def __str__(self) -> str:
+        if self.interval is None or self.interval == (self.value, self.value):
+            return str(self.value)
+        return f"{self.value} ({self.interval[0]}–{self.interval[1]})"
+
+
+def estimate_ranks(
+    ranked_columns: Sequence[RankedColumn], mean_ranks: Mapping[str, Mapping[str, float]]
+) -> dict[str, Rank]:
+    """Compute the rank of each ranked method, and its interval, from drawn scores of all contests.
+
+    Args:
+        mean_ranks: mean ranks by kind, of `rank_methods`.
+    """
+    methods = list(mean_ranks)
+    if not methods:
+        return {}
+    generator = np.random.Generator(np.random.PCG64(RANK_SEED))
+    kinds = list(dict.fromkeys(column.kind for column in ranked_columns))
+    draws: dict[str, list[np.ndarray]] = {kind: [] for kind in kinds}
+    for column in ranked_columns:
+        draws[column.kind].append(column.draw_ranks(methods, generator, NUM_RANK_DRAWS))
+    overall = np.mean([np.mean(each, axis=0) for each in draws.values()], axis=0)
+    places = (overall[:, None, :] < overall[:, :, None]).sum(axis=2) + 1
+    means = {method: statistics.fmean(by_kind.values()) for method, by_kind in mean_ranks.items()}
+    ranks = {}
+    for index, method in enumerate(methods):
+        low, high = np.quantile(places[:, index], (0.025, 0.975), method="nearest")
+        value = 1 + sum(other < means[method] for other in means.values())
+        has_seeds = any(method in column.mean_variances for column in ranked_columns)
+        ranks[method] = Rank(value, (min(value, int(low)), max(value, int(high))) if has_seeds else None)
+    return ranks

@@ -87,9 +87,11 @@ def _render_section(path: Path, index: int, section: ReportSection) -> list[str]
     board = build_leaderboard_report(section)
     parts = []
     if board is not None:
+        tables_of_board = board.build_tables()
+        parts += [f"## {table.title}\n\n{table.to_markdown()}" for table in tables_of_board[:1]]
         for answer in build_answers(board):
             parts.append(f"## {answer.question}\n\n{_break_sentences(' '.join(answer.sentences))}\n")
-        parts += [f"## {table.title}\n\n{table.to_markdown()}" for table in board.build_tables()]
+        parts += [f"## {table.title}\n\n{table.to_markdown()}" for table in tables_of_board[1:]]
         if list_cost_points(board):
             picture = write_bytes_atomically(_get_cost_path(path, index), render_cost_png(board))
             parts.append(f"![Perplexity over the time of a training step]({picture.name})\n")

@@ -1,18 +1,24 @@
 """Significance of differences between methods, defined once for tables, pages, and sentences.
 
-Claims about methods are claims over seeds. Two methods are compared on the same targets by a paired two-sided t-test,
-with a pair for each seed that both have. It tests the values, as in KERPLE's tables 3 and 9 (2205.09921), and their
-logarithms if means are geometric (an exploding perplexity is skewed, its nll is not). The larger p counts.
+Claims about methods are claims over seeds. Two methods are compared on the same targets over the seeds that both have,
+by a two-sided t-test of their values, or of their logarithms if means are geometric (an exploding perplexity is skewed,
+its nll is not). Their variances are those of `megatron.reports.seed_variances`: of two methods alone it is the paired
+t-test of KERPLE's tables 3 and 9 (2205.09921); of many, variances are shared. The degrees of freedom are the smaller
+ones of the two methods, which is conservative.
 
 Among many tests some are positive by chance. A difference is significant if p is below 5% after Holm's correction (Holm
-1979, A simple sequentially rejective multiple test procedure) over all tests of a table against one method.
+1979, A simple sequentially rejective multiple test procedure) over all tests that are shown: those of a table against
+one method (`compare_methods`), or all of a page (`correct_together`). A method that is chosen for its result, such as
+the best, is compared with the others only within the family of all pairs (`list_pairs_with_best`).
 
 Two models with the same seed get an interval instead, by a paired bootstrap over blocks of the text. It measures the
 uncertainty of their ratio on other texts, not a difference between methods: other training runs may differ more.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -22,6 +28,7 @@ from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstr
 from megatron.reports.comparison_table import ComparisonTable, format_partial_seeds, pair_by_seed
 from megatron.reports.metrics import Metric, clamped_exp
 from megatron.reports.records import Record
+from megatron.reports.seed_variances import SeedVariance, estimate_seed_variances
 from megatron.reports.table_formats import TextTable
 from megatron.reports.x_axes import join_headers
 from megatron.utils.errors import UserError
@@ -37,7 +44,7 @@ class TTest:
     t: float
     p: float
     holm_p: float = math.nan
-    """p value corrected for all tests of the table."""
+    """p value corrected for all tests of its family."""
 
 
 @dataclass(frozen=True)
@@ -53,29 +60,26 @@ class MethodComparison:
     """Change from the other method: over seeds the geometric mean of ratios, or the mean of differences."""
     partial_num_seeds: int | None = None
     """Number of seeds, if other comparisons of the table have more."""
-    value_test: TTest | None = None
-    log_test: TTest | None = None
+    test: TTest | None = None
+    is_variance_shared: bool = False
+    """True if the test's variances are moderated by those of other methods."""
     single_pair: tuple[Record, Record] | None = field(default=None, repr=False)
     """Records of the only seed that both methods have."""
 
     @property
     def is_tested(self) -> bool:
         """True if the methods share at least two seeds."""
-        return self.value_test is not None
+        return self.test is not None
 
     @property
     def p(self) -> float:
-        """Larger p value of the tests, before correction; NaN without tests."""
-        return max((test.p for test in self._tests), default=math.nan)
+        """Return the p value before correction; NaN without a test."""
+        return math.nan if self.test is None else self.test.p
 
     @property
     def holm_p(self) -> float:
-        """Larger p value of the tests after Holm's correction; NaN without tests."""
-        return max((test.holm_p for test in self._tests), default=math.nan)
-
-    @property
-    def _tests(self) -> list[TTest]:
-        return [test for test in (self.value_test, self.log_test) if test is not None]
+        """Return the p value after Holm's correction; NaN without a test."""
+        return math.nan if self.test is None else self.test.holm_p
 
     @cached_property
     def text_interval(self) -> tuple[float, float] | None:
@@ -131,42 +135,86 @@ def compare_methods(table: ComparisonTable, against: str) -> list[MethodComparis
         raise UserError(
             f"--against {against}: no such method in {table.title}; {format_choices(against, table.methods)}"
         )
-    records_by_cell: dict[tuple[str, float], list[Record]] = {}
-    for record in table.records:
-        if not record.is_trivial_baseline:
-            records_by_cell.setdefault((record.method, record.x_value), []).append(record)
-    comparisons = []
-    for method in table.methods:
-        for x in table.x_values:
-            pairs = pair_by_seed(records_by_cell.get((method, x), ()), records_by_cell.get((against, x), ()))
-            if method != against and pairs:
-                method_records, against_records = zip(*pairs, strict=True)
-                comparisons.append(_compare_pairs(table.metric, method_records, against_records))
+    methods = [method for method in table.methods if method != against]
+    pairs = [(method, against, x) for method in methods for x in table.x_values]
+    comparisons = list(compare_pairs(table, pairs).values())
     max_seeds = max((comparison.num_seeds for comparison in comparisons), default=0)
-    return _correct_comparisons(
+    (corrected,) = correct_together(
         [
             replace(comparison, partial_num_seeds=comparison.num_seeds if comparison.num_seeds < max_seeds else None)
             for comparison in comparisons
         ]
     )
+    return corrected
 
 
-def _compare_pairs(
-    metric: Metric, method_records: Sequence[Record], against_records: Sequence[Record]
-) -> MethodComparison:
-    """Compare two methods at one x value, given records of the same seeds in the same order."""
-    a, b = (np.array([record.value for record in records]) for records in (method_records, against_records))
-    is_ratio = metric.comparison == "ratio"
-    change = metric.average_changes(
-        [
-            metric.compute_change(value, against_value)
-            for value, against_value in zip(a.tolist(), b.tolist(), strict=True)
-        ]
-    )
-    base = MethodComparison(metric, method_records[0].method, method_records[0].x_value, len(method_records), change)
-    if len(method_records) == 1:
-        return replace(base, single_pair=(method_records[0], against_records[0]))
-    return replace(base, value_test=_run_t_test(a, b), log_test=_run_t_test(np.log(a), np.log(b)) if is_ratio else None)
+def compare_pairs(
+    table: ComparisonTable, pairs: Iterable[tuple[str, str, float]]
+) -> dict[tuple[str, str, float], MethodComparison]:
+    """Compare pairs of methods, without correction (`correct_together`).
+
+    Args:
+        pairs: (method, method to compare with, x value). Pairs without a common seed are left out.
+    """
+    seeds = _SeedTable(table)
+    return {pair: comparison for pair in pairs if (comparison := seeds.compare(*pair)) is not None}
+
+
+def list_pairs_with_best(table: ComparisonTable, x: float) -> list[tuple[str, str, float]]:
+    """Return all pairs of methods at one x value, as a family of tests that contains those with the best method.
+
+    A method that is chosen for its result was lucky. Corrected for all pairs, its comparisons are valid nevertheless.
+    """
+    means = {method: cell.mean for (method, at), cell in table.cells.items() if at == x}
+    methods = [m for m in table.methods if m in means and m not in table.trivial_baselines]
+    best = table.metric.select_best(means[method] for method in methods) if methods else None
+    methods.sort(key=lambda method: means[method] != best)
+    return [(method, other, x) for other, method in itertools.combinations(methods, 2)]
+
+
+def get_seed_variances(table: ComparisonTable, x: float) -> dict[str, SeedVariance]:
+    """Return the variances of methods over seeds at one x value, of logarithms if the metric is compared by ratios."""
+    is_ratio = table.metric.comparison == "ratio"
+    values: dict[str, dict[int | None, float]] = {}
+    for record in table.records:
+        if record.x_value == x and not record.is_trivial_baseline:
+            value = math.log(record.value) if is_ratio else record.value
+            values.setdefault(record.method, {})[record.seed] = value
+    return estimate_seed_variances(values, is_moderated=is_ratio)
+
+
+class _SeedTable:
+    """Records of a table by method, x value, and seed, with the variances of methods over seeds."""
+
+    def __init__(self, table: ComparisonTable) -> None:
+        self.metric = table.metric
+        self.is_ratio = table.metric.comparison == "ratio"
+        self.records: dict[tuple[str, float], dict[int | None, Record]] = {}
+        for record in table.records:
+            if not record.is_trivial_baseline:
+                self.records.setdefault((record.method, record.x_value), {})[record.seed] = record
+        self.variances = {x: get_seed_variances(table, x) for x in table.x_values}
+
+    def _scale(self, value: float) -> float:
+        return math.log(value) if self.is_ratio else value
+
+    def compare(self, method: str, against: str, x: float) -> MethodComparison | None:
+        """Compare two methods over their common seeds, without correction; None if they have no common seed."""
+        pairs = pair_by_seed(self.records.get((method, x), {}).values(), self.records.get((against, x), {}).values())
+        if not pairs:
+            return None
+        changes = [self.metric.compute_change(own.value, other.value) for own, other in pairs]
+        base = MethodComparison(self.metric, method, x, len(pairs), self.metric.average_changes(changes))
+        if len(pairs) == 1:
+            return replace(base, single_pair=pairs[0])
+        differences = [self._scale(own.value) - self._scale(other.value) for own, other in pairs]
+        size = max(abs(self._scale(record.value)) for pair in pairs for record in pair)
+        variances = [self.variances[x][name] for name in (method, against)]
+        is_shared = any(
+            each.degrees_of_freedom > len(self.records[name, x]) - 1
+            for each, name in zip(variances, (method, against), strict=True)
+        )
+        return replace(base, test=_run_t_test(differences, variances, size), is_variance_shared=is_shared)
 
 
 def bootstrap_ratio_interval(record: Record, against_record: Record) -> tuple[float, float] | None:
@@ -188,16 +236,18 @@ def bootstrap_ratio_interval(record: Record, against_record: Record) -> tuple[fl
     return clamped_exp(low), clamped_exp(high)
 
 
-def _run_t_test(a: np.ndarray, b: np.ndarray) -> TTest:
-    """Run a t-test on pairs [seeds]. If all differences are equal (up to rounding), p is 0, or 1 if they are all 0."""
-    differences = a - b
-    if np.ptp(differences) <= 1e-12 * max(1.0, float(np.abs(a).max())):
-        is_zero = abs(float(differences.mean())) <= 1e-12 * max(1.0, float(np.abs(a).max()))
-        return TTest(0.0 if is_zero else math.copysign(math.inf, float(differences.mean())), 1.0 if is_zero else 0.0)
+def _run_t_test(differences: Sequence[float], variances: Sequence[SeedVariance], size: float) -> TTest:
+    """Run a two-sided t-test of the mean of differences [seeds].
+
+    If all differences are equal (up to the rounding of values of a size), p is 0, or 1 if they are all 0.
+    """
+    mean, rounding = statistics.fmean(differences), 1e-12 * max(1.0, size)
+    if max(differences) - min(differences) <= rounding:
+        return TTest(0.0, 1.0) if abs(mean) <= rounding else TTest(math.copysign(math.inf, mean), 0.0)
     from scipy import stats  # imports slowly (about one second)
 
-    result = stats.ttest_rel(a, b)
-    return TTest(float(result.statistic), float(result.pvalue))
+    t = mean / math.sqrt(sum(each.variance for each in variances) / len(differences))
+    return TTest(t, 2 * float(stats.t.sf(abs(t), min(each.degrees_of_freedom for each in variances))))
 
 
 def apply_holm_correction(p_values: Sequence[float]) -> list[float]:
@@ -213,20 +263,25 @@ def apply_holm_correction(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def _correct_comparisons(comparisons: Sequence[MethodComparison]) -> list[MethodComparison]:
-    """Apply Holm's correction, separately over all tests on values and all tests on logarithms."""
-    results = list(comparisons)
-    for field_name in ("value_test", "log_test"):
-        tested = [
-            (index, test)
-            for index, comparison in enumerate(results)
-            if (test := getattr(comparison, field_name)) is not None
-        ]
-        for (index, test), corrected_p in zip(
-            tested, apply_holm_correction([test.p for _, test in tested]), strict=True
-        ):
-            results[index] = replace(results[index], **{field_name: replace(test, holm_p=corrected_p)})
+def correct_together(*families: Sequence[MethodComparison]) -> list[list[MethodComparison]]:
+    """Apply Holm's correction within each family, and Bonferroni's over families, so that 5% holds for all together.
+
+    A few planned comparisons thus do not pay for the many pairs among which a best method was chosen.
+    """
+    num_families = sum(any(comparison.is_tested for comparison in family) for family in families)
+    results = []
+    for family in families:
+        corrected = iter(apply_holm_correction([each.test.p for each in family if each.test is not None]))
+        results.append(
+            [_set_holm_p(each, min(1.0, num_families * next(corrected))) if each.is_tested else each for each in family]
+        )
     return results
+
+
+def _set_holm_p(comparison: MethodComparison, holm_p: float) -> MethodComparison:
+    if comparison.test is None:
+        return comparison
+    return replace(comparison, test=replace(comparison.test, holm_p=holm_p))
 
 
 def format_p_value(value: float) -> str:
@@ -256,9 +311,12 @@ def build_significance_table(table: ComparisonTable, against: str) -> TextTable:
             "training runs may differ more."
         )
     if any(comparison.is_tested for comparison in comparisons.values()):
-        scales = ", the larger p of values and of logarithms" if table.metric.comparison == "ratio" else ""
+        scale = " of logarithms" if table.metric.comparison == "ratio" else ""
+        is_shared = any(comparison.is_variance_shared for comparison in comparisons.values())
+        shared = ", with variances that the methods share" if is_shared else ""
         notes += [
-            f"p: paired two-sided t-test over {max_seeds} seeds{scales}; Holm: corrected for all tests of this table.",
+            f"p: paired two-sided t-test{scale} over {max_seeds} seeds{shared}; Holm: corrected for all tests of this "
+            "table.",
             f"{WORSE_MARK} significantly worse than {against}: Holm's p is below {SIGNIFICANCE_LEVEL:.0%}.",
         ]
     else:

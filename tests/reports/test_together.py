@@ -160,7 +160,7 @@ def test_files_become_a_page(story: list[Record], tmp_path: Path) -> None:
     for text in ("compared with cdape", "extrapolates (|r| &lt; 0.1)", "<title>All of it</title>", "Conclusions"):
         assert text in page
     assert "Extrapolation beyond 64 tokens" in printed
-    assert "p: paired two-sided t-test over 2 seeds, the larger p of values and of logarithms" in printed
+    assert "p: paired two-sided t-test of logarithms over 2 seeds; Holm" in printed
 
 
 def test_experiments_are_sections_with_their_papers_tables(story: list[Record], tmp_path: Path) -> None:
