@@ -4,12 +4,11 @@ A cell of the map is one depth at one length. Its records contain the loss of th
 tokens predicted correctly, and the share of sequences with all tokens correct, each also per sequence (`block_sums`).
 Everything else is computed from the cells: the mean over depths at each length with its change, and
 
-    effective length    the largest length at which the score is at least 0.85 of that at the shortest length; 0 if the
-                        score at the shortest length does not exceed the score of guessing
+    effective length    the largest length at which the score is at least 0.85; 0 if there is none
 
-RULER (Hsieh et al. 2024, 2404.06654) uses one threshold for all models, the score of Llama 2 7B at 4,096 tokens,
-instead of 0.85 times the model's own score. A share of a model's own short score is NoLiMa's definition (Modarressi et
-al. 2025, 2502.05167).
+The threshold is absolute, as in RULER (Hsieh et al. 2024, 2404.06654), which takes the score of Llama 2 7B at 4,096
+tokens, 0.856. Relative to a model's own short score, as in NoLiMa (Modarressi et al. 2025, 2502.05167), a model that
+finds little anywhere would have a large effective length.
 
 Intervals are percentile bootstraps over sequences (`megatron.reports.bootstrap`). If sequence n of every cell has the
 same answer, all cells use the same draws of sequences; otherwise each cell has its own draws. The interval of an
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
 
 DEFAULT_EFFECTIVE_SCORE = 0.85
-"""Default share of the score at the shortest length that an effective length must reach."""
+"""Default score that a model must reach at an effective length."""
 
 DEFAULT_NEEDLE_SEQUENCES = 64
 """Default number of sequences for each depth and length."""
@@ -66,8 +65,6 @@ class NeedleMap:
     """Metric behind the effective length: accuracy or exact_match."""
     metrics: Sequence[str]
     """Metrics of the cells' records, including `score_metric`."""
-    guess_score: float
-    """Score of guessing at the shortest length."""
     is_paired: bool
     """True if sequence n has the same answer in every cell."""
     choices: range | None
@@ -255,21 +252,19 @@ def _build_effective_record(
         draws: bootstrap draws of the scores, float64 [lengths, resamples].
     """
     record, num_tokens = cells[-1], sum(cell.tokens for cell in cells)
-    share, guess = needle_map.effective_score, needle_map.guess_score
+    threshold = needle_map.effective_score
     title = record.metric_info.inline_title
-    value = float(find_effective_lengths(lengths, scores, share, guess)[0])
+    value = float(find_effective_lengths(lengths, scores, threshold)[0])
     interval: dict[str, Any] = {"low": None, "high": None}
     if draws is not None:
-        if compute_percentile_interval(draws[0])[0] <= guess:
-            value = 0.0
-        interval = _interval_fields(find_effective_lengths(lengths, draws, share, guess))
+        interval = _interval_fields(find_effective_lengths(lengths, draws, threshold))
     below = [
         length for length, score in zip(lengths, scores[:, 0], strict=True)
-        if length < value and score < share * scores[0, 0] - SCORE_TOLERANCE
+        if length < value and score < threshold - SCORE_TOLERANCE
     ]  # fmt: skip
     remark = (
-        f"Largest length at which the mean {title} over depths is at least {share:g} times that at {lengths[0]:,}; "
-        f"0 if that is not above the {100 * guess:.2g}% of guessing. Lengths over {lengths[-1]:,} were not evaluated."
+        f"Largest length at which the mean {title} over depths is at least {100 * threshold:g}%; 0 if there is none. "
+        f"Lengths over {lengths[-1]:,} were not evaluated."
     )
     if below:
         remark += (
@@ -279,27 +274,20 @@ def _build_effective_record(
         "metric": "effective_length", "length": needle_map.lengths[-1], "axis": "length", "place": None,
         "value": value, **interval, "tokens": num_tokens, "nll": None, "flops": None,
         "seconds": None, "cpu_seconds": None,
-        "target_digest": hash_depths(f"{record.target_digest} {share:g}", needle_map.depths),
+        "target_digest": hash_depths(f"{record.target_digest} absolute {threshold:g}", needle_map.depths),
         "block_sums": None, "block_tokens": None, "remark": f"{remark} {record.remark or ''}".strip(),
     }  # fmt: skip
     return record.replace(**fields)
 
 
-def find_effective_lengths(
-    lengths: Sequence[int], scores: np.ndarray, effective_score: float, guess_score: float
-) -> np.ndarray:
-    """Compute the effective length of each column.
-
-    It is the largest length whose score is at least `effective_score` times that of the first length. It is 0 if the
-    first score does not exceed `guess_score`.
+def find_effective_lengths(lengths: Sequence[int], scores: np.ndarray, threshold: float) -> np.ndarray:
+    """Return the largest length of each column whose score is at least a threshold; 0 if there is none.
 
     Args:
         lengths: ascending.
         scores: float64 [lengths, columns], 0 to 1.
     """
-    holds = scores >= effective_score * scores[:1] - SCORE_TOLERANCE
-    largest = np.where(holds, np.array(lengths)[:, None], 0).max(axis=0)
-    return np.where(scores[0] > guess_score, largest, 0)
+    return np.where(scores >= threshold - SCORE_TOLERANCE, np.array(lengths)[:, None], 0).max(axis=0)
 
 
 def _interval_fields(draws: np.ndarray, prefix: str = "") -> dict[str, Any]:

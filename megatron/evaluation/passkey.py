@@ -41,10 +41,6 @@ KEYS_PER_SEQUENCE = 20
 """Number of candidate keys per sequence. With most tokenizers all of them are usable."""
 
 
-GUESSED_KEYS = 1e-5
-"""Probability of guessing a key."""
-
-
 class Passkey(Probe):
     """Passkey probe, scored as a needle map.
 
@@ -52,7 +48,7 @@ class Passkey(Probe):
         lengths, num_sequences: as for every probe.
         tokenizer: tokenizer of the models.
         depths: depths of the key, ascending.
-        effective_score: share of the score at the shortest length that an effective length must reach.
+        effective_score: score that a model must reach at an effective length.
 
     Raises:
         UserError: the tokenizer yields too few keys of equal token count, or merges the key with the question.
@@ -113,7 +109,6 @@ class Passkey(Probe):
             depths=self.depths,
             score_metric="exact_match",
             metrics=("loss", "accuracy", "exact_match"),
-            guess_score=GUESSED_KEYS,
             is_paired=True,
             choices=None,
             build_batch=self._build_batch,

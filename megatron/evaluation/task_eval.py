@@ -226,7 +226,6 @@ class TaskDepthEval(TaskEval):
             depths=self.depths,
             score_metric="accuracy",
             metrics=("loss", "accuracy", "exact_match") if task.scores_exact_match else ("loss", "accuracy"),
-            guess_score=max(record.value for record in self._measure_guesses()),
             is_paired=False,
             choices=task.answer_ids,
             build_batch=self._sample_batch_at_depth,
@@ -238,11 +237,6 @@ class TaskDepthEval(TaskEval):
     def _sample_batch_at_depth(self, length: int, depth: float) -> TaskBatch:
         generator = self._seed_generator(length, 2, round(depth * 1e9))
         return self.task_config.task.sample_batch_at_depth(generator, self.num_sequences, length, depth)
-
-    def _measure_guesses(self) -> list[Record]:
-        """Compute the accuracy of trivial baselines at the shortest length, over all depths."""
-        records = replace(self, lengths=self.lengths[:1]).build_baseline_records()
-        return [record for record in records if record.metric == "accuracy"]
 
 
 def _hash_text(text: str) -> str:

@@ -148,8 +148,7 @@ class EvaluationOptions(LengthOptions):
     )
     effective_score: float | None = config_field(
         None,
-        "with a needle map: a length is effective if its score is at least this fraction of the shortest length's; "
-        "0.85 if absent",
+        "with a needle map: a length is effective if its score is at least this; 0.85 if absent",
         gt=0,
         le=1,
     )

@@ -290,8 +290,7 @@ METRICS = {
             name="effective_length",
             title="Effective length",
             unit="in tokens",
-            definition="The effective length is the largest length at which a model reaches at least a given share of "
-            "its score at the shortest length.",
+            definition="The effective length is the largest length at which a model reaches at least a given score.",
             better="higher",
             comparison="difference",
             negligible_change=0.5,
