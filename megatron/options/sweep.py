@@ -91,6 +91,15 @@ class SweepOptions(ConfigSection):
     runs: str | None = config_field(
         None, "folder of trained runs, named by their configuration so that sweeps share them; inside output if absent"
     )
+    records: str | None = config_field(
+        None,
+        "folder of small files with the records of finished runs, which are then not trained again; none if absent",
+    )
+    part: str | None = config_field(
+        None,
+        "PART/PARTS, such as 2/3: run only this part of the runs, where several machines divide a sweep by its records",
+        pattern=r"^[1-9]\d*/[1-9]\d*$",
+    )
     title: str | None = config_field(None, "heading of the report")
     against: str | None = config_field(None, "baseline variant of the report")
     published: list[PublishedOptions] = config_field(list, "published tables to show next to the report's own")

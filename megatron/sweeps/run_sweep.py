@@ -46,6 +46,7 @@ from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure
 from megatron.reports.results_output import check_no_foreign_results, print_comparison_tables, print_leaderboard
+from megatron.sweeps.kept_records import keep_records, list_other_parts, read_kept_records
 from megatron.sweeps.member_run import run_member
 from megatron.sweeps.remaining_work import (
     MemberWork,
@@ -123,7 +124,8 @@ def run_sweep(
         return []
     if member is None:  # in a task of a job array, the training checks this itself
         diverged = _find_diverged(sweep, retry_failed)
-        check_sweep_disk(sweep, [m for m in sweep.members if m not in diverged])
+        elsewhere = list_other_parts(sweep)
+        check_sweep_disk(sweep, [m for m in sweep.members if m not in diverged and m not in elsewhere])
     make_folder("sweep.output", sweep.output_folder)
     _check_no_foreign_files(sweep)
     lock = None
@@ -211,7 +213,15 @@ def _run_members(
     if sweep.options.corpus is not None:
         _prepare_corpus(sweep.options.corpus, console, log)
     works = estimate_work(sweep, finished_steps, log)
-    indices = [i for i, (member, work) in enumerate(works.items()) if work.has_work and member not in diverged]
+    kept = {member: records for member in works if (records := read_kept_records(sweep, member)) is not None}
+    elsewhere = list_other_parts(sweep) - kept.keys()
+    if kept:
+        log(f"{len(kept)} of {len(works)} runs have their records in {sweep.options.records}")
+    indices = [
+        i
+        for i, (member, work) in enumerate(works.items())
+        if work.has_work and member not in diverged and member not in kept and member not in elsewhere
+    ]
     if array is not None and indices:
         waiting = [i for i in indices if (origin := sweep.members[i].origin) is not None and not origin.is_dir()]
         indices = [i for i in indices if i not in waiting]
@@ -237,12 +247,17 @@ def _run_members(
         return []
     if only_member is not None:
         member = sweep.members[only_member]
+        if member in kept:
+            return kept[member]
         if member in diverged:
             raise RunError(f"{member.name}: {diverged[member]}; {RETRY_DIVERGED_HINT}")
         work = works[member]
         with ProgressMeter(console, work.items) as meter:
-            return run_member(member, work, meter)
-    records, failures = _run_all_members(sweep, console, works, diverged)
+            records = run_member(member, work, meter)
+        keep_records(sweep, member, records)
+        return records
+    pending = {member: work for member, work in works.items() if member not in elsewhere}
+    records, failures = _run_all_members(sweep, console, pending, diverged, kept)
     if records:
         _print_results(sweep, records, failures, console)
         log(
@@ -264,11 +279,16 @@ def _list_beginning(members: Sequence[SweepMember], finished_steps: Mapping[Swee
 
 
 def _run_all_members(
-    sweep: Sweep, console: Console, works: dict[SweepMember, MemberWork], diverged: dict[SweepMember, RunFailure]
+    sweep: Sweep,
+    console: Console,
+    works: dict[SweepMember, MemberWork],
+    diverged: dict[SweepMember, RunFailure],
+    kept: dict[SweepMember, list[Record]],
 ) -> tuple[list[Record], list[RunFailure]]:
     """Run all members and rewrite the report periodically. A failed member does not stop the others."""
-    results = _SweepResults(sweep, {}, dict(diverged))
-    pending = {member: work for member, work in works.items() if member not in diverged}
+    diverged = {member: failure for member, failure in diverged.items() if member in works and member not in kept}
+    results = _SweepResults(sweep, dict(kept), dict(diverged))
+    pending = {member: work for member, work in works.items() if member not in diverged and member not in kept}
     jobs = [job for work in pending.values() for job in work.items]
     num_workers = _count_workers(sweep, sum(work.has_work for work in pending.values()))
     with ProgressMeter(
@@ -285,6 +305,7 @@ def _run_all_members(
                 meter.log(f"{member.name}: {results.failures[member]}")
             else:
                 results.records[member] = outcome
+                keep_records(sweep, member, outcome)
             if works[member].has_work:
                 results.write_if_due()
                 done = len(results.records) + len(results.failures)

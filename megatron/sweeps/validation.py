@@ -137,6 +137,18 @@ def _find_inconsistencies(options: SweepOptions, locate: Callable[[KeyPath], str
     if options.against is not None and options.against not in options.variants:
         near = format_choices(options.against, options.variants)
         yield f"{locate(('sweep', 'against'))}: sweep.against is {options.against!r}, which is not a variant; {near}"
+    if options.part is not None:
+        part, parts = map(int, options.part.split("/"))
+        if part > parts:
+            yield f"{locate(('sweep', 'part'))}: sweep.part is {options.part}; expected at most {parts}/{parts}"
+        if options.records is None:
+            yield f"{locate(('sweep', 'part'))}: sweep.part needs sweep.records, where the parts meet"
+    if options.records is not None and options.branches:
+        name = next(iter(options.branches))
+        yield (
+            f"{locate(('sweep', 'records'))}: sweep.records: variant {name} branches from a checkpoint, which records "
+            "lack; remove either"
+        )
     location = locate(("sweep", "published"))
     for published in options.published:
         if published.metric not in METRICS:

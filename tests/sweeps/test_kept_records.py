@@ -1,0 +1,101 @@
+"""Kept records of sweeps: finished members are not repeated, machines divide a sweep, and changes are noticed."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron.utils.errors import RunError, UserError
+
+from .conftest import BASE, Trainer, run, write
+
+KEEP = "sweep.records=kept"
+
+
+def list_trainings(trainer: Trainer) -> list[str]:
+    found = [line for line in trainer.asked if not line.startswith("evaluate")]
+    trainer.asked.clear()
+    return found
+
+
+def test_finished_members_are_read_from_their_records(trainer: Trainer) -> None:
+    found, _ = run(KEEP, "sweep.seeds=[3, 4]")
+    assert len(list_trainings(trainer)) == 4
+    files = sorted(path.relative_to("kept").as_posix() for path in Path("kept").rglob("*.gz"))
+    assert files == [f"{variant}/seed_{seed}.json.gz" for variant in ("mine", "rotary") for seed in (3, 4)]
+    contents = {path: path.read_bytes() for path in Path("kept").rglob("*.gz")}
+    shutil.rmtree("out")
+    again, output = run(KEEP, "sweep.seeds=[3, 4]")
+    assert (again, list_trainings(trainer)) == (found, [])
+    assert "4 of 4 runs have their records in kept" in output
+    assert "rotary" in Path("out/report.html").read_text()
+    Path("kept/rotary/seed_3.json.gz").unlink()
+    run(KEEP, "sweep.seeds=[3, 4]")
+    assert list_trainings(trainer) == ["rotary 3 None"]
+    assert {path: path.read_bytes() for path in contents}.keys() == contents.keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "num_trained"),
+    [
+        (["hidden_size=32"], 2),
+        (["sweep.evaluate.windows=2"], 2),
+        (["sweep.variants={rotary: {pos_emb: rotary}, mine: {pos_emb: alibi}}"], 1),
+        (["log_interval=3", "sweep.title=T"], 0),
+    ],
+)
+def test_a_member_whose_definition_changes_runs_again(trainer: Trainer, change: list[str], num_trained: int) -> None:
+    run(KEEP)
+    list_trainings(trainer)
+    shutil.rmtree("out")
+    run(KEEP, *change)
+    assert len(list_trainings(trainer)) == num_trained
+
+
+def test_another_text_is_noticed(trainer: Trainer, place: Path) -> None:
+    run(KEEP)
+    list_trainings(trainer)
+    for folder in ("out", "corpus"):
+        shutil.rmtree(folder)
+    (place / "text" / "0.txt").write_text("another text\n" * 12)
+    run(KEEP)
+    assert len(list_trainings(trainer)) == 2
+
+
+def test_machines_divide_a_sweep(trainer: Trainer) -> None:
+    """Two parts train every run once, and the last one's report has all of them."""
+    keys = (KEEP, "sweep.seeds=[3, 4, 5]")
+    trained = []
+    for part in (1, 2):
+        found, _ = run(*keys, f"sweep.part={part}/2", f"sweep.output=out{part}")
+        trained.append(list_trainings(trainer))
+        assert len(found) == 2 * 3 * part, "the second machine has the first one's records"
+    assert [len(part) for part in trained] == [3, 3]
+    assert not set(trained[0]) & set(trained[1])
+    found, _ = run(*keys)
+    assert (len(found), list_trainings(trainer)) == (12, [])
+
+
+def test_what_cannot_be_kept_is_refused(trainer: Trainer) -> None:
+    for keys, message in (
+        (["sweep.part=1/2"], "sweep.part needs sweep.records"),
+        ([KEEP, "sweep.part=3/2"], "sweep.part is 3/2; expected at most 2/2"),
+        ([KEEP, "sweep.part=half"], "sweep.part"),
+        ([KEEP, "sweep.variants.late={branch: {variant: rotary, step: 3}}"], "sweep.records: variant late branches"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            run(*keys)
+    run(KEEP)
+    file = Path("kept/rotary/seed_1234.json.gz")
+    for content in (b"", b"mine", file.read_bytes()[:-9]):
+        file.write_bytes(content)
+        with pytest.raises(RunError, match=re.escape(f"{file}: not records of a sweep's member")):
+            run(KEEP)
+        assert file.read_bytes() == content
+
+
+def test_records_that_are_kept_need_no_folder_of_their_own(trainer: Trainer) -> None:
+    write(BASE.replace("output: out", "output: out\n      records: out/kept"))
+    run()
+    assert Path("out/kept/mine/seed_1234.json.gz").stat().st_size < 4000
