@@ -178,7 +178,7 @@ def _score_cell(
 
 
 def summarize_cells(needle_map: NeedleMap, cells: Mapping[tuple[int, float], Sequence[Record]]) -> Iterator[Record]:
-    """Yield the mean over depths for each length and metric, and the effective length.
+    """Yield the mean over depths for each length and metric, the effective length, and a task's mean accuracy.
 
     Args:
         needle_map: the map.
@@ -196,6 +196,14 @@ def summarize_cells(needle_map: NeedleMap, cells: Mapping[tuple[int, float], Seq
         if metric == needle_map.score_metric:
             of_score = [record for records in by_length.values() for record in records]
             yield _build_effective_record(needle_map, of_score, lengths, scores, draws)
+            beyond = [index for index, length in enumerate(lengths) if length > of_score[-1].train_length]
+            if metric == "accuracy" and beyond:
+                yield _build_mean_record(
+                    of_score,
+                    [lengths[index] for index in beyond],
+                    scores[beyond],
+                    None if draws is None else draws[beyond],
+                )
 
 
 def _draw_length_scores(by_length: Sequence[Sequence[Record]], *, is_paired: bool) -> np.ndarray | None:
@@ -277,6 +285,28 @@ def _build_effective_record(
         "target_digest": hash_depths(f"{record.target_digest} absolute {threshold:g}", needle_map.depths),
         "block_sums": None, "block_tokens": None, "remark": f"{remark} {record.remark or ''}".strip(),
     }  # fmt: skip
+    return record.replace(**fields)
+
+
+def _build_mean_record(
+    cells: Sequence[Record], lengths: Sequence[int], scores: np.ndarray, draws: np.ndarray | None
+) -> Record:
+    """Build the record of the mean accuracy over depths and lengths beyond training.
+
+    Args:
+        scores: accuracies, float64 [lengths, 1].
+        draws: bootstrap draws of them, float64 [lengths, resamples].
+    """
+    record, used = cells[-1], [cell for cell in cells if cell.length in lengths]
+    fields = {
+        "metric": "mean_accuracy", "axis": "length", "place": None, "value": float(scores.mean()),
+        "tokens": sum(cell.tokens for cell in used), "nll": None, "flops": None, "seconds": None, "cpu_seconds": None,
+        "low": None, "high": None, "block_sums": None, "block_tokens": None,
+        "remark": f"Mean over depths and the lengths {', '.join(f'{length:,}' for length in lengths)}. "
+        f"{record.remark or ''}".strip(),
+    }  # fmt: skip
+    if draws is not None:
+        fields |= _interval_fields(draws.mean(axis=0))
     return record.replace(**fields)
 
 

@@ -1,10 +1,10 @@
 """Contests: the criteria by which a leaderboard ranks methods.
 
 Each table of perplexity over lengths is a contest at its largest length. Each task is a contest by its mean accuracy
-beyond training, or by its effective length if it was evaluated by depth. In a contest, tied methods share the mean of
-their ranks, and methods without a number are last. A kind of contest (text, tasks, needles) is the mean of its ranks.
-Methods are sorted by the mean over kinds, so that many tasks have the weight of one text. Ranks cover the methods that
-every contest evaluated. Other methods follow without a rank, sorted by the first contest.
+beyond training, or by its effective length if it has no such mean (a passkey). In a contest, tied methods share the
+mean of their ranks, and methods without a number are last. A kind of contest (text, tasks, needles) is the mean of its
+ranks. Methods are sorted by the mean over kinds, so that many tasks have the weight of one text. Ranks cover the
+methods that every contest evaluated. Other methods follow without a rank, sorted by the first contest.
 """
 
 import math
@@ -101,10 +101,11 @@ def build_ranked_columns(tables: Sequence[ComparisonTable]) -> list[RankedColumn
         if name == "perplexity" and len(table.x_values) > 1:
             title = f"perplexity at {format_multiple(last / table.train_length)}"
             ranked_columns.append(_build_ranked_column("text", title, table, last))
-        elif name == "effective_length":
+        elif name == "mean_accuracy":
+            kind = "needles" if table.protocol == "depths" else "tasks"
+            ranked_columns.append(_build_ranked_column(kind, f"{task}, % beyond training", table, last))
+        elif name == "effective_length" and not any(_ranks_by_accuracy(other, dataset) for other in tables):
             ranked_columns.append(_build_ranked_column("needles", f"effective length, {task}", table, last))
-        elif name == "mean_accuracy" and not _has_metric(tables, dataset, "effective_length"):
-            ranked_columns.append(_build_ranked_column("tasks", f"{task}, % beyond training", table, last))
     return ranked_columns
 
 
@@ -115,8 +116,10 @@ def _name_task(table: ComparisonTable, tables: Sequence[ComparisonTable]) -> str
     return names[0] if any(name.partition("(")[0] == short for name in set(names) - {names[0]}) else short
 
 
-def _has_metric(tables: Sequence[ComparisonTable], dataset: str | None, name: str) -> bool:
-    return any(table.metric.name == name and table.records[0].dataset == dataset for table in tables)
+def _ranks_by_accuracy(table: ComparisonTable, dataset: str | None) -> bool:
+    """Return True if a table has the mean accuracies of two methods on a dataset, which differ more finely."""
+    methods = set(table.methods) - set(table.trivial_baselines)
+    return table.metric.name == "mean_accuracy" and table.records[0].dataset == dataset and len(methods) > 1
 
 
 def _build_ranked_column(kind: str, title: str, table: ComparisonTable, x: float) -> RankedColumn:

@@ -286,6 +286,10 @@ def test_a_task_that_has_a_depth() -> None:
         assert (cell.protocol, cell.windows, cell.train_length) == ("depths", 32, 8)
     assert [each.value for each in find(near, "effective_length").values()] == [16.0]
     assert [each.value for each in find(found[len(near) :], "effective_length").values()] == [32.0]
+    (mean,) = (each for each in near if each.metric == "mean_accuracy")
+    beyond = [cell.value for (length, _), cell in cells.items() if length > 8]
+    assert (mean.value, mean.axis, mean.length) == (pytest.approx(np.mean(beyond)), "length", 32)
+    assert mean.low <= mean.value <= mean.high
     assert {each.protocol for each in eval_of_task.build_baseline_records()} == {"depths"}
     other, (loss, accuracy) = split_depth_maps(build_comparison_tables(found))
     assert "effective_length" in {table.metric.name for table in other}

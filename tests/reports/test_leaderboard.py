@@ -106,13 +106,17 @@ def test_a_kind_counts_once_however_many_tasks_it_has() -> None:
     assert next(ranked_column.title for ranked_column in board.ranked_columns) == "perplexity at 32×"
 
 
-def test_an_effective_length_represents_its_task() -> None:
-    found = [*text("rotary", (1.5, 3.2)), *text("alibi", (1.5, 1.6)), task("rotary", 0.9), task("alibi", 0.8)]
-    assert [ranked_column.kind for ranked_column in board_of(found).ranked_columns] == ["text", "tasks"]
+def test_a_needle_map_is_ranked_by_its_accuracy_or_else_by_effective_length() -> None:
+    texts = [*text("rotary", (1.5, 3.2)), *text("alibi", (1.5, 1.6))]
     lengths = [task("rotary", 16.0, metric="effective_length"), task("alibi", 32.0, metric="effective_length")]
-    board = board_of([*found, *lengths])
+    board = board_of([*texts, *lengths])
     assert [ranked_column.kind for ranked_column in board.ranked_columns] == ["text", "needles"]
     assert [board.ranks[method]["needles"] for method in ("rotary", "alibi")] == [2, 1]
+    accuracies = [task("rotary", 0.9), task("alibi", 0.8)]
+    found = [*lengths, *accuracies]
+    board = board_of([*texts, *(each.replace(protocol="depths") for each in found)])
+    assert [column.title for column in board.ranked_columns] == ["perplexity at 32×", "copy, % beyond training"]
+    assert [board.ranks[method]["needles"] for method in ("rotary", "alibi")] == [1, 2]
 
 
 def test_a_page_corrects_all_its_tests_together() -> None:
