@@ -105,6 +105,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "deepspeed",
         "rich",
         "tensorboard",
+        "trackio",
         "wandb",
         "pydantic",
         "psutil",

@@ -241,6 +241,7 @@ READ_ONLY_WITH: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "checkpoint_num_layers": ("checkpoint_activations", lambda value: value is True),
     "max_bad_steps": ("on_bad_loss", lambda action: action != "stop"),
     **dict.fromkeys(("wandb_project", "wandb_group", "wandb_team", "wandb_mode"), ("use_wandb", bool)),
+    **dict.fromkeys(("trackio_project", "trackio_space"), ("use_trackio", bool)),
     "tensorboard_dir": ("use_tensorboard", bool),
     **dict.fromkeys(("eval_at_start", "eval_lengths", "valid_data_sets"), ("eval_interval", bool)),
     "warmup": ("lr_warmup_iters", lambda steps: steps is None),

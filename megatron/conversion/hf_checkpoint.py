@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 from megatron.config.schema import Config
 from megatron.conversion.families.cohere import COHERE, COHERE2
 from megatron.conversion.families.farfield import FARFIELD
-from megatron.conversion.families.gemma import GEMMA, GEMMA2
+from megatron.conversion.families.gemma import GEMMA, GEMMA2, GEMMA3
 from megatron.conversion.families.gpt2 import GPT2
 from megatron.conversion.families.gpt_neox import GPT_NEOX
-from megatron.conversion.families.llama import LLAMA, QWEN2
-from megatron.conversion.families.llama_variants import OLMO2, QWEN3, SMOLLM3
+from megatron.conversion.families.llama import LLAMA
+from megatron.conversion.families.llama_variants import GRANITE, MISTRAL, SMOLLM3
+from megatron.conversion.families.olmo import OLMO2, OLMO3
 from megatron.conversion.families.opt import OPT
+from megatron.conversion.families.phi3 import PHI3
+from megatron.conversion.families.qwen import QWEN2, QWEN3
 from megatron.conversion.hf_config import HFConfigReader
 from megatron.conversion.model_family import EMBEDDING_WEIGHT, HF_CONFIG_FILE, OUTPUT_WEIGHT, ModelFamily, WeightMapping
 from megatron.conversion.model_source import ModelSource
@@ -28,10 +31,11 @@ if TYPE_CHECKING:
 
     from megatron.conversion.weight_files import LazyTensors
 
-HF_FAMILIES: dict[str, ModelFamily] = {
-    family.model_type: family
-    for family in (GPT_NEOX, GPT2, LLAMA, QWEN2, QWEN3, OLMO2, GEMMA, GEMMA2, SMOLLM3, COHERE, COHERE2, OPT)
-}
+_FAMILIES = (
+    GPT_NEOX, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, GEMMA, GEMMA2, GEMMA3, GRANITE, PHI3, SMOLLM3, COHERE,
+    COHERE2, OPT,
+)  # fmt: skip
+HF_FAMILIES: dict[str, ModelFamily] = {family.model_type: family for family in _FAMILIES}
 """Published families, by `model_type`. `find_exact_family` returns the first match."""
 
 IMPORTABLE_FAMILIES = {**HF_FAMILIES, FARFIELD.model_type: FARFIELD}
@@ -39,9 +43,10 @@ IMPORTABLE_FAMILIES = {**HF_FAMILIES, FARFIELD.model_type: FARFIELD}
 
 
 UNSUPPORTED_MODEL_TYPES = {
-    "gemma3": "it has two types of windows and rotary bases, and image input",
-    "gemma3_text": "it has two types of windows and rotary bases",
-    "olmo3": "it scales the rotation only in full-attention layers",
+    "gemma3": "it has image input; save its text model, whose model_type is gemma3_text, on its own",
+    "ministral3": "its attention temperature and rotation are not supported",
+    "phimoe": "mixtures of experts are not supported",
+    "granitemoe": "mixtures of experts are not supported",
     "qwen3_moe": "mixtures of experts are not supported",
     "gpt_oss": "mixtures of experts are not supported; its attention is supported (configs/position/gpt_oss.yml)",
 }

@@ -117,14 +117,18 @@ class ConcatQKV:
     """Queries, keys and values concatenated in one tensor; `head_dim_index` is the dimension of the heads."""
 
     num_heads: int
+    num_kv_heads: int
     head_dim_index: int = 0
 
     @property
     def _separate_qkv(self) -> SeparateQKV:
-        return SeparateQKV(self.num_heads, self.num_heads)
+        return SeparateQKV(self.num_heads, self.num_kv_heads)
 
     def to_megatron(self, hf_tensors: Sequence[Tensor]) -> Tensor:
-        return self._separate_qkv.to_megatron(hf_tensors[0].transpose(0, self.head_dim_index).chunk(3))
+        tensor = hf_tensors[0].transpose(0, self.head_dim_index)
+        head_dim = tensor.shape[0] // (self.num_heads + 2 * self.num_kv_heads)
+        sizes = [num_heads * head_dim for num_heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+        return self._separate_qkv.to_megatron(tensor.split(sizes))
 
     def to_hf(self, tensor: Tensor) -> list[Tensor]:
         return [_cat(self._separate_qkv.to_hf(tensor)).transpose(0, self.head_dim_index).contiguous()]

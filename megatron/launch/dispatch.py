@@ -160,8 +160,9 @@ def _check_start(
 def _describe_unchecked(resolved: ResolvedRun, check: StartCheck) -> tuple[str, ...]:
     """Return lines about checks that only the training machines can make."""
     lines = [f"the data must exist there; not found here: {check.missing_data}"] if check.missing_data else []
-    if resolved.config.logging.use_wandb and not check.has_own_python:
-        lines.append("use_wandb: its package and login are checked only there")
+    for key in ("use_wandb", "use_trackio") if not check.has_own_python else ():
+        if getattr(resolved.config.logging, key):
+            lines.append(f"{key}: its package and login are checked only there")
     return (f"not checked: {CHECKED_ON_NODES}", *lines)
 
 

@@ -141,4 +141,9 @@ def get_multipliers(model: ModelOptions) -> Multipliers:
         return scaling.multipliers
     scalar = model.query_pre_attn_scalar
     query = 1.0 if scalar is None else math.sqrt(head_dim(model) / scalar)
-    return Multipliers(embedding=model.embedding_multiplier, query=query, logits=model.logit_scale)
+    return Multipliers(
+        embedding=model.embedding_multiplier,
+        query=query,
+        residual=model.residual_multiplier,
+        logits=model.logit_scale,
+    )

@@ -99,6 +99,10 @@ class ModelOptions(ConfigSection):
         1.0, "factor on token embeddings before the first layer (Gemma: √hidden_size)", gt=0,
         policy="architecture",
     )  # fmt: skip
+    residual_multiplier: float = config_field(
+        1.0, "factor on what attention and feed-forward add to the residual stream (Granite: 0.22)", gt=0,
+        policy="architecture",
+    )  # fmt: skip
     logit_scale: float = config_field(
         1.0, "factor on the logits of the vocabulary, before their soft cap (Command: 0.0625)", gt=0,
         policy="architecture",

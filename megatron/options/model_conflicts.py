@@ -82,7 +82,7 @@ def _find_mup_conflicts(model: ModelOptions) -> Iterator[tuple[str, str]]:
             if name.startswith("mup_") and (value := getattr(model, name)) != field.default:
                 yield name, f"{name} is {value}, which has no effect without use_mup: true"
         return
-    for name in ("head_dim", "embedding_multiplier", "query_pre_attn_scalar", "logit_scale"):
+    for name in ("head_dim", "embedding_multiplier", "query_pre_attn_scalar", "residual_multiplier", "logit_scale"):
         if (value := getattr(model, name)) != ModelOptions.model_fields[name].default:
             yield name, f"{name} {value:g} is not supported with use_mup: true, which sets it by its own rule"
     if model.mup_base_hidden_size is None:

@@ -88,6 +88,12 @@ class LoggingOptions(ConfigSection):
     wandb_project: str = config_field("farfield", "Weights & Biases project", policy="output")
     wandb_group: str | None = config_field(None, "Weights & Biases group", policy="output")
     wandb_team: str | None = config_field(None, "Weights & Biases entity", policy="output")
+    use_trackio: bool = config_field(False, "report to Trackio", policy="output")
+    trackio_project: str = config_field("farfield", "Trackio project", policy="output")
+    trackio_space: Annotated[str | None, Field(pattern=r"^([\w.-]+/)?[\w.-]+$")] = config_field(
+        None, "Hugging Face Space (owner/name) that Trackio sends records to; local files only if absent",
+        policy="output",
+    )  # fmt: skip
     peak_tflops: float | None = config_field(
         None, "the device's peak TFLOP/s, for MFU; known GPUs are looked up", gt=0, policy="output"
     )

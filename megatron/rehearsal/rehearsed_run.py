@@ -83,6 +83,7 @@ class RehearsedRun:
             "data_cache": str(folder / "data_cache"),
             "tensorboard_dir": None,
             "use_wandb": False,
+            "use_trackio": False,
             "launcher": "auto",
             "hostfile": None,
             "hang_timeout": None,
@@ -236,6 +237,8 @@ def _describe_changes(run: RehearsedRun) -> list[str]:
         notes.append(f"load: {checkpoint.load} is ignored; the rehearsal starts with new weights")
     if run.config.logging.use_wandb:
         notes.append("use_wandb: nothing is sent to Weights & Biases")
+    if run.config.logging.use_trackio:
+        notes.append("use_trackio: nothing is reported to Trackio")
     asked = (run.requested or run.config).logging
     if asked.profile.steps or asked.memory_snapshot is not None:
         notes.append("profile, memory_snapshot: disabled, because the null device computes nothing")

@@ -1,26 +1,21 @@
-"""Outputs of records besides the console: metrics.jsonl, TensorBoard, Weights & Biases.
+"""Outputs of records besides the console: metrics.jsonl, TensorBoard, and trackers (`trackers.py`).
 
 A resumed run continues its files. Records after the step from which it resumes are removed, so that no step occurs
-twice. Weights & Biases cannot remove records, so the run starts again there under a new id, with the records that are
-kept. Only TensorBoard's writer imports torch.
+twice. Trackers cannot remove records, so the run starts again there under a new id, with the records that are kept.
+Only TensorBoard's writer imports torch.
 """
 
 import importlib.util
 import json
 import math
-import netrc
 import os
-import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 from megatron.config.schema import Config
-from megatron.options.output import LoggingOptions
 from megatron.training.metrics_log import (
-    DIVERGED_KIND,
     METRICS_FILE,
     UNREADABLE_FILE,
     DivergenceRecord,
@@ -31,11 +26,10 @@ from megatron.training.metrics_log import (
     list_scalars,
     read_metrics_log,
 )
+from megatron.training.trackers import Trackio, WeightsAndBiases, check_trackio, check_wandb
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import RunError, UserError, describe_cause
 
-STEP_METRIC = "step"
-"""Metric of Weights & Biases with the step of the run."""
 NO_TENSORBOARD = (
     "use_tensorboard: tensorboard is not installed; run `pip install tensorboard`, or set use_tensorboard to false"
 )
@@ -69,17 +63,22 @@ def build_reporters(
     past: list[dict[str, Any]] | None = None
     if run is not None:
         metrics = Path(run) / METRICS_FILE
-        records = [record for _, record in read_metrics_log(metrics)] if options.use_wandb else []
+        has_tracker = options.use_wandb or options.use_trackio
+        records = [record for _, record in read_metrics_log(metrics)] if has_tracker else []
         if any(record["step"] > first_step for record in records):
             past = [record for record in records if record["step"] <= first_step]
         reporters.append(JsonLines(metrics, first_step))
     events = options.tensorboard_dir or (os.path.join(run, "tensorboard") if run is not None else None)
     if options.use_tensorboard and events is not None:
         reporters.append(TensorBoard(events, first_step))
-    if options.use_wandb:
-        reporters.append(WeightsAndBiases(config, past))
-        if past is not None:
-            log(f"use_wandb: discarding the steps after {first_step}; Weights & Biases starts a new run without them")
+    for is_used, key, tracker in (
+        (options.use_wandb, "use_wandb", WeightsAndBiases),
+        (options.use_trackio, "use_trackio", Trackio),
+    ):
+        if is_used:
+            reporters.append(tracker(config, past))
+            if past is not None:
+                log(f"{key}: discarding the steps after {first_step}; {tracker.title} starts a new run without them")
     return reporters
 
 
@@ -87,32 +86,14 @@ def check_reporters(config: Config) -> None:
     """Check that the packages and the login of the reporters are available, without importing the packages.
 
     Raises:
-        UserError: if a package is not installed, or an online run has no login to Weights & Biases.
+        UserError: if a package is not installed, or an online run has no login.
     """
     options = config.logging
     has_folder = options.tensorboard_dir is not None or config.checkpoint.save is not None
     if options.use_tensorboard and has_folder and importlib.util.find_spec("tensorboard") is None:
         raise UserError(NO_TENSORBOARD)
-    _check_wandb_login(options)
-
-
-def _check_wandb_login(options: LoggingOptions) -> None:
-    if not options.use_wandb:
-        return
-    if importlib.util.find_spec("wandb") is None:
-        raise UserError("use_wandb: wandb is not installed; run `pip install wandb`, or set use_wandb to false")
-    if options.wandb_mode == "offline" or os.environ.get("WANDB_API_KEY"):
-        return
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
-    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
-    try:
-        login = netrc.netrc(path).authenticators(host)
-    except (OSError, netrc.NetrcParseError):
-        login = None
-    if login is None:
-        raise UserError(
-            f"wandb_mode online: no login for {host}: run `wandb login`, set WANDB_API_KEY, or set wandb_mode: offline"
-        )
+    check_wandb(options)
+    check_trackio(options)
 
 
 def archive_damaged_lines(run: Path) -> list[str]:
@@ -212,75 +193,6 @@ class TensorBoard:
             yield
         except OSError as error:
             raise RunError(f"{self._folder}: cannot be written ({error.strerror or error})") from None
-
-
-class WeightsAndBiases:
-    """Reporter for Weights & Biases; offline (files only) unless `wandb_mode` is online.
-
-    The step counter of Weights & Biases ignores values for earlier steps. The step is therefore a metric, over which
-    all others are plotted.
-
-    Args:
-        config: configuration of the run.
-        past: records with which to start a new run if the old one has steps that were rolled back; None continues it.
-    """
-
-    def __init__(self, config: Config, past: Sequence[Mapping[str, Any]] | None = None) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise UserError(
-                "use_wandb: wandb is not installed; run `pip install wandb`, or set use_wandb to false"
-            ) from None
-        options, run = config.logging, config.checkpoint.save
-        folder = Path(run) if run is not None else Path.cwd()
-        try:
-            self._run = wandb.init(
-                project=options.wandb_project,
-                group=options.wandb_group,
-                entity=options.wandb_team,
-                mode=options.wandb_mode,
-                name=folder.name if run is not None else None,
-                id=_wandb_id(folder, is_new=past is not None) if run is not None else None,
-                resume="allow",
-                dir=folder,
-                config=config.to_flat(),
-                settings=wandb.Settings(silent=True, console="off"),
-            )
-        except Exception as error:  # wandb.errors.Error and network errors
-            raise RunError(f"use_wandb: {str(error).splitlines()[0]}") from None
-        self._run.define_metric(STEP_METRIC)
-        self._run.define_metric("*", step_metric=STEP_METRIC)
-        for record in past or ():
-            if record["kind"] != DIVERGED_KIND:
-                self._log(record["kind"], record)
-
-    def train(self, record: TrainRecord) -> None:
-        self._log("train", record.as_dict())
-
-    def evaluation(self, record: ValidationRecord) -> None:
-        self._log(record.split, record.as_dict())
-
-    def divergence(self, record: DivergenceRecord) -> None:
-        self._run.summary["diverged"] = f"step {record.step}: {record.reason}"
-
-    def _log(self, group: str, values: Mapping[str, Any]) -> None:
-        scalars = {f"{group}/{name}": value for name, value in list_scalars(values).items()}
-        self._run.log({STEP_METRIC: values["step"], **scalars})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _wandb_id(run: Path, *, is_new: bool) -> str:
-    """Return the id of a run, stored in its folder so that a resumed run continues the same curves."""
-    path = run / "wandb" / "id.txt"
-    if path.is_file() and not is_new:
-        return path.read_text(encoding="utf-8").strip()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = secrets.token_hex(4)
-    path.write_text(fresh + "\n", encoding="utf-8")
-    return fresh
 
 
 def report_to_all(reporters: Sequence[Reporter], record: TrainRecord | ValidationRecord | DivergenceRecord) -> None:

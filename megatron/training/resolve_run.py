@@ -195,7 +195,7 @@ def _describe_saves(config: Config) -> Iterator[str]:
         kept = [f"TensorBoard events in {logging.tensorboard_dir}"] * (
             logging.use_tensorboard and logging.tensorboard_dir is not None
         )
-        kept += ["Weights & Biases records in wandb"] * logging.use_wandb
+        kept += ["Weights & Biases records in wandb"] * logging.use_wandb + ["Trackio's records"] * logging.use_trackio
         but = f" except {' and '.join(kept)}" if kept else ""
         yield f"save is not set: this run saves no checkpoints, metrics or log{but}"
 

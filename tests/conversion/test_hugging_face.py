@@ -139,7 +139,8 @@ def test_a_run_folder_like_any_other(tmp_path: Path) -> None:
 REFUSED = {
     "llama": [
         ({"model_type": "gemini"}, "unknown model_type 'gemini'"),
-        ({"model_type": "gemma3_text"}, "'gemma3_text' cannot be imported: it has two types of windows"),
+        ({"model_type": "gemma3"}, "'gemma3' cannot be imported: it has image input; save its text model"),
+        ({"model_type": "ministral3"}, "'ministral3' cannot be imported: its attention temperature"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu': expected silu, gelu"),
         ({"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu': unknown activation"),
         ({"head_dim": 16}, "has shape"),
@@ -178,9 +179,27 @@ REFUSED = {
                ({"layer_types": ["full_attention"]}, "layer_types is .*: expected one of sliding_attention")],
     "smollm3, windows, biases": [({"no_rope_layers": [1]}, "no_rope_layers is .*: expected 1 for each layer"),
                                  ({"sliding_window": 0}, "sliding_window is 0: must be an integer")],
-    "qwen3": [({"layer_types": ["sliding_attention"] * 2}, "layer_types is .*: only full_attention is supported"),
+    "qwen3": [({"layer_types": ["sliding_attention"] * 2}, "sliding_attention needs use_sliding_window: true"),
               ({"head_dim": None}, "has shape")],
-    "qwen2": [({"use_sliding_window": True}, "use_sliding_window is True: sliding windows are not supported")],
+    "qwen2": [({"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers is -1: must be an integer"),
+              ({"use_sliding_window": True, "max_window_layers": 0, "sliding_window": "9"}, "sliding_window is '9'")],
+    "mistral": [({"layer_types": ["full_attention"] * 2}, "layer_types is .*: Mistral has the same window in all"),
+                ({"sliding_window": 0}, "sliding_window is 0: must be an integer")],
+    "gemma3": [({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0: transformers does not apply it"),
+               ({"sliding_window": None}, "sliding_window is None: layer_types has sliding_attention"),
+               ({"rope_parameters": {"rope_type": "default"}}, "expected parameters for sliding_attention and full"),
+               ({"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+                "scaling linear in layers of type sliding_attention is not supported"),
+               ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True: only causal attention")],
+    "olmo3": [({"rope_parameters": None, "rope_theta": 1e4}, "rope_theta is 10000.0: give rope_parameters of both"),
+              ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rotary scaling dynamic is not supported")],
+    "granite": [({"residual_multiplier": 0}, "residual_multiplier is 0: must be a positive number")],
+    "phi3, longrope": [
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rotary scaling linear is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 4}}, "short_factor is missing"),
+        ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 4}},
+         "short_factor of rotary has 1 numbers; expected 4"),
+    ],
 }  # fmt: skip
 
 

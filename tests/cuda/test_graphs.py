@@ -99,7 +99,8 @@ NEVER = {"rotary_randomized": "randomized_positions: the host draws positions in
 def test_every_method_is_captured_or_gives_a_reason(
     overlay: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys: dict[str, Any] = {"num_layers": 4} if overlay in {"irope", "rnope_swa", "smollm3", "swan"} else {}
+    layers = {"gemma3": 6, **dict.fromkeys(("irope", "rnope_swa", "smollm3", "swan"), 4)}
+    keys: dict[str, Any] = {"num_layers": layers[overlay]} if overlay in layers else {}
     output, _, _ = train(corpus, tmp_path, monkeypatch, overlay, attention_backend="auto", **keys)
     if overlay in NEVER:
         assert f"CUDA graphs: off; {NEVER[overlay]}" in output

@@ -18,6 +18,11 @@ TERMS, SUMS = count_gpt_sums(WIDTH, layers=LAYERS)
 PATTERNS: dict[str, dict[str, Any]] = {
     "SWAN": {"pos_emb": ["rotary", "rotary", "rotary", "none"], "attention_window": [6, 6, 6, None]},
     "periods of two and four": {"pos_emb": ["alibi", "rotary"], "attention_window": [5, None, 9, 4]},
+    "Gemma 3": {
+        "pos_emb": ["rotary_local", "rotary"],
+        "attention_window": [6, None],
+        "pos_emb_options": {"local_base": 50.0},
+    },
     "windows alone": {"pos_emb": "alibi", "attention_window": [4, None]},
 }
 MIXED: dict[str, dict[str, Any]] = {
@@ -61,9 +66,9 @@ def plain_gpt(state: dict[str, Tensor], x: Tensor, encodings: list[str], windows
     def linear(name: str, y: Tensor) -> Tensor:
         return y @ state[f"{name}.weight"].T + state.get(f"{name}.bias", 0.0)
 
-    def turned(y: Tensor) -> Tensor:
+    def turned(y: Tensor, base: float) -> Tensor:
         half = y.shape[-1] // 2
-        angle = places[:, None] * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+        angle = places[:, None] * base ** (-torch.arange(half, dtype=torch.float64) / half)
         first, second = y[..., :half], y[..., half:]
         cos, sin = angle.cos()[:, None], angle.sin()[:, None]
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
@@ -74,8 +79,8 @@ def plain_gpt(state: dict[str, Tensor], x: Tensor, encodings: list[str], windows
         window = windows[index % len(windows)]
         mixed = linear(f"{layer}.self_attention.linear_qkv", normalized(f"{layer}.input_layernorm", hidden))
         q, k, v = mixed.unflatten(-1, (HEADS, 3, WIDTH // HEADS)).unbind(-2)
-        if encoding == "rotary":
-            q, k = turned(q), turned(k)
+        if base := {"rotary": 10000.0, "rotary_local": 50.0}.get(encoding):
+            q, k = turned(q, base), turned(k, base)
         scores = torch.einsum("bihd,bjhd->bhij", q, k) / (WIDTH // HEADS) ** 0.5
         if encoding == "alibi":
             slopes = 2.0 ** (-8 * torch.arange(1, HEADS + 1, dtype=torch.float64) / HEADS)
@@ -113,6 +118,8 @@ def test_each_layer_is_that_of_a_model_of_its_kind(name: str) -> None:
             single.pop("score_processor_options", None)
         if single.get("attention_temperature", "none") == "none":
             single.pop("attention_temperature_options", None)
+        if single["pos_emb"] != "rotary_local":
+            single.pop("pos_emb_options", None)
         same = build(**single)
         attention, target = layer.self_attention.core_attention, same.decoder.layers[index]
         target.load_state_dict(layer.state_dict())

@@ -26,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "caps, sandwich": {
         "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "norm": "rmsnorm", "norm_placement": "sandwich",
-        "activation": "geglu_tanh", "embedding_multiplier": 5.5, "rms_norm_epsilon": 1e-6,
+        "activation": "geglu_tanh", "embedding_multiplier": 5.5, "residual_multiplier": 0.22, "rms_norm_epsilon": 1e-6,
     },
     "heads of their own size": {"head_dim": 12, "num_kv_heads": 2, "use_bias_in_attn_linear": False},
     "layernorm over heads, no bias": {
@@ -105,7 +105,8 @@ def plain_gpt(state: dict[str, Tensor], x: Tensor, keys: dict[str, Any]) -> Tens
         for branch, name, first, second in zip((attention, mlp), ("self_attention", "mlp"), before, after, strict=True):
             read = entered if keys.get("gpt_j_residual") else hidden
             y = branch(f"{layer}.{name}", read if first is None else normalized(f"{layer}.{first}", read))
-            hidden = hidden + (y if second is None else normalized(f"{layer}.{second}", y))
+            y = y if second is None else normalized(f"{layer}.{second}", y)
+            hidden = hidden + keys.get("residual_multiplier", 1.0) * y
     logits = normalized("decoder.final_layernorm", hidden) @ embedding.T * keys.get("logit_scale", 1.0)
     final_cap = keys.get("final_logit_softcapping")
     return logits if final_cap is None else final_cap * torch.tanh(logits / final_cap)

@@ -23,6 +23,15 @@ LLAMA3 = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 24}
 
+LOCAL, FULL = "sliding_attention", "full_attention"
+MIXED = {"layer_types": [LOCAL, FULL], "sliding_window": 9}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [1.2, 2.0, 3.5, 7.0],
+}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "pythia": ("GPTNeoX", {**OF_NEOX, "rotary_pct": 0.25}),
     "neox, serial, tied": ("GPTNeoX", {**OF_NEOX, "use_parallel_residual": False, "tie_word_embeddings": True}),
@@ -79,6 +88,61 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True, "logit_scale": 2.5,
         },
     ),
+    "mistral": ("Mistral", {**OF_LLAMA, "sliding_window": 9}),
+    "mistral, yarn, tied, no window": (
+        "Mistral",
+        {
+            **OF_LLAMA, "sliding_window": None, "head_dim": 12, "rope_parameters": YARN, "tie_word_embeddings": True,
+        },
+    ),
+    "qwen2, windows from a layer on": (
+        "Qwen2", {**OF_LLAMA, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+    ),
+    "qwen3, windows": ("Qwen3", {**OF_LLAMA, **MIXED, "head_dim": 12, "use_sliding_window": True}),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            **OF_LLAMA, **MIXED, "head_dim": 12, "query_pre_attn_scalar": 11, "final_logit_softcapping": 4.0,
+            "rope_parameters": {
+                FULL: {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+                LOCAL: {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "gemma3, windows, biases, untied": (
+        "Gemma3Text",
+        {
+            **OF_LLAMA, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 9, "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "olmo3": (
+        "Olmo3",
+        {**OF_LLAMA, **MIXED, "rope_parameters": {FULL: YARN, LOCAL: {"rope_type": "default", "rope_theta": 1e4}}},
+    ),
+    "olmo3, windows, biases": ("Olmo3", {**OF_LLAMA, "sliding_window": 9, "attention_bias": True}),
+    "granite": (
+        "Granite",
+        {
+            **OF_LLAMA, "embedding_multiplier": 12.0, "attention_multiplier": 0.5, "residual_multiplier": 0.22,
+            "logits_scaling": 0.125, "rope_parameters": LLAMA3,
+        },
+    ),
+    "granite, biases, tied": (
+        "Granite",
+        {
+            **OF_LLAMA, "attention_multiplier": 0.25, "residual_multiplier": 1.5, "attention_bias": True,
+            "mlp_bias": True, "tie_word_embeddings": True,
+        },
+    ),
+    "phi3": (
+        "Phi3",
+        {**OF_LLAMA, "sliding_window": 9, "pad_token_id": None, "rope_parameters": {"partial_rotary_factor": 0.5}},
+    ),
+    "phi3, longrope": (
+        "Phi3",
+        {**OF_LLAMA, "pad_token_id": None, "original_max_position_embeddings": 24, "rope_parameters": LONGROPE},
+    ),
     "gemma2, windows, no caps": (
         "Gemma2",
         {
@@ -91,11 +155,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def model_of(name: str) -> PreTrainedModel:
     """Return a model with weights of realistic size and no two equal values."""
-    family, keys = MODELS[name]
+    return build_random_model(*MODELS[name], seed=sum(map(ord, name)))
+
+
+def build_random_model(family: str, keys: dict[str, Any], seed: int) -> PreTrainedModel:
+    """Build a family's model with random weights, which no two seeds share."""
     configuration = getattr(transformers, f"{family}Config")(**keys)
-    head = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    head = "GPT2LMHeadModel" if family == "GPT2" else f"{family.removesuffix('Text')}ForCausalLM"
     model: PreTrainedModel = getattr(transformers, head)(configuration).eval()
-    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             spread = 0.15 if parameter.dim() > 1 else 0.2

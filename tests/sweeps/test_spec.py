@@ -120,7 +120,7 @@ def test_the_zoo_has_every_method_at_one_budget_and_asks_all_that_its_questions_
     texts = [member for member in zoo.members if member.benchmark is None]
     positions = {member.variant: member.config.position for member in texts}
     default = PositionOptions()
-    for name in list_encodings():
+    for name in set(list_encodings()) - {"rotary_local"}:  # in all layers it is rotary
         assert positions[name] == default.replace(pos_emb=name)
     assert {position.score_processor for position in positions.values()} == {"none", *list_processors()} - {
         "ssmax_prior"  # the leaderboard's runs predate this method

@@ -1,8 +1,12 @@
 """Destinations of records: files that continue, valid JSON numbers, missing packages."""
 
+import importlib.util
 import io
 import json
 import math
+import os
+import sqlite3
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -13,7 +17,14 @@ from tiny_runs import tiny_config
 
 from megatron.config.schema import Config
 from megatron.training.console import ConsoleReporter, format_train_record
-from megatron.training.metrics_log import UNREADABLE_FILE, TrainRecord, ValidationRecord, list_scalars, perplexity
+from megatron.training.metrics_log import (
+    UNREADABLE_FILE,
+    DivergenceRecord,
+    TrainRecord,
+    ValidationRecord,
+    list_scalars,
+    perplexity,
+)
 from megatron.training.reporters import JsonLines, TensorBoard, archive_damaged_lines, build_reporters
 from megatron.utils.errors import RunError, UserError
 
@@ -186,6 +197,73 @@ def test_wandb_gets_a_new_run_without_the_steps_that_were_given_up(
     assert wandb.inits[-1]["id"] == three
 
 
+class FakeTrackioRun(FakeRun):
+    def log(self, values: dict[str, object], step: int | None = None) -> None:
+        print("* from Trackio")
+        self.logged.append({"step": step, **values})
+
+    def alert(self, **facts: object) -> None:
+        self.logged.append(facts)
+
+
+def test_trackio_is_local_continues_its_run_and_prints_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inits: list[dict[str, object]] = []
+    run = FakeTrackioRun()
+    monkeypatch.setitem(
+        sys.modules,
+        "trackio",
+        types.SimpleNamespace(init=lambda **keys: (print("*"), inits.append(keys), run)[2], finish=run.finish),
+    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    chosen, output = config(tmp_path / "run", use_trackio=True), []
+    for first_step, steps in ((0, (1, 2)), (2, (3,)), (1, (2,))):
+        reporters = build_reporters(chosen, first_step, output.append)
+        for reporter in reporters:
+            for step in steps:
+                reporter.train(record(step))
+            reporter.close()
+    assert [values["step"] for values in run.logged] == [1, 2, 3, 1, 2]
+    assert run.logged[0]["train/loss"] == 2.0
+    one, two, three = inits
+    assert one["name"] == two["name"] != three["name"]
+    assert str(one["name"]).startswith("run-")
+    assert {keys["space_id"] for keys in inits} == {None}
+    assert output == ["use_trackio: discarding the steps after 1; Trackio starts a new run without them"]
+    assert capsys.readouterr().out == ""
+    for reporter in build_reporters(chosen, 2):
+        reporter.divergence(DivergenceRecord(step=2, reason="the loss is not finite"))
+    assert run.logged[-1] == {"title": "diverged", "text": "the loss is not finite", "step": 2}
+
+
+@pytest.mark.slow
+def test_trackio_itself_stores_the_numbers(tmp_path: Path) -> None:
+    """The real package, if installed, in a process of its own because it reads TRACKIO_DIR on import."""
+    if importlib.util.find_spec("trackio") is None:
+        pytest.skip("trackio is not installed")
+    program = (
+        "import sys; from pathlib import Path; sys.path[:0] = ['tests/training', 'tests/support'];"
+        "from test_reporters import *; folder = Path(sys.argv[1]);"
+        "chosen = config(folder / 'run', use_trackio=True, use_tensorboard=False)\n"
+        "for first, last in ((0, 2), (2, 3)):\n"
+        "    for reporter in build_reporters(chosen, first):\n"
+        "        [reporter.train(record(step, loss=float(step))) for step in range(first + 1, last + 1)]\n"
+        "        reporter.evaluation(VALID); reporter.close()\n"
+    )
+    paths = os.pathsep.join(["tests/training", "tests/support", *filter(None, sys.path)])
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    (database,) = (tmp_path / "trackio").glob("*.db")
+    rows = sqlite3.connect(database).execute("select step, metrics from metrics order by id").fetchall()
+    losses = [(step, numbers["train/loss"]) for step, text in rows if "train/loss" in (numbers := json.loads(text))]
+    assert losses == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
 def test_packages_are_required_only_if_enabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
@@ -195,6 +273,9 @@ def test_packages_are_required_only_if_enabled(tmp_path: Path, monkeypatch: pyte
         build_reporters(config(tmp_path / "run", use_wandb=True), 0)
     with pytest.raises(UserError, match="use_tensorboard: tensorboard is not installed"):
         build_reporters(config(tmp_path / "run", use_tensorboard=True), 0)
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(UserError, match="use_trackio: trackio is not installed"):
+        build_reporters(config(tmp_path / "run", use_trackio=True), 0)
     assert build_reporters(config(None, use_tensorboard=True), 0) == []  # no folder for output
 
 

@@ -147,11 +147,12 @@ pattern.
 For a layer with a window, the key/value cache stores only the keys that later tokens can see.
 `evaluate --window W` sets the window W in every layer.
 
-Five overlays use patterns.
+Six overlays use patterns.
 `rnope_swa` (Yang et al. 2025) and `swan` (Puvvada et al. 2025) combine layers that have RoPE and a window with layers
 that see all tokens without positions.
 `smollm3` omits RoPE in every fourth layer, and `irope` gives such layers Llama 4's temperature.
 `gpt_oss` has a window in every other layer, and sinks in all.
+`gemma3` has a window and a smaller base (`rotary_local`) in five of six layers.
 megatron-core's keys are supported: `no_rope_freq` and `window_attn_skip_freq` with a number or a list, and
 `window_size`, a pair such as `[127, 0]` of the keys before and after a token.
 """

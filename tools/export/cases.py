@@ -158,6 +158,7 @@ def list_architecture_cases() -> Iterator[ExportCase]:
     gemma = {
         **llama, "norm_placement": "sandwich", "activation": "geglu_tanh", "attn_logit_softcapping": 1.5,
         "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 11.0, "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
     }  # fmt: skip
     yield ExportCase("as Gemma 2", gemma)
     mup = {

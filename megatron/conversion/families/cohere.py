@@ -13,29 +13,36 @@ from typing import Any
 from megatron.config.schema import Config
 from megatron.conversion.families.llama import (
     ACTIVATION_TO_HF,
-    LAYER_TYPES,
     check_full_rotation,
-    find_window_conflict,
     map_llama_weights,
-    read_layer_windows,
     read_llama_keys,
-    write_layer_types,
     write_llama_keys,
 )
-from megatron.conversion.hf_config import ROPE_DIFFERENCE, HFConfigReader
+from megatron.conversion.hf_config import HFConfigReader
+from megatron.conversion.hf_rope import ROPE_DIFFERENCE
+from megatron.conversion.layer_types import (
+    LAYER_TYPES,
+    find_window_conflict,
+    read_layer_types,
+    read_layer_windows,
+    write_layer_types,
+)
 from megatron.conversion.model_family import ModelFamily, WeightMapping, check_equal_biases
 
-DEFAULT_SCALE, DEFAULT_LENGTH, DEFAULT_BASE, DEFAULT_PATTERN = 0.0625, 8192, 500_000.0, 4
+DEFAULTS: dict[str, Any] = {
+    "hidden_size": 8192, "intermediate_size": 22528, "num_hidden_layers": 40, "num_attention_heads": 64,
+    "max_position_embeddings": 8192, "tie_word_embeddings": True,
+}  # fmt: skip
+DEFAULT_SCALE, DEFAULT_BASE, DEFAULT_PATTERN = 0.0625, 500_000.0, 4
 
 
 def _read_common_keys(hf_config: HFConfigReader, default_base: float) -> dict[str, Any]:
-    keys = read_llama_keys(hf_config, is_tied=True, default_base=default_base)
+    keys = read_llama_keys(hf_config, {**DEFAULTS, "rope_theta": default_base})
     del keys["rms_norm_epsilon"]
     if "head_dim" in keys:
         raise hf_config.value_error("head_dim", "must be hidden_size / num_attention_heads")
     return {
         **keys,
-        "seq_length": hf_config.get_positive_int("max_position_embeddings", DEFAULT_LENGTH),
         "norm": "layernorm",
         "layernorm_epsilon": hf_config.get_positive_float("layer_norm_eps", 1e-5),
         "layernorm_bias": False,
@@ -58,7 +65,7 @@ def _cohere2_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
     keys = _read_common_keys(hf_config, default_base=10_000.0)
     pattern = hf_config.get_positive_int("sliding_window_pattern", DEFAULT_PATTERN)
     types = [LAYER_TYPES[(layer + 1) % pattern == 0] for layer in range(keys["num_layers"])]  # default
-    types = hf_config.get("layer_types") or types
+    types = read_layer_types(hf_config, types, keys["num_layers"])
     window = hf_config.get_positive_int("sliding_window", 4096)
     windows = read_layer_windows(hf_config, types, window, keys["num_layers"])
     encodings = ["rotary" if each == LAYER_TYPES[0] else "none" for each in types]

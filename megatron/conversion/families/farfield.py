@@ -230,8 +230,14 @@ def _read_multipliers(hf_config: HFConfigReader) -> dict[str, Any]:
     scalar, keys = _read_optional_float(hf_config, "query_pre_attn_scalar"), hf_config.get("mup", None)
     if keys is None:
         embedding = hf_config.get_positive_float("embedding_multiplier", 1.0)
+        residual = hf_config.get_positive_float("residual_multiplier", 1.0)
         logits = hf_config.get_positive_float("logits_multiplier", 1.0)
-        return {"embedding_multiplier": embedding, "query_pre_attn_scalar": scalar, "logit_scale": logits}
+        return {
+            "embedding_multiplier": embedding,
+            "query_pre_attn_scalar": scalar,
+            "residual_multiplier": residual,
+            "logit_scale": logits,
+        }
     if not isinstance(keys, dict) or set(keys) - set(MUP_KEYS):
         raise hf_config.value_error("mup", f"expected the keys {', '.join(MUP_KEYS)}")
     return {"use_mup": True, **keys}

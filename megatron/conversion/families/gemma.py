@@ -1,8 +1,9 @@
-"""Gemma and Gemma 2 in transformers' format.
+"""Gemma, Gemma 2 and the text models of Gemma 3 in transformers' format.
 
 They differ from Llama by embeddings multiplied by the square root of the width, and norms that multiply by 1 + weight.
-Gemma 2 also has norms on both sides of a branch and soft caps. In Gemma 2, every other layer uses a sliding window,
-starting with the first.
+Gemma 2 also has norms on both sides of a branch and soft caps, and every other layer uses a sliding window, starting
+with the first. Gemma 3 normalizes queries and keys instead of capping scores, and five of six layers have a window and
+another rotation.
 """
 
 from collections.abc import Mapping
@@ -11,23 +12,43 @@ from typing import Any
 
 from megatron.config.schema import Config
 from megatron.conversion.families.llama import (
-    LAYER_TYPES,
     LLAMA_NORMS,
     check_full_rotation,
-    find_window_conflict,
     list_supported_values,
     map_llama_weights,
-    read_layer_windows,
     read_llama_keys,
-    write_layer_types,
     write_llama_keys,
 )
-from megatron.conversion.hf_config import ROPE_DIFFERENCE, HFConfigReader
+from megatron.conversion.hf_config import HFConfigReader
+from megatron.conversion.hf_rope import ROPE_DIFFERENCE, read_layer_rope_options
+from megatron.conversion.layer_types import (
+    LAYER_TYPES,
+    combine_rotations,
+    find_rotation_conflict,
+    find_window_conflict,
+    read_layer_types,
+    read_layer_windows,
+    read_required_window,
+    write_layer_rope_parameters,
+    write_layer_types,
+)
 from megatron.conversion.model_family import AddOne, ModelFamily, check_equal_biases
 from megatron.options.model import head_dim
 
-DEFAULT_HEAD_DIM, DEFAULT_SCALAR, DEFAULT_WINDOW, DEFAULT_LENGTH = 256, 256, 4096, 8192
 ACTIVATION = "gelu_pytorch_tanh"
+GEMMA_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192, "activation": ACTIVATION,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+GEMMA2_DEFAULTS = {
+    **GEMMA_DEFAULTS, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+GEMMA3_DEFAULTS = {**GEMMA2_DEFAULTS, "max_position_embeddings": 131_072}
+DEFAULT_SCALAR, DEFAULT_WINDOW, GEMMA3_PATTERN = 256, 4096, 6
+LOCAL_BASE, FULL_BASE = 10_000.0, 1_000_000.0
+"""Default bases of the angles in Gemma 3's layers with and without a window."""
 GEMMA2_NORMS = {
     "input_layernorm": "input_layernorm",
     "post_self_attn_layernorm": "post_attention_layernorm",
@@ -38,14 +59,16 @@ GEMMA2_NORMS = {
 KNOWN_DIFFERENCE = f"{ROPE_DIFFERENCE}; norm weights are stored minus 1, which may round their last digit"
 
 
-def _read_common_keys(hf_config: HFConfigReader, activation_key: str) -> dict[str, Any]:
+def _read_common_keys(
+    hf_config: HFConfigReader,
+    defaults: Mapping[str, Any],
+    activation_key: str,
+    rope_options: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     hf_config.require_one_of("use_bidirectional_attention", (None, False), "only causal attention is supported")
-    keys = read_llama_keys(
-        hf_config, head_dim=DEFAULT_HEAD_DIM, activation_key=activation_key, default_activation=ACTIVATION, is_tied=True
-    )
+    keys = read_llama_keys(hf_config, defaults, activation_key=activation_key, rope_options=rope_options)
     return {
         **keys,
-        "seq_length": hf_config.get_positive_int("max_position_embeddings", DEFAULT_LENGTH),
         "embedding_multiplier": keys["hidden_size"] ** 0.5,
         "use_bias_in_attn_linear": hf_config.get_bool("attention_bias", False),
         "use_bias_in_mlp": False,
@@ -56,24 +79,54 @@ def _gemma_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
     # Early files say gelu but mean its approximation.
     hf_config.require_one_of("hidden_act", (None, "gelu", ACTIVATION), f"expected {ACTIVATION}")
     hf_config.require_one_of("hidden_activation", (None, ACTIVATION), f"expected {ACTIVATION}")
-    return {**_read_common_keys(hf_config, "hidden_act"), "activation": "geglu_tanh"}
+    return {**_read_common_keys(hf_config, GEMMA_DEFAULTS, "hidden_act"), "activation": "geglu_tanh"}
 
 
 def _gemma2_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
-    keys = _read_common_keys(hf_config, "hidden_activation")
+    keys = _read_common_keys(hf_config, GEMMA2_DEFAULTS, "hidden_activation")
     hf_config.get("hidden_act")  # key of the first Gemma
-    window = hf_config.get_positive_int("sliding_window", DEFAULT_WINDOW)
     types = [LAYER_TYPES[layer % 2] for layer in range(keys["num_layers"])]  # default without layer_types
-    size = keys.get("head_dim") or keys["hidden_size"] // keys["num_attention_heads"]
-    scalar = hf_config.get_positive_float("query_pre_attn_scalar", DEFAULT_SCALAR)
+    types = read_layer_types(hf_config, types, keys["num_layers"])
+    window = read_required_window(hf_config, types, DEFAULT_WINDOW)
     return {
         **keys,
         "norm_placement": "sandwich",
         "attn_logit_softcapping": _read_cap(hf_config, "attn_logit_softcapping", 50.0),
         "final_logit_softcapping": _read_cap(hf_config, "final_logit_softcapping", 30.0),
-        **({} if scalar == size else {"query_pre_attn_scalar": scalar}),
+        **_read_scalar(hf_config, keys),
         **read_layer_windows(hf_config, types, window, keys["num_layers"]),
     }
+
+
+def _gemma3_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
+    hf_config.require_one_of(
+        "attn_logit_softcapping", (None,), "transformers does not apply it; set it to null if the model was trained so"
+    )
+    local, full = read_layer_rope_options(
+        hf_config, LAYER_TYPES, (LOCAL_BASE, FULL_BASE), ("rope_local_base_freq", "rope_theta")
+    )
+    keys = _read_common_keys(hf_config, GEMMA3_DEFAULTS, "hidden_activation", full)
+    num_layers = keys["num_layers"]
+    pattern = hf_config.get_positive_int("sliding_window_pattern", GEMMA3_PATTERN)
+    types = [LAYER_TYPES[(layer + 1) % pattern == 0] for layer in range(num_layers)]  # default without layer_types
+    types = read_layer_types(hf_config, types, num_layers)
+    cap = hf_config.get("final_logit_softcapping")
+    return {
+        **keys,
+        "norm_placement": "sandwich",
+        "use_qk_layernorm": True,
+        "final_logit_softcapping": None if cap is None else _read_cap(hf_config, "final_logit_softcapping", 1.0),
+        **_read_scalar(hf_config, keys),
+        **combine_rotations(hf_config, types, local, full),
+        **read_layer_windows(hf_config, types, read_required_window(hf_config, types, DEFAULT_WINDOW), num_layers),
+    }
+
+
+def _read_scalar(hf_config: HFConfigReader, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `query_pre_attn_scalar` unless it is the size of a head."""
+    size = keys.get("head_dim") or keys["hidden_size"] // keys["num_attention_heads"]
+    scalar = hf_config.get_positive_float("query_pre_attn_scalar", DEFAULT_SCALAR)
+    return {} if scalar == size else {"query_pre_attn_scalar": scalar}
 
 
 def _read_cap(hf_config: HFConfigReader, name: str, default: float) -> float | None:
@@ -93,6 +146,19 @@ def _gemma2_supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
         "attn_logit_softcapping": (model.attn_logit_softcapping,),
         "final_logit_softcapping": (model.final_logit_softcapping,),
         "attention_window": (config.position.attention_window,),
+    }
+
+
+def _gemma3_supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
+    position = config.position
+    is_supported = set(position.encodings) <= {"rotary", "rotary_local"}
+    return {
+        **_gemma2_supported_values(config),
+        "pos_emb": (position.pos_emb if is_supported else "rotary", "rotary_local"),
+        "use_qk_layernorm": (True,),
+        "qk_norm": (None, "rmsnorm"),
+        "qk_layernorm_over_heads": (False,),
+        "attn_logit_softcapping": (None,),
     }
 
 
@@ -122,6 +188,16 @@ def _gemma2_to_hf_keys(config: Config) -> dict[str, Any]:
     }
 
 
+def _gemma3_to_hf_keys(config: Config) -> dict[str, Any]:
+    parameters = write_layer_rope_parameters(config)
+    local_base = parameters[LAYER_TYPES[0]]["rope_theta"]
+    return {**_gemma2_to_hf_keys(config), "rope_parameters": parameters, "rope_local_base_freq": local_base}
+
+
+def _find_gemma2_conflict(config: Config) -> str | None:
+    return _find_conflict(config) or find_window_conflict(config)
+
+
 GEMMA = ModelFamily(
     model_type="gemma",
     architecture="GemmaForCausalLM",
@@ -142,6 +218,15 @@ GEMMA2 = replace(
     supported_values=_gemma2_supported_values,
     to_hf_keys=_gemma2_to_hf_keys,
     weight_mappings=lambda config: map_llama_weights(config, GEMMA2_NORMS, AddOne()),
-    find_other_conflict=lambda config: _find_conflict(config) or find_window_conflict(config),
+    find_other_conflict=_find_gemma2_conflict,
     multipliers=("embedding", "query"),
+)
+GEMMA3 = replace(
+    GEMMA2,
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    from_hf_config=_gemma3_from_hf_config,
+    supported_values=_gemma3_supported_values,
+    to_hf_keys=_gemma3_to_hf_keys,
+    find_other_conflict=lambda config: _find_gemma2_conflict(config) or find_rotation_conflict(config),
 )

@@ -91,9 +91,9 @@ def _weight_mappings(config: Config) -> Iterator[WeightMapping]:
         yield (
             "self_attention.linear_qkv.weight",
             f"{hf_prefix}.attn.c_attn.weight",
-            ConcatQKV(num_heads, head_dim_index=1),
+            ConcatQKV(num_heads, num_heads, head_dim_index=1),
         )
-        yield "self_attention.linear_qkv.bias", f"{hf_prefix}.attn.c_attn.bias", ConcatQKV(num_heads)
+        yield "self_attention.linear_qkv.bias", f"{hf_prefix}.attn.c_attn.bias", ConcatQKV(num_heads, num_heads)
         for megatron_name, hf_name in (
             ("self_attention.linear_proj", "attn.c_proj"),
             ("mlp.linear_fc1", "mlp.c_fc"),

@@ -4,14 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.config.schema import Config
-from megatron.conversion.hf_config import (
-    ROPE_DIFFERENCE,
-    HFConfigReader,
-    build_rope_keys,
-    check_rope_scaling,
-    read_activation,
-    read_rope_options,
-)
+from megatron.conversion.hf_config import HFConfigReader, read_activation
+from megatron.conversion.hf_rope import ROPE_DIFFERENCE, build_rope_keys, check_rope_scaling, read_rope_options
 from megatron.conversion.model_family import (
     EMBEDDING_WEIGHT,
     IDENTITY,

@@ -1,8 +1,8 @@
-"""Variants of Llama in transformers' format: OLMo 2, Qwen3 and SmolLM3.
+"""Variants of Llama in transformers' format: Mistral, Granite and SmolLM3.
 
-OLMo 2 has its norms after the branches, and query and key norms over all heads. Qwen3 normalizes queries and keys per
-head. Some layers of SmolLM3 have no rotation and possibly a sliding window: they are given by a list or an interval,
-and windows are disabled in the published models.
+All layers of Mistral may have a window. Granite multiplies embeddings, scores, residual branches and logits by
+constants. Some layers of SmolLM3 have no rotation and possibly a sliding window: they are given by a list or an
+interval, and windows are disabled in the published models.
 """
 
 from collections.abc import Mapping
@@ -12,25 +12,108 @@ from typing import Any
 from megatron.config.schema import Config
 from megatron.conversion.families.llama import (
     LLAMA,
-    LLAMA_NORMS,
-    check_full_attention,
     check_full_rotation,
-    find_window_conflict,
     list_supported_values,
-    map_llama_weights,
-    read_layer_windows,
     read_llama_keys,
-    write_layer_types,
     write_llama_keys,
 )
-from megatron.conversion.hf_config import ROPE_DIFFERENCE, HFConfigReader
-from megatron.conversion.model_family import ModelFamily, check_equal_biases
+from megatron.conversion.hf_config import HFConfigReader
+from megatron.conversion.layer_types import (
+    FULL,
+    WINDOWED,
+    find_window_conflict,
+    read_layer_windows,
+    write_layer_types,
+)
+from megatron.conversion.model_family import check_equal_biases
+from megatron.model.mup import get_multipliers
+from megatron.options.model import head_dim
 
-DEFAULT_INTERVAL, DEFAULT_BASE = 4, 2_000_000.0
+MISTRAL_DEFAULTS = {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
+SMOLLM3_DEFAULTS = {
+    "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "max_position_embeddings": 32768, "tie_word_embeddings": True, "rope_theta": 2_000_000.0,
+}  # fmt: skip
+DEFAULT_WINDOW, DEFAULT_INTERVAL = 4096, 4
+
+
+def _mistral_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
+    keys = read_llama_keys(hf_config, MISTRAL_DEFAULTS)
+    hf_config.require_one_of("layer_types", (None, []), "Mistral has the same window in all layers")
+    window = (
+        None if hf_config.is_null("sliding_window") else hf_config.get_positive_int("sliding_window", DEFAULT_WINDOW)
+    )
+    windows = {} if window is None else {"attention_window": window}
+    return {**keys, **windows, "use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
+
+
+def _mistral_supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
+    return {
+        **list_supported_values(config),
+        "attention_window": (config.position.attention_window,),
+        "use_bias_in_attn_linear": (False,),
+        "use_bias_in_mlp": (False,),
+    }
+
+
+def _mistral_find_conflict(config: Config) -> str | None:
+    if isinstance(config.position.attention_window, list):
+        return "attention_window is a pattern of layers; Mistral has the same window in all layers"
+    return check_full_rotation(config) or check_equal_biases(config)
+
+
+MISTRAL = replace(
+    LLAMA,
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    from_hf_config=_mistral_from_hf_config,
+    supported_values=_mistral_supported_values,
+    to_hf_keys=lambda config: {**write_llama_keys(config), "sliding_window": config.position.attention_window},
+    find_other_conflict=_mistral_find_conflict,
+)
+
+
+def _granite_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
+    keys = read_llama_keys(hf_config)
+    factor = hf_config.get_positive_float("attention_multiplier", 1.0)
+    scalar = factor**-2
+    size = keys.get("head_dim") or keys["hidden_size"] // keys["num_attention_heads"]
+    return {
+        **keys,
+        "embedding_multiplier": hf_config.get_positive_float("embedding_multiplier", 1.0),
+        "residual_multiplier": hf_config.get_positive_float("residual_multiplier", 1.0),
+        "logit_scale": 1 / hf_config.get_positive_float("logits_scaling", 1.0),
+        **({} if scalar == size else {"query_pre_attn_scalar": scalar}),
+        "use_bias_in_attn_linear": hf_config.get_bool("attention_bias", False),
+        "use_bias_in_mlp": hf_config.get_bool("mlp_bias", False),
+    }
+
+
+def _granite_to_hf_keys(config: Config) -> dict[str, Any]:
+    model, multipliers = config.model, get_multipliers(config.model)
+    return {
+        **write_llama_keys(config),
+        "embedding_multiplier": multipliers.embedding,
+        "attention_multiplier": (model.query_pre_attn_scalar or head_dim(model)) ** -0.5,
+        "residual_multiplier": multipliers.residual,
+        "logits_scaling": 1 / multipliers.logits,
+        "attention_bias": model.use_bias_in_attn_linear,
+        "mlp_bias": model.use_bias_in_mlp,
+    }
+
+
+GRANITE = replace(
+    LLAMA,
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    from_hf_config=_granite_from_hf_config,
+    to_hf_keys=_granite_to_hf_keys,
+    multipliers=("embedding", "query", "residual", "logits"),
+)
 
 
 def _smollm3_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
-    keys = read_llama_keys(hf_config, is_tied=True, default_base=DEFAULT_BASE)
+    keys = read_llama_keys(hf_config, SMOLLM3_DEFAULTS)
     num_layers = keys["num_layers"]
     interval = hf_config.get_positive_int("no_rope_layer_interval", DEFAULT_INTERVAL)
     turned = hf_config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
@@ -39,7 +122,7 @@ def _smollm3_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
     encodings = ["rotary" if each else "none" for each in turned[:num_layers]]
     has_windows = hf_config.get_bool("use_sliding_window", False)
     # By default, layers without rotation have the window.
-    types = ["full_attention" if each == "rotary" else "sliding_attention" for each in encodings]
+    types = [FULL if each == "rotary" else WINDOWED for each in encodings]
     window = None if hf_config.is_null("sliding_window") else hf_config.get("sliding_window")
     hf_config.get("max_window_layers")  # copied from Qwen's configuration; has no effect
     windows = read_layer_windows(hf_config, types, window if has_windows else None, num_layers)
@@ -91,90 +174,4 @@ SMOLLM3 = replace(
     supported_values=_smollm3_supported_values,
     to_hf_keys=_smollm3_to_hf_keys,
     find_other_conflict=_smollm3_find_conflict,
-)
-
-
-DEFAULT_HEAD_DIM = 128
-"""Default head dimension, independent of the width and the number of heads."""
-
-
-def _qwen3_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
-    check_full_attention(hf_config)
-    return {
-        **read_llama_keys(hf_config, head_dim=DEFAULT_HEAD_DIM),
-        "use_qk_layernorm": True,
-        "use_bias_in_attn_linear": hf_config.get_bool("attention_bias", False),
-        "use_bias_in_mlp": False,
-    }
-
-
-def _qwen3_supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
-    return {
-        **list_supported_values(config),
-        "use_qk_layernorm": (True,),
-        "qk_norm": (None, "rmsnorm"),
-        "qk_layernorm_over_heads": (False,),
-        "use_bias_in_mlp": (False,),
-    }
-
-
-def _qwen3_to_hf_keys(config: Config) -> dict[str, Any]:
-    biases = {"attention_bias": config.model.use_bias_in_attn_linear}
-    return {**write_llama_keys(config), **biases, "use_sliding_window": False}
-
-
-QWEN3 = ModelFamily(
-    model_type="qwen3",
-    architecture="Qwen3ForCausalLM",
-    base_model_prefix="model.",
-    from_hf_config=_qwen3_from_hf_config,
-    supported_values=_qwen3_supported_values,
-    to_hf_keys=_qwen3_to_hf_keys,
-    known_difference=ROPE_DIFFERENCE,
-    weight_mappings=lambda config: map_llama_weights(config, LLAMA_NORMS),
-    find_other_conflict=lambda config: check_full_rotation(config) or check_equal_biases(config),
-)
-
-
-NORMS = {
-    "post_self_attn_layernorm": "post_attention_layernorm",
-    "post_mlp_layernorm": "post_feedforward_layernorm",
-}
-"""Names of a layer's norms, ours and theirs."""
-DEFAULT_EPSILON = 1e-5
-
-
-def _olmo2_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
-    return {
-        **read_llama_keys(hf_config),
-        "rms_norm_epsilon": hf_config.get_positive_float("rms_norm_eps", DEFAULT_EPSILON),
-        "norm_placement": "post",
-        "use_qk_layernorm": True,
-        "qk_layernorm_over_heads": True,
-        "use_bias_in_attn_linear": hf_config.get_bool("attention_bias", False),
-        "use_bias_in_mlp": False,
-    }
-
-
-def _olmo2_supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
-    return {
-        **list_supported_values(config),
-        "norm_placement": ("post",),
-        "use_qk_layernorm": (True,),
-        "qk_norm": (None, "rmsnorm"),
-        "qk_layernorm_over_heads": (True,),
-        "use_bias_in_mlp": (False,),
-    }
-
-
-OLMO2 = ModelFamily(
-    model_type="olmo2",
-    architecture="Olmo2ForCausalLM",
-    base_model_prefix="model.",
-    from_hf_config=_olmo2_from_hf_config,
-    supported_values=_olmo2_supported_values,
-    to_hf_keys=lambda config: {**write_llama_keys(config), "attention_bias": config.model.use_bias_in_attn_linear},
-    known_difference=ROPE_DIFFERENCE,
-    weight_mappings=lambda config: map_llama_weights(config, NORMS),
-    find_other_conflict=lambda config: check_full_rotation(config) or check_equal_biases(config),
 )

@@ -13,7 +13,7 @@ without a position under a scaling do not decay.
 """
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class Rotary(Encoding):
         "The usual choice within the training length, a baseline past it: perplexity rises from 4.07 to 86 at twice "
         "that length (DAPE V2, table 2). cdape improves it, dape makes it worse (DAPE V2, section 4.4)."
     )
-    other_names = ("rope", "roformer", "rotary_embedding", "rotary_embeddings")
+    other_names: ClassVar[tuple[str, ...]] = ("rope", "roformer", "rotary_embedding", "rotary_embeddings")
     cost = EncodingCost(num_rotations=lambda options: 2 if options["scaling"] in ("selfextend", "rerope") else 1)
 
     def __init__(

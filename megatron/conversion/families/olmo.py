@@ -1,0 +1,135 @@
+"""OLMo 2 and OLMo 3 in transformers' format.
+
+Norms follow the branches, and queries and keys are normalized over all heads. In OLMo 3 three of every four layers have
+a window, and only the others scale their rotation.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron.config.schema import Config
+from megatron.conversion.families.llama import (
+    LLAMA,
+    check_full_rotation,
+    list_supported_values,
+    map_llama_weights,
+    read_llama_keys,
+    write_llama_keys,
+)
+from megatron.conversion.hf_config import HFConfigReader
+from megatron.conversion.hf_rope import read_layer_rope_options
+from megatron.conversion.layer_types import (
+    LAYER_TYPES,
+    combine_rotations,
+    find_rotation_conflict,
+    find_window_conflict,
+    read_layer_types,
+    read_layer_windows,
+    read_required_window,
+    write_layer_rope_parameters,
+    write_layer_types,
+)
+from megatron.conversion.model_family import check_equal_biases
+
+NORMS = {
+    "post_self_attn_layernorm": "post_attention_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
+"""Names of a layer's norms, ours and theirs."""
+DEFAULTS = {"rms_norm_eps": 1e-5}
+DEFAULT_WINDOW, DEFAULT_BASE, PATTERN = 4096, 500_000.0, 4
+
+
+def _read_common_keys(hf_config: HFConfigReader, rope_options: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {
+        **read_llama_keys(hf_config, DEFAULTS, rope_options=rope_options),
+        "norm_placement": "post",
+        "use_qk_layernorm": True,
+        "qk_layernorm_over_heads": True,
+        "use_bias_in_attn_linear": hf_config.get_bool("attention_bias", False),
+        "use_bias_in_mlp": False,
+    }
+
+
+def _olmo3_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
+    if not hf_config.get("rope_parameters"):
+        # Versions of transformers differ in the base of layers with a window if this key has another value.
+        hf_config.require_one_of("rope_theta", (None, DEFAULT_BASE), "give rope_parameters of both types of layers")
+    local, full = read_layer_rope_options(
+        hf_config, LAYER_TYPES, (DEFAULT_BASE, DEFAULT_BASE), ("rope_theta", "rope_theta")
+    )
+    keys = _read_common_keys(hf_config, full)
+    num_layers = keys["num_layers"]
+    types = [LAYER_TYPES[(layer + 1) % PATTERN == 0] for layer in range(num_layers)]
+    types = read_layer_types(hf_config, types, num_layers)
+    return {
+        **keys,
+        **combine_rotations(hf_config, types, local, full),
+        **read_layer_windows(hf_config, types, read_required_window(hf_config, types, DEFAULT_WINDOW), num_layers),
+    }
+
+
+def _supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
+    return {
+        **list_supported_values(config),
+        "norm_placement": ("post",),
+        "use_qk_layernorm": (True,),
+        "qk_norm": (None, "rmsnorm"),
+        "qk_layernorm_over_heads": (True,),
+        "use_bias_in_mlp": (False,),
+    }
+
+
+def _olmo3_supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
+    position = config.position
+    is_supported = set(position.encodings) <= {"rotary", "rotary_local"}
+    return {
+        **_supported_values(config),
+        "pos_emb": (position.pos_emb if is_supported else "rotary", "rotary_local"),
+        "attention_window": (position.attention_window,),
+        "head_dim": (None,),
+    }
+
+
+def _to_hf_keys(config: Config) -> dict[str, Any]:
+    return {**write_llama_keys(config), "attention_bias": config.model.use_bias_in_attn_linear}
+
+
+def _olmo3_to_hf_keys(config: Config) -> dict[str, Any]:
+    types, window = write_layer_types(config)
+    return {
+        **_to_hf_keys(config),
+        "rope_parameters": write_layer_rope_parameters(config),
+        "sliding_window": window or DEFAULT_WINDOW,
+        "layer_types": types,
+    }
+
+
+def _find_conflict(config: Config) -> str | None:
+    return check_full_rotation(config) or check_equal_biases(config)
+
+
+def _find_olmo3_conflict(config: Config) -> str | None:
+    return _find_conflict(config) or find_window_conflict(config) or find_rotation_conflict(config)
+
+
+OLMO2 = replace(
+    LLAMA,
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    from_hf_config=_read_common_keys,
+    supported_values=_supported_values,
+    to_hf_keys=_to_hf_keys,
+    weight_mappings=lambda config: map_llama_weights(config, NORMS),
+    find_other_conflict=_find_conflict,
+)
+OLMO3 = replace(
+    OLMO2,
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    from_hf_config=_olmo3_from_hf_config,
+    supported_values=_olmo3_supported_values,
+    to_hf_keys=_olmo3_to_hf_keys,
+    find_other_conflict=_find_olmo3_conflict,
+)

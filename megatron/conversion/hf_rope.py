@@ -1,0 +1,240 @@
+"""Conversion between rotary options and the keys of config.json.
+
+They are `rope_parameters` in transformers 5, and `rope_theta` and `rope_scaling` in 4. Families whose layers with a
+window rotate by other angles have one set of parameters for each of the two types of layers (`layer_types.py`).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.conversion.hf_config import HFConfigReader
+
+ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+"""Our `scaling`, by `rope_type` in transformers."""
+LONGROPE_TYPES = {"default": "none", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
+"""The same for Phi-3, whose early files call longrope by other names."""
+ROPE_PARAMETERS = {
+    "factor": "factor", "original_max_position_embeddings": "original_length", "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor", "short_factor": "short_factor", "long_factor": "long_factor",
+}  # fmt: skip
+"""Our option names, by parameter names in transformers."""
+ROPE_DIFFERENCE = (
+    "transformers computes rotary angles in float32 and rounds their sines in bfloat16, so logits match this "
+    "project at the training length and drift at longer lengths"
+)
+PARAMETERS_BY_SCALING = {
+    "none": (), "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+    "longrope": (
+        "factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"
+    ),
+}  # fmt: skip
+_PARAMETER_TYPES = {"rope_type": str, "type": str, "truncate": bool, "short_factor": list, "long_factor": list}
+
+
+def read_rope_options(
+    hf_config: HFConfigReader,
+    *,
+    base_key: str,
+    fraction_key: str | None,
+    default_fraction: float,
+    default_base: float = 10000.0,
+    rope_types: Mapping[str, str] = ROPE_TYPES,
+    original_length: int | None = None,
+) -> dict[str, Any]:
+    """Return `pos_emb_options` for rotary.
+
+    Args:
+        hf_config: reader of config.json.
+        base_key: transformers 4 key for the base of the angles.
+        fraction_key: key for the fraction of a head that is rotated; None if the family rotates all of it.
+        default_fraction: default of that fraction.
+        default_base: default base of the angles.
+        rope_types: our scalings, by the names that the family supports.
+        original_length: length before scaling, for families with a key for it outside the parameters.
+
+    Raises:
+        UserError: a scaling type or one of its parameters is not supported.
+    """
+    section_key = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"  # as in transformers
+    hf_config.get("rope_parameters")
+    parameters = _check_parameters(hf_config, section_key, hf_config.get(section_key, {}))
+    parameters.setdefault("rope_theta", hf_config.get_positive_float(base_key, default_base))
+    fraction = hf_config.get_positive_float(fraction_key, default_fraction) if fraction_key else default_fraction
+    parameters.setdefault("partial_rotary_factor", fraction)
+    if original_length is not None:
+        parameters["original_max_position_embeddings"] = original_length
+    return _convert_parameters(hf_config, section_key, parameters, rope_types, has_fraction=fraction_key is not None)
+
+
+def read_layer_rope_options(
+    hf_config: HFConfigReader, layer_types: tuple[str, str], bases: tuple[float, float], base_keys: tuple[str, str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return `pos_emb_options` of rotary for layers with and without a window.
+
+    In transformers 4 only the layers without a window have a scaling.
+
+    Args:
+        hf_config: reader of config.json.
+        layer_types: names of the two types in `rope_parameters`: with a window and without.
+        bases: default bases of the angles.
+        base_keys: transformers 4 keys for the bases.
+
+    Raises:
+        UserError: a scaling type or one of its parameters is not supported.
+    """
+    section_key = "rope_parameters"
+    sections = hf_config.get(section_key, {})
+    if not isinstance(sections, Mapping) or not set(sections) <= set(layer_types):
+        raise hf_config.value_error(section_key, f"expected parameters for {' and '.join(layer_types)}")
+    scaling = hf_config.get("rope_scaling", {})
+    options = []
+    for layer_type, base, base_key in zip(layer_types, bases, base_keys, strict=True):
+        parameters = _check_parameters(hf_config, section_key, sections.get(layer_type) or {})
+        if layer_type == layer_types[1]:
+            parameters |= _check_parameters(hf_config, "rope_scaling", scaling)
+        parameters.setdefault("rope_theta", hf_config.get_positive_float(base_key, base))
+        options.append(_convert_parameters(hf_config, section_key, parameters, ROPE_TYPES, has_fraction=False))
+    return options[0], options[1]
+
+
+def _check_parameters(hf_config: HFConfigReader, section_key: str, section: Any) -> dict[str, Any]:
+    """Return the parameters of a section that are not null. Raises UserError for a value of a wrong type."""
+    if not isinstance(section, Mapping):
+        raise hf_config.value_error(section_key, "must be a mapping")
+    parameters: dict[str, Any] = {name: value for name, value in section.items() if value is not None}
+    for name, value in parameters.items():
+        expected_type = _PARAMETER_TYPES.get(name)
+        is_valid = (
+            isinstance(value, expected_type)
+            if expected_type
+            else isinstance(value, int | float) and not isinstance(value, bool)
+        )
+        if (
+            not is_valid
+            or (name == "rope_theta" and not value > 1)
+            or (name == "partial_rotary_factor" and not value > 0)
+        ):
+            raise hf_config.value_error(section_key, f"{name} cannot be {value!r}")
+    return parameters
+
+
+def _convert_parameters(
+    hf_config: HFConfigReader,
+    section_key: str,
+    parameters: dict[str, Any],
+    rope_types: Mapping[str, str],
+    *,
+    has_fraction: bool,
+) -> dict[str, Any]:
+    """Convert checked parameters, with base, to our options. Raises UserError for a scaling that is not supported."""
+    base, fraction = parameters.pop("rope_theta"), parameters.pop("partial_rotary_factor", 1.0)
+    names = {str(parameters.pop(name)) for name in ("rope_type", "type") if name in parameters} or {"default"}
+    if len(names) > 1 or not names <= rope_types.keys():
+        raise hf_config.value_error(
+            section_key,
+            f"rotary scaling {' or '.join(sorted(names))} is not supported; choose from {', '.join(rope_types)}",
+        )
+    scaling = rope_types[names.pop()]
+    if not has_fraction and fraction != 1:
+        raise hf_config.value_error(section_key, "this family rotates whole heads")
+    options: dict[str, Any] = {}
+    if fraction != 1:
+        options["fraction"] = float(fraction)
+    if base != 10000:
+        options["base"] = float(base)
+    if scaling != "none":
+        options["scaling"] = scaling
+        if scaling == "yarn":
+            _resolve_yarn(hf_config, section_key, parameters)
+        if scaling in ("llama3", "yarn", "longrope"):
+            length = hf_config.get_positive_int("max_position_embeddings", 2048)
+            parameters.setdefault("original_max_position_embeddings", length)
+        if scaling == "longrope":
+            _resolve_longrope(hf_config, section_key, parameters)
+    else:
+        parameters.pop("original_max_position_embeddings", None)
+    for name in PARAMETERS_BY_SCALING[scaling]:
+        if name in parameters:
+            options[ROPE_PARAMETERS[name]] = parameters.pop(name)
+    if parameters:
+        raise hf_config.value_error(section_key, f"unknown parameter {next(iter(parameters))}")
+    return options
+
+
+def _resolve_yarn(hf_config: HFConfigReader, section_key: str, parameters: dict[str, Any]) -> None:
+    """Convert DeepSeek's parameters for the factor of cosines and sines.
+
+    Check `truncate`, which is always true here.
+    """
+    if parameters.pop("truncate", True) is not True:
+        raise hf_config.value_error(section_key, "truncate must be true")
+    mscale, mscale_all_dim = parameters.pop("mscale", None), parameters.pop("mscale_all_dim", None)
+    if mscale and mscale_all_dim and "attention_factor" not in parameters:
+        scales = [0.1 * scale * math.log(parameters.get("factor", 1.0)) + 1.0 for scale in (mscale, mscale_all_dim)]
+        parameters["attention_factor"] = scales[0] / scales[1]
+
+
+def _resolve_longrope(hf_config: HFConfigReader, section_key: str, parameters: dict[str, Any]) -> None:
+    """Set the factor, which determines that of cosines and sines, to the ratio of the lengths unless it is given."""
+    for name in ("short_factor", "long_factor"):
+        if name not in parameters:
+            raise hf_config.value_error(section_key, f"{name} is missing")
+        parameters[name] = [
+            float(number) if isinstance(number, int | float) and not isinstance(number, bool) else number
+            for number in parameters[name]
+        ]
+    factor = parameters.pop("factor", None)
+    if factor is None:
+        factor = compute_length_ratio(
+            hf_config.get_positive_int("max_position_embeddings", 4096),
+            parameters["original_max_position_embeddings"],
+        )
+    if "attention_factor" not in parameters:
+        parameters |= {"factor": factor} if factor > 1 else {"attention_factor": 1.0}
+
+
+def compute_length_ratio(length: int, original_length: int) -> float:
+    """Return the factor that transformers uses for longrope unless one is given."""
+    return length / original_length
+
+
+def check_rope_scaling(options: Mapping[str, Any], rope_types: Mapping[str, str] = ROPE_TYPES) -> str | None:
+    """Return why the classes in transformers do not support these rotary options, or None if they do."""
+    scaling = options.get("scaling", "none")
+    known = list(dict.fromkeys(rope_types.values()))
+    if scaling not in known:
+        return f"pos_emb_options.scaling is {scaling}; the family supports {' or '.join(known)}"
+    return "pos_emb_options.xpos is true, which the family does not support" if options.get("xpos") else None
+
+
+def build_rope_keys(options: Mapping[str, Any], *, supports_fraction: bool) -> dict[str, Any]:
+    """Build the config.json keys for our rotary options, in the notation of both transformers 4 and 5.
+
+    Args:
+        options: `pos_emb_options` of rotary.
+        supports_fraction: True if the family can rotate a fraction of each head.
+    """
+    parameters = build_rope_parameters(options)
+    keys: dict[str, Any] = {"rope_scaling": None}
+    if parameters["rope_type"] != "default":
+        scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
+        keys["rope_scaling"] = {**scaling, "type": parameters["rope_type"]}  # older versions use the key `type`
+    fraction_keys = {"partial_rotary_factor": options.get("fraction", 1.0)} if supports_fraction else {}
+    return {**keys, "rope_parameters": {**parameters, **fraction_keys}}
+
+
+def build_rope_parameters(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Build transformers' parameters of a rotation, without the fraction of a head that is rotated."""
+    scaling = options.get("scaling", "none")
+    hf_names = {megatron_name: name for name, megatron_name in ROPE_PARAMETERS.items()}
+    rope_types = {**LONGROPE_TYPES, **ROPE_TYPES}
+    return {
+        "rope_type": next(name for name, megatron_name in rope_types.items() if megatron_name == scaling),
+        **({"low_freq_factor": 1.0, "high_freq_factor": 4.0} if scaling == "llama3" else {}),
+        **{hf_names[name]: value for name, value in options.items() if name in hf_names and value is not None},
+        "rope_theta": options.get("base", 10000.0),
+    }
