@@ -57,7 +57,7 @@ class GeneratedPages:
 
     Attributes:
         contents: text or bytes by path in the site's docs/.
-        sources: pages that show another file of the repository: index.md → README.md.
+        sources: pages that show another file of the repository: about.md → README.md.
         folders: pages of a folder as navigation entries, which replace `folder/` in mkdocs.yml.
         moved: files of docs/ that the site renames: an HTML page whose name would collide with a Markdown page.
     """
@@ -115,7 +115,7 @@ class GeneratedPages:
         readmes = {
             f"kernels/{path.parent.name}.md": path for path in sorted(self.root.glob("megatron/kernels/*/README.md"))
         }
-        shown = {"index.md": self.root / "README.md", "contributing.md": self.root / "CONTRIBUTING.md", **readmes}
+        shown = {"about.md": self.root / "README.md", "contributing.md": self.root / "CONTRIBUTING.md", **readmes}
         for page, path in shown.items():
             self.contents[page] = path.read_text(encoding="utf-8")
             self.sources[page] = path.relative_to(self.root).as_posix()

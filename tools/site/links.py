@@ -37,7 +37,7 @@ class LinkRewriter:
 
     Attributes:
         root: repository folder.
-        pages: pages of the site by the path of the file they show: README.md → index.md.
+        pages: pages of the site by the path of the file they show: README.md → about.md.
         repository_url: URL of the repository's files, …/blob/main; empty if not published.
         source_files: linked files and folders that need their own page, as paths in the repository; filled by
             `rewrite`.
