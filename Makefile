@@ -145,7 +145,7 @@ site-version: $(VENV)/.docs
 
 site: $(VENV)/.docs
 	@echo "building the site (half a minute of a processor)"
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "site/index.html is the first page"
 
 clean:

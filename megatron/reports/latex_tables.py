@@ -77,7 +77,8 @@ def render_latex_file(tables: Iterable[ComparisonTable | TextTable], name: str) 
         tables: tables in order.
         name: first word of all labels, which distinguishes the files of a document.
     """
-    parts, labels = [LATEX_MARKER + KEEP_NOTE], set()
+    parts = [LATEX_MARKER + KEEP_NOTE]
+    labels: set[str] = set()
     for table in tables:
         content = _convert_comparison(table) if isinstance(table, ComparisonTable) else _convert_text_table(table)
         base = label = _build_label(f"{name} {content.title.partition(',')[0]}")

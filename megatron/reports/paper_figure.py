@@ -8,6 +8,7 @@ import io
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure, SubFigure
@@ -41,7 +42,7 @@ def list_panels(records: Sequence[Record], failures: Sequence[RunFailure] = ()) 
         UserError: there is nothing to plot.
     """
     tables, depth_maps = split_depth_maps(build_comparison_tables(records, failures))
-    panels = [*select_curve_tables(tables), *depth_maps]
+    panels: list[ComparisonTable | DepthMap] = [*select_curve_tables(tables), *depth_maps]
     if not panels:
         raise UserError("no records to plot")
     return panels
@@ -72,7 +73,7 @@ def render_paper_figure(
 def use_font_size(font_size: float) -> AbstractContextManager[None]:
     """Set the font size of figures, and proportional lines, while a figure is built and drawn."""
     line_width = 0.07 * font_size
-    settings = {
+    settings: dict[Any, Any] = {
         "font.size": font_size, "xtick.labelsize": 0.9 * font_size, "ytick.labelsize": 0.9 * font_size,
         "axes.linewidth": line_width, "xtick.major.width": line_width, "ytick.major.width": line_width,
         "pdf.fonttype": 42, "svg.fonttype": "path", "svg.hashsalt": CREATOR,
@@ -96,7 +97,7 @@ def build_paper_figure(panel: ComparisonTable | DepthMap, width: float, font_siz
             "use results of fewer methods, a larger --figure-width, or a smaller --figure-font"
         )
     figure = Figure(figsize=(width, height), layout="constrained")
-    part = figure.subfigures()
+    part = figure.add_subfigure(figure.add_gridspec(1, 1)[0])
     if isinstance(panel, DepthMap):
         draw_depth_maps(part, panel, style)
     else:

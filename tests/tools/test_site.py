@@ -155,6 +155,8 @@ def test_python_reference_names_existing_modules() -> None:
         ("docs/tasks.md", "tasks.md", "../../elsewhere.md", "../../elsewhere.md"),
         ("docs/tasks.md", "tasks.md", "https://arxiv.org/abs/2205.09921", "https://arxiv.org/abs/2205.09921"),
         ("docs/tasks.md", "tasks.md", "#probes", "#probes"),
+        ("docs/from_neox.md", "from_neox.md", "configuration.md#not-supported", "keys/gpt-neox.md#not-supported"),
+        ("docs/from_neox.md", "from_neox.md", "configuration.md#model", "configuration.md#model"),
     ],
 )  # fmt: skip
 def test_links_lead_to_pages(generated: GeneratedPages, source: str, page: str, target: str, link: str) -> None:

@@ -1,13 +1,14 @@
 """Pages and files that the site adds to docs/, and their navigation."""
 
 import posixpath
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tools.site import api_pages, command_pages, key_pages, method_pages, notebook_pages
 from tools.site.links import LinkRewriter
-from tools.site.markdown import read_title
+from tools.site.markdown import make_anchor, read_title
 
 ASSETS = Path("tools/site/assets")
 
@@ -163,4 +164,7 @@ def build_link_rewriter(generated: GeneratedPages, repository_url: str) -> LinkR
     """
     pages = {source: page for page, source in generated.sources.items()}
     pages |= {posixpath.dirname(path): page for path, page in pages.items() if path.endswith("/README.md")}
-    return LinkRewriter(generated.root, {**pages, "megatron/kernels": "kernels/index.md"}, repository_url)
+    neox_page = key_pages.OTHER_PAGES[key_pages.NEOX_HEADING]
+    headings = re.findall(r"^## (.+)$", str(generated.contents[neox_page]), flags=re.MULTILINE)
+    moved = {f"{key_pages.PAGE}#{make_anchor(heading)}": neox_page for heading in headings}
+    return LinkRewriter(generated.root, {**pages, "megatron/kernels": "kernels/index.md"}, repository_url, moved)

@@ -4,6 +4,7 @@ The pages of docs/ are written for the repository and stay unchanged. The hooks 
 formulas, order the search results, and add pages for commands, keys, methods, modules and notebooks.
 """
 
+import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -51,6 +52,13 @@ def get_build(repository_url: str) -> Build:
     branch = os.environ.get("REPOSITORY_BRANCH", "main")
     files_url = f"{repository_url.rstrip('/')}/blob/{branch}" if repository_url else ""
     return Build(generated, build_link_rewriter(generated, files_url), files_url.replace("/blob/", "/edit/", 1))
+
+
+def on_startup(command: str, dirty: bool) -> None:
+    """Print nothing but warnings and errors in a build. The option --quiet would keep --strict from seeing warnings."""
+    if command == "build":
+        for handler in logging.getLogger("mkdocs").handlers:
+            handler.setLevel(max(handler.level, logging.WARNING))
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
