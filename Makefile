@@ -29,7 +29,7 @@ VENV_CUDA := .venv-cuda
 COMMA := ,
 TORCH := $(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' requirements.txt)
 
-.PHONY: help setup setup-dev quickstart zoo gpu-check slurm launchers setup-cuda test test-cuda test-fast style lint docs site clean
+.PHONY: help setup setup-dev quickstart zoo gpu-check slurm launchers setup-cuda test test-cuda test-fast style lint docs site site-version clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -137,9 +137,15 @@ $(VENV)/.docs: $(VENV)/.runtime requirements-docs.txt
 		{ echo "error: the packages of requirements-docs.txt cannot be installed here, and make site needs them" >&2; exit 1; }
 	@touch $@
 
+# Publishes the site as VERSION, with the alias LATEST if it is set, in a commit on the branch gh-pages of the remote origin.
+site-version: $(VENV)/.docs
+	@test -n "$(VERSION)" || { echo "error: VERSION is missing: make site-version VERSION=1.2 LATEST=latest" >&2; exit 2; }
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --push --update-aliases "$(VERSION)" $(LATEST)
+	@test -z "$(LATEST)" || $(BIN)/mike set-default --push "$(LATEST)"
+
 site: $(VENV)/.docs
 	@echo "building the site (half a minute of a processor)"
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "site/index.html is the first page"
 
 clean:

@@ -181,6 +181,10 @@ def report(
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Page to write, .html, .md or .tex.", show_default=False),
     ] = None,
+    figure: Annotated[
+        Path | None,
+        typer.Option("--figure", metavar="FILE", help="Figure for a paper, .pdf or .svg.", show_default=False),
+    ] = None,
     serve: Annotated[
         bool, typer.Option("--serve", help="Serve the report on this machine, updated while runs train, until Ctrl-C.")
     ] = False,
@@ -207,6 +211,8 @@ def report(
 
       ./deepy.py report runs/a runs/b elsewhere/results.json -o all.html --delta 0.05
 
+      ./deepy.py report runs/quickstart -o tables.tex --figure curves.pdf --figure-width 3.25
+
       ./deepy.py report runs/quickstart --serve
     """
     from megatron.config.validation_errors import parse_section
@@ -217,8 +223,10 @@ def report(
     if serve:
         from megatron.launch.live_server import serve_report
 
-        if output is not None:
-            raise UserError("--serve and --output cannot be combined")
+        sizes = {"--figure-width": request.figure_width, "--figure-font": request.figure_font}
+        for name, value in {"--output": output, "--figure": figure, **sizes}.items():
+            if value is not None:
+                raise UserError(f"--serve and {name} cannot be combined")
         console = PlainConsole(highlight=False)
         serve_report(
             results, DEFAULT_PORT if port is None else port, lambda line: console.print(line, soft_wrap=True), request
@@ -226,4 +234,4 @@ def report(
         return
     if port is not None:
         raise UserError("--port requires --serve")
-    combine_results(results, PlainConsole(highlight=False), output=output, **request.model_dump())
+    combine_results(results, PlainConsole(highlight=False), output=output, figure=figure, **request.model_dump())

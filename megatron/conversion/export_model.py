@@ -29,6 +29,7 @@ from megatron.conversion.families.farfield import (
     FARFIELD,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_TYPE_KEY,
+    find_longest_input,
 )
 from megatron.conversion.hf_checkpoint import find_exact_family
 from megatron.conversion.hf_tokenizer import write_hf_tokenizer
@@ -94,7 +95,8 @@ def export_model(
     weights = HFWeights(run.checkpoint / WEIGHTS, family, run.config, None if dtype == "float32" else torch_dtype)
     with describe_write_errors(target), atomic_directory(target.resolve(), replaces=replaced_version) as folder:
         auto_map_keys = {} if native else {"auto_map": _write_code(run, folder)}
-        padding_id = write_hf_tokenizer(tokenizer, folder, run.config.model.seq_length)
+        longest_input = run.config.model.seq_length if native else find_longest_input(run.config)
+        padding_id = write_hf_tokenizer(tokenizer, folder, longest_input)
         _write_configs(run, tokenizer, family, dtype, folder, {"pad_token_id": padding_id}, auto_map_keys)
         write_shards(weights, folder, max_shard_bytes)
         manifest.write_manifest(

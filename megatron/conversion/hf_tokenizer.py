@@ -25,11 +25,12 @@ PADDING_TOKENS = ("<|padding|>", "<pad>", "<|pad|>", "[PAD]", "<|finetune_right_
 """Names of padding tokens. If the vocabulary has none of them, a zero byte is used, which no text contains."""
 
 
-def write_hf_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> int | None:
+def write_hf_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int | None) -> int | None:
     """Write a tokenizer's files and return the id of the padding token, or None if there is none.
 
     Args:
-        max_length: length of a training sequence, in tokens; transformers warns about longer inputs.
+        max_length: longest input of the model, in tokens, or None if it has no limit. transformers warns about longer
+            inputs, and its pipelines cut them.
     """
     tokenizer.copy_files(folder)
     config = _WRITERS[tokenizer.type](tokenizer, folder)
@@ -37,7 +38,7 @@ def write_hf_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> i
     common_keys = {
         TOKENIZER_TYPE_KEY: tokenizer.type,
         "add_bos_token": tokenizer.bos is not None,
-        "model_max_length": max_length,
+        **({} if max_length is None else {"model_max_length": max_length}),
         "clean_up_tokenization_spaces": False,
         "padding_side": "left",
         "model_input_names": ["input_ids", "attention_mask"],

@@ -58,6 +58,10 @@ def refresh_export(folder: str | Path, *, overwrite: bool = False, log: Callable
         old_suffixes.add(find_code_suffix(old_class))
         renewed = {**tokenizer_values, "auto_map": name_tokenizer_class(tokenizer_suffix)}
         configs[TOKENIZER_CONFIG_FILE] = (tokenizer_values, renewed)
+    if tokenizer_values.get("model_max_length") == config.model.seq_length:  # what earlier versions wrote
+        renewed = configs.get(TOKENIZER_CONFIG_FILE, (tokenizer_values, tokenizer_values))[1]
+        renewed = {**renewed, "model_max_length": new_values["max_position_embeddings"]}
+        configs[TOKENIZER_CONFIG_FILE] = (tokenizer_values, renewed)
     unchanged, edited = _sort_old_code(folder, old_suffixes)
     if edited and not overwrite:
         raise UserError(
@@ -116,14 +120,15 @@ def _find_tokenizer_class(values: Mapping[str, Any]) -> str | None:
 def _add_keys(values: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with missing keys of this version's exports added.
 
-    Existing values are kept, except for method options: these are written explicitly if a default has changed
-    (`families/farfield.py` interprets earlier versions).
+    Existing values are kept, except for method options, which are written explicitly if a default has changed
+    (`families/farfield.py` interprets earlier versions), and for the longest input, which the other keys determine.
     """
     unread = {*IGNORED_KEYS, *HF_TRAINING_KEYS}
     changed = {
         name: value
         for name, value in written.items()
-        if (name not in values and name not in unread) or (name.endswith("_options") and values.get(name) != value)
+        if (name not in values and name not in unread)
+        or ((name.endswith("_options") or name == "max_position_embeddings") and values.get(name) != value)
     }
     return {**values, **changed}
 

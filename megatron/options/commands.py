@@ -174,3 +174,9 @@ class ReportOptions(ConfigSection):
     against: str | None = config_field(None, "baseline method for all comparisons", metavar="METHOD")
     delta: float = config_field(0.1, "a method extrapolates if its perplexity changes by less than this fraction", ge=0)
     title: str | None = config_field(None, "title of the page")
+    figure_width: float | None = config_field(
+        None, "width of --figure in inches, 3.25 by default, which is a column of a page", ge=2, le=20
+    )
+    figure_font: float | None = config_field(
+        None, "font size of --figure in points, 8 by default; ticks and legend are 10% smaller", ge=4, le=24
+    )

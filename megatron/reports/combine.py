@@ -21,11 +21,19 @@ from megatron.reports.records import RESULTS_FILE, Record, RunFailure
 from megatron.reports.report import ReportSection, build_leaderboard_report
 from megatron.reports.report_markdown import is_generated_markdown
 from megatron.reports.verdict_tables import DEFAULT_DELTA, build_verdict_tables
-from megatron.utils.atomic_io import check_folder, check_no_foreign_files, write_page_atomically
+from megatron.utils.atomic_io import (
+    check_folder,
+    check_no_foreign_files,
+    write_bytes_atomically,
+    write_page_atomically,
+)
 from megatron.utils.errors import UserError
 from megatron.utils.formatting import format_choices
 
 MARKDOWN_SUFFIX, LATEX_SUFFIX = ".md", ".tex"
+FIGURE_SUFFIXES = (".pdf", ".svg")
+DEFAULT_FIGURE_WIDTH, DEFAULT_FIGURE_FONT = 3.25, 8.0
+"""Width in inches and font size in points of a figure for a column of a page."""
 
 
 def combine_results(
@@ -36,6 +44,9 @@ def combine_results(
     against: str | None = None,
     delta: float = DEFAULT_DELTA,
     title: str | None = None,
+    figure: Path | None = None,
+    figure_width: float | None = None,
+    figure_font: float | None = None,
 ) -> list[Record]:
     """Print the tables of several files, and write a page if `output` is given.
 
@@ -48,20 +59,29 @@ def combine_results(
         against: method to compare with; that of each experiment if None.
         delta: bound of the extrapolation criterion.
         title: title of the page.
+        figure: PDF or SVG file to write for a paper; further comparable groups of results become NAME_2 and so on.
+        figure_width: width of the figures in inches.
+        figure_font: font size of the figures in points.
 
     Raises:
         UserError: a file is missing or contains no records, or no table has the method.
     """
+    if figure is None and (figure_width, figure_font) != (None, None):
+        name = "--figure-font" if figure_width is None else "--figure-width"
+        raise UserError(f"{name}: needs --figure FILE.pdf or FILE.svg")
     if title is not None and (output is None or output.suffix == LATEX_SUFFIX):
         raise UserError(f"--title {title}: needs --output FILE.html or FILE.md")
     if output is not None:
         _check_output_page(output)
+    if figure is not None:
+        _check_figure(figure)
     records_by_path = {path: records.read_records(path) for path in _list_result_files(result_paths)}
     experiments = _read_experiments(records_by_path)
     failures_by_path = {path: records.read_failures(path) for path in records_by_path}
     sections = _build_sections(records_by_path, experiments, failures_by_path, against, delta)
     if output is not None and output.suffix == MARKDOWN_SUFFIX:
         report_markdown.check_pictures("--output", output, sections)
+    figures = {} if figure is None else _render_figures(figure, sections, figure_width, figure_font)
     for message in find_contradictions(
         {path: section for path, section in records_by_path.items() if path not in experiments}
     ):
@@ -80,11 +100,14 @@ def combine_results(
         pictures = [path for path in report_markdown.list_markdown_files(output, sections) if path.exists()]
         console.print(f"written: {', '.join(map(str, pictures))}", markup=False, highlight=False, soft_wrap=True)
     elif output is not None and output.suffix == LATEX_SUFFIX:
-        write_page_atomically(output, report.render_report_latex(sections))
+        write_page_atomically(output, report.render_report_latex(sections, output.stem))
         console.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
     elif output is not None:
         report.write_report(output, sections, title=title, command=format_command())
         console.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
+    for path, (description, content) in figures.items():
+        write_bytes_atomically(path, content)
+        console.print(f"written: {path} ({description})", markup=False, highlight=False, soft_wrap=True)
     return [record for section in sections for record in section.records]
 
 
@@ -129,6 +152,40 @@ def _check_output_page(output: Path) -> None:
         raise UserError(f"--output {output}: expected a file, not a folder")
     check_folder("--output", output.parent)
     check_no_foreign_files("--output", [output], checks[output.suffix])
+
+
+def _check_figure(figure: Path) -> None:
+    """Check that the folder of the figures exists and that their format is known. Raises UserError otherwise."""
+    if figure.suffix not in FIGURE_SUFFIXES:
+        suffixes = " or ".join(FIGURE_SUFFIXES)
+        raise UserError(f"--figure {figure}: expected a name ending in {suffixes}, the formats of vector graphics")
+    if figure.is_dir():
+        raise UserError(f"--figure {figure}: expected a file, not a folder")
+    check_folder("--figure", figure.parent)
+
+
+def _render_figures(
+    figure: Path, sections: Sequence[ReportSection], width: float | None, font_size: float | None
+) -> dict[Path, tuple[str, bytes]]:
+    """Render the figures of all sections, and check that no other file has the name of one.
+
+    Returns:
+        A description and the content of each file.
+    """
+    from megatron.reports import paper_figure  # importing matplotlib is slow
+
+    panels = []
+    for section in sections:
+        board = build_leaderboard_report(section)
+        failures = section.failures if board is None else ()
+        panels += paper_figure.list_panels(report.select_shown_records(section, board), failures)
+    names = [figure, *(figure.with_stem(f"{figure.stem}_{number}") for number in range(2, len(panels) + 1))]
+    check_no_foreign_files("--figure", names, paper_figure.is_generated_figure)
+    sizes = {"width": width or DEFAULT_FIGURE_WIDTH, "font_size": font_size or DEFAULT_FIGURE_FONT}
+    return {
+        path: (panel.title, paper_figure.render_paper_figure(panel, figure.suffix, **sizes))
+        for path, panel in zip(names, panels, strict=True)
+    }
 
 
 def _list_result_files(result_paths: Sequence[Path]) -> list[Path]:

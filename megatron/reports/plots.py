@@ -1,4 +1,4 @@
-"""Plots of a metric over length or another axis, as PNG: one curve per method, with the training length marked.
+"""Plots of a metric over length or another axis: one curve per method, with the training length marked.
 
 Colors are Okabe and Ito's, which color-blind readers can distinguish. Markers and dashes keep curves distinct in
 grayscale. Token axes are logarithmic, because lengths double. The value axis is logarithmic if the metric requests it
@@ -11,8 +11,9 @@ and bars, because intervals on the same text overlap.
 import io
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -38,17 +39,48 @@ DASHES = ("-", "--", "-.", ":")
 MAX_CURVES_WITH_BARS = len(COLORS)
 BAR_GAP, MAX_BAR_SPREAD = 0.1, 0.4
 """Offset between curves with bars, and maximum total offset, relative to the distance to the next length."""
-MAX_TICKS = 9
 MAX_WRITTEN_CELLS = 80
 """Maximum number of cells of a map that shows numbers."""
-MAP_COLUMNS = 3
-"""Number of maps side by side."""
-MAP_HEIGHT = 2.4
-"""Height of a map in inches."""
 LEGEND_ROWS = 24
 """Number of legend lines that fit next to a panel."""
 LEGEND_CHARACTERS = 44
 """Maximum number of characters in a legend line."""
+
+
+@dataclass(frozen=True)
+class PlotStyle:
+    """Sizes of the parts of a plot. Font sizes are in points.
+
+    Attributes:
+        title_size, legend_size, note_size, tick_size, cell_size: font sizes of titles, legends, notes, and of the tick
+            labels and numbers of maps.
+        title_characters: number of characters in a line of the title; 0 omits titles.
+        marker_size, line_width: sizes of curves, in points.
+        max_ticks: maximum number of labels on the horizontal axis.
+        label_characters: number of characters in a line of the horizontal axis's label.
+        legend: position of the legend, right of the panel or below it; a figure legend is drawn by the caller.
+        map_columns, map_height: number of maps side by side, and the height of a map in inches.
+    """
+
+    title_size: float = 11
+    legend_size: float = 9
+    note_size: float = 8
+    tick_size: float = 7
+    cell_size: float = 6
+    title_characters: int = 84
+    marker_size: float = 5
+    line_width: float = 1.4
+    max_ticks: int = 9
+    label_characters: int = 60
+    legend: Literal["right", "below", "figure"] = "right"
+    map_columns: int = 3
+    map_height: float = 2.4
+
+
+WIDE = PlotStyle()
+NARROW = PlotStyle(
+    title_size=8.5, legend_size=8, title_characters=52, label_characters=52, legend="below", map_columns=1
+)
 
 
 def render_plots_png(records: Sequence[Record], *, narrow: bool = False, failures: Sequence[RunFailure] = ()) -> bytes:
@@ -67,14 +99,14 @@ def render_plots_png(records: Sequence[Record], *, narrow: bool = False, failure
     if not tables and not depth_maps:
         raise UserError("no records to plot")
     # Figure instead of pyplot, for no window system and no global state.
-    legends = ["\n".join(map(_wrap_name, table.methods)).split("\n") for table in tables]
+    legends = ["\n".join(map(wrap_name, table.methods)).split("\n") for table in tables]
     max_lines = max(map(len, legends), default=0)
     longest = max((len(line) for lines in legends for line in lines), default=0)
     column = max(2.2, 0.08 * longest)
     size = (4.0, 3.6 + 0.19 * max_lines) if narrow else (6.4 + column * -(-max_lines // LEGEND_ROWS), 4.6)
-    map_columns = 1 if narrow else MAP_COLUMNS
+    style = NARROW if narrow else WIDE
     heights = [size[1]] * len(tables)
-    heights += [0.9 + MAP_HEIGHT * -(-len(depth_map.methods) // map_columns) for depth_map in depth_maps]
+    heights += [0.9 + style.map_height * -(-len(depth_map.methods) // style.map_columns) for depth_map in depth_maps]
     figure = Figure(figsize=(size[0], sum(heights)), dpi=200 if narrow else 160, layout="constrained")
     figure.get_layout_engine().set(hspace=0.05)  # type: ignore[union-attr,call-arg]
     FigureCanvasAgg(figure)
@@ -82,17 +114,17 @@ def render_plots_png(records: Sequence[Record], *, narrow: bool = False, failure
         parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
         panels = [part.add_subplot() for part in parts[: len(tables)]]
         for part, depth_map in zip(parts[len(tables) :], depth_maps, strict=True):
-            _draw_depth_maps(part, depth_map, min(map_columns, len(depth_map.methods)), narrow=narrow)
+            draw_depth_maps(part, depth_map, style)
     else:
         panels = [figure.add_subplot(len(tables), 1, row) for row in range(1, len(tables) + 1)]
     for panel, table in zip(panels, tables, strict=True):
-        _draw_panel(panel, table, narrow=narrow)
+        draw_panel(panel, table, style)
     content = io.BytesIO()
     figure.savefig(content, format="png")
     return content.getvalue()
 
 
-def _wrap_name(name: str) -> str:
+def wrap_name(name: str) -> str:
     """Wrap a name for the legend, because patterns of layers have long names."""
     return textwrap.fill(name, LEGEND_CHARACTERS, break_long_words=False, break_on_hyphens=False)
 
@@ -106,12 +138,14 @@ def get_curve_style(index: int) -> dict[str, str]:
     return {"color": COLORS[color], "marker": MARKERS[marker], "linestyle": DASHES[dash]}
 
 
-def _draw_panel(axes: Axes, table: ComparisonTable, *, narrow: bool = False) -> None:
+def draw_panel(axes: Axes, table: ComparisonTable, style: PlotStyle = WIDE) -> tuple[list[Line2D], list[str], str]:
+    """Draw the curves of a table, and return the lines, labels and title of its legend."""
     low, high = float("inf"), float("-inf")
     curve_data = [get_curve(table, method) for method in table.methods]
     has_bars = len(curve_data) <= MAX_CURVES_WITH_BARS and any(any(bars) for _, _, bars in curve_data)
     x_factors = _get_bar_x_factors(table, len(curve_data)) if has_bars else [1.0] * len(curve_data)
     lines: list[Line2D] = []
+    width, bar_width = style.line_width * (1 if has_bars else 1.3), style.line_width * 1.15
     for index, ((x_values, means, bars), x_factor) in enumerate(zip(curve_data, x_factors, strict=True)):
         style_kwargs = get_curve_style(index)
         if table.axis.is_dense:
@@ -119,18 +153,18 @@ def _draw_panel(axes: Axes, table: ComparisonTable, *, narrow: bool = False) -> 
             low, high = min([low, *means]), max([high, *means])
             continue
         shifted = [x * x_factor for x in x_values]
-        lines += axes.plot(shifted, means, **style_kwargs, markersize=5, linewidth=1.8 if not has_bars else 1.4)  # type: ignore[arg-type]
+        lines += axes.plot(shifted, means, **style_kwargs, markersize=style.marker_size, linewidth=width)  # type: ignore[arg-type]
         if has_bars and any(bars):
             bar_x = [x for x, bar in zip(shifted, bars, strict=True) if bar is not None]
             lower, upper = zip(*(bar for bar in bars if bar is not None), strict=True)
-            axes.vlines(bar_x, lower, upper, color=style_kwargs["color"], linewidth=1.6, alpha=0.85)
+            axes.vlines(bar_x, lower, upper, color=style_kwargs["color"], linewidth=bar_width, alpha=0.85)
             axes.plot(
-                [*bar_x, *bar_x], [*lower, *upper], linestyle="none", marker="_", markersize=6, markeredgewidth=1.6,
-                color=style_kwargs["color"], alpha=0.85,
+                [*bar_x, *bar_x], [*lower, *upper], linestyle="none", marker="_", markersize=1.2 * style.marker_size,
+                markeredgewidth=bar_width, color=style_kwargs["color"], alpha=0.85,
             )  # fmt: skip
         low, high = min([low, *means]), max([high, *means])
 
-    _configure_x_axis(axes, table, narrow=narrow)
+    _configure_x_axis(axes, table, style)
     if table.metric.plot_scale == "logarithmic" and high > 4 * low > 0:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(FixedLocator(choose_log_ticks(low, high)))
@@ -139,22 +173,27 @@ def _draw_panel(axes: Axes, table: ComparisonTable, *, narrow: bool = False) -> 
     axes.set_ylabel(table.metric.axis_label)
     axes.grid(axis="y", color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(textwrap.fill(table.title, 52 if narrow else 84), loc="left", fontsize=8.5 if narrow else 11)
+    if style.title_characters:
+        axes.set_title(textwrap.fill(table.title, style.title_characters), loc="left", fontsize=style.title_size)
     # matplotlib skips labels that begin with an underscore unless both handles and labels are given.
     bar = f"{'band' if table.axis.is_dense else 'bar'}: {get_bar_meaning(table)}"
-    legend_title = (bar if narrow else textwrap.fill(bar, 18)) if has_bars else None
+    legend_title = (textwrap.fill(bar, 18) if style.legend == "right" else bar) if has_bars else ""
     # The legend is outside of the axes, so that no curve crosses it.
     legend_location: dict[str, Any] = (
-        {"loc": "upper left", "bbox_to_anchor": (0.0, -0.24), "fontsize": 8}
-        if narrow
-        else {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "fontsize": 9, "ncols": -(-len(lines) // LEGEND_ROWS)}
+        {"bbox_to_anchor": (0.0, -0.24)}
+        if style.legend == "below"
+        else {"bbox_to_anchor": (1.01, 1.0), "ncols": -(-len(lines) // LEGEND_ROWS)}
     )
     names = [
-        _wrap_name(name if x_values else f"{name} (failed)")
+        wrap_name(name if x_values else f"{name} (failed)")
         for name, (x_values, _, _) in zip(table.methods, curve_data, strict=True)
     ]
-    legend = axes.legend(lines, names, frameon=False, title=legend_title, alignment="left", **legend_location)
-    legend.get_title().set_fontsize(8)
+    if style.legend != "figure":
+        axes.legend(
+            lines, names, loc="upper left", frameon=False, title=legend_title, alignment="left",
+            fontsize=style.legend_size, title_fontsize=style.note_size, **legend_location,
+        )  # fmt: skip
+    return lines, names, legend_title
 
 
 class MetricFormatter(Formatter):
@@ -182,31 +221,34 @@ def _draw_dense_curve(
     return axes.plot(x_values, means, color=color, linestyle=linestyle, linewidth=1.3)
 
 
-def _draw_depth_maps(figure: SubFigure, depth_map: DepthMap, columns: int, *, narrow: bool) -> None:
+def draw_depth_maps(figure: SubFigure, depth_map: DepthMap, style: PlotStyle) -> None:
     """Draw a panel for each method, with a common color scale."""
+    columns = min(style.map_columns, len(depth_map.methods))
     rows, panels = -(-len(depth_map.methods) // columns), []
     for number, method in enumerate(depth_map.methods, start=1):
         panels.append(figure.add_subplot(rows, columns, number))
-        image = _draw_depth_map(panels[-1], depth_map, method)
+        image = _draw_depth_map(panels[-1], depth_map, method, style)
     bar = figure.colorbar(image, ax=panels, shrink=0.9, pad=0.02)
     bar.ax.yaxis.set_major_formatter(MetricFormatter(depth_map.metric))
-    bar.ax.tick_params(labelsize=7)
-    panels[0].set_ylabel("depth", fontsize=8)
-    title = textwrap.fill(depth_map.title, 52) if narrow else depth_map.title
-    figure.suptitle(title, x=0.01, ha="left", fontsize=8.5 if narrow else 11)
-    figure.supxlabel("length: tokens; dashed: the training length", fontsize=8)
+    bar.ax.tick_params(labelsize=style.tick_size)
+    panels[0].set_ylabel("depth", fontsize=style.note_size)
+    if style.title_characters:
+        title = textwrap.fill(depth_map.title, style.title_characters)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=style.title_size)
+    figure.supxlabel("length: tokens; dashed: the training length", fontsize=style.note_size)
 
 
-def _draw_depth_map(axes: Axes, depth_map: DepthMap, method: str) -> AxesImage:
+def _draw_depth_map(axes: Axes, depth_map: DepthMap, method: str, style: PlotStyle) -> AxesImage:
     """Draw the map of a method, with lengths from left to right, and depths from top (start of the text) to bottom."""
     values, lengths, depths = depth_map.get_values(method), depth_map.lengths, depth_map.depths
     low, high = depth_map.scale
     cmap = "viridis" if depth_map.metric.better == "higher" else "viridis_r"
     axes.set_facecolor("0.93")
     image = axes.imshow(values, cmap=cmap, norm=Normalize(low, high), aspect="auto", interpolation="nearest")
-    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=7, rotation=45)
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=style.tick_size, rotation=45)
     stride = -(-len(depths) // 6)
-    axes.set_yticks(range(0, len(depths), stride), [f"{depth:.0%}" for depth in depths[::stride]], fontsize=7)
+    percentages = [f"{depth:.0%}" for depth in depths[::stride]]
+    axes.set_yticks(range(0, len(depths), stride), percentages, fontsize=style.tick_size)
     train_length = depth_map.tables[0].train_length
     if lengths[0] <= train_length < lengths[-1]:
         last_seen = max(index for index, length in enumerate(lengths) if length <= train_length)
@@ -216,19 +258,20 @@ def _draw_depth_map(axes: Axes, depth_map: DepthMap, method: str) -> AxesImage:
             if np.isfinite(value):
                 is_light = depth_map.get_shade(value, 2) == 1
                 axes.text(
-                    column, row, depth_map.metric.format_tick(value), ha="center", va="center", fontsize=6,
+                    column, row, depth_map.metric.format_tick(value), ha="center", va="center",
+                    fontsize=style.cell_size,
                     color="black" if is_light else "white",
                 )  # fmt: skip
-    axes.set_title(method, loc="left", fontsize=8)
+    axes.set_title(method, loc="left", fontsize=style.note_size)
     return image
 
 
-def _configure_x_axis(axes: Axes, table: ComparisonTable, *, narrow: bool) -> None:
+def _configure_x_axis(axes: Axes, table: ComparisonTable, style: PlotStyle) -> None:
     """Set the ticks and the label of the horizontal axis, and mark the training length."""
     axis, train_length = table.axis, table.train_length
     if axis.in_tokens:
         axes.set_xscale("log", base=2)
-    stride = -(-len(table.x_values) // MAX_TICKS)
+    stride = -(-len(table.x_values) // style.max_ticks)
     axes.xaxis.set_major_locator(FixedLocator(table.x_values[::-stride][::-1]))
     axes.xaxis.set_minor_locator(NullLocator())
     if not axis.in_tokens:
@@ -238,11 +281,14 @@ def _configure_x_axis(axes: Axes, table: ComparisonTable, *, narrow: bool) -> No
     axes.xaxis.set_major_formatter(
         FuncFormatter(lambda x, _: f"{axis.format_value(x)}\n{format_multiple(x / train_length)}")
     )
-    axes.set_xlabel(f"{axis.title}, {'× training length' if narrow else 'and multiples of the training length'}")
+    label = f"{axis.title}, and multiples of the training length"
+    if len(label) > style.label_characters:
+        label = textwrap.fill(f"{axis.title}, × training length", style.label_characters)
+    axes.set_xlabel(label)
     axes.axvline(train_length, color="0.45", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
     axes.annotate(
         "training length", (train_length, 1), xycoords=("data", "axes fraction"), xytext=(4, -4),
-        textcoords="offset points", ha="left", va="top", fontsize=8, color="0.35",
+        textcoords="offset points", ha="left", va="top", fontsize=style.note_size, color="0.35",
     )  # fmt: skip
 
 

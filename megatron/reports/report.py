@@ -28,13 +28,14 @@ from megatron.reports.html_page import (
     HtmlTable,
     render_template,
 )
+from megatron.reports.latex_tables import LATEX_MARKER, render_latex_file
 from megatron.reports.leaderboard import Leaderboard, LeaderboardReport
 from megatron.reports.leaderboard_answers import build_answers
 from megatron.reports.leaderboard_plot import build_cost_chart
 from megatron.reports.method_rows import disambiguate_methods
 from megatron.reports.records import Record, RunFailure, format_records_csv
 from megatron.reports.results_output import build_missing_table
-from megatron.reports.table_formats import TextTable, build_html_table, render_comparison_latex
+from megatron.reports.table_formats import TextTable, build_html_table
 from megatron.reports.x_axes import format_multiple
 from megatron.utils.atomic_io import write_page_atomically
 from megatron.utils.errors import UserError
@@ -45,7 +46,6 @@ MAX_NAMED_METHODS = 4
 MAX_DESCRIBED_CURVES = 9
 """Maximum number of curves that a summary or an alternative text describes; of more, the best and the worst."""
 
-LATEX_MARKER = "% Written by ./deepy.py report: change the records, not this file. It needs \\usepackage{booktabs}.\n"
 """First line of every LaTeX file with tables."""
 
 _PROTOCOL_DESCRIPTIONS = {
@@ -178,7 +178,7 @@ def render_report(
         refresh_seconds=refresh_seconds,
         downloads=[
             Download("results.csv", format_records_csv(records), "all records"),
-            Download("tables.tex", render_report_latex(sections), "tables in LaTeX, with booktabs"),
+            Download("tables.tex", render_report_latex(sections, "tables"), "tables in LaTeX, with booktabs"),
         ]
         if records
         else [],
@@ -196,17 +196,15 @@ def get_section_title(section: ReportSection) -> str:
     return _build_title(build_comparison_tables(section.records)) if section.title is None else section.title
 
 
-def render_report_latex(sections: Sequence[ReportSection]) -> str:
-    r"""Render all tables of a report as LaTeX, which needs \usepackage{booktabs}."""
-    parts = []
+def render_report_latex(sections: Sequence[ReportSection], name: str) -> str:
+    """Render all tables of a report as LaTeX, with labels that begin with `name`."""
+    tables: list[ComparisonTable | TextTable] = []
     for section in sections:
         board = build_leaderboard_report(section)
-        parts += [table.to_latex() for table in (() if board is None else board.build_tables())]
-        tables, depth_maps = split_depth_maps(build_comparison_tables(section.records, section.failures))
-        parts += [render_comparison_latex(table) for table in tables]
-        parts += [depth_map.build_text_table().to_latex() for depth_map in depth_maps]
-        parts += [table.to_latex() for table in section.text_tables]
-    return "\n".join([LATEX_MARKER, *parts])
+        tables += () if board is None else board.build_tables()
+        plain_tables, depth_maps = split_depth_maps(build_comparison_tables(section.records, section.failures))
+        tables += [*plain_tables, *(depth_map.build_text_table() for depth_map in depth_maps), *section.text_tables]
+    return render_latex_file(tables, name)
 
 
 def is_generated_latex(path: Path) -> bool:

@@ -1,10 +1,9 @@
-"""Rendering of tables with rich, or as Markdown, plain text, HTML, or LaTeX: comparison tables and text tables.
+"""Rendering of tables with rich, or as Markdown, plain text, or HTML: comparison tables and text tables.
 
 The best value of each column is bold and marked with `*`, which survives copying as plain text.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -45,16 +44,6 @@ class TextTable:
         markdown_rows = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
         return "\n".join([*markdown_rows, "", f"{self.title}.", *self.notes]) + "\n"
 
-    def to_latex(self) -> str:
-        """Format as a LaTeX table environment with booktabs rules."""
-        return _render_latex(
-            self.title,
-            "l" * (1 + len(self.column_headers)),
-            [[escape_latex(header) for header in (self.corner_header, *self.column_headers)]],
-            [[escape_latex(cell) for cell in (name, *cells)] for name, cells in self.rows],
-            self.notes,
-        )
-
     def to_html(self) -> HtmlTable:
         """Build the table for a page, with right-aligned numbers."""
         columns = []
@@ -80,12 +69,12 @@ def build_rich_table(table: ComparisonTable) -> Table:
         row = [
             Text(
                 _format_aligned_cell(table, method, x).replace(" ±", "\n±"),
-                style="bold green" if _is_best(table.cells.get((method, x))) else "",
+                style="bold green" if is_best(table.cells.get((method, x))) else "",
             )
             for x in table.x_values
         ]
         if table.changes:
-            row.append(Text(_format_change(table, method)))
+            row.append(Text(format_change(table, method)))
         terminal_table.add_row(Text(method), *row)
     return terminal_table
 
@@ -102,8 +91,8 @@ def render_comparison_markdown(table: ComparisonTable) -> str:
         for x in table.x_values:
             cell = table.cells.get((method, x))
             text = table.get_missing_text(method, x) if cell is None else str(cell)
-            cells.append(f"**{text.rstrip('*')}**" if _is_best(cell) else text)
-        cells += [_format_change(table, method)] if table.changes else []
+            cells.append(f"**{text.rstrip('*')}**" if is_best(cell) else text)
+        cells += [format_change(table, method)] if table.changes else []
         escaped = method.replace("|", "\\|")
         lines.append(f"| {escaped} | " + " | ".join(cells) + " |")
     notes = [note.replace("* best", "Bold: best") for note in table.notes]
@@ -116,69 +105,13 @@ def render_comparison_text(table: ComparisonTable) -> str:
     rows = [["method", *(f"{multiple} " for multiple, _ in headers)], ["", *(f"{x_text} " for _, x_text in headers)]]
     for method in table.methods:
         rows.append([method, *(_format_aligned_cell(table, method, x) for x in table.x_values)])
-    changes = [*table.get_change_header(), *(_format_change(table, method) for method in table.methods)]
+    changes = [*table.get_change_header(), *(format_change(table, method) for method in table.methods)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for (name, *texts), change in zip(rows, changes, strict=True):
         padded = (text.rjust(width) for text, width in zip(texts, widths[1:], strict=True))
         lines.append("  ".join([name.ljust(widths[0]), *padded, *([change] if table.changes else [])]))
     return "\n".join([table.title, *(line.rstrip() for line in lines), *table.notes]) + "\n"
-
-
-_LATEX_SIGNS = {
-    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    **{"×": r"$\times$", "÷": r"$\div$", "±": r"$\pm$", "−": "$-$", "–": "--", "τ": r"$\tau$", "Δ": r"$\Delta$"},
-    **{"∞": r"$\infty$", "≤": r"$\le$", "≥": r"$\ge$", "√": r"$\surd$", "…": r"\dots{}"},
-}
-
-
-def escape_latex(text: str) -> str:
-    """Escape all special characters for LaTeX."""
-    return "".join(_LATEX_SIGNS.get(sign, sign) for sign in text)
-
-
-def render_comparison_latex(table: ComparisonTable) -> str:
-    """Render a LaTeX table environment with booktabs rules. The best value of each column is bold."""
-    multiples, texts = zip(*table.get_column_headers(), strict=True)
-    headers = [["method", *map(escape_latex, multiples)], ["", *map(escape_latex, texts)]]
-    rows = []
-    for method in table.methods:
-        cells = []
-        for x in table.x_values:
-            cell = table.cells.get((method, x))
-            text = escape_latex(table.get_missing_text(method, x) if cell is None else str(cell).rstrip("*"))
-            cells.append(rf"\textbf{{{text}}}" if _is_best(cell) else text)
-        rows.append([escape_latex(method), *cells])
-    if table.changes:
-        for line, header in zip(headers, table.get_change_header(), strict=True):
-            line.append(escape_latex(header))
-        for row, method in zip(rows, table.methods, strict=True):
-            row.append(escape_latex(_format_change(table, method)))
-    notes = [note.replace("* best", "Bold: best") for note in table.notes]
-    columns = "l" + "r" * len(table.x_values) + "l" * bool(table.changes)
-    return _render_latex(table.title, columns, headers, rows, notes)
-
-
-def _render_latex(
-    title: str, columns: str, headers: Sequence[Sequence[str]], rows: Sequence[Sequence[str]], notes: Sequence[str]
-) -> str:
-    """Build a table environment from headers and cells that are already LaTeX."""
-
-    def format_lines(lines: Sequence[Sequence[str]]) -> list[str]:
-        return [" & ".join(line).rstrip() + r" \\" for line in lines]
-
-    caption = escape_latex(" ".join([f"{title}.", *notes]))
-    lines = [
-        r"\begin{table}", r"\centering", rf"\caption{{{caption}}}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule",
-        *format_lines(headers), r"\midrule", *format_lines(rows), r"\bottomrule", r"\end{tabular}", r"\end{table}",
-    ]  # fmt: skip
-    return "\n".join(lines) + "\n"
 
 
 def build_html_table(table: ComparisonTable) -> HtmlTable:
@@ -190,7 +123,7 @@ def build_html_table(table: ComparisonTable) -> HtmlTable:
     for method in table.methods:
         cells = [_build_html_cell(table, method, x) for x in table.x_values]
         if table.changes:
-            cells.append(HtmlCell(_format_change(table, method)))
+            cells.append(HtmlCell(format_change(table, method)))
         rows.append((HtmlCell(method), cells))
     return HtmlTable("method", columns, rows, "results", table.title, table.notes)
 
@@ -202,7 +135,8 @@ def _build_html_cell(table: ComparisonTable, method: str, x: float) -> HtmlCell:
     return HtmlCell(str(cell), " – ".join(cell.interval_texts) or None, "best" if cell.is_best else "")
 
 
-def _format_change(table: ComparisonTable, method: str) -> str:
+def format_change(table: ComparisonTable, method: str) -> str:
+    """Return the cell of the last column of a method: its change, or the reason why there is none."""
     if method not in table.changes and not any(name == method for name, _ in table.cells):
         return table.get_missing_text(method, table.x_values[-1])
     return str(table.changes.get(method, "–"))
@@ -214,5 +148,6 @@ def _format_aligned_cell(table: ComparisonTable, method: str, x: float) -> str:
     return f"{table.get_missing_text(method, x)} " if cell is None else str(cell) + " " * (not cell.is_best)
 
 
-def _is_best(cell: Cell | None) -> bool:
+def is_best(cell: Cell | None) -> bool:
+    """Return True if a cell exists and is the best of its column."""
     return cell is not None and cell.is_best

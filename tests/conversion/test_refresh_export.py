@@ -14,7 +14,7 @@ from megatron.conversion import modeling_code, refresh_export
 from megatron.conversion.export_model import export_model
 from megatron.conversion.modeling_code import add_content_digest, remove_content_digest
 from megatron.utils.errors import RunError, UserError
-from tools.export.cases import ExportCase, build_gpt, write_run
+from tools.export.cases import LENGTH, ExportCase, build_gpt, write_run
 
 TOKENS = torch.tensor([[3, 1, 4, 256, 5, 9, 2, 6]])
 COPE = {"pos_emb": ["cope", "fox"], "pos_emb_options": {"scaled": True, "positions": 5}, "attention_window": [None, 5]}
@@ -84,6 +84,9 @@ def test_an_older_export_gets_the_code_of_today(tmp_path: Path) -> None:
     old_files = make_older(folder)
     values = json.loads((folder / "config.json").read_text())
     options = {**values["pos_emb_options"], "cope": {"positions": 5}}
+    change_config(folder, max_position_embeddings=LENGTH)  # earlier versions wrote the training length twice
+    tokenizer_config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**tokenizer_config, "model_max_length": LENGTH}))
     change_config(folder, pos_emb_options=options, softmax_type=..., document_end_token_id=..., mine=[1])
     (folder / "notes.txt").write_text("mine")
     (folder / "mine.py").write_text("print('mine')\n")
@@ -91,15 +94,17 @@ def test_an_older_export_gets_the_code_of_today(tmp_path: Path) -> None:
     refresh_export.refresh_export(folder, log=lines.append)
     after = read_files(folder)
     assert {name for name in after if name.endswith(".py")} == {n for n in today if n.endswith(".py")} | {"mine.py"}
-    for name in before.keys() - {*old_files, "config.json"}:
+    for name in before.keys() - {*old_files, "config.json", "tokenizer_config.json"}:
         assert after[name] == before[name]
     config = json.loads(after["config.json"])
     assert config["mine"] == [1]
+    assert config["max_position_embeddings"] is None
+    assert transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True).model_max_length > 1e9
     assert config["softmax_type"] == "vanilla"
     assert config["pos_emb_options"]["cope"]["scaled"] is True
     assert torch.equal(compute_logits(folder), expected)
     text = "\n".join(map(str, lines))
-    assert "config.json: set pos_emb_options, softmax_type" in text
+    assert "config.json: set max_position_embeddings, pos_emb_options, softmax_type" in text
     assert f"instead of {len(old_files)} code files ({old_files[0][-12:-3]})" in text
     assert "if it was, add document_end_token_id: 256" in text
     lines.clear()

@@ -1,5 +1,6 @@
 """Exports in transformers: generation, training, loading, and rejected uses."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.conversion.export_model import export_model
 from megatron.model.gpt import GPT
-from tools.export.cases import LAYERS, WIDTH, ExportCase, build_gpt, write_run
+from tools.export.cases import FAR, LAYERS, LENGTH, WIDTH, ExportCase, build_gpt, write_run
 from tools.rounding import assert_close_in_rounding, compute_tolerance, count_gpt_sums
 
 VOCABULARY = 257
@@ -247,3 +248,48 @@ def test_padded_rows_match_single_rows_with_random_positions(transformers: Any, 
             alone = gpt(torch.tensor([prompt]))[0]
             assert_close_in_rounding(found[row, start : start + len(prompt)], alone, TERMS, SUMS)
             assert_close_in_rounding(ours[row, start : start + len(prompt)], alone, TERMS, SUMS)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("keys", "longest"),
+    [
+        ({"pos_emb": "kerple_log"}, None),
+        ({"pos_emb": "learned"}, FAR),
+        ({"pos_emb": "rotary", "randomized_positions": 90}, 90),
+    ],
+)
+def test_transformers_warns_only_beyond_the_last_position(
+    transformers: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, keys: dict[str, Any], longest: int | None
+) -> None:
+    """Inputs longer than the training length cause no warning, unless the model has no positions for them."""
+    case = ExportCase("far", keys)
+    run = write_run(tmp_path / "run", case.config(), build_gpt(case, VOCABULARY))
+    folder = export_model(run, tmp_path / "export", log=lambda line: None)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    model = load(transformers, folder)
+    assert model.config.max_position_embeddings == longest
+    monitored = ["transformers.tokenization_utils_base", "transformers.generation.stopping_criteria"]
+    loggers = [logging.getLogger(name) for name in monitored]
+    transformers.utils.logging.warning_once.cache_clear()
+
+    def collect_warnings(num_tokens: int) -> list[str]:
+        caplog.clear()
+        tokens = tokenizer("a" * num_tokens, return_tensors="pt")
+        model.generate(**tokens, max_new_tokens=4, do_sample=False)
+        return [record.getMessage() for record in caplog.records if record.name in monitored]
+
+    transformers.utils.logging.set_verbosity_warning()
+    for logger in loggers:
+        logger.addHandler(caplog.handler)
+    try:
+        assert collect_warnings(2 * LENGTH) == []
+        if longest is None:
+            assert collect_warnings(2 * FAR) == []
+        else:
+            tokenizer("a" * (longest + 1))
+            assert any("longer than the specified maximum" in record.getMessage() for record in caplog.records)
+    finally:
+        transformers.utils.logging.set_verbosity_error()
+        for logger in loggers:
+            logger.removeHandler(caplog.handler)

@@ -74,7 +74,7 @@ def test_accuracy_from_file_to_table(tmp_path: Path) -> None:
 def test_accuracy_in_a_plot_and_a_page() -> None:
     axes = Figure().add_subplot()
     (layout,) = build_comparison_tables(accuracies())
-    plots._draw_panel(axes, layout)
+    plots.draw_panel(axes, layout)
     assert axes.get_ylabel() == "accuracy in %"
     assert axes.get_yscale() == "linear"
     assert axes.yaxis.get_major_formatter()(0.5, 0) == "50"

@@ -18,7 +18,7 @@ from .conftest import record
 def axes_of(records: list[Record]):
     axes = Figure().add_subplot()
     (layout,) = build_comparison_tables(records)
-    plots._draw_panel(axes, layout)
+    plots.draw_panel(axes, layout)
     return axes
 
 

@@ -16,10 +16,11 @@ from rich.console import Console
 from megatron.reports import html_page, report
 from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import build_comparison_tables
+from megatron.reports.latex_tables import render_latex_file
 from megatron.reports.leaderboard import Leaderboard
 from megatron.reports.records import Record, record_from_row, write_records, write_records_csv
 from megatron.reports.report import ReportSection, TrainingSection, describe_plots
-from megatron.reports.table_formats import TextTable, render_comparison_latex
+from megatron.reports.table_formats import TextTable
 from megatron.utils.errors import UserError
 
 from .conftest import record
@@ -83,7 +84,7 @@ def test_the_page_is_self_contained(story: list[Record], tmp_path: Path) -> None
                if not value.startswith("data:application/gzip;base64,"))  # fmt: skip
     csv_file, tex_file = (unpack(href) for href in page.list_values("href") if href.startswith("data:"))
     assert csv_file == write_records_csv(tmp_path / "r.csv", section.records).read_text()
-    assert tex_file == report.render_report_latex([section])
+    assert tex_file == report.render_report_latex([section], "tables")
     assert html_page.is_generated_page(path)
     for part in (
         "./deepy.py report a.json",
@@ -349,7 +350,7 @@ def test_configurations_are_folded(story: list[Record]) -> None:
 def test_latex_shows_any_name_and_the_best_in_bold(tmp_path: Path) -> None:
     rows = [record("50% & a_b", 64, 5.0), record(r"\\x^2~{$#}", 64, 6.0, max_length=64), record("50% & a_b", 128, 7.0)]
     (table,) = build_comparison_tables(rows)
-    lines = render_comparison_latex(table).splitlines()
+    lines = render_latex_file([table], "x").splitlines()
     assert r"method & 1$\times$ & 2$\times$ \\" in lines
     assert r"50\% \& a\_b & \textbf{5.00} & \textbf{7.00} \\" in lines
     special = r"\textbackslash{}\textbackslash{}x\textasciicircum{}2\textasciitilde{}\{\$\#\}"
@@ -360,6 +361,19 @@ def test_latex_shows_any_name_and_the_best_in_bold(tmp_path: Path) -> None:
         combine_results([tmp_path], Console(quiet=True), output=tmp_path / "x.tex")
     assert (tmp_path / "x.tex").read_text().count(r"\begin{tabular}") >= 1
     assert "\n".join(lines) in (tmp_path / "x.tex").read_text()
+    labels = re.findall(r"\\label\{(.+)\}", (tmp_path / "x.tex").read_text())
+    assert labels[0] == "tab:x-perplexity-per-token"
+    assert len(set(labels)) == len(labels)
+    assert r"\providecommand{\captionXPerplexityPerToken}{Perplexity per token, trained at 64 tokens," in "\n".join(
+        lines
+    )
+    assert r"\caption{\captionXPerplexityPerToken}" in lines
+    assert [line for line in render_latex_file([table] * 3, "x2").splitlines() if "label" in line] == [
+        r"\label{tab:x2-perplexity-per-token}",
+        r"\label{tab:x2-perplexity-per-token-2}",
+        r"\label{tab:x2-perplexity-per-token-3}",
+    ]
+    assert r"\caption{\captionXTwoPerplexityPerTokenThree}" in render_latex_file([table] * 3, "x2")
     (tmp_path / "mine.tex").write_text("mine")
     with pytest.raises(UserError, match=r"mine\.tex"):
         combine_results([tmp_path], Console(quiet=True), output=tmp_path / "mine.tex")

@@ -1,5 +1,6 @@
 """Documentation site: complete navigation, complete generated pages, and valid links."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,7 +10,8 @@ from ruamel.yaml import YAML
 from megatron.config.load import load_config
 from megatron.config.schema import SECTIONS, list_config_keys
 from megatron.position import registry
-from tools.site import api_pages, key_pages, method_pages
+from tools.site import api_pages, key_pages, method_pages, search_order
+from tools.site.formulas import METHOD_FORMULAS, Formula, convert_formulas
 from tools.site.generated_pages import RESULTS, GeneratedPages, build_link_rewriter
 from tools.site.links import LinkRewriter, list_loaded_urls
 from tools.site.markdown import escape, link_docs
@@ -137,11 +139,11 @@ def test_python_reference_names_existing_modules() -> None:
 @pytest.mark.parametrize(
     ("source", "page", "target", "link"),
     [
-        ("README.md", "index.md", "docs/data.md#afterwards", "data.md#afterwards"),
-        ("README.md", "index.md", "docs/results/quickstart.png", "results/quickstart.png"),
-        ("README.md", "index.md", "CONTRIBUTING.md", "contributing.md"),
-        ("README.md", "index.md", "megatron/kernels/", "kernels/index.md"),
-        ("docs/results/README.md", "results/README.md", "../../README.md", "../index.md"),
+        ("README.md", "about.md", "docs/data.md#afterwards", "data.md#afterwards"),
+        ("README.md", "about.md", "docs/results/quickstart.png", "results/quickstart.png"),
+        ("README.md", "about.md", "CONTRIBUTING.md", "contributing.md"),
+        ("README.md", "about.md", "megatron/kernels/", "kernels/index.md"),
+        ("docs/results/README.md", "results/README.md", "../../README.md", "../about.md"),
         ("docs/results/README.md", "results/README.md", "small.html", "small_page.html"),
         ("docs/results/README.md", "results/README.md", "zoo.html", "zoo_page.html"),
         ("docs/gpu.md", "gpu.md", "parallel.md", "parallel.md"),
@@ -153,6 +155,8 @@ def test_python_reference_names_existing_modules() -> None:
         ("docs/tasks.md", "tasks.md", "../../elsewhere.md", "../../elsewhere.md"),
         ("docs/tasks.md", "tasks.md", "https://arxiv.org/abs/2205.09921", "https://arxiv.org/abs/2205.09921"),
         ("docs/tasks.md", "tasks.md", "#probes", "#probes"),
+        ("docs/from_neox.md", "from_neox.md", "configuration.md#not-supported", "keys/gpt-neox.md#not-supported"),
+        ("docs/from_neox.md", "from_neox.md", "configuration.md#model", "configuration.md#model"),
     ],
 )  # fmt: skip
 def test_links_lead_to_pages(generated: GeneratedPages, source: str, page: str, target: str, link: str) -> None:
@@ -175,10 +179,10 @@ def test_files_that_no_page_shows_are_linked_to_the_repository_on_the_web(genera
 
 
 def test_code_is_no_link() -> None:
-    rewriter = LinkRewriter(ROOT, {"README.md": "index.md"})
+    rewriter = LinkRewriter(ROOT, {"README.md": "about.md"})
     code = "```\n[a](../README.md)\n```\n`[a](../README.md)` and ``x`[a](../README.md)``"
     assert rewriter.rewrite(code, "docs/data.md", "data.md") == code
-    assert rewriter.rewrite("[`a`](../README.md)", "docs/data.md", "data.md") == "[`a`](index.md)"
+    assert rewriter.rewrite("[`a`](../README.md)", "docs/data.md", "data.md") == "[`a`](about.md)"
 
 
 @pytest.mark.parametrize(
@@ -232,7 +236,7 @@ def test_every_method_has_a_page(generated: GeneratedPages) -> None:
     records = registry.describe_methods(names)[0]
     for record in records:
         page = generated.contents[f"methods/{record['name']}.md"]
-        assert f"``` {{ .text .formula }}\n{record['formula']}\n```" in page
+        assert f"$$\n{METHOD_FORMULAS[record['name']].latex}\n$$" in page
         unlinked = re.sub(r"\[([^\]]*)\]\(https://arxiv.org/abs/[\d.]+\)", r"\1", page)
         assert " ".join(record["source"].split()) in " ".join(unlinked.split())
         assert f"![{record['name']}: " in page
@@ -309,3 +313,67 @@ def test_sources_link_to_papers(generated: GeneratedPages) -> None:
     assert "[arXiv:2504.00927](https://arxiv.org/abs/2504.00927)" in generated.contents["methods/mta.md"]
     without = {path for path, page in generated.contents.items() if path.startswith("methods/") and "arxiv" not in page}
     assert without == {"methods/learned.md", "methods/llama4.md", "methods/logn.md"}, "published elsewhere"
+
+
+def test_formulas_in_latex_have_the_signs_of_the_plain_ones() -> None:
+    """A method's LaTeX differs from its plain formula only in layout: fractions, roots, subscripts and products."""
+    words = {name: name for name in ("ln", "max", "min", "log", "sin", "cos", "exp", "sinh")}
+    words |= {"sum": "Σ", "le": "≤", "ge": "≥", "times": "×", "to": "→", "dots": "…", "ast": "∗"}
+    words |= {"lvert": "|", "rvert": "|"}
+    plain_signs = str.maketrans({"²": "2", "⁻": "-", "⁵": "5", "₂": "2", "−": "-", "¹": "1", "⁰": "0"})
+
+    def strip_layout(text: str) -> str:
+        return re.sub(r"[\s{}()\[\]/^_·√$\\,;`]", "", text)
+
+    def read_latex(latex: str) -> str:
+        return strip_layout(re.sub(r"\\([a-z]+)", lambda found: words.get(found[1], ""), latex))
+
+    names = [name for list_methods, _ in method_pages.KINDS.values() for name in list_methods()]
+    for record in registry.describe_methods(names)[0]:
+        formula = METHOD_FORMULAS[record["name"]]
+        plain = strip_layout(record["formula"].translate(plain_signs))
+        assert read_latex(f"{formula.latex} {formula.words}") == plain, record["name"]
+    assert set(METHOD_FORMULAS) <= set(names)
+
+
+def test_latex_becomes_mathml_and_errors_name_the_page() -> None:
+    pytest.importorskip("latex2mathml", reason="make site installs it")
+    inline = r'<p>a <span class="arithmatex">\(n &lt; \frac{1}{2}\)</span></p>'
+    html = convert_formulas(inline, "a.md")
+    assert "<mfrac>" in html
+    assert "arithmatex" not in html
+    assert 'display="inline"' in html
+    block = r'<div class="arithmatex">\['
+    assert 'display="block"' in convert_formulas(rf"{block}n\]</div>", "a.md")
+    with pytest.raises(ValueError, match=r"a\.md: .*nonsense"):
+        convert_formulas(rf"{block}\nonsense n\]</div>", "a.md")
+    assert Formula("n").to_markdown() == "$$\nn\n$$"
+
+
+def test_guides_come_before_reference_and_the_log_last() -> None:
+    boosts = [
+        search_order.describe_for_search(page)["search"]["boost"]
+        for page in ("training.md", "keys/training.md", "results/zoo.md", "api/model.md", "log.md")
+    ]
+    assert boosts == sorted(boosts, reverse=True)
+    assert len(set(boosts)) == len(boosts)
+    assert all((ROOT / "docs" / page).exists() for page in (*search_order.TAGS, search_order.LOG))
+
+
+def test_the_search_index_is_asked(tmp_path: Path) -> None:
+    pytest.importorskip("lunr", reason="make site installs it")
+    documents = [
+        {"location": "log.html", "title": "Log", "text": "resume resume resume", "boost": 0.02},
+        {"location": "training.html", "title": "Training", "text": "how to resume", "tags": ["resume"], "boost": 4},
+        {"location": "keys.html#resume", "title": "resume", "text": "", "boost": 0.5},
+        {"location": "evaluation.html", "title": "Evaluation", "text": "length of extrapolation", "boost": 4},
+    ]
+    index = search_order.SearchIndex(documents)
+    assert index.find_pages("resume") == ["training.html", "keys.html", "log.html"]
+    assert index.find_pages("length extra") == ["evaluation.html"]
+    assert index.find_pages("nowhere") == []
+    (tmp_path / "search").mkdir()
+    (tmp_path / "search" / "search_index.json").write_text(json.dumps({"docs": documents}))
+    search_order.check_search_order(tmp_path, {"resume": "training.html"})
+    with pytest.raises(ValueError, match=r"“resume” finds training\.html, .*, not log\.html"):
+        search_order.check_search_order(tmp_path, {"resume": "log.html"})

@@ -1,13 +1,14 @@
 """Pages and files that the site adds to docs/, and their navigation."""
 
 import posixpath
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tools.site import api_pages, command_pages, key_pages, method_pages, notebook_pages
 from tools.site.links import LinkRewriter
-from tools.site.markdown import read_title
+from tools.site.markdown import make_anchor, read_title
 
 ASSETS = Path("tools/site/assets")
 
@@ -57,7 +58,7 @@ class GeneratedPages:
 
     Attributes:
         contents: text or bytes by path in the site's docs/.
-        sources: pages that show another file of the repository: index.md → README.md.
+        sources: pages that show another file of the repository: about.md → README.md.
         folders: pages of a folder as navigation entries, which replace `folder/` in mkdocs.yml.
         moved: files of docs/ that the site renames: an HTML page whose name would collide with a Markdown page.
     """
@@ -115,7 +116,7 @@ class GeneratedPages:
         readmes = {
             f"kernels/{path.parent.name}.md": path for path in sorted(self.root.glob("megatron/kernels/*/README.md"))
         }
-        shown = {"index.md": self.root / "README.md", "contributing.md": self.root / "CONTRIBUTING.md", **readmes}
+        shown = {"about.md": self.root / "README.md", "contributing.md": self.root / "CONTRIBUTING.md", **readmes}
         for page, path in shown.items():
             self.contents[page] = path.read_text(encoding="utf-8")
             self.sources[page] = path.relative_to(self.root).as_posix()
@@ -163,4 +164,7 @@ def build_link_rewriter(generated: GeneratedPages, repository_url: str) -> LinkR
     """
     pages = {source: page for page, source in generated.sources.items()}
     pages |= {posixpath.dirname(path): page for path, page in pages.items() if path.endswith("/README.md")}
-    return LinkRewriter(generated.root, {**pages, "megatron/kernels": "kernels/index.md"}, repository_url)
+    neox_page = key_pages.OTHER_PAGES[key_pages.NEOX_HEADING]
+    headings = re.findall(r"^## (.+)$", str(generated.contents[neox_page]), flags=re.MULTILINE)
+    moved = {f"{key_pages.PAGE}#{make_anchor(heading)}": neox_page for heading in headings}
+    return LinkRewriter(generated.root, {**pages, "megatron/kernels": "kernels/index.md"}, repository_url, moved)

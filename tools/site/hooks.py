@@ -1,34 +1,43 @@
 """MkDocs hooks of `make site`: generated pages, navigation and links.
 
-The pages of docs/ are written for the repository and stay unchanged. The hooks make the README the home page, rewrite
-links for the site, and add pages for commands, keys, methods, modules and notebooks.
+The pages of docs/ are written for the repository and stay unchanged. The hooks rewrite links for the site, typeset
+formulas, order the search results, and add pages for commands, keys, methods, modules and notebooks.
 """
 
+import logging
 import os
 import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from tools.site import key_pages, method_pages, source_pages  # noqa: E402
+from tools.site import key_pages, method_pages, search_order, source_pages  # noqa: E402
+from tools.site.formulas import convert_formulas  # noqa: E402
 from tools.site.generated_pages import GeneratedPages, build_link_rewriter  # noqa: E402
 from tools.site.links import LOADED_BY_STYLES, LinkRewriter, list_loaded_urls  # noqa: E402
 
 
 @dataclass
 class Build:
-    """State shared by the events of one build."""
+    """State shared by the events of one build.
+
+    Attributes:
+        edit_url: URL under which a file of the repository can be edited; empty if the repository is not published.
+    """
 
     generated: GeneratedPages
     rewriter: LinkRewriter
+    edit_url: str
 
     def rewrite_links(self, markdown: str, page: str) -> str:
         """Return a page's text with the site's links. Links of generated pages resolve like those of docs/."""
@@ -42,11 +51,20 @@ def get_build(repository_url: str) -> Build:
     generated.add_notebooks()
     branch = os.environ.get("REPOSITORY_BRANCH", "main")
     files_url = f"{repository_url.rstrip('/')}/blob/{branch}" if repository_url else ""
-    return Build(generated, build_link_rewriter(generated, files_url))
+    return Build(generated, build_link_rewriter(generated, files_url), files_url.replace("/blob/", "/edit/", 1))
+
+
+def on_startup(command: str, dirty: bool) -> None:
+    """Print nothing but warnings and errors in a build. The option --quiet would keep --strict from seeing warnings."""
+    if command == "build":
+        for handler in logging.getLogger("mkdocs").handlers:
+            handler.setLevel(max(handler.level, logging.WARNING))
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add the generated pages to the navigation."""
+    """Add the generated pages to the navigation, and a choice of versions if mike deploys the site."""
+    if "MIKE_DOCS_VERSION" in os.environ:
+        config.extra["version"] = {"provider": "mike"}
     config.nav = get_build(config.repo_url or "").generated.expand_navigation(config.nav or [])
     return config
 
@@ -74,8 +92,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if folder == source_pages.FOLDER:
         page.meta["search"] = {"exclude": True}
         return markdown
-    if folder == method_pages.FOLDER:
-        page.meta.update(method_pages.describe_for_search(ROOT, Path(path).stem))
+    is_method = folder == method_pages.FOLDER
+    page.meta.update(
+        method_pages.describe_for_search(ROOT, Path(path).stem) if is_method else search_order.describe_for_search(path)
+    )
     if path == key_pages.PAGE:
         markdown = key_pages.shorten_configuration(markdown)
     elif path == method_pages.PAGE:
@@ -85,8 +105,31 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return get_build(config.repo_url or "").rewrite_links(markdown, path)
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Typeset the formulas of a page."""
+    try:
+        return convert_formulas(html, page.file.src_uri)
+    except ValueError as error:
+        raise PluginError(str(error)) from None
+
+
+def on_page_context(context: dict[str, Any], page: Page, config: MkDocsConfig, nav: Navigation) -> dict[str, Any]:
+    """Link a page to the file it shows, for editing. Pages generated from code have no link."""
+    build, path = get_build(config.repo_url or ""), page.file.src_uri
+    source = build.generated.sources.get(path, f"docs/{path}")
+    page.edit_url = f"{build.edit_url}/{source}" if build.edit_url and (ROOT / source).is_file() else None
+    return context
+
+
 def on_post_build(config: MkDocsConfig) -> None:
-    """Reject pages that load anything from the network, because the site must work from a local disk."""
+    """Reject pages that load anything from the network, because the site must work from a local disk.
+
+    A search that does not find a guide first is rejected, too.
+    """
+    try:
+        search_order.check_search_order(Path(config.site_dir))
+    except ValueError as error:
+        raise PluginError(str(error)) from None
     for path in sorted(Path(config.site_dir).rglob("*.html")):
         if urls := list_loaded_urls(path.read_text(encoding="utf-8")):
             raise PluginError(f"{path.relative_to(config.site_dir)} loads {', '.join(urls)} from the network")

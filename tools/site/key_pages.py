@@ -12,7 +12,8 @@ from tools.site.markdown import escape, link_docs
 FOLDER = "keys"
 PAGE = "configuration.md"
 
-OTHER_PAGES = {"sweep": f"{FOLDER}/sweep.md", "GPT-NeoX, KERPLE and DAPE": f"{FOLDER}/gpt-neox.md"}
+NEOX_HEADING = "GPT-NeoX, KERPLE and DAPE"
+OTHER_PAGES = {"sweep": f"{FOLDER}/sweep.md", NEOX_HEADING: f"{FOLDER}/gpt-neox.md"}
 """Pages for parts of docs/configuration.md that are not sections of a run's configuration, by heading."""
 
 POLICIES = "policies"
@@ -29,10 +30,10 @@ def write_key_pages(configuration: str) -> dict[str, str]:
     """
     pages = {f"{FOLDER}/{name}.md": _render_section(name) for name in SECTIONS}
     pages[OTHER_PAGES["sweep"]] = _render_sweep()
-    neox = next(part for heading, part in _split(configuration) if heading == "GPT-NeoX, KERPLE and DAPE")
-    path = OTHER_PAGES["GPT-NeoX, KERPLE and DAPE"]
+    neox = next(part for heading, part in _split(configuration) if heading == NEOX_HEADING)
+    path = OTHER_PAGES[NEOX_HEADING]
     text = neox.replace("\n### ", "\n## ").replace("](results/", "](../results/").replace("tables above", "other pages")
-    pages[path] = f"# GPT-NeoX, KERPLE and DAPE\n{text}"
+    pages[path] = f"# {NEOX_HEADING}\n{text}"
     return {path: link_docs(text, path) for path, text in pages.items()}
 
 

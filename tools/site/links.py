@@ -37,8 +37,9 @@ class LinkRewriter:
 
     Attributes:
         root: repository folder.
-        pages: pages of the site by the path of the file they show: README.md → index.md.
+        pages: pages of the site by the path of the file they show: README.md → about.md.
         repository_url: URL of the repository's files, …/blob/main; empty if not published.
+        moved_headings: pages of headings that the site moves to another page, as PAGE.md#HEADING → PAGE.md.
         source_files: linked files and folders that need their own page, as paths in the repository; filled by
             `rewrite`.
     """
@@ -46,6 +47,7 @@ class LinkRewriter:
     root: Path
     pages: Mapping[str, str]
     repository_url: str = ""
+    moved_headings: Mapping[str, str] = field(default_factory=dict)
     source_files: set[str] = field(default_factory=set)
 
     def rewrite(self, markdown: str, source: str, page: str) -> str:
@@ -81,6 +83,7 @@ class LinkRewriter:
         else:
             self.source_files.add(file)
             destination, hash_mark, anchor = get_source_page(file, there.is_dir()), "", ""
+        destination = self.moved_headings.get(f"{destination}#{anchor}", destination)
         return f"{posixpath.relpath(destination, posixpath.dirname(page) or '.')}{hash_mark}{anchor}"
 
 

@@ -34,3 +34,8 @@ def read_title(markdown: str, otherwise: str) -> str:
     """Return the first heading of a page, or `otherwise` if it has none."""
     match = re.search(r"^# +(.+?) *(?:\{.*\})? *$", markdown, flags=re.MULTILINE)
     return match[1] if match else otherwise
+
+
+def make_anchor(heading: str) -> str:
+    """Return the anchor of a heading, as GitHub and the site build it."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")

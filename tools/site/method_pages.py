@@ -21,6 +21,7 @@ from megatron.position.catalog import (
     read_encoding_facts,
     read_processor_facts,
 )
+from tools.site.formulas import METHOD_FORMULAS
 from tools.site.markdown import link_docs
 from tools.site.method_results import LeaderboardResults
 
@@ -82,7 +83,7 @@ def write_method_pages(root: Path) -> dict[str, str | bytes]:
         for name, entry in entries.items():
             parts = [
                 f"# {name}",
-                _link_entry(entry),
+                _link_entry(entry, name),
                 "## Train with it",
                 _describe_use(root, kind, name, overlays.get(name, [])),
                 "## Backends",
@@ -140,16 +141,22 @@ def shorten_positions(positions: str) -> str:
     return re.sub(r"^(\| `\w+`) \| formula (.*\n\| ---) \| ---", r"\1 and formula \2", positions, flags=re.MULTILINE)
 
 
-def _link_entry(entry: str) -> str:
+def _link_entry(entry: str, name: str) -> str:
     """Adapt an entry for a page in a folder beside docs/positions.md.
 
-    The changes are a wrapping formula block and links for papers and pages.
+    The changes are a typeset formula and links for papers and pages.
+
+    Args:
+        entry: text of the entry.
+        name: name of the method.
     """
     summary, formula, rest = entry.split("\n\n", 2)
     rest = rest.replace("](images/", "](../images/").replace("](#", f"](../{PAGE}#")
     facts, mark, source = rest.partition("- **Source:**")
     linked = NUMBER.sub(_link_paper, facts) + mark + NAME_OR_NUMBER.sub(_link_paper, source)
-    return f"{summary}\n\n``` {{ .text .formula }}\n{formula.strip()}\n```\n\n{link_docs(linked, FOLDER + '/')}"
+    plain = f"``` {{ .text .formula }}\n{formula.strip()}\n```"
+    shown = METHOD_FORMULAS[name].to_markdown() if name in METHOD_FORMULAS else plain
+    return f"{summary}\n\n{shown}\n\n{link_docs(linked, FOLDER + '/')}"
 
 
 def _link_paper(match: re.Match[str]) -> str:

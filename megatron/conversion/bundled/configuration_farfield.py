@@ -31,6 +31,8 @@ class FarfieldConfig(PretrainedConfig):
         tie_word_embeddings: True if the output matrix is the embedding.
         train_length: length of training sequences, in tokens. Longer inputs are accepted but were not seen in training.
         position_table: rows of a table of absolute positions, for encodings that have one.
+        max_position_embeddings: longest input that the model can compute, or None if it has no limit. transformers
+            warns about longer inputs.
         pos_emb, pos_emb_options: position encoding. This and score_processor, attention_temperature and
             attention_window may be lists, which repeat over the layers; options are then given by method name.
         pos_emb_per_layer: True if every layer has its own encoding.
@@ -80,6 +82,7 @@ class FarfieldConfig(PretrainedConfig):
         tie_word_embeddings: bool = True,
         train_length: int = 512,
         position_table: int | None = None,
+        max_position_embeddings: int | None = None,
         pos_emb: str | list[str] = "none",
         pos_emb_options: dict[str, Any] | None = None,
         pos_emb_per_layer: bool = False,
@@ -154,8 +157,7 @@ class FarfieldConfig(PretrainedConfig):
         self.logits_multiplier = logits_multiplier
         self.mup = mup
         self.query_pre_attn_scalar = query_pre_attn_scalar
-        self.max_position_embeddings = train_length
+        self.max_position_embeddings = max_position_embeddings
         self.use_cache = kwargs.pop("use_cache", randomized_positions is None)
-        kwargs.pop("max_position_embeddings", None)
         kwargs["tie_word_embeddings"] = tie_word_embeddings
         super().__init__(**kwargs)

@@ -35,6 +35,7 @@ from megatron.options.model import (
     qk_norm,
 )
 from megatron.options.position import PositionOptions
+from megatron.position.catalog import read_encoding_facts
 
 AUTO_MAP = {
     "AutoConfig": "configuration_farfield.FarfieldConfig",
@@ -57,7 +58,7 @@ def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
     size = hf_config.get_positive_int("head_dim", max(hidden_size // num_heads, 1))
     num_kv_heads = hf_config.get_positive_int("num_key_value_heads", num_heads)
     train_length = hf_config.get_positive_int("train_length")
-    hf_config.get("max_position_embeddings")  # the training length again, for other programs
+    hf_config.get("max_position_embeddings")  # follows from the encoding and its table
     activation = _read_choice(hf_config, "hidden_act", "gelu", field="activation")
     attention_bias, qkv_bias = hf_config.get_bool("attention_bias", True), hf_config.get_bool("qkv_bias", True)
     return {
@@ -167,6 +168,15 @@ def _read_choice(hf_config: HFConfigReader, name: str, default: str, field: str 
     return value
 
 
+def find_longest_input(config: Config) -> int | None:
+    """Return the number of tokens that a model's positions suffice for, or None if it accepts inputs of any length."""
+    model, position = config.model, config.position
+    limits = [] if position.randomized_positions is None else [position.randomized_positions]
+    if any(read_encoding_facts(name).has_position_table for name in position.encodings):
+        limits.append(model.max_position_embeddings or model.seq_length)
+    return min(limits, default=None)
+
+
 def _to_hf_keys(config: Config) -> dict[str, Any]:
     model, position, kind = config.model, config.position, qk_norm(config.model)
     return {
@@ -193,7 +203,7 @@ def _to_hf_keys(config: Config) -> dict[str, Any]:
         "attention_bias": model.use_bias_in_attn_linear,
         "mlp_bias": model.use_bias_in_mlp,
         "train_length": model.seq_length,
-        "max_position_embeddings": model.seq_length,
+        "max_position_embeddings": find_longest_input(config),
         "position_table": model.max_position_embeddings or model.seq_length,
         "pos_emb": position.pos_emb,
         "pos_emb_options": _write_encoding_options(config),

@@ -82,9 +82,8 @@ def prepare_corpus(
     Raises:
         UserError: sources, tokenizer or options are invalid.
         RunError: the disk is full, the folder cannot be written, or another command made a different corpus there
-            meanwhile.
-        In either case an existing corpus stays intact. Only documents tokenized before a bad one are kept, in a hidden
-        folder.
+            meanwhile. After either error an existing corpus is intact. Only documents tokenized before a bad one are
+            kept, in a hidden folder.
     """
     output, progress = Path(output), progress or (lambda stage, done, total: None)
     recipe = read_corpus_recipe(options)

@@ -48,10 +48,9 @@ def biased_attention(
         offset: position of the first row, counted from key column 0; at least 0.
         window: number of keys that a row attends to, including its own; None for all.
         document_starts: int32 [B, R], first key column that each row attends to, which is where its document begins. It
-        must
-            be nondecreasing over the rows, and each row must attend to itself. None means 0. Values are not checked,
-            because that would synchronize with the GPU. Earlier columns cost nothing: kernels skip column tiles that no
-            row attends to.
+            must be nondecreasing over the rows, and each row must attend to itself. None means 0. Values are not
+            checked, because that would synchronize with the GPU. Earlier columns cost nothing: kernels skip column
+            tiles that no row attends to.
         sinks: float32 [H], or None: one logit per head that joins those of every row's keys and has no value.
         scale: factor of the scores, not 0; 1/√d by default.
 
