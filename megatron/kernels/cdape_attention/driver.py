@@ -433,7 +433,7 @@ def backward(
     """
     stats = attended.stats
     chunks = list(iter_chunks(problem, chunk_rows))[::-1]
-    sums = _new_sums(terms, chunks, k)
+    sums = GradientSums(*new_key_gradients(chunks, k), terms)
     dq = torch.empty_like(scaled)
     means = torch.empty(stats.shape[1:], dtype=torch.float32, device=v.device)  # each row's Σ P ∘ dP
 
@@ -442,7 +442,8 @@ def backward(
         is_only = len(chunks) == 1
         kernels = _choose_kernels(problem, chunk, k, BACKWARD_KERNELS)
         if kernels is not None:
-            maps = _mixer_softmax_backward(problem, chunk, scaled, k, v, dout, attended, means, kernels[0])
+            inputs = _build_logit_inputs(problem, chunk, scaled, k)
+            maps = differentiate_softmax_of_chunk(inputs, chunk, v, dout, attended, means, kernels[0])
             dscores = maps.probabilities
             multiply_transposed(problem, chunk, maps.probabilities, dout, sums.v, is_only=is_only)
             of_mixer = kernels[1], kernels[2]
@@ -469,7 +470,8 @@ def _differentiate_sinks(sinks: Tensor, stats: Tensor, means: Tensor) -> Tensor:
     return -(probabilities * means).sum((0, 2))
 
 
-def _new_sums(terms: TermSums, chunks: list[Chunk], k: Tensor) -> GradientSums:
+def new_key_gradients(chunks: list[Chunk], k: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate the gradients of keys and values, as `GradientSums` describes them."""
     batch, heads, columns, dim = k.shape
     is_whole = len(chunks) == 1 and (chunks[0].left, chunks[0].right) == (0, columns)
     if is_whole:
@@ -477,7 +479,7 @@ def _new_sums(terms: TermSums, chunks: list[Chunk], k: Tensor) -> GradientSums:
     else:
         dtype = k.dtype if len(chunks) == 1 else torch.float32
         dk, dv = k.new_zeros(2, batch * heads, columns, dim, dtype=dtype).unbind()
-    return GradientSums(dk, dv, terms)
+    return dk, dv
 
 
 def multiply_map(problem: CdapeProblem, chunk: Chunk, factor: Tensor, x: Tensor, out: Tensor, scale: float) -> None:
@@ -533,11 +535,9 @@ def _compute_maps(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor
     return ChunkMaps(scores, logits, torch.empty_like(logits, dtype=problem.dtype), torch.empty_like(scores))
 
 
-def _mixer_softmax_backward(
-    problem: CdapeProblem,
+def differentiate_softmax_of_chunk(
+    inputs: mixer_forward.LogitInputs,
     chunk: Chunk,
-    scaled: Tensor,
-    k: Tensor,
     v: Tensor,
     dout: Tensor,
     attended: Attended,
@@ -552,13 +552,7 @@ def _mixer_softmax_backward(
         *(chunk.slice_columns(v), chunk.slice_rows(output), chunk.slice_rows(residue), chunk.slice_rows(dout)),
         stats[..., of_rows],
     )
-    return logit_gradient.differentiate_softmax(
-        _build_logit_inputs(problem, chunk, scaled, k),
-        of_chunk,
-        sums[..., of_rows],
-        kernel,
-        launch_kernel,
-    )
+    return logit_gradient.differentiate_softmax(inputs, of_chunk, sums[..., of_rows], kernel, launch_kernel)
 
 
 def softmax_backward(
