@@ -618,7 +618,7 @@ def _mixer_backward(
     inputs = mixer.MixerInputs(
         chunk.slice_rows(scaled), chunk.slice_columns(k), maps.dlogits, *_locate_operands(problem, chunk)
     )
-    tables, edge, weights = mixer.differentiate_mixer(inputs, maps.probabilities, kernels, launch_kernel)
+    tables, edge, weights, _ = mixer.differentiate_mixer(inputs, maps.probabilities, kernels, launch_kernel)
     terms = sums.terms
     assert terms.mixer is not None
     _take_edge_gradient(product, chunk, edge[..., : problem.shape.width], sums)

@@ -130,7 +130,8 @@ def attend_with_gates(args: CdapeArgs, row_bias: Tensor, key_bias: Tensor, *, ch
     if args.w1.shape[1] != 2 * heads or row_bias.shape != (batch, heads, rows) or key_bias.shape[2] < columns:
         raise ValueError(
             f"w1 is {list(args.w1.shape)}, row_bias {list(row_bias.shape)} and key_bias {list(key_bias.shape)}; "
-            f"they must be [D, {2 * heads}, 1, k], [{batch}, {heads}, {rows}] and [{batch}, {heads}, at least {columns}]"
+            f"they must be [D, {2 * heads}, 1, k], [{batch}, {heads}, {rows}] and "
+            f"[{batch}, {heads}, at least {columns}]"
         )
     if chunk is None:
         chunk = choose_chunk_rows(batch, heads, rows, columns, args.q.dtype, get_device_properties(args.q))
