@@ -8,7 +8,7 @@ to 32.
 """
 
 import ctypes
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -59,27 +59,48 @@ def compute_gate_terms(
     """
     width, heads, size = bias_weight.shape
     padding, (batch, _, num_rows), columns = size // 2, row_bias.shape, key_bias.shape[2]
-    weight, constant = bias_weight.double(), constant.double()
+    weight, constant, keys = bias_weight.double(), constant.double(), key_bias.mT
     rows = row_bias.mT @ weight.sum(2).mT + constant
-    by_tap = weight.permute(1, 2, 0).reshape(heads * size, width)
-    neighbours = F.pad(key_bias, (padding, 2 * padding)).unfold(2, size, 1)  # [B, H, C + p, k]
-    of_columns = neighbours.transpose(1, 2).reshape(batch, columns + padding, heads * size) @ by_tap
+    by_tap = weight.permute(2, 1, 0).reshape(size * heads, width)
+    neighbours = F.pad(keys, (0, 0, padding, 2 * padding)).unfold(1, size, 1)  # [B, C + p, H, k]
+    of_columns = neighbours.mT.reshape(batch, columns + padding, size * heads) @ by_tap
     if not padding:
         return GateTerms(rows, of_columns, rows.new_empty(batch, num_rows, 0, width))
-    device = row_bias.device
+    taken, is_seen = _find_exceptions(num_rows, offset, padding, document_starts, keys.device)
+    # Sequences by an index, whose gradients are added up in a fixed order, unlike those of `gather`.
+    sequences = torch.arange(batch, device=keys.device)[:, None, None, None]
+    bias = (keys[sequences, taken] + row_bias.mT[:, :, None, None]) * is_seen[..., None]  # [B, R, 3p, k, H]
+    edge = bias.reshape(batch, num_rows, 3 * padding, size * heads) @ by_tap + constant
+    return GateTerms(rows, of_columns, edge)
+
+
+def _find_exceptions(
+    num_rows: int, offset: int, padding: int, document_starts: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the columns that the taps of E read, [1 or B, R, 3p, k], and whether the row sees them.
+
+    Where it does not, the column is any that exists.
+    """
+    if document_starts is None:
+        return _find_whole_exceptions(num_rows, offset, padding, device)
+    return _locate_taps(document_starts[..., None].long(), offset, padding)
+
+
+@lru_cache(maxsize=64)
+def _find_whole_exceptions(num_rows: int, offset: int, padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):
+        return _locate_taps(torch.zeros(1, num_rows, 1, dtype=torch.int64, device=device), offset, padding)
+
+
+def _locate_taps(first: Tensor, offset: int, padding: int) -> tuple[Tensor, Tensor]:
+    device, num_rows = first.device, first.shape[1]
     last = torch.arange(offset, offset + num_rows, device=device)[None, :, None]
-    first = last.new_zeros(1, 1, 1) if document_starts is None else document_starts[..., None].long()
     begin = first + torch.arange(padding, device=device)
     end = last + torch.arange(1 - padding, padding + 1, device=device)
-    places = torch.cat([begin.expand(batch, num_rows, -1), end.expand(batch, num_rows, -1)], 2)
-    taken = places[..., None] + torch.arange(-padding, padding + 1, device=device)  # [B, R, 3p, k]
+    places = torch.cat([begin, end.expand(len(first), -1, -1)], 2)
+    taken = places[..., None] + torch.arange(-padding, padding + 1, device=device)
     is_seen = (taken >= first[..., None]) & (taken <= last[..., None])
-    index = taken.clamp(0, columns - 1).view(batch, 1, -1).expand(-1, heads, -1)
-    bias = (key_bias.gather(2, index).view(batch, heads, *taken.shape[1:]) + row_bias[..., None, None]) * is_seen[
-        :, None
-    ]
-    edge = bias.permute(0, 2, 3, 1, 4).reshape(batch, num_rows, 3 * padding, heads * size) @ by_tap + constant
-    return GateTerms(rows, of_columns, edge)
+    return taken.clamp_(0, offset + num_rows - 1), is_seen
 
 
 class GateOperands(NamedTuple):

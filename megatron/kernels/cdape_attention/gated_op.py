@@ -6,7 +6,7 @@ is no function of the distance, so neither the tables of `op.cdape_attention` no
 B batch, H heads, R query rows, C key columns, d head dimension, D processor width, k kernel size, p = k//2.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -168,11 +168,14 @@ class _AttendWithGates(torch.autograd.Function):
         weights, biases = (w1, b1, w2, b2), (row_bias.double(), key_bias.double())
         terms = _compute_terms(*biases, w1, b1, offset, document_starts)
         options = (offset, document_starts, residual_bias, scale, chunk)
-        call = _describe_call(scaled, weights, terms, biases, *options)
+        problem = _describe_problem(scaled, weights, offset, document_starts)
+        call = GatedCall(problem, terms, *biases, *options[2:])
         with launch_context(q):
             output, stats, residue = _forward(call, scaled, k, v, needs_gradients=needs_gradients)
         ctx.save_for_backward(scaled, k, v, stats, output, residue, row_bias, key_bias, *weights, document_starts)
         ctx.options = options
+        # Packed weights and their fragments; documents are among the saved tensors.
+        ctx.problem = replace(problem, document_starts=None)
         return output
 
     @staticmethod
@@ -186,7 +189,8 @@ class _AttendWithGates(torch.autograd.Function):
             leaves = [x.detach().requires_grad_() for x in (row_bias.double(), key_bias.double(), w1, b1)]
             terms = _compute_terms(*leaves, offset, document_starts)
         biases = leaves[0].detach(), leaves[1].detach()
-        call = _describe_call(scaled, (w1, b1, w2, b2), GateTerms(*(x.detach() for x in terms)), biases, *ctx.options)
+        problem = replace(ctx.problem, document_starts=document_starts)
+        call = GatedCall(problem, GateTerms(*(x.detach() for x in terms)), *biases, *ctx.options[2:])
         with launch_context(scaled):
             found = _backward(call, scaled, k, v, driver.Attended(output, stats, residue), dout)
         by_term = [x.double() for x in (found.rows.hidden, found.columns.hidden, found.edge)]
@@ -209,29 +213,19 @@ def _compute_terms(
     return compute_gate_terms(row_bias, key_bias, w1[:, row_bias.shape[1] :, 0], b1, offset, document_starts)
 
 
-def _describe_call(
-    scaled: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor, Tensor],
-    terms: GateTerms,
-    biases: tuple[Tensor, Tensor],
-    offset: int,
-    document_starts: Tensor | None,
-    residual_bias: bool,
-    scale: float,
-    chunk_rows: int,
-) -> GatedCall:
+def _describe_problem(
+    scaled: Tensor, weights: tuple[Tensor, Tensor, Tensor, Tensor], offset: int, document_starts: Tensor | None
+) -> driver.CdapeProblem:
     (w1, b1, w2, b2), (_, heads, rows, _) = weights, scaled.shape
     shape = get_weight_shape(heads, w1.shape[0], w1.shape[3], False)
     packed = pack_weights(shape, [(w1[:, :heads], b1, w2, b2)], scaled.dtype)
-    none = terms.rows.new_empty(1, 0, 0)  # in place of tables
-    operands = MixerOperands(none, none, none, packed, shape, offset + rows)
-    problem = driver.CdapeProblem(
-        *(none, terms.rows.new_empty(heads, 0), PackedWeights(*(x[0] for x in packed)), shape, rows, offset),
+    none = packed.b2.new_empty(1, 0, 0)  # in place of tables
+    return driver.CdapeProblem(
+        *(none, packed.b2.new_empty(heads, 0), PackedWeights(*(x[0] for x in packed)), shape, rows, offset),
         *(driver.NO_WINDOW_INT32, scaled.dtype, document_starts),
         uses_mixer=True,
-        operands=operands,
+        operands=MixerOperands(none, none, none, packed, shape, offset + rows),
     )
-    return GatedCall(problem, terms, *biases, residual_bias, scale, chunk_rows)
 
 
 def _forward(call: GatedCall, scaled: Tensor, k: Tensor, v: Tensor, *, needs_gradients: bool) -> driver.Attended:
