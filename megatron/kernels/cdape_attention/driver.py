@@ -342,6 +342,8 @@ class MixerSums(NamedTuple):
     """float32 [L, n], see `mixer_operands.unpack_weights`."""
     has_bias: bool
     """True if the bias is added to the logits."""
+    shared: mixer.SharedTables
+    """Tables of partial sums for calls of one chunk."""
 
 
 class TermSums(NamedTuple):
@@ -359,7 +361,7 @@ class TermSums(NamedTuple):
     def select_layer(self, layer: int) -> "TermSums":
         mixer = self.mixer
         if mixer is not None:
-            mixer = MixerSums(mixer.tables[layer], mixer.weights[layer], mixer.has_bias)
+            mixer = mixer._replace(tables=mixer.tables[layer], weights=mixer.weights[layer])
         return TermSums(self.bias_product[layer], self.bias_table[layer], self.patches[layer], mixer)
 
 
@@ -382,14 +384,14 @@ def add_mixer_sums(sums: TermSums, problem: CdapeProblem) -> TermSums:
     count = problem.operands.distances + problem.padding
     tables = torch.zeros(layers, count, WIDTH + HEADS, dtype=torch.float32, device=device)
     weights = torch.zeros(layers, 2 * problem.operands.fragments.w1.shape[1], dtype=torch.float32, device=device)
-    return sums._replace(mixer=MixerSums(tables, weights, problem.has_bias))
+    return sums._replace(mixer=MixerSums(tables, weights, problem.has_bias, mixer.SharedTables()))
 
 
 def unpack_mixer_sums(sums: TermSums, product: BiasProduct) -> None:
     """Add the CUDA kernels' sums of all layers to the others, if there are any."""
     if sums.mixer is None:
         return
-    tables, weights, has_bias = sums.mixer
+    tables, weights, has_bias, _ = sums.mixer
     contributions, bias_table = unpack_tables(tables, product.shape)
     covered = product.shape.padding + product.count
     sums.bias_product[:, :covered, : product.shape.width].add_(contributions[:, :covered])
@@ -618,9 +620,12 @@ def _mixer_backward(
     inputs = mixer.MixerInputs(
         chunk.slice_rows(scaled), chunk.slice_columns(k), maps.dlogits, *_locate_operands(problem, chunk)
     )
-    tables, edge, weights, _ = mixer.differentiate_mixer(inputs, maps.probabilities, kernels, launch_kernel)
     terms = sums.terms
     assert terms.mixer is not None
+    # Chunks of a call write different entries, and so may calls with documents.
+    is_alike = chunk.rows == problem.rows and chunk.document_starts is None
+    shared = terms.mixer.shared if is_alike else None
+    tables, edge, weights, _ = mixer.differentiate_mixer(inputs, maps.probabilities, kernels, launch_kernel, shared)
     _take_edge_gradient(product, chunk, edge[..., : problem.shape.width], sums)
     add_sum(terms.mixer.tables[: tables.shape[1]], tables, is_first=is_first)
     add_sum(terms.mixer.weights, weights, is_first=is_first)

@@ -183,8 +183,35 @@ def build_score_inputs(
     return ScoreInputs(*documents, rows, columns, position, *own, *tensors, *strides, heads)
 
 
+class SharedTables:
+    """Tables of partial sums that calls of the same shape reuse, as the layers of a pass do.
+
+    The kernel writes the same entries in each of these calls, and those that it does not write stay zero. So one
+    operation fills them with zeros instead of one for each call. A call's sums must be added up before the next call.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[int, ...] | None = None
+        self._tables: Tensor | None = None
+
+    def find(self, key: tuple[int, ...], *sizes: int, **options: Any) -> Tensor:
+        """Return the tables, zero where no call wrote.
+
+        Args:
+            key: numbers that are equal in two calls if these write the same entries.
+            sizes, options: as for `torch.zeros`.
+        """
+        if self._tables is None or self._key != key or self._tables.shape != sizes:
+            self._key, self._tables = key, torch.zeros(*sizes, **options)
+        return self._tables
+
+
 def differentiate_mixer(
-    inputs: MixerInputs, dscores: Tensor, kernels: tuple[MixerKernel, MixerKernel], launch: Launch
+    inputs: MixerInputs,
+    dscores: Tensor,
+    kernels: tuple[MixerKernel, MixerKernel],
+    launch: Launch,
+    shared: SharedTables | None = None,
 ) -> MixerGradients:
     """Run both kernels for a chunk.
 
@@ -192,6 +219,7 @@ def differentiate_mixer(
         kernels: of `TO_SCORES` and `TO_WEIGHTS`.
         dscores: [B, H, R, C], written where a row sees a column, and zero in the rest of the diagonal tiles.
         launch: runs a kernel on a grid of (blocks, sequences): on a GPU, or in a test's emulator.
+        shared: tables for calls of the same documents, or None.
     """
     operands, layer = inputs.operands, inputs.layer
     fragments, gates, padding = operands.fragments, inputs.gates, operands.shape.padding
@@ -200,7 +228,9 @@ def differentiate_mixer(
     before = 0 if inputs.spans is None else MAX_TILE_COLUMNS  # a tile may begin left of column 0
     num_rows = inputs.position + cdiv(rows, BLOCK_ROWS) * BLOCK_ROWS + before + padding
     float32: dict[str, Any] = {"dtype": torch.float32, "device": inputs.dlogits.device}
-    dtables = torch.zeros(prod(to_scores), num_rows if gates is None else columns, WIDTH + HEADS, **float32)
+    key = (*to_scores, rows, inputs.position, *((0, 0) if inputs.spans is None else inputs.spans[:2]))
+    table_rows = num_rows if gates is None else columns
+    dtables = (shared or SharedTables()).find(key, prod(to_scores), table_rows, WIDTH + HEADS, **float32)
     # Rows may not see their document's begin, nor columns of E twice.
     new_edge = torch.empty if inputs.spans is None and gates is None else torch.zeros
     dedge = new_edge(batch, rows, padding if gates is None else gates.edge.shape[2], WIDTH, **float32)
