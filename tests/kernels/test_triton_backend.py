@@ -49,6 +49,7 @@ ABLE = [
 ]
 """Without processors on gates, whose CUDA kernels take bfloat16 alone (`cdape_attention/test_gated_op.py`)."""
 SINKS = torch.tensor([0.5, 1.0, 2.0])
+GATE_SUMS = torch.zeros(2, 3, 9)
 # float32 sums of a few hundred terms of order one, including exponentials
 TOLERANCE = 3e-5
 
@@ -216,6 +217,7 @@ def test_a_bias_that_the_processor_alone_sees(device: str) -> None:
         ("fire", "cdape", {}, KernelChoice.PROCESSED_MATRIX),
         ("kerple_log", "cdape", {}, KernelChoice.FUSED_PROCESSOR),
         ("none", "dape", {}, KernelChoice.FUSED_PROCESSOR),
+        ("fox", "cdape", {"row_bias": GATE_SUMS, "key_bias": -GATE_SUMS}, KernelChoice.PYTORCH),  # float32
         ("kerple_log", "cdape", {"dropout": 0.1}, KernelChoice.PYTORCH),
         ("none", "none", {"sinks": SINKS}, KernelChoice.FUSED_BIAS),
         ("fire", "none", {"sinks": SINKS}, KernelChoice.PROCESSED_MATRIX),

@@ -104,7 +104,7 @@ def _locate_taps(first: Tensor, offset: int, padding: int) -> tuple[Tensor, Tens
 
 
 class GateOperands(NamedTuple):
-    """What the kernels read of a chunk of rows, float32. Terms are relative to the chunk's first row.
+    """Operands of the kernels for a chunk of rows, float32. Terms are relative to the chunk's first row.
 
     Its position bounds the error: a difference of running sums is rounded, not the sums.
     """
@@ -116,12 +116,11 @@ class GateOperands(NamedTuple):
     edge: Tensor
     """[B, R, 3p, 32]."""
     bias: Tensor
-    """What is added to the logits of a column, [B, 16, front + C + back]. The softmax cancels what is added to a row.
-    """
+    """Bias of the logits by column, [B, 16, front + C + back]. The softmax cancels a bias of the row."""
 
     @property
     def inputs(self) -> GateInputs:
-        """The tensors as a kernel takes them."""
+        """Addresses and strides of the tensors, as a kernel takes them."""
         columns = self.columns.data_ptr() + MAX_TILE_COLUMNS * WIDTH * 4
         batches = (x.stride(0) * 4 for x in (self.rows, self.columns, self.edge, self.bias))
         return GateInputs(self.rows.data_ptr(), columns, *batches)
@@ -161,9 +160,9 @@ class GateSums(NamedTuple):
     """Sums of gradients over a row or a column, float32."""
 
     hidden: Tensor
-    """Of hidden values, [B, R or C, D]."""
+    """Sums of the gradients of hidden values, [B, R or C, D]."""
     logits: Tensor
-    """Of logits, [B, H, R or C]."""
+    """Sums of the gradients of logits, [B, H, R or C]."""
 
 
 def unpack_gate_sums(sums: Tensor, width: int, heads: int) -> GateSums:

@@ -62,8 +62,8 @@ def describe_unfit_device(q: Tensor, dim: int) -> str | None:
     if not q.is_cuda:
         return "a gate's bias before a processor without a GPU"
     arch = get_arch(q)
-    if any(choose_kernel(family, dim, q.dtype, arch, is_gated=True) is None for family in FAMILIES):
-        return f"a gate's bias before a processor on compute capability {arch / 10}"
+    if arch is None or any(choose_kernel(family, dim, q.dtype, arch, is_gated=True) is None for family in FAMILIES):
+        return f"a gate's bias before a processor on {torch.cuda.get_device_name(q.device)}"
     return None if mixer.has_compiler() else "a gate's bias before a processor without NVRTC"
 
 
@@ -167,13 +167,12 @@ class _AttendWithGates(torch.autograd.Function):
         k, v = k.contiguous(), v.contiguous()
         weights, biases = (w1, b1, w2, b2), (row_bias.double(), key_bias.double())
         terms = _compute_terms(*biases, w1, b1, offset, document_starts)
-        options = (offset, document_starts, residual_bias, scale, chunk)
         problem = _describe_problem(scaled, weights, offset, document_starts)
-        call = GatedCall(problem, terms, *biases, *options[2:])
+        call = GatedCall(problem, terms, *biases, residual_bias, scale, chunk)
         with launch_context(q):
             output, stats, residue = _forward(call, scaled, k, v, needs_gradients=needs_gradients)
         ctx.save_for_backward(scaled, k, v, stats, output, residue, row_bias, key_bias, *weights, document_starts)
-        ctx.options = options
+        ctx.offset, ctx.options = offset, (residual_bias, scale, chunk)
         # Packed weights and their fragments; documents are among the saved tensors.
         ctx.problem = replace(problem, document_starts=None)
         return output
@@ -182,25 +181,26 @@ class _AttendWithGates(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         scaled, k, v, stats, output, residue, row_bias, key_bias, *weights, document_starts = ctx.saved_tensors
         w1, b1, w2, b2 = weights
-        offset, heads = ctx.options[0], scaled.shape[1]
+        offset, heads = ctx.offset, scaled.shape[1]
+        biases = row_bias.double(), key_bias.double()
         if dout.stride() != output.stride():
             dout = torch.empty_like(output).copy_(dout)
         with torch.enable_grad():  # the terms again, as a function of what they are computed from
-            leaves = [x.detach().requires_grad_() for x in (row_bias.double(), key_bias.double(), w1, b1)]
-            terms = _compute_terms(*leaves, offset, document_starts)
-        biases = leaves[0].detach(), leaves[1].detach()
+            leaves = [x.detach().requires_grad_() for x in (*biases, w1, b1)]
+            row, key, weight, constant = leaves
+            terms = _compute_terms(row, key, weight, constant, offset, document_starts)
         problem = replace(ctx.problem, document_starts=document_starts)
-        call = GatedCall(problem, GateTerms(*(x.detach() for x in terms)), *biases, *ctx.options[2:])
+        constants = GateTerms(*(x.detach() for x in terms))
+        call = GatedCall(problem, constants, *biases, *ctx.options)
         with launch_context(scaled):
             found = _backward(call, scaled, k, v, driver.Attended(output, stats, residue), dout)
         by_term = [x.double() for x in (found.rows.hidden, found.columns.hidden, found.edge)]
         drow, dkey, dw1, db1 = torch.autograd.grad(terms, leaves, by_term, allow_unused=True, materialize_grads=True)
-        if ctx.options[2]:
+        if call.residual_bias:
             drow, dkey = drow + found.rows.logits, dkey + found.columns.logits
-        constants = found.patches.new_zeros(1, len(w1))
-        nothing = found.patches.new_empty(1, 0)
+        no_bias, no_constant = found.patches.new_empty(1, 0), found.patches.new_zeros(1, len(w1))
         ((dscores_weight, _, dw2, db2),) = unpack_gradients(
-            call.problem.shape, found.patches, nothing, constants, (w1.dtype, b1.dtype, w2.dtype, b2.dtype)
+            call.problem.shape, found.patches, no_bias, no_constant, (w1.dtype, b1.dtype, w2.dtype, b2.dtype)
         )
         dw1[:, :heads] = dscores_weight
         gradients = (drow.to(row_bias.dtype), dkey.to(key_bias.dtype), dw1, db1, dw2, db2)

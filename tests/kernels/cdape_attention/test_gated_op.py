@@ -251,3 +251,28 @@ def test_a_layer_with_forget_gates_is_that_of_the_whole_map(monkeypatch: pytest.
         if exact is None:
             continue
         assert (ours.float() - exact).norm() <= 0.02 * exact.norm() + 1e-3
+
+
+def test_support_is_stated_for_calls_that_the_kernels_take() -> None:
+    taken = (torch.bfloat16, 16, 64, 32, 3, 512, None)
+    assert gated_op.describe_unsupported(*taken) is None
+    assert gated_op.describe_unsupported(torch.bfloat16, 3, 16, 4, 3, 512, 512) is None
+    for place, other, reason in (
+        (0, torch.float16, "float16"),
+        (1, 17, "17 heads"),
+        (2, 72, "heads of 72"),
+        (3, 33, "width 33"),
+        (4, 7, "kernel size 7"),
+        (5, 511, "multiple of 8"),
+        (6, 511, "window"),
+    ):
+        assert reason in (gated_op.describe_unsupported(*taken[:place], other, *taken[place + 1 :]) or "")
+
+
+def test_what_the_operator_does_not_take_is_an_error() -> None:
+    inputs = CALLS[0].draw()
+    q, k, v, row, key, w1, *rest = inputs
+    with pytest.raises(ValueError, match="row_bias"):
+        attend_with_gates(CdapeArgs(q, k, v, None, w1, *rest), row[:, :-1], key)
+    with pytest.raises(ValueError, match="sinks"):
+        attend_with_gates(CdapeArgs(q, k, v, None, w1, *rest, sinks=torch.zeros(9)), row, key)
