@@ -21,6 +21,7 @@ The backend that `auto` selects depends on a self-check on the GPU; without one 
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from megatron.attention.backends.capabilities import find_unsupported_method
 from megatron.config.schema import Config
@@ -162,6 +163,18 @@ def has_cuda_kernels(shape: AttentionShape) -> bool:
     )
 
 
+def takes_gates(shape: AttentionShape) -> bool:
+    """Return True if kernels/cdape_attention takes the shape on gates, like `gated_op.describe_unsupported` (tested).
+
+    Half precision counts as bfloat16.
+    """
+    processor = shape.processor
+    assert processor is not None
+    padded = replace(shape, num_heads=max(shape.num_heads, 16))  # fewer heads are padded
+    is_whole = shape.window is None or shape.window >= shape.num_columns
+    return is_whole and has_cuda_kernels(padded)
+
+
 def estimate_kernel_map_bytes(num_heads: int, bytes_per_element: int) -> int:
     """Return the bytes of all score matrices of a chunk, per row and column of a sequence.
 
@@ -204,6 +217,8 @@ def estimate_triton(shape: AttentionShape) -> AttentionMemory:
         return estimate_row_blocks(shape)
     if shape.processor is not None:
         is_fused = "dense" not in facts.hooks and not shape.has_dropout
+        if "gate" in facts.hooks:
+            is_fused = is_fused and not has_sink and takes_gates(shape)
         return estimate_cdape_attention(shape) if is_fused else estimate_row_blocks(shape)
     if "dense" in facts.hooks or (shape.has_dropout and facts.adds_bias and not facts.multiplies_scores):
         return estimate_bias_matrix(shape)

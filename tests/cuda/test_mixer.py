@@ -20,12 +20,13 @@ MAX_STACK_BYTES = 512
 PROGRAM = """
 import os
 import torch
-from megatron.kernels.cdape_attention import driver, mixer, op
+from megatron.kernels.cdape_attention import driver, gated_op, mixer, op
 from megatron.kernels.cdape_attention.args import CdapeArgs
 
 launched = []
 launch = driver.launch_kernel
 driver.launch_kernel = lambda kernel, *rest: (launched.append(kernel.name), launch(kernel, *rest))
+gated_op.launch_kernel = driver.launch_kernel
 
 
 def draw(*sizes, dtype=torch.float32):
@@ -55,9 +56,24 @@ def run(heads, length, dim=64, dtype=torch.bfloat16, differentiates=True, **opti
     output.sum().backward()
     assert all(x.grad is not None for x in (q, k, v, *weights))
     assert residues.pop() == any(name.startswith("LogitGradient") for name in launched)
+    return list_launched()
+
+
+def list_launched():
     names = [name.split("<")[0].removeprefix("Mixer") + "*" * ("16, true>" in name) for name in launched]
     launched.clear()
     return ",".join(names) or "none"
+
+
+def run_gated(heads, length):
+    q, k, v = (draw(2, heads, length, 64, dtype=torch.bfloat16) for _ in range(3))
+    assert gated_op.describe_unfit_device(q, 64) is None
+    row, key = (draw(2, heads, length, dtype=torch.float64) for _ in range(2))
+    weights = draw(32, 2 * heads, 1, 3), draw(32), draw(heads, 32, 1, 3), draw(heads)
+    gated_op.attend_with_gates(CdapeArgs(q, k, v, None, *weights), row, key, chunk=64).sum().backward()
+    assert all(x.grad is not None for x in (q, k, v, row, key, *weights))
+    assert all("false, true>" in name for name in launched)
+    return list_launched()
 
 
 documents = torch.arange(96, device="cuda").repeat(2, 1).div(40, rounding_mode="floor").mul(40).int()
@@ -72,7 +88,7 @@ with torch.no_grad():
     assert launched and not residues.pop()
 launched.clear()
 mixer.fills_device = fills_device
-print(run(16, 96), flush=True)
+print(run(16, 96), run_gated(4, 96), flush=True)
 os._exit(0)  # autograd's threads may be in the way of an orderly end
 """
 
@@ -82,13 +98,19 @@ FAMILIES = [mixer_forward.KERNELS, logit_gradient.KERNELS, TO_SCORES, TO_WEIGHTS
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize(
-    ("dim", "dtype", "is_local"), [(64, torch.bfloat16, False), (64, torch.bfloat16, True), (96, torch.float16, False)]
+    ("dim", "dtype", "is_local", "is_gated"),
+    [
+        (64, torch.bfloat16, False, False),
+        (64, torch.bfloat16, True, False),
+        (96, torch.float16, False, False),
+        (64, torch.bfloat16, False, True),
+    ],
 )
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_kernels_compile_with_few_spills(
-    family: KernelFamily, dim: int, dtype: torch.dtype, is_local: bool, arch: int, tmp_path: Path
+    family: KernelFamily, dim: int, dtype: torch.dtype, is_local: bool, is_gated: bool, arch: int, tmp_path: Path
 ) -> None:
-    kernel = choose_kernel(family, dim, dtype, arch, is_local=is_local)
+    kernel = choose_kernel(family, dim, dtype, arch, is_local=is_local, is_gated=is_gated)
     assert kernel is not None
     assert kernel.code.shared_bytes <= BLOCK_BYTES[arch]
     code, name = compile_kernel(kernel.code, arch)
@@ -120,5 +142,6 @@ def test_the_operator_launches_them_where_they_fit(gpu: str) -> None:
     stars = [re.sub(r"(\w+)", r"\1*", text) for text in (FORWARD, BACKWARD)]
     documents = f"{stars[0]},{stars[0]},{stars[1]},{stars[1]}"
     expected = [two_chunks, two_chunks, "none", one_chunk, documents, documents, two_chunks]
-    expected += [two_chunks, two_chunks, "none", "none", "none"]
+    # Gates have no other kernels, so that they take these also where their blocks are few.
+    expected += [two_chunks, two_chunks, "none", "none", "none", two_chunks]
     assert done.stdout.split() == expected

@@ -20,7 +20,7 @@ from megatron.attention.check.check_result import RECORD_FILE
 from megatron.config.load import load_config
 from megatron.distributed.hardware import get_gpu_spec
 from megatron.kernels.biased_attention import configs as biased_configs
-from megatron.kernels.cdape_attention import configs, mixer, op
+from megatron.kernels.cdape_attention import configs, gated_op, mixer, op
 from megatron.kernels.cdape_attention.weights import get_weight_shape
 from megatron.kernels.head_dim import MAX_HEAD_DIM
 from megatron.kernels.runtime import DeviceProperties
@@ -150,6 +150,22 @@ def test_the_output_is_kept_for_cuda_kernels(heads: int, dim: int, length: int) 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(attention_memory, "has_cuda_kernels", lambda shape: False)
             assert kept - ATTENTION_MEMORY["triton"](shape).saved_bytes == (2 * shape.query_bytes if has_kernels else 0)
+
+
+@pytest.mark.parametrize(("heads", "dim", "length", "window"), product((4, 16, 17), (64, 72), (512, 513), (None, 99)))
+def test_processors_on_gates_take_the_memory_of_their_kernels(
+    heads: int, dim: int, length: int, window: int | None
+) -> None:
+    position = PositionOptions(pos_emb="fox", score_processor="cdape")
+    encoding, processor = plan_encoding(position), plan_processor(position)
+    assert processor is not None
+    shape = AttentionShape(
+        2, ((0, length),), heads, dim, 2, encoding, processor, True, window, 64, False, 80 << 30
+    )  # fmt: skip
+    sizes = (heads, dim, processor.width, processor.kernel_size, length)
+    is_supported = gated_op.describe_unsupported(torch.bfloat16, *sizes, window) is None
+    estimate = attention_memory.estimate_cdape_attention if is_supported else attention_memory.estimate_row_blocks
+    assert ATTENTION_MEMORY["triton"](shape) == estimate(shape)
 
 
 def test_maps_of_the_processor_kernel_do_not_grow_with_the_length() -> None:

@@ -115,12 +115,12 @@ class Case(NamedTuple):
     def build(self, family: KernelFamily, inputs: LogitInputs | MixerInputs) -> MixerKernel:
         return self.build_for_rows(family, is_local=inputs.spans is not None)
 
-    def build_for_rows(self, family: KernelFamily, *, is_local: bool) -> MixerKernel:
+    def build_for_rows(self, family: KernelFamily, *, is_local: bool, is_gated: bool = False) -> MixerKernel:
         """Describe the kernel, which holds as many tensors as it can unless `held_tensors` says how many."""
         held = (self.held_tensors,) if self.held_tensors else (2, 1)
         wanted = [Tile(self.rows, self.columns, x) for x in held]
         tile = next(tile for tile in wanted if tile in dict(family.tiles))
-        return family.build(tile, self.dim, self.dtype, 90, is_local=is_local)
+        return family.build(tile, self.dim, self.dtype, 90, is_local=is_local, is_gated=is_gated)
 
     def adapt(self, shape: Shape) -> Shape:
         return replace(shape, dim=self.dim, dtype=self.dtype)

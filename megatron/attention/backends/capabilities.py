@@ -23,7 +23,6 @@ UNSUPPORTED_REASONS = {
     "matrix": "it cannot compute a bias that is not a function of the distance",
     "kernel matrix": "it cannot compute a bias that is not a function of the distance",
     "gate": "it cannot add a bias that differs between sequences",
-    "gate before a processor": "it cannot add a bias that differs between sequences before a processor",
     "weight": "it cannot multiply the scores",
     "weight before a processor": "it cannot multiply the scores before a processor",
     "sink": "it cannot add a sink to the softmax (softmax_type)",
@@ -78,7 +77,7 @@ BACKEND_CAPABILITIES = {
     "triton": BackendCapabilities(
         (
             *("two rotations", "contextual", "softcap", "matrix", "weight before a processor"),
-            *("gate before a processor", "processor without kernel", "stick-breaking"),
+            *("processor without kernel", "stick-breaking"),
         ),
     ),
 }
@@ -117,7 +116,6 @@ def list_score_features(
         "bias": bool({"table", "dense", "contextual", "gate"} & set(hooks)),
         "contextual": "contextual" in hooks,
         "gate": "gate" in hooks,
-        "gate before a processor": "gate" in hooks and has_processor,
         "matrix": is_matrix and not has_kernel_parameters,
         "kernel matrix": is_matrix and has_kernel_parameters,
         "weight": multiplies_scores,

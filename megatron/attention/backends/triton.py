@@ -5,6 +5,7 @@
 | Toeplitz or none     | none          | `kernels/biased_attention`; with dropout `kernels/bias` and PyTorch's  |
 | a gate, Toeplitz     | none          | `kernels/biased_attention`, only the terms of keys                     |
 | Toeplitz or none     | convolutional | `kernels/cdape_attention`                                              |
+| a gate               | convolutional | its CUDA kernels, for the sizes that `gated_op.py` states              |
 | a network (FIRE)     | none          | `kernels/bias` and PyTorch's fused attention                           |
 | a network (FIRE)     | any, or sinks | `kernels/bias` and PyTorch's row blocks                                |
 
@@ -29,8 +30,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination
 from megatron.attention.backends.fused_processor import (
+    gated_processor_fallback_reason,
     processor_fallback_reason,
     processor_unsupported_reason,
+    run_gated_processor_kernel,
     run_processor_kernel,
 )
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks, pad_values
@@ -102,7 +105,7 @@ class TritonBackend:
     def is_one_kernel(inputs: AttentionInputs) -> bool:
         """Return True if scores and biases are never stored."""
         table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
-        return select_kernel(inputs, table)[0] in (KernelChoice.FUSED_BIAS, KernelChoice.FUSED_PROCESSOR)
+        return select_kernel(inputs, table)[0] in ONE_KERNEL
 
     @staticmethod
     def share_table(table: ScoreTerms) -> ScoreTerms:
@@ -163,6 +166,8 @@ class TritonBackend:
                 from megatron.kernels.cdape_attention.op import cdape_attention
 
                 return run_processor_kernel(cdape_attention, inputs, table.bias)
+            case KernelChoice.GATED_PROCESSOR:
+                return run_gated_processor_kernel(inputs)
             case KernelChoice.MATRIX:
                 return attend_with_bias_matrix(inputs, table.bias, _fire_parameters(inputs.encoding))
             case KernelChoice.PROCESSED_MATRIX:
@@ -179,9 +184,14 @@ class KernelChoice(Enum):
 
     FUSED_BIAS = "kernels/biased_attention"
     FUSED_PROCESSOR = "kernels/cdape_attention"
+    GATED_PROCESSOR = "kernels/cdape_attention, on gates"
     MATRIX = "kernels/bias, then PyTorch's fused attention"
     PROCESSED_MATRIX = "kernels/bias, then PyTorch's row blocks"
     PYTORCH = "PyTorch's row blocks"
+
+
+ONE_KERNEL = (KernelChoice.FUSED_BIAS, KernelChoice.FUSED_PROCESSOR, KernelChoice.GATED_PROCESSOR)
+"""Implementations that never store scores and biases."""
 
 
 def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> tuple[KernelChoice, str]:
@@ -201,8 +211,10 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> tuple[KernelCho
     if inputs.processor is not None:
         if fire is not None:
             return KernelChoice.PROCESSED_MATRIX, ""
-        reason = processor_fallback_reason(inputs)
-        return (KernelChoice.FUSED_PROCESSOR, "") if reason is None else (KernelChoice.PYTORCH, reason)
+        choice, reason = KernelChoice.FUSED_PROCESSOR, processor_fallback_reason(inputs)
+        if reason is None and inputs.key_bias is not None:
+            choice, reason = KernelChoice.GATED_PROCESSOR, gated_processor_fallback_reason(inputs, table)
+        return (choice, "") if reason is None else (KernelChoice.PYTORCH, reason)
     if inputs.key_bias is not None and (fire is not None or inputs.dropout):
         return KernelChoice.PYTORCH, "a gate's bias with a network's bias or with attention_dropout"
     if inputs.sinks is not None and fire is not None:  # PyTorch's fused attention does not support sinks

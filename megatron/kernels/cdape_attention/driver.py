@@ -342,6 +342,8 @@ class MixerSums(NamedTuple):
     """float32 [L, n], see `mixer_operands.unpack_weights`."""
     has_bias: bool
     """True if the bias is added to the logits."""
+    shared: mixer.SharedTables
+    """Tables of partial sums for calls of one chunk."""
 
 
 class TermSums(NamedTuple):
@@ -359,7 +361,7 @@ class TermSums(NamedTuple):
     def select_layer(self, layer: int) -> "TermSums":
         mixer = self.mixer
         if mixer is not None:
-            mixer = MixerSums(mixer.tables[layer], mixer.weights[layer], mixer.has_bias)
+            mixer = mixer._replace(tables=mixer.tables[layer], weights=mixer.weights[layer])
         return TermSums(self.bias_product[layer], self.bias_table[layer], self.patches[layer], mixer)
 
 
@@ -382,14 +384,14 @@ def add_mixer_sums(sums: TermSums, problem: CdapeProblem) -> TermSums:
     count = problem.operands.distances + problem.padding
     tables = torch.zeros(layers, count, WIDTH + HEADS, dtype=torch.float32, device=device)
     weights = torch.zeros(layers, 2 * problem.operands.fragments.w1.shape[1], dtype=torch.float32, device=device)
-    return sums._replace(mixer=MixerSums(tables, weights, problem.has_bias))
+    return sums._replace(mixer=MixerSums(tables, weights, problem.has_bias, mixer.SharedTables()))
 
 
 def unpack_mixer_sums(sums: TermSums, product: BiasProduct) -> None:
     """Add the CUDA kernels' sums of all layers to the others, if there are any."""
     if sums.mixer is None:
         return
-    tables, weights, has_bias = sums.mixer
+    tables, weights, has_bias, _ = sums.mixer
     contributions, bias_table = unpack_tables(tables, product.shape)
     covered = product.shape.padding + product.count
     sums.bias_product[:, :covered, : product.shape.width].add_(contributions[:, :covered])
@@ -433,7 +435,7 @@ def backward(
     """
     stats = attended.stats
     chunks = list(iter_chunks(problem, chunk_rows))[::-1]
-    sums = _new_sums(terms, chunks, k)
+    sums = GradientSums(*new_key_gradients(chunks, k), terms)
     dq = torch.empty_like(scaled)
     means = torch.empty(stats.shape[1:], dtype=torch.float32, device=v.device)  # each row's Σ P ∘ dP
 
@@ -442,7 +444,8 @@ def backward(
         is_only = len(chunks) == 1
         kernels = _choose_kernels(problem, chunk, k, BACKWARD_KERNELS)
         if kernels is not None:
-            maps = _mixer_softmax_backward(problem, chunk, scaled, k, v, dout, attended, means, kernels[0])
+            inputs = _build_logit_inputs(problem, chunk, scaled, k)
+            maps = differentiate_softmax_of_chunk(inputs, chunk, v, dout, attended, means, kernels[0])
             dscores = maps.probabilities
             multiply_transposed(problem, chunk, maps.probabilities, dout, sums.v, is_only=is_only)
             of_mixer = kernels[1], kernels[2]
@@ -469,7 +472,8 @@ def _differentiate_sinks(sinks: Tensor, stats: Tensor, means: Tensor) -> Tensor:
     return -(probabilities * means).sum((0, 2))
 
 
-def _new_sums(terms: TermSums, chunks: list[Chunk], k: Tensor) -> GradientSums:
+def new_key_gradients(chunks: list[Chunk], k: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate the gradients of keys and values, as `GradientSums` describes them."""
     batch, heads, columns, dim = k.shape
     is_whole = len(chunks) == 1 and (chunks[0].left, chunks[0].right) == (0, columns)
     if is_whole:
@@ -477,7 +481,7 @@ def _new_sums(terms: TermSums, chunks: list[Chunk], k: Tensor) -> GradientSums:
     else:
         dtype = k.dtype if len(chunks) == 1 else torch.float32
         dk, dv = k.new_zeros(2, batch * heads, columns, dim, dtype=dtype).unbind()
-    return GradientSums(dk, dv, terms)
+    return dk, dv
 
 
 def multiply_map(problem: CdapeProblem, chunk: Chunk, factor: Tensor, x: Tensor, out: Tensor, scale: float) -> None:
@@ -533,11 +537,9 @@ def _compute_maps(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor
     return ChunkMaps(scores, logits, torch.empty_like(logits, dtype=problem.dtype), torch.empty_like(scores))
 
 
-def _mixer_softmax_backward(
-    problem: CdapeProblem,
+def differentiate_softmax_of_chunk(
+    inputs: mixer_forward.LogitInputs,
     chunk: Chunk,
-    scaled: Tensor,
-    k: Tensor,
     v: Tensor,
     dout: Tensor,
     attended: Attended,
@@ -552,13 +554,7 @@ def _mixer_softmax_backward(
         *(chunk.slice_columns(v), chunk.slice_rows(output), chunk.slice_rows(residue), chunk.slice_rows(dout)),
         stats[..., of_rows],
     )
-    return logit_gradient.differentiate_softmax(
-        _build_logit_inputs(problem, chunk, scaled, k),
-        of_chunk,
-        sums[..., of_rows],
-        kernel,
-        launch_kernel,
-    )
+    return logit_gradient.differentiate_softmax(inputs, of_chunk, sums[..., of_rows], kernel, launch_kernel)
 
 
 def softmax_backward(
@@ -624,9 +620,12 @@ def _mixer_backward(
     inputs = mixer.MixerInputs(
         chunk.slice_rows(scaled), chunk.slice_columns(k), maps.dlogits, *_locate_operands(problem, chunk)
     )
-    tables, edge, weights = mixer.differentiate_mixer(inputs, maps.probabilities, kernels, launch_kernel)
     terms = sums.terms
     assert terms.mixer is not None
+    # Chunks of a call write different entries, and so may calls with documents.
+    is_alike = chunk.rows == problem.rows and chunk.document_starts is None
+    shared = terms.mixer.shared if is_alike else None
+    tables, edge, weights, _ = mixer.differentiate_mixer(inputs, maps.probabilities, kernels, launch_kernel, shared)
     _take_edge_gradient(product, chunk, edge[..., : problem.shape.width], sums)
     add_sum(terms.mixer.tables[: tables.shape[1]], tables, is_first=is_first)
     add_sum(terms.mixer.weights, weights, is_first=is_first)

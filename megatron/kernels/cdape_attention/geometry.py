@@ -56,16 +56,19 @@ class KernelFamily(NamedTuple):
     tiles: tuple[tuple[Tile, int], ...]
     """Each tile, and the rest of the shared memory that a block needs for it."""
 
-    def build(self, tile: Tile, dim: int, dtype: torch.dtype, arch: int, *, is_local: bool = False) -> MixerKernel:
+    def build(
+        self, tile: Tile, dim: int, dtype: torch.dtype, arch: int, *, is_local: bool = False, is_gated: bool = False
+    ) -> MixerKernel:
         """Describe the kernel of a geometry.
 
         Args:
             is_local: True if each row sees columns from a first one of its own (`mixer.Spans`).
+            is_gated: True if the bias is a term of the row and one of the column (`gate_terms.py`).
             arch: compute capability as major · 10 + minor, which decides how many blocks share a multiprocessor.
         """
         shared_bytes = tile.held_tensors * tile.rows * HEADS * 2 * dim + dict(self.tiles)[tile]
-        local = str(is_local).lower()
-        geometry = f"Geometry<1, {tile.columns}, {tile.rows // 16}, {dim}, {ELEMENTS[dtype]}, {local}>"
+        flags = str(is_local).lower() + ", true" * is_gated
+        geometry = f"Geometry<1, {tile.columns}, {tile.rows // 16}, {dim}, {ELEMENTS[dtype]}, {flags}>"
         code = CudaKernel(
             FOLDER,
             self.header,
@@ -80,7 +83,7 @@ class KernelFamily(NamedTuple):
 
 @cache
 def choose_kernel(
-    family: KernelFamily, dim: int, dtype: torch.dtype, arch: int, *, is_local: bool = False
+    family: KernelFamily, dim: int, dtype: torch.dtype, arch: int, *, is_local: bool = False, is_gated: bool = False
 ) -> MixerKernel | None:
     """Return the kernel for a GPU, or None if no geometry fits its shared memory.
 
@@ -90,7 +93,7 @@ def choose_kernel(
     """
     if arch not in BLOCK_BYTES:
         return None
-    kernels = [family.build(tile, dim, dtype, arch, is_local=is_local) for tile, _ in family.tiles]
+    kernels = [family.build(tile, dim, dtype, arch, is_local=is_local, is_gated=is_gated) for tile, _ in family.tiles]
 
     def rank(kernel: MixerKernel) -> tuple[int, ...]:
         tile, blocks = kernel.tile, kernel.resident_blocks

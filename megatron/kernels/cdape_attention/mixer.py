@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.kernels.cdape_attention.gate_terms import GateInputs, GateOperands
 from megatron.kernels.cdape_attention.geometry import ELEMENTS, HEADS, WIDTH, KernelFamily, MixerKernel, Tile
 from megatron.kernels.cdape_attention.mixer_operands import (
     BLOCK_ROWS,
@@ -66,6 +67,9 @@ class MixerBackwardArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("dscores", "dtables", "dedge", "dweights")),
         *((name, ctypes.c_int) for name in ("table_front", "dtable_rows")),
         *((name, ctypes.c_longlong) for name in ("q_batch", "k_batch", "map_batch", "edge_batch", "dscores_batch")),
+        ("gates", GateInputs),
+        ("drows", ctypes.c_void_p),
+        ("drows_batch", ctypes.c_longlong),
     )
 
 
@@ -96,17 +100,24 @@ class MixerInputs(NamedTuple):
     position: int
     """Column of the chunk's first row: its position, if the maps begin at position 0."""
     spans: Spans | None = None
+    gates: GateOperands | None = None
+    """Bias of gates, instead of the tables and E of the operands."""
 
 
 class MixerGradients(NamedTuple):
     """Gradients of a chunk, by programs of the kernels, in float32."""
 
     tables: Tensor
-    """Gradients of U from distance −p on and of the bias, [programs, n, 48], see `unpack_tables`."""
+    """Gradients of U from distance −p on and of the bias, [programs, n, 48], see `unpack_tables`.
+
+    With gates those of hidden values from column p on and of logits, by column.
+    """
     edge: Tensor
-    """Gradient of E, [B, R, p, 32]."""
+    """Gradient of E, [B, R, p or with gates 3p, 32]."""
     weights: Tensor
     """Gradients of both weights, [programs, 2 · k · 512], see `unpack_weights`."""
+    rows: Tensor | None = None
+    """With gates, the same as the tables by row, [B, R, 48], see `gate_terms.unpack_gate_sums`."""
 
 
 def is_enabled() -> bool:
@@ -172,8 +183,35 @@ def build_score_inputs(
     return ScoreInputs(*documents, rows, columns, position, *own, *tensors, *strides, heads)
 
 
+class SharedTables:
+    """Tables of partial sums that calls of the same shape reuse, as the layers of a pass do.
+
+    The kernel writes the same entries in each of these calls, and those that it does not write stay zero. So one
+    operation fills them with zeros instead of one for each call. A call's sums must be added up before the next call.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[int, ...] | None = None
+        self._tables: Tensor | None = None
+
+    def find(self, key: tuple[int, ...], *sizes: int, **options: Any) -> Tensor:
+        """Return the tables, zero where no call wrote.
+
+        Args:
+            key: numbers that are equal in two calls if these write the same entries.
+            sizes, options: as for `torch.zeros`.
+        """
+        if self._tables is None or self._key != key or self._tables.shape != sizes:
+            self._key, self._tables = key, torch.zeros(*sizes, **options)
+        return self._tables
+
+
 def differentiate_mixer(
-    inputs: MixerInputs, dscores: Tensor, kernels: tuple[MixerKernel, MixerKernel], launch: Launch
+    inputs: MixerInputs,
+    dscores: Tensor,
+    kernels: tuple[MixerKernel, MixerKernel],
+    launch: Launch,
+    shared: SharedTables | None = None,
 ) -> MixerGradients:
     """Run both kernels for a chunk.
 
@@ -181,28 +219,40 @@ def differentiate_mixer(
         kernels: of `TO_SCORES` and `TO_WEIGHTS`.
         dscores: [B, H, R, C], written where a row sees a column, and zero in the rest of the diagonal tiles.
         launch: runs a kernel on a grid of (blocks, sequences): on a GPU, or in a test's emulator.
+        shared: tables for calls of the same documents, or None.
     """
     operands, layer = inputs.operands, inputs.layer
-    fragments, edge, padding = operands.fragments, operands.wide_edge, operands.shape.padding
+    fragments, gates, padding = operands.fragments, inputs.gates, operands.shape.padding
     batch, rows, _, columns, _ = inputs.dlogits.shape
     to_scores, to_weights = ((cdiv(rows, kernel.tile.rows), batch) for kernel in kernels)
     before = 0 if inputs.spans is None else MAX_TILE_COLUMNS  # a tile may begin left of column 0
     num_rows = inputs.position + cdiv(rows, BLOCK_ROWS) * BLOCK_ROWS + before + padding
-    float32: dict[str, Any] = {"dtype": torch.float32, "device": edge.device}
-    dtables = torch.zeros(prod(to_scores), num_rows, WIDTH + HEADS, **float32)
-    new_edge = torch.empty if inputs.spans is None else torch.zeros  # rows may not see their document's begin
-    dedge = new_edge(batch, rows, padding, WIDTH, **float32)
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": inputs.dlogits.device}
+    key = (*to_scores, rows, inputs.position, *((0, 0) if inputs.spans is None else inputs.spans[:2]))
+    table_rows = num_rows if gates is None else columns
+    dtables = (shared or SharedTables()).find(key, prod(to_scores), table_rows, WIDTH + HEADS, **float32)
+    # Rows may not see their document's begin, nor columns of E twice.
+    new_edge = torch.empty if inputs.spans is None and gates is None else torch.zeros
+    dedge = new_edge(batch, rows, padding if gates is None else gates.edge.shape[2], WIDTH, **float32)
+    drows = None if gates is None else torch.empty(batch, rows, WIDTH + HEADS, **float32)
     dweights = torch.empty(prod(to_weights), 2 * fragments.w1.shape[1], **float32)
     args = MixerBackwardArgs(
         build_score_inputs(inputs.queries, inputs.keys, columns, inputs.position, inputs.spans),
         inputs.dlogits.data_ptr(),
-        find_pointer(operands.entries, layer),
-        find_pointer(edge, layer) + inputs.first_row * edge.stride(1) * edge.element_size(),
+        *((None, gates.edge.data_ptr()) if gates is not None else _find_tables(inputs)),
         *(find_pointer(x, layer) for x in (fragments.w1, fragments.w2_back, fragments.w1_back)),
         *(x.data_ptr() for x in (dscores, dtables, dedge, dweights)),
-        *(TABLE_FRONT, num_rows),
+        *(TABLE_FRONT, dtables.shape[1]),
         *(x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, inputs.dlogits, dedge, dscores)),
+        *(() if gates is None or drows is None else (gates.inputs, drows.data_ptr(), drows.stride(0) * 4)),
     )
     for kernel, grid in zip(kernels, (to_scores, to_weights), strict=True):
         launch(kernel.code, grid, args)
-    return MixerGradients(dtables, dedge, dweights)
+    return MixerGradients(dtables, dedge, dweights, drows)
+
+
+def _find_tables(inputs: MixerInputs) -> tuple[int, int]:
+    """Return the addresses of the layer's U, and of the chunk's first row of E."""
+    edge = inputs.operands.wide_edge
+    row = inputs.first_row * edge.stride(1) * edge.element_size()
+    return find_pointer(inputs.operands.entries, inputs.layer), find_pointer(edge, inputs.layer) + row

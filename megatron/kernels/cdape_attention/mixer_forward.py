@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.kernels.cdape_attention.gate_terms import GateInputs, GateOperands
 from megatron.kernels.cdape_attention.geometry import KernelFamily, MixerKernel, Tile
 from megatron.kernels.cdape_attention.mixer import Launch, ScoreInputs, Spans, build_score_inputs
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands, find_pointer
@@ -28,6 +29,7 @@ class LogitArgs(ctypes.Structure):
         ("scores", ScoreInputs),
         *((name, ctypes.c_void_p) for name in ("table", "edge", "w1", "w2", "bias")),
         *((name, ctypes.c_int) for name in ("table_group", "bias_front", "bias_stride")),
+        ("gates", GateInputs),
     )
 
 
@@ -56,6 +58,8 @@ class LogitInputs(NamedTuple):
     position: int
     """Column of the chunk's first row: its position, if the maps begin at position 0."""
     spans: Spans | None = None
+    gates: GateOperands | None = None
+    """Bias of gates, instead of the tables and E of the operands."""
 
 
 def compute_logits(inputs: LogitInputs, kernel: MixerKernel, launch: Launch) -> Tensor:
@@ -81,13 +85,22 @@ def build_logit_args(inputs: LogitInputs, bias_copies: int = 1) -> LogitArgs:
         bias_copies: copies of the bias that the kernel reads, the last ones.
     """
     operands, layer, position = inputs.operands, inputs.layer, inputs.position
-    tables, fragments, edge = operands.find_logit_tables(position), operands.fragments, operands.wide_edge
+    fragments = operands.fragments
+    scores = build_score_inputs(inputs.queries, inputs.keys, position + inputs.queries.shape[2], position, inputs.spans)
+    weights = [find_pointer(x, layer) for x in (fragments.w1, fragments.w2)]
+    if inputs.gates is not None:
+        gates = inputs.gates
+        return LogitArgs(
+            *(scores, None, gates.edge.data_ptr(), *weights, gates.bias_pointer),
+            *(0, 0, gates.bias.shape[-1], gates.inputs),
+        )
+    tables, edge = operands.find_logit_tables(position), operands.wide_edge
     unread = (tables.bias.shape[1] - bias_copies) * tables.bias.stride(1) * tables.bias.element_size()
     return LogitArgs(
-        build_score_inputs(inputs.queries, inputs.keys, position + inputs.queries.shape[2], position, inputs.spans),
+        scores,
         find_pointer(tables.table, layer),
         find_pointer(edge, layer) + inputs.first_row * edge.stride(1) * edge.element_size(),
-        *(find_pointer(x, layer) for x in (fragments.w1, fragments.w2)),
+        *weights,
         find_pointer(tables.bias, layer) + unread,
         *(tables.group, tables.bias_front, tables.bias.shape[-1]),
     )

@@ -209,6 +209,11 @@ def _width(tile: int | Tensor, column: int | Tensor) -> int | Tensor:
     return 16 * (tile // 2) + 4 * (column // 2) + 2 * (tile % 2) + column % 2
 
 
+def list_tile_widths() -> list[int]:
+    """Return the width index of each column of each n-tile."""
+    return [int(_width(tile, column)) for tile in range(4) for column in range(8)]
+
+
 @cache
 def _list_table_columns(device: torch.device) -> Tensor:
     """Columns of U by parity of the entry, step, n, t and width: n is swapped where the parity is odd."""

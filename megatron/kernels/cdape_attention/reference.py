@@ -24,12 +24,19 @@ def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
 
 
-def reference(args: CdapeArgs, *, saturate_like: torch.dtype | None = None) -> Tensor:
+def reference(
+    args: CdapeArgs,
+    *,
+    saturate_like: torch.dtype | None = None,
+    row_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
+) -> Tensor:
     """Compute softmax(S + bias + Conv2(LeakyReLU(Conv1([S, bias])))) · v (DAPE V2, equation 5).
 
     The key axis is padded with zeros. Arguments and result are those of `op.cdape_attention`, in any floating type
     including float64. `saturate_like` is the type whose largest value bounds the hidden map, q's if None: float64 can
-    then compute the exact result for float16.
+    then compute the exact result for float16. With `row_bias` [B, H, R] and `key_bias` [B, H, C] the bias is their sum,
+    as in `gated_op.attend_with_gates`.
     """
     q, k, v, bias, w1, b1, w2, b2, offset, window, document_starts, residual_bias, sinks, scale = args
     rows, columns, dtype = q.shape[2], k.shape[2], q.dtype
@@ -47,6 +54,9 @@ def reference(args: CdapeArgs, *, saturate_like: torch.dtype | None = None) -> T
     bias_map = None
     if bias is not None:
         bias_map = bias[:, distance.clamp(min=0)]
+    elif row_bias is not None and key_bias is not None:
+        bias_map = row_bias[..., None] + key_bias[..., None, :]
+    if bias_map is not None:
         visible_bias = saturated(bias_map, limited).to(dtype).expand_as(scores).masked_fill(~visible, 0)
         channels = torch.cat([channels, visible_bias], dim=1)
     # Padded on the right by p more than the convolution needs, so that hidden values there are computed.

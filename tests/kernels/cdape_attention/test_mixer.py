@@ -319,8 +319,12 @@ def test_the_geometry_is_what_a_gpu_has_room_for(
     assert [kernel and (*kernel.tile, kernel.resident_blocks) for kernel in kernels] == tiles
 
 
-def test_sums_of_layers_and_chunks_are_those_of_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer's gradients are found among those of all layers, which two chunks of rows leave for them."""
+@pytest.mark.parametrize("chunk_rows", [24, 40])
+def test_sums_of_layers_and_chunks_are_those_of_float64(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer's gradients are found among those of all layers, which one or two chunks of rows leave for them.
+
+    With one chunk, layers share the tables of partial sums.
+    """
     shape, layers = Shape(1, 12, 20, 40, 0), 2
     calls = [build_inputs(shape, seed) for seed in range(layers)]
     operands = [call.operands for call in calls]
@@ -337,7 +341,7 @@ def test_sums_of_layers_and_chunks_are_those_of_float64(monkeypatch: pytest.Monk
         sums = add_mixer_sums(new_term_sums(layers, product, shape.columns, torch.get_default_device()), problems[0])
         for call, problem in zip(calls, problems, strict=True):
             own = GradientSums(call.keys, call.keys, sums.select_layer(problem.layer))
-            for chunk in reversed(list(driver.iter_chunks(problem, 24))):
+            for chunk in reversed(list(driver.iter_chunks(problem, chunk_rows))):
                 dlogits = call.dlogits[:, chunk.first : chunk.last, :, : chunk.right].contiguous()
                 dscores = torch.zeros(1, shape.heads, chunk.rows, chunk.right, dtype=torch.bfloat16)
                 launcher.emulator.register(dlogits)
@@ -346,6 +350,8 @@ def test_sums_of_layers_and_chunks_are_those_of_float64(monkeypatch: pytest.Monk
                     problem, product, chunk, maps, call.queries, call.keys, own, kernels, is_first=is_first
                 )
     assert launcher.emulator.get_faults().errors == NO_ERRORS
+    assert sums.mixer is not None
+    assert (sums.mixer.shared._tables is None) == (chunk_rows < shape.rows)
     unpack_mixer_sums(sums, product)
     for layer, call in enumerate(calls):
         gradient, by_tap = sums.bias_product[layer], sums.patches[layer][:, : TAPS * 16].view(2, TAPS, 16, -1)

@@ -18,10 +18,13 @@
 #pragma once
 #include "elements.h"
 
-template <int PADDING_, int COLUMNS_, int ROW_TILES_, int HEAD_DIM_, class Element_, bool LOCAL_>
+template <int PADDING_, int COLUMNS_, int ROW_TILES_, int HEAD_DIM_, class Element_, bool LOCAL_, bool GATED_ = false>
 struct Geometry {
   typedef Element_ Element;              // of queries, keys, values and gradients
   static constexpr bool LOCAL = LOCAL_;  // rows see columns from one of their own on, see spans.h
+  static constexpr bool GATED = GATED_;  // the bias is a term of the row and one of the column, see gates.h
+  static constexpr bool HAS_EDGES = LOCAL || GATED;            // E holds within tiles, where rows do not see all columns
+  static constexpr int EDGE = GATED ? 3 * PADDING_ : PADDING_;  // columns of E
   static constexpr int PADDING = PADDING_, TAPS = 2 * PADDING + 1, COLUMNS = COLUMNS_;
   static constexpr int ROW_TILES = ROW_TILES_, ROWS = 16 * ROW_TILES, RUNS = COLUMNS / 8, WARPS = ROW_TILES * RUNS;
   static constexpr int HEADS = 16, PAIRS = 8, WIDTH = 32, HEAD_DIM = HEAD_DIM_, ROW_BYTES = 2 * HEAD_DIM;

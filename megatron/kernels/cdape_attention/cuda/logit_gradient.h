@@ -96,6 +96,7 @@ struct DifferentiateSoftmax {
     const int copy_bytes = G::HEADS * c.in.bias_stride * 4;
     Address bias = advance(address(c.in.bias, g % 4 * copy_bytes + (g / 4 - t) * 16),
                            (long long)(c.position() - start + c.in.bias_front) * 4);
+    if constexpr (G::GATED) bias = advance(address(c.in.bias, t * 16), start * 4ll);  // of columns
     Address to_p = advance(address(args.probabilities, (g * columns + t * 4) * 2), c.first_row * row_bytes + start * 2);
     Address to_dl = advance(address(args.dlogits, (g * (G::PAIRS * columns) + t * 4) * 4),
                             c.first_row * (G::PAIRS * pair_bytes) + start * 4);
@@ -126,11 +127,12 @@ struct DifferentiateSoftmax {
           begin = c.in.scores.find_lanes_first(g + (c.first_row + row));
         }
         UNROLL_FOR (int h = 0; h < 2; h++) {
-          Words<4> b = load_global<4>(advance(bias, ((long long)(head + h) * c.in.bias_stride + row - behind) * 4), 0);
+          const long long entry = (long long)(head + h) * c.in.bias_stride + (G::GATED ? behind : row - behind);
+          Words<4> b = load_global<4>(advance(bias, entry * 4), 0);
           Words<2> of_row = load_shared<2>(stats, g * 8 + ((head + h) * G::ROWS + row) * 8);
           f32 p[4];
           UNROLL_FOR (int y = 0; y < 4; y++) {
-            p[y] = exponential2((logits[h][y] + as_f32(b.x[3 - y])) * LOG2E - as_f32(of_row.x[0]));
+            p[y] = exponential2((logits[h][y] + as_f32(b.x[G::GATED ? y : 3 - y])) * LOG2E - as_f32(of_row.x[0]));
             if (MASKED) p[y] = select(t * 4 + (column + y) <= g + (c.position() + row), p[y], f32(0.0f));
             if (MASKED && G::LOCAL) p[y] = select(t * 4 + (column + y) >= begin, p[y], f32(0.0f));
             f32 gradient = dp[h].tile[block][y / 2][2 * (quarter % 2) + y % 2];
@@ -160,7 +162,7 @@ struct LogitGradient {
     ScoreInputs &scores = args.inputs.scores, &values = args.values;
     scores.q = (const char*)scores.q + batch * args.q_batch;
     scores.k = (const char*)scores.k + batch * args.k_batch;
-    scores.select_sequence(batch);
+    args.inputs.select_sequence(batch);
     values.q = (const char*)values.q + batch * args.dout_batch;
     values.k = (const char*)values.k + batch * args.value_batch;
     args.output = (const char*)args.output + batch * args.dout_batch;

@@ -20,8 +20,17 @@ struct LogitInputs {
   const void* w1;     // B fragments of W1, exchange numbers [k][4 n-tiles][32 lanes][2]
   const void* w2;     // B fragments of W2, exchange numbers [k][2 k-steps][2 n-tiles][32 lanes][2]
   const void* bias;   // float32 [16, bias_stride]: entry bias_front + n is added to the logits at distance n
-  int table_group;    // of the distance of row 0 and column p + 7
+  int table_group;              // of the distance of row 0 and column p + 7
   int bias_front, bias_stride;  // bias_front + position is a multiple of 4
+  // GATED: instead of the tables by distance. `edge` is [R, 3p, 32], and entry j of `bias` is added at column j.
+  GateInputs gates;
+
+  KERNEL_CODE void select_sequence(int index) {
+    scores.select_sequence(index);
+    gates.select_sequence(index);
+    edge = (const char*)edge + index * gates.edge_batch;
+    bias = (const char*)bias + index * gates.bias_batch;
+  }
 };
 
 // BY_ROWS: the last phase reads its words by rows and columns, not by columns and pairs.
@@ -31,6 +40,7 @@ struct Logits {
   typedef Scores<G, 4> S;
   typedef FragmentWindow<G> W;
   typedef Tables<G> T;
+  typedef GateTerms<G> Gates;
   typedef Runs<G, Exchange, BY_ROWS> R;
   static constexpr int PADDING = G::PADDING, TAPS = G::TAPS, COLUMNS = G::COLUMNS, NUM_THREADS = 32 * G::WARPS;
   // Of the warp's four heads, those whose next keys wait in registers while a tile is mixed.
@@ -42,6 +52,7 @@ struct Logits {
     typename R::Words4 carry[R::CARRY];
     typename S::Keys keys[HELD];      // of the next tile
     typename T::Distances distances;  // of this one
+    typename Gates::Rows rows;        // GATED: of the warp's row tile
   };
   struct Context {
     LogitInputs in;
@@ -114,11 +125,12 @@ struct Logits {
   template <bool MASKED, class Last>
   static KERNEL_CODE void take_tile(State& st, Context& c, SharedMemory memory, int tile, Last& last) {
     const int first = tile * COLUMNS, row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
-    T::load_distances(st.distances, c.in.table, c.in.table_group + (c.first_row - first) / 8 + 2 * row_tile - run);
+    if constexpr (!G::GATED)
+      T::load_distances(st.distances, c.in.table, c.in.table_group + (c.first_row - first) / 8 + 2 * row_tile - run);
     if (owns_last_columns(c)) W::keep_last_columns(c.scores, c.warp % 4);
     compute_scores<MASKED>(st, c, tile);
     barrier(memory);
-    mix<false, G::LOCAL && MASKED>(st, c, first);
+    mix<false, G::HAS_EDGES && MASKED>(st, c, first);
     barrier(memory);
     last.template take<MASKED>(c, first);
   }
@@ -128,6 +140,8 @@ struct Logits {
     G::load_weights(st.w2, c.in.w2);
     S::load_queries(c.in.scores, c.queries, c.warp, c.first_row);
     UNROLL_FOR (int h = 0; h < HELD; h++) load_keys(st, c, h, G::LOCAL ? c.tiles.first : -1);
+    if constexpr (G::GATED)
+      Gates::load_rows(st.rows, c.in.gates, c.in.scores.rows, c.first_row + 16 * (c.warp / G::RUNS));
   }
 
   static KERNEL_CODE bool owns_last_columns(const Context& c) { return c.warp / 4 == G::WARPS / 4 - 1; }
@@ -177,10 +191,11 @@ struct Logits {
     u32 unit = select(t == g / 2, select(g % 2 == 0, u32(0x3c00u), u32(0x3c000000u)), u32(0u));
     u32 slope = u32(0x211f211fu);  // 0.01 twice
     const int hidden_column = first + PADDING + 8 * run;
+    Address columns = Gates::locate_columns(c.in.gates, hidden_column);
     typename T::Places places;
     bool has_begin = false;
     if constexpr (BEGINS) {
-      has_begin = hidden_column < c.in.scores.find_document(c.first_row + 16 * row_tile + 15) + PADDING;
+      has_begin = T::has_edge(c.in.scores, c.first_row + 16 * row_tile, hidden_column);
       if (has_begin) T::find_places(places, c.in.scores, c.first_row + 16 * row_tile);
     }
     UNROLL_FOR (int jj = BEGIN; jj < 8; jj++) {
@@ -189,6 +204,13 @@ struct Logits {
         UNROLL_FOR (int step = 0; step < 2; step++) {
           f32 half[2][4];
           T::load_edge(half, c.in.edge, c.in.scores.rows, c.first_row + 16 * row_tile, jj - BEGIN, step);
+          UNROLL_FOR (int n = 0; n < 2; n++)
+            UNROLL_FOR (int x = 0; x < 4; x++) hidden[2 * step + n][x] = half[n][x];
+        }
+      } else if constexpr (G::GATED) {
+        UNROLL_FOR (int step = 0; step < 2; step++) {
+          f32 half[2][4];
+          Gates::begin_hidden(half, st.rows, columns, jj, step);
           UNROLL_FOR (int n = 0; n < 2; n++)
             UNROLL_FOR (int x = 0; x < 4; x++) hidden[2 * step + n][x] = half[n][x];
         }

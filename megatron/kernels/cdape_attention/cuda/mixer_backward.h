@@ -11,6 +11,7 @@
 // the gradients of tables, WEIGHTS that it returns those of weights.
 #pragma once
 #include "diagonals.h"
+#include "gates.h"
 #include "runs.h"
 #include "scores.h"
 #include "tables.h"
@@ -29,8 +30,13 @@ struct MixerBackwardArgs {
   void* dedge;          // float32 [R, p, 32]
   void* dweights;       // float32 [programs, 2, k, 4 n-tiles, 32 lanes, 4]: of W1 and W2
   int table_front, dtable_rows;
-  long long q_batch, k_batch, map_batch, edge_batch,
-      dscores_batch;  // bytes from one sequence to the next; of both maps
+  // Bytes from one sequence to the next; of both maps.
+  long long q_batch, k_batch, map_batch, edge_batch, dscores_batch;
+  // GATED: instead of the table. E and its gradient are [R, 3p, 32]; row j of `dtables` [programs, C, 48] is of the
+  // hidden values of column j + p and the logits of column j, with the channels of `drows`, see GateSums.
+  GateInputs gates;
+  void* drows;  // float32 [R, 48]
+  long long drows_batch;
 };
 
 template <class G, bool SCORES, bool WEIGHTS>
@@ -42,6 +48,8 @@ struct MixerBackward {
   typedef Tables<G> T;
   typedef Runs<G, Element, false> R;
   typedef Diagonals<G> D;
+  typedef GateTerms<G> Gates;
+  typedef GateSums<G> Sums;
   static constexpr int PADDING = G::PADDING, TAPS = G::TAPS, NUM_THREADS = 32 * G::WARPS, BLOCKS_PER_SM = 8 / G::WARPS;
   static constexpr float SLOPE = 0.01f;
 
@@ -53,6 +61,9 @@ struct MixerBackward {
     typename R::Words4 carry[R::CARRY];
     f32 dw1[WEIGHTS ? TAPS : 1][4][4], dw2[WEIGHTS ? TAPS : 1][4][4];
     typename D::Sums diagonals;
+    // GATED: of the warp's row tile.
+    typename Gates::Rows rows;
+    typename Sums::Rows row_sums;
   };
   struct Context {
     MixerBackwardArgs args;
@@ -68,6 +79,11 @@ struct MixerBackward {
     args.scores.q = (const char*)args.scores.q + batch * args.q_batch;
     args.scores.k = (const char*)args.scores.k + batch * args.k_batch;
     args.scores.select_sequence(batch);
+    if constexpr (G::GATED) {
+      args.gates.select_sequence(batch);
+      args.edge = (const char*)args.edge + batch * args.gates.edge_batch;
+      args.drows = (char*)args.drows + batch * args.drows_batch;
+    }
     args.dlogits = (const char*)args.dlogits + batch * args.map_batch;
     args.dscores = (char*)args.dscores + batch * args.dscores_batch;
     args.dedge = (char*)args.dedge + batch * args.edge_batch;
@@ -100,6 +116,10 @@ struct MixerBackward {
     Step step{st, c, memory};
     RowSpans::go_over<G>(c.tiles, step);
     if constexpr (WEIGHTS) store_weights(st, c, memory);
+    if constexpr (SCORES && G::GATED) {
+      static_assert(Sums::ROW_MEMORY_BYTES <= MEMORY_BYTES && Sums::MEMORY_BYTES <= D::MEMORY_BYTES, "sums fit");
+      Sums::store(memory, warp, st.row_sums, args.drows, c.first_row, args.scores.rows);
+    }
   }
 
  private:
@@ -118,10 +138,14 @@ struct MixerBackward {
     keep_columns(c);
     load_tile<MASKED>(c, first + 2 * PADDING);
     barrier(memory);
-    mix<false, G::LOCAL && MASKED>(st, c, first);
+    mix<false, G::HAS_EDGES && MASKED>(st, c, first);
     barrier(memory);
     if constexpr (SCORES) {
       store_scores<MASKED>(c, first);
+      if constexpr (G::GATED) {
+        Sums::add(c.diagonals, c.warp, first, c.args.dtables, c.program, c.args.dtable_rows);
+        return;
+      }
       const int row = c.position() - first - (G::COLUMNS - 1);  // of the sums' first distance
       D::add(st.diagonals, c.diagonals, c.warp, tile, is_last, c.args.dtables, c.program, c.args.dtable_rows, row);
     }
@@ -133,7 +157,10 @@ struct MixerBackward {
     if constexpr (SCORES) {
       G::load_weights(st.w1_back, c.args.w1_back);
       D::clear(st.diagonals);
+      Sums::clear(st.row_sums);
     }
+    if constexpr (G::GATED)
+      Gates::load_rows(st.rows, c.args.gates, c.args.scores.rows, c.first_row + 16 * (c.warp / G::RUNS));
     if constexpr (WEIGHTS)
       UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
         UNROLL_FOR (int n = 0; n < 4; n++)
@@ -268,6 +295,8 @@ struct MixerBackward {
         transpose(l_rows[(BEGIN + x) % TAPS], l.column[BEGIN + x]);
       }
     f32 ds[SCORES ? TAPS : 1][2][4], du[SCORES ? 2 : 1][4][4], db[SCORES ? 2 : 1][2][4];
+    typename Sums::Columns column_sums;  // GATED: instead of du and db
+    Sums::clear(column_sums);
     if constexpr (SCORES) {
       UNROLL_FOR (int y = 0; y < TAPS; y++)
         UNROLL_FOR (int n = 0; n < 2; n++)
@@ -287,10 +316,11 @@ struct MixerBackward {
     typename R::Words4 done[4];
     u32 unit = select(t == g / 2, select(g % 2 == 0, u32(Element::ONE), u32(Element::ONE << 16)), u32(0u));
     const int hidden_column = first + PADDING + 8 * run;
+    Address columns = Gates::locate_columns(c.args.gates, hidden_column);
     typename T::Places places;
     bool has_begin = false;
     if constexpr (BEGINS) {
-      has_begin = hidden_column < c.args.scores.find_document(c.first_row + 16 * row_tile + 15) + PADDING;
+      has_begin = T::has_edge(c.args.scores, c.first_row + 16 * row_tile, hidden_column);
       if (has_begin) T::find_places(places, c.args.scores, c.first_row + 16 * row_tile);
     }
     UNROLL_FOR (int jj = BEGIN; jj < 8; jj++) {
@@ -310,13 +340,21 @@ struct MixerBackward {
       if constexpr (SCORES && !EDGE) {
         D::build_shift(shift, jj);
         u32 dl[4];
-        UNROLL_FOR (int q = 0; q < 4; q++) dl[q] = transpose_8x8(l.column[jj][q]);
-        UNROLL_FOR (int n = 0; n < 2; n++) D::add_shifted(db[0][n], db[1][n], shift, dl[2 * n], dl[2 * n + 1], jj);
+        if constexpr (G::GATED) {
+          transpose(dl, l.column[jj]);
+          Sums::add_to_columns(column_sums, 2, dl, jj);
+          UNROLL_FOR (int n = 0; n < 2; n++)
+            Sums::add_to_rows(st.row_sums, 4 + n, l.column[jj][2 * n], l.column[jj][2 * n + 1], unit);
+        } else {
+          UNROLL_FOR (int q = 0; q < 4; q++) dl[q] = transpose_8x8(l.column[jj][q]);
+          UNROLL_FOR (int n = 0; n < 2; n++) D::add_shifted(db[0][n], db[1][n], shift, dl[2 * n], dl[2 * n + 1], jj);
+        }
       }
       UNROLL_FOR (int step = 0; step < 2; step++) {  // half of the width at a time
         f32 hidden[2][4], gradient[2][4];
         if constexpr (EDGE)
           T::load_edge(hidden, c.args.edge, c.args.scores.rows, c.first_row + 16 * row_tile, jj - BEGIN, step);
+        else if constexpr (G::GATED) Gates::begin_hidden(hidden, st.rows, columns, jj, step);
         else T::load_entries(hidden, entries, jj, step);
         if constexpr (BEGINS && PADDING > 0)
           if (has_begin) T::select_edge(hidden, c.args.edge, places, hidden_column + jj, step);
@@ -361,8 +399,12 @@ struct MixerBackward {
             // E is no function of the distance.
             if (SCORES && BEGINS && has_begin)
               before[n][r] = select(T::is_at_edge(places, r, hidden_column + jj), u32(0u), before[n][r]);
-            before[n][r] = transpose_8x8(before[n][r]);
           }
+        if constexpr (SCORES && G::GATED && !EDGE)
+          UNROLL_FOR (int n = 0; n < 2; n++)
+            Sums::add_to_rows(st.row_sums, 2 * step + n, before[n][0], before[n][1], unit);
+        UNROLL_FOR (int n = 0; n < 2; n++)
+          UNROLL_FOR (int r = 0; r < 2; r++) before[n][r] = transpose_8x8(before[n][r]);
         if constexpr (WEIGHTS) {
           UNROLL_FOR (int n = 0; n < 2; n++)
             UNROLL_FOR (int r = 0; r < 2; r++) active[n][r] = transpose_8x8(active[n][r]);
@@ -373,7 +415,10 @@ struct MixerBackward {
                                 active[n][1]);
             }
         }
-        if constexpr (SCORES && !EDGE)
+        if constexpr (SCORES && !EDGE && G::GATED) {
+          const u32 transposed[4] = {before[0][0], before[1][0], before[0][1], before[1][1]};
+          Sums::add_to_columns(column_sums, step, transposed, jj);
+        } else if constexpr (SCORES && !EDGE)
           UNROLL_FOR (int n = 0; n < 2; n++) {
             D::add_shifted(du[0][2 * step + n], du[1][2 * step + n], shift, before[n][0], before[n][1], jj);
           }
@@ -389,7 +434,8 @@ struct MixerBackward {
     }
     if constexpr (SCORES) {
       R::pass_on(c.sums, sums, st.carry, ds, run, EDGE);
-      if constexpr (!EDGE) D::store(c.diagonals, c.warp, du, db);
+      if constexpr (!EDGE && G::GATED) Sums::store(c.diagonals, c.warp, column_sums);
+      else if constexpr (!EDGE) D::store(c.diagonals, c.warp, du, db);
     }
   }
 
@@ -399,7 +445,7 @@ struct MixerBackward {
       i32 row = g + (c.first_row + 16 * row_tile + 8 * r);
       Words<4> v;
       UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = as_u32(gradient[x / 2][2 * r + x % 2]);
-      store_global<4>(address(c.args.dedge, row * (PADDING * 128) + t * 16), column * 128 + step * 64, v,
+      store_global<4>(address(c.args.dedge, row * (G::EDGE * 128) + t * 16), column * 128 + step * 64, v,
                       row < c.args.scores.rows);
     }
   }

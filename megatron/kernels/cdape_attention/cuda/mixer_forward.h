@@ -40,16 +40,16 @@ struct StoreLogits {
     const int first_row = find_row(c.warp);
     const long long row_bytes = (long long)c.in.scores.columns * 4, head_bytes = c.in.scores.rows * row_bytes;
     i32 chunk = find_chunk(c.warp), pair = find_pair();
-    // The bias of the distances from 4 below that of the first row and the lane's first column on.
-    const int distance = c.position() + first_row - first - 4 + c.in.bias_front;
-    Address biases = address(c.in.bias, pair * (8 * c.in.bias_stride) - chunk * 16);
+    // The bias of the distances from 4 below that of the first row and the lane's first column on, or of the columns.
+    const int distance = G::GATED ? first : c.position() + first_row - first - 4 + c.in.bias_front;
+    Address biases = address(c.in.bias, pair * (8 * c.in.bias_stride) + (G::GATED ? chunk * 16 : chunk * -16));
     UNROLL_FOR (int upper = 0; upper < G::PAIRS / PAIRS_AT_ONCE; upper++) {
       f32 bias[2][WARP_ROWS + 4];
       Address to[2];
       UNROLL_FOR (int h = 0; h < 2; h++) {
         const long long entry = (long long)(8 * upper + h) * c.in.bias_stride + distance;
         Address from = advance(biases, entry * 4);
-        UNROLL_FOR (int x = 0; x < WARP_ROWS + 4; x += 4) {
+        UNROLL_FOR (int x = 0; x < (G::GATED ? 4 : WARP_ROWS + 4); x += 4) {
           Words<4> v = load_global<4>(from, x * 4);
           UNROLL_FOR (int y = 0; y < 4; y++) bias[h][x + y] = as_f32(v.x[y]);
         }
@@ -62,7 +62,7 @@ struct StoreLogits {
         L::load(sums, c.sums, at, chunk);
         UNROLL_FOR (int h = 0; h < 2; h++) {
           Words<4> v;
-          UNROLL_FOR (int y = 0; y < 4; y++) v.x[y] = as_u32(sums[h][y] + bias[h][4 + r - y]);
+          UNROLL_FOR (int y = 0; y < 4; y++) v.x[y] = as_u32(sums[h][y] + bias[h][G::GATED ? y : 4 + r - y]);
           pred is_stored = pair * 2 + (8 * upper + h) < c.in.scores.heads;
           if (MASKED)
             is_stored = is_stored && chunk * 4 + first <= c.position() + row && c.first_row + row < c.in.scores.rows;
@@ -86,7 +86,7 @@ struct MixerForward {
     ScoreInputs& scores = args.inputs.scores;
     scores.q = (const char*)scores.q + batch * args.q_batch;
     scores.k = (const char*)scores.k + batch * args.k_batch;
-    scores.select_sequence(batch);
+    args.inputs.select_sequence(batch);
     StoreLogits<G> last;
     last.map = (char*)args.logits + batch * args.logits_batch;
     L::go_over_tiles(args.inputs, memory, warp, block, last);

@@ -1,5 +1,6 @@
 // What Conv1 makes of the bias, with which hidden values begin: U by distance, E at the left edge.
 #pragma once
+#include "gates.h"
 #include "scores.h"
 
 template <class G>
@@ -14,22 +15,24 @@ struct Tables {
     }
   }
 
-  // E, float32 [R, p, 32], of rows g and g + 8 of a row tile, which exist below `rows`: half of the width.
+  // E, float32 [R, EDGE, 32], of rows g and g + 8 of a row tile, which exist below `rows`: half of the width.
   static KERNEL_CODE void load_edge(f32 (&hidden)[2][4], const void* edge, int rows, int first_row, int column,
                                     int step) {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;
     UNROLL_FOR (int r = 0; r < 2; r++) {
       i32 row = minimum(g + (first_row + 8 * r), i32(rows - 1));
-      Words<4> v = load_global<4>(address(edge, row * (G::PADDING * 128) + t * 16), column * 128 + step * 64);
+      Words<4> v = load_global<4>(address(edge, row * (G::EDGE * 128) + t * 16), column * 128 + step * 64);
       UNROLL_FOR (int x = 0; x < 4; x++) hidden[x / 2][2 * r + x % 2] = as_f32(v.x[x]);
     }
   }
 
-  // The same of LOCAL kernels: where the hidden values of a column of rows g and g + 8 stand in the rows' documents.
+  // The same where rows have edges of their own: where the hidden values of a column of rows g and g + 8 stand in the
+  // rows' documents and, with gates, before their last column.
   struct Places {
     i32 of_row[2];    // the row's E
     i32 document[2];  // where its document begins
     i32 row[2];       // in the chunk
+    i32 last[2];      // GATED: the last column that the row sees
   };
   static KERNEL_CODE void find_places(Places& places, const ScoreInputs& in, int first_row) {
     i32 g = lane_id() / 4;
@@ -37,19 +40,37 @@ struct Tables {
       places.row[r] = g + (first_row + 8 * r);
       i32 row = minimum(places.row[r], i32(in.rows - 1));
       places.document[r] = in.find_lanes_document(row);
-      places.of_row[r] = row - places.document[r] + (in.position - in.edge_position);
+      if constexpr (G::GATED) {
+        places.of_row[r] = row;
+        places.last[r] = places.row[r] + in.position;
+      } else {
+        places.of_row[r] = row - places.document[r] + (in.position - in.edge_position);
+      }
     }
   }
   static KERNEL_CODE pred is_inside(const Places& places, int r, int column) {
     return places.document[r] <= i32(column);
   }
-  static KERNEL_CODE pred is_at_edge(const Places& places, int r, int column) {
+  static KERNEL_CODE pred is_at_begin(const Places& places, int r, int column) {
     return places.document[r] <= i32(column) && places.document[r] > i32(column - G::PADDING);
   }
-  // The offset of a column's first p widths, or what is nearest, in an array [rows, p, 32] of E or its gradient.
+  static KERNEL_CODE pred is_at_edge(const Places& places, int r, int column) {
+    if constexpr (!G::GATED) return is_at_begin(places, r, column);
+    pred is_at_end = places.last[r] < i32(column + G::PADDING) && places.last[r] >= i32(column - G::PADDING);
+    return is_at_begin(places, r, column) || (is_at_end && is_inside(places, r, column));
+  }
+  // Whether a hidden value of a run's 8 columns from `column` on, of 16 rows from `first_row` on, may be at an edge.
+  static KERNEL_CODE bool has_edge(const ScoreInputs& in, int first_row, int column) {
+    const bool has_begin = G::LOCAL && column < in.find_document(first_row + 15) + G::PADDING;
+    return has_begin || (G::GATED && column + 7 > in.position + first_row - G::PADDING);
+  }
+  // The offset of a column's widths, or what is nearest, in an array [rows, EDGE, 32] of E or its gradient.
   static KERNEL_CODE i32 locate_edge(i32 row, const Places& places, int r, int column, int step) {
-    i32 place = minimum(maximum(i32(column) - places.document[r], i32(0)), i32(G::PADDING - 1));
-    return row * (G::PADDING * 128) + place * 128 + lane_id() % 4 * 16 + step * 64;
+    i32 place = i32(column) - places.document[r];
+    if constexpr (G::GATED)
+      place = select(is_at_begin(places, r, column), place, i32(column + 2 * G::PADDING - 1) - places.last[r]);
+    place = minimum(maximum(place, i32(0)), i32(G::EDGE - 1));
+    return row * (G::EDGE * 128) + place * 128 + lane_id() % 4 * 16 + step * 64;
   }
   // Replaces hidden values by E where it holds.
   static KERNEL_CODE void select_edge(f32 (&hidden)[2][4], const void* edge, const Places& places, int column,

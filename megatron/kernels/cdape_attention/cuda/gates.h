@@ -1,0 +1,151 @@
+// A bias that is the sum of a term of the row and a term of the column, as running sums of gates are. It differs between
+// sequences, and is no function of the distance.
+//
+// Conv1's part of it is a vector of the row plus a vector of the column, with which hidden values begin, except where
+// some taps are outside of what the row sees: E has those values, of the row's first p columns and of the 2p columns
+// around its last (i - p + 1 ... i + p), in this order.
+//
+// The gradients of these vectors are sums of what a block has for each pixel, over its columns and over its rows. Both
+// add up the same rounded numbers, because the terms are differences of large sums, with which their errors would not
+// cancel else.
+#pragma once
+#include "geometry.h"
+
+struct GateInputs {
+  const void* rows;     // float32 [R, 32]
+  const void* columns;  // float32 [C + p, 32] and behind it what is not read or does not matter, from column 0 on
+  // Bytes from one sequence to the next, also of E and of what is added to the logits of a column.
+  long long rows_batch, columns_batch, edge_batch, bias_batch;
+
+  KERNEL_CODE void select_sequence(int index) {
+    rows = (const char*)rows + index * rows_batch;
+    columns = (const char*)columns + index * columns_batch;
+  }
+};
+
+template <class G>
+struct GateTerms {
+  // Of rows g and g + 8 of a row tile, as accumulators.
+  struct Rows {
+    f32 of[4][4];
+  };
+  static KERNEL_CODE void load_rows(Rows& rows, const GateInputs& in, int num_rows, int first_row) {
+    i32 lane = lane_id(), g = lane / 4, t = lane % 4;
+    UNROLL_FOR (int r = 0; r < 2; r++) {
+      i32 row = minimum(g + (first_row + 8 * r), i32(num_rows - 1));
+      UNROLL_FOR (int step = 0; step < 2; step++) {
+        Words<4> v = load_global<4>(address(in.rows, row * 128 + t * 16), step * 64);
+        UNROLL_FOR (int x = 0; x < 4; x++) rows.of[2 * step + x / 2][2 * r + x % 2] = as_f32(v.x[x]);
+      }
+    }
+  }
+
+  // The lane's part of the vectors of columns, from `first` on.
+  static KERNEL_CODE Address locate_columns(const GateInputs& in, int first) {
+    return advance(address(in.columns, lane_id() % 4 * 16), first * 128ll);
+  }
+  // Begins half of the width of the x-th of these columns.
+  static KERNEL_CODE void begin_hidden(f32 (&hidden)[2][4], const Rows& rows, const Address& columns, int x, int step) {
+    Words<4> v = load_global<4>(columns, x * 128 + step * 64);
+    UNROLL_FOR (int n = 0; n < 2; n++)
+      UNROLL_FOR (int y = 0; y < 4; y++) hidden[n][y] = rows.of[2 * step + n][y] + as_f32(v.x[2 * n + y % 2]);
+  }
+};
+
+// Sums over a block's columns and over its rows, of the gradients of hidden values (32 channels) and logits (16).
+// Channels 8n + x are of n-tile n, column x, in both.
+template <class G>
+struct GateSums {
+  typedef typename G::Element Element;
+  static constexpr int TILES = 6, CHANNELS = 8 * TILES, VECTORS = CHANNELS / 4;
+  // Strides in shared memory, in words, with few bank conflicts.
+  static constexpr int COLUMN_WORDS = 52, ROW_WORDS = 56;
+  static constexpr int MEMORY_BYTES = G::WARPS * 8 * COLUMN_WORDS * 4, ROW_MEMORY_BYTES = G::WARPS * 16 * ROW_WORDS * 4;
+
+  // Of the rows of a warp's row tile and the columns of its run, in all tiles.
+  struct Rows {
+    f32 of[TILES][4];
+  };
+  static KERNEL_CODE void clear(Rows& rows) {
+    UNROLL_FOR (int n = 0; n < TILES; n++)
+      UNROLL_FOR (int x = 0; x < 4; x++) rows.of[n][x] = f32(0.0f);
+  }
+  // Adds a column of an n-tile, the words of rows g and g + 8, by a product with the identity.
+  static KERNEL_CODE void add_to_rows(Rows& rows, int n, u32 low, u32 high, u32 identity) {
+    Element::multiply_k8(rows.of[n], low, high, identity);
+  }
+
+  // Of the columns of a warp's run in a tile: n-tiles 2m and 2m + 1 by columns.
+  struct Columns {
+    f32 of[TILES / 2][4];
+  };
+  static KERNEL_CODE void clear(Columns& columns) {
+    UNROLL_FOR (int m = 0; m < TILES / 2; m++)
+      UNROLL_FOR (int x = 0; x < 4; x++) columns.of[m][x] = f32(0.0f);
+  }
+  // Adds the jj-th column: two n-tiles by rows, as an A fragment.
+  static KERNEL_CODE void add_to_columns(Columns& columns, int m, const u32 (&a)[4], int jj) {
+    u32 ones = select(lane_id() / 4 == jj, u32(Element::ONE | Element::ONE << 16), u32(0u));
+    Element::multiply(columns.of[m], a, ones, ones);
+  }
+  static KERNEL_CODE void store(SharedMemory memory, int warp, const Columns& columns) {
+    i32 lane = lane_id(), g = lane / 4, t = lane % 4;
+    UNROLL_FOR (int m = 0; m < TILES / 2; m++)
+      UNROLL_FOR (int x = 0; x < 4; x++) {
+        Words<1> v;
+        v.x[0] = as_u32(columns.of[m][x]);
+        const int channel = 16 * m + 8 * (x / 2), column = warp * 8 + x % 2;
+        store_shared<1>(memory, t * (2 * COLUMN_WORDS * 4) + g * 4 + (column * COLUMN_WORDS + channel) * 4, v);
+      }
+  }
+  // Adds up the row tiles' sums of a tile, and stores them in `table` [programs, columns, 48]. Warps divide the columns.
+  static KERNEL_CODE void add(SharedMemory memory, int warp, int first_column, void* table, long long program,
+                              int columns) {
+    constexpr int SHARE = 8 / G::ROW_TILES, COUNT = SHARE * VECTORS;
+    const int first = warp * SHARE;
+    Address to = address(table, lane_id() * 16);
+    UNROLL_FOR (int turn = 0; turn < (COUNT + 31) / 32; turn++) {
+      i32 vector = lane_id() + 32 * turn, known = minimum(vector, i32(COUNT - 1)), column = known / VECTORS;
+      f32 sum[4] = {f32(0.0f), f32(0.0f), f32(0.0f), f32(0.0f)};
+      UNROLL_FOR (int tile = 0; tile < G::ROW_TILES; tile++) {
+        i32 at = column * (COLUMN_WORDS * 4) + known % VECTORS * 16;
+        Words<4> v = load_shared<4>(memory, at + (tile * G::COLUMNS + first) * (COLUMN_WORDS * 4));
+        UNROLL_FOR (int x = 0; x < 4; x++) sum[x] += as_f32(v.x[x]);
+      }
+      Words<4> v;
+      UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = as_u32(sum[x]);
+      i32 place = column + (first_column + first);
+      const long long from = (program * columns + first_column + first) * (CHANNELS * 4);
+      store_global<4>(advance(to, from), turn * 512, v, vector < COUNT && place >= 0 && place < columns);
+    }
+  }
+
+  // Adds up the runs' sums of a block's rows, and stores them in `rows` [R, 48]. Nothing else is needed of shared
+  // memory then.
+  static KERNEL_CODE void store(SharedMemory memory, int warp, const Rows& rows, void* to, int first_row,
+                                int num_rows) {
+    i32 lane = lane_id(), g = lane / 4, t = lane % 4;
+    barrier(memory);
+    UNROLL_FOR (int n = 0; n < TILES; n++)
+      UNROLL_FOR (int r = 0; r < 2; r++) {
+        Words<2> v;
+        UNROLL_FOR (int x = 0; x < 2; x++) v.x[x] = as_u32(rows.of[n][2 * r + x]);
+        store_shared<2>(memory, g * (ROW_WORDS * 4) + t * 8 + ((warp * 16 + 8 * r) * ROW_WORDS + 8 * n) * 4, v);
+      }
+    barrier(memory);
+    constexpr int COUNT = G::ROWS * VECTORS, THREADS = 32 * G::WARPS;
+    UNROLL_FOR (int turn = 0; turn < (COUNT + THREADS - 1) / THREADS; turn++) {
+      i32 vector = lane + (32 * warp + THREADS * turn), known = minimum(vector, i32(COUNT - 1)), row = known / VECTORS;
+      f32 sum[4] = {f32(0.0f), f32(0.0f), f32(0.0f), f32(0.0f)};
+      UNROLL_FOR (int run = 0; run < G::RUNS; run++) {
+        i32 in_run = row / 16 * (16 * G::RUNS) + row % 16 + 16 * run;
+        Words<4> v = load_shared<4>(memory, in_run * (ROW_WORDS * 4) + known % VECTORS * 16);
+        UNROLL_FOR (int x = 0; x < 4; x++) sum[x] += as_f32(v.x[x]);
+      }
+      Words<4> v;
+      UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = as_u32(sum[x]);
+      Address at = advance(address(to, known * 16), (long long)first_row * (CHANNELS * 4));
+      store_global<4>(at, 0, v, vector < COUNT && row + first_row < num_rows);
+    }
+  }
+};

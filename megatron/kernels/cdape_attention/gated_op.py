@@ -1,0 +1,313 @@
+"""CDAPE attention on a bias of gates, as one differentiable operation of the CUDA kernels.
+
+The bias of row i and column j is the sum of a term of the row and one of the column. It differs between sequences and
+is no function of the distance, so neither the tables of `op.cdape_attention` nor Triton's kernels can express it.
+
+B batch, H heads, R query rows, C key columns, d head dimension, D processor width, k kernel size, p = k//2.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.kernels.cdape_attention import driver, mixer, mixer_forward
+from megatron.kernels.cdape_attention.args import CdapeArgs, check_shapes
+from megatron.kernels.cdape_attention.configs import choose_chunk_rows
+from megatron.kernels.cdape_attention.gate_terms import (
+    GateOperands,
+    GateSums,
+    GateTerms,
+    build_gate_operands,
+    compute_gate_terms,
+    unpack_gate_sums,
+)
+from megatron.kernels.cdape_attention.geometry import HEADS, WIDTH, KernelFamily, MixerKernel, choose_kernel
+from megatron.kernels.cdape_attention.mixer_operands import MixerOperands, unpack_weights
+from megatron.kernels.cdape_attention.softmax import _attend_fwd_kernel
+from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights, unpack_gradients
+from megatron.kernels.cuda.launch import launch_kernel
+from megatron.kernels.runtime import get_arch, get_device_properties, launch_context, outside_graphs
+
+FAMILIES = (mixer_forward.KERNELS, *driver.BACKWARD_KERNELS)
+NO_TABLE = "a gate's bias before a processor together with a table of distances"
+
+
+def describe_unsupported(
+    dtype: torch.dtype, heads: int, dim: int, width: int, kernel_size: int, columns: int, window: int | None
+) -> str | None:
+    """Explain why the kernels do not take a call on any GPU, or return None if they do.
+
+    float16 is left out because its bias would have to saturate before Conv1, which a sum of two terms cannot.
+    """
+    if dtype != torch.bfloat16:
+        return f"a gate's bias before a processor in {dtype}"
+    if window is not None and window < columns:
+        return "a gate's bias before a processor in a window"
+    shape = get_weight_shape(heads, width, kernel_size, False)
+    # With fewer heads and widths the kernels are padded, and still faster than row blocks.
+    padded = get_weight_shape(max(heads, HEADS), max(width, WIDTH), shape.kernel_size, False)
+    if not mixer.is_supported(padded, dtype, dim, columns - columns % 8):
+        return (
+            f"a gate's bias before a processor of {heads} heads of {dim}, width {width} and kernel size {kernel_size}"
+        )
+    return "a number of tokens that is not a multiple of 8" if columns % 8 else None
+
+
+def describe_unfit_device(q: Tensor, dim: int) -> str | None:
+    """Explain why this GPU cannot run the kernels, or return None if it can."""
+    if not mixer.is_enabled():
+        return f"a gate's bias before a processor with {mixer.VARIABLE}=0"
+    if not q.is_cuda:
+        return "a gate's bias before a processor without a GPU"
+    arch = get_arch(q)
+    if arch is None or any(choose_kernel(family, dim, q.dtype, arch, is_gated=True) is None for family in FAMILIES):
+        return f"a gate's bias before a processor on {torch.cuda.get_device_name(q.device)}"
+    return None if mixer.has_compiler() else "a gate's bias before a processor without NVRTC"
+
+
+@dataclass(frozen=True)
+class GatedCall:
+    """Inputs of a call that are the same for all of its chunks."""
+
+    problem: driver.CdapeProblem
+    terms: GateTerms
+    row_bias: Tensor
+    """float64 [B, H, R]."""
+    key_bias: Tensor
+    """float64 [B, H, C]."""
+    residual_bias: bool
+    scale: float
+    chunk_rows: int
+
+    def build_operands(self, chunk: driver.Chunk) -> GateOperands:
+        return build_gate_operands(
+            *(self.terms, self.row_bias, self.key_bias, chunk.first, chunk.last, chunk.right),
+            residual_bias=self.residual_bias,
+        )
+
+    def choose_kernel(self, family: KernelFamily, like: Tensor) -> MixerKernel:
+        is_local = self.problem.document_starts is not None
+        kernel = choose_kernel(family, like.shape[3], like.dtype, get_arch(like), is_local=is_local, is_gated=True)
+        assert kernel is not None  # as `describe_unfit_device` says
+        return kernel
+
+    def build_inputs(
+        self, chunk: driver.Chunk, scaled: Tensor, k: Tensor, gates: GateOperands
+    ) -> mixer_forward.LogitInputs:
+        assert self.problem.operands is not None
+        spans = None
+        if chunk.document_starts is not None:
+            spans = mixer.Spans(self.problem.window, chunk.left, chunk.document_starts)
+        queries, keys = chunk.slice_rows(scaled), chunk.slice_columns(k)
+        return mixer_forward.LogitInputs(queries, keys, self.problem.operands, 0, 0, chunk.position, spans, gates)
+
+
+def attend_with_gates(args: CdapeArgs, row_bias: Tensor, key_bias: Tensor, *, chunk: int | None = None) -> Tensor:
+    """Compute softmax(S + B + Conv2(LeakyReLU(Conv1([S, B])))) · v, where B is row_bias + key_bias.
+
+    Memory is linear in R and C. Everything is as in `op.cdape_attention`, where `args.bias` is None and `args.w1` has
+    both halves.
+
+    Args:
+        args: arguments that `describe_unsupported` and `describe_unfit_device` take, without sinks.
+        row_bias: [B, H, R], float32 or float64.
+        key_bias: [B, H, C], alike.
+        chunk: query rows per chunk; None chooses them by shape.
+
+    Returns:
+        [B, H, R, d] of q's type, laid out as activations [R, B, H, d].
+
+    Raises:
+        ValueError: if shapes are invalid.
+    """
+    batch, heads, rows, dim = args.q.shape
+    columns = args.offset + rows
+    check_shapes(args._replace(w1=args.w1[:, :heads]))
+    if args.bias is not None or args.sinks is not None:
+        raise ValueError("a bias of gates does not go with a table or sinks")
+    if args.w1.shape[1] != 2 * heads or row_bias.shape != (batch, heads, rows) or key_bias.shape[2] < columns:
+        raise ValueError(
+            f"w1 is {list(args.w1.shape)}, row_bias {list(row_bias.shape)} and key_bias {list(key_bias.shape)}; "
+            f"they must be [D, {2 * heads}, 1, k], [{batch}, {heads}, {rows}] and "
+            f"[{batch}, {heads}, at least {columns}]"
+        )
+    if chunk is None:
+        chunk = choose_chunk_rows(batch, heads, rows, columns, args.q.dtype, get_device_properties(args.q))
+    scale = dim**-0.5 if args.scale is None else args.scale
+    tensors = (args.q, args.k, args.v, row_bias, key_bias[:, :, :columns], args.w1, args.b1, args.w2, args.b2)
+    needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    options = (args.offset, args.document_starts, args.residual_bias, scale, min(chunk, rows), needs_gradients)
+    output: Tensor = outside_graphs(_AttendWithGates)(*tensors, *options)
+    return output
+
+
+class _AttendWithGates(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        row_bias: Tensor,
+        key_bias: Tensor,
+        w1: Tensor,
+        b1: Tensor,
+        w2: Tensor,
+        b2: Tensor,
+        offset: int,
+        document_starts: Tensor | None,
+        residual_bias: bool,
+        scale: float,
+        chunk: int,
+        needs_gradients: bool,
+    ) -> Tensor:
+        scaled = torch.mul(q, scale, out=q.new_empty(q.shape))
+        k, v = k.contiguous(), v.contiguous()
+        weights, biases = (w1, b1, w2, b2), (row_bias.double(), key_bias.double())
+        terms = _compute_terms(*biases, w1, b1, offset, document_starts)
+        problem = _describe_problem(scaled, weights, offset, document_starts)
+        call = GatedCall(problem, terms, *biases, residual_bias, scale, chunk)
+        with launch_context(q):
+            output, stats, residue = _forward(call, scaled, k, v, needs_gradients=needs_gradients)
+        ctx.save_for_backward(scaled, k, v, stats, output, residue, row_bias, key_bias, *weights, document_starts)
+        ctx.offset, ctx.options = offset, (residual_bias, scale, chunk)
+        # Packed weights and their fragments; documents are among the saved tensors.
+        ctx.problem = replace(problem, document_starts=None)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        scaled, k, v, stats, output, residue, row_bias, key_bias, *weights, document_starts = ctx.saved_tensors
+        w1, b1, w2, b2 = weights
+        offset, heads = ctx.offset, scaled.shape[1]
+        biases = row_bias.double(), key_bias.double()
+        if dout.stride() != output.stride():
+            dout = torch.empty_like(output).copy_(dout)
+        with torch.enable_grad():  # the terms again, as a function of what they are computed from
+            leaves = [x.detach().requires_grad_() for x in (*biases, w1, b1)]
+            row, key, weight, constant = leaves
+            terms = _compute_terms(row, key, weight, constant, offset, document_starts)
+        problem = replace(ctx.problem, document_starts=document_starts)
+        constants = GateTerms(*(x.detach() for x in terms))
+        call = GatedCall(problem, constants, *biases, *ctx.options)
+        with launch_context(scaled):
+            found = _backward(call, scaled, k, v, driver.Attended(output, stats, residue), dout)
+        by_term = [x.double() for x in (found.rows.hidden, found.columns.hidden, found.edge)]
+        drow, dkey, dw1, db1 = torch.autograd.grad(terms, leaves, by_term, allow_unused=True, materialize_grads=True)
+        if call.residual_bias:
+            drow, dkey = drow + found.rows.logits, dkey + found.columns.logits
+        no_bias, no_constant = found.patches.new_empty(1, 0), found.patches.new_zeros(1, len(w1))
+        ((dscores_weight, _, dw2, db2),) = unpack_gradients(
+            call.problem.shape, found.patches, no_bias, no_constant, (w1.dtype, b1.dtype, w2.dtype, b2.dtype)
+        )
+        dw1[:, :heads] = dscores_weight
+        gradients = (drow.to(row_bias.dtype), dkey.to(key_bias.dtype), dw1, db1, dw2, db2)
+        return (found.q, found.k.view(k.shape).to(k.dtype), found.v.view(v.shape).to(v.dtype), *gradients, *(None,) * 6)
+
+
+def _compute_terms(
+    row_bias: Tensor, key_bias: Tensor, w1: Tensor, b1: Tensor, offset: int, document_starts: Tensor | None
+) -> GateTerms:
+    return compute_gate_terms(row_bias, key_bias, w1[:, row_bias.shape[1] :, 0], b1, offset, document_starts)
+
+
+def _describe_problem(
+    scaled: Tensor, weights: tuple[Tensor, Tensor, Tensor, Tensor], offset: int, document_starts: Tensor | None
+) -> driver.CdapeProblem:
+    (w1, b1, w2, b2), (_, heads, rows, _) = weights, scaled.shape
+    shape = get_weight_shape(heads, w1.shape[0], w1.shape[3], False)
+    packed = pack_weights(shape, [(w1[:, :heads], b1, w2, b2)], scaled.dtype)
+    none = packed.b2.new_empty(1, 0, 0)  # in place of tables
+    return driver.CdapeProblem(
+        *(none, packed.b2.new_empty(heads, 0), PackedWeights(*(x[0] for x in packed)), shape, rows, offset),
+        *(driver.NO_WINDOW_INT32, scaled.dtype, document_starts),
+        uses_mixer=True,
+        operands=MixerOperands(none, none, none, packed, shape, offset + rows),
+    )
+
+
+def _forward(call: GatedCall, scaled: Tensor, k: Tensor, v: Tensor, *, needs_gradients: bool) -> driver.Attended:
+    batch, heads, rows, dim = scaled.shape
+    stats = torch.empty(2, batch, heads, rows, dtype=torch.float32, device=scaled.device)
+    output = scaled.new_empty(rows, batch, heads, dim).permute(1, 2, 0, 3)
+    residue = torch.empty_like(output) if needs_gradients else None
+    kernel = call.choose_kernel(mixer_forward.KERNELS, k)
+
+    def attend(chunk: driver.Chunk) -> None:
+        """Process a chunk. A separate function, so that its maps are freed before the next ones."""
+        inputs = call.build_inputs(chunk, scaled, k, call.build_operands(chunk))
+        logits = mixer_forward.compute_logits(inputs, kernel, launch_kernel)
+        of_rows = None if residue is None else chunk.slice_rows(residue)
+        outputs = (chunk.slice_rows(output), of_rows, stats[..., chunk.first :], None)
+        tensors = (logits, chunk.slice_columns(v), *outputs)
+        driver.launch_softmax(_attend_fwd_kernel, "attend_fwd", call.problem, chunk, v, tensors)
+
+    for chunk in driver.iter_chunks(call.problem, call.chunk_rows):
+        attend(chunk)
+    return driver.Attended(output, stats, residue)
+
+
+class GateGradients(NamedTuple):
+    """Gradients of a call."""
+
+    q: Tensor
+    k: Tensor
+    """[B·H, C, d]; of k's type with one chunk, otherwise float32."""
+    v: Tensor
+    rows: GateSums
+    """Sums over each row's columns."""
+    columns: GateSums
+    """Sums over each column's rows, those of hidden values for p more columns."""
+    edge: Tensor
+    """Gradient of E, [B, R, 3p, D]."""
+    patches: Tensor
+    """Gradients of both weights, [1, 2, KC, DP]."""
+
+
+def _backward(
+    call: GatedCall, scaled: Tensor, k: Tensor, v: Tensor, attended: driver.Attended, dout: Tensor
+) -> GateGradients:
+    """Return all gradients. The last chunk comes first, so that the others reuse its memory."""
+    problem = call.problem
+    (batch, heads, rows, _), shape = scaled.shape, problem.shape
+    columns = problem.offset + rows
+    chunks = list(driver.iter_chunks(problem, call.chunk_rows))[::-1]
+    is_only = len(chunks) == 1
+    dk, dv = driver.new_key_gradients(chunks, k)
+    dq, means = torch.empty_like(scaled), torch.empty_like(attended.stats[0])
+    drows = means.new_empty(batch, rows, WIDTH + HEADS)
+    dcolumns = means.new_zeros(batch, columns, WIDTH + HEADS)
+    dedge = means.new_empty(batch, rows, call.terms.edge.shape[2], WIDTH)
+    dweights: Tensor | None = None
+    to_logits, to_scores, to_weights = (call.choose_kernel(family, k) for family in driver.BACKWARD_KERNELS)
+
+    def differentiate(chunk: driver.Chunk) -> None:
+        """Process a chunk. A separate function, so that its maps are freed before the next ones."""
+        nonlocal dweights
+        inputs = call.build_inputs(chunk, scaled, k, call.build_operands(chunk))
+        maps = driver.differentiate_softmax_of_chunk(inputs, chunk, v, dout, attended, means, to_logits)
+        driver.multiply_transposed(problem, chunk, maps.probabilities, dout, dv, is_only=is_only)
+        of_mixer = mixer.MixerInputs(inputs.queries, inputs.keys, maps.dlogits, *inputs[2:])
+        dscores = maps.probabilities  # dS is written over P
+        found = mixer.differentiate_mixer(of_mixer, dscores, (to_scores, to_weights), launch_kernel)
+        driver.multiply_map(problem, chunk, dscores, k, dq, call.scale)
+        driver.multiply_transposed(problem, chunk, dscores, scaled, dk, is_only=is_only)
+        assert found.rows is not None
+        drows[:, chunk.first : chunk.last] = found.rows
+        dedge[:, chunk.first : chunk.last] = found.edge
+        dcolumns[:, : chunk.right] += found.tables.unflatten(0, (batch, -1)).sum(1)
+        own = found.weights.sum(0)
+        dweights = own if dweights is None else dweights.add_(own)
+
+    for chunk in chunks:
+        differentiate(chunk)
+    assert dweights is not None
+    by_column = unpack_gate_sums(dcolumns, shape.width, heads)
+    # Of the columns before p, all hidden values are in E.
+    hidden = torch.nn.functional.pad(by_column.hidden, (0, 0, problem.padding, 0))
+    return GateGradients(
+        *(dq, dk, dv, unpack_gate_sums(drows, shape.width, heads), by_column._replace(hidden=hidden)),
+        *(dedge[..., : shape.width], unpack_weights(dweights[None], shape)),
+    )

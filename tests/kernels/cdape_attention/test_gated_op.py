@@ -1,0 +1,278 @@
+"""CDAPE on gates: the operator with its CUDA kernels in the emulator and the softmax in Triton's interpreter."""
+
+import ctypes
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from mixer_emulation import CASES, NO_ERRORS
+from mixer_emulation import Case as Geometry
+from torch import Tensor
+
+from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.backends.pytorch import EagerBackend
+from megatron.attention.backends.triton import TritonBackend
+from megatron.attention.inputs import AttentionInputs
+from megatron.attention.reference import sum_gates
+from megatron.kernels.cdape_attention import gated_op
+from megatron.kernels.cdape_attention.args import CdapeArgs
+from megatron.kernels.cdape_attention.gated_op import GatedCall, attend_with_gates
+from megatron.kernels.cdape_attention.geometry import FOLDER, KernelFamily, MixerKernel
+from megatron.kernels.cdape_attention.reference import reference
+from megatron.kernels.cuda.emulate import Emulator, find_compiler
+from megatron.kernels.cuda.kernel import CudaKernel
+from megatron.position.facts import AttentionDims
+from megatron.position.registry import build_encoding, build_processor
+from megatron.position.token_range import TokenRange
+from tools.rounding import assert_within_rounding
+
+NAMES = ("output", "q", "k", "v", "row_bias", "key_bias", "w1", "b1", "w2", "b2")
+DTYPE = torch.float16  # of Triton's interpreter
+COMPILED = (CASES[1], Geometry(32, 32, 64, DTYPE))
+
+pytestmark = [
+    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)"),
+    pytest.mark.usefixtures("uninitialised_is_nan"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU"),
+]
+
+
+class AllMemory:
+    """Everything that a process may access, as an array that kernels may access."""
+
+    def data_ptr(self) -> int:
+        return 0
+
+    def numel(self) -> int:
+        return 1 << 60
+
+    def element_size(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class Call:
+    batch: int
+    heads: int
+    rows: int
+    width: int
+    dim: int = 64
+    offset: int = 0
+    chunk: int | None = None
+    documents: tuple[tuple[int, ...], ...] = ()
+    residual_bias: bool = True
+    forgetting: float = 1.0
+
+    @property
+    def columns(self) -> int:
+        return self.offset + self.rows
+
+    @property
+    def options(self) -> dict[str, object]:
+        options: dict[str, object] = {"offset": self.offset, "residual_bias": self.residual_bias}
+        if self.documents:
+            lengths = [torch.tensor(each) for each in self.documents]
+            starts = torch.stack([(each.cumsum(0) - each).repeat_interleave(each) for each in lengths])
+            options["document_starts"] = starts[:, self.offset :].int()
+        return options
+
+    def draw(self) -> list[Tensor]:
+        """Return q, k, v, both biases, w1, b1, w2 and b2. Gates of the first heads forget within a few tokens."""
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*sizes: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(*sizes, generator=generator) * scale).to(DTYPE)
+
+        batch, heads, columns, width = self.batch, self.heads, self.columns, self.width
+        gates = -torch.nn.functional.softplus(torch.randn(batch, heads, columns, generator=generator).double())
+        sums = (gates * torch.linspace(self.forgetting, 0.02, heads)[:, None]).cumsum(2)
+        return [
+            normal(batch, heads, self.rows, self.dim),
+            *(normal(batch, heads, columns, self.dim) for _ in "kv"),
+            *(sums[..., self.offset :], -sums),
+            normal(width, 2 * heads, 1, 3, scale=(6 * heads) ** -0.5),
+            normal(width, scale=0.3),
+            normal(heads, width, 1, 3, scale=(3 * width) ** -0.5),
+            normal(heads, scale=0.3),
+        ]
+
+
+def attend(
+    function: Callable[..., Tensor],
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    row: Tensor,
+    key: Tensor,
+    *rest: Tensor,
+) -> Tensor:
+    args = CdapeArgs(q, k, v, None, *rest, **call.options)  # type: ignore[arg-type]
+    return function(args, row_bias=row, key_bias=key)
+
+
+def differentiate(function: Callable[..., Tensor], call: Call, inputs: list[Tensor]) -> dict[str, Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    output = attend(function, call, *leaves)
+    into = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(DTYPE)
+    output.backward(into.to(output.dtype))
+    return dict(zip(NAMES, [output.detach(), *(x.grad for x in leaves)], strict=True))
+
+
+class Unused:
+    """Fallback that fails if called."""
+
+    def __call__(self, rows: AttentionInputs) -> Tensor:
+        raise AssertionError("the kernels are left")
+
+
+def use_emulator(
+    call: Call, monkeypatch: pytest.MonkeyPatch, folder: Path = FOLDER, backwards: bool = False
+) -> Emulator:
+    """Let the operator run its CUDA kernels in the emulator."""
+    emulator = Emulator(folder)
+    emulator.begin([AllMemory()])  # type: ignore[list-item]
+    compiled = next(case for case in COMPILED if case.dim == call.dim)
+
+    def choose_kernel(self: GatedCall, family: KernelFamily, like: Tensor) -> MixerKernel:
+        is_local = self.problem.document_starts is not None
+        return compiled.build_for_rows(family, is_local=is_local, is_gated=True)
+
+    def launch(kernel: CudaKernel, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
+        emulator.launch(kernel, grid, arguments, backwards=backwards)
+
+    monkeypatch.setattr(GatedCall, "choose_kernel", choose_kernel)
+    monkeypatch.setattr(gated_op, "launch_kernel", launch)
+    monkeypatch.setattr("megatron.kernels.cdape_attention.driver.launch_kernel", launch)
+    return emulator
+
+
+def run(
+    call: Call, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch, folder: Path = FOLDER, backwards: bool = False
+) -> tuple[dict[str, Tensor], Emulator]:
+    emulator = use_emulator(call, monkeypatch, folder, backwards)
+    return differentiate(partial(attend_with_gates, chunk=call.chunk), call, inputs), emulator
+
+
+def compute_truth(call: Call, inputs: list[Tensor]) -> dict[str, Tensor]:
+    return differentiate(partial(reference, saturate_like=DTYPE), call, [x.double() for x in inputs])
+
+
+CALLS = [
+    Call(2, 9, 40, 17, dim=80),
+    Call(1, 16, 72, 32, dim=80, chunk=24),
+    Call(1, 9, 32, 17, dim=80, offset=48, chunk=16, residual_bias=False),
+    Call(2, 12, 72, 17, chunk=40, documents=((72,), (3, 1, 40, 28))),
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_outputs_and_gradients_err_by_rounding_alone(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = call.draw()
+    found, emulator = run(call, inputs, monkeypatch)
+    assert emulator.get_faults().errors == NO_ERRORS
+    assert_within_rounding(found, lambda: compute_truth(call, inputs), DTYPE, stored=True)
+
+
+def test_sums_of_gates_cancel_however_large_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = CALLS[0]
+    inputs = call.draw()
+    inputs[3], inputs[4] = inputs[3] - 12_345.0, inputs[4] + 12_345.0
+    found, _ = run(call, inputs, monkeypatch)
+    assert_within_rounding(found, lambda: compute_truth(call, inputs), DTYPE, stored=True)
+
+
+def test_the_order_of_warps_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = CALLS[1]
+    found, _ = run(call, call.draw(), monkeypatch)
+    again, emulator = run(call, call.draw(), monkeypatch, backwards=True)
+    assert emulator.get_faults().errors == NO_ERRORS
+    assert all(torch.equal(found[name], again[name]) for name in found)
+
+
+FAULTS = {
+    "another row's edge": ("tables.h", "places.of_row[r] = row;", "places.of_row[r] = row + 1;"),
+    "a sum with exceptions": (
+        "mixer_backward.h",
+        "select(T::is_at_edge(places, r, hidden_column + jj)",
+        "select(false",
+    ),
+    "a missing barrier": ("gates.h", "    barrier(memory);\n    constexpr", "    constexpr"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "cuda"
+    shutil.copytree(FOLDER, folder)
+    header, right, wrong = FAULTS[name]
+    source = (folder / header).read_text(encoding="utf-8")
+    assert source.count(right) == 1
+    (folder / header).write_text(source.replace(right, wrong), encoding="utf-8")
+    call = CALLS[0]
+    inputs = call.draw()
+    found, emulator = run(call, inputs, monkeypatch, folder)
+    is_wrong = False
+    try:
+        assert_within_rounding(found, lambda: compute_truth(call, inputs), DTYPE, stored=True)
+    except AssertionError:
+        is_wrong = True
+    assert is_wrong or emulator.get_faults().errors != NO_ERRORS
+
+
+def test_a_layer_with_forget_gates_is_that_of_the_whole_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend passes what its row blocks would compute: output and gradients agree within half precision."""
+    dims = AttentionDims(num_heads=9, head_dim=80, hidden_size=32, train_length=40, max_length=40)
+    encoding = build_encoding("fox", dims, {})
+    processor = build_processor("cdape", dims, {"width": 17}, has_bias=True)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 9, 40, 80, generator=generator).to(DTYPE) for _ in range(3))
+    gates = -torch.rand(1, 9, 40, generator=generator)
+    monkeypatch.setattr(gated_op, "describe_unsupported", lambda *_: None)
+    monkeypatch.setattr(gated_op, "describe_unfit_device", lambda *_: None)
+
+    def attend_with(backend: AttentionBackend, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)] + [gates.clone().requires_grad_()]
+        row_bias, key_bias = sum_gates(leaves[3], 40)
+        span = TokenRange(0, 40)
+        inputs = AttentionInputs(*leaves[:3], span, span, encoding, processor, row_bias=row_bias, key_bias=key_bias)
+        output = backend(inputs)
+        wanted = [*leaves, *processor.parameters()]
+        return [output, *torch.autograd.grad(output.float().square().sum(), wanted, allow_unused=True)]
+
+    use_emulator(CALLS[0], monkeypatch)
+    found = attend_with(TritonBackend(Unused()), DTYPE)
+    for ours, exact in zip(found, attend_with(EagerBackend(), torch.float32), strict=True):
+        if exact is None:
+            continue
+        assert (ours.float() - exact).norm() <= 0.02 * exact.norm() + 1e-3
+
+
+def test_support_is_stated_for_calls_that_the_kernels_take() -> None:
+    taken = (torch.bfloat16, 16, 64, 32, 3, 512, None)
+    assert gated_op.describe_unsupported(*taken) is None
+    assert gated_op.describe_unsupported(torch.bfloat16, 3, 16, 4, 3, 512, 512) is None
+    for place, other, reason in (
+        (0, torch.float16, "float16"),
+        (1, 17, "17 heads"),
+        (2, 72, "heads of 72"),
+        (3, 33, "width 33"),
+        (4, 7, "kernel size 7"),
+        (5, 511, "multiple of 8"),
+        (6, 511, "window"),
+    ):
+        assert reason in (gated_op.describe_unsupported(*taken[:place], other, *taken[place + 1 :]) or "")
+
+
+def test_what_the_operator_does_not_take_is_an_error() -> None:
+    inputs = CALLS[0].draw()
+    q, k, v, row, key, w1, *rest = inputs
+    with pytest.raises(ValueError, match="row_bias"):
+        attend_with_gates(CdapeArgs(q, k, v, None, w1, *rest), row[:, :-1], key)
+    with pytest.raises(ValueError, match="sinks"):
+        attend_with_gates(CdapeArgs(q, k, v, None, w1, *rest, sinks=torch.zeros(9)), row, key)
