@@ -12,6 +12,8 @@ CAN_COMPILE := import os, shutil, sys, sysconfig; header = os.path.join(sysconfi
 define check_python
 @test -n "$(PYTHON)" && $(PYTHON) -c '$(SUPPORTED)' || \
 	{ echo "error: Farfield needs Python 3.11 to 3.14; set PYTHON=/path/to/python3.12" >&2; exit 2; }
+@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "error: $(PYTHON) has no ensurepip, which Debian and Ubuntu" \
+	"package apart: apt install python3-venv" >&2; exit 2; }
 @$(PYTHON) -c '$(CAN_COMPILE)' || { echo "error: megatron-core is compiled on Python 3.14: install g++ and Python's" \
 	"headers (apt install g++ python3-dev), or set PYTHON=/path/to/python3.13" >&2; exit 2; }
 endef
@@ -24,6 +26,9 @@ INSTALL_FLAGS := -qq --disable-pip-version-check --no-compile
 show_dots = ( while sleep 5; do printf .; done ) & dots=$$!; trap 'kill $$dots; echo' EXIT;
 install = $(show_dots) $(1)/bin/python -m pip install $(INSTALL_FLAGS) $(2) && \
 	{ $(1)/bin/python -W ignore -m compileall -qq -j 0 $(1)/lib || true; }
+# Versions that were tested together. CONSTRAINTS= takes the newest versions that the requirements allow.
+CONSTRAINTS := constraints.txt
+LOCK = $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 # The CUDA build of torch, which the null CUDA device needs (no GPU, no driver), in an environment of its own: 5 GB.
 VENV_CUDA := .venv-cuda
 COMMA := ,
@@ -44,27 +49,27 @@ help:
 	@echo "make site         the documentation site, in site/: open site/index.html"
 	@echo "make clean        remove what the commands above made (not your runs and data)"
 
-$(VENV)/.runtime: requirements.txt
+$(VENV)/.runtime: requirements.txt $(CONSTRAINTS)
 	$(check_python)
 	@echo "setting up $(VENV) with $$($(PYTHON) --version) (once, a minute or more)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(call install,$(VENV),-r requirements.txt)
+	@$(call install,$(VENV),$(LOCK) -r requirements.txt)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime requirements-dev.txt requirements-eval.txt
 	@echo "installing the test tools (once)"
-	@$(call install,$(VENV),-r requirements-dev.txt)
+	@$(call install,$(VENV),$(LOCK) -r requirements-dev.txt)
 	@touch $@
 
 setup: $(VENV)/.runtime
 
 setup-dev: $(VENV)/.dev
 
-$(VENV_CUDA)/.dev: requirements.txt requirements-dev.txt requirements-eval.txt
+$(VENV_CUDA)/.dev: requirements.txt requirements-dev.txt requirements-eval.txt $(CONSTRAINTS)
 	$(check_python)
 	@echo "setting up $(VENV_CUDA) with the CUDA build of torch (once, 5 GB, two minutes or more)"
 	@$(PYTHON) -m venv $(VENV_CUDA)
-	@$(call install,$(VENV_CUDA),'torch==$(TORCH)$(COMMA)!=$(TORCH)+cpu' -r requirements-dev.txt)
+	@$(call install,$(VENV_CUDA),'torch==$(TORCH)$(COMMA)!=$(TORCH)+cpu' $(LOCK) -r requirements-dev.txt)
 	@touch $@
 
 setup-cuda: $(VENV_CUDA)/.dev

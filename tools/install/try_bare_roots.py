@@ -114,8 +114,8 @@ def render_page(rows: list[dict[str, Any]]) -> str:
     return f"""# From nothing
 
 Each row is a command in a bare Debian (`debootstrap --variant=minbase`) with the packages in its first row and nothing
-else, as a user who is not root. `tools/install/try_bare_roots.py` builds the system, runs the commands and writes this page.
-The last lines that each step printed follow. Other work ran on the same machine, as the load shows.
+else, as a user who is not root. `tools/install/try_bare_roots.py` builds the system, runs the commands and writes this
+page. The last lines that each step printed follow. Other work ran on the same machine, as the load shows.
 
 | Python | Debian | step | command | time | exit code | machine | recorded |
 |---|---|---|---|--:|--:|---|---|
