@@ -34,13 +34,14 @@ VENV_CUDA := .venv-cuda
 COMMA := ,
 TORCH := $(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' requirements.txt)
 
-.PHONY: help setup setup-dev quickstart zoo gpu-check slurm launchers setup-cuda test test-cuda test-fast style lint docs site clean
+.PHONY: help setup setup-dev quickstart zoo gpu-check slurm launchers setup-cuda test test-cuda test-fast test-with test-newest test-oldest style lint docs site clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 	@echo "make zoo          set-up, then the leaderboard: every position method on a text and three tasks, in an hour or two on two cores"
 	@echo "make gpu-check    on a machine with a GPU: kernel tests and benchmarks in under 8 minutes, goals in docs/results/gpu_check.md (docs/gpu.md)"
 	@echo "make test-cuda    the CUDA code paths on a null CUDA device: needs no GPU, but the CUDA build of torch (5 GB, once)"
+	@echo "make test-newest  tests that meet other libraries, with the newest versions of all (7 GB in .venv-newest); test-oldest, test-with"
 	@echo "make slurm        as root: Debian's SLURM packages, with which make test also tests jobs over two nodes"
 	@echo "make launchers    as root: Debian's sshd, OpenMPI and iproute2, with which make test also tests ssh, mpirun and torchrun"
 	@echo "make test-fast    the tests that need no training process, in a little over a minute, for use while you work"
@@ -133,6 +134,23 @@ launchers:
 test-fast: setup-dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
+# Tests that meet other libraries, with other versions: make test-with VERSIONS='torch==2.12.0 transformers==5.0.0'.
+VENV_WITH := .venv-with
+VERSIONS :=
+OLDEST := torch==2.11.0 triton==3.6.0 transformers==4.57.6
+NAMES = $(shell sed -n 's/^\([a-zA-Z][a-zA-Z0-9_.-]*\)[=<>].*/\1/p' requirements.txt requirements-eval.txt requirements-dev.txt)
+test-with: setup-dev
+	@echo "setting up $(VENV_WITH) with $(or $(VERSIONS),the newest versions) (7 GB the first time, some minutes)"
+	@$(BIN)/python -m venv $(VENV_WITH)
+	@$(call install,$(VENV_WITH),--upgrade --upgrade-strategy eager $(NAMES) $(VERSIONS))
+	@$(BIN)/python tools/install/versions.py $(VENV_WITH) --name '$(or $(VERSIONS),newest)' $(RECORD)
+
+test-newest:
+	@$(MAKE) --no-print-directory test-with VENV_WITH=.venv-newest
+
+test-oldest:
+	@$(MAKE) --no-print-directory test-with VENV_WITH=.venv-oldest VERSIONS='$(OLDEST)'
+
 docs: setup
 	@$(BIN)/python tools/docs/make_docs.py
 
@@ -148,4 +166,4 @@ site: $(VENV)/.docs
 	@echo "site/index.html is the first page"
 
 clean:
-	rm -rf $(VENV) $(VENV_CUDA) site build farfield.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VENV_CUDA) .venv-newest .venv-oldest .venv-with site build farfield.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache

@@ -82,7 +82,7 @@ def copy_files(lines: str, folder: Path) -> None:
             shutil.copy(ROOT / source, copy)
 
 
-def describe(root: BareRoot, python: str, results: list[Finished]) -> dict[str, Any]:
+def describe(root: BareRoot, python: str, commit: str | None, results: list[Finished]) -> dict[str, Any]:
     """Return the record of one step."""
     version = root.run("python3 --version && cat /etc/debian_version").printed
     load = f"{os.cpu_count()} cores, load {os.getloadavg()[1]:.0f}"
@@ -147,6 +147,7 @@ def main() -> None:
     if IMAGE_STEP in arguments.steps and (arguments.python is None or len(arguments.steps) > 1):
         parser.error(f"{IMAGE_STEP} is a step of its own, and needs --python FOLDER for the base image's Python")
 
+    commit = describe_commit()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary) / "root"
         root = BareRoot.build(folder, RELEASES[arguments.release], arguments.wheels)
@@ -160,7 +161,9 @@ def main() -> None:
         for step, result in finished:
             results.setdefault(step, []).append(result)
             if arguments.json is not None:
-                add_to_record(arguments.json, {"step": step, **describe(root, arguments.release, results[step])})
+                add_to_record(
+                    arguments.json, {"step": step, **describe(root, arguments.release, commit, results[step])}
+                )
             if result.exit_code:
                 raise SystemExit(f"error: exit code {result.exit_code} from: {shorten(result.command)}")
 
