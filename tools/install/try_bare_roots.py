@@ -35,7 +35,10 @@ LIBRARIES = [
 """Debian 12's packages that a Python built elsewhere loads, as in the image python:3.12-slim-bookworm."""
 MAKE_STEPS = ("quickstart", "test-fast", "test")
 IMAGE_STEP = "image"
-DRY_RUN = "train 125M cdape_kerple_log device=cpu data_path=none num_gpus=1 precision=bf16 --dry-run"
+DRY_RUN = (
+    "train 125M cdape_kerple_log task=mqar task_length=64 device=cpu num_gpus=1 precision=bf16 "
+    "train_micro_batch_size_per_gpu=1 --dry-run"
+)
 LINES_KEPT = 40
 
 
