@@ -135,6 +135,9 @@ class BareRoot:
 
     def _connect(self) -> None:
         """Give the root this machine's name servers and certificates, and a user."""
+        # Lists of Debian testing expire after a week, and a mirror may lag behind.
+        settings = self.folder / "etc" / "apt" / "apt.conf.d" / "99-old-lists"
+        settings.write_text('Acquire::Check-Valid-Until "false";\n', encoding="utf-8")
         shutil.copy("/etc/resolv.conf", self.folder / "etc" / "resolv.conf")
         if trusted := self._find_certificates(os.environ):
             target = self.folder / CERTIFICATES.lstrip("/")

@@ -46,7 +46,7 @@ def run_make_steps(root: BareRoot, python: str, steps: list[str], *, has_own: bo
     """Clone the project and run targets of its Makefile as a user. Yield each command's step and result."""
     compiler = ["g++", "python3-dev"] if python == "3.14" else []
     yield steps[0], root.add_packages(NEEDED + (LIBRARIES if has_own else DEBIAN_PYTHON) + compiler)
-    clone = f"rm -rf farfield && git clone {root.add_repository(ROOT)} farfield"
+    clone = f"rm -rf farfield && git clone --quiet {root.add_repository(ROOT)} farfield"
     yield steps[0], root.run(clone)
     for step in steps:
         yield step, root.run(f"make {step}", working_folder="/home/newcomer/farfield")
@@ -87,7 +87,7 @@ def copy_files(lines: str, folder: Path) -> None:
 
 def describe(root: BareRoot, python: str, commit: str | None, results: list[Finished]) -> dict[str, Any]:
     """Return the record of one step."""
-    version = root.run("python3 --version && cat /etc/debian_version").printed
+    version = root.run("python3 --version 2>/dev/null || echo none; cat /etc/debian_version").printed
     load = f"{os.cpu_count()} cores, load {os.getloadavg()[1]:.0f}"
     commands = [{**each.to_json(), "printed": each.printed[-LINES_KEPT:]} for each in results]
     found = {"python": version[0].removeprefix("Python "), "debian": version[1], "requested": python}
@@ -114,7 +114,7 @@ def render_page(rows: list[dict[str, Any]]) -> str:
             )
         printed = [line for each in commands for line in each["printed"]]
         outputs.append(f"## {title}\n\n```\n" + "\n".join(printed[-LINES_KEPT:]) + "\n```\n")
-    return f"""# From nothing
+    return f"""# Bare systems
 
 Each row is a command in a bare Debian (`debootstrap --variant=minbase`) with the packages in its first row and nothing
 else, as a user who is not root. `tools/install/try_bare_roots.py` builds the system, runs the commands and writes this
