@@ -1,7 +1,7 @@
 """Bare Debian systems in a folder: built by debootstrap, entered by chroot, gone with the folder.
 
-Programs run in mount and process namespaces of their own, so every mount and every process ends with them, and nothing
-is left to unmount. This needs Linux, root, `debootstrap`, and a network or a mirror.
+Programs run in mount and process namespaces of their own, so every mount and every process ends with them, or with this
+process, and nothing is left to unmount. This needs Linux, root, `debootstrap`, and a network or a mirror.
 """
 
 import os
@@ -23,6 +23,7 @@ CERTIFICATES = "/etc/ssl/certs/of-this-machine.crt"
 TRUSTED = ("PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "GIT_SSL_CAINFO")
 """Variables that name a file of certificates. A root gets a copy of the file, for networks with their own."""
 WHEELS = "/opt/wheels"
+# The shell stays: it keeps root's identity, and with it the signal that ends it, and so all others, with this process.
 ENTER = """
 set -e
 mount -t proc proc "$1/proc"
@@ -31,7 +32,8 @@ mount --rbind /dev "$1/dev"
 mount -t tmpfs -o mode=1777 tmpfs "$1/dev/shm"
 if test -n "$2"; then mkdir -p "$1$3"; mount --bind -o ro "$2" "$1$3"; fi
 root=$1; shift 3
-exec chroot "$root" /usr/bin/env -i "$@"
+chroot "$root" /usr/bin/env -i "$@"
+exit
 """
 
 
@@ -97,6 +99,7 @@ class BareRoot:
         started = time.monotonic()
         process = subprocess.Popen(
             [
+                *("setpriv", "--pdeathsig", "KILL"),
                 *("unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", ENTER, "sh"),
                 *(str(self.folder.resolve()), str(self.wheels or ""), WHEELS, f"--chdir={working_folder}", *inner),
             ],

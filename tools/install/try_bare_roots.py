@@ -53,7 +53,7 @@ def run_make_steps(root: BareRoot, python: str, steps: list[str], *, has_own: bo
 
 
 def run_image_steps(root: BareRoot) -> Iterator[tuple[str, Finished]]:
-    """Do what apptainer.def says, with the base image's packages instead of the image, and run commands in it."""
+    """Follow apptainer.def on top of the packages that its base image has, and run commands in the result."""
     sections = read_definition((ROOT / "apptainer.def").read_text(encoding="utf-8"))
     yield IMAGE_STEP, root.add_packages(LIBRARIES)
     copy_files(sections["files"], root.folder)
@@ -89,7 +89,7 @@ def describe(root: BareRoot, python: str, commit: str | None, results: list[Fini
     """Return the record of one step."""
     version = root.run("python3 --version 2>/dev/null || echo none; cat /etc/debian_version").printed
     load = f"{os.cpu_count()} cores, load {os.getloadavg()[1]:.0f}"
-    commands = [{**each.to_json(), "printed": each.printed[-LINES_KEPT:]} for each in results]
+    commands = [{**each.to_json(), "printed": keep_last_lines(each.printed)} for each in results]
     found = {"python": version[0].removeprefix("Python "), "debian": version[1], "requested": python}
     return {
         **found,
@@ -105,15 +105,15 @@ def render_page(rows: list[dict[str, Any]]) -> str:
     table, outputs = [], []
     for row in rows:
         title = f"Python {row['python']} on Debian {row['debian']}: {row['step']}"
-        commands = [each for each in row["commands"] if each["seconds"] >= 1 or each["exit_code"]]
+        commands = [each for each in row["commands"] if each["seconds"] >= 5 or each["exit_code"]]
         for each in commands:
             first = each["command"].strip().splitlines()[0 if each["command"].startswith(("make", "apt", "rm")) else -1]
             table.append(
                 f"| {row['python']} | {row['debian']} | {row['step']} | `{shorten(first)}` | {each['seconds']:,.0f} s "
                 f"| {each['exit_code']} | {row['machine']} | {row['date']}, {row['commit']} |"
             )
-        printed = [line for each in commands for line in each["printed"]]
-        outputs.append(f"## {title}\n\n```\n" + "\n".join(printed[-LINES_KEPT:]) + "\n```\n")
+        printed = keep_last_lines([line for each in commands for line in each["printed"]])
+        outputs.append(f"## {title}\n\n```\n" + "\n".join(printed) + "\n```\n")
     return f"""# Bare systems
 
 Each row is a command in a bare Debian (`debootstrap --variant=minbase`) with the packages in its first row and nothing
@@ -127,7 +127,12 @@ page. The last lines that each step printed follow. Other work ran on the same m
 {chr(10).join(outputs)}"""
 
 
-def shorten(text: str, length: int = 90) -> str:
+def keep_last_lines(printed: list[str]) -> list[str]:
+    """Return the last lines of an output without lines of progress."""
+    return [line for line in printed if "left in total" not in line][-LINES_KEPT:]
+
+
+def shorten(text: str, length: int = 160) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
@@ -151,6 +156,8 @@ def main() -> None:
         parser.error(f"{IMAGE_STEP} is a step of its own, and needs --python FOLDER for the base image's Python")
 
     commit = describe_commit()
+    if commit is not None and IMAGE_STEP not in arguments.steps:  # a clone has no uncommitted changes
+        commit = commit.removesuffix("-dirty")
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary) / "root"
         root = BareRoot.build(folder, RELEASES[arguments.release], arguments.wheels)
