@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,11 @@ def run_image_steps(root: BareRoot) -> Iterator[tuple[str, Finished]]:
     sections = read_definition((ROOT / "apptainer.def").read_text(encoding="utf-8"))
     yield IMAGE_STEP, root.add_packages(LIBRARIES)
     copy_files(sections["files"], root.folder)
-    yield IMAGE_STEP, root.run(sections["post"], as_root=True, working_folder="/")
+    yield IMAGE_STEP, replace(root.run(sections["post"], as_root=True, working_folder="/"), command="%post")
     for words in ("--help", DRY_RUN, "sweep quickstart"):
         script = f"{sections['environment']}\nset -- {words}\n{sections['runscript']}"
-        yield IMAGE_STEP, root.run(script, working_folder="/home/newcomer")
-    yield IMAGE_STEP, root.run(f"set -e\n{sections['environment']}\n{sections['test']}")
+        yield IMAGE_STEP, replace(root.run(script), command=f"%runscript {words}")
+    yield IMAGE_STEP, replace(root.run(f"set -e\n{sections['environment']}\n{sections['test']}"), command="%test")
 
 
 def read_definition(text: str) -> dict[str, str]:
@@ -107,10 +108,10 @@ def render_page(rows: list[dict[str, Any]]) -> str:
         title = f"Python {row['python']} on Debian {row['debian']}: {row['step']}"
         commands = [each for each in row["commands"] if each["seconds"] >= 5 or each["exit_code"]]
         for each in commands:
-            first = each["command"].strip().splitlines()[0 if each["command"].startswith(("make", "apt", "rm")) else -1]
             table.append(
-                f"| {row['python']} | {row['debian']} | {row['step']} | `{shorten(first)}` | {each['seconds']:,.0f} s "
-                f"| {each['exit_code']} | {row['machine']} | {row['date']}, {row['commit']} |"
+                f"| {row['python']} | {row['debian']} | {row['step']} | `{shorten(each['command'])}` "
+                f"| {each['seconds']:,.0f} s | {each['exit_code']} | {row['machine']} "
+                f"| {row['date']}, {row['commit']} |"
             )
         printed = keep_last_lines([line for each in commands for line in each["printed"]])
         outputs.append(f"## {title}\n\n```\n" + "\n".join(printed) + "\n```\n")
@@ -118,7 +119,8 @@ def render_page(rows: list[dict[str, Any]]) -> str:
 
 Each row is a command in a bare Debian (`debootstrap --variant=minbase`) with the packages in its first row and nothing
 else, as a user who is not root. `tools/install/try_bare_roots.py` builds the system, runs the commands and writes this
-page. The last lines that each step printed follow. Other work ran on the same machine, as the load shows.
+page. `image` is what `apptainer.def` does in its sections, with the Python of `--python` instead of a base image. The
+last lines that each step printed follow. Other work ran on the same machine, as the load shows.
 
 | Python | Debian | step | command | time | exit code | machine | recorded |
 |---|---|---|---|--:|--:|---|---|
