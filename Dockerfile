@@ -4,29 +4,21 @@
 #   docker build --target test .               the CPU build, with the quick tests and a SLURM of two nodes
 #   docker run --gpus all -v /scratch:/scratch farfield train 125M cdape_kerple_log … save=/scratch/runs/a
 #
-# Clusters have Apptainer instead: apptainer.def.
+# Clusters have Apptainer instead: apptainer.def. Both share the steps of tools/install/image.sh.
 
 FROM python:3.12.11-slim-bookworm AS base
-# NCCL loads libibverbs from the image, and uses TCP between nodes without it.
-RUN apt-get update \
-    && apt-get install -y --no-install-recommends git g++ make ninja-build libibverbs1 ibverbs-providers rdma-core \
-    && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 1000 farfield
-ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# WORKDIR makes a folder of root's, and runs write into it.
 WORKDIR /farfield
+RUN chown farfield /farfield
+ENV PYTHONUNBUFFERED=1
 COPY requirements.txt constraints.txt ./
+COPY tools/install/image.sh tools/install/
+RUN sh tools/install/image.sh system
 
-FROM base AS cpu
-# requirements.txt takes any build of its torch: the one that is there stays.
-RUN pip install --index-url https://download.pytorch.org/whl/cpu torch==2.13.0 \
-    && pip install -c constraints.txt -r requirements.txt
-
-FROM cpu AS test
+FROM base AS test
 COPY requirements-dev.txt requirements-eval.txt ./
-RUN pip install -c constraints.txt -r requirements-dev.txt
-RUN apt-get update \
-    && apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge \
-    && rm -rf /var/lib/apt/lists/*
+RUN sh tools/install/image.sh cpu-torch packages test-packages slurm
 COPY --chown=farfield . .
 USER farfield
 RUN ruff check . && ruff format --check . && mypy
@@ -37,7 +29,7 @@ RUN OMP_NUM_THREADS=1 python -m pytest tests/cluster
 
 # Last, so that `docker build .` makes it.
 FROM base AS train
-RUN pip install -c constraints.txt -r requirements.txt
+RUN sh tools/install/image.sh packages
 COPY --chown=farfield . .
 USER farfield
 ENTRYPOINT ["python", "/farfield/deepy.py"]

@@ -12,6 +12,8 @@ CAN_COMPILE := import os, shutil, sys, sysconfig; header = os.path.join(sysconfi
 define check_python
 @test -n "$(PYTHON)" && $(PYTHON) -c '$(SUPPORTED)' || \
 	{ echo "error: Farfield needs Python 3.11 to 3.14; set PYTHON=/path/to/python3.12" >&2; exit 2; }
+@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "error: $(PYTHON) has no ensurepip, which Debian and Ubuntu" \
+	"package apart: apt install python3-venv" >&2; exit 2; }
 @$(PYTHON) -c '$(CAN_COMPILE)' || { echo "error: megatron-core is compiled on Python 3.14: install g++ and Python's" \
 	"headers (apt install g++ python3-dev), or set PYTHON=/path/to/python3.13" >&2; exit 2; }
 endef
@@ -24,18 +26,23 @@ INSTALL_FLAGS := -qq --disable-pip-version-check --no-compile
 show_dots = ( while sleep 5; do printf .; done ) & dots=$$!; trap 'kill $$dots; echo' EXIT;
 install = $(show_dots) $(1)/bin/python -m pip install $(INSTALL_FLAGS) $(2) && \
 	{ $(1)/bin/python -W ignore -m compileall -qq -j 0 $(1)/lib || true; }
+# Versions that were tested together. CONSTRAINTS= takes the newest versions that the requirements allow.
+CONSTRAINTS := constraints.txt
+LOCK = $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 # The CUDA build of torch, which the null CUDA device needs (no GPU, no driver), in an environment of its own: 5 GB.
 VENV_CUDA := .venv-cuda
 COMMA := ,
 TORCH := $(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' requirements.txt)
 
-.PHONY: help setup setup-dev quickstart zoo gpu-check slurm launchers setup-cuda test test-cuda test-fast style lint docs site site-version clean
+.PHONY: help setup setup-dev quickstart zoo gpu-check slurm launchers setup-cuda test test-cuda test-fast test-with test-newest test-oldest \
+	style lint docs site site-version clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 	@echo "make zoo          set-up, then the leaderboard: every position method on a text and three tasks, in an hour or two on two cores"
 	@echo "make gpu-check    on a machine with a GPU: kernel tests and benchmarks in under 8 minutes, goals in docs/results/gpu_check.md (docs/gpu.md)"
 	@echo "make test-cuda    the CUDA code paths on a null CUDA device: needs no GPU, but the CUDA build of torch (5 GB, once)"
+	@echo "make test-newest  tests that meet other libraries, with the newest versions of all (7 GB in .venv-newest); test-oldest, test-with"
 	@echo "make slurm        as root: Debian's SLURM packages, with which make test also tests jobs over two nodes"
 	@echo "make launchers    as root: Debian's sshd, OpenMPI and iproute2, with which make test also tests ssh, mpirun and torchrun"
 	@echo "make test-fast    the tests that need no training process, in a little over a minute, for use while you work"
@@ -44,27 +51,27 @@ help:
 	@echo "make site         the documentation site, in site/: open site/index.html"
 	@echo "make clean        remove what the commands above made (not your runs and data)"
 
-$(VENV)/.runtime: requirements.txt
+$(VENV)/.runtime: requirements.txt $(CONSTRAINTS)
 	$(check_python)
 	@echo "setting up $(VENV) with $$($(PYTHON) --version) (once, a minute or more)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(call install,$(VENV),-r requirements.txt)
+	@$(call install,$(VENV),$(LOCK) -r requirements.txt)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime requirements-dev.txt requirements-eval.txt
 	@echo "installing the test tools (once)"
-	@$(call install,$(VENV),-r requirements-dev.txt)
+	@$(call install,$(VENV),$(LOCK) -r requirements-dev.txt)
 	@touch $@
 
 setup: $(VENV)/.runtime
 
 setup-dev: $(VENV)/.dev
 
-$(VENV_CUDA)/.dev: requirements.txt requirements-dev.txt requirements-eval.txt
+$(VENV_CUDA)/.dev: requirements.txt requirements-dev.txt requirements-eval.txt $(CONSTRAINTS)
 	$(check_python)
 	@echo "setting up $(VENV_CUDA) with the CUDA build of torch (once, 5 GB, two minutes or more)"
 	@$(PYTHON) -m venv $(VENV_CUDA)
-	@$(call install,$(VENV_CUDA),'torch==$(TORCH)$(COMMA)!=$(TORCH)+cpu' -r requirements-dev.txt)
+	@$(call install,$(VENV_CUDA),'torch==$(TORCH)$(COMMA)!=$(TORCH)+cpu' $(LOCK) -r requirements-dev.txt)
 	@touch $@
 
 setup-cuda: $(VENV_CUDA)/.dev
@@ -128,6 +135,23 @@ launchers:
 test-fast: setup-dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
+# Tests that meet other libraries, with other versions: make test-with VERSIONS='torch==2.12.0 transformers==5.0.0'.
+VENV_WITH := .venv-with
+VERSIONS :=
+OLDEST := torch==2.11.0 triton==3.6.0 transformers==4.57.6
+NAMES = $(shell sed -n 's/^\([a-zA-Z][a-zA-Z0-9_.-]*\)[=<>].*/\1/p' requirements.txt requirements-eval.txt requirements-dev.txt)
+test-with: setup-dev
+	@echo "setting up $(VENV_WITH) with $(or $(VERSIONS),the newest versions) (7 GB the first time, some minutes)"
+	@$(BIN)/python -m venv $(VENV_WITH)
+	@$(call install,$(VENV_WITH),--upgrade --upgrade-strategy eager $(NAMES) $(VERSIONS))
+	@$(BIN)/python tools/install/versions.py $(VENV_WITH) --name '$(or $(VERSIONS),newest)' $(RECORD)
+
+test-newest:
+	@$(MAKE) --no-print-directory test-with VENV_WITH=.venv-newest
+
+test-oldest:
+	@$(MAKE) --no-print-directory test-with VENV_WITH=.venv-oldest VERSIONS='$(OLDEST)'
+
 docs: setup
 	@$(BIN)/python tools/docs/make_docs.py
 
@@ -149,4 +173,4 @@ site: $(VENV)/.docs
 	@echo "site/index.html is the first page"
 
 clean:
-	rm -rf $(VENV) $(VENV_CUDA) site build farfield.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VENV_CUDA) .venv-newest .venv-oldest .venv-with site build farfield.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache

@@ -70,6 +70,16 @@ def test_images_install_only_pinned_versions() -> None:
     assert len(seen) > 100
 
 
+def test_other_versions_are_installed_for_every_requirement() -> None:
+    """`make test-with` upgrades all requirements, and no other package; the versions that it is given come last."""
+    command = ["make", "--dry-run", "test-with", "VERSIONS=torch==2.11.0 transformers==4.57.6"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (installed,) = (line for line in printed.splitlines() if "--upgrade-strategy" in line)
+    words = installed.partition("--upgrade-strategy eager ")[2].partition(" && ")[0].split()
+    assert words[-2:] == ["torch==2.11.0", "transformers==4.57.6"]
+    assert {canonicalize_name(name) for name in words[:-2]} == {name for file in FILES for name in pinned(ROOT / file)}
+
+
 def test_a_missing_package_is_reported_in_one_line() -> None:
     require_package("pytest", "this test")
     with pytest.raises(
@@ -79,25 +89,28 @@ def test_a_missing_package_is_reported_in_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "compiler", "message"),
+    ("version", "hidden", "message"),
     [
-        ("(3, 10)", True, "error: Farfield needs Python 3.11 to 3.14; set PYTHON="),
-        ("(3, 15)", True, "error: Farfield needs Python 3.11 to 3.14; set PYTHON="),
-        ("(3, 14)", False, "error: megatron-core is compiled on Python 3.14: install g++ and Python's headers"),
+        ("(3, 10)", "", "error: Farfield needs Python 3.11 to 3.14; set PYTHON="),
+        ("(3, 15)", "", "error: Farfield needs Python 3.11 to 3.14; set PYTHON="),
+        (
+            "(3, 14)",
+            "import shutil; shutil.which = lambda name: None; ",
+            "error: megatron-core is compiled on Python 3.14: install g++ and Python's headers",
+        ),
+        ("(3, 13)", "sys.modules['ensurepip'] = None; ", "error: {python} has no ensurepip, which Debian and Ubuntu"),
     ],
 )
-def test_make_refuses_a_python_that_pip_would_fail_on(
-    version: str, compiler: bool, message: str, tmp_path: Path
-) -> None:
+def test_make_refuses_a_python_that_pip_would_fail_on(version: str, hidden: str, message: str, tmp_path: Path) -> None:
     python = tmp_path / "python"
-    hidden = "" if compiler else "import shutil; shutil.which = lambda name: None; "
     python.write_text(
         f"#!{sys.executable}\nimport sys; {hidden}sys.version_info = (*{version}, 0, 'final', 0); exec(sys.argv[2])\n"
     )
     python.chmod(0o755)
     shutil.copy(ROOT / "Makefile", tmp_path)
-    (tmp_path / "requirements.txt").touch()
+    for name in ("requirements.txt", "constraints.txt"):
+        (tmp_path / name).touch()
     made = subprocess.run(["make", "setup", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True)
     assert made.returncode == 2
-    assert made.stderr.startswith(message)
+    assert made.stderr.startswith(message.format(python=python))
     assert not (tmp_path / ".venv").exists()

@@ -98,8 +98,8 @@ def test_each_cache_of_transformers_is_correct_or_rejected(
     except (ValueError, ImportError):  # rejected by the model, or by transformers because of a missing package
         assert not implementation.startswith("dynamic")
         return
-    except AssertionError as error:
-        if "CUDA" in str(error):
+    except (AssertionError, RuntimeError):  # without a GPU, CUDA builds of torch have no streams
+        if "offloaded" in implementation and not torch.cuda.is_available():
             pytest.skip("this cache needs a GPU")
         raise
     assert found == plain

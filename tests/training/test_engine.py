@@ -12,7 +12,7 @@ from models import build_model
 from position_methods import SHAPE
 from tiny_runs import VOCABULARY, tiny_config
 from torch import nn
-from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.pipelining import _utils as pipelining
 
 from megatron.checkpoint.engine_state import list_optimizer_shards
 from megatron.config.schema import Config
@@ -205,11 +205,19 @@ def test_a_pipeline_stage_has_buffers_for_the_micro_batches_in_flight(index: int
     hidden = torch.empty(5, 3, device="meta", requires_grad=True)
     stage = BufferedStage(nn.Linear(3, 3), index, 4, torch.device("cpu"), input_args=hidden, output_args=hidden)
     stage.in_flight = count_in_flight(Axis(index, 4), micro_batches)
-    stage._inference_mode = InferenceMode.STATIC
-    stage._prepare_forward_infra(micro_batches, None, has_backward=True)
+    if hasattr(pipelining, "InferenceMode"):
+        stage._inference_mode = pipelining.InferenceMode.STATIC
+        stage._prepare_forward_infra(micro_batches, None, has_backward=True)
+    else:  # torch 2.11: shapes that are given are always static
+        stage._prepare_forward_infra(micro_batches, (None,))
     stage._prepare_backward_infra(micro_batches)
     activations, gradients = (
-        [info.buffer.data_ptr() for i in range(micro_batches) for info in infos[i] if info.buffer is not None]
+        [
+            info.buffer.data_ptr()
+            for i in range(micro_batches)
+            for info in infos[i]
+            if getattr(info, "buffer", None) is not None
+        ]
         for infos in (stage.args_recv_info, stage.grad_recv_info)
     )
     in_flight = min(4 - index, micro_batches)

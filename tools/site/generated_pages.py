@@ -34,6 +34,10 @@ RESULTS: dict[str, dict[str, str]] = {
         "parity_8": "Layouts of 8 ranks",
         "resume": "Resuming in another layout",
     },
+    "Installation": {
+        "versions": "Versions tried together",
+        "bare_roots": "Bare systems",
+    },
     "Time and memory": {
         "bench_cdape_cpu": "CDAPE on an Intel Xeon",
         "bench_cdape_cpu_epyc": "CDAPE on an AMD EPYC",

@@ -173,6 +173,8 @@ def _change_pipeline_stage(module: Any) -> None:
         return torch.tensor([int(is_static)], dtype=torch.int32).to(stage.device)
 
     stage = module.PipelineStage
+    if not hasattr(stage, "_warmup_forward_vote"):  # torch 2.11: stages do not vote
+        return
     _run_and_answer(stage, "_warmup_forward_vote", lambda self, has_backward, **_: vote(self, has_backward))
     _run_and_answer(stage, "_warmup_backward_result", lambda self, **_: vote(self, self.has_backward))
 
