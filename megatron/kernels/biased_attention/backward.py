@@ -11,115 +11,31 @@ probabilities, delta_i = dout_i · out_i − log2(e) dlse_i (lse in base 2) and 
 The gradient of a key's own bias is the sum of dS over its column.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
+from megatron.kernels.biased_attention.diagonals import accumulate, sum_diagonals
 from megatron.kernels.biased_attention.forward import (
-    LOG2E,
-    Tables,
     column_ranges,
     finish_scores,
     load_center,
     load_document_starts,
     load_key_bias,
-    load_table_window,
     select_head,
-    spread_window,
     visible_mask,
+)
+from megatron.kernels.biased_attention.tables import (
+    LOG2E,
+    Tables,
+    is_relative,
+    joins_bias,
+    load_window,
+    select_table,
+    spread_window,
 )
 from megatron.kernels.head_dim import load_rows, store_rows
 
 LN2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def shift_last(x, first, COUNT: tl.constexpr):
-    """Shift x [a, b, c, COUNT] by one along its last axis and insert `first` [a, b, c]. Return (shifted, last element).
-
-    It splits and joins pairs, which moves no data between threads if each thread has the whole axis.
-    """
-    A: tl.constexpr = x.shape[0]
-    B: tl.constexpr = x.shape[1]
-    D: tl.constexpr = x.shape[2]
-    LEVELS: tl.constexpr = 3 if COUNT == 8 else 2 if COUNT == 4 else 1
-    tl.static_assert(COUNT == 1 << LEVELS)
-    even = ()
-    for level in tl.static_range(LEVELS):
-        left, x = tl.split(tl.reshape(x, [A, B, D, COUNT >> (level + 1), 2]))
-        even += (left,)  # type: ignore[assignment]
-    shifted = tl.reshape(first, [A, B, D, 1])
-    for level in tl.static_range(LEVELS):
-        shifted = tl.reshape(tl.join(shifted, even[LEVELS - 1 - level]), [A, B, D, 2 << level])
-    return shifted, tl.reshape(x, [A, B, D])
-
-
-@triton.jit
-def fold_rows(tile, carried, BLOCK_M: tl.constexpr):
-    """Add rows of a square tile that are 8 apart along diagonals. Return ([BLOCK_M / 2, BLOCK_M], carry).
-
-    Entries (16w + r, c − 8) and (16w + r + 8, c) are on one diagonal, and matrix products leave both in one thread. Row
-    8w + r of the result contains at column c the diagonal 16w + r + 8 − c. The carry is [BLOCK_M / 16, 8, 8]: the last
-    8 columns of the upper rows, whose partners are in the next tile.
-    """
-    PAIRS: tl.constexpr = BLOCK_M // 16
-    rows = tl.reshape(tile, [PAIRS, 2, 8, BLOCK_M])
-    upper, lower = tl.split(tl.permute(rows, (0, 2, 3, 1)))
-    upper = tl.permute(tl.reshape(upper, [PAIRS, 8, BLOCK_M // 8, 8]), (0, 1, 3, 2))
-    upper, carried = shift_last(upper, carried, BLOCK_M // 8)
-    upper = tl.reshape(tl.permute(upper, (0, 1, 3, 2)), [PAIRS * 8, BLOCK_M])
-    return upper + tl.reshape(lower, [PAIRS * 8, BLOCK_M]), carried
-
-
-@triton.jit
-def diagonal_shifts(BLOCK_M: tl.constexpr):
-    """Return the diagonal at column 0 of each row of `fold_rows`, [BLOCK_M / 2, 1]."""
-    r = tl.arange(0, BLOCK_M // 2)
-    return (r // 8 * 16 + r % 8 + 8)[:, None]
-
-
-@triton.jit
-def rotate_diagonals(folded, BLOCK_M: tl.constexpr):
-    """Rotate the rows of `fold_rows` so that column t contains the diagonals t and t − BLOCK_M."""
-    r = tl.arange(0, BLOCK_M // 2)[:, None]
-    t = tl.arange(0, BLOCK_M)[None, :]
-    # Each row is stored twice so that no index wraps: each thread then has one address, with constant offsets.
-    index = (r * 2 + 1) * BLOCK_M + (diagonal_shifts(BLOCK_M) - t)
-    SIZE: tl.constexpr = BLOCK_M // 2 * BLOCK_M
-    twice = tl.permute(tl.join(folded, folded), (0, 2, 1))
-    turned = tl.gather(tl.reshape(twice, [SIZE * 2]), tl.reshape(index, [SIZE]), 0)
-    return tl.reshape(turned, [BLOCK_M // 2, BLOCK_M])
-
-
-@triton.jit
-def sum_diagonals(tile, carry, BLOCK_M: tl.constexpr):
-    """Sum the diagonals t = 0 … BLOCK_M − 1 of a square tile, including those carried over. Return (sums, carry).
-
-    A tile to the right starts BLOCK_M diagonals earlier: its diagonal t continues diagonal t − BLOCK_M of this tile.
-    """
-    upper_rows, last = carry
-    folded, upper_rows = fold_rows(tile, upper_rows, BLOCK_M)
-    turned = rotate_diagonals(folded, BLOCK_M)
-    t = tl.arange(0, BLOCK_M)[None, :]
-    sums = tl.sum(tl.where(t <= diagonal_shifts(BLOCK_M), turned, last), 0)
-    return sums, (upper_rows, turned)
-
-
-@triton.constexpr_function
-def joins_bias(bias_ptr: Any, weight_ptr: Any, element_type: Any, JOINS_BIAS: bool) -> bool:
-    """Return True if the products of q and k accumulate onto the bias, which saves one instruction per score.
-
-    False with a weight, which does not apply to the bias, and in float32, which would round more often.
-    """
-    return JOINS_BIAS and bias_ptr is not None and weight_ptr is None and element_type != tl.float32
-
-
-@triton.jit
-def _accumulate(ptr, n, values, N):
-    """Add `values` to ptr[n]. Only the calling program accesses these addresses."""
-    mask = (n >= 0) & (n < N)
-    tl.store(ptr + n, tl.load(ptr + n, mask=mask, other=0.0) + values, mask=mask)
 
 
 @triton.jit
@@ -139,7 +55,6 @@ def _bwd_dq_inner(
     center,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    JOINS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_DA: tl.constexpr,
@@ -158,20 +73,23 @@ def _bwd_dq_inner(
     top = sizes.offset + row
     dbias_ptr, dweight_ptr = dtables
     t = tl.arange(0, BLOCK_M)
-    HOLDS_BIAS: tl.constexpr = joins_bias(*tables, q_a.dtype, JOINS_BIAS)
-    next_values = 0.0
-    if HOLDS_BIAS:
-        next_values = load_table_window(tables.bias_ptr, top - first, N, 1.0 / scale, BLOCK_M, BLOCK_N)
+    IS_RELATIVE: tl.constexpr = is_relative(*tables)
+    JOINS_BIAS: tl.constexpr = joins_bias(q_a.dtype)
+    values = 0.0
+    if IS_RELATIVE:
+        values = load_window(tables.bias_ptr, top - first, N, BLOCK_M, BLOCK_N, False)
     for c0 in range(first, last, BLOCK_N):
         k_a = load_rows(k.ptr, c0, k.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N, MASKED)
         v_a = load_rows(v.ptr, c0, v.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N, MASKED)
         k_b, v_b = k_a, v_a
         products = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        if HOLDS_BIAS:
-            products = spread_window(next_values, BLOCK_M, BLOCK_N, False)
+        if IS_RELATIVE:
+            bias = spread_window(values, BLOCK_M, BLOCK_N, False)
+            if JOINS_BIAS:
+                products = bias
             # Triton does not prefetch values that a product is added to, so this loads them one tile ahead.
             next_base = top - c0 - BLOCK_N
-            next_values = load_table_window(tables.bias_ptr, next_base, N, 1.0 / scale, BLOCK_M, BLOCK_N)
+            values = load_window(tables.bias_ptr, next_base, N, BLOCK_M, BLOCK_N, False)
         products = tl.dot(q_a, tl.trans(k_a), products, input_precision=INPUT_PRECISION)
         dp = tl.dot(do_a, tl.trans(v_a), input_precision=INPUT_PRECISION)
         if BLOCK_DB:
@@ -179,7 +97,9 @@ def _bwd_dq_inner(
             v_b = load_rows(v.ptr, c0, v.stride_row, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N, MASKED)
             products = tl.dot(q_b, tl.trans(k_b), products, input_precision=INPUT_PRECISION)
             dp = tl.dot(do_b, tl.trans(v_b), dp, input_precision=INPUT_PRECISION)
-        scores, weight = finish_scores(products, tables, top - c0, sizes, HOLDS_BIAS, BLOCK_M, BLOCK_N, False)
+        if IS_RELATIVE and not JOINS_BIAS:
+            products += bias
+        scores, weight = finish_scores(products, tables, top - c0, sizes, BLOCK_M, BLOCK_N, False)
         if key_bias_ptr is not None:
             scores += load_key_bias(key_bias_ptr, c0 + tl.arange(0, BLOCK_N), C, center)[None, :]
         p = tl.exp2(scores - lse[:, None])
@@ -191,10 +111,10 @@ def _bwd_dq_inner(
         ds = p * (dp - delta[:, None])
         if dbias_ptr is not None:
             sums, carry_bias = sum_diagonals(ds, carry_bias, BLOCK_M)
-            _accumulate(dbias_ptr, top - c0 + t, sums, N)
+            accumulate(dbias_ptr, top - c0 + t, sums, N)
         if dweight_ptr is not None:
             sums, carry_weight = sum_diagonals(ds * products, carry_weight, BLOCK_M)
-            _accumulate(dweight_ptr, top - c0 + t, sums * scale, N)
+            accumulate(dweight_ptr, top - c0 + t, sums * scale, N)
         if tables.weight_ptr is not None:
             ds *= weight
         ds = ds.to(k_a.dtype)
@@ -225,7 +145,6 @@ def _bwd_dq_kernel(
     V_STRIDE: tl.constexpr,
     DO_STRIDE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    JOINS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_DA: tl.constexpr,
@@ -249,8 +168,8 @@ def _bwd_dq_kernel(
     o = select_head(o, b, h, o.stride_row)
     dq_ptr += pair * R * HEAD_DIM
     tables = Tables(
-        tables.bias_ptr + h * N if tables.bias_ptr is not None else None,
-        tables.weight_ptr + h * N if tables.weight_ptr is not None else None,
+        select_table(tables.bias_ptr, h, N) if tables.bias_ptr is not None else None,
+        select_table(tables.weight_ptr, h, N) if tables.weight_ptr is not None else None,
     )
     own = (pair * groups + group) * N
     dtables = Tables(
@@ -299,13 +218,13 @@ def _bwd_dq_kernel(
             if HAS_WINDOW or document_starts_ptr is not None:
                 state = _bwd_dq_inner(state, first, full, block, k, v, tables, dtables, start, sizes,
                                       document_starts_ptr,
-                                      key_bias_ptr, center, True, HAS_WINDOW, JOINS_BIAS, BLOCK_M, BLOCK_N,
+                                      key_bias_ptr, center, True, HAS_WINDOW, BLOCK_M, BLOCK_N,
                                       BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
             state = _bwd_dq_inner(state, full, partial, block, k, v, tables, dtables, start, sizes, document_starts_ptr,
-                                  key_bias_ptr, center, False, HAS_WINDOW, JOINS_BIAS, BLOCK_M, BLOCK_N,
+                                  key_bias_ptr, center, False, HAS_WINDOW, BLOCK_M, BLOCK_N,
                                   BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
             state = _bwd_dq_inner(state, partial, last, block, k, v, tables, dtables, start, sizes, document_starts_ptr,
-                                  key_bias_ptr, center, True, HAS_WINDOW, JOINS_BIAS, BLOCK_M, BLOCK_N,
+                                  key_bias_ptr, center, True, HAS_WINDOW, BLOCK_M, BLOCK_N,
                                   BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
             # fmt: on
             dq_a, dq_b, carry_bias, carry_weight = state
@@ -314,10 +233,10 @@ def _bwd_dq_kernel(
             nothing = tl.zeros([BLOCK_M, BLOCK_M], tl.float32)
             if dtables.bias_ptr is not None:
                 sums, _ = sum_diagonals(nothing, carry_bias, BLOCK_M)
-                _accumulate(dtables.bias_ptr, n, sums, N)
+                accumulate(dtables.bias_ptr, n, sums, N)
             if dtables.weight_ptr is not None:
                 sums, _ = sum_diagonals(nothing, carry_weight, BLOCK_M)
-                _accumulate(dtables.weight_ptr, n, sums * scale, N)
+                accumulate(dtables.weight_ptr, n, sums * scale, N)
             # Factor not yet applied in the tiles: scale, or ln(2) if the weights include scale · log2(e).
             factor = scale
             if tables.weight_ptr is not None:
@@ -368,7 +287,6 @@ def _bwd_dkdv_inner(
     center,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    JOINS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_DA: tl.constexpr,
@@ -383,14 +301,15 @@ def _bwd_dkdv_inner(
     """
     dk_a, dk_b, dv_a, dv_b, dkey_bias = state
     k_a, k_b, v_a, v_b = block
-    scale, R, C, N, offset, window = sizes.scale, sizes.R, sizes.C, sizes.N, sizes.offset, sizes.window
-    HOLDS_BIAS: tl.constexpr = joins_bias(*tables, q.ptr.dtype.element_ty, JOINS_BIAS)
-    next_values = 0.0
-    if HOLDS_BIAS:
+    R, C, N, offset, window = sizes.R, sizes.C, sizes.N, sizes.offset, sizes.window
+    IS_RELATIVE: tl.constexpr = is_relative(*tables)
+    JOINS_BIAS: tl.constexpr = joins_bias(q.ptr.dtype.element_ty)
+    values = 0.0
+    if IS_RELATIVE:
         r0 = first
         if MASKED:
             r0 = tl.where(first < skipped_from, first, first + skipped)
-        next_values = load_table_window(tables.bias_ptr, offset + r0 - c0, N, 1.0 / scale, BLOCK_M, BLOCK_N)
+        values = load_window(tables.bias_ptr, offset + r0 - c0, N, BLOCK_M, BLOCK_N, True)
     for step in range(first, last, BLOCK_M):
         r0 = step
         next_r0 = step + BLOCK_M
@@ -407,10 +326,12 @@ def _bwd_dkdv_inner(
         do_a = load_rows(do.ptr, r0, do.stride_row, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M, MASKED)
         q_b, do_b = q_a, do_a
         products = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        if HOLDS_BIAS:
-            products = spread_window(next_values, BLOCK_M, BLOCK_N, True)
+        if IS_RELATIVE:
+            bias = spread_window(values, BLOCK_M, BLOCK_N, True)
+            if JOINS_BIAS:
+                products = bias
             next_base = offset + next_r0 - c0
-            next_values = load_table_window(tables.bias_ptr, next_base, N, 1.0 / scale, BLOCK_M, BLOCK_N)
+            values = load_window(tables.bias_ptr, next_base, N, BLOCK_M, BLOCK_N, True)
         products = tl.dot(k_a, tl.trans(q_a), products, input_precision=INPUT_PRECISION)
         dp = tl.dot(v_a, tl.trans(do_a), input_precision=INPUT_PRECISION)
         if BLOCK_DB:
@@ -418,7 +339,9 @@ def _bwd_dkdv_inner(
             do_b = load_rows(do.ptr, r0, do.stride_row, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M, MASKED)
             products = tl.dot(k_b, tl.trans(q_b), products, input_precision=INPUT_PRECISION)
             dp = tl.dot(v_b, tl.trans(do_b), dp, input_precision=INPUT_PRECISION)
-        scores, weight = finish_scores(products, tables, offset + r0 - c0, sizes, HOLDS_BIAS, BLOCK_M, BLOCK_N, True)
+        if IS_RELATIVE and not JOINS_BIAS:
+            products += bias
+        scores, weight = finish_scores(products, tables, offset + r0 - c0, sizes, BLOCK_M, BLOCK_N, True)
         if key_bias_ptr is not None:
             scores += load_key_bias(key_bias_ptr, c0 + tl.arange(0, BLOCK_N), C, center)[:, None]
             lse += load_key_bias(key_bias_ptr, offset + rows, C, center)
@@ -463,7 +386,6 @@ def _bwd_dkdv_kernel(
     V_STRIDE: tl.constexpr,
     DO_STRIDE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    JOINS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_DA: tl.constexpr,
@@ -484,8 +406,8 @@ def _bwd_dkdv_kernel(
     lse_ptr += pair * R
     delta_ptr += pair * R
     tables = Tables(
-        tables.bias_ptr + h * N if tables.bias_ptr is not None else None,
-        tables.weight_ptr + h * N if tables.weight_ptr is not None else None,
+        select_table(tables.bias_ptr, h, N) if tables.bias_ptr is not None else None,
+        select_table(tables.weight_ptr, h, N) if tables.weight_ptr is not None else None,
     )
     k_a = load_rows(k.ptr, c0, k.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
     v_a = load_rows(v.ptr, c0, v.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
@@ -524,11 +446,11 @@ def _bwd_dkdv_kernel(
     # fmt: off
     state = _bwd_dkdv_inner(state, first, last - (partial - full), full, partial - full, block, q, do, lse_ptr,
                             delta_ptr, tables, c0, sizes, document_starts_ptr, key_bias_ptr, dkey_bias_ptr, center,
-                            True, HAS_WINDOW, JOINS_BIAS, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM,
+                            True, HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM,
                             INPUT_PRECISION)
     state = _bwd_dkdv_inner(state, full, partial, 0, 0, block, q, do, lse_ptr,
                             delta_ptr, tables, c0, sizes, document_starts_ptr, key_bias_ptr, dkey_bias_ptr, center,
-                            False, HAS_WINDOW, JOINS_BIAS, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM,
+                            False, HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM,
                             INPUT_PRECISION)
     # fmt: on
     dk_a, dk_b, dv_a, dv_b, dkey_bias = state
