@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import torch
 
 from megatron.kernels.biased_attention import configs
-from megatron.kernels.biased_attention.backward import _bwd_dkdv_kernel, _bwd_dq_kernel
+from megatron.kernels.biased_attention.backward_dkdv import _bwd_dkdv_kernel
+from megatron.kernels.biased_attention.backward_dq import _bwd_dq_kernel
 from megatron.kernels.biased_attention.forward import HeadRows, Sizes, _fwd_kernel
 from megatron.kernels.biased_attention.tables import Tables
 from megatron.kernels.compile import SPILL_BUDGET_FLOAT32, KernelConfig, build_signature

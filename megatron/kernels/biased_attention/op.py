@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megatron.kernels.biased_attention import configs
 from megatron.kernels.biased_attention.arguments import check_call, describe_tensor
-from megatron.kernels.biased_attention.backward import _bwd_dkdv_kernel, _bwd_dq_kernel
+from megatron.kernels.biased_attention.backward_dkdv import _bwd_dkdv_kernel
+from megatron.kernels.biased_attention.backward_dq import _bwd_dq_kernel
 from megatron.kernels.biased_attention.forward import HeadRows, Sizes, _fwd_kernel
 from megatron.kernels.biased_attention.shared_table import find_shared, take_partial
 from megatron.kernels.biased_attention.tables import Tables, arrange_tables

@@ -16,6 +16,7 @@ from megatron.kernels.launcher import launch
 from megatron.kernels.runtime import cdiv, launch_context
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 MARGIN = tl.constexpr(512)
 """Number of zero entries before and after an arranged table, so that tiles at its ends need no mask."""
 _ARRANGE_BLOCK = {"BLOCK": 512}

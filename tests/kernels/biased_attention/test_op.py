@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels.biased_attention import configs, reference
-from megatron.kernels.biased_attention.backward import count_rows
+from megatron.kernels.biased_attention.backward_dkdv import count_rows
 from megatron.kernels.biased_attention.op import biased_attention, biased_attention_with_lse
 from megatron.kernels.biased_attention.shared_table import share_table
 from megatron.kernels.biased_attention.tables import MARGIN, arrange_tables
@@ -159,7 +159,7 @@ def _truth(case: Case, dtype: torch.dtype) -> Values:
 
 
 def _flash(case: Case, dtype: torch.dtype, delta: float = 1.0) -> Callable[[], Values]:
-    """Return a computation from the formulas of the kernels (backward.py), which can round like the kernels."""
+    """Return a computation from the formulas of the kernels (backward_dq.py), which can round like the kernels."""
     q, k, v, bias, weight, key_bias = _doubled(case.inputs(dtype))
     grad, grad_lse = _doubled(_upstream(case, dtype))
     distance = case.offset + torch.arange(case.R)[:, None] - torch.arange(case.C)
