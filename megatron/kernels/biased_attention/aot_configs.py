@@ -27,7 +27,7 @@ SPILL_BUDGETS = {
     ("fwd", True): 120,
     ("bwd_dq", False): 136,
     ("bwd_dq", True): 560,
-    ("bwd_dkdv", False): 0,
+    ("bwd_dkdv", False): 32,
     ("bwd_dkdv", True): 144,
 }
 """Spill budgets for half types, in bytes, by kernel and whether the head dimension exceeds 64.
