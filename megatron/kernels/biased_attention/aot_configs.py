@@ -23,7 +23,7 @@ TABLES = {"plain": ("bias_ptr", "weight_ptr"), "bias": ("weight_ptr",), "bias+we
 STRIDE = 3 * 12 * 64
 """Row stride of q, k and v if they are computed as one matrix with 12 heads of 64, in elements."""
 SPILL_BUDGETS = {
-    ("fwd", False): 24,
+    ("fwd", False): 40,
     ("fwd", True): 120,
     ("bwd_dq", False): 136,
     ("bwd_dq", True): 560,
