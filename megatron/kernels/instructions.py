@@ -8,6 +8,10 @@ that a program computes in them. A score is a pair of a row and a column, with a
 rows or columns, only the body of the most frequent loop is counted, without the code before and after it. If tiles at
 the edges have separate code, the code of the other tiles is counted, which are the majority in a long sequence.
 
+Two other units are counted beside the issue of instructions, in the same clocks. The load/store unit passes 128 bytes
+per clock; equal addresses in a warp are counted separately, and bank conflicts are not counted. The tensor cores do
+2,048 (sm_80) or 4,096 (sm_90) half-precision operations per clock (NVIDIA A100 and H100 whitepapers).
+
 `kernels/OP/aot_configs.py` lists the kernels of a step (`list_passes(arch) -> dict[str, list[PassKernel]]`: the op's
 forward and backward pass, by what it computes).
 """
@@ -35,6 +39,12 @@ INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);")
 LABEL = re.compile(r"^\s*(\.L_[\w.]+):")
 MATRIX_PRODUCT = re.compile(r"\bH?G?MMA\b")
 """Matrix products: HMMA on sm_80, HGMMA on sm_90."""
+MATRIX_SIZE = re.compile(r"\bHMMA\.(\d\d)(\d)(\d+)\b|\bHGMMA\.(\d+)x(\d+)x(\d+)")
+"""Rows, columns and depth of a product: HMMA.16816 or HGMMA.64x64x16."""
+TENSOR_OPERATIONS = {80: 2048, 90: 4096}
+"""Half-precision operations of a multiprocessor's tensor cores per clock."""
+MEMORY_ACCESS = re.compile(r"^(?:@!?U?P\w+ )?(LDS|STS|LDG|STG|LDGSTS|LDL|STL|LDSM|STSM|ATOM\w*|RED)\b(\S*)")
+BARRIER = re.compile(r"\bBAR\.")
 BRANCH = re.compile(r"\bBRA\b.*`\((\.L_[\w.]+)\)")
 
 
@@ -147,21 +157,76 @@ def count_spills(instructions: Iterable[Instruction]) -> int:
     return sum(SPILL.search(x.text) is not None for x in instructions)
 
 
+def count_memory_clocks(instructions: Iterable[Instruction]) -> int:
+    """Count the clocks of the load/store unit for a warp: 32 threads times the bytes of each access, 128 per clock."""
+    total = 0
+    for x in instructions:
+        if (access := MEMORY_ACCESS.search(x.text)) is None or " RZ, [RZ]" in x.text:
+            continue
+        kind, options = access.groups()
+        parts = options.split(".")
+        if kind in ("LDSM", "STSM"):  # matrices of 8 × 8 half-precision numbers, 128 bytes
+            total += int(parts[-1])
+        else:
+            total += 4 if "128" in parts else 2 if "64" in parts else 1
+    return total
+
+
+def count_operations(instructions: Iterable[Instruction]) -> int:
+    """Count the operations of matrix products, 2 per multiplication, for a warp (a quarter of a warp group's)."""
+    total = 0
+    for x in instructions:
+        if (size := MATRIX_SIZE.search(x.text)) is not None:
+            m, n, k, *group = (int(number) for number in size.groups(default="0"))
+            total += 2 * (m * n * k or group[0] * group[1] * group[2] // 4)
+    return total
+
+
 @dataclass(frozen=True)
 class KernelCounts:
-    """Counts for the code selected by `select_instructions`, in one launch."""
+    """Counts for the code selected by `select_instructions`, in one launch.
+
+    Clocks are minimum clocks of a streaming multiprocessor per score.
+    """
 
     clocks: float
-    """Minimum clocks of a streaming multiprocessor per score."""
+    """Clocks to issue the instructions."""
+    memory_clocks: float
+    """Clocks of the load/store unit."""
+    tensor_clocks: float
+    """Clocks of the tensor cores."""
+    barriers: int
     spills: int
+    shared_bytes: int
+    """Shared memory of a program."""
     loads: dict[int, int]
+
+    def build_record(self) -> dict[str, Any]:
+        return {
+            "clocks": round(self.clocks, 2),
+            "load/store clocks": round(self.memory_clocks, 2),
+            "tensor clocks": round(self.tensor_clocks, 2),
+            "barriers": self.barriers,
+            "spills": self.spills,
+            "shared bytes": self.shared_bytes,
+            "loads by bytes": self.loads,
+        }
 
 
 def count_kernel(kernel: PassKernel, arch: int) -> KernelCounts:
     """Compile a kernel and count its instructions."""
-    chosen = select_instructions(disassemble(compile_kernel(kernel.config, arch)), has_loop=kernel.has_loop)
-    clocks = len(chosen) * kernel.config.options["num_warps"] / SCHEDULERS / kernel.scores
-    return KernelCounts(clocks, count_spills(chosen), count_loads(chosen))
+    code = compile_kernel(kernel.config, arch)
+    chosen = select_instructions(disassemble(code), has_loop=kernel.has_loop)
+    per_score = kernel.config.options["num_warps"] / kernel.scores
+    return KernelCounts(
+        clocks=len(chosen) * per_score / SCHEDULERS,
+        memory_clocks=count_memory_clocks(chosen) * per_score,
+        tensor_clocks=count_operations(chosen) * per_score / TENSOR_OPERATIONS[arch],
+        barriers=sum(BARRIER.search(x.text) is not None for x in chosen),
+        spills=count_spills(chosen),
+        shared_bytes=code.metadata.shared,
+        loads=count_loads(chosen),
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -184,16 +249,14 @@ def main(arguments: list[str] | None = None) -> int:
                 times = "" if kernel.launches == 1 else f", {kernel.launches} times"
                 loads = ", ".join(f"{count} of {width} bytes" for width, count in counts.loads.items())
                 print(
-                    f"sm_{arch} {name}: {counts.clocks:.2f}{times}; {counts.spills} spills; loads: {loads}", flush=True
+                    f"sm_{arch} {name}: {counts.clocks:.2f}{times}; load/store {counts.memory_clocks:.2f}, tensor "
+                    f"{counts.tensor_clocks:.2f}; {counts.barriers} barriers, {counts.spills} spills; "
+                    f"{counts.shared_bytes} bytes of shared memory; loads: {loads}",
+                    flush=True,
                 )
                 total += kernel.launches * counts.clocks
-                rows[name] = {
-                    "times": kernel.launches,
-                    "clocks": round(counts.clocks, 2),
-                    "spills": counts.spills,
-                    "loads by bytes": counts.loads,
-                }
-            print(f"sm_{arch} {pass_name}, forward and backward: {total:.1f}", flush=True)
+                rows[name] = {"times": kernel.launches, **counts.build_record()}
+            print(f"sm_{arch} {pass_name}, forward and backward: {total:.2f}", flush=True)
             record[f"sm_{arch}"][pass_name] = rows
     if options.json:
         options.json.write_text(json.dumps(record, indent=1) + "\n")

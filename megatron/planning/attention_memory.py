@@ -11,7 +11,7 @@ d head dimension, W width of a processor, N distances, b bytes of the compute ty
 | recomputed row blocks        | tables                                       | the same                            |
 | sdpa                         | 4 bytes per row and head; its output if q is | negligible                          |
 |                              | rotated                                      |                                     |
-| kernels/biased_attention     | its output, 4 bytes per row and head         | dq, dk, dv, sums of table gradients |
+| kernels/biased_attention     | its output, 4 bytes per row and head, tables | dq, dk, dv, sums of table gradients |
 | kernels/cdape_attention      | contiguous q, k and v; 8 bytes per row and   | score matrices of one chunk, sums   |
 |                              | head; tables, 4·N·(k·H + W) bytes; two       | of dk and dv                        |
 |                              | outputs for its CUDA kernels                 |                                     |
@@ -59,6 +59,9 @@ of a chunk."""
 PARTIAL_SUMS = 1024
 """Programs that share the sums of a table's gradient (`kernels/biased_attention/configs.py`)."""
 
+TABLE_MARGINS = 1024
+"""Entries before and after an arranged table, of four numbers each (`kernels/biased_attention/tables.py`)."""
+
 
 def estimate_sdpa(shape: AttentionShape) -> AttentionMemory:
     """Estimate the memory of PyTorch's fused attention."""
@@ -99,7 +102,8 @@ def estimate_biased_attention(shape: AttentionShape) -> AttentionMemory:
     sums_bytes = 4 * tables * pairs * groups * shape.num_columns
     saved = shape.query_bytes + 4 * rows
     if not shape.has_shared_tables:
-        saved += 4 * (tables + shape.encoding.cost.num_saved_tables) * shape.num_heads * shape.num_distances
+        saved += 16 * tables * shape.num_heads * (shape.num_distances + TABLE_MARGINS)
+        saved += 4 * shape.encoding.cost.num_saved_tables * shape.num_heads * shape.num_distances
     return AttentionMemory(
         saved_bytes=saved,
         workspace_bytes=shape.query_bytes + 2 * shape.key_bytes + sums_bytes,

@@ -17,6 +17,7 @@ from corpora import prepare
 from full_disk import full_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.datasets.gpt_dataset import GPTDataset
 
 from megatron.data.blend import compute_sequence_range
 from megatron.data.datasets import SampleOrder, build_datasets, load_token_stream
@@ -182,6 +183,10 @@ def test_the_token_after_a_document_can_be_left_unscored(dataset, words):
         for i in range(60):
             unscored = samples[i]["tokens"] == eod
             assert torch.equal(samples[i]["loss_mask"], 1 - (unscored & masked).float())
+            own = samples.chains[0].datasets[0]
+            if i < len(own):
+                theirs = GPTDataset.__getitem__(own, i)
+                assert all(torch.equal(value, theirs[name]) for name, value in own[i].items())
 
 
 def test_writing_into_a_sample_changes_no_other(dataset, words):

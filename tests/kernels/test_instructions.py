@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.kernels.instructions import Instruction, count_loads, count_spills, select_instructions
+from megatron.kernels.instructions import (
+    Instruction,
+    count_loads,
+    count_memory_clocks,
+    count_operations,
+    count_spills,
+    select_instructions,
+)
 
 ROOT = Path(__file__).parents[2]
 DISASSEMBLY = """
@@ -69,6 +76,19 @@ def test_loads_are_counted_by_width_and_spills_separately() -> None:
     assert count_spills(instructions) == 0
     spilled = [Instruction(0, "@!P0 STL.64 [R1+0x8], R2", None), Instruction(16, "LDL R2, [R1]", None)]
     assert count_spills(spilled) == 2
+
+
+def test_load_store_and_tensor_clocks_follow_from_widths_and_sizes() -> None:
+    texts = ["LDS R1, [R2]", "@!P0 LDS.64 R2, [R4]", "STS.128 [R1], R4", "LDSM.16.MT88.4 R4, [R2]"]
+    texts += ["LDG.E.128 R4, [R2]", "@P1 STG.E R4, [R2]", "@!PT LDS RZ, [RZ]", "FADD R1, R1, R2"]
+    instructions = [Instruction(16 * index, text, None) for index, text in enumerate(texts)]
+    assert count_memory_clocks(instructions) == 1 + 2 + 4 + 4 + 4 + 1
+    products = [
+        Instruction(0, "HMMA.16816.F32.BF16 R4, R8, R10, R4", None),
+        Instruction(16, "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24", None),
+    ]
+    assert count_operations(products[:1]) == 2 * 16 * 8 * 16
+    assert count_operations(products[1:]) == 2 * 64 * 128 * 16 // 4  # a quarter of the warp group's
 
 
 def test_a_kernel_without_a_loop_is_rejected() -> None:

@@ -20,6 +20,7 @@ from megatron.attention.check.check_result import RECORD_FILE
 from megatron.config.load import load_config
 from megatron.distributed.hardware import get_gpu_spec
 from megatron.kernels.biased_attention import configs as biased_configs
+from megatron.kernels.biased_attention.tables import MARGIN
 from megatron.kernels.cdape_attention import configs, gated_op, mixer, op
 from megatron.kernels.cdape_attention.weights import get_weight_shape
 from megatron.kernels.head_dim import MAX_HEAD_DIM
@@ -47,6 +48,7 @@ def test_limits_match_the_kernels() -> None:
     assert attention_memory.MAX_PROCESSOR_WIDTH == op.MAX_PROCESSOR_WIDTH
     assert attention_memory.MATRIX_ROWS == triton.ROWS_PER_CALL
     assert attention_memory.PARTIAL_SUMS == biased_configs.PARTIAL_SUMS
+    assert 2 * MARGIN.value == attention_memory.TABLE_MARGINS
     assert memory_estimate.CAST_ELEMENTS == zero_optimizer.CAST_ELEMENTS
     assert CHECK_RECORD == RECORD_FILE
 

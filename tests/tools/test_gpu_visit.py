@@ -40,6 +40,15 @@ def test_the_page_has_ratios_to_the_last_record_of_the_same_machine() -> None:
     assert len(list_times(build_result(1.0))) == 2
 
 
+def test_the_page_has_the_memory_of_trainings_beside_the_plan() -> None:
+    training = {"case": "zero_1", "model": "350M", "T": 512, "B": 1, "eager_peak_gb": 6.3, "planned_gb": 6.0}
+    failed = {"case": "fp16", "model": "350M", "T": 512, "B": 1, "failure": "OutOfMemoryError"}
+    result = build_result(100.0)
+    assert "plan, GB" not in render_visit(result, None)
+    result["parts"]["training"] = {"exit": 0, "seconds": 9.0, "records": [training, failed]}
+    assert "| zero_1 | 350M | 1 × 512 | 6.30 | 6.00 | 1.050 |" in render_visit(result, None)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPU")
 def test_without_a_gpu_it_suggests_a_rehearsal(refuses: Callable[..., None]) -> None:
     refuses(visit, says="no CUDA device found; --rehearse")

@@ -6,8 +6,9 @@
 Each case trains twice from the same seed in this process, with `cuda_graph: off` and `on`, over what surrounds the
 graphs in `./deepy.py train`: DeepSpeed's optimizers with ZeRO 0, 1 and 2, loss scaling, accumulation, recomputation.
 Losses of all steps and the float32 masters after the last are compared bit for bit. Times are of whole steps, and wait
-for the device; the first steps, in which kernels are compiled and graphs are tried, do not count. The exit code is 1 if
-a case fails or differs.
+for the device; the first steps, in which kernels are compiled and graphs are tried, do not count. The peak memory
+of the run without graphs is compared with the estimate of `./deepy.py plan`. The exit code is 1 if a case fails or
+differs.
 """
 
 import argparse
@@ -80,6 +81,8 @@ def train(config: Any, steps: int) -> dict[str, Any]:
     from megatron.checkpoint.engine_state import list_optimizer_shards
     from megatron.distributed.hardware import LocalHardware
     from megatron.distributed.launcher_environment import RankInfo
+    from megatron.distributed.mesh import ParallelSizes
+    from megatron.planning.memory_estimate import estimate_memory
     from megatron.training.console import ConsoleReporter
     from megatron.training.resolve_run import resolve_run
     from megatron.training.trainer import Trainer
@@ -117,12 +120,19 @@ def train(config: Any, steps: int) -> dict[str, Any]:
     finally:
         trainer.close()
         run.close()
+    planned = estimate_memory(
+        resolved,
+        ParallelSizes(),
+        run.vocabulary.size,
+        gpu_bytes=torch.cuda.get_device_properties(0).total_memory,
+    )
     return {
         "losses": torch.stack(losses).tolist(),
         "masters": masters,
         "ms": 1e3 * statistics.median(seconds[WARMUP_STEPS:]),
         "reserved_gb": round(reserved / 1e9, 2),
         "peak_gb": round(peak / 1e9, 2),
+        "planned_gb": round(planned.total / 1e9, 2),
         "lines": [line for line in lines if line.startswith("CUDA graphs")],
     }
 
@@ -148,6 +158,7 @@ def compare(case: str, model: str, length: int, batch: int, steps: int, corpus: 
             for name, found in (("eager", eager), ("graph", graphs))
             for key in ("ms", "reserved_gb", "peak_gb")
         },
+        "planned_gb": eager["planned_gb"],
         "line": " ".join(graphs["lines"]),
     }
 

@@ -9,6 +9,9 @@ over two ranks) and of Farfield's loop alternate, so that a busy machine affects
 is the first of them, with real NCCL process groups. Time is CPU time of the process over all threads. Launches are
 exact counts of requests to the CUDA runtime, the driver, cuBLAS and NCCL, from the null device's library.
 
+`--compile-plain` compiles the plain GPT with torch.compile, as a user who wants its best would. `--layers` changes the
+number of layers: two runs give the cost of a layer and of the rest.
+
 The flagship (2-7B cdape_kerple_log a100_8k on 64 ranks, with the kernels) is measured per micro-batch.
 """
 
@@ -66,6 +69,10 @@ class Case:
     methods: list[str]
     rounds: int
     flagship: bool = False
+    compiles_plain: bool = False
+    """True if the plain GPT is compiled."""
+    num_layers: int | None = None
+    """Number of layers instead of the size's."""
 
 
 # ------------------------------------------------------------------------------------------- in the case's own process
@@ -91,28 +98,32 @@ def build_trainer(names: list[str], values: dict[str, object], ranks: int) -> An
 
 
 class PlainTrainer:
-    """Plain hand-written training loop in bfloat16 with autocast."""
+    """Plain hand-written training loop in bfloat16 with autocast, whose forward pass and loss may be compiled."""
 
-    def __init__(self, size: str, ranks: int) -> None:
+    def __init__(self, size: str, ranks: int, *, compiles: bool = False, num_layers: int | None = None) -> None:
         import torch
 
         from tools.bench.plain_gpt import PlainGPT
 
         self.torch = torch
         layers, width, heads = SHAPES[size]
-        self.plain = PlainGPT(layers, width, heads, LENGTH, VOCABULARY, "none").cuda()
+        self.plain = PlainGPT(num_layers or layers, width, heads, LENGTH, VOCABULARY, "none").cuda()
         self.model: Any = self.plain
         if ranks > 1:
             self.model = torch.nn.parallel.DistributedDataParallel(self.plain, device_ids=[0])
         self.optimizer = torch.optim.AdamW(self.plain.parameters(), 1e-4, fused=True)
         self.tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1)).pin_memory()
 
+        def compute_loss(tokens: torch.Tensor) -> torch.Tensor:
+            logits = self.model(tokens[:, :-1])
+            return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+        self.compute_loss = torch.compile(compute_loss, dynamic=False) if compiles else compute_loss
+
     def step(self) -> None:
-        functional = self.torch.nn.functional
         tokens = self.tokens.to("cuda", non_blocking=True)
         with self.torch.autocast("cuda", self.torch.bfloat16):
-            logits = self.model(tokens[:, :-1])
-            loss = functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            loss = self.compute_loss(tokens)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.torch.nn.utils.clip_grad_norm_(self.plain.parameters(), 1.0)
@@ -162,8 +173,11 @@ def measure_case(case: Case) -> list[dict[str, Any]]:
             "train_micro_batch_size_per_gpu": BATCH, "train_batch_size": BATCH * case.ranks, "num_gpus": case.ranks,
             "seq_length": LENGTH, "train_data_paths": f"[{case.corpus}]", "make_vocab_size_divisible_by": 128,
         }  # fmt: skip
+        if case.num_layers is not None:
+            values["num_layers"] = case.num_layers
         trainer = build_trainer([case.size, overlay], values, case.ranks)
-        plain = PlainTrainer(case.size, case.ranks) if plain is None else plain
+        if plain is None:
+            plain = PlainTrainer(case.size, case.ranks, compiles=case.compiles_plain, num_layers=case.num_layers)
         meters = StepMeter(), StepMeter()
         with GracefulStop() as stop:
             for number in range(WARMUP_STEPS + case.rounds):
@@ -275,7 +289,8 @@ def format_page(result: dict[str, Any]) -> str:
         "",
         f"A step of {BATCH} × {LENGTH} tokens per rank in bfloat16 on the null device. Kernels take no time there, "
         "so the table shows the cost of Python and of launches.",
-        "Plain is a GPT of the same shape in plain PyTorch (autocast, SDPA, fused AdamW, clipping). Its steps "
+        "Plain is a GPT of the same shape in plain PyTorch (autocast, SDPA, fused AdamW, clipping"
+        f"{', torch.compile' if result.get('compiles_plain') else ''}). Its steps "
         "alternate with those of each method in the same process.",
         "Host time is CPU time of the process (median over steps; × plain is the median ratio of step pairs).",
         "Launches are exact counts of kernels, matrix products, copies, fills and collectives.",
@@ -316,6 +331,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=comma_separated(("1", "2")), default="1,2")
     parser.add_argument("--methods", type=comma_separated(METHODS), default=",".join(METHODS))
     parser.add_argument("--rounds", type=int_at_least(2), default=15, help="timed steps of each model (15)")
+    parser.add_argument("--compile-plain", action="store_true", help="compile the plain GPT")
+    parser.add_argument("--layers", type=int_at_least(1), help="number of layers instead of the sizes' own")
     parser.add_argument("--gpu", default="h100", help="emulated GPU (h100)")
     parser.add_argument("--no-flagship", action="store_true", help="skip the flagship")
     parser.add_argument(
@@ -336,13 +353,28 @@ def measure_all(arguments: Any) -> None:
     def split(value: str | list[str]) -> list[str]:
         return value.split(",") if isinstance(value, str) else value
 
-    result = {**collect_provenance(__file__, "cpu"), "card": arguments.gpu, "records": [], "flagship": []}
+    result = {
+        **collect_provenance(__file__, "cpu"),
+        "card": arguments.gpu,
+        "compiles_plain": arguments.compile_plain,
+        "layers": arguments.layers,
+        "records": [],
+        "flagship": [],
+    }
     methods = split(arguments.methods)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         corpus = str(write_synthetic_corpus(folder / "corpus", VOCABULARY - 47, 8192)["train"])
         cases = [
-            Case(corpus, size, int(ranks), methods, arguments.rounds)
+            Case(
+                corpus,
+                size,
+                int(ranks),
+                methods,
+                arguments.rounds,
+                compiles_plain=arguments.compile_plain,
+                num_layers=arguments.layers,
+            )
             for size in split(arguments.sizes)
             for ranks in split(arguments.ranks)
         ]

@@ -42,7 +42,7 @@ import torch  # noqa: E402
 from torch.profiler import ProfilerActivity  # noqa: E402
 
 from megatron.kernels.biased_attention import configs as bias_configs  # noqa: E402
-from megatron.kernels.biased_attention.configs import BackwardTile, OpTiles  # noqa: E402
+from megatron.kernels.biased_attention.configs import OpTiles  # noqa: E402
 from megatron.kernels.cdape_attention import driver  # noqa: E402
 from megatron.kernels.runtime import Tile, is_interpreted  # noqa: E402
 from tools.bench.attention_peers import AttentionProblem, build_peers  # noqa: E402
@@ -58,10 +58,6 @@ SECONDS_TO_COMPILE = 120
 
 def _list_tiles(*sizes: tuple[int, int, int, int]) -> list[Tile]:
     return [Tile(*size) for size in sizes]
-
-
-def _list_backward_tiles(*sizes: tuple[int, int, int, int]) -> list[Tile]:
-    return [BackwardTile(*size, joins_bias=True) for size in sizes]
 
 
 ATTEND = _list_tiles((64, 32, 4, 3), (64, 32, 4, 4), (64, 16, 4, 4), (32, 32, 2, 3), (32, 32, 4, 3), (64, 32, 4, 2))
@@ -80,10 +76,10 @@ CANDIDATES: dict[str, list[Tile]] = {
     "bias_fwd": _list_tiles(
         (64, 32, 4, 3), (64, 32, 4, 4), (64, 16, 4, 4), (32, 32, 2, 3), (64, 32, 4, 2), (128, 32, 4, 3)
     ),
-    "bias_bwd_dq": _list_backward_tiles(
+    "bias_bwd_dq": _list_tiles(
         (64, 64, 4, 3), (64, 64, 4, 4), (32, 32, 4, 3), (32, 32, 2, 3), (64, 64, 4, 2), (64, 64, 4, 1)
     ),
-    "bias_bwd_dkdv": _list_backward_tiles(
+    "bias_bwd_dkdv": _list_tiles(
         (32, 64, 4, 2), (32, 64, 4, 3), (16, 64, 4, 3), (32, 32, 4, 2), (64, 32, 4, 2), (32, 64, 2, 2)
     ),
 }
@@ -112,9 +108,7 @@ def install_tiles(tiles: dict[str, Tile]) -> None:
     driver.product_tile = lambda *shape: tiles["product"]  # type: ignore[assignment]
 
     def choose(*shape: object) -> OpTiles:
-        backward = tiles["bias_bwd_dq"], tiles["bias_bwd_dkdv"]
-        assert all(isinstance(tile, BackwardTile) for tile in backward)
-        return OpTiles(tiles["bias_fwd"], *backward)  # type: ignore[arg-type]
+        return OpTiles(tiles["bias_fwd"], tiles["bias_bwd_dq"], tiles["bias_bwd_dkdv"])
 
     bias_configs.choose_tiles = choose  # type: ignore[assignment]
 

@@ -135,6 +135,10 @@ def list_visit_parts() -> list[CheckPart]:
     methods = ("--methods", "kerple_log", "cdape", "cdape_triton", "rotary", "plain", "--rounds", "8")
     return [
         build_profile_part("profile", 150, "--shapes", "350M:512:32", "350M:512:1"),
+        build_attention_part("correct_bias", 60, *bias, "--dtype", "bf16", "fp16", "--gate-only", "--lengths", "512",
+            "500", "--batch", "2", "--peers", "triton"),
+        build_attention_part("correct_bias_wide", 60, *bias, *half, "--dim", "128", "--gate-only", "--lengths", "512",
+            "500", "--batch", "2", "--peers", "triton"),
         build_attention_part("correct_mixer", 60, *cdape, *half, "--gate-only", "--lengths", "512", "200", "--batch",
             "32", *ours),  # the CUDA kernels compute batches that fill the card
         build_attention_part("mixer", 45, *cdape, *half, "--lengths", "512", "2048", *ours, "flash"),
@@ -143,8 +147,9 @@ def list_visit_parts() -> list[CheckPart]:
         build_step_part("step_512", 120, "--shapes", "350M:512:32", "350M:512:1", *methods),
         build_step_part("graphs", 60, "--shapes", "350M:512:1", "350M:512:4", "--methods", "kerple_log",
             "kerple_log_graph", "cdape", "cdape_graph", "cdape_triton", "cdape_triton_graph"),
-        CheckPart("training", 120, ("tools/bench/graph_training.py", "--cases", "cdape,zero_1,zero_2_accumulation,fp16",
-            "--json", "{output}"), (*MODEL_MODULES, "deepspeed")),  # compiled regions and graphs, bit for bit
+        CheckPart("training", 120, ("tools/bench/graph_training.py", "--cases",
+            "kerple_log,cdape,zero_1,zero_2_accumulation,fp16", "--json", "{output}"),
+            (*MODEL_MODULES, "deepspeed")),  # compiled regions and graphs, bit for bit; memory against the plan
         build_step_part("step_long", 120, "--shapes", "350M:2048:8", "125M:512:32", *methods),
         build_attention_part("paper", 60, *cdape, *half, "--lengths", "2048", "--peers", "triton", "triton alone",
             "appendix"),
@@ -152,8 +157,8 @@ def list_visit_parts() -> list[CheckPart]:
             "flash cudnn"),
         build_attention_part("compiled", 75, *bias, *half, "--lengths", "2048", "--peers", "triton", "flex learned",
             "flex frozen"),
-        build_step_part("step_8192", 60, "--shapes", "350M:8192:2", "--methods", "kerple_log", "cdape",
-            "--rounds", "5"),
+        build_step_part("step_8192", 90, "--shapes", "350M:8192:2", "--methods", "kerple_log", "cdape", "rotary",
+            "plain", "--rounds", "5"),
         CheckPart("tiles", 120, ("tools/bench/tiles.py", "--lengths", "512", "2048", "--json", "{output}")),
         build_profile_part("profile_triton", 90, "--shapes", "350M:512:32", "--methods", "cdape_triton", "rotary"),
     ]  # fmt: skip
@@ -164,22 +169,25 @@ def list_visit_rehearsal_parts() -> list[CheckPart]:
     cdape, bias = ("--op", "cdape", "--width", "4"), ("--op", "biased_attention")
     tiny = ("--device", "cpu", "--batch", "1", "--heads", "2", "--dim", "16", "--lengths", "8", "--rounds", "2")
     step = ("--device", "cpu", "--dtype", "fp32", "--rounds", "2", "--methods", "kerple_log", "cdape", "cdape_triton")
+    all_peers = (*step, "rotary", "plain")
     profile = ("--device", "cpu", "--dtype", "fp32", "--shapes", "tiny:8:1")
     ours, limit = ("--peers", "triton"), REHEARSAL_SECONDS
     return [
         build_profile_part("profile", limit, *profile, "--methods", "kerple_log", "plain"),
+        build_attention_part("correct_bias", limit, *bias, *tiny, "--dtype", "fp16", "--gate-only", *ours),
+        build_attention_part("correct_bias_wide", limit, *bias, *tiny, "--dtype", "fp16", "--gate-only", *ours),
         build_attention_part("correct_mixer", limit, *cdape, *tiny, "--dtype", "fp16", "--gate-only", *ours),
         build_attention_part("mixer", limit, *cdape, *tiny, *ours),
         build_attention_part("correct_wide", limit, *cdape, *tiny, "--dtype", "fp16", "--gate-only", *ours),
-        build_step_part("step_512", limit, "--shapes", "tiny:8:1", *step),
+        build_step_part("step_512", limit, "--shapes", "tiny:8:1", *all_peers),
         build_step_part("graphs", limit, "--shapes", "tiny:8:1", *step),  # graphs need a GPU
         CheckPart("training", limit, ("tools/bench/train_loop.py", "--shapes", "quickstart", "--methods", "cdape",
             "--blocks", "2", "--json", "{output}"), (*MODEL_MODULES, "deepspeed")),
-        build_step_part("step_long", limit, "--shapes", "tiny:8:2", *step),
+        build_step_part("step_long", limit, "--shapes", "tiny:8:2", *all_peers),
         build_attention_part("paper", limit, *cdape, *tiny, *ours, "appendix"),
         build_attention_part("bias", limit, *bias, *tiny, *ours, "flash"),
         build_attention_part("compiled", limit, *bias, *tiny, *ours, "sdpa mask"),
-        build_step_part("step_8192", limit, "--shapes", "tiny:16:1", *step),
+        build_step_part("step_8192", limit, "--shapes", "tiny:16:1", *all_peers),
         CheckPart("tiles", limit, ("tools/bench/tiles.py", "--device", "cpu", "--tokens", "16", "--heads", "2", "--dim",
             "16", "--width", "4", "--lengths", "16", "--json", "{output}")),
         build_profile_part("profile_triton", limit, *profile, "--methods", "cdape_triton"),

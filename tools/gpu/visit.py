@@ -44,8 +44,21 @@ def list_times(result: dict[str, Any]) -> dict[Measurement, float]:
     return found
 
 
+def list_memory_lines(result: dict[str, Any]) -> list[str]:
+    """Return a table of the peak memory of whole trainings beside the estimates of `./deepy.py plan`."""
+    rows = [
+        f"| {record['case']} | {record['model']} | {record['B']} × {record['T']} | {record['eager_peak_gb']:.2f} | "
+        f"{record['planned_gb']:.2f} | {record['eager_peak_gb'] / record['planned_gb']:.3f} |"
+        for done in result["parts"].values()
+        for record in done.get("records", ())
+        if record.get("planned_gb")
+    ]
+    head = ["", "| training | model | tokens | peak, GB | plan, GB | ratio |", "|---|---|---|--:|--:|--:|"]
+    return [*head, *rows] if rows else []
+
+
 def render_visit(result: dict[str, Any], last: dict[str, Any] | None) -> str:
-    """Render the page of a visit: its parts, and its times beside those of the last record."""
+    """Render the page of a visit: its parts, its times beside those of the last record, and memory beside the plan."""
     lines = ["# A visit to a GPU", "", f"{format_provenance(result)}", ""]
     lines += ["| part | ended | seconds |", "|---|---|--:|"]
     for name, done in result["parts"].items():
@@ -58,6 +71,7 @@ def render_visit(result: dict[str, Any], last: dict[str, Any] | None) -> str:
         earlier = before.get((part, key))
         ratio = "" if earlier is None else f"{median / earlier:.3f}"
         lines.append(f"| `{part}` | {', '.join(named)} | {median:.3f} | {earlier or ''} | {ratio} |")
+    lines += list_memory_lines(result)
     refusals = [
         f"- `{part}`, {record.get('peer')}: {record['refusal']}"
         for part, done in result["parts"].items()

@@ -110,7 +110,7 @@ class TritonBackend:
     @staticmethod
     def share_table(table: ScoreTerms) -> ScoreTerms:
         """Return a table that many calls can read, with their gradients accumulated."""
-        from megatron.kernels.biased_attention.op import share_table
+        from megatron.kernels.biased_attention.shared_table import share_table
 
         return ScoreTerms(*(None if term is None else share_table(term) for term in table))
 

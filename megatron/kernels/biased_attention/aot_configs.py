@@ -9,8 +9,10 @@ from collections.abc import Iterator
 import torch
 
 from megatron.kernels.biased_attention import configs
-from megatron.kernels.biased_attention.backward import _bwd_dkdv_kernel, _bwd_dq_kernel
-from megatron.kernels.biased_attention.forward import HeadRows, Sizes, Tables, _fwd_kernel
+from megatron.kernels.biased_attention.backward_dkdv import _bwd_dkdv_kernel
+from megatron.kernels.biased_attention.backward_dq import _bwd_dq_kernel
+from megatron.kernels.biased_attention.forward import HeadRows, Sizes, _fwd_kernel
+from megatron.kernels.biased_attention.tables import Tables
 from megatron.kernels.compile import SPILL_BUDGET_FLOAT32, KernelConfig, build_signature
 from megatron.kernels.instructions import PassKernel
 
@@ -21,11 +23,11 @@ TABLES = {"plain": ("bias_ptr", "weight_ptr"), "bias": ("weight_ptr",), "bias+we
 STRIDE = 3 * 12 * 64
 """Row stride of q, k and v if they are computed as one matrix with 12 heads of 64, in elements."""
 SPILL_BUDGETS = {
-    ("fwd", False): 24,
-    ("fwd", True): 120,
+    ("fwd", False): 40,
+    ("fwd", True): 176,
     ("bwd_dq", False): 136,
     ("bwd_dq", True): 560,
-    ("bwd_dkdv", False): 0,
+    ("bwd_dkdv", False): 32,
     ("bwd_dkdv", True): 144,
 }
 """Spill budgets for half types, in bytes, by kernel and whether the head dimension exceeds 64.
@@ -104,12 +106,18 @@ def _list_kernels(
 
 
 def list_passes(arch: int) -> dict[str, list[PassKernel]]:
-    """Return the kernels of both passes in bfloat16, with and without a learned bias, for 12 heads of 64."""
-    return {name: list(_build_pass(tables, arch)) for name, tables in (("learned bias", "bias"), ("no bias", "plain"))}
+    """Return the kernels of both passes in bfloat16, with and without a learned bias, by head dimension.
+
+    A score is a pair of a row and a column with all heads: 12 of 64, 32 of 80 or 16 of 128.
+    """
+    return {
+        f"{name}, {heads} heads of {dim}": list(_build_pass(tables, heads, dim, arch))
+        for heads, dim in ((12, 64), (32, 80), (16, 128))
+        for name, tables in (("learned bias", "bias"), ("no bias", "plain"))
+    }
 
 
-def _build_pass(tables: str, arch: int) -> Iterator[PassKernel]:
-    heads, dim = 12, 64
+def _build_pass(tables: str, heads: int, dim: int, arch: int) -> Iterator[PassKernel]:
     for configuration in _list_kernels(tables, dim, "bf16"):
         if configuration.arches == (arch,):
             tile = configuration.constexprs["BLOCK_M"] * configuration.constexprs["BLOCK_N"]

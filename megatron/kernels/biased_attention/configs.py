@@ -14,38 +14,26 @@ from megatron.kernels.runtime import INPUT_PRECISION, Tile
 
 
 @dataclass(frozen=True)
-class BackwardTile(Tile):
-    """Tile of a backward kernel."""
-
-    joins_bias: bool = False
-    """True if products in half precision accumulate onto the bias. This saves an instruction but needs registers."""
-
-    @property
-    def blocks(self) -> dict[str, int]:
-        return super().blocks | {"JOINS_BIAS": self.joins_bias}
-
-
-@dataclass(frozen=True)
 class OpTiles:
     """Tiles of the op's three kernels."""
 
     fwd: Tile
-    bwd_dq: BackwardTile
-    bwd_dkdv: BackwardTile
+    bwd_dq: Tile
+    bwd_dkdv: Tile
 
 
 HALF = {
     80: {
-        64: OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 1), BackwardTile(32, 128, 8, 2)),
-        80: OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 1), BackwardTile(32, 128, 8, 2)),
-        96: OpTiles(Tile(128, 64, 8, 2), BackwardTile(64, 64, 4, 1), BackwardTile(32, 128, 8, 1)),
-        128: OpTiles(Tile(128, 64, 8, 2), BackwardTile(64, 64, 8, 1), BackwardTile(64, 64, 8, 2)),
+        64: OpTiles(Tile(128, 128, 8, 2), Tile(64, 64, 4, 1), Tile(32, 128, 8, 2)),
+        80: OpTiles(Tile(128, 128, 8, 2), Tile(64, 64, 4, 1), Tile(32, 128, 8, 1)),
+        96: OpTiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 1), Tile(32, 128, 8, 1)),
+        128: OpTiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 1), Tile(64, 64, 8, 2)),
     },
     90: {
-        64: OpTiles(Tile(64, 32, 4, 3), BackwardTile(64, 64, 4, 3, True), BackwardTile(32, 64, 4, 2, True)),
-        80: OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 2, True), BackwardTile(64, 128, 8, 2, True)),
-        96: OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 1, True), BackwardTile(64, 128, 8, 2, True)),
-        128: OpTiles(Tile(128, 64, 8, 2), BackwardTile(64, 64, 4, 1, True), BackwardTile(32, 128, 8, 2, True)),
+        64: OpTiles(Tile(64, 32, 4, 3), Tile(64, 64, 4, 3), Tile(32, 64, 4, 2)),
+        80: OpTiles(Tile(128, 128, 8, 2), Tile(64, 64, 4, 2), Tile(64, 128, 8, 2)),
+        96: OpTiles(Tile(128, 128, 8, 2), Tile(64, 64, 4, 1), Tile(64, 128, 8, 2)),
+        128: OpTiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 1), Tile(32, 128, 8, 2)),
     },
 }
 """Tiles for float16 and bfloat16, by architecture and maximum head dimension.
@@ -59,12 +47,12 @@ miscompiles `bwd_dq` on sm_90 at d = 80 without a table (`kernels/uniform_regist
 """
 
 SINGLE = {
-    64: OpTiles(Tile(64, 32, 8, 2), BackwardTile(32, 32, 4, 2), BackwardTile(32, 32, 4, 2)),
-    128: OpTiles(Tile(64, 32, 8, 2), BackwardTile(32, 32, 8, 2), BackwardTile(32, 32, 8, 2)),
+    64: OpTiles(Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
+    128: OpTiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
 }
 """Tiles for float32 by maximum head dimension. Its products are exact to float32 (no TF32)."""
 
-INTERPRETED = OpTiles(Tile(32, 16, 1, 1), BackwardTile(32, 32, 1, 1, True), BackwardTile(16, 32, 1, 1, True))
+INTERPRETED = OpTiles(Tile(32, 16, 1, 1), Tile(32, 32, 1, 1), Tile(16, 32, 1, 1))
 """Small tiles, so that short test sequences have several; rows and columns differ as on GPUs."""
 
 PARTIAL_SUMS = 1024

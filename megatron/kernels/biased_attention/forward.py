@@ -13,9 +13,17 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from megatron.kernels.biased_attention.tables import (
+    LOG2E,
+    Tables,
+    is_relative,
+    joins_bias,
+    load_table_tile,
+    load_window,
+    select_table,
+    spread_window,
+)
 from megatron.kernels.head_dim import load_rows, store_rows
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class HeadRows(NamedTuple):
@@ -32,16 +40,6 @@ class Rows(NamedTuple):
 
     ptr: Any
     stride_row: Any
-
-
-class Tables(NamedTuple):
-    """Bias and weight by distance, or their partial gradients; None if absent.
-
-    Kernels advance the pointers to their head inline, because in Triton 3.6 no function can return None.
-    """
-
-    bias_ptr: Any
-    weight_ptr: Any
 
 
 class Sizes(NamedTuple):
@@ -63,65 +61,20 @@ def select_head(x, b, h, stride_row):
 
 
 @triton.jit
-def load_table_window(table_ptr, base, N, factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Load the table entries that a tile needs, times `factor`; entries outside the table are zero.
-
-    `base` is the distance of the tile's first element. The window has BLOCK_M + BLOCK_N − 1 entries from base −
-    (BLOCK_N − 1), padded to a power of two.
-    """
-    n = base - (BLOCK_N - 1) + tl.arange(0, 2 * (BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N))
-    return tl.load(table_ptr + n, mask=(n >= 0) & (n < N), other=0.0) * factor
-
-
-@triton.jit
-def spread_window(values, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Expand a window to a tile: entry BLOCK_N − 1 + r − c at row r and column c, [BLOCK_M, BLOCK_N] or transposed.
-
-    This goes through shared memory. A load with one pointer per element would be pipelined as 4-byte asynchronous
-    copies of the whole tile.
-    """
-    r, c = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    # This computes BLOCK_N − 1 − c such that the constant part of a register's column becomes part of the load's
-    # address. Elements of a thread on the same diagonal then become one load.
-    c = (BLOCK_N // 8 - 1 - c // 8) * 8 + (7 - c % 8)
-    if TRANSPOSED:
-        index = tl.reshape(c[:, None] + r[None, :], [BLOCK_N * BLOCK_M])
-        tile = tl.reshape(tl.gather(values, index, 0), [BLOCK_N, BLOCK_M])
-    else:
-        index = tl.reshape(r[:, None] + c[None, :], [BLOCK_M * BLOCK_N])
-        tile = tl.reshape(tl.gather(values, index, 0), [BLOCK_M, BLOCK_N])
-    return tile
-
-
-@triton.jit
-def load_table_tile(table_ptr, base, N, factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Load factor · table[base + r − c] as [BLOCK_M, BLOCK_N], or transposed; zero outside 0 … N − 1."""
-    values = load_table_window(table_ptr, base, N, factor, BLOCK_M, BLOCK_N)
-    return spread_window(values, BLOCK_M, BLOCK_N, TRANSPOSED)
-
-
-@triton.jit
 def finish_scores(
-    products,
-    tables,
-    base,
-    sizes,
-    HOLDS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    products, tables, base, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr
 ):
     """Return the scores in base 2, weight · scale · q·k + bias, and the weight in the same units.
 
     Args:
-        products: q·k [BLOCK_M, BLOCK_N], or transposed; with HOLDS_BIAS, q·k + bias / scale.
+        products: q·k [BLOCK_M, BLOCK_N], or transposed; q·k + bias / scale if there is no weight.
     """
     weight = sizes.scale * LOG2E
     if tables.weight_ptr is not None:
-        weight = load_table_tile(tables.weight_ptr, base, sizes.N, weight, BLOCK_M, BLOCK_N, TRANSPOSED)
+        weight = load_table_tile(tables.weight_ptr, base, sizes.N, BLOCK_M, BLOCK_N, TRANSPOSED)
     scores = products * weight
-    if tables.bias_ptr is not None and not HOLDS_BIAS:
-        scores += load_table_tile(tables.bias_ptr, base, sizes.N, LOG2E, BLOCK_M, BLOCK_N, TRANSPOSED)
+    if tables.weight_ptr is not None and tables.bias_ptr is not None:
+        scores += load_table_tile(tables.bias_ptr, base, sizes.N, BLOCK_M, BLOCK_N, TRANSPOSED)
     return scores, weight
 
 
@@ -234,13 +187,32 @@ def _fwd_inner(
     q_a, q_b = block
     C, window = sizes.C, sizes.window
     top = sizes.offset + row
+    # Unless something else is added, exp2's argument is one product and sum per score.
+    IS_SCALED: tl.constexpr = key_bias_ptr is None and tables.weight_ptr is None
+    IS_RELATIVE: tl.constexpr = is_relative(*tables)
+    JOINS_BIAS: tl.constexpr = joins_bias(q_a.dtype)
+    values = 0.0
+    if IS_RELATIVE:
+        values = load_window(tables.bias_ptr, top - first, sizes.N, BLOCK_M, BLOCK_N, False)
     for c0 in range(first, last, BLOCK_N):
         k_a = load_rows(k.ptr, c0, k.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N, MASKED)
-        products = tl.dot(q_a, tl.trans(k_a), input_precision=INPUT_PRECISION)
+        products = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if IS_RELATIVE:
+            bias = spread_window(values, BLOCK_M, BLOCK_N, False)
+            # Triton does not prefetch values that a product is added to, so this loads them one tile ahead.
+            values = load_window(tables.bias_ptr, top - c0 - BLOCK_N, sizes.N, BLOCK_M, BLOCK_N, False)
+            if JOINS_BIAS:
+                products = bias
+        products = tl.dot(q_a, tl.trans(k_a), products, input_precision=INPUT_PRECISION)
         if BLOCK_DB:
             k_b = load_rows(k.ptr, c0, k.stride_row, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N, MASKED)
             products = tl.dot(q_b, tl.trans(k_b), products, input_precision=INPUT_PRECISION)
-        scores, _ = finish_scores(products, tables, top - c0, sizes, False, BLOCK_M, BLOCK_N, False)
+        if IS_RELATIVE and not JOINS_BIAS:
+            products += bias
+        scores, factor = products, sizes.scale * LOG2E
+        if not IS_SCALED:
+            scores, _ = finish_scores(products, tables, top - c0, sizes, BLOCK_M, BLOCK_N, False)
+            factor = 1.0
         if key_bias_ptr is not None:
             scores += load_key_bias(key_bias_ptr, c0 + tl.arange(0, BLOCK_N), C, center)[None, :]
         if MASKED:
@@ -249,10 +221,10 @@ def _fwd_inner(
             document_starts = load_document_starts(document_starts_ptr, row + tl.arange(0, BLOCK_M)[:, None], sizes.R)
             visible = visible_mask(distance, columns, C, window, document_starts, HAS_WINDOW)
             scores = tl.where(visible, scores, -float("inf"))
-        new = tl.maximum(maximum, tl.max(scores, 1))
+        new = tl.maximum(maximum, tl.max(scores, 1) * factor)
         # Without this, a row that has no visible column yet would compute −inf − (−inf) = NaN.
         finite = tl.where(new == -float("inf"), 0.0, new)
-        p = tl.exp2(scores - finite[:, None])
+        p = tl.exp2(scores * factor - finite[:, None])
         shrink = tl.exp2(maximum - finite)
         total = total * shrink + tl.sum(p, 1)
         v_a = load_rows(v.ptr, c0, v.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N, MASKED)
@@ -302,8 +274,8 @@ def _fwd_kernel(
     b, h = pair // sizes.H, pair % sizes.H
     q, k, v = select_head(q, b, h, q.stride_row), select_head(k, b, h, k.stride_row), select_head(v, b, h, v.stride_row)
     tables = Tables(
-        tables.bias_ptr + h * sizes.N if tables.bias_ptr is not None else None,
-        tables.weight_ptr + h * sizes.N if tables.weight_ptr is not None else None,
+        select_table(tables.bias_ptr, h, sizes.N) if tables.bias_ptr is not None else None,
+        select_table(tables.weight_ptr, h, sizes.N) if tables.weight_ptr is not None else None,
     )
     q_a = load_rows(q.ptr, start, q.stride_row, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
     o_a = tl.zeros([BLOCK_M, BLOCK_DA], tl.float32)

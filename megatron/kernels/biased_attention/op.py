@@ -5,18 +5,20 @@ torch.compile does not trace into them.
 """
 
 import math
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.kernels.biased_attention import configs
-from megatron.kernels.biased_attention.backward import _bwd_dkdv_kernel, _bwd_dq_kernel
-from megatron.kernels.biased_attention.forward import HeadRows, Sizes, Tables, _fwd_kernel
-from megatron.kernels.head_dim import MAX_HEAD_DIM
+from megatron.kernels.biased_attention.arguments import check_call, describe_tensor
+from megatron.kernels.biased_attention.backward_dkdv import _bwd_dkdv_kernel
+from megatron.kernels.biased_attention.backward_dq import _bwd_dq_kernel
+from megatron.kernels.biased_attention.forward import HeadRows, Sizes, _fwd_kernel
+from megatron.kernels.biased_attention.shared_table import find_shared, take_partial
+from megatron.kernels.biased_attention.tables import Tables, arrange_tables
 from megatron.kernels.launcher import launch
-from megatron.kernels.runtime import DTYPES, cdiv, get_arch, get_backward_number, launch_context, outside_graphs
+from megatron.kernels.runtime import cdiv, get_arch, launch_context, outside_graphs
 
 
 def biased_attention(
@@ -91,43 +93,6 @@ def biased_attention_with_lse(
     return out, lse + key_bias.detach()[:, :, own].float()
 
 
-def share_table(table: Tensor) -> Tensor:
-    """Return the same table for use in several calls that share one buffer of partial gradients.
-
-    Each call but the first then saves an allocation, a sum over the partial gradients and an addition, all launched by
-    the host.
-    """
-    if not (torch.is_grad_enabled() and table.requires_grad):
-        return table
-    shared: Tensor = outside_graphs(_SharedTable)(table)
-    return shared
-
-
-class _SharedTable(torch.autograd.Function):
-    """Autograd node of a shared table. All calls that use the table accumulate their partial gradients here."""
-
-    @staticmethod
-    def forward(ctx: Any, table: Tensor) -> Tensor:
-        ctx.partial, ctx.backward_number = None, None
-        ctx.set_materialize_grads(False)
-        return table.view_as(table)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
-        """Add the partial gradients to `grad`, which comes from calls that did not accumulate here."""
-        partial, ctx.partial = ctx.partial, None
-        if partial is None or ctx.backward_number != get_backward_number():
-            return grad
-        total: Tensor = partial.sum((0, 2))
-        return total if grad is None else total + grad
-
-
-def _find_shared(table: Tensor | None) -> Any:
-    """Return the autograd node that `share_table` created for a table, or None."""
-    node = None if table is None else table.grad_fn
-    return node if isinstance(node, _SharedTable._backward_cls) else None
-
-
 def _checked_forward(
     q: Tensor,
     k: Tensor,
@@ -141,13 +106,15 @@ def _checked_forward(
     sinks: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    _check_call(
-        *(_describe(q), _describe(k), _describe(v), _describe(bias), _describe(weight)),
-        *(_describe(key_bias), offset, window, _describe(document_starts), _describe(sinks)),
+    check_call(
+        *(describe_tensor(q), describe_tensor(k), describe_tensor(v), describe_tensor(bias), describe_tensor(weight)),
+        *(describe_tensor(key_bias), offset, window, describe_tensor(document_starts), describe_tensor(sinks)),
     )
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if scale == 0:  # the backward kernels add q·k to bias / scale
+    if scale == 0:  # kernels add q·k to bias / scale
         raise ValueError(f"scale {scale}; it must not be 0")
+    if scale < 0:  # the largest score would not be that of the largest product
+        q, scale = -q, -scale
     if document_starts is not None and window is not None:
         document_starts, window = _merge_window(document_starts, offset, window), None
     apply = outside_graphs(_BiasedAttention)
@@ -162,99 +129,6 @@ def _merge_window(document_starts: Tensor, offset: int, window: int) -> Tensor:
     start = offset - window + 1
     edges = torch.arange(start, start + document_starts.shape[1], dtype=torch.int32, device=document_starts.device)
     return torch.maximum(document_starts, edges)
-
-
-class _Signature(NamedTuple):
-    """Properties of a tensor that are checked before a call."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
-def _describe(x: Tensor | None) -> _Signature | None:
-    return None if x is None else _Signature(x.shape, x.dtype, x.device)
-
-
-@lru_cache(maxsize=64)
-def _check_call(
-    q: _Signature,
-    k: _Signature,
-    v: _Signature,
-    bias: _Signature | None,
-    weight: _Signature | None,
-    key_bias: _Signature | None,
-    offset: int,
-    window: int | None,
-    document_starts: _Signature | None,
-    sinks: _Signature | None,
-) -> None:
-    """Reject invalid arguments. The result is cached for equal calls, across layers and steps, to save host time."""
-    _check_qkv(q, k, v)
-    _check_tables(q, bias, weight, _count_distances(q, k, offset, window))
-    if key_bias is not None:
-        expected = _Signature(k.shape[:3], key_bias.dtype, q.device)
-        if key_bias != expected or key_bias.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"key_bias is {key_bias.dtype} {list(key_bias.shape)} on {key_bias.device}; it must be float32 or "
-                f"float64 {list(k.shape[:3])} on {q.device}"
-            )
-    if sinks is not None and key_bias is not None:
-        # lse is relative to the row's own key, so the sinks' gradient would need more than the kernels return.
-        raise ValueError("sinks and key_bias cannot be combined")
-    for name, given, expected in (
-        ("document_starts", document_starts, _Signature(torch.Size((q.shape[0], q.shape[2])), torch.int32, q.device)),
-        ("sinks", sinks, _Signature(torch.Size((q.shape[1],)), torch.float32, q.device)),
-    ):
-        if given is not None and given != expected:
-            found, wanted = (f"{x.dtype} {list(x.shape)} on {x.device}" for x in (given, expected))
-            raise ValueError(f"{name} is {found}; it must be {wanted}")
-
-
-def _check_qkv(q: _Signature, k: _Signature, v: _Signature) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if len(x.shape) != 4:
-            raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, heads, length, head dimension]")
-        if x.dtype not in DTYPES or x.dtype != q.dtype:
-            raise ValueError(f"{name} is {x.dtype}; q, k and v must all be float16, all bfloat16 or all float32")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device} and q on {q.device}")
-        if 0 in x.shape:
-            raise ValueError(f"{name} has shape {list(x.shape)}; no dimension may be 0")
-    batch, heads, _, dim = q.shape
-    if k.shape != v.shape or (k.shape[0], k.shape[1], k.shape[3]) != (batch, heads, dim):
-        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together")
-    if dim > MAX_HEAD_DIM:
-        raise ValueError(f"head dimension {dim}; it must be at most {MAX_HEAD_DIM}")
-    if batch * heads > 65535:
-        raise ValueError(f"{batch} sequences of {heads} heads; batch times heads must be at most 65535")
-
-
-def _count_distances(q: _Signature, k: _Signature, offset: int, window: int | None) -> int:
-    """Return the number of distances between rows and keys."""
-    if offset < 0:
-        raise ValueError(f"offset {offset}; it must not be negative, or rows see no key")
-    needed = offset + q.shape[2]
-    if window is not None:
-        if window < 1:
-            raise ValueError(f"window {window}; it must be at least 1")
-        if needed - window >= k.shape[2]:
-            raise ValueError(f"window {window}: the row at {needed - 1} sees none of the {k.shape[2]} keys")
-        needed = min(needed, window)
-    return needed
-
-
-def _check_tables(q: _Signature, bias: _Signature | None, weight: _Signature | None, needed: int) -> None:
-    heads = q.shape[1]
-    for name, table in (("bias", bias), ("weight", weight)):
-        if table is None:
-            continue
-        if table.dtype != torch.float32 or table.device != q.device:
-            raise ValueError(f"{name} is {table.dtype} on {table.device}; it must be float32 on {q.device}")
-        if len(table.shape) != 2 or table.shape[0] != heads or table.shape[1] < needed:
-            raise ValueError(f"{name} has shape {list(table.shape)}; it must be [{heads}, at least {needed}]")
-    if bias is not None and weight is not None and bias.shape != weight.shape:
-        raise ValueError(f"bias {list(bias.shape)} and weight {list(weight.shape)} must have the same shape")
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
@@ -291,8 +165,8 @@ def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | None,
-    weight: Tensor | None,
+    tables: Tables,
+    size: int,
     key_bias: Tensor | None,
     sinks: Tensor | None,
     document_starts: Tensor | None,
@@ -300,23 +174,25 @@ def _forward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and log2 of the softmax's denominator [B, H, R], relative to the bias of the row's own key."""
+    """Return the output and log2 of the softmax's denominator [B, H, R], relative to the bias of the row's own key.
+
+    Args:
+        tables: arranged tables of bias and weight, with `size` distances.
+    """
     arch = get_arch(q)
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
-    bias, weight, document_starts = _contiguous(bias), _contiguous(weight), _contiguous(document_starts)
-    key_bias = _contiguous(key_bias)
-    sinks = _contiguous(sinks)
+    document_starts, key_bias, sinks = _contiguous(document_starts), _contiguous(key_bias), _contiguous(sinks)
     batch, heads, rows, dim = q.shape
     tile = configs.fit_tile_to_rows(configs.choose_tiles(arch, q.dtype, dim).fwd, rows)
     out = _allocate_output(q)
     lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
-    sizes = Sizes(scale, heads, rows, k.shape[2], _table_size(bias, weight), offset, window or 0)
+    sizes = Sizes(scale, heads, rows, k.shape[2], size, offset, window or 0)
     with launch_context(q):
         launch(
             _fwd_kernel,
             (cdiv(rows, tile.block_m), batch * heads, 1),
             (
-                *(_build_head_rows(q), _build_head_rows(k), _build_head_rows(v), Tables(bias, weight)),
+                *(_build_head_rows(q), _build_head_rows(k), _build_head_rows(v), tables),
                 *(_build_head_rows(out), lse, document_starts, key_bias, sinks, sizes),
             ),
             configs.tile_constants(tile, dim, windowed=window is not None),
@@ -331,8 +207,8 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | None,
-    weight: Tensor | None,
+    tables: Tables,
+    size: int,
     key_bias: Tensor | None,
     out: Tensor,
     lse: Tensor,
@@ -352,10 +228,9 @@ def _backward(
     """
     arch = get_arch(q)
     grad, q, k, v = _rows_contiguous(grad), _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
-    bias, weight, grad_lse = _contiguous(bias), _contiguous(weight), _contiguous(grad_lse)
-    document_starts, key_bias = _contiguous(document_starts), _contiguous(key_bias)
+    document_starts, key_bias, grad_lse = _contiguous(document_starts), _contiguous(key_bias), _contiguous(grad_lse)
     batch, heads, rows, dim = q.shape
-    columns, size = k.shape[2], _table_size(bias, weight)
+    columns = k.shape[2]
     tiles = configs.choose_tiles(arch, q.dtype, dim)
     if columns == rows:
         dq, dk, dv = q.new_empty((3, *q.shape)).unbind()  # one allocation instead of three, to save host time
@@ -364,10 +239,10 @@ def _backward(
     delta = torch.empty_like(lse)
     dkey_bias = q.new_empty(k.shape[:3], dtype=torch.float32) if needs_grad[2] else None
     groups = configs.count_row_groups(rows, tiles.bwd_dq.block_m, batch * heads, needs_grad[0] or needs_grad[1])
-    dbias_sums, bias_is_own = _take_partial(q, groups, size, needs_grad[0], shared[0])
-    dweight_sums, weight_is_own = _take_partial(q, groups, size, needs_grad[1], shared[1])
+    dbias_sums, bias_is_own = take_partial(q, groups, size, needs_grad[0], shared[0])
+    dweight_sums, weight_is_own = take_partial(q, groups, size, needs_grad[1], shared[1])
     q_rows, k_rows, v_rows = _build_head_rows(q), _build_head_rows(k), _build_head_rows(v)
-    grad_rows, tables = _build_head_rows(grad), Tables(bias, weight)
+    grad_rows = _build_head_rows(grad)
     sizes = Sizes(scale, heads, rows, columns, size, offset, window or 0)
     dtables = Tables(dbias_sums, dweight_sums)
     windowed = window is not None
@@ -400,25 +275,6 @@ def _backward(
     return (dq, dk, dv, dbias, dweight, dkey_bias), delta
 
 
-def _take_partial(q: Tensor, groups: int, size: int, needs_grad: bool, shared: Any) -> tuple[Tensor | None, bool]:
-    """Return the buffer [B, H, groups, N] for a table's partial gradients, and True if no other call uses it.
-
-    The buffer is float32, or None if the table needs no gradient.
-    """
-    if not needs_grad:
-        return None, True
-    shape = (q.shape[0], q.shape[1], groups, size)
-    if shared is not None and shared.backward_number != (number := get_backward_number()):
-        shared.partial, shared.backward_number = None, number
-    if shared is not None and shared.partial is not None and shared.partial.shape == shape:
-        return shared.partial, False
-    partial = q.new_zeros(shape, dtype=torch.float32)
-    if shared is None or shared.partial is not None:  # calls with other numbers of rows
-        return partial, True
-    shared.partial = partial
-    return partial, False
-
-
 class _BiasedAttention(torch.autograd.Function):
     """Autograd function for output and logsumexp.
 
@@ -428,9 +284,12 @@ class _BiasedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         bias, weight, key_bias, sinks, document_starts, ctx.offset, ctx.window, ctx.scale = rest
-        output = _forward(q, k, v, bias, weight, key_bias, sinks, document_starts, ctx.offset, ctx.window, ctx.scale)
-        ctx.save_for_backward(q, k, v, bias, weight, key_bias, *output, document_starts, sinks)
-        ctx.shared = _find_shared(bias), _find_shared(weight)
+        tables, ctx.size = arrange_tables(bias, weight, ctx.scale), _table_size(bias, weight)
+        output = _forward(
+            *(q, k, v, tables, ctx.size, key_bias, sinks, document_starts, ctx.offset, ctx.window, ctx.scale)
+        )
+        ctx.save_for_backward(q, k, v, *tables, key_bias, *output, document_starts, sinks)
+        ctx.shared = find_shared(bias), find_shared(weight)
         ctx.set_materialize_grads(False)
         return output
 
@@ -443,7 +302,7 @@ class _BiasedAttention(torch.autograd.Function):
             x is not None and ctx.needs_input_grad[3 + index] for index, x in enumerate((bias, weight, key_bias))
         )
         gradients, delta = _backward(
-            *(grad, grad_lse, q, k, v, bias, weight, key_bias, out, lse, document_starts),
+            *(grad, grad_lse, q, k, v, Tables(bias, weight), ctx.size, key_bias, out, lse, document_starts),
             *(ctx.offset, ctx.window, ctx.scale, (needs_bias, needs_weight, needs_key_bias), ctx.shared),
         )
         dsinks = None

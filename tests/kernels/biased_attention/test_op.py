@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels.biased_attention import configs, reference
-from megatron.kernels.biased_attention.backward import count_rows
-from megatron.kernels.biased_attention.op import biased_attention, biased_attention_with_lse, share_table
+from megatron.kernels.biased_attention.backward_dkdv import count_rows
+from megatron.kernels.biased_attention.op import biased_attention, biased_attention_with_lse
+from megatron.kernels.biased_attention.shared_table import share_table
+from megatron.kernels.biased_attention.tables import MARGIN, arrange_tables
 from megatron.kernels.runtime import get_arch, launch_context
 from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_error_ratio
 
@@ -157,7 +159,7 @@ def _truth(case: Case, dtype: torch.dtype) -> Values:
 
 
 def _flash(case: Case, dtype: torch.dtype, delta: float = 1.0) -> Callable[[], Values]:
-    """Return a computation from the formulas of the kernels (backward.py), which can round like the kernels."""
+    """Return a computation from the formulas of the kernels (backward_dq.py), which can round like the kernels."""
     q, k, v, bias, weight, key_bias = _doubled(case.inputs(dtype))
     grad, grad_lse = _doubled(_upstream(case, dtype))
     distance = case.offset + torch.arange(case.R)[:, None] - torch.arange(case.C)
@@ -280,8 +282,8 @@ def test_bitwise_repeatable(case: Case, device: str) -> None:
 def test_few_groups_share_many_row_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Table gradients are correct if one program processes several row blocks, in both passes."""
     monkeypatch.setattr(configs, "PARTIAL_SUMS", 2)
-    backward = configs.BackwardTile(16, 16, 1, 1)
-    monkeypatch.setattr(configs, "INTERPRETED", configs.OpTiles(configs.Tile(16, 16, 1, 1), backward, backward))
+    tile = configs.Tile(16, 16, 1, 1)
+    monkeypatch.setattr(configs, "INTERPRETED", configs.OpTiles(tile, tile, tile))
     case = Case(1, 1, 70, 70, 16, weight=True)
     assert_within_rounding(_ours(case, torch.float32, device), _flash(case, torch.float32), torch.float32)
 
@@ -308,6 +310,42 @@ def test_an_infinite_bias_hides_a_distance(device: str) -> None:
     windowed = torch.autograd.grad(biased_attention(q, k, v, bias, window=9).square().sum(), (q, k, v, bias))
     for one, other in zip(ours, windowed, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_negative_scale_equals_negated_queries(device: str) -> None:
+    case = Case(1, 2, 40, 40, 16)
+    q, k, v, bias, *_ = (_leaf(x) for x in case.inputs(torch.float16, device))
+    ours = torch.autograd.grad(biased_attention(q, k, v, bias, scale=-0.25).square().sum(), (q, k, v, bias))
+    negated = torch.autograd.grad(biased_attention(-q, k, v, bias, scale=0.25).square().sum(), (q, k, v, bias))
+    for one, other in zip(ours, negated, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_arranged_tables_have_the_entries_of_four_scores_side_by_side(device: str) -> None:
+    table = torch.randn(3, 37, device=device)
+    arranged = arrange_tables(table, None, scale=0.5).bias_ptr
+    margin = MARGIN.value
+    padded = torch.nn.functional.pad(table, (margin + 8, margin + 8)) * 2
+    for element, distance in enumerate((0, -1, 8, 7)):
+        first = 8 + distance
+        assert torch.equal(arranged[:, :, element], padded[:, first : first + 37 + 2 * margin]), element
+
+
+def test_layers_that_read_one_table_arrange_it_once(device: str) -> None:
+    """The arranged table follows changes of the table and of the scale."""
+    table = torch.randn(2, 9, device=device)
+    first = arrange_tables(table, None, scale=0.5).bias_ptr
+    assert arrange_tables(table, None, scale=0.5).bias_ptr is first
+    assert torch.equal(arrange_tables(table, None, scale=0.25).bias_ptr, 2 * first)
+    table += 1
+    changed = arrange_tables(table, None, scale=0.25).bias_ptr
+    assert torch.equal(changed[:, MARGIN.value : MARGIN.value + 9, 0], 4 * table)
+    with torch.inference_mode():
+        assert torch.equal(arrange_tables(table.clone(), None, scale=0.25).bias_ptr, changed)
+    parameter = torch.nn.Parameter(table)
+    assert (
+        arrange_tables(parameter, None, scale=1.0).bias_ptr is not arrange_tables(parameter, None, scale=1.0).bias_ptr
+    )
 
 
 @given(
