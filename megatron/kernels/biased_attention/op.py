@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megatron.kernels.biased_attention import configs
 from megatron.kernels.biased_attention.backward import _bwd_dkdv_kernel, _bwd_dq_kernel
-from megatron.kernels.biased_attention.forward import HeadRows, Sizes, Tables, _fwd_kernel
+from megatron.kernels.biased_attention.forward import AllHeadRows, AttentionSizes, Tables, _fwd_kernel
 from megatron.kernels.head_dim import MAX_HEAD_DIM
 from megatron.kernels.launcher import launch
-from megatron.kernels.runtime import DTYPES, cdiv, get_arch, get_backward_number, launch_context, outside_graphs
+from megatron.kernels.runtime import DTYPES, cdiv, get_arch, get_backward_number, get_uncompiled_apply, launch_context
 
 
 def biased_attention(
@@ -100,7 +100,7 @@ def share_table(table: Tensor) -> Tensor:
     """
     if not (torch.is_grad_enabled() and table.requires_grad):
         return table
-    shared: Tensor = outside_graphs(_SharedTable)(table)
+    shared: Tensor = get_uncompiled_apply(_SharedTable)(table)
     return shared
 
 
@@ -151,7 +151,7 @@ def _checked_forward(
         raise ValueError(f"scale {scale}; it must not be 0")
     if document_starts is not None and window is not None:
         document_starts, window = _merge_window(document_starts, offset, window), None
-    apply = outside_graphs(_BiasedAttention)
+    apply = get_uncompiled_apply(_BiasedAttention)
     result: tuple[Tensor, Tensor] = apply(
         q, k, v, bias, weight, key_bias, sinks, document_starts, offset, window, scale
     )
@@ -278,9 +278,9 @@ def _row_stride(x: Tensor) -> int:
     return x.stride(2) if x.shape[2] > 1 else x.shape[3]
 
 
-def _build_head_rows(x: Tensor) -> HeadRows:
+def _build_head_rows(x: Tensor) -> AllHeadRows:
     batch, head, row, _ = x.stride()
-    return HeadRows(x, batch, head, row)
+    return AllHeadRows(x, batch, head, row)
 
 
 def _table_size(bias: Tensor | None, weight: Tensor | None) -> int:
@@ -311,7 +311,7 @@ def _forward(
     tile = configs.fit_tile_to_rows(configs.choose_tiles(arch, q.dtype, dim).fwd, rows)
     out = _allocate_output(q)
     lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
-    sizes = Sizes(scale, heads, rows, k.shape[2], _table_size(bias, weight), offset, window or 0)
+    sizes = AttentionSizes(scale, heads, rows, k.shape[2], _table_size(bias, weight), offset, window or 0)
     with launch_context(q):
         launch(
             _fwd_kernel,
@@ -369,7 +369,7 @@ def _backward(
     dweight_sums, weight_is_own = _take_partial(q, groups, size, needs_grad[1], shared[1])
     q_rows, k_rows, v_rows = _build_head_rows(q), _build_head_rows(k), _build_head_rows(v)
     grad_rows, tables = _build_head_rows(grad), Tables(bias, weight)
-    sizes = Sizes(scale, heads, rows, columns, size, offset, window or 0)
+    sizes = AttentionSizes(scale, heads, rows, columns, size, offset, window or 0)
     dtables = Tables(dbias_sums, dweight_sums)
     windowed = window is not None
     strides = (_row_stride(q), _row_stride(k), _row_stride(v), _row_stride(grad))

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron.kernels.cdape_attention.reference import at_least_float32, saturated
+from megatron.kernels.cdape_attention.reference import at_least_float32, saturate
 
 
 def visible_table(bias: Tensor, count: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """Return the table [H, count] as Conv1 reads it: zero beyond the window, finite in the compute type."""
-    bias = saturated(at_least_float32(bias[:, :count]), dtype)
+    bias = saturate(at_least_float32(bias[:, :count]), dtype)
     if window is not None and window < count:
         bias = F.pad(bias[:, :window], (0, count - window))
     return bias
