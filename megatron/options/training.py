@@ -282,7 +282,6 @@ class TrainingOptions(ConfigSection):
     train_iters: int = config_field(
         0,
         "optimizer steps; training requires it or train_epochs",
-        ge=0,
         le=MAX_STEPS,
         policy="schedule",
     )
@@ -383,6 +382,9 @@ SCHEDULE_KEYS: dict[str, DecayStyle] = {
 
 def find_schedule_conflicts(optimizer: OptimizerOptions, train_iters: int) -> Iterator[tuple[str, str]]:
     """Yield conflicts in a schedule that ends after `train_iters` steps (0: not yet known)."""
+    if train_iters < 0:
+        yield "train_iters", f"train_iters is {train_iters}; it must be at least 1"
+        return
     lr, min_lr, style = optimizer.optimizer.params.lr, optimizer.min_lr, optimizer.lr_decay_style
     if min_lr > lr:
         yield "min_lr", f"min_lr {min_lr} is greater than optimizer.params.lr {lr}"
