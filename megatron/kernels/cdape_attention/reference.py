@@ -13,7 +13,7 @@ from megatron.kernels.cdape_attention.args import CdapeArgs
 NEGATIVE_SLOPE = 0.01
 
 
-def at_least_float32(x: Tensor) -> Tensor:
+def promote_to_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -53,7 +53,7 @@ def reference(args: CdapeArgs, *, saturate_like: torch.dtype | None = None) -> T
     hidden = F.conv2d(F.pad(channels, (padding, 2 * padding)), w1.to(dtype), b1.to(dtype))
     hidden = F.leaky_relu(saturate(hidden, limited), NEGATIVE_SLOPE).masked_fill(~inside, 0)
     processed = saturate(F.conv2d(F.pad(hidden, (padding, 0)), w2.to(dtype), b2.to(dtype)), limited)
-    logits = at_least_float32(scores) + at_least_float32(processed)
+    logits = promote_to_float32(scores) + promote_to_float32(processed)
     if bias_map is not None and residual_bias:
         logits = logits + bias_map
     logits = logits.masked_fill(~visible, float("-inf"))
