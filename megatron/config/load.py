@@ -80,7 +80,7 @@ def load_config(
     Raises:
         UserError: one line for each problem, with file and line.
     """
-    names, overrides = list(map(os.fspath, files)), list(overrides)
+    names, overrides = [os.fspath(name) for name in files], list(overrides)
     paths = [find_config(name, search) for name in names]
     loaded = merge_documents([read_yaml(path) for path in paths], overrides, paths)
     words = [*(names if search is None else map(str, paths)), *overrides]

@@ -330,8 +330,8 @@ class TrainingOptions(ConfigSection):
     deterministic: bool = config_field(False, "use deterministic algorithms only", policy="machine")
     cuda_graph: Annotated[Literal["off", "on", "auto"], BeforeValidator(_read_switch)] = config_field(
         "auto",
-        "launch a micro-batch's forward and backward pass as CUDA graphs instead of kernel by kernel; auto: if that is "
-        "right, faster and fits (docs/gpu.md); on: or the run is refused",
+        "launch a micro-batch's forward and backward pass as CUDA graphs instead of kernel by kernel; auto: if graphs "
+        "give the same gradients, are faster and fit (docs/gpu.md); on: always, or raise an error",
         policy="machine",
     )
     eval_interval: int = config_field(
