@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from farfield.commands import analyze, evaluate, list_methods, prepare, read_results, sweep, train
-    from farfield.models import AttentionMaps, Model, Scores, load
+    from farfield.models import AttentionMaps, Model, TokenLosses, load
     from megatron.utils.errors import RunError, UserError
 
 _MODULES = {
     "farfield.commands": ("analyze", "evaluate", "list_methods", "prepare", "read_results", "sweep", "train"),
-    "farfield.models": ("AttentionMaps", "Model", "Scores", "load"),
+    "farfield.models": ("AttentionMaps", "Model", "TokenLosses", "load"),
     "megatron.utils.errors": ("RunError", "UserError"),
 }
 __all__ = [
-    "AttentionMaps", "Model", "RunError", "Scores", "UserError", "analyze", "evaluate", "list_methods", "load",
+    "AttentionMaps", "Model", "RunError", "TokenLosses", "UserError", "analyze", "evaluate", "list_methods", "load",
     "prepare", "read_results", "sweep", "train",
 ]  # fmt: skip
 

@@ -90,7 +90,7 @@ class Model:
 
     def __repr__(self) -> str:
         return (
-            f"<farfield.Model {self.position}, {self.num_parameters:,} parameters, trained {self.step:,} steps of "
+            f"<farfield.Model {self.method_name}, {self.num_parameters:,} parameters, trained {self.step:,} steps of "
             f"{self.train_length:,} tokens, {self._loaded.checkpoint}>"
         )
 
@@ -100,8 +100,8 @@ class Model:
         return self._loaded.model
 
     @property
-    def position(self) -> str:
-        """The position method with its options as shown in tables, such as cdape(width=16)+kerple_log."""
+    def method_name(self) -> str:
+        """Name of the position method with its options, as shown in tables, such as cdape(width=16)+kerple_log."""
         from megatron.evaluation.provenance import format_method_name
 
         return format_method_name(self._run.config.position, self._loaded.position)
@@ -145,7 +145,7 @@ class Model:
 
     def score(
         self, text: str | Sequence[int] | np.ndarray, length: int | None = None, *, stride: int | None = None
-    ) -> Scores:
+    ) -> TokenLosses:
         """Compute the loss of each token of a text, read in windows of one length.
 
         A window has `length` tokens and predicts the successor of each. Tokens at the end of the text that do not fill
@@ -171,7 +171,7 @@ class Model:
         starts = np.arange(0, len(tokens) - length, num_scored, dtype=np.int64)
         losses = compute_window_losses(self._loaded.model, tokens, starts, length, num_scored)
         targets = starts[:, None] + np.arange(length - num_scored + 1, length + 1)
-        return Scores(length, tokens[targets], losses)
+        return TokenLosses(length, tokens[targets], losses)
 
     def generate(self, prompt: str | Sequence[str] = "", **options: Any) -> Any:
         """Complete a text or each of several texts.
@@ -234,10 +234,10 @@ class Model:
         encodings = [layer.encoding for layer in layers]
         if any(type(encoding).overrides_hook("gate") for encoding in encodings):
             raise UserError(
-                f"the bias of {self.position} depends on the layer's input; use attention_maps to see it for a text"
+                f"the bias of {self.method_name} depends on the layer's input; use attention_maps to see it for a text"
             )
         if not any(encoding.adds_bias for encoding in encodings) and all(layer.window is None for layer in layers):
-            raise UserError(f"{self.position} adds no bias to the scores")
+            raise UserError(f"{self.method_name} adds no bias to the scores")
         with torch.no_grad():
             tables = [
                 mask_window(compute_bias_by_distance(layer.encoding, length), layer.window).cpu() for layer in layers
@@ -319,7 +319,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Scores:
+class TokenLosses:
     """Losses of the tokens of a text, by window."""
 
     length: int
@@ -358,7 +358,7 @@ class AttentionMaps:
     """Attention weights after the softmax."""
 
     @property
-    def processor(self) -> np.ndarray:
+    def processor_term(self) -> np.ndarray:
         """Term that the score processor adds to scores and bias."""
         added: np.ndarray = self.logits - self.scores - (0 if self.bias is None else self.bias)
         return added

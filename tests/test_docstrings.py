@@ -1,4 +1,7 @@
-"""Docstrings stand alone: they start neither with a clause that continues the name above nor with a question."""
+"""Docstrings stand alone: they start neither with a clause that continues the name above nor with a question.
+
+A function that returns a boolean says when it is true: "Return True if …".
+"""
 
 import ast
 import re
@@ -51,4 +54,16 @@ def test_docstrings_stand_alone(room: str) -> None:
         for line, text in list_docstrings(ast.parse(path.read_text(encoding="utf-8"))):
             if FORBIDDEN.match(text):
                 found.append(f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0][:80]}")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_booleans_say_when_they_are_true(room: str) -> None:
+    found = []
+    for path in sorted((ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and isinstance(node.returns, ast.Name) and node.returns.id == "bool":
+                text = ast.get_docstring(node) or ""
+                if re.match(r"(Return|Check|Decide|Determine|Test|Tell) (whether|if)\b", text):
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {text.splitlines()[0][:80]}")
     assert not found, "\n".join(found)

@@ -128,9 +128,26 @@ def format_sentence(text: str) -> str:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into files and `key=value` pairs. A pair contains an equals sign and is not an existing file."""
+    """Split arguments into files and `key=value` pairs. A pair contains an equals sign and is not an existing file.
+
+    Raises UserError for a pair with spaces around its equals sign.
+    """
+    for index, text in enumerate(arguments):
+        is_open = text.endswith("=") and index + 1 < len(arguments) and not _is_config_or_pair(arguments[index + 1])
+        if is_open or text.startswith("="):
+            words = arguments[max(0, index - text.startswith("=")) : index + 1 + (is_open or text == "=")]
+            raise UserError(f"{' '.join(words)}: write key=value without spaces: {''.join(words)}")
     pairs = [text for text in arguments if "=" in text and not os.path.isfile(text)]
     return [text for text in arguments if text not in pairs], pairs
+
+
+def _is_config_or_pair(text: str) -> bool:
+    from megatron.config.load import find_config
+
+    try:
+        return "=" in text or bool(find_config(text))
+    except UserError:
+        return False
 
 
 def load_config_arguments(arguments: Sequence[str], conf_dir: Path | None, *, silent: bool = False) -> LoadedConfig:

@@ -90,6 +90,7 @@ def plan(
     gpu_options = f"--gpu {request.gpu}" + ("" if request.gib is None else f" --gib {request.gib:g}")
     cluster = Cluster(gpu, request.gpus, request.gpus_per_node, request.network, request.mfu, gpu_options)
     result = make_plan(loaded.config, _find_vocab_size(loaded.config, request.vocabulary), cluster)
+    result = replace(result, arguments=loaded.arguments)
     if as_json:
         import json
 
@@ -173,17 +174,18 @@ def sweep(
     member: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Run only this member, counted from 0, without a report. Used by tasks of a job array."
+            min=0, help="Run only the run with this index, from 0, without a report. Used by tasks of a job array."
         ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="With launcher=slurm: only print the batch script.")
     ] = False,
-    retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Retrain members whose training diverged.")
-    ] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Retrain runs that diverged.")] = False,
 ) -> None:
     """Train and evaluate every variant of a sweep file, and report the results side by side.
+
+    A sweep file is a configuration with a section `sweep`: variants with the keys that they change, seeds, and the
+    evaluation. The same command resumes an interrupted sweep.
 
     [bold]Examples[/]
 
@@ -241,7 +243,7 @@ def status(
     ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Show the status of runs: step, loss, speed, time left, last checkpoint, and whether they are running.
+    """Show the status of runs: state, step, loss, speed, time left, and last checkpoint.
 
     [bold]Examples[/]
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ class LoadedConfig:
     notes: tuple[str, ...]
     files: tuple[Path, ...]
     layers: ConfigLayers
+    arguments: str = "CONFIG…"
+    """Files and overrides as words of a shell command."""
 
     @contextmanager
     def locate_errors(self) -> Iterator[None]:
@@ -77,8 +80,11 @@ def load_config(
     Raises:
         UserError: one line for each problem, with file and line.
     """
-    paths = [find_config(name, search) for name in files]
-    return merge_documents([read_yaml(path) for path in paths], overrides, paths)
+    names, overrides = [os.fspath(name) for name in files], list(overrides)
+    paths = [find_config(name, search) for name in names]
+    loaded = merge_documents([read_yaml(path) for path in paths], overrides, paths)
+    words = [*(names if search is None else map(str, paths)), *overrides]
+    return replace(loaded, arguments=shlex.join(words))
 
 
 def read_config(path: str | os.PathLike[str]) -> Config:

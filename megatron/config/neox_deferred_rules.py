@@ -31,11 +31,14 @@ class MethodOption(NamedTuple):
     implied: Mapping[str, Any] = MappingProxyType({})
     """Keys implied by the project that has the key, set unless a file sets them."""
 
-    def describe(self, code: str = "") -> str:
-        """Describe the option and its methods. code: delimiter around the names of keys."""
-        scale = f" × {code}{self.divisor_key}{code}" if self.divisor_key else ""
-        implied = "".join(f", with {code}{key}: {format_value(value)}{code}" for key, value in self.implied.items())
-        return f"{code}{self.method_key}_options.{self.option}{code}{scale} of {' and '.join(self.methods)}{implied}"
+    def describe(self, key: str, code: str = "") -> str:
+        """Describe the option that `key` sets, and its methods. code: delimiter around the names of keys."""
+        value = f" to {code}{key}{code} / {code}{self.divisor_key}{code}" if self.divisor_key else ""
+        implied = " and ".join(f"{code}{name}: {format_value(value)}{code}" for name, value in self.implied.items())
+        return (
+            f"{code}{self.method_key}_options.{self.option}{code} of {' and '.join(self.methods)}{value}"
+            f"{', with ' * bool(implied)}{implied}"
+        )
 
 
 @dataclass(frozen=True)
@@ -94,11 +97,11 @@ class MethodOptionAlias(DeferredRule):
         return True
 
     def describe(self, name: str) -> str:
-        return f"is {', and '.join(option.describe() for option in self.options)} here"
+        return f"sets {', and '.join(option.describe(name) for option in self.options)}"
 
     def reference_rows(self) -> list[list[str]]:
-        options = ", and ".join(option.describe(code="`") for option in self.options)
-        return [[f"`{self.key}`", f"{options}; no effect on others"]]
+        options = ", and ".join(option.describe(self.key, code="`") for option in self.options)
+        return [[f"`{self.key}`", f"sets {options}; no effect on others"]]
 
 
 @dataclass(frozen=True)

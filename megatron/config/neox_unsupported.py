@@ -152,13 +152,13 @@ IGNORED = (
     Ignored(("eval_results_prefix", "eval_tasks"), "`./deepy.py evaluate` evaluates a run"),
 )
 
-_QUANTIZED = "gradients and parameters are communicated without quantization"
-_MOE = "no mixture-of-experts layers"
+_QUANTIZED = "gradients and parameters are communicated without quantization; leave it out"
+_MOE = "there are no mixture-of-experts layers; leave it out to train a dense model"
 _SPARSE = "sparse attention; use attention_window, as one value or a pattern of layers"
 _GLOBAL = 'write [[["global"], LAYERS]], or leave attention_config out'
 _RING = f"context_parallel_size divides a sequence among GPUs here; with it, {_GLOBAL}"
-_RECURRENT = "a recurrent layer has no attention scores for position encodings"
-_GATED_MLP = "a gated MLP over tokens, whose weights end at the training length"
+_RECURRENT = f"a recurrent layer has no attention scores for position encodings; {_GLOBAL}"
+_GATED_MLP = f"a gated MLP over tokens has weights only up to the training length; {_GLOBAL}"
 _ATTENTION_REASONS = {
     **dict.fromkeys(("local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer"), _SPARSE),
     **dict.fromkeys(("mamba", "rwkv"), _RECURRENT),
@@ -170,7 +170,7 @@ _COMPILE = (
     "training on a GPU compiles all but attention unless compile_regions is false; attention_backend: flex compiles "
     "attention"
 )
-DEEPSPEED_ADVICE = "DeepSpeed's section of this name is not passed on"
+DEEPSPEED_ADVICE = "DeepSpeed's section of this name is not passed on; leave it out"
 
 _LABEL_DATA_KEYS = (
     "train_label_data_paths", "valid_label_data_paths", "test_label_data_paths", "train_reward_data_paths",
@@ -190,23 +190,29 @@ UNSUPPORTED = (
         ("te_columnparallel", "te_rowparallel", "te_layernorm_mlp", "te_mha", "te_fp8_mha"),
         "Transformer Engine's FP8 layers; use precision: bf16",
     ),
-    Unsupported(("num_unique_layers",), "layers do not share weights"),
-    Unsupported(("opt_pos_emb_offset",), "positions start at 0", (None, 0)),
-    Unsupported(("soft_prompt_tuning",), "no prompt tuning", (None, {}, {"enabled": False})),
+    Unsupported(("num_unique_layers",), "layers do not share weights; leave it out"),
+    Unsupported(("opt_pos_emb_offset",), "positions start at 0; leave it out", (None, 0)),
+    Unsupported(
+        ("soft_prompt_tuning",),
+        "prompts cannot be tuned; finetune: true trains all weights of a loaded model",
+        (None, {}, {"enabled": False}),
+    ),
     Unsupported(("moe_num_experts",), _MOE, (None, 0, 1)),
     Unsupported(("use_tutel",), _MOE),
     Unsupported(
         ("coord_check", "save_base_shapes"),
         "use mup_base_hidden_size and the other mup_base keys; tools/mup/coordinate_check.py plots the check",
     ),
-    Unsupported(("use_bnb_optimizer",), "moments are float32"),
+    Unsupported(
+        ("use_bnb_optimizer",), "moments are float32; zero_optimization.offload_optimizer moves them to host memory"
+    ),
     Unsupported(
         ("zero_optimization.round_robin_gradients",),
-        "DeepSpeed would mix up the float32 masters of parameters, also in checkpoints",
+        "DeepSpeed would mix up the float32 masters of parameters, also in checkpoints; leave it out",
     ),
     Unsupported(
         ("zero_optimization.offload_optimizer.ratio",),
-        "the optimizer is offloaded completely or not at all",
+        "the optimizer is offloaded completely or not at all; use 1",
         (None, 1, 1.0),
     ),
     Unsupported(("zero_optimization.offload_optimizer.super_offload",), "use offload_optimizer without it"),
@@ -219,7 +225,7 @@ UNSUPPORTED = (
     ),
     Unsupported(("zero_optimization.zero_hpz_partition_size",), "use stage 2 within one node", (None, 1)),
     Unsupported(("zero_optimization.legacy_stage1", "zero_optimization.parameter_alignment"), "use stage 1 without it"),
-    Unsupported(("zero_optimization.stage3_use_all_reduce_for_fetch_params",), "parameters are gathered"),
+    Unsupported(("zero_optimization.stage3_use_all_reduce_for_fetch_params",), "parameters are gathered; leave it out"),
     Unsupported(("zero_optimization.stage3_model_persistence_threshold",), "use stage3_param_persistence_threshold"),
     Unsupported(
         ("recompute_method",),
@@ -233,30 +239,41 @@ UNSUPPORTED = (
     ),
     # torchtitan's and transformers'.
     Unsupported(("compile", "torch_compile"), _COMPILE, (None, False, {}, {"enable": False})),
-    Unsupported(("checkpoint_in_cpu",), "activations are recomputed, not moved to the CPU"),
+    Unsupported(("checkpoint_in_cpu",), "activations are recomputed, not moved to the CPU; use checkpoint_activations"),
     Unsupported(("fp16.consecutive_hysteresis",), "use hysteresis without it", (None, False)),
     Unsupported(("amp",), "use precision: bf16 or fp16", (None, {}, {"enabled": False})),
     Unsupported(("scheduler",), "use lr_decay_style, lr_decay_iters, min_lr and warmup"),
-    Unsupported(("use_checkpoint_lr_scheduler",), "the schedule follows the configuration of the run"),
-    Unsupported(("prescale_gradients", "sparse_gradients"), "gradients are averaged after the reduction, dense"),
-    Unsupported(("gradient_predivide_factor",), "gradients are averaged after the reduction", (None, 1, 1.0)),
+    Unsupported(("use_checkpoint_lr_scheduler",), "the schedule follows the configuration of the run; leave it out"),
+    Unsupported(
+        ("prescale_gradients", "sparse_gradients"), "dense gradients are averaged after the reduction; leave it out"
+    ),
+    Unsupported(
+        ("gradient_predivide_factor",), "gradients are averaged after the reduction; leave it out", (None, 1, 1.0)
+    ),
     Unsupported(("exit_interval",), "give train_iters and, for the schedule, lr_decay_iters"),
     Unsupported(
         ("checkpoint_scale",), "name the steps in extra_save_iters, or use checkpoint_factor", (None, "linear")
     ),
-    Unsupported(("no_save_optim", "no_save_rng"), "checkpoints are always complete, so that resuming is exact"),
+    Unsupported(
+        ("no_save_optim", "no_save_rng"), "checkpoints are always complete, so that resuming is exact; leave it out"
+    ),
     Unsupported(("no_load_optim", "no_load_rng"), "use finetune: true to load weights only"),
     Unsupported(("s3_path",), "checkpoints are written to a folder; copy them from there"),
     Unsupported(
         _LABEL_DATA_KEYS,
-        "only language modeling on plain tokens is supported",
+        "only language modeling on plain tokens is supported; use train_data_paths",
         (None, []),
     ),
-    Unsupported(("train_impl",), "only language modeling is supported", (None, "normal")),
-    Unsupported(("dataset_impl",), "only language modeling is supported", (None, "gpt2")),
-    Unsupported(("pack_impl",), "documents are always packed", (None, "packed")),
-    Unsupported(("char_level_ppl",), "`./deepy.py evaluate` reports perplexities"),
-    Unsupported(("log_grad_pct_zeros", "log_optimizer_states", "log_gradient_noise_scale"), "not logged"),
+    Unsupported(("train_impl",), "only language modeling is supported; leave it out", (None, "normal")),
+    Unsupported(("dataset_impl",), "only language modeling is supported; leave it out", (None, "gpt2")),
+    Unsupported(
+        ("pack_impl",), "documents are always packed; attention_mask: document separates them", (None, "packed")
+    ),
+    Unsupported(("char_level_ppl",), "use `./deepy.py evaluate`, which reports perplexity and bits per byte"),
+    Unsupported(
+        ("log_grad_pct_zeros", "log_optimizer_states", "log_gradient_noise_scale"),
+        "not logged; log_param_norm logs norms of weights and updates",
+    ),
     Unsupported(("wandb_host",), "set the environment variable WANDB_BASE_URL", (None, "https://api.wandb.ai")),
     Unsupported(("use_comet",), "use TensorBoard or Weights & Biases"),
     Unsupported(("adlr_autoresume",), "resume with load"),
@@ -267,7 +284,7 @@ UNSUPPORTED = (
     ),
     Unsupported(("include", "exclude"), _NODES),
     Unsupported(("num_nodes",), "use nodes", (None, -1, 1)),
-    Unsupported(("autotuning_run",), "no autotuning"),
+    Unsupported(("autotuning_run",), "layouts are not tuned on GPUs; `./deepy.py plan` finds the fastest by formulas"),
     Unsupported(
         _DEEPSPEED_SECTIONS,
         DEEPSPEED_ADVICE,

@@ -221,11 +221,16 @@ def _describe_epochs(slices: Sequence[DatasetSlice], num_tokens: int) -> str:
     """Return a line on the number of passes over the training text, or over each dataset if these differ."""
     sizes, total_weight = [each.num_tokens() for each in slices], sum(each.weight for each in slices)
     times = [num_tokens * each.weight / total_weight / size for each, size in zip(slices, sizes, strict=True)]
-    line = f"training text: {sum(sizes):,} tokens, read {num_tokens / sum(sizes):.3g} times"
+    line = f"training text: {sum(sizes):,} tokens, {_describe_passes(num_tokens / sum(sizes))}"
     if max(times) - min(times) > 0.01 * max(times):
-        shown = [f"{s.dataset.prefix} {t:.3g} times" for s, t in zip(slices[:MAX_SHOWN], times, strict=False)]
+        shown = [f"{s.dataset.prefix} {_describe_passes(t)}" for s, t in zip(slices[:MAX_SHOWN], times, strict=False)]
         line += f": {', '.join(shown)}" + (f" and {len(slices) - MAX_SHOWN} more" if len(slices) > MAX_SHOWN else "")
     return line
+
+
+def _describe_passes(passes: float) -> str:
+    """Describe how much of a text is read: 4.2% read, or read 2.5 times."""
+    return f"{passes:.2%} read" if passes < 1 else f"read {passes:.3g} times"
 
 
 def _build_held_out(

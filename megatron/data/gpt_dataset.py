@@ -41,17 +41,17 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron.attention.documents import find_document_starts
 from megatron.data.blend import DatasetSlice
-from megatron.data.corpus_metadata import FileDigest, compute_file_digest
-from megatron.data.document_starts import MAX_COUNTED_DOCUMENTS, average_crossing_fractions, compute_crossing_fraction
-from megatron.data.indexed_dataset import IndexedTokens
-from megatron.data.load_tokenizer import Vocabulary, check_all_tokens
-from megatron.data.megatron_core import (
+from megatron.data.core_datasets import (
     BlendedDataset,
     GPTDataset,
     GPTDatasetConfig,
     IndexedDataset,
 )
-from megatron.data.megatron_core import Split as CoreSplit
+from megatron.data.core_datasets import Split as CoreSplit
+from megatron.data.corpus_metadata import FileDigest, compute_file_digest
+from megatron.data.document_starts import MAX_COUNTED_DOCUMENTS, average_crossing_fractions, compute_crossing_fraction
+from megatron.data.indexed_dataset import IndexedTokens
+from megatron.data.load_tokenizer import Vocabulary, check_all_tokens
 from megatron.data.stage_order import SourceOrder, count_ordered
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.options.data import Split

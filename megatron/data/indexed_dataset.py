@@ -102,6 +102,8 @@ def open_indexed(prefix: str | Path) -> IndexedTokens:
         size = idx_file.stat().st_size
         with open(idx_file, "rb") as stream:
             header = stream.read(HEADER.size)
+        if not header.startswith(MAGIC[: len(header)]):
+            raise UserError(f"{idx_file}: not an index in Megatron's mmap format, version 1")
         if len(header) < HEADER.size:
             raise RunError(f"{idx_file}: truncated: {size} bytes, less than its header")
         magic, version, code, sequences, boundaries = HEADER.unpack(header)

@@ -112,7 +112,7 @@ def count_blend_draws(weights: Sequence[float], num_samples: int) -> list[int]:
     """Return the number of samples that a blend draws from each dataset within its first `num_samples` samples."""
     if len(weights) == 1:
         return [num_samples]
-    from megatron.data.megatron_core import build_blending_indices, normalize  # import takes seconds
+    from megatron.data.core_datasets import build_blending_indices, normalize  # import takes seconds
 
     shares = normalize((np.array(weights) / sum(weights)).tolist())  # matches the normalization in `BlendedDataset`
     dataset_index, sample_index = np.zeros(num_samples, np.int16), np.zeros(num_samples, np.int64)

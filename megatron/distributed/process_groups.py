@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from megatron.distributed.core_parallel import parallel_state
 from megatron.distributed.launcher_environment import RankInfo
-from megatron.distributed.megatron_core import parallel_state
 from megatron.distributed.mesh import Dimension, Mesh, NumberT, ParallelSizes
 from megatron.utils.errors import (
     RunError,

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron.distributed.megatron_core import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.distributed.core_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.distributed.mesh import Mesh
 
 SeedPurpose = Literal["initialization", "dropout"]

@@ -115,7 +115,7 @@ def launch_context(x: Tensor) -> AbstractContextManager[object]:
     return fast_interpreter()
 
 
-def outside_graphs(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+def get_uncompiled_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return `function.apply` without torch.compile tracing into it: the call breaks the graph."""
     return torch._dynamo.disable(function.apply) if torch.compiler.is_compiling() else function.apply
 

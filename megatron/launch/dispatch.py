@@ -22,6 +22,7 @@ from megatron.launch import local_launcher, slurm, ssh_launcher
 from megatron.options.launch import LaunchOptions
 from megatron.training.check_start import CHECKED_ON_NODES, StartCheck, check_environment, check_start
 from megatron.training.resolve_run import ResolvedRun, resolve_remote_run, resolve_run
+from megatron.utils.atomic_io import check_writable
 from megatron.utils.errors import FarfieldError, UserError
 from megatron.utils.progress import WaitAnnouncer
 
@@ -113,14 +114,14 @@ def list_hostfile_notes(launch: LaunchOptions) -> tuple[str, ...]:
     return (f"hostfile {launch.hostfile} has no effect: {reason}",)
 
 
-def suggest_rehearsal(resolved: ResolvedRun) -> tuple[str, ...]:
-    """Return a note that suggests a rehearsal for runs on GPUs."""
+def suggest_rehearsal(resolved: ResolvedRun, arguments: str) -> tuple[str, ...]:
+    """Return a note with the command that rehearses a run on GPUs, given its arguments of the command line."""
     if resolved.config.launch.device != "cuda":
         return ()
     gpus = "" if resolved.world_size is None else f" --gpus {resolved.world_size}"
     return (
-        f"to check without a GPU whether the run starts, fits and resumes: ./deepy.py rehearse CONFIG…{gpus} "
-        "(docs/gpu.md)",
+        f"to check without a GPU whether the run starts, fits and resumes (docs/gpu.md): ./deepy.py rehearse "
+        f"{arguments}{gpus}",
     )
 
 
@@ -140,6 +141,7 @@ def _submit_to_slurm(loaded: LoadedConfig, print_notes: PrintNotes, *, dry_run: 
         )
     print_notes((*resolved.notes, *(_describe_dry_run(loaded, resolved, check, is_local=False) if dry_run else ())))
     if dry_run:
+        check_writable("save", job.folder)
         print(slurm.render_batch_script(job), end="")
         return 0
     for line in slurm.describe_submission(job, slurm.submit_job(job)):
@@ -152,7 +154,8 @@ def _check_start(
     resolved: ResolvedRun, print_notes: PrintNotes, *, needs_data: bool, has_own_python: bool, is_local: bool
 ) -> StartCheck:
     """Run the start checks (`check_start`), and print a note if they take long."""
-    activity = "checking the data and the checkpoint to start from"
+    is_fresh = resolved.config.checkpoint.load is None
+    activity = "checking the data" if is_fresh else "checking the data and the checkpoint to start from"
     with WaitAnnouncer(lambda line: print_notes((line,)), activity, first=MAX_SILENCE):
         return check_start(resolved, needs_data=needs_data, has_own_python=has_own_python, is_local=is_local)
 
@@ -181,7 +184,7 @@ def _describe_dry_run(
         *_describe_start(check),
         *_describe_groups(check),
         *(() if is_local else _describe_unchecked(resolved, check)),
-        *suggest_rehearsal(resolved),
+        *suggest_rehearsal(resolved, loaded.arguments),
     )
 
 

@@ -33,7 +33,7 @@ from megatron.training.metrics_log import (
     read_metrics_log,
 )
 from megatron.utils.errors import FarfieldError, UserError, describe_cause
-from megatron.utils.formatting import format_bytes, format_duration
+from megatron.utils.formatting import format_bytes, format_decimal, format_duration
 
 MAX_HEARTBEAT_AGE = 60.0
 """Maximum age of the heartbeat of a running run on another machine, in seconds."""
@@ -41,6 +41,8 @@ REFRESH_SECONDS = 5.0
 """Interval between updates, in seconds."""
 UNKNOWN = "–"
 """Cell without a value."""
+_STATES = {"start": "starting", "validate": "validating", "save": "saving"}
+"""States of a running run by the phase of its heartbeat; a run in any other phase is training."""
 
 ValueT = TypeVar("ValueT")
 
@@ -51,7 +53,7 @@ class RunStatus:
 
     run: str
     state: str
-    """training (with its phase), finished, diverged, or stopped."""
+    """starting, training, validating, saving, finished, diverged, or stopped."""
     step: int
     train_iters: int | None
     loss: float | None
@@ -63,6 +65,8 @@ class RunStatus:
     """Step of the newest checkpoint."""
     problems: tuple[str, ...] = ()
     """One line for each unreadable file, with the reason."""
+    phase: str | None = None
+    """Phase of the step that a running run is in, such as `data` (`Watchdog.enter_phase`)."""
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
@@ -95,11 +99,18 @@ def _walk_run_folders(path: Path) -> Iterator[Path]:
 
 
 def _is_run(path: Path) -> bool:
-    """Return True for a run's folder, which has at least a lock, and for unreadable folders, which are reported."""
+    """Return True for a folder with a run's lock, checkpoints or records, and for an unreadable one to report.
+
+    Other programs also write folders with a config.yml, metrics.jsonl or checkpoints.
+    """
     try:
-        return any((path / name).exists() for name in (LOCK, METRICS_FILE, HEARTBEAT_FILE, layout.CHECKPOINTS))
+        if (path / LOCK).exists() or layout.list_checkpoints(path):
+            return True
+        return any(True for _ in read_metrics_log(path / METRICS_FILE))
     except PermissionError:
         return True
+    except OSError:
+        return False
 
 
 class _Problems:
@@ -143,11 +154,9 @@ def read_status(run: Path) -> RunStatus:
     alive = _is_alive(run, beat)
     reached = _finite(beat.get("step")) if alive else None
     step = max(last.get("step", 0), *saved, int(reached or 0))
-    state = "stopped"
-    if alive:
-        state = "".join(
-            character if character.isprintable() else "?" for character in str(beat.get("phase", "starting"))
-        )
+    state, phase = "stopped", str(beat.get("phase", "start")) if alive else None
+    if phase is not None:
+        state = _STATES.get(phase, "training")
     elif records and records[-1].get("kind") == DIVERGED_KIND:
         state, step = DIVERGED_KIND, max(step, int(records[-1]["step"]))
     elif train_iters is not None and step >= train_iters:
@@ -156,7 +165,7 @@ def read_status(run: Path) -> RunStatus:
         str(run), state, step, train_iters, _finite(last.get("loss")),
         _finite(valid[-1].get("loss")) if valid else None, _finite(last.get("tokens_per_second")),
         _finite(last.get("mfu")), _finite(last.get("seconds_left")) if alive else None, saved[-1] if saved else None,
-        tuple(problems.lines),
+        tuple(problems.lines), phase,
     )  # fmt: skip
 
 
@@ -218,8 +227,8 @@ def format_status_cells(statuses: Sequence[RunStatus]) -> tuple[tuple[str, ...],
         (
             status.state,
             f"{status.step:,}" + ("" if status.train_iters is None else f" / {status.train_iters:,}"),
-            _format_number(status.loss, ".4f"),
-            _format_number(status.valid_loss, ".4f"),
+            UNKNOWN if status.loss is None else format_decimal(status.loss, 4),
+            UNKNOWN if status.valid_loss is None else format_decimal(status.valid_loss, 4),
             _format_number(status.tokens_per_second, ",.0f"),
             _format_number(status.mfu, ".0%"),
             UNKNOWN if status.seconds_left is None else format_duration(status.seconds_left),
@@ -329,7 +338,7 @@ def print_checkpoints(run: Path, *, verify: bool, as_json: bool) -> bool:
     for checkpoint in checkpoints:
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime(checkpoint.written))
         numbers = [losses.get((kind, checkpoint.step)) for kind in ("train", "valid")]
-        cells = ["–" if number is None else f"{number:.4f}" for number in numbers]
+        cells = [UNKNOWN if number is None else format_decimal(number, 4) for number in numbers]
         table.add_row(
             f"{checkpoint.step:,}", format_bytes(checkpoint.bytes), written, *cells, checkpoint.problem or "yes"
         )

@@ -52,8 +52,8 @@ from megatron.attention.softmax import SoftmaxSink
 from megatron.distributed.collectives import all_gather, exchange_heads_for_rows, exchange_rows_for_heads, sum_grad
 from megatron.distributed.mesh import Axis, list_context_chunks
 from megatron.distributed.process_groups import ProcessGroups
+from megatron.model.core_modules import MegatronModule, TransformerConfig
 from megatron.model.kv_cache import KVCache
-from megatron.model.megatron_core import MegatronModule, TransformerConfig
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.facts import OptionError
 from megatron.position.numerics import has_parameters_divided_by_zero_3

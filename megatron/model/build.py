@@ -21,6 +21,13 @@ from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import LayerAttention, PositionedAttention
 from megatron.model.backend_choice import AttentionTarget, BackendChoice, LayerType, choose_backends
 from megatron.model.compiled_regions import LayerConfig
+from megatron.model.core_modules import (
+    IdentityOp,
+    LocalSpecProvider,
+    ModuleSpec,
+    TransformerBlockSubmodules,
+    get_gpt_layer_local_spec,
+)
 from megatron.model.gpt import GPT
 from megatron.model.layer import (
     BiasedSelfAttention,
@@ -32,13 +39,6 @@ from megatron.model.layer import (
     RowLinear,
     build_norm,
     build_qk_norm,
-)
-from megatron.model.megatron_core import (
-    IdentityOp,
-    LocalSpecProvider,
-    ModuleSpec,
-    TransformerBlockSubmodules,
-    get_gpt_layer_local_spec,
 )
 from megatron.model.mup import MupScaling, get_multipliers
 from megatron.model.parameter_groups import list_roles
@@ -90,7 +90,7 @@ def check_position_options(model: ModelOptions, position: PositionOptions) -> No
 
 
 def has_initial_effect(model: ModelOptions, position: PositionOptions) -> bool:
-    """Return whether a fresh score processor of a configuration changes what the model computes."""
+    """Return True if a fresh score processor of a configuration changes what the model computes."""
     with torch.random.fork_rng(devices=[]):
         layer_types, dims = list_layer_types(position, model.num_layers), build_attention_dims(model)
         _, methods = _build_methods(model, position, layer_types, dims)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.model.megatron_core import TransformerConfig
+from megatron.model.core_modules import TransformerConfig
 from megatron.position.numerics import soft_cap
 
 logger = logging.getLogger(__name__)

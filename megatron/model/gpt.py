@@ -45,9 +45,9 @@ from megatron.model.attention import (
 )
 from megatron.model.backend_choice import BackendChoice
 from megatron.model.compiled_regions import can_compile, compile_region, compute_log_z
+from megatron.model.core_modules import GPTModel, vocab_parallel_cross_entropy
 from megatron.model.kv_cache import KVCache
 from megatron.model.layer import is_unsharded, recompute_in_backward
-from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
 from megatron.model.mup import Multipliers, MupScaling
 from megatron.options.model import MAX_LOGITS, count_scored_at_once
 from megatron.position.encoding import Encoding, ScoreTerms
@@ -497,7 +497,7 @@ class GPT(GPTModel):
         return has_parameters_divided_by_zero_3(self.local_layers[0])
 
     def has_attention_parameters(self) -> bool:
-        """Return whether attention itself has trainable parameters, in an encoding or a processor."""
+        """Return True if attention itself has trainable parameters, in an encoding or a processor."""
         attentions: list[PositionedAttention] = [layer.self_attention.core_attention for layer in self.local_layers]
         encodings = (each.encoding for each in attentions if not type(each.encoding).only_adds_embeddings())
         modules = (*encodings, *(each.processor for each in attentions))

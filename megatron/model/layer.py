@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention.backends.backend import reads_heads_first
+from megatron.attention.backends.backend import needs_heads_first_layout
 from megatron.distributed.collectives import all_gather, register_grad_all_reduce
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import AttentionContext
 from megatron.model.compiled_regions import can_compile, choose_region
-from megatron.model.megatron_core import (
+from megatron.model.core_modules import (
     MLP,
     ColumnParallelLinear,
     RowParallelLinear,
@@ -231,9 +231,9 @@ class BiasedSelfAttention(SelfAttention):
         """
         return can_compile(self.config, x) and is_unsharded(self.linear_qkv, self.linear_qkv.weight)
 
-    def writes_heads_first(self, x: Tensor) -> bool:
-        """Return whether a compiled region writes queries, keys and values heads first for the attention backend."""
-        return self.can_compile(x) and reads_heads_first(self.core_attention.backend)
+    def uses_heads_first_layout(self, x: Tensor) -> bool:
+        """Return True if a compiled region writes queries, keys and values heads first for the attention backend."""
+        return self.can_compile(x) and needs_heads_first_layout(self.core_attention.backend)
 
     @property
     def _recomputes_now(self) -> bool:
@@ -255,7 +255,7 @@ class BiasedSelfAttention(SelfAttention):
         if rotation is not None:
             query, key = rotate_heads(query, *rotation), rotate_heads(key, *rotation)
             value = value.contiguous()  # a view would keep the adjacent queries and keys alive
-        return tuple(lay_heads_first(x) for x in (query, key, value)) if heads_first else (query, key, value)
+        return tuple(to_heads_first_layout(x) for x in (query, key, value)) if heads_first else (query, key, value)
 
     def attend(
         self,
@@ -287,7 +287,7 @@ class BiasedSelfAttention(SelfAttention):
     ) -> Tensor:
         if len(heads) == 1:
             split = choose_region(BiasedSelfAttention.split_heads, compiles=self.can_compile(heads[0]))
-            heads = split(self, *heads, rotation, self.writes_heads_first(heads[0]))
+            heads = split(self, *heads, rotation, self.uses_heads_first_layout(heads[0]))
         attended: Tensor = self.core_attention(*heads, context, gates=gates, is_rotated=rotation is not None)
         return attended if output_gate is None else apply_gate(attended, output_gate[-len(attended) :])
 
@@ -303,7 +303,7 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turned.to(x.dtype), x[..., cos.shape[-1] :]], dim=-1)
 
 
-def lay_heads_first(x: Tensor) -> Tensor:
+def to_heads_first_layout(x: Tensor) -> Tensor:
     """Return x [T, B, h, d] laid out in memory as contiguous [B, h, T, d]."""
     return x.permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
 
@@ -382,7 +382,7 @@ class GPTLayer(TransformerLayer):
         compiles = attention.can_compile(hidden) and not drops  # compiled dropout would draw different numbers
         rotation = attention.core_attention.get_rotation(hidden, context) if compiles else None
         begin, end = (choose_region(part, compiles=compiles) for part in (GPTLayer._begin, GPTLayer._end))
-        heads_first = compiles and attention.writes_heads_first(hidden)
+        heads_first = compiles and attention.uses_heads_first_layout(hidden)
         normed, heads, output_gate = begin(self, hidden, rotation, heads_first)
         attended = attention.attend(normed, heads, output_gate, context, rotation)
         if context is not None and context.num_logits is not None:

@@ -105,7 +105,7 @@ class ImportOptions(ConfigSection):
 
     config: list[str] = config_field(list, "GPT-NeoX's configuration files, if SOURCE has none", metavar="FILE")
     tokenizer: str | None = config_field(
-        None, "bytes, HFTokenizer, GPT2BPETokenizer or SPMTokenizer; the one in SOURCE if absent"
+        None, "tokenizer: bytes, HFTokenizer, GPT2BPETokenizer or SPMTokenizer; the one in SOURCE if absent"
     )
     vocab_file: str | None = config_field(None, "tokenizer.json, vocab.json or .model file")
     merge_file: str | None = config_field(None, "merges.txt of GPT2BPETokenizer")

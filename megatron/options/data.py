@@ -61,7 +61,7 @@ class CorpusOptions(ConfigSection):
         min_length=1,
     )
     tokenizer: str = config_field(
-        "bytes", "bytes, HFTokenizer, GPT2BPETokenizer, SPMTokenizer, or bpe (trained on the corpus)"
+        "bytes", "tokenizer: bytes, HFTokenizer, GPT2BPETokenizer, SPMTokenizer, or bpe (trained on the corpus)"
     )
     vocab_file: str | None = config_field(None, "file of the tokenizer: tokenizer.json, vocab.json or .model")
     merge_file: str | None = config_field(None, "file of GPT2BPETokenizer: merges.txt")

@@ -174,7 +174,8 @@ class EvaluationOptions(LengthOptions):
         None, "with long_perplexity: file with the key tokens of a reference run (find_key_tokens)"
     )
     find_key_tokens: bool = config_field(
-        False, "use the first run as the reference of long_perplexity, and write its key tokens to the file key_tokens"
+        False,
+        "use the first run as the reference of long_perplexity, and write its key tokens to the file in key_tokens",
     )
     key_alpha: float | None = config_field(
         None,

@@ -282,7 +282,6 @@ class TrainingOptions(ConfigSection):
     train_iters: int = config_field(
         0,
         "optimizer steps; training requires it or train_epochs",
-        ge=0,
         le=MAX_STEPS,
         policy="schedule",
     )
@@ -331,8 +330,8 @@ class TrainingOptions(ConfigSection):
     deterministic: bool = config_field(False, "use deterministic algorithms only", policy="machine")
     cuda_graph: Annotated[Literal["off", "on", "auto"], BeforeValidator(_read_switch)] = config_field(
         "auto",
-        "launch a micro-batch's forward and backward pass as CUDA graphs instead of kernel by kernel; auto: if that is "
-        "right, faster and fits (docs/gpu.md); on: or the run is refused",
+        "launch a micro-batch's forward and backward pass as CUDA graphs instead of kernel by kernel; auto: if graphs "
+        "give the same gradients, are faster and fit (docs/gpu.md); on: always, or raise an error",
         policy="machine",
     )
     eval_interval: int = config_field(
@@ -383,6 +382,9 @@ SCHEDULE_KEYS: dict[str, DecayStyle] = {
 
 def find_schedule_conflicts(optimizer: OptimizerOptions, train_iters: int) -> Iterator[tuple[str, str]]:
     """Yield conflicts in a schedule that ends after `train_iters` steps (0: not yet known)."""
+    if train_iters < 0:
+        yield "train_iters", f"train_iters is {train_iters}; it must be at least 1"
+        return
     lr, min_lr, style = optimizer.optimizer.params.lr, optimizer.min_lr, optimizer.lr_decay_style
     if min_lr > lr:
         yield "min_lr", f"min_lr {min_lr} is greater than optimizer.params.lr {lr}"

@@ -50,14 +50,14 @@ MATRIX_ROWS = 256
 
 
 MAX_HEAD_DIM, MAX_PROCESSOR_WIDTH = 128, 64
-"""Limits of the kernels (`kernels/head_dim.py`, `kernels/cdape_attention/op.py`)."""
+"""Limits of the kernels (`megatron/kernels/head_dim.py`, `megatron/kernels/cdape_attention/op.py`)."""
 
 MAPS_FRACTION, MIN_CHUNK_ROWS, CHUNK_ROWS = 1 / 12, 16, 1024
 """Largest fraction of device memory for the score matrices of a chunk in kernels/cdape_attention; fewest and most rows
 of a chunk."""
 
 PARTIAL_SUMS = 1024
-"""Programs that share the sums of a table's gradient (`kernels/biased_attention/configs.py`)."""
+"""Programs that share the sums of a table's gradient (`megatron/kernels/biased_attention/configs.py`)."""
 
 TABLE_MARGINS = 1024
 """Entries before and after an arranged table, of four numbers each (`kernels/biased_attention/tables.py`)."""

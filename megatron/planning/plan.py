@@ -76,6 +76,8 @@ class Plan:
     """All stages of a staged run."""
     largest_stage: str | None = None
     """Description of the planned stage."""
+    arguments: str = "CONFIG…"
+    """Configuration as words of a shell command."""
 
     @property
     def detailed_layout(self) -> ParallelLayout | None:
@@ -109,7 +111,9 @@ class Plan:
     @property
     def rehearse_command(self) -> str:
         """Command that runs the detailed layout on null devices."""
-        return f"./deepy.py rehearse CONFIG… --gpus {self.cluster.num_gpus} {self.cluster.gpu_options}".rstrip()
+        return (
+            f"./deepy.py rehearse {self.arguments} --gpus {self.cluster.num_gpus} {self.cluster.gpu_options}".rstrip()
+        )
 
     def estimate_backends(self) -> dict[str, BackendEstimate]:
         """Estimate memory and time of the detailed layout for each attention backend that supports the method.

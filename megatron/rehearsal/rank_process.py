@@ -99,7 +99,7 @@ class RankResult:
     warnings: list[str] = field(default_factory=list)
     """Warnings of the project's code, including fallbacks."""
     miscompiled_kernels: list[str] = field(default_factory=list)
-    """Project kernels that ptxas miscompiled (`kernels/uniform_registers.py`), checked by the first rank."""
+    """Project kernels that ptxas miscompiled (`megatron/kernels/uniform_registers.py`), checked by the first rank."""
     checkpoint: dict[str, int] | None = None
     """Bytes of a checkpoint: weights, states, and temporary shards during the save."""
     seconds: float = 0.0
@@ -224,13 +224,13 @@ def list_own_lines(error: BaseException) -> tuple[str, ...]:
 def _collect_warnings(lines: list[str]) -> Iterator[None]:
     """Collect warnings from the project's own modules."""
 
-    class Collect(logging.Handler):
+    class MessageCollector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             text = record.getMessage()
             if text not in lines:
                 lines.append(text)
 
-    handler = Collect(logging.WARNING)
+    handler = MessageCollector(logging.WARNING)
     loggers = [logging.getLogger(name) for name in ("megatron.attention", "megatron.model", "megatron.kernels")]
     for logger in loggers:
         logger.addHandler(handler)

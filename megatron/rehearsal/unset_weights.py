@@ -27,7 +27,7 @@ def without_weight_values() -> Iterator[None]:
 
     Large floating-point tensors are converted or moved without their contents.
     """
-    from megatron.model.megatron_core import ColumnParallelLinear
+    from megatron.model.core_modules import ColumnParallelLinear
 
     layers = sys.modules[ColumnParallelLinear.__module__]  # which initializes sharded layers
 

@@ -13,7 +13,7 @@ MAX_FAINT_CURVE_RATIO = 4.0
 
 
 @dataclass(frozen=True)
-class Scale:
+class ChartScale:
     """Vertical axis of a chart."""
 
     name: str
@@ -40,7 +40,7 @@ class Scale:
         return "over" if value > self.high else "under" if value < self.low else None
 
 
-def choose_scales(values: Sequence[float], others: Sequence[float], metric: Metric) -> tuple[Scale, ...]:
+def choose_scales(values: Sequence[float], others: Sequence[float], metric: Metric) -> tuple[ChartScale, ...]:
     """Choose the vertical axes that a reader can select, best one first.
 
     Args:
@@ -63,7 +63,7 @@ def choose_scales(values: Sequence[float], others: Sequence[float], metric: Metr
     return (log, linear) if high > 4 * low else (linear, log)
 
 
-def _build_scale(name: str, low: float, high: float, metric: Metric) -> Scale:
+def _build_scale(name: str, low: float, high: float, metric: Metric) -> ChartScale:
     """Build a scale with margins above and below the range, and ticks within it."""
     if name == "log":
         room = max((high / low) ** 0.04, 1.02)
@@ -76,7 +76,7 @@ def _build_scale(name: str, low: float, high: float, metric: Metric) -> Scale:
         room = max(0.04 * (high - low), 0.01 * abs(high)) or 1.0
         low, high = max(low - room, metric.min_value), min(high + room, metric.max_value)
         ticks = choose_linear_ticks(low, high)
-    return Scale(name, low, high, tuple((tick, metric.format_tick(tick, ticks)) for tick in ticks))
+    return ChartScale(name, low, high, tuple((tick, metric.format_tick(tick, ticks)) for tick in ticks))
 
 
 def choose_log_ticks(low: float, high: float) -> list[float]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.reports.chart_scales import Scale, choose_scales
+from megatron.reports.chart_scales import ChartScale, choose_scales
 from megatron.reports.comparison_table import ComparisonTable
 from megatron.reports.html_page import format_fraction
 from megatron.reports.records import Record
@@ -123,7 +123,7 @@ class Chart:
     y_title: str
     x_positions: tuple[ChartPosition, ...]
     ticks: tuple[ChartTick, ...]
-    scales: tuple[Scale, ...]
+    scales: tuple[ChartScale, ...]
     """Vertical axes; the first one is used initially."""
     series: tuple[ChartSeries, ...]
     kind: str = "curves"
@@ -140,7 +140,7 @@ class Chart:
     """Word for its series, in the plural."""
 
     @property
-    def scale(self) -> Scale:
+    def scale(self) -> ChartScale:
         return self.scales[0]
 
     @cached_property

@@ -37,6 +37,13 @@ MAX_NAMED_METHODS = 4
 """Maximum number of methods that a note names."""
 MAX_DENSE_COLUMNS = 10
 """Maximum number of columns of a table over a dense axis."""
+PROTOCOL_NOTES = {
+    "last": "Protocol last scores the end of each window: the same tokens at every length, with ever more context.",
+    "nonoverlapping": "Protocol nonoverlapping scores every token of a window, so early tokens have little context.",
+    "overlapping": "Protocol overlapping scores every token of a window that has a minimum of context.",
+    "strided": "Protocol strided scores the end of each window, so every token has almost a full window of context.",
+}
+"""Meaning of each protocol of texts, in one sentence; `report.py` has the details."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +183,8 @@ class ComparisonTable:
         token_text = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
         column_phrase = "in total" if self.metric.length_summary else self.axis.column_phrase
         notes = [f"{token_text} tokens scored {column_phrase}; {self.metric.better} is better."]
+        if self.protocol in PROTOCOL_NOTES and self.axis.name == "length":
+            notes.append(PROTOCOL_NOTES[self.protocol])
         if self.max_seeds > 1:
             has_partial_cells = any(cell.partial_num_seeds is not None for cell in self.cells.values())
             exception = ", or of n seeds where shown" if has_partial_cells else ""

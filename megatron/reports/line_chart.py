@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron.reports.chart_scales import Scale, choose_linear_ticks
+from megatron.reports.chart_scales import ChartScale, choose_linear_ticks
 from megatron.reports.charts import (
     MAX_DRAWN_CURVES,
     NARROW_WIDTH,
@@ -138,7 +138,7 @@ def build_line_chart(
         y_title,
         tuple(ChartPosition(axis.locate(x), f"{axis.title}: {x:,.4g}") for x in x_values),
         axis.choose_ticks(),
-        (Scale("linear", low - room, high + room, ticks),),
+        (ChartScale("linear", low - room, high + room, ticks),),
         tuple(series),
         "dense",
         note,

@@ -210,9 +210,13 @@ class Metric:
     def verdict_rule(self) -> str:
         """Rule of `classify_change` in words."""
         if self.comparison == "ratio":
-            return f"“holds”: the interval contains 1 or the change is under {self.negligible_change:.1%}"
+            return (
+                f"“holds”: the interval contains 1 or the change is under {self.negligible_change:.1%}; otherwise "
+                "“rises” or “falls”"
+            )
         return (
-            f"“holds”: the interval contains 0 or the change is under {self.negligible_change * self.display_factor:g}"
+            "“holds”: the interval contains 0 or the change is under "
+            f"{self.negligible_change * self.display_factor:g}; otherwise “rises” or “falls”"
         )
 
     @property

@@ -209,15 +209,14 @@ def estimate_work(
     works: dict[SweepMember, MemberWork] = {}
     # Members of a variant differ only in their seed, which changes no shape.
     scoring: dict[tuple[str, str | None], dict[str | None, EvalEstimate]] = {}
-    for number, member in enumerate(sweep.members, start=1):
+    for member in sweep.members:
         key = member.variant, member.benchmark
         if key not in scoring:
             scoring[key] = {name: _build_scoring(member, options) for name, options in member.evaluations.items()}
             for note in dict.fromkeys(estimate.note for estimate in scoring[key].values()):
                 if note is not None:
                     log(f"{', '.join(filter(None, key))}: {note}")
-        position = f"run {number} of {len(sweep.members)}"
-        works[member] = _estimate_member(member, position, finished_steps[member], scoring[key])
+        works[member] = _estimate_member(member, finished_steps[member], scoring[key])
     return works
 
 
@@ -286,9 +285,7 @@ def _build_scoring(member: SweepMember, options: EvaluationOptions) -> EvalEstim
     return estimate_untrained(member.name, config, options)
 
 
-def _estimate_member(
-    member: SweepMember, position: str, finished_steps: int, scoring: dict[str | None, EvalEstimate]
-) -> MemberWork:
+def _estimate_member(member: SweepMember, finished_steps: int, scoring: dict[str | None, EvalEstimate]) -> MemberWork:
     config, model = member.resolved_config, scoring[None].model
     training, done = config.training, max(finished_steps, member.first_step)
     flops = 0.0
@@ -302,10 +299,10 @@ def _estimate_member(
     kind = "" if member.benchmark is None else f" {member.benchmark}"  # small models reach fewer FLOP/s
     return MemberWork(
         finished_steps=finished_steps,
-        training=WorkItem(f"{position}, train {member.name}", f"train{kind}", flops),
+        training=WorkItem(f"training {member.name}", f"train{kind}", flops),
         evaluations={
             name: WorkItem(
-                f"{position}, evaluate {member.name}" + ("" if name is None else f" ({name})"),
+                f"evaluating {member.name}" + ("" if name is None else f" ({name})"),
                 f"evaluate{kind}",
                 0.0 if is_evaluated[name] else estimate.flops,
             )

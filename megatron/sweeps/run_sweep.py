@@ -61,7 +61,7 @@ from megatron.sweeps.spec import Sweep, SweepMember, find_ablations, read_sweep
 from megatron.sweeps.worker_pool import run_members
 from megatron.utils.atomic_io import check_no_foreign_files, make_folder
 from megatron.utils.errors import FarfieldError, RunError, UserError
-from megatron.utils.formatting import format_duration, format_flops
+from megatron.utils.formatting import format_duration
 from megatron.utils.progress import ProgressMeter, WaitAnnouncer, WorkItem
 from megatron.utils.project import PROGRAM
 from megatron.utils.signals import StoppedBySignal, acknowledge_signals
@@ -408,13 +408,8 @@ def _describe_plan(works: dict[SweepMember, MemberWork], num_members: int, num_w
     runs = sum(work.has_work for work in works.values())
     if not runs:
         return f"nothing to do: {len(works)} of {num_members} runs are complete"
-    training = sum(work.training.work for work in works.values())
-    evaluation = sum(job.work for work in works.values() for job in work.evaluations.values())
-    at_once = "" if num_workers == 1 else f", {num_workers} at once"
-    return (
-        f"{runs} of {num_members} runs to do{at_once}: {format_flops(training)} of training and "
-        f"{format_flops(evaluation)} of evaluation; a time estimate follows after the first steps"
-    )
+    at_once = "" if num_workers == 1 else f", {num_workers} at a time, the longest first"
+    return f"{runs} of {num_members} runs to train or evaluate{at_once}; a time estimate follows after the first steps"
 
 
 def _describe_time_left(left: float) -> str:

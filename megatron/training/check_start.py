@@ -28,7 +28,7 @@ from megatron.training.metrics_log import HEARTBEAT_FILE, METRICS_FILE
 from megatron.training.reporters import check_reporters
 from megatron.training.resolve_data import resolve_data
 from megatron.training.resolve_run import ResolvedRun
-from megatron.utils.atomic_io import check_no_file_in_path
+from megatron.utils.atomic_io import check_no_file_in_path, check_writable
 from megatron.utils.errors import FarfieldError, UserError
 
 if TYPE_CHECKING:
@@ -133,6 +133,8 @@ def check_start(
             raise
         missing = str(error)
     check_environment(config, reads_data=False, has_own_python=has_own_python)
+    if is_local and config.checkpoint.save is not None:
+        check_writable("save", Path(config.checkpoint.save))
 
     # importing torch takes seconds
     from megatron.checkpoint.resume import plan_resume

@@ -7,7 +7,12 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from megatron.training.metrics_log import TrainRecord, ValidationRecord
-from megatron.utils.formatting import format_approximate_duration, format_duration, format_flops_per_second
+from megatron.utils.formatting import (
+    format_approximate_duration,
+    format_decimal,
+    format_duration,
+    format_flops_per_second,
+)
 from megatron.utils.progress import build_progress_bar
 
 QUIET_SECONDS = 10.0
@@ -40,14 +45,14 @@ def format_train_record(record: TrainRecord, train_iters: int) -> str:
     width = len(str(train_iters))
     parts = [f"step {record.step:>{width}}/{train_iters}"]
     if record.loss is not None and record.perplexity is not None:
-        parts += [f"loss {record.loss:.4f}", f"ppl {record.perplexity:.2f}"]
+        parts += [f"loss {format_decimal(record.loss, 4)}", f"ppl {format_decimal(record.perplexity, 2)}"]
     else:
         parts.append("loss –")
     if record.z_loss is not None:
         parts.append(f"z-loss {record.z_loss:.2e}")
     parts.append(f"lr {record.learning_rate:.2e}")
     if record.grad_norm is not None:
-        parts.append(f"grad {record.grad_norm:.2f}")
+        parts.append(f"grad {format_decimal(record.grad_norm, 2)}")
     parts += [
         f"{record.tokens_per_second:,.0f} tok/s",
         f"{record.ms_per_step:,.1f} ms",
@@ -83,7 +88,7 @@ def format_validation_record(record: ValidationRecord, train_iters: int) -> str:
     width = len(str(train_iters))
     return (
         f"step {record.step:>{width}}/{train_iters}  {record.split} loss {record.loss:.4f}  "
-        f"ppl {record.perplexity:.2f}  {record.tokens:,} tokens in {record.seconds:.1f} s"
+        f"ppl {format_decimal(record.perplexity, 2)}  {record.tokens:,} tokens in {record.seconds:.1f} s"
     )
 
 

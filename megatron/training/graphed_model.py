@@ -97,7 +97,7 @@ class CudaCapture:
         return torch.cuda.memory_reserved()
 
     def is_memory_short(self, needed: int) -> bool:
-        """Return whether the device has too little memory for `needed` bytes of this process, with a margin."""
+        """Return True if the device has too little memory for `needed` bytes of this process, with a margin."""
         free, _ = torch.cuda.mem_get_info()
         return needed > MAX_MEMORY_FRACTION * (free + torch.cuda.memory_reserved())
 
@@ -198,7 +198,7 @@ class GraphedModel:
         return replayed
 
     def fits(self, inputs: Sequence[Any], options: Mapping[str, Any]) -> bool:
-        """Return whether the graphs compute the result of a call of the model."""
+        """Return True if the graphs compute the result of a call of the model."""
         return (
             self.model.training
             and torch.is_grad_enabled()

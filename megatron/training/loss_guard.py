@@ -28,7 +28,7 @@ DECAY = 0.98
 
 
 @dataclass(frozen=True)
-class Continue:
+class ContinueRun:
     """Decision to continue the run."""
 
     note: str | None = None
@@ -65,7 +65,7 @@ class Rollback:
 
 
 @dataclass(frozen=True)
-class Stop:
+class StopRun:
     """Decision to end the run."""
 
     reason: str
@@ -127,7 +127,7 @@ class LossGuard:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._mean_loss.mean, self.num_rollbacks = state_dict["usual_loss"], state_dict["rollbacks"]
 
-    def check(self, step: int, samples: int, loss: Tensor) -> Continue | Rollback | Stop:
+    def check(self, step: int, samples: int, loss: Tensor) -> ContinueRun | Rollback | StopRun:
         """Return the decision after a step. All ranks must call this and get the same decision.
 
         A step is bad if its loss is a spike, or if it was skipped. An exception is a step skipped because float16's
@@ -150,28 +150,28 @@ class LossGuard:
                 return self._roll_back_or_stop(step, samples, f"its loss {total:.4g}{comparison}")
             self._mean_loss.add(total)
         self.last_good_step = step
-        return Continue()
+        return ContinueRun()
 
-    def check_weights(self, step: int, samples: int, problem: str) -> Rollback | Stop:
+    def check_weights(self, step: int, samples: int, problem: str) -> Rollback | StopRun:
         """Return the decision after a checkpoint could not be saved because weights are not finite."""
         return self._roll_back_or_stop(step, samples, problem)
 
-    def _check_skipped_step(self, step: int, samples: int, loss: float) -> Continue | Rollback | Stop:
+    def _check_skipped_step(self, step: int, samples: int, loss: float) -> ContinueRun | Rollback | StopRun:
         engine, training = self._engine, self._config.training
         is_finite, fp16 = math.isfinite(loss), training.fp16
         scalable = engine.precision == "fp16" and fp16.loss_scale == 0 and engine.loss_scale > fp16.min_loss_scale
         if scalable and is_finite:
             self.bad_steps = 0
-            return Continue()
+            return ContinueRun()
         self.bad_steps += 1
         reason = "its gradients are not finite" if is_finite else f"its loss is {loss}"
         limit = 1 if training.on_bad_loss == "stop" else training.max_bad_steps
         if self.bad_steps < limit:
-            return Continue(f"step {step} skipped: {reason} ({self.bad_steps} in a row, stop at {limit})")
+            return ContinueRun(f"step {step} skipped: {reason} ({self.bad_steps} in a row, stop at {limit})")
         key = "on_bad_loss" if training.on_bad_loss == "stop" else "max_bad_steps"
         return self._roll_back_or_stop(step, samples, f"{reason}, for {self.bad_steps} steps in a row ({key})")
 
-    def _roll_back_or_stop(self, step: int, samples: int, reason: str) -> Rollback | Stop:
+    def _roll_back_or_stop(self, step: int, samples: int, reason: str) -> Rollback | StopRun:
         """Roll back to the newest checkpoint, or to an older one if that failed; stop after `MAX_ROLLBACKS`."""
         problem, checkpoints = f"step {step}: {reason}", self._list_checkpoints()
         checkpoint = checkpoints[-1] if checkpoints else None
@@ -187,9 +187,9 @@ class LossGuard:
             if count <= MAX_ROLLBACKS:
                 return self._roll_back_to(checkpoint, checkpoints[-1], samples, count, problem)
             problem += f"; rolled back {MAX_ROLLBACKS} times without a good step after a new checkpoint"
-        return Stop(reason, f"{problem}; {self._describe_checkpoints(checkpoints)}")
+        return StopRun(reason, f"{problem}; {self._describe_checkpoints(checkpoints)}")
 
-    def check_end(self, step: int, losses: Sequence[float]) -> Stop | None:
+    def check_end(self, step: int, losses: Sequence[float]) -> StopRun | None:
         """Return the reason why a run that took all its steps is not finished, or None if it is.
 
         Args:
@@ -202,7 +202,7 @@ class LossGuard:
             reason = "the loss at its final weights is not finite"
         else:
             return None
-        return Stop(reason, f"step {step}: {reason}; {self._describe_checkpoints(self._list_checkpoints())}")
+        return StopRun(reason, f"step {step}: {reason}; {self._describe_checkpoints(self._list_checkpoints())}")
 
     def _describe_checkpoints(self, checkpoints: Sequence[Path]) -> str:
         """Name the newest checkpoint that a good step followed, or otherwise the newest one."""

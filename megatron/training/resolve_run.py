@@ -112,7 +112,7 @@ def _check_complete(config: Config) -> None:
         and not any(key in stage for stage in training.stages[-1:] for key in ENDS)
     ):
         raise UserError(
-            "train_iters is missing or 0 (optimizer steps); set it in a file or as train_iters=…, or set train_epochs",
+            "train_iters, the number of optimizer steps, is missing or 0; it must be at least 1, or set train_epochs",
             "train_iters",
         )
     if training.stages and config.checkpoint.save is None:

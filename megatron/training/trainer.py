@@ -40,7 +40,7 @@ from megatron.training import summary
 from megatron.training.check_start import check_environment
 from megatron.training.console import ConsoleReporter
 from megatron.training.graph_trial import build_graphs, plan_graph_trial
-from megatron.training.loss_guard import Continue, LossGuard, Rollback, Stop
+from megatron.training.loss_guard import ContinueRun, LossGuard, Rollback, StopRun
 from megatron.training.metrics import IntervalMetrics
 from megatron.training.metrics_log import DivergenceRecord
 from megatron.training.parameter_norms import ParameterNorms
@@ -332,7 +332,7 @@ class Trainer:
         while self.data_position.step < self.run.stage.end_step:
             if self.profiler is not None:
                 self.profiler.begin_step(self.data_position.step + 1)
-            if self.train_step(stop):
+            if not self.train_step(stop):
                 return True
             step = self.data_position.step
             if self.profiler is not None:
@@ -351,19 +351,19 @@ class Trainer:
         return False
 
     def _is_reported(self, step: int) -> bool:
-        """Return whether a log interval ends with this step."""
+        """Return True if a log interval ends with this step."""
         return step == self.run.config.training.train_iters or step % self.run.config.logging.log_interval == 0
 
     def _is_due(self, interval: int | None) -> bool:
         return bool(interval) and self.data_position.step % interval == 0  # type: ignore[operator]
 
     def train_step(self, stop: GracefulStop) -> bool:
-        """Take one optimizer step, or return True if the run was asked to stop."""
+        """Take one optimizer step and return True, or return False if the run was asked to stop first."""
         run, engine, step = self.run, self.run.engine, self.data_position.step
         training, groups = run.config.training, run.groups
         num_micro_batches = training.gradient_accumulation_steps
         if groups.world_size == 1 and stop.signal is not None:
-            return True
+            return False
         self.watchdog.enter_phase("data", step)
         self.forward_timer.begin_step()
         data_time = time.perf_counter()
@@ -379,7 +379,7 @@ class Trainer:
         if num_saved == groups.world_size:
             self._guard_save(self.saver.advance)
         if num_stopped:
-            return True
+            return False
 
         if self.is_graph_trial_due and self.has_stepped:
             self._try_graphs(micro_batches[0])
@@ -415,7 +415,7 @@ class Trainer:
         if has_loss or engine.skipped:
             self._check_loss(loss)
         run.console.step(self.data_position.step)
-        return False
+        return True
 
     def _try_graphs(self, batch: Batch) -> None:
         """Try CUDA graphs on this micro-batch, and use them from now on if the trial succeeds."""
@@ -443,16 +443,16 @@ class Trainer:
         except NonFiniteWeightError as error:
             self._apply_decision(self.guard.check_weights(position.step, position.samples, str(error)))
 
-    def _apply_decision(self, decision: Continue | Rollback | Stop) -> None:
+    def _apply_decision(self, decision: ContinueRun | Rollback | StopRun) -> None:
         run, position = self.run, self.data_position
         match decision:
-            case Continue(note):
+            case ContinueRun(note):
                 if note is not None:
                     run.console.log(note)
             case Rollback() as rollback:
                 run.console.log(rollback.note)
                 raise RollbackRequested(rollback)
-            case Stop(reason, message):
+            case StopRun(reason, message):
                 run.report(DivergenceRecord(position.step, reason))
                 raise RunError(message)
 

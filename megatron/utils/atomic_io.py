@@ -30,10 +30,21 @@ def make_folder(key: str, folder: Path) -> list[Path]:
         tempfile.TemporaryFile(dir=folder).close()  # permissions do not tell: /proc denies nothing, but is not writable
     except OSError as error:
         remove_empty_folders(created)
-        raise UserError(
-            f"{key} is {folder}, which cannot be written to ({error.strerror}); name another folder"
-        ) from error
+        raise _build_write_error(key, folder, error) from error
     return created
+
+
+def check_writable(key: str, folder: Path) -> None:
+    """Check that `make_folder` would succeed, without creating anything. Raises UserError as it does."""
+    try:
+        check_no_file_in_path(key, folder)
+        tempfile.TemporaryFile(dir=next(path for path in (folder, *folder.parents) if path.exists())).close()
+    except OSError as error:
+        raise _build_write_error(key, folder, error) from error
+
+
+def _build_write_error(key: str, folder: Path, error: OSError) -> UserError:
+    return UserError(f"{key} is {folder}, which cannot be written to ({error.strerror}); name another folder")
 
 
 def check_no_file_in_path(key: str, folder: Path) -> None:

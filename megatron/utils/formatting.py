@@ -25,6 +25,11 @@ def format_approximate_duration(seconds: float) -> str:
     return f"about {max(1, round(seconds))} s"
 
 
+def format_decimal(number: float, decimals: int) -> str:
+    """Format a number with fixed decimals, or with three digits and an exponent from ten million: 2.50, 1.23e+41."""
+    return f"{number:.{decimals}f}" if abs(number) < 1e7 else f"{number:.2e}"
+
+
 def format_quantity(count: int, noun: str) -> str:
     """Format a count with its noun: 1 thread, 8 threads, 1,000 threads."""
     return f"{count:,} {noun}{'s' * (count != 1)}"

@@ -61,7 +61,7 @@ class RoundingMode(TorchDispatchMode):
         drawn = torch.rand(like.shape, generator=self.generators[device], dtype=torch.float64, device=device)
         return (2 * drawn - 1) * self.unit
 
-    def disturbed(self, x: Tensor, units: float | Tensor = 1.0) -> Tensor:
+    def perturb(self, x: Tensor, units: float | Tensor = 1.0) -> Tensor:
         """Return x·(1 + δ), |δ| ≤ units · u."""
         return x + torch.nan_to_num(x, posinf=0.0, neginf=0.0) * units * self.draw_noise(x)
 
@@ -89,7 +89,7 @@ class RoundingMode(TorchDispatchMode):
             return out
         if packet not in UNITS_BY_OP:
             raise NotImplementedError(f"{func} has no rounding rule in {__file__}")
-        disturbed = self.disturbed(out, UNITS_BY_OP[packet])
+        disturbed = self.perturb(out, UNITS_BY_OP[packet])
         if self.rounds_every_op:
             disturbed = self.factor(disturbed)
         return out.copy_(disturbed) if func._schema.is_mutable else disturbed
@@ -180,30 +180,28 @@ def _softmax(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) ->
     """
     x, dim, *rest = args
     exact = func(x, dim, *rest)
-    out = func(mode.disturbed(x, 2), dim, *rest)
+    out = func(mode.perturb(x, 2), dim, *rest)
     common = torch.logsumexp(x, dim, keepdim=True).abs() + math.sqrt(x.shape[dim])
-    return mode.disturbed(out * (1 + common * mode.draw_noise(common)), ELEMENTARY_UNITS).where(exact > 0, 0)
+    return mode.perturb(out * (1 + common * mode.draw_noise(common)), ELEMENTARY_UNITS).where(exact > 0, 0)
 
 
 def _softmax_backward(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     gradient, p, dim, *_ = args
     terms = gradient * p
     mean = mode.perturb_sum(terms.sum(dim, keepdim=True), p.shape[dim], terms.abs().sum(dim, keepdim=True))
-    return mode.disturbed(p * mode.disturbed(gradient - mean))
+    return mode.perturb(p * mode.perturb(gradient - mean))
 
 
 def _tanh_backward(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     """Perturb tanh's backward pass: 1 − tanh² cancels if the tangent is near ±1."""
     gradient, tangent = args
-    return mode.disturbed(gradient * mode.disturbed(1 - mode.disturbed(tangent.square())))
+    return mode.perturb(gradient * mode.perturb(1 - mode.perturb(tangent.square())))
 
 
 def _logsumexp(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     x, dim, *rest = args
-    out = func(mode.disturbed(x, 2), dim, *rest)
-    return mode.disturbed(out, ELEMENTARY_UNITS) + (math.sqrt(x.shape[dim[0]]) + ELEMENTARY_UNITS) * mode.draw_noise(
-        out
-    )
+    out = func(mode.perturb(x, 2), dim, *rest)
+    return mode.perturb(out, ELEMENTARY_UNITS) + (math.sqrt(x.shape[dim[0]]) + ELEMENTARY_UNITS) * mode.draw_noise(out)
 
 
 RULES_BY_OP: dict[Any, Callable[[RoundingMode, Any, Sequence[Any], Any], Any]] = {

@@ -49,6 +49,12 @@ def only_problem(files: list[str], overrides: list[str] = ()) -> str:
     return line
 
 
+def test_the_arguments_of_a_load_can_be_pasted_into_a_shell(write, tmp_path):
+    write(over="seed: 7")
+    assert load_config(["base", "over"], ["eval_lengths=[2x, 4x]"]).arguments == "base over 'eval_lengths=[2x, 4x]'"
+    assert load_config(["base", "over"], search=[tmp_path]).arguments == f"{tmp_path}/base.yml {tmp_path}/over.yml"
+
+
 def test_later_layers_win_and_report_replaced_values(write):
     write(over="# x\noptimizer: {params: {lr: 1e-3}}\nseed: 7\n")
     loaded = load_config(["base.yml", "over"], ["seed=8", "optimizer.params.lr=0.01"])

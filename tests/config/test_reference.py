@@ -73,7 +73,7 @@ def test_page_has_notes_on_some_keys():
     assert rows("data")["num_workers"][:3] == ["`num_workers`", "0", "whole number"]
     assert rows("launch")["num_gpus"][2] == "whole number or null"
     assert rows("optimizer")["optimizer.params.lr"][2] == "number"
-    assert rows()["rotary_pct"][1].startswith("`pos_emb_options.fraction` of rotary")
+    assert rows()["rotary_pct"][1].startswith("sets `pos_emb_options.fraction` of rotary")
     assert rows()["kerple_capev2"][1] == (
         "`pos_emb: kerple_log`, `score_processor: cdape`, `pos_emb_per_layer: true`, `decay_positions: true`"
     )
@@ -85,7 +85,7 @@ def test_page_has_notes_on_some_keys():
 
 def test_lookup():
     assert [row[0] for row in reference.lookup_keys("rotary-pct")] == ["rotary_pct"]
-    assert reference.lookup_keys("rotary-pct")[0][3] == "is pos_emb_options.fraction of rotary here"
+    assert reference.lookup_keys("rotary-pct")[0][3] == "sets pos_emb_options.fraction of rotary"
     found = {row[0]: row for row in reference.lookup_keys("num_layers")}
     assert found["num_layers"][1:3] == ("required", "whole number")
     assert reference.lookup_keys("zero-init")[0][::3] == (

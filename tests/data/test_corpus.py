@@ -70,7 +70,7 @@ def test_a_folder_of_texts_becomes_three_datasets(texts, tmp_path, reader, expec
 
 
 def test_megatron_core_reads_written_datasets(texts, tmp_path, reader):
-    from megatron.data.megatron_core import IndexedDataset
+    from megatron.data.core_datasets import IndexedDataset
 
     corpus = prepare([str(texts)], tmp_path / "out", split=None)
     dataset = IndexedDataset(str(corpus.prefix("all")))
@@ -344,7 +344,7 @@ def test_a_killed_preparation_leaves_nothing_for_good(texts, tmp_path, overwrite
         prepare([str(texts)], tmp_path / "out", seed=5)
     before = contents(tmp_path / "out") if overwrite else None
     arguments = {"sources": [str(texts)], "output": tmp_path / "out", "overwrite": overwrite}
-    importlib.import_module("megatron.data.megatron_core")  # before the fork, because it takes seconds
+    importlib.import_module("megatron.data.core_datasets")  # before the fork, because it takes seconds
     child = os.fork()
     if child == 0:
         prepare(**arguments, progress=lambda stage, *_: stage == "tokenizing" and os.kill(os.getpid(), signal.SIGKILL))
@@ -376,7 +376,7 @@ def test_the_workers_of_a_killed_preparation_end(many, tmp_path, monkeypatch):
             (tmp_path / "workers").write_text(" ".join(workers))
             os.kill(os.getpid(), signal.SIGKILL)
 
-    importlib.import_module("megatron.data.megatron_core")
+    importlib.import_module("megatron.data.core_datasets")
     child = os.fork()
     if child == 0:
         prepare([str(many)], tmp_path / "out", workers=2, progress=die)

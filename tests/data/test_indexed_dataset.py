@@ -84,9 +84,10 @@ def test_missing_and_foreign_files_are_named(dataset, tmp_path):
     (tmp_path / "d.idx").rename(tmp_path / "gone")
     with pytest.raises(UserError, match=r"d\.idx: no such file"):
         open_indexed(prefix)
-    (tmp_path / "d.idx").write_bytes(b"TNTIDX\x00\x00" + bytes(100))
-    with pytest.raises(UserError, match="not an index in Megatron's mmap format"):
-        open_indexed(prefix)
+    for content in (b"TNTIDX\x00\x00" + bytes(100), b"TNTIDX", b"a text\n"):
+        (tmp_path / "d.idx").write_bytes(content)
+        with pytest.raises(UserError, match="not an index in Megatron's mmap format"):
+            open_indexed(prefix)
     dataset("d", DOCUMENTS)
     idx = bytearray((tmp_path / "d.idx").read_bytes())
     idx[17] = 7

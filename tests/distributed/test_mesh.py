@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.distributed.megatron_core import parallel_state
+from megatron.distributed.core_parallel import parallel_state
 from megatron.distributed.mesh import (
     DIMENSION_ORDER,
     Axis,

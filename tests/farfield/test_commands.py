@@ -118,7 +118,7 @@ def test_a_training_with_a_method_of_ones_own(tmp_path: Path, user_methods: Path
     assert run == tmp_path / "run"
     assert "step" in capsys.readouterr().out
     model = farfield.load(run, device="cpu")
-    assert model.position == "eighths"
+    assert model.method_name == "eighths"
     assert model.config["seed"] == 5
     assert model.bias_table(9)[0, 0].tolist() == [-n / 8 for n in range(9)]
     assert "eighths" in [method["name"] for method in farfield.list_methods()]
@@ -151,7 +151,7 @@ def test_a_changed_method_is_reported_and_not_resumed(tmp_path: Path, user_metho
     with pytest.raises(farfield.UserError, match=r"was trained with different code of encodings/eighths\.py"):
         find_finished_step(member)
     (user_methods / "half.py").write_text("class Half(")
-    assert farfield.load(run, device="cpu").position == "eighths", "another file that is broken is in nobody's way"
+    assert farfield.load(run, device="cpu").method_name == "eighths", "another file that is broken is in nobody's way"
     with pytest.raises(farfield.UserError, match=r"half\.py:1: "):
         farfield.list_methods()
     with pytest.raises(farfield.UserError, match=r"encodings/eighths\.py: its code has changed since .*finetune=true"):

@@ -87,7 +87,7 @@ def test_maps_are_the_softmax_of_their_logits(model: farfield.Model) -> None:
         distances = np.subtract.outer(np.arange(length), np.arange(length))
         table = model.bias_table(length)[layer]
         np.testing.assert_allclose(found.bias[:, ~hidden], table[:, distances[~hidden]], rtol=1e-5, atol=1e-6)
-        assert np.abs(found.processor[:, ~hidden]).max() > 1e-4
+        assert np.abs(found.processor_term[:, ~hidden]).max() > 1e-4
     (only,) = model.attention_maps(TEXT[:80], layers=[1]).items()
     np.testing.assert_array_equal(only[1].weights, maps[1].weights)
 
@@ -95,7 +95,7 @@ def test_maps_are_the_softmax_of_their_logits(model: farfield.Model) -> None:
 def test_rotary_has_maps_and_no_bias(corpus: Path, tmp_path: Path) -> None:
     model = load(corpus, tmp_path, pos_emb="rotary")
     assert model.attention_maps(TEXT[:40])[0].bias is None
-    assert np.nanmax(np.abs(model.attention_maps(TEXT[:40])[0].processor)) == 0
+    assert np.nanmax(np.abs(model.attention_maps(TEXT[:40])[0].processor_term)) == 0
     with pytest.raises(farfield.UserError, match="rotary adds no bias to the scores"):
         model.bias_table()
 

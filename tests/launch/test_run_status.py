@@ -55,9 +55,15 @@ def test_a_diverged_run_is_reported(tmp_path: Path) -> None:
 
 def test_a_fresh_heartbeat_is_life(tmp_path: Path) -> None:
     found = read_status(make(tmp_path / "a", time=time.time(), step=35, phase="validate"))
-    assert (found.state, found.step, found.seconds_left) == ("validate", 35, 70.0)
+    assert (found.state, found.phase, found.step, found.seconds_left) == ("validating", "validate", 35, 70.0)
     old = read_status(make(tmp_path / "b", time=time.time() - 100, step=35, phase="validate"))
-    assert (old.state, old.step) == ("stopped", 30)
+    assert (old.state, old.phase, old.step) == ("stopped", None, 30)
+
+
+@pytest.mark.parametrize("phase", ["data", "reduce", "forward and backward", "step", "report"])
+def test_a_run_within_a_step_is_training(tmp_path: Path, phase: str) -> None:
+    found = read_status(make(tmp_path / "a", time=time.time(), step=35, phase=phase))
+    assert (found.state, found.phase) == ("training", phase)
 
 
 def test_the_lock_of_a_run_killed_on_this_machine_is_released_at_once(tmp_path: Path) -> None:
@@ -66,9 +72,9 @@ def test_the_lock_of_a_run_killed_on_this_machine_is_released_at_once(tmp_path: 
     there = make(tmp_path / "there", host="another", **beat)
     for run in (here, there):
         lock = RunLock(run)
-        assert read_status(run).state == "validate"
+        assert read_status(run).state == "validating"
         lock.release()
-    assert (read_status(here).state, read_status(there).state) == ("stopped", "validate")
+    assert (read_status(here).state, read_status(there).state) == ("stopped", "validating")
 
 
 def test_damaged_records_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,3 +232,15 @@ def test_a_sweep_below_is_followed(tmp_path: Path) -> None:
 def test_no_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="contains no run"):
         find_runs([tmp_path])
+
+
+def test_folders_of_other_programs_are_not_listed(tmp_path: Path) -> None:
+    run = make(tmp_path / "runs" / "ours")
+    other = tmp_path / "runs" / "other"
+    (other / "checkpoints" / "epoch=3").mkdir(parents=True)
+    (other / "config.yml").write_text("trainer: {max_epochs: 3}\n")
+    (other / "metrics.jsonl").write_text('{"epoch": 3, "loss": 0.5}\n')
+    (other / "heartbeat.json").write_text("{}")
+    assert find_runs([tmp_path / "runs"]) == [run]
+    with pytest.raises(UserError, match="contains no run"):
+        find_runs([other])

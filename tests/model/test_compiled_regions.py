@@ -118,7 +118,7 @@ def test_regions_write_heads_first_for_a_backend_that_reads_them(
     expected = _train(_build(name))
     gpt, layouts = _build(name), []
     attention = gpt.local_layers[0].self_attention.core_attention
-    monkeypatch.setattr(type(attention.backend), "reads_heads_first", True, raising=False)
+    monkeypatch.setattr(type(attention.backend), "needs_heads_first_layout", True, raising=False)
 
     def note(module: Any, heads: tuple[Tensor, ...]) -> None:
         layouts.extend(x.permute(1, 2, 0, 3).is_contiguous() for x in heads[:3])

@@ -67,7 +67,7 @@ def test_accuracy_from_file_to_table(tmp_path: Path) -> None:
         "* best in its column.",
         "95% bootstrap intervals of individual cells are within -5.00 and +3.00.",
         "Change: accuracy at 160 minus that at 40 tokens [95% bootstrap interval].",
-        "“holds”: the interval contains 0 or the change is under 0.5.",
+        "“holds”: the interval contains 0 or the change is under 0.5; otherwise “rises” or “falls”.",
     ]
 
 

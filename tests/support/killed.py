@@ -13,7 +13,7 @@ def die(*_: object) -> None:
 
 def killed(work: Callable[[], object]) -> None:
     """Run some work in a process that kills itself with `die`."""
-    importlib.import_module("megatron.data.megatron_core")  # before the fork, because it takes seconds
+    importlib.import_module("megatron.data.core_datasets")  # before the fork, because it takes seconds
     child = os.fork()
     if child == 0:
         try:

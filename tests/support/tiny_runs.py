@@ -33,7 +33,7 @@ def counting(tokens: int, seed: int) -> Iterator[np.ndarray]:
 
 def write_corpus(prefix: Path, *, tokens: int = 4000, seed: int = 0) -> Path:
     """Write such documents, each ended by token 60, as a single indexed dataset without a corpus.json."""
-    from megatron.data.megatron_core import IndexedDatasetBuilder
+    from megatron.data.core_datasets import IndexedDatasetBuilder
 
     prefix.parent.mkdir(parents=True, exist_ok=True)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint8)

@@ -177,7 +177,7 @@ def test_concurrent_members_stop_together_and_resume(place: Path) -> None:
         assert sweep.wait(120) == 128 + signal.SIGTERM
     finally:
         sweep.kill()
-    assert "2 of 2 runs to do, 2 at once" in sweep.printed()
+    assert "2 of 2 runs to train or evaluate, 2 at a time" in sweep.printed()
     assert "run the same command to resume" in sweep.printed()
     saved = [find_latest_checkpoint(folder) for folder in runs]
     stopped = [step for path in saved if path is not None and 0 < (step := parse_step(path) or 0) < steps]

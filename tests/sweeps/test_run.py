@@ -270,19 +270,17 @@ def test_remaining_time_is_estimated_from_measurements(trainer: Trainer, monkeyp
     write(ONE)
     _, output = run("sweep.seeds=[3, 4, 5]")
     lines = output.splitlines()
-    # Known before training: 6 steps of 4 × 16 tokens, 3 windows of 16 and of 64, three times.
-    (todo,) = [line for line in lines if " to do: " in line]
-    assert todo.startswith("3 of 3 runs to do: ")
-    assert "FLOP of training and " in todo
+    (todo,) = [line for line in lines if " to train or evaluate" in line]
+    assert todo == "3 of 3 runs to train or evaluate; a time estimate follows after the first steps"
     (forecast,) = [line for line in lines if line.endswith("at the speed of the first steps")]
     assert re.fullmatch(r"about \S+ s left in total, at the speed of the first steps", forecast)
     first_done = next(number for number, line in enumerate(lines) if line.startswith("1 of 3 runs done"))
     assert lines.index(todo) < lines.index(forecast) < first_done
     done = [line.split(" runs done, about")[0] for line in lines if " runs done, about" in line]
     assert done == ["1 of 3", "2 of 3"]
-    assert any(line.startswith("run 3 of 3, train mine, seed 5: step 0 of 6") for line in lines)
+    assert any(line.startswith("training mine, seed 5: step 0 of 6") for line in lines)
     _, output = run("sweep.seeds=[3, 4, 5, 6]")
-    assert "1 of 4 runs to do: " in output
+    assert "1 of 4 runs to train or evaluate" in output
 
 
 def test_its_last_line_is_a_command_to_resume(trainer: Trainer) -> None:

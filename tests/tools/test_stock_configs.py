@@ -24,7 +24,10 @@ def test_files_are_counted_with_reasons(
     stock_configs.main()
     printed = capsys.readouterr().out
     assert "| project | 3 | 2 |" in printed
-    assert "| `project/experts.yml` | moe_num_experts: 8 is not supported: no mixture-of-experts layers |" in printed
+    assert (
+        "| `project/experts.yml` | moe_num_experts: 8 is not supported: there are no mixture-of-experts layers; leave "
+        in printed
+    )
     assert page.read_text().endswith(printed)
     monkeypatch.setattr("sys.argv", ["stock_configs.py", str(tmp_path / "gone")])
     with pytest.raises(SystemExit) as ended:

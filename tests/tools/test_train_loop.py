@@ -28,11 +28,11 @@ class Loop:
 
     def train_step(self, stop: GracefulStop) -> bool:
         if stop.signal is not None:
-            return True
+            return False
         self.taken += 1
         if self.taken == self.signal_at:
             os.kill(os.getpid(), self.number)
-        return False
+        return True
 
     def close(self) -> None:
         self.closed = True

@@ -53,7 +53,7 @@ def launch(config: Config, *, dry: bool = False) -> list[str]:
 
 def write_other_tokens(prefix: Path, token: int) -> str:
     """Write a dataset whose last document contains a token."""
-    from megatron.data.megatron_core import IndexedDatasetBuilder
+    from megatron.data.core_datasets import IndexedDatasetBuilder
 
     prefix.parent.mkdir(parents=True, exist_ok=True)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)

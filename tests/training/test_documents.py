@@ -138,7 +138,7 @@ def test_zero_3_rejects_methods_computed_per_document(corpus: Path) -> None:
 
 def test_steps_and_texts_without_a_scored_token_have_no_loss(tmp_path: Path) -> None:
     """Steps and texts without a scored token have no loss: a text of end tokens only, whose loss is masked."""
-    from megatron.data.megatron_core import IndexedDatasetBuilder
+    from megatron.data.core_datasets import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{tmp_path / 'ends'}.bin", dtype=np.int32)
     for _ in range(20):

@@ -22,7 +22,7 @@ from megatron.distributed.process_groups import build_single_process_groups
 from megatron.launch.run_status import read_status
 from megatron.training.console import ConsoleReporter
 from megatron.training.engine import Engine
-from megatron.training.loss_guard import Continue, LossGuard, Rollback, RunningMeanLoss, Stop
+from megatron.training.loss_guard import ContinueRun, LossGuard, Rollback, RunningMeanLoss, StopRun
 from megatron.training.metrics_log import find_divergence
 from megatron.training.resolve_run import resolve_run
 from megatron.training.summary import describe_stop
@@ -176,7 +176,7 @@ def test_the_guard_decides_and_remembers_actions(corpus: Path, tmp_path: Path) -
         )
 
     guard = build_guard(checkpoint)
-    assert guard.check(5, 20, torch.tensor(2.0)) == Continue()
+    assert guard.check(5, 20, torch.tensor(2.0)) == ContinueRun()
     assert guard.state_dict() == {"usual_loss": 2.0, "rollbacks": 0}
     rollback = guard.check(6, 24, torch.tensor(7.0))
     assert isinstance(rollback, Rollback)
@@ -188,7 +188,7 @@ def test_the_guard_decides_and_remembers_actions(corpus: Path, tmp_path: Path) -
     other.load_state_dict({"usual_loss": 2.0, "rollbacks": 1, "step": 4})
     assert other.state_dict() == {"usual_loss": 2.0, "rollbacks": 1}
     stop = other.check(6, 24, torch.tensor(7.0))
-    assert stop == Stop(
+    assert stop == StopRun(
         "its loss 7 exceeds loss_spike × the usual loss 2",
         "step 6: its loss 7 exceeds loss_spike × the usual loss 2; no checkpoint was saved",
     )
@@ -196,12 +196,12 @@ def test_the_guard_decides_and_remembers_actions(corpus: Path, tmp_path: Path) -
     third = build_guard(checkpoint, Rollback(str(tmp_path), 4, 24, count=3))
     assert (
         "rolled back 3 times without a good step after a new checkpoint"
-        in cast(Stop, third.check(7, 28, torch.tensor(math.nan))).message
+        in cast(StopRun, third.check(7, 28, torch.tensor(math.nan))).message
     )
 
     engine.skipped = True
     first = guard.check(7, 28, torch.tensor(math.nan))
-    assert first == Continue("step 7 skipped: its loss is nan (1 in a row, stop at 2)")
+    assert first == ContinueRun("step 7 skipped: its loss is nan (1 in a row, stop at 2)")
     assert isinstance(guard.check(8, 32, torch.tensor(1.0)), Rollback)
 
 
@@ -311,5 +311,5 @@ def test_a_run_names_the_last_good_checkpoint_after_bad_steps(corpus: Path, tmp_
         config.replace(**keys), cast(Engine, engine), build_single_process_groups(), lambda: [second, fourth]
     )
     stop = guard.check(5, 20, torch.tensor(math.nan))
-    assert isinstance(stop, Stop)
+    assert isinstance(stop, StopRun)
     assert stop.message.endswith(f"{fourth}, and no good step followed it; the previous one is {second}")

@@ -293,6 +293,8 @@ def test_a_line_contains_the_relevant_metrics() -> None:
     assert "scale 4096" in line
     assert "skipped 3" in line
     assert "left" not in line
+    line = format_train_record(record(50, loss=1e30, perplexity=1.5e304, grad_norm=3e38), 1000)
+    assert "loss 1.00e+30  ppl 1.50e+304  lr 1.00e-03  grad 3.00e+38" in line
 
 
 def test_a_pipe_gets_plain_lines_and_markup_is_not_read() -> None:

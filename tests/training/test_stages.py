@@ -220,7 +220,7 @@ def test_new_weights_continue_after_consumed_data(tmp_path: Path, read_text: Cal
 
 def write_numbered(prefix: Path, first: int, tokens: int) -> Path:
     """Write a dataset of one document whose tokens count up."""
-    from megatron.data.megatron_core import IndexedDatasetBuilder
+    from megatron.data.core_datasets import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     builder.add_document(np.arange(first, first + tokens, dtype=np.uint16), [tokens])

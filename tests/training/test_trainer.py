@@ -62,7 +62,7 @@ def test_a_run_learns_and_reports(corpus: Path, tmp_path: Path) -> None:
     assert (result.step, result.exit_code) == (30, 0)
     assert result.checkpoint == tmp_path / "checkpoints" / "step_0000030"
     begins, rows, epochs, validation, *lines, ends = text.splitlines()
-    assert epochs == "training text: 4,071 tokens, read 0.472 times"
+    assert epochs == "training text: 4,071 tokens, 47.16% read"
     assert re.match(r"validation every 20 steps: valid 128 of \d+ tokens", validation)
     assert " parameters on " in begins
     assert rows.endswith("% of rows contain several documents; attention crosses document boundaries")

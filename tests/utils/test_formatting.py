@@ -4,6 +4,7 @@ import pytest
 
 from megatron.utils.formatting import (
     format_approximate_duration,
+    format_decimal,
     format_duration,
     format_flops,
     format_flops_per_second,
@@ -60,3 +61,12 @@ def test_speed(tflops: float, text: str) -> None:
 )
 def test_flop(count: float, text: str) -> None:
     assert format_flops(count) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(2.5, "2.50"), (-3.0, "-3.00"), (9_999_999.0, "9999999.00"), (1e7, "1.00e+07"), (1.234e304, "1.23e+304"),
+     (float("inf"), "inf"), (float("nan"), "nan")],
+)  # fmt: skip
+def test_decimals_become_exponents(number: float, text: str) -> None:
+    assert format_decimal(number, 2) == text

@@ -1,4 +1,4 @@
-"""Switch for the mixer's CUDA kernels in benchmarks (`kernels/cdape_attention/mixer.py`)."""
+"""Switch for the mixer's CUDA kernels in benchmarks (`megatron/kernels/cdape_attention/mixer.py`)."""
 
 import os
 from collections.abc import Iterator

@@ -111,7 +111,7 @@ def _select_size(part: dict[str, Any], field: str, largest: bool) -> int:
 
 
 def _build_step_reader(*, largest: bool) -> Callable[[dict[str, Any]], tuple[float, str]]:
-    """Build a reader of the ratio of CDAPE's step time to KERPLE-log's, at the smallest or largest batch."""
+    """Build a reader of the ratio of CDAPE's step time to kerple_log's, at the smallest or largest batch."""
 
     def read(part: dict[str, Any]) -> tuple[float, str]:
         batch = _select_size(part, "B", largest)
@@ -181,9 +181,9 @@ GOALS = (
     Goal("Learned-bias kernels within the gate against float64", "correct_bias", _read_gate_fraction, (("all", 1.0),),
         True),
     Goal("CDAPE kernels within the gate against float64", "correct_cdape", _read_gate_fraction, (("all", 1.0),), True),
-    Goal("350M step, CDAPE over KERPLE-log, T = 512, bf16, micro-batch 1", "step_350m",
+    Goal("350M step, CDAPE over kerple_log, T = 512, bf16, micro-batch 1", "step_350m",
         _build_step_reader(largest=False), STEP),
-    Goal("350M step, CDAPE over KERPLE-log, T = 512, bf16, micro-batch 32", "step_350m",
+    Goal("350M step, CDAPE over kerple_log, T = 512, bf16, micro-batch 32", "step_350m",
         _build_step_reader(largest=True), STEP),
     Goal("The paper's CDAPE module over ours, forward + backward, T = 2,048", "cdape", _build_peer_reader("appendix"),
         MODULE,

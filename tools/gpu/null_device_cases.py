@@ -36,7 +36,7 @@ UNSUPPORTED_BY_TRITON = {
 LONGEST_XPOS = 67_000
 """Length in tokens whose factors fit in bfloat16 and float32."""
 MAX_HEAD_DIM = 128
-"""Largest head dimension of the kernels (`kernels/head_dim.py`)."""
+"""Largest head dimension of the kernels (`megatron/kernels/head_dim.py`)."""
 HEADS = 2
 BASE: dict[str, Any] = {
     "num_layers": 1,

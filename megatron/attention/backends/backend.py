@@ -42,13 +42,13 @@ def reads_whole_table(backend: AttentionBackend) -> bool:
     return getattr(backend, "reads_whole_table", False)
 
 
-def reads_heads_first(backend: AttentionBackend) -> bool:
+def needs_heads_first_layout(backend: AttentionBackend) -> bool:
     """Return True if a backend needs contiguous queries, keys and values [B, h, T, d], and returns such gradients.
 
     A backend declares this in its attribute of the same name. Compiled regions then write this layout, which saves a
     copy.
     """
-    return getattr(backend, "reads_heads_first", False)
+    return getattr(backend, "needs_heads_first_layout", False)
 
 
 def supports_document_starts(backend: AttentionBackend) -> bool:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class NativeBackend:
-    """The C code of `kernels/cdape_attention` as a backend.
+    """The C code of `megatron/kernels/cdape_attention` as a backend.
 
     Args:
         fallback: backend for unsupported calls.

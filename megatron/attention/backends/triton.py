@@ -66,7 +66,7 @@ class TritonBackend:
         fallback: backend for unsupported calls, in plain PyTorch.
     """
 
-    reads_heads_first = True
+    needs_heads_first_layout = True
     reads_whole_table = True
     supports_document_starts = True
 

@@ -173,7 +173,7 @@ SOURCES = ("megatron/kernels", "megatron/attention", "megatron/position")
 SUFFIXES = (".py", ".h")
 """Suffixes of these files: Python, and the headers of CUDA kernels."""
 KERNEL_VARIABLE = "FARFIELD_CUDA_MIXER"
-"""Environment variable that chooses between kernels (`kernels/cdape_attention/mixer.py`)."""
+"""Environment variable that chooses between kernels (`megatron/kernels/cdape_attention/mixer.py`)."""
 DRIVER_VERSION = Path("/sys/module/nvidia/version")
 
 

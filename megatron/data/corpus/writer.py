@@ -100,7 +100,7 @@ class CorpusWriter:
         progress: Mapping[str, Any] | None = None,
         skip_bad: int = 0,
     ) -> None:
-        from megatron.data.megatron_core import DType, IndexedDatasetBuilder  # takes seconds
+        from megatron.data.core_datasets import DType, IndexedDatasetBuilder  # takes seconds
 
         progress = progress or {"documents": 0, "done": 0, "skipped": [], "bytes": {}, "counted": {}}
         self._work, self._names, self._extra_progress = work, names, extra_progress

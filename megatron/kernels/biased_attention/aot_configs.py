@@ -11,7 +11,7 @@ import torch
 from megatron.kernels.biased_attention import configs
 from megatron.kernels.biased_attention.backward_dkdv import _bwd_dkdv_kernel
 from megatron.kernels.biased_attention.backward_dq import _bwd_dq_kernel
-from megatron.kernels.biased_attention.forward import HeadRows, Sizes, _fwd_kernel
+from megatron.kernels.biased_attention.forward import AllHeadRows, AttentionSizes, _fwd_kernel
 from megatron.kernels.biased_attention.tables import Tables
 from megatron.kernels.compile import SPILL_BUDGET_FLOAT32, KernelConfig, build_signature
 from megatron.kernels.instructions import PassKernel
@@ -36,9 +36,9 @@ Most spills are around the loops over tiles, not inside them. Tiles without spil
 """
 FLOAT32_POINTERS = ("bias_ptr", "weight_ptr", "lse_ptr", "delta_ptr", "dkey_bias_ptr", "sinks_ptr")
 TUPLES = {
-    **dict.fromkeys(("q", "k", "v", "do", "o"), HeadRows),
+    **dict.fromkeys(("q", "k", "v", "do", "o"), AllHeadRows),
     **dict.fromkeys(("tables", "dtables"), Tables),
-    "sizes": Sizes,
+    "sizes": AttentionSizes,
 }
 
 

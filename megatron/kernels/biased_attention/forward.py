@@ -26,7 +26,7 @@ from megatron.kernels.biased_attention.tables import (
 from megatron.kernels.head_dim import load_rows, store_rows
 
 
-class HeadRows(NamedTuple):
+class AllHeadRows(NamedTuple):
     """q, k, v, the output or its gradient: [B, H, rows, d] with contiguous rows."""
 
     ptr: Any
@@ -35,15 +35,15 @@ class HeadRows(NamedTuple):
     stride_row: Any
 
 
-class Rows(NamedTuple):
-    """Rows of one sequence and head, with the row stride in elements."""
+class SingleHeadRows(NamedTuple):
+    """Rows of a single sequence and head, with the row stride in elements."""
 
     ptr: Any
     stride_row: Any
 
 
-class Sizes(NamedTuple):
-    """Numbers that all kernels need."""
+class AttentionSizes(NamedTuple):
+    """Sizes and constants of one call, which all kernels need."""
 
     scale: Any
     H: Any
@@ -57,7 +57,7 @@ class Sizes(NamedTuple):
 @triton.jit
 def select_head(x, b, h, stride_row):
     """Return the rows of one sequence and head of `x`, with row stride `stride_row`."""
-    return Rows(x.ptr + (b * x.stride_b + h * x.stride_h), stride_row)
+    return SingleHeadRows(x.ptr + (b * x.stride_b + h * x.stride_h), stride_row)
 
 
 @triton.jit

@@ -14,11 +14,11 @@ from megatron.kernels.biased_attention import configs
 from megatron.kernels.biased_attention.arguments import check_call, describe_tensor
 from megatron.kernels.biased_attention.backward_dkdv import _bwd_dkdv_kernel
 from megatron.kernels.biased_attention.backward_dq import _bwd_dq_kernel
-from megatron.kernels.biased_attention.forward import HeadRows, Sizes, _fwd_kernel
+from megatron.kernels.biased_attention.forward import AllHeadRows, AttentionSizes, _fwd_kernel
 from megatron.kernels.biased_attention.shared_table import find_shared, take_partial
 from megatron.kernels.biased_attention.tables import Tables, arrange_tables
 from megatron.kernels.launcher import launch
-from megatron.kernels.runtime import cdiv, get_arch, launch_context, outside_graphs
+from megatron.kernels.runtime import cdiv, get_arch, get_uncompiled_apply, launch_context
 
 
 def biased_attention(
@@ -117,7 +117,7 @@ def _checked_forward(
         q, scale = -q, -scale
     if document_starts is not None and window is not None:
         document_starts, window = _merge_window(document_starts, offset, window), None
-    apply = outside_graphs(_BiasedAttention)
+    apply = get_uncompiled_apply(_BiasedAttention)
     result: tuple[Tensor, Tensor] = apply(
         q, k, v, bias, weight, key_bias, sinks, document_starts, offset, window, scale
     )
@@ -151,9 +151,9 @@ def _row_stride(x: Tensor) -> int:
     return x.stride(2) if x.shape[2] > 1 else x.shape[3]
 
 
-def _build_head_rows(x: Tensor) -> HeadRows:
+def _build_head_rows(x: Tensor) -> AllHeadRows:
     batch, head, row, _ = x.stride()
-    return HeadRows(x, batch, head, row)
+    return AllHeadRows(x, batch, head, row)
 
 
 def _table_size(bias: Tensor | None, weight: Tensor | None) -> int:
@@ -186,7 +186,7 @@ def _forward(
     tile = configs.fit_tile_to_rows(configs.choose_tiles(arch, q.dtype, dim).fwd, rows)
     out = _allocate_output(q)
     lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
-    sizes = Sizes(scale, heads, rows, k.shape[2], size, offset, window or 0)
+    sizes = AttentionSizes(scale, heads, rows, k.shape[2], size, offset, window or 0)
     with launch_context(q):
         launch(
             _fwd_kernel,
@@ -243,7 +243,7 @@ def _backward(
     dweight_sums, weight_is_own = take_partial(q, groups, size, needs_grad[1], shared[1])
     q_rows, k_rows, v_rows = _build_head_rows(q), _build_head_rows(k), _build_head_rows(v)
     grad_rows = _build_head_rows(grad)
-    sizes = Sizes(scale, heads, rows, columns, size, offset, window or 0)
+    sizes = AttentionSizes(scale, heads, rows, columns, size, offset, window or 0)
     dtables = Tables(dbias_sums, dweight_sums)
     windowed = window is not None
     strides = (_row_stride(q), _row_stride(k), _row_stride(v), _row_stride(grad))

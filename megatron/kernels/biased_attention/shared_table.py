@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.kernels.runtime import get_backward_number, outside_graphs
+from megatron.kernels.runtime import get_backward_number, get_uncompiled_apply
 
 
 def share_table(table: Tensor) -> Tensor:
@@ -16,7 +16,7 @@ def share_table(table: Tensor) -> Tensor:
     """
     if not (torch.is_grad_enabled() and table.requires_grad):
         return table
-    shared: Tensor = outside_graphs(_SharedTable)(table)
+    shared: Tensor = get_uncompiled_apply(_SharedTable)(table)
     return shared
 
 

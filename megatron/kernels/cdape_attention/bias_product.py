@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron.kernels.cdape_attention.reference import saturated
+from megatron.kernels.cdape_attention.reference import saturate
 from megatron.kernels.cdape_attention.weights import PackedWeights, WeightShape
 
 
@@ -44,7 +44,7 @@ class BiasProduct:
         if bias is None:
             return None
         padding, size = self.shape.padding, self.shape.kernel_size
-        table = saturated(bias[..., : self.reach], self.dtype)
+        table = saturate(bias[..., : self.reach], self.dtype)
         padded = F.pad(table, (size - 1, padding + self.count - self.reach))
         return padded.unfold(2, size, 1).transpose(1, 2).flatten(2)
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron.kernels.cdape_attention.reference import at_least_float32, saturated
+from megatron.kernels.cdape_attention.reference import promote_to_float32, saturate
 
 
 def visible_table(bias: Tensor, count: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """Return the table [H, count] as Conv1 reads it: zero beyond the window, finite in the compute type."""
-    bias = saturated(at_least_float32(bias[:, :count]), dtype)
+    bias = saturate(promote_to_float32(bias[:, :count]), dtype)
     if window is not None and window < count:
         bias = F.pad(bias[:, :window], (0, count - window))
     return bias
@@ -81,11 +81,11 @@ def compute_bias_contributions(
         dtype: compute type, which determines saturation.
     """
     count, padding = offset + rows, w1.shape[-1] // 2
-    constant = repeat_bias(at_least_float32(b1), padding + count + rows * padding)
+    constant = repeat_bias(promote_to_float32(b1), padding + count + rows * padding)
     if bias is None:
         return constant
     table = visible_table(bias, count, window, dtype)
-    weight = at_least_float32(w1[:, bias.shape[0] :, 0]).to(table.dtype).flip(-1)
+    weight = promote_to_float32(w1[:, bias.shape[0] :, 0]).to(table.dtype).flip(-1)
     neighbourhoods = unfold_neighbourhoods(table, weight.shape[-1])
     contributions = [multiply_neighbourhoods(neighbourhoods[1:], weight)]
     if padding:

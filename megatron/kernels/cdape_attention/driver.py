@@ -287,7 +287,7 @@ def _get_strides(x: Tensor | None) -> tuple[int, ...]:
     return x.stride()[:3]
 
 
-class Attended(NamedTuple):
+class AttentionOutput(NamedTuple):
     """Results of the forward pass that the backward pass reads."""
 
     output: Tensor
@@ -301,7 +301,7 @@ class Attended(NamedTuple):
 
 def forward(
     scaled: Tensor, k: Tensor, v: Tensor, problem: CdapeProblem, chunk_rows: int, *, needs_gradients: bool
-) -> Attended:
+) -> AttentionOutput:
     """Attend in chunks of rows.
 
     Args:
@@ -313,14 +313,14 @@ def forward(
     stats = torch.empty(2, *scaled.shape[:3], dtype=torch.float32, device=scaled.device)
     batch, heads, rows, dim = scaled.shape
     output = scaled.new_empty(rows, batch, heads, dim).permute(1, 2, 0, 3)
-    attended = Attended(output, stats, torch.empty_like(output) if needs_residue else None)
+    attended = AttentionOutput(output, stats, torch.empty_like(output) if needs_residue else None)
     for chunk in chunks:
         _forward_chunk(problem, chunk, scaled, k, v, attended)
     return attended
 
 
 def _forward_chunk(
-    problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor, v: Tensor, attended: Attended
+    problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor, v: Tensor, attended: AttentionOutput
 ) -> None:
     """Compute output and softmax statistics of a chunk.
 
@@ -415,7 +415,7 @@ def backward(
     scaled: Tensor,
     k: Tensor,
     v: Tensor,
-    attended: Attended,
+    attended: AttentionOutput,
     problem: CdapeProblem,
     product: BiasProduct,
     terms: TermSums,
@@ -542,7 +542,7 @@ def differentiate_softmax_of_chunk(
     chunk: Chunk,
     v: Tensor,
     dout: Tensor,
-    attended: Attended,
+    attended: AttentionOutput,
     sums: Tensor,
     kernel: MixerKernel,
 ) -> logit_gradient.LogitGradients:
@@ -550,7 +550,7 @@ def differentiate_softmax_of_chunk(
     output, stats, residue = attended
     assert residue is not None
     of_rows = slice(chunk.first, chunk.last)
-    of_chunk = logit_gradient.AttendedChunk(
+    of_chunk = logit_gradient.SoftmaxChunk(
         *(chunk.slice_columns(v), chunk.slice_rows(output), chunk.slice_rows(residue), chunk.slice_rows(dout)),
         stats[..., of_rows],
     )

@@ -28,7 +28,7 @@ from megatron.kernels.cdape_attention.mixer_operands import MixerOperands, unpac
 from megatron.kernels.cdape_attention.softmax import _attend_fwd_kernel
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights, unpack_gradients
 from megatron.kernels.cuda.launch import launch_kernel
-from megatron.kernels.runtime import get_arch, get_device_properties, launch_context, outside_graphs
+from megatron.kernels.runtime import get_arch, get_device_properties, get_uncompiled_apply, launch_context
 
 FAMILIES = (mixer_forward.KERNELS, *driver.BACKWARD_KERNELS)
 NO_TABLE = "a gate's bias before a processor together with a table of distances"
@@ -139,7 +139,7 @@ def attend_with_gates(args: CdapeArgs, row_bias: Tensor, key_bias: Tensor, *, ch
     tensors = (args.q, args.k, args.v, row_bias, key_bias[:, :, :columns], args.w1, args.b1, args.w2, args.b2)
     needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     options = (args.offset, args.document_starts, args.residual_bias, scale, min(chunk, rows), needs_gradients)
-    output: Tensor = outside_graphs(_AttendWithGates)(*tensors, *options)
+    output: Tensor = get_uncompiled_apply(_AttendWithGates)(*tensors, *options)
     return output
 
 
@@ -193,7 +193,7 @@ class _AttendWithGates(torch.autograd.Function):
         constants = GateTerms(*(x.detach() for x in terms))
         call = GatedCall(problem, constants, *biases, *ctx.options)
         with launch_context(scaled):
-            found = _backward(call, scaled, k, v, driver.Attended(output, stats, residue), dout)
+            found = _backward(call, scaled, k, v, driver.AttentionOutput(output, stats, residue), dout)
         by_term = [x.double() for x in (found.rows.hidden, found.columns.hidden, found.edge)]
         drow, dkey, dw1, db1 = torch.autograd.grad(terms, leaves, by_term, allow_unused=True, materialize_grads=True)
         if call.residual_bias:
@@ -228,7 +228,7 @@ def _describe_problem(
     )
 
 
-def _forward(call: GatedCall, scaled: Tensor, k: Tensor, v: Tensor, *, needs_gradients: bool) -> driver.Attended:
+def _forward(call: GatedCall, scaled: Tensor, k: Tensor, v: Tensor, *, needs_gradients: bool) -> driver.AttentionOutput:
     batch, heads, rows, dim = scaled.shape
     stats = torch.empty(2, batch, heads, rows, dtype=torch.float32, device=scaled.device)
     output = scaled.new_empty(rows, batch, heads, dim).permute(1, 2, 0, 3)
@@ -246,7 +246,7 @@ def _forward(call: GatedCall, scaled: Tensor, k: Tensor, v: Tensor, *, needs_gra
 
     for chunk in driver.iter_chunks(call.problem, call.chunk_rows):
         attend(chunk)
-    return driver.Attended(output, stats, residue)
+    return driver.AttentionOutput(output, stats, residue)
 
 
 class GateGradients(NamedTuple):
@@ -267,7 +267,7 @@ class GateGradients(NamedTuple):
 
 
 def _backward(
-    call: GatedCall, scaled: Tensor, k: Tensor, v: Tensor, attended: driver.Attended, dout: Tensor
+    call: GatedCall, scaled: Tensor, k: Tensor, v: Tensor, attended: driver.AttentionOutput, dout: Tensor
 ) -> GateGradients:
     """Return all gradients. The last chunk comes first, so that the others reuse its memory."""
     problem = call.problem

@@ -26,7 +26,7 @@ from megatron.kernels.cdape_attention.driver import (
 )
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights, unpack_gradients
-from megatron.kernels.runtime import get_backward_number, outside_graphs
+from megatron.kernels.runtime import get_backward_number, get_uncompiled_apply
 
 MAX_ENTRIES = 1 << 23
 """Maximum number of bias contributions of all layers together: 32 MiB, and as much for the gradient."""
@@ -187,7 +187,7 @@ def compute_layer_terms(
     if len(weights) * product.num_contributions > MAX_ENTRIES:
         return None
     tensors = [*(biases or ()), *(x for layer in weights for x in layer)]
-    anchor, stacked, contributions, *packed = outside_graphs(_ComputeTerms)(product, len(weights), *tensors)
+    anchor, stacked, contributions, *packed = get_uncompiled_apply(_ComputeTerms)(product, len(weights), *tensors)
     with torch.no_grad():
         problems = build_problems(product, contributions, stacked, PackedWeights(*packed), residual_bias=residual_bias)
     return [LayerTerms(problem, product, anchor) for problem in problems]

@@ -35,7 +35,7 @@ class LogitGradientArgs(ctypes.Structure):
     )
 
 
-class AttendedChunk(NamedTuple):
+class SoftmaxChunk(NamedTuple):
     """Inputs and results of a chunk's softmax."""
 
     values: Tensor
@@ -60,7 +60,7 @@ class LogitGradients(NamedTuple):
 
 
 def differentiate_softmax(
-    inputs: LogitInputs, attended: AttendedChunk, sums: Tensor, kernel: MixerKernel, launch: Launch
+    inputs: LogitInputs, attended: SoftmaxChunk, sums: Tensor, kernel: MixerKernel, launch: Launch
 ) -> LogitGradients:
     """Compute P and dL of a chunk from what its logits are computed from.
 

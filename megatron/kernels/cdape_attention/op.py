@@ -24,7 +24,7 @@ from megatron.kernels.cdape_attention.layer_terms import (
 )
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape
 from megatron.kernels.head_dim import MAX_HEAD_DIM
-from megatron.kernels.runtime import DTYPES, get_arch, get_device_properties, launch_context, outside_graphs
+from megatron.kernels.runtime import DTYPES, get_arch, get_device_properties, get_uncompiled_apply, launch_context
 
 MAX_PROCESSOR_WIDTH = 64
 """Larger widths would need other tiles."""
@@ -68,12 +68,12 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None, terms: LayerTe
             raise ValueError("terms are of a call without document_starts")
         if not terms.fits(q, offset, window):
             raise ValueError("terms are of another call")
-        attended: Tensor = outside_graphs(_AttendWithTerms)(
+        attended: Tensor = get_uncompiled_apply(_AttendWithTerms)(
             *(q, k, v, sinks, terms.anchor, terms, scale, min(chunk, rows)),
             _needs_gradients(q, k, v, sinks, terms.anchor),
         )
         return attended
-    apply = outside_graphs(_CdapeAttention)
+    apply = get_uncompiled_apply(_CdapeAttention)
     tensors = (q, k, v, bias, w1, b1, w2, b2, sinks)
     options = (offset, window, document_starts, residual_bias, scale, min(chunk, rows), _needs_gradients(*tensors))
     output: Tensor = apply(*tensors, *options)
@@ -81,7 +81,7 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None, terms: LayerTe
 
 
 def _needs_gradients(*tensors: Tensor | None) -> bool:
-    """Return whether a backward pass may follow."""
+    """Return True if a backward pass may follow."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
@@ -224,7 +224,7 @@ def _attend(
 
 
 def _has_residue(kept: Sequence[Tensor | None]) -> bool:
-    """Return whether the CUDA kernels compute the backward pass of a call that kept these tensors."""
+    """Return True if the CUDA kernels compute the backward pass of a call that kept these tensors."""
     return kept[-1] is not None
 
 
@@ -246,7 +246,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of q, k, v and the sinks, and add the others to the layer's sums."""
     scaled, k, v, stats, output, residue = kept
-    attended = driver.Attended(output, stats, residue)
+    attended = driver.AttentionOutput(output, stats, residue)
     if output is not None and dout.stride() != output.stride():
         dout = torch.empty_like(output).copy_(dout)
     elif dout.stride(3) != 1:

@@ -13,11 +13,11 @@ from megatron.kernels.cdape_attention.args import CdapeArgs
 NEGATIVE_SLOPE = 0.01
 
 
-def at_least_float32(x: Tensor) -> Tensor:
+def promote_to_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
+def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Clamp x to the range of float16 if that is the type. The other types have float32's range."""
     if dtype != torch.float16:
         return x
@@ -57,13 +57,13 @@ def reference(
     elif row_bias is not None and key_bias is not None:
         bias_map = row_bias[..., None] + key_bias[..., None, :]
     if bias_map is not None:
-        visible_bias = saturated(bias_map, limited).to(dtype).expand_as(scores).masked_fill(~visible, 0)
+        visible_bias = saturate(bias_map, limited).to(dtype).expand_as(scores).masked_fill(~visible, 0)
         channels = torch.cat([channels, visible_bias], dim=1)
     # Padded on the right by p more than the convolution needs, so that hidden values there are computed.
     hidden = F.conv2d(F.pad(channels, (padding, 2 * padding)), w1.to(dtype), b1.to(dtype))
-    hidden = F.leaky_relu(saturated(hidden, limited), NEGATIVE_SLOPE).masked_fill(~inside, 0)
-    processed = saturated(F.conv2d(F.pad(hidden, (padding, 0)), w2.to(dtype), b2.to(dtype)), limited)
-    logits = at_least_float32(scores) + at_least_float32(processed)
+    hidden = F.leaky_relu(saturate(hidden, limited), NEGATIVE_SLOPE).masked_fill(~inside, 0)
+    processed = saturate(F.conv2d(F.pad(hidden, (padding, 0)), w2.to(dtype), b2.to(dtype)), limited)
+    logits = promote_to_float32(scores) + promote_to_float32(processed)
     if bias_map is not None and residual_bias:
         logits = logits + bias_map
     logits = logits.masked_fill(~visible, float("-inf"))

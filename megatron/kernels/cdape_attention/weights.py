@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron.kernels.cdape_attention.reference import at_least_float32
+from megatron.kernels.cdape_attention.reference import promote_to_float32
 from megatron.kernels.cdape_attention.scores import padded_channels
 from megatron.kernels.head_dim import pad_for_dot
 
@@ -112,7 +112,7 @@ def pack_weights(
     gathered = joined.view(len(weights), -1).index_select(1, index.packed)
     packed, packed_float32 = gathered.split(index.sizes, 1)
     return PackedWeights(
-        *_split(packed.to(dtype), shape.packed), *_split(at_least_float32(packed_float32), shape.packed_float32)
+        *_split(packed.to(dtype), shape.packed), *_split(promote_to_float32(packed_float32), shape.packed_float32)
     )
 
 

@@ -9,8 +9,8 @@ from megatron.position.facts import AttentionDims, EncodingCost
 from megatron.position.token_range import TokenRange
 
 
-class Vectors(nn.Embedding):
-    """A table of vectors that starts from N(0, std²)."""
+class PositionEmbedding(nn.Embedding):
+    """Table of one vector per position, initialized from N(0, std²)."""
 
     def __init__(self, rows: int, width: int, std: float) -> None:
         self.start = init_normal(std)  # set first, because the constructor of the base class calls `reset_parameters`
@@ -43,7 +43,7 @@ class Learned(Encoding):
         """
         super().__init__(dims)
         self.max_length = dims.max_length
-        self.vectors = Vectors(dims.max_length, dims.hidden_size, std)
+        self.vectors = PositionEmbedding(dims.max_length, dims.hidden_size, std)
 
     def embed(self, tokens: TokenRange, like: Tensor) -> Tensor:
         if tokens.position_limit > self.dims.max_length:

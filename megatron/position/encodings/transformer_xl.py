@@ -19,7 +19,7 @@ from megatron.position.numerics import compute_sinusoidal_embeddings
 from megatron.position.token_range import TokenRange, count_distances
 
 
-class Projection(nn.Module):
+class PositionProjection(nn.Module):
     """Projection W_R without a bias, applied to sinusoids or, transposed, to queries.
 
     It does not use nn.Linear. Tools that replace linear layers by layers that add to their outputs (peft's
@@ -86,7 +86,7 @@ class TransformerXL(Encoding):
         self.v = BoundedParameter((dims.num_heads, dims.head_dim), init_normal(std))
         bound = 1 / math.sqrt(dims.hidden_size)
         init = init_uniform(-bound, bound) if linear_init else init_normal(std)
-        self.project = Projection(dims.hidden_size, dims.num_heads * dims.head_dim, init)
+        self.project = PositionProjection(dims.hidden_size, dims.num_heads * dims.head_dim, init)
         self._table: Tensor | None = None
 
     def list_growing_fan_ins(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:

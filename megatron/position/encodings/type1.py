@@ -9,7 +9,7 @@ from megatron.position.facts import AttentionDims, EncodingCost
 from megatron.position.series_tails import SeriesTail, power_tail
 
 
-class Type1(Encoding):
+class ExploringType1(Encoding):
     formula = "−2·ln(n + 1) (released: −ln(1 + (m·n)²), m ALiBi's slopes)"
     source = (
         "Exploring Transformer Extrapolation: Qin et al. 2023, section 3.4, Type 1; released is what "

@@ -9,7 +9,7 @@ from megatron.position.facts import AttentionDims, EncodingCost
 from megatron.position.series_tails import SeriesTail, squared_log_tail
 
 
-class Type2(Encoding):
+class ExploringType2(Encoding):
     formula = "−ln²(n + 1) (released: −ln²(3 + m·n), m ALiBi's slopes)"
     source = (
         "Exploring Transformer Extrapolation: Qin et al. 2023, section 3.4, Type 2; released is what "

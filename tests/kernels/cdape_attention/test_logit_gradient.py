@@ -35,8 +35,8 @@ from megatron.kernels.cdape_attention import mixer_forward
 from megatron.kernels.cdape_attention.geometry import FOLDER
 from megatron.kernels.cdape_attention.logit_gradient import (
     KERNELS,
-    AttendedChunk,
     LogitGradients,
+    SoftmaxChunk,
     differentiate_softmax,
 )
 from megatron.kernels.cdape_attention.mixer_forward import LogitInputs
@@ -47,7 +47,7 @@ MAP_CASES = [*CASES[:3], Case(16, 64, 96, torch.bfloat16, held_tensors=1)]
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)")
 
 
-def attend(inputs: LogitInputs, shape: Shape, seed: int = 0) -> AttendedChunk:
+def attend(inputs: LogitInputs, shape: Shape, seed: int = 0) -> SoftmaxChunk:
     """Random values and gradients, and what the softmax makes of the true logits. Longer tensors hold other rows."""
     generator = torch.Generator().manual_seed(seed + 1)
     batch, heads, rows, columns = shape.batch, shape.heads, shape.rows, shape.columns
@@ -63,11 +63,11 @@ def attend(inputs: LogitInputs, shape: Shape, seed: int = 0) -> AttendedChunk:
     residue.copy_(exact - output.double())
     stats[0, ..., :rows] = maximum / math.log(2)
     stats[1, ..., :rows] = (logits - maximum[..., None]).exp().sum(-1)
-    return AttendedChunk(values, output, residue, doutput, stats[..., :rows])
+    return SoftmaxChunk(values, output, residue, doutput, stats[..., :rows])
 
 
 def run(
-    inputs: LogitInputs, attended: AttendedChunk, launcher: Launcher, case: Case = CASES[0]
+    inputs: LogitInputs, attended: SoftmaxChunk, launcher: Launcher, case: Case = CASES[0]
 ) -> tuple[LogitGradients, Tensor, Faults]:
     sums = torch.full_like(attended.stats[0], torch.nan)
     sums = torch.full((*sums.shape[:2], sums.shape[2] + 2), torch.nan)[..., : sums.shape[2]]
@@ -79,7 +79,7 @@ def run(
 
 
 def find_excess(
-    found: LogitGradients, sums: Tensor, inputs: LogitInputs, attended: AttendedChunk, shape: Shape
+    found: LogitGradients, sums: Tensor, inputs: LogitInputs, attended: SoftmaxChunk, shape: Shape
 ) -> float:
     """The largest error relative to its bound."""
     seen = find_seen(shape)

@@ -21,7 +21,7 @@ EPSILONS = (0.5, 0.1, 0.01, 0.001)
 
 
 @dataclass(frozen=True)
-class HeadField:
+class HeadReceptiveField:
     layer: str
     head: int
     fields: list[ReceptiveField]
@@ -32,7 +32,7 @@ class HeadField:
 
 @dataclass(frozen=True)
 class ReceptiveFieldResult:
-    heads: list[HeadField]
+    heads: list[HeadReceptiveField]
     length: int
     """Number of terms of the finite algorithm, the same for all models."""
 
@@ -56,7 +56,7 @@ class TheoreticalReceptiveField(Analysis):
             for series in sum_bias_series(layer.encoding, layer.window):
                 finite = compute_finite_field((bias[series.head] - bias[series.head].max()).exp())
                 fields = compute_theoretical_field(series.bias, series.tail, EPSILONS)
-                heads.append(HeadField(layer.name, series.head, fields, finite))
+                heads.append(HeadReceptiveField(layer.name, series.head, fields, finite))
         return ReceptiveFieldResult(heads, length)
 
     def render_blocks(self, results: Mapping[str, ReceptiveFieldResult], names: Sequence[str]) -> list[Block]:
