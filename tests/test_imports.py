@@ -27,7 +27,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megatron/position": ("torch",),
     "megatron/attention": ("torch", "megatron.position", "megatron.utils", "megatron.kernels"),
     "megatron/kernels": ("torch", "triton"),
-    "megatron/distributed": (*NUMERIC, *OURS),
+    "megatron/distributed": (*NUMERIC, "safetensors", *OURS),
     "megatron/config": (
         "pydantic",
         "ruamel",

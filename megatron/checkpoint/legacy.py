@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint import manifest, rng_state, tensor_files
+from megatron.checkpoint import manifest, tensor_files
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.schema import Config
+from megatron.distributed import rng
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.utils.errors import FarfieldError, RunError, UserError
 
@@ -116,7 +117,7 @@ class DeepSpeedStateReader:
         path = self.checkpoint / RNG_FOLDER / f"rank_{mesh.rank:05d}.pt"
         states = tensor_files.read_torch_file(path)
         try:
-            rng_state.restore_rng_state(states)
+            rng.restore_rng_state(states)
         except Exception:
             raise RunError(f"{path}: not the random states of a process; the checkpoint is damaged") from None
         return True

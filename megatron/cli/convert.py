@@ -5,8 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron.cli.arguments import with_options
-from megatron.cli.console import print_notes, print_to_stderr
+from megatron.cli.arguments import print_notes, print_to_stderr, with_options
 from megatron.options.commands import ExportOptions, ImportOptions
 from megatron.utils.errors import UserError
 

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron.cli.arguments import with_options
-from megatron.cli.console import open_clean_console, print_to_stderr
+from megatron.cli.arguments import open_clean_console, print_to_stderr, with_options
 from megatron.options.commands import AnalysisOptions, GenerationOptions, ReportOptions
 from megatron.options.evaluation import EvaluationOptions, TaskOptions
 from megatron.utils.errors import UserError, forbid_exits

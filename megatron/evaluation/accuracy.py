@@ -61,7 +61,7 @@ def score_answers(
     """
     import torch
 
-    from megatron.evaluation.batching import run_batched
+    from megatron.evaluation.forward_passes import run_batched
 
     device = next(model.parameters()).device
     num_sequences, length = batch.tokens.shape

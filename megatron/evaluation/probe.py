@@ -51,7 +51,7 @@ class Probe(ABC):
     name: ClassVar[str]
     """Name of the protocol."""
     axis: ClassVar[str]
-    """Name of the axis of its values (`megatron.reports.x_axes`)."""
+    """Name of the axis of its values (`megatron.reports.axes`)."""
 
     def __init__(self, lengths: Sequence[int], num_sequences: int, vocabulary: Vocabulary) -> None:
         self.lengths, self.num_sequences, self.vocabulary = tuple(lengths), num_sequences, vocabulary

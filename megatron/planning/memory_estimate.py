@@ -12,7 +12,7 @@ per parameter:
 
 Lion stores one moment instead of two, and Muon one for the layers' matrices: 4 bytes less for each of these parameters.
 Their step creates float32 updates of the same size. Muon also gathers the matrices that it orthogonalizes together
-(`training/muon.py`): two float32 copies and at most four in the compute type.
+(`training/projected_optimizers.py`): two float32 copies and at most four in the compute type.
 
 During the backward pass gradients grow while activations are freed (a test sums the tensors of real engines):
 

@@ -321,7 +321,7 @@ class RankHooks:
 
 def main(arguments: list[str]) -> int:
     """Run the job described by the file `JOB`. Return 2 if this process does not run on the null device."""
-    from megatron.rehearsal.null_device.library import load_library
+    from megatron.rehearsal.null_device.recorder import load_library
     from megatron.utils.signals import end_with_parent, install_exit_handlers
 
     try:

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from megatron.reports.axes import format_multiple
 from megatron.reports.comparison_table import ComparisonTable
 from megatron.reports.metrics import format_number, format_percent
 from megatron.reports.ranked_columns import build_ranked_columns, rank_methods
 from megatron.reports.significance import SIGNIFICANCE_LEVEL, MethodComparison, compare_methods, format_p_value
 from megatron.reports.table_formats import TextTable
-from megatron.reports.x_axes import format_multiple
 
 MIN_SECONDS = 1e-9
 """Shortest time that counts as measured, in seconds. Shorter times are not compared."""

@@ -5,11 +5,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron.reports.axes import format_multiple
 from megatron.reports.leaderboard import Ablation, LeaderboardReport
 from megatron.reports.metrics import format_percent
 from megatron.reports.ranked_columns import RankedColumn
 from megatron.reports.significance import NOT_SIGNIFICANT, NOT_TESTED, MethodComparison
-from megatron.reports.x_axes import format_multiple
 
 MAX_EXTRAPOLATION_RATIO = 1.05
 """Maximum ratio of perplexity at the largest length to that at the training length for a method that holds."""

@@ -3,7 +3,7 @@
 import io
 import math
 
-from megatron.reports.chart_scales import choose_scales
+from megatron.reports.axes import choose_scales
 from megatron.reports.charts import Chart, ChartPoint, ChartPosition, ChartSeries, ChartTick
 from megatron.reports.leaderboard import LeaderboardReport
 from megatron.reports.metrics import format_number, get_metric

@@ -23,13 +23,12 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, Formatter, FuncFormatter, NullFormatter, NullLocator
 
-from megatron.reports.chart_scales import choose_log_ticks
+from megatron.reports.axes import choose_log_ticks, format_multiple
 from megatron.reports.charts import get_bar_meaning, get_curve, get_style_indices
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, select_curve_tables
 from megatron.reports.depth_maps import DepthMap, split_depth_maps
 from megatron.reports.metrics import Metric
 from megatron.reports.records import Record, RunFailure
-from megatron.reports.x_axes import format_multiple
 from megatron.utils.errors import UserError
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F")

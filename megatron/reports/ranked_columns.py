@@ -12,9 +12,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatron.reports.axes import format_multiple
 from megatron.reports.comparison_table import ComparisonTable, format_partial_seeds
 from megatron.reports.metrics import Metric
-from megatron.reports.x_axes import format_multiple
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from megatron.reports.axes import format_multiple
 from megatron.reports.charts import Chart, build_curve_chart
 from megatron.reports.citation import describe_reproduction
 from megatron.reports.comparison_table import (
@@ -35,7 +36,6 @@ from megatron.reports.method_rows import disambiguate_methods
 from megatron.reports.records import Record, RunFailure, format_records_csv
 from megatron.reports.results_output import build_missing_table
 from megatron.reports.table_formats import TextTable, build_html_table, render_comparison_latex
-from megatron.reports.x_axes import format_multiple
 from megatron.utils.atomic_io import write_page_atomically
 from megatron.utils.errors import UserError
 

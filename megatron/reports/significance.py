@@ -18,12 +18,12 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron.reports.axes import join_headers
 from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.comparison_table import ComparisonTable, format_partial_seeds, pair_by_seed
 from megatron.reports.metrics import Metric, clamped_exp
 from megatron.reports.records import Record
 from megatron.reports.table_formats import TextTable
-from megatron.reports.x_axes import join_headers
 from megatron.utils.errors import UserError
 from megatron.utils.formatting import format_choices
 

@@ -71,7 +71,7 @@ class Engine:
         self.grouped_weights = list_grouped_weights(param_groups, model, mesh)
         """Optimizer group of each parameter that this rank holds first."""
         self.parameter_labels = label_parameters(param_groups, model)
-        """Optimizer group and module of each parameter, by name (`parameter_norms.py`)."""
+        """Optimizer group and module of each parameter, by name (`ParameterNorms`)."""
         self.inner_optimizer: ProjectedOptimizer = build_optimizer(
             param_groups, config.optimizer, groups, get_torch_dtype(self.precision)
         )

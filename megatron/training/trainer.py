@@ -43,7 +43,7 @@ from megatron.training.graph_trial import build_graphs, plan_graph_trial
 from megatron.training.loss_guard import Continue, LossGuard, Rollback, Stop
 from megatron.training.metrics import IntervalMetrics
 from megatron.training.metrics_log import DivergenceRecord
-from megatron.training.parameter_norms import ParameterNorms
+from megatron.training.optimizer import ParameterNorms
 from megatron.training.profiler import build_profiler, dump_memory_if_exhausted
 from megatron.training.rank_times import ForwardTimer
 from megatron.training.resolve_data import resolve_data
@@ -247,7 +247,11 @@ class Trainer:
         self.interval = IntervalMetrics(
             groups, run.peak_tflops, self.forward_timer, config.training.gradient_accumulation_steps
         )
-        self.norms = ParameterNorms(run.engine, groups) if config.logging.log_param_norm else None
+        self.norms = (
+            ParameterNorms(run.engine.deepspeed, run.engine.parameter_labels, groups)
+            if config.logging.log_param_norm
+            else None
+        )
         self.guard = LossGuard(config, run.engine, groups, self._list_checkpoints, rollback)
         self.validator = Validator(run, self.watchdog)
         self.is_graph_trial_due, self._graph_note = plan_graph_trial(config, groups.device)

@@ -13,7 +13,7 @@ from megatron.config.cuda_graph import TRIAL_PHASE
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.position.numerics import collect_captured_tensors
-from megatron.rehearsal.null_device.library import Counters, read_counters, read_stub_calls
+from megatron.rehearsal.null_device.recorder import Counters, read_counters, read_stub_calls
 from megatron.rehearsal.rank_process import PhaseMemory
 from megatron.training import graph_trial
 from megatron.training.graph_trial import GraphTrial

@@ -128,7 +128,7 @@ class StepMeter:
         self.counts: list[dict[str, int]] = []
 
     def measure(self, step: Any) -> None:
-        from megatron.rehearsal.null_device.library import read_counters
+        from megatron.rehearsal.null_device.recorder import read_counters
 
         before, cpu, wall = read_counters(), time.process_time(), time.perf_counter()
         step()
@@ -250,8 +250,7 @@ def start_case(case: Case, folder: Path, card: str) -> list[dict[str, Any]]:
         SystemExit: if the process fails, with the end of its output.
     """
     from megatron.distributed.launcher_environment import RankInfo
-    from megatron.rehearsal.null_device.environment import build_environment
-    from megatron.rehearsal.null_device.gpu_models import get_gpu_model
+    from megatron.rehearsal.null_device.environment import build_environment, get_gpu_model
 
     file = folder / f"{case.size}-{case.ranks}.json"
     file.write_text(json.dumps(asdict(case)))
@@ -330,7 +329,7 @@ def main() -> None:
 
 def measure_all(arguments: Any) -> None:
     """Measure every case in turn; write the record after each."""
-    from megatron.rehearsal.synthetic_corpus import write_synthetic_corpus
+    from megatron.rehearsal.rehearsed_run import write_synthetic_corpus
     from megatron.utils.errors import FarfieldError
 
     def split(value: str | list[str]) -> list[str]:

@@ -251,7 +251,7 @@ def run_case(case: Case, corpus: Path, run: Path, world_size: int = 1) -> Outcom
     from rich.console import Console
 
     from megatron.attention.backends import triton as triton_backend
-    from megatron.rehearsal.null_device.library import read_counters
+    from megatron.rehearsal.null_device.recorder import read_counters
     from megatron.training.trainer import train
     from megatron.utils.errors import FarfieldError
 
