@@ -86,7 +86,7 @@ def plan(
     """
     from dataclasses import replace
 
-    from megatron.config.validation_errors import parse_section
+    from megatron.config.schema import parse_section
     from megatron.distributed.hardware import get_gpu_spec
     from megatron.planning.plan import make_plan
     from megatron.planning.step_time import Cluster
@@ -147,7 +147,7 @@ def rehearse(
     """
     from dataclasses import replace
 
-    from megatron.config.validation_errors import parse_section
+    from megatron.config.schema import parse_section
     from megatron.rehearsal.null_device.environment import GIB, get_gpu_model
     from megatron.rehearsal.rehearse import rehearse as rehearse_run
     from megatron.rehearsal.rehearsed_run import plan_rehearsal

@@ -27,8 +27,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron.config.parallelism import resolve_batch_size
-from megatron.config.schema import Config, KeyPath, list_config_keys
-from megatron.config.validation_errors import describe_validation_error
+from megatron.config.schema import Config, KeyPath, describe_validation_error, list_config_keys
 from megatron.config.yaml_files import format_value
 from megatron.options.model import get_attention_sizes
 from megatron.options.section import ChangePolicy

@@ -11,7 +11,7 @@ RULER (Hsieh et al. 2024, 2404.06654) uses one threshold for all models, the sco
 instead of 0.85 times the model's own score. A share of a model's own short score is NoLiMa's definition (Modarressi et
 al. 2025, 2502.05167).
 
-Intervals are percentile bootstraps over sequences (`megatron.reports.bootstrap`). If sequence n of every cell has the
+Intervals are percentile bootstraps over sequences (`reports/significance.py`). If sequence n of every cell has the
 same answer, all cells use the same draws of sequences; otherwise each cell has its own draws. The interval of an
 effective length is a percentile interval of the effective lengths of the draws, so its ends are evaluated lengths.
 
@@ -31,8 +31,8 @@ from megatron.data.tasks.task import TaskBatch
 from megatron.evaluation.accuracy import score_answers
 from megatron.evaluation.eval_target import ScoringContext
 from megatron.evaluation.provenance import describe_model, start_stopwatch
-from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.records import Record
+from megatron.reports.significance import compute_percentile_interval, draw_bootstrap_means
 from megatron.utils.errors import RunError
 
 if TYPE_CHECKING:

@@ -63,8 +63,7 @@ from megatron.options.model import (
     padded_vocab_size,
     qk_norm,
 )
-from megatron.options.model_conflicts import find_indivisible_sizes, find_model_conflicts
-from megatron.options.position import PositionOptions
+from megatron.options.position import PositionOptions, find_indivisible_sizes, find_model_conflicts
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
 from megatron.position.processor import Processor

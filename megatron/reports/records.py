@@ -13,7 +13,7 @@ ratio or by difference (`megatron.reports.metrics`):
     change                         change of the value at `length` from that at `change_from`
     standard error                 error of the mean behind the value, over independent blocks of text; for
                                    perplexity that of nll, in nats
-    interval                       95%; by bootstrap (`megatron.reports.bootstrap`), else from the standard error
+    interval                       95%; by bootstrap (`megatron.reports.significance`), else from the standard error
 
 A method whose run diverged has no record, because records contain numbers. Its failure is saved next to results.json,
 in results.failures.json, so that tables, pages, and lists of missing results can mention it:

@@ -30,8 +30,7 @@ from megatron.reports.html_page import (
     render_template,
 )
 from megatron.reports.leaderboard import Leaderboard, LeaderboardReport
-from megatron.reports.leaderboard_answers import build_answers
-from megatron.reports.leaderboard_plot import build_cost_chart
+from megatron.reports.leaderboard_summary import build_answers, build_cost_chart
 from megatron.reports.method_rows import disambiguate_methods
 from megatron.reports.records import Record, RunFailure, format_records_csv
 from megatron.reports.results_output import build_missing_table

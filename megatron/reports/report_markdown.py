@@ -12,8 +12,7 @@ from pathlib import Path
 from megatron.reports import plots
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, select_curve_tables
 from megatron.reports.depth_maps import split_depth_maps
-from megatron.reports.leaderboard_answers import build_answers
-from megatron.reports.leaderboard_plot import list_cost_points, render_cost_png
+from megatron.reports.leaderboard_summary import build_answers, list_cost_points, render_cost_png
 from megatron.reports.report import (
     ReportSection,
     build_leaderboard_report,

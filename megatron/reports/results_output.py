@@ -18,7 +18,7 @@ from megatron.reports import table_formats
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables
 from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.leaderboard import LeaderboardReport
-from megatron.reports.leaderboard_answers import build_answers
+from megatron.reports.leaderboard_summary import build_answers
 from megatron.reports.method_rows import disambiguate_methods
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure, merge_records
 from megatron.reports.table_formats import TextTable, build_rich_table, render_comparison_text

@@ -411,7 +411,7 @@ def _write_results(
     sweep: Sweep, records: Sequence[Record], failures: Sequence[RunFailure], done: Sequence[SweepMember]
 ) -> None:
     """Rewrite results and report for the completed members."""
-    from megatron.launch.training_curves import TrainingMonitor
+    from megatron.launch.live_server import TrainingMonitor
     from megatron.reports import paper_experiment, report
     from megatron.reports.citation import format_command
     from megatron.reports.results_output import write_results

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.schema import Config
-from megatron.data.dataloader import Batch
+from megatron.data.torch_data import Batch
 from megatron.distributed.collectives import all_reduce_sum_
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import ModelParallelUnit, ProcessGroups
@@ -150,7 +150,7 @@ class Engine:
         """Compute the gradient of one step: forward and backward passes over all its micro-batches.
 
         Args:
-            micro_batches: micro-batches of this rank, see `megatron.data.dataloader`.
+            micro_batches: micro-batches of this rank, see `megatron.data.torch_data`.
             tokens: scored tokens of the whole step, over all ranks that divide the batch and all micro-batches.
             position_seed: seed of randomized positions.
             progress: called with the number of finished micro-batches, before each.

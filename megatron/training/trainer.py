@@ -32,12 +32,12 @@ from megatron.checkpoint.saver import SaveHooks, Saver
 from megatron.checkpoint.sharded_state import NonFiniteWeightError
 from megatron.config.cuda_graph import TRIAL_PHASE
 from megatron.config.schema import Config
-from megatron.data.dataloader import Batch
+from megatron.data.torch_data import Batch
 from megatron.distributed import rng
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo, read_launcher_environment
 from megatron.training import summary
-from megatron.training.check_start import check_environment
+from megatron.training.check_start import check_environment, resolve_data
 from megatron.training.console import ConsoleReporter
 from megatron.training.graph_trial import build_graphs, plan_graph_trial
 from megatron.training.loss_guard import Continue, LossGuard, Rollback, Stop
@@ -46,7 +46,6 @@ from megatron.training.metrics_log import DivergenceRecord
 from megatron.training.optimizer import ParameterNorms
 from megatron.training.profiler import build_profiler, dump_memory_if_exhausted
 from megatron.training.rank_times import ForwardTimer
-from megatron.training.resolve_data import resolve_data
 from megatron.training.resolve_run import resolve_run
 from megatron.training.training_run import TrainingRun, build_training_run
 from megatron.training.validate import Validator, is_test_done

@@ -18,8 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from megatron.config.schema import Config
-from megatron.data.dataloader import build_dataloader
-from megatron.data.torch_datasets import PaddedDataset
+from megatron.data.torch_data import PaddedDataset, build_dataloader
 from megatron.distributed import rng
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.training.engine import Engine

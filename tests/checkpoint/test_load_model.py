@@ -10,8 +10,8 @@ from tiny_runs import records, tiny_config, write_corpora
 
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trained_run import open_run
-from megatron.data.dataloader import build_dataloader
 from megatron.data.datasets import SampleOrder, build_datasets
+from megatron.data.torch_data import build_dataloader
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import build_single_process_groups
 from megatron.training.trainer import train

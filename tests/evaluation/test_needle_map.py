@@ -20,7 +20,7 @@ from megatron.evaluation.eval_target import ScoringContext
 from megatron.evaluation.jobs import PartialRecords
 from megatron.evaluation.needle_map import find_effective_lengths
 from megatron.evaluation.passkey import Passkey
-from megatron.evaluation.targets import build_probe
+from megatron.evaluation.run import build_probe
 from megatron.evaluation.task_eval import TaskDepthEval, build_task_eval
 from megatron.options.evaluation import EvaluationOptions as Options
 from megatron.options.model import ModelOptions

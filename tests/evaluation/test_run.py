@@ -20,7 +20,7 @@ from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import load_config
-from megatron.config.validation_errors import parse_section
+from megatron.config.schema import parse_section
 from megatron.data.datasets import load_token_stream
 from megatron.data.load_tokenizer import load_tokenizer, save_tokenizer
 from megatron.evaluation.eval_target import choose_lengths

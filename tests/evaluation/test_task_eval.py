@@ -308,7 +308,7 @@ def test_a_trained_run_from_the_command_line_on(tmp_path: Path, monkeypatch: pyt
 
 def test_task_positions_are_trained_and_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Position ids drawn in training reach the model also beyond the training length: 43 tokens, 16 positions."""
-    from megatron.data.torch_datasets import TaskDataset
+    from megatron.data.torch_data import TaskDataset
     from megatron.evaluation.run import evaluate_runs
     from megatron.model.gpt import GPT
     from megatron.training.trainer import train

@@ -189,7 +189,7 @@ def measure_case(case: Case) -> list[dict[str, Any]]:
 
 def measure_flagship(case: Case) -> list[dict[str, Any]]:
     """Measure the flagship's first rank: cost of a micro-batch and of the optimizer step."""
-    from megatron.rehearsal.unset_weights import without_weight_values
+    from megatron.rehearsal.missing_ranks import without_weight_values
     from megatron.utils.signals import GracefulStop
 
     with ExitStack() as stack:
