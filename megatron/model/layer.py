@@ -28,7 +28,7 @@ from megatron.attention.backends.backend import reads_heads_first
 from megatron.distributed.collectives import all_gather, register_grad_all_reduce
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import AttentionContext
-from megatron.model.compiled_regions import can_compile, choose_region
+from megatron.model.layer_config import can_compile, choose_region
 from megatron.model.megatron_core import (
     MLP,
     ColumnParallelLinear,

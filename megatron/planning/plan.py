@@ -17,16 +17,18 @@ planned overhead:
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.config.parallelism import resolve_batch_size, resolve_mesh_shape, resolve_zero
+from megatron.config.parallelism import resolve_zero
 from megatron.config.schema import Config
-from megatron.config.stages import build_stages, list_stage_configs, resolve_stages
+from megatron.config.stages import Stage, list_stage_configs, resolve_ranks
 from megatron.distributed.mesh import ParallelSizes
+from megatron.planning.activations import DEFAULT_GPU_BYTES
 from megatron.planning.attention_memory import ATTENTION_MEMORY, list_common_backends, supports_sdpa
-from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory, find_largest_stage
+from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
 from megatron.planning.model_costs import (
     count_layer_types,
     count_parameters,
@@ -302,9 +304,7 @@ def _plan_stages(config: Config, vocab_size: int, cluster: Cluster) -> Plan:
     """Make the plan of the stage with the highest memory, with a row for each stage."""
     fitted = fit_config_to_cluster(cluster, config)
     try:
-        sizes = resolve_mesh_shape(fitted, cluster.num_gpus)
-        settled = resolve_stages(resolve_batch_size(resolve_zero(fitted)[0], sizes.data))
-        stages = build_stages(settled)
+        _, sizes, stages = resolve_ranks(resolve_zero(fitted)[0], cluster.num_gpus)
         largest = find_largest_stage(stages, sizes, vocab_size, cluster.gpu_bytes)
         rows = []
         for stage in stages:
@@ -336,3 +336,17 @@ def read_checked_backend(config: Config) -> str | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return backend if isinstance(backend, str) else None
+
+
+def find_largest_stage(
+    stages: Sequence[Stage], sizes: ParallelSizes, vocab_size: int, gpu_bytes: int = DEFAULT_GPU_BYTES
+) -> Stage:
+    """Return the stage of a run with the highest memory; among equal ones the last.
+
+    Raises UserError as `estimate_memory`.
+    """
+
+    def count_bytes(stage: Stage) -> tuple[int, int]:
+        return estimate_memory(stage.config, sizes, vocab_size, gpu_bytes=gpu_bytes).total, stage.index
+
+    return max(stages, key=count_bytes)

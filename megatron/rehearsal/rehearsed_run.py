@@ -30,7 +30,7 @@ from megatron.distributed.mesh import ParallelSizes
 from megatron.options.data import SPLITS, TEXT_KEYS, DataOptions, Split
 from megatron.options.launch import LaunchOptions
 from megatron.options.training import ACCUMULATION_KEY, GLOBAL_BATCH_KEY
-from megatron.planning.memory_estimate import find_largest_stage
+from megatron.planning.plan import find_largest_stage
 from megatron.training.check_resources import START_ANYWAY_HINT, count_offloaded_bytes
 from megatron.training.check_start import check_data_files, check_run_folder
 from megatron.training.resolve_run import resolve_remote_run

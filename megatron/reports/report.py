@@ -7,6 +7,7 @@ optional because records do not contain them.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -99,6 +100,11 @@ class ReportSection:
     def __post_init__(self) -> None:
         object.__setattr__(self, "records", disambiguate_methods(self.records))
 
+    @cached_property
+    def tables(self) -> list[ComparisonTable]:
+        """Comparison tables of the records and failures."""
+        return build_comparison_tables(self.records, self.failures)
+
 
 @dataclass(frozen=True)
 class TrainingSection:
@@ -160,7 +166,7 @@ def render_report(
     records = [record for section in sections for record in section.records]
     if not records and training is None:
         raise UserError("no records to report")
-    tables = [table for section in sections for table in build_comparison_tables(section.records, section.failures)]
+    tables = [table for section in sections for table in section.tables]
     metrics = list(dict.fromkeys(table.metric for table in tables))
     pending_text = f" ({num_pending_runs} run{'s' * (num_pending_runs > 1)} pending)" if num_pending_runs else ""
     definitions = " ".join(f"{metric.definition} {metric.better.capitalize()} is better." for metric in metrics)
@@ -201,7 +207,7 @@ def render_report_latex(sections: Sequence[ReportSection]) -> str:
     for section in sections:
         board = build_leaderboard_report(section)
         parts += [table.to_latex() for table in (() if board is None else board.build_tables())]
-        tables, depth_maps = split_depth_maps(build_comparison_tables(section.records, section.failures))
+        tables, depth_maps = split_depth_maps(section.tables)
         parts += [render_comparison_latex(table) for table in tables]
         parts += [depth_map.build_text_table().to_latex() for depth_map in depth_maps]
         parts += [table.to_latex() for table in section.text_tables]
@@ -219,10 +225,9 @@ def _describe_section(section: ReportSection, name: str) -> dict[str, Any]:
     Args:
         name: prefix of the names of its charts.
     """
-    all_tables = build_comparison_tables(section.records, section.failures)
-    missing_table = build_missing_table(all_tables, own_seeds=section.own_seeds)
+    missing_table = build_missing_table(section.tables, own_seeds=section.own_seeds)
     board = build_leaderboard_report(section)
-    tables, depth_maps = split_depth_maps(all_tables)
+    tables, depth_maps = split_depth_maps(section.tables)
     shown_records = select_shown_records(section, board)
     shown_maps = {shown.title: shown for shown in split_depth_maps(build_comparison_tables(shown_records))[1]}
     shown_methods = None if board is None else board.list_shown_methods()
@@ -265,7 +270,7 @@ def build_leaderboard_report(section: ReportSection) -> LeaderboardReport | None
     """Build the leaderboard of a section from its records, or return None if it has none."""
     if section.leaderboard is None:
         return None
-    return LeaderboardReport(section.leaderboard, build_comparison_tables(section.records, section.failures))
+    return LeaderboardReport(section.leaderboard, section.tables)
 
 
 def select_shown_records(section: ReportSection, board: LeaderboardReport | None) -> Sequence[Record]:
@@ -375,7 +380,7 @@ def describe_measurements(sections: Sequence[ReportSection]) -> list[str]:
     """Describe each protocol and everything measured with it."""
     by_protocol: dict[str, list[ComparisonTable]] = {}
     for section in sections:
-        for table in build_comparison_tables(section.records, section.failures):
+        for table in section.tables:
             by_protocol.setdefault(table.protocol, []).append(table)
     return [_describe_protocol(protocol, tables) for protocol, tables in by_protocol.items()]
 

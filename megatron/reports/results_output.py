@@ -193,7 +193,7 @@ def _write_result_files(
         ),
         write_bytes_atomically(
             folder / DERIVED_FILES[2],
-            render_plots_png(records, failures=run_failures) if drawn is None else render_plots_png(drawn),
+            render_plots_png(comparison_tables if drawn is None else build_comparison_tables(drawn)),
         ),
     ]
 

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING
 
 from megatron.checkpoint import layout as checkpoints
 from megatron.checkpoint.run_folder import check_no_foreign_run_files
-from megatron.config.parallelism import count_ranks_per_replica, resolve_batch_size, resolve_mesh_shape
+from megatron.config.parallelism import count_ranks_per_replica
 from megatron.config.schema import Config
-from megatron.config.stages import build_stages, find_longest_length, list_stage_configs, resolve_stages
+from megatron.config.stages import build_stages, find_longest_length, list_stage_configs, resolve_ranks
 from megatron.config.yaml_files import format_value
 from megatron.data.blend import MAX_SHOWN, list_corpora, list_dataset_slices, list_split_prefixes
 from megatron.options.data import SPLITS, CorpusName, DataOptions, Split, list_corpus_names
@@ -133,7 +133,7 @@ def _resolve_epochs(config: Config) -> tuple[Config, tuple[str, ...]]:
         counts = ", ".join(f"{s.dataset.prefix.name} {time:.2f} times" for s, time in zip(slices, times, strict=True))
         line += f"; reads by weight: {counts}"
     config = config.replace(train_iters=training.train_iters or steps)
-    return config, (line, *(() if training.train_iters else describe_late_warmup(config)))
+    return config, (line, *(() if training.train_iters else describe_late_warmup(build_stages(config))))
 
 
 def _count_steps(config: Config, num_tokens: int) -> int:
@@ -234,9 +234,9 @@ def check_start(
     Raises:
         FarfieldError: the error that the run would raise.
     """
-    config = _resolve_batch_sizes(resolved)
+    # A dry run that cannot count GPUs leaves the batch size and stages open.
+    config, sizes, _ = resolve_ranks(resolved.config, resolved.world_size or _guess_world_size(resolved.config))
     data_notes: tuple[str, ...] = ()
-    sizes = resolve_mesh_shape(config, _count_ranks(config, resolved.world_size))
     missing = None
     try:
         check_data_files(config)
@@ -279,22 +279,10 @@ def check_start(
     return StartCheck(config, data_notes, plan, model, missing, has_own_python)
 
 
-def _resolve_batch_sizes(resolved: ResolvedRun) -> Config:
-    """Return the configuration with a batch size and stages, which a dry run leaves open if it cannot count GPUs."""
-    config = resolved.config
-    if resolved.world_size is not None:
-        return config
-    return resolve_stages(resolve_batch_size(config, _guess_data_ranks(config)))
-
-
-def _guess_data_ranks(config: Config) -> int:
-    """Return the number of data-parallel ranks implied by the batch sizes, or 1 if they leave it open."""
+def _guess_world_size(config: Config) -> int:
+    """Return the number of processes implied by the batch sizes, or that of one replica if they leave it open."""
     training = config.training
     given = {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} <= training.model_fields_set
     product = training.train_micro_batch_size_per_gpu * training.gradient_accumulation_steps
-    return max(1, training.train_batch_size // product) if given and training.train_batch_size is not None else 1
-
-
-def _count_ranks(config: Config, world_size: int | None) -> int:
-    """Return the number of processes of a run, derived from the batch sizes if a dry run leaves it open."""
-    return world_size or _guess_data_ranks(config) * count_ranks_per_replica(config)
+    has_batch = given and training.train_batch_size is not None
+    return count_ranks_per_replica(config) * (max(1, (training.train_batch_size or 0) // product) if has_batch else 1)

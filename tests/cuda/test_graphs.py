@@ -18,7 +18,8 @@ from megatron.rehearsal.rank_process import PhaseMemory
 from megatron.training import graph_trial
 from megatron.training.graph_trial import GraphTrial
 from megatron.training.resolve_run import resolve_run
-from megatron.training.trainer import Trainer, TrainingHooks, train_resolved
+from megatron.training.train import train_resolved
+from megatron.training.trainer import Trainer, TrainingHooks
 from megatron.training.training_run import TrainingRun
 from megatron.utils.errors import UserError
 from tools.gpu.null_device_cases import OVERLAYS, Case, build_config

@@ -235,7 +235,7 @@ def test_the_loss_at_every_position(running_mean: RunningMean) -> None:
     (table,) = build_comparison_tables([*found, *far])
     assert table.x_values == (1.0, 2.0, 4.0, 8.0, 16.0, 20.0)
     assert "by tokens seen, windows of 20 tokens" in table.title
-    assert render_plots_png([*found, *far])[:4] == b"\x89PNG"
+    assert render_plots_png(build_comparison_tables([*found, *far]))[:4] == b"\x89PNG"
     for choices, message in (
         ({"protocol": "last"}, "token_loss needs protocol nonoverlapping"),
         ({"smoothing": 4}, "odd number of positions"),

@@ -298,7 +298,7 @@ def test_a_task_that_has_a_depth() -> None:
     shades = [cell.css_class for _, cells_of_row in accuracy.build_html_table().rows for cell in cells_of_row]
     assert "shade9" in shades
     assert min(shade for shade in shades if shade) < "shade6"
-    assert render_plots_png(found)[:4] == b"\x89PNG"
+    assert render_plots_png(build_comparison_tables(found))[:4] == b"\x89PNG"
 
 
 def test_tasks_without_depth_are_rejected() -> None:

@@ -10,7 +10,7 @@ from tiny_runs import losses, records, same_weights, tiny_config, train_with_pro
 
 from megatron.checkpoint import layout
 from megatron.training.optimizer import TOTAL
-from megatron.training.trainer import train
+from megatron.training.train import train
 from megatron.utils.errors import RunError
 from tools.rounding import compute_tolerance, count_gpt_sums
 

@@ -17,7 +17,7 @@ from torch.distributed.flight_recorder import fr_trace
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.training.hang_report import STACKS, RankReport, describe_reports
 from megatron.training.metrics_log import HEARTBEAT_FILE
-from megatron.training.trainer import train
+from megatron.training.train import train
 from megatron.training.watchdog import Heartbeat, Watchdog, diagnose_hang
 
 SCRIPT = Path(__file__).parents[1] / "support/hanging_rank.py"

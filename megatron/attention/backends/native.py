@@ -1,26 +1,89 @@
-"""C code for convolutional score processors on a CPU: memory linear in T, several times as fast as row blocks.
+"""Fused kernels of convolutional score processors, on a GPU or a CPU, and the backend of C code for a CPU.
 
-Unsupported cases (other types and devices, padding, sampled positions, divided heads) fall back to PyTorch's row
-blocks.
+The C code needs memory linear in T, and is several times as fast as row blocks. Unsupported cases (other types and
+devices, padding, sampled positions, divided heads) fall back to PyTorch's row blocks.
 """
 
 import logging
+from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination
-from megatron.attention.backends.fused_processor import (
-    processor_fallback_reason,
-    processor_unsupported_reason,
-    run_processor_kernel,
-)
 from megatron.attention.inputs import AttentionInputs, pad_values
 from megatron.attention.reference import compute_table
 from megatron.kernels.cdape_attention import cpu
+from megatron.kernels.cdape_attention.args import CdapeArgs
+from megatron.position.base import ConvolutionParameters
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import Processor
+
+
+def processor_unsupported_reason(
+    processor: Processor, *, max_width: int | None = None, max_kernel_size: int | None = None
+) -> str | None:
+    """Explain why no kernel supports the processor; None if one does.
+
+    Args:
+        processor: the processor.
+        max_width, max_kernel_size: largest width and convolution size that the kernel supports, if it has such limits.
+    """
+    convolutions = processor.kernel_parameters()
+    if not isinstance(convolutions, ConvolutionParameters):
+        return "it cannot compute this processor"
+    width, *_, kernel_size = convolutions.weight1.shape
+    if max_width is not None and width > max_width:
+        return f"its processors have a width of at most {max_width}, not {width}"
+    if max_kernel_size is not None and kernel_size > max_kernel_size:
+        return f"its kernels have a size of at most {max_kernel_size}, not {kernel_size}"
+    return None
+
+
+def processor_fallback_reason(inputs: AttentionInputs) -> str | None:
+    """Explain why no kernel supports these rows of a supported combination; None if one does."""
+    if inputs.query.sampled is not None:
+        return "randomized positions"
+    if inputs.key_mask is not None:
+        return "padding"
+    if inputs.dropout:
+        return "attention_dropout with a score processor"
+    if inputs.v.shape[1] != inputs.q.shape[1] or inputs.key.start > 0:
+        return "a score processor over divided heads"
+    return None
+
+
+def run_processor_kernel(kernel: Callable[..., Tensor], inputs: AttentionInputs, bias: Tensor | None) -> Tensor:
+    """Run a kernel on supported rows.
+
+    Args:
+        kernel: `cdape_attention` of a device.
+        bias: the encoding's table, float32 [H, N], or None.
+    """
+    assert inputs.processor is not None
+    convolutions = inputs.processor.kernel_parameters()
+    assert isinstance(convolutions, ConvolutionParameters)
+    args = CdapeArgs(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        bias,
+        convolutions.weight1,
+        convolutions.bias1,
+        convolutions.weight2,
+        convolutions.bias2,
+        offset=inputs.query.start - inputs.key.start,
+        window=inputs.window,
+        document_starts=inputs.first_columns,
+        residual_bias=convolutions.residual_bias,
+        sinks=inputs.head_sinks,
+    )
+    terms = inputs.processor_terms
+    if terms is not None and terms.fits(args.q, args.offset, args.window):
+        return kernel(args, terms=terms)
+    return kernel(args)
+
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination
-from megatron.attention.backends.fused_processor import (
+from megatron.attention.backends.native import (
     processor_fallback_reason,
     processor_unsupported_reason,
     run_processor_kernel,
