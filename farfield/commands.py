@@ -95,7 +95,7 @@ def prepare(
     Raises:
         UserError, RunError: the command failed.
     """
-    from megatron.config.validation_errors import parse_section
+    from megatron.config.schema import parse_section
     from megatron.options.data import CorpusOptions
 
     folder, names = to_path("output", output), to_paths("sources", sources)
@@ -127,7 +127,7 @@ def evaluate(
     Raises:
         UserError, RunError: the command failed.
     """
-    from megatron.config.validation_errors import parse_section
+    from megatron.config.schema import parse_section
     from megatron.evaluation.run import evaluate_runs
     from megatron.options.evaluation import EvaluationOptions
 
@@ -165,7 +165,7 @@ def analyze(runs: str | Path | Sequence[str | Path], output: str | Path | None =
     Raises:
         UserError, RunError: the command failed.
     """
-    from megatron.config.validation_errors import parse_section
+    from megatron.config.schema import parse_section
     from megatron.evaluation.analysis.run import analyze as analyze_runs
     from megatron.options.commands import AnalysisOptions
 

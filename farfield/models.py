@@ -188,7 +188,7 @@ class Model:
             UserError: the name or value of an option is invalid, or the text exceeds the positions that the model
                 supports.
         """
-        from megatron.config.validation_errors import parse_section
+        from megatron.config.schema import parse_section
         from megatron.evaluation.text_generator import TextGenerator
 
         own_names = [name for name in GenerationOptions.model_fields if name not in LOADED_OPTIONS]

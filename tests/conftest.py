@@ -19,7 +19,7 @@ import worlds
 from hypothesis import settings
 
 from megatron.distributed.hardware import count_cores
-from megatron.utils.temporary_folder import temporary_folder
+from megatron.utils.atomic_directory import temporary_folder
 
 if not torch.cuda.is_available():
     # tests/kernels run in Triton's interpreter, which triton selects when any test first imports it.

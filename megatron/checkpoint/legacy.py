@@ -5,19 +5,63 @@
 
 These files are no longer written.
 
-`deepspeed_files.py` reads them and imports DeepSpeed. This module does not import DeepSpeed, so that a dry run can
-check such a checkpoint without it.
+This module imports DeepSpeed only to load them, so that a dry run can check such a checkpoint without it.
+
+DeepSpeed reads its files with an unrestricted pickle, which runs any code a file contains. The files consist of
+tensors, numbers, text and a few plain DeepSpeed classes. This module therefore reads them with `weights_only` and
+allows those classes by name.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint import manifest, rng_state, tensor_files
+from megatron.checkpoint import manifest, tensor_files
+from megatron.checkpoint.stored_config import migrate_weight_name
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.schema import Config
+from megatron.distributed import rng
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.utils.errors import FarfieldError, RunError, UserError
+
+
+def _list_safe_classes() -> list[Any]:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+
+
+def _migrate_names(states: Any, written: int) -> Any:
+    """Return states of format `written` with current weight names, both in dictionary keys and in lists."""
+    if isinstance(states, dict):
+        migrated = {_migrate_names(key, written): _migrate_names(value, written) for key, value in states.items()}
+        states.clear()  # in place: torch's dictionaries of weights have attributes
+        states.update(migrated)
+        return states
+    if type(states) in (list, tuple, set):
+        return type(states)(_migrate_names(value, written) for value in states)
+    return migrate_weight_name(states, written) if isinstance(states, str) else states
+
+
+@contextmanager
+def use_safe_loading(engine: Any, written: int) -> Iterator[None]:
+    """Make a DeepSpeed engine read a checkpoint of format `written` without pickle and with current weight names."""
+
+    def load(path: str, map_location: Any = None) -> dict[str, Any]:
+        states = tensor_files.read_torch_file(path, classes=_list_safe_classes(), map_location=map_location)
+        migrated: dict[str, Any] = _migrate_names(states, written)
+        return migrated
+
+    engine.checkpoint_engine.load = load
+    try:
+        yield
+    finally:
+        del engine.checkpoint_engine.load  # the class's method again
+
 
 DEEPSPEED_FOLDER, RNG_FOLDER = "deepspeed", "random_states"
 
@@ -78,8 +122,6 @@ class DeepSpeedStateReader:
         All ranks must call this. Raises RunError if files are missing or damaged; a run never resumes from partial
         state.
         """
-        from megatron.checkpoint.deepspeed_files import use_safe_loading
-
         folder = self.checkpoint / DEEPSPEED_FOLDER
         try:
             with use_safe_loading(engine, manifest.read_format_version(self.checkpoint)):
@@ -116,7 +158,7 @@ class DeepSpeedStateReader:
         path = self.checkpoint / RNG_FOLDER / f"rank_{mesh.rank:05d}.pt"
         states = tensor_files.read_torch_file(path)
         try:
-            rng_state.restore_rng_state(states)
+            rng.restore_rng_state(states)
         except Exception:
             raise RunError(f"{path}: not the random states of a process; the checkpoint is damaged") from None
         return True

@@ -26,7 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron.checkpoint import manifest, rng_state
+from megatron.checkpoint import manifest
 from megatron.checkpoint.engine_state import (
     MOMENTS,
     EngineCounters,
@@ -42,6 +42,7 @@ from megatron.checkpoint.tensor_files import OpenFile, TensorSpec, open_plain_fi
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import list_persistent_buffers
 from megatron.config.schema import Config
+from megatron.distributed import rng
 from megatron.distributed.mesh import Axis, Mesh, ParallelSizes
 from megatron.distributed.sharding import (
     ShardSpec,
@@ -243,7 +244,7 @@ class Snapshot:
         self._moments = {name: tensor for name, tensor in copied.items() if name not in self._masters}
         self._metadata = describe_shards(shards, mesh.tensor)
         self._rank = mesh.rank
-        self._random, self._random_metadata = rng_state.pack_rng_state(rng_state.capture_rng_state())
+        self._random, self._random_metadata = rng.pack_rng_state(rng.capture_rng_state())
         self._buffers: dict[str, Tensor] = {}
         if mesh.dp_cp.index == 0 and mesh.tensor.index == 0:
             self._buffers = {
@@ -363,8 +364,8 @@ class ShardedStateReader:
         path = get_rank_path(self.checkpoint, STATES, rank)
         try:
             with safe_open(path, "pt") as file:
-                states = rng_state.unpack_rng_state(file)
+                states = rng.unpack_rng_state(file)
         except (OSError, SafetensorError, RunError) as error:
             raise RunError(f"{path}: {error}") from None
-        rng_state.restore_rng_state(states)
+        rng.restore_rng_state(states)
         return True

@@ -15,8 +15,7 @@ from pydantic import ValidationError
 
 from megatron.checkpoint import manifest
 from megatron.checkpoint.layout import CONFIG
-from megatron.config.schema import Config, map_key_owners
-from megatron.config.validation_errors import describe_validation_error
+from megatron.config.schema import Config, describe_validation_error, map_key_owners
 from megatron.config.yaml_files import read_yaml
 from megatron.options.model import GATED_ACTIVATIONS, compute_intermediate_size
 from megatron.utils.errors import RunError, UserError

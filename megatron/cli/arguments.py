@@ -1,11 +1,13 @@
-"""Arguments of the commands: configurations, and options generated from the keys of configuration sections."""
+"""Arguments and output of the commands: configurations, options generated from keys, notes and facts."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
@@ -13,12 +15,54 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from megatron.cli.console import print_notes
 from megatron.options.section import CommaSeparated, ConfigSection
 from megatron.utils.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from megatron.config.load import LoadedConfig
+
+
+def print_to_stderr(message: str) -> None:
+    """Print a line that is not part of the results to standard error."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Print notes to standard error."""
+    for note in notes:
+        print_to_stderr(f"note: {note}")
+
+
+def print_facts(console: Console, facts: dict[str, str]) -> None:
+    """Print one indented paragraph per named fact; empty facts are omitted."""
+    from rich.markup import escape
+    from rich.padding import Padding
+
+    for name, fact in facts.items():
+        if fact:
+            console.print(Padding(f"[dim]{name}[/] {escape(fact)}", (0, 0, 0, 4), expand=False))
+
+
+@contextmanager
+def open_clean_console() -> Iterator[Console]:
+    """Open a console that shows only this project's output.
+
+    Output of libraries goes to a log, which is kept only after an unexpected error. Signals are acknowledged
+    immediately.
+    """
+    from megatron.launch.console import log_traceback, run_console, temporary_log
+    from megatron.utils.signals import acknowledge_signals
+
+    with (
+        temporary_log() as log,
+        run_console(log) as console,
+        log_traceback(log),
+        acknowledge_signals(console.print, "stopping"),
+    ):
+        yield console
+
 
 Arguments = Annotated[
     list[str],

@@ -5,8 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron.cli.arguments import with_options
-from megatron.cli.console import print_notes, print_to_stderr
+from megatron.cli.arguments import print_notes, print_to_stderr, with_options
 from megatron.options.commands import ExportOptions, ImportOptions
 from megatron.utils.errors import UserError
 
@@ -32,7 +31,7 @@ def import_(
 
       ./deepy.py train runs/pythia/config.yml add_cdape load=runs/pythia save=runs/cdape seq_length=4096 …
     """
-    from megatron.config.validation_errors import parse_section
+    from megatron.config.schema import parse_section
     from megatron.utils.formatting import format_count
     from megatron.utils.progress import WaitAnnouncer
 
@@ -86,7 +85,7 @@ def export(
     The third uses a native transformers class, for programs that support only these. The last updates the code of an
     older export, for example for a newer transformers version; results stay the same.
     """
-    from megatron.config.validation_errors import parse_section
+    from megatron.config.schema import parse_section
     from megatron.utils.progress import WaitAnnouncer
 
     request = parse_section(ExportOptions, options)

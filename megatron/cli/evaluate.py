@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron.cli.arguments import with_options
-from megatron.cli.console import open_clean_console, print_to_stderr
+from megatron.cli.arguments import open_clean_console, print_to_stderr, with_options
 from megatron.options.commands import AnalysisOptions, GenerationOptions, ReportOptions
 from megatron.options.evaluation import EvaluationOptions, TaskOptions
 from megatron.utils.errors import UserError, forbid_exits
@@ -52,7 +51,7 @@ def evaluate(
     Results of other runs, protocols and texts in the output folder are kept; repeated measurements are replaced.
     """
     with open_clean_console() as console:
-        from megatron.config.validation_errors import parse_section
+        from megatron.config.schema import parse_section
         from megatron.evaluation.run import evaluate_runs
 
         task_options = {name: options.pop(name) for name in TaskOptions.model_fields}
@@ -108,7 +107,7 @@ def analyze(
 
       ./deepy.py analyze runs/cdape --only score_maps --layers 0,3 --heads 0,1 --data book.txt
     """
-    from megatron.config.validation_errors import parse_section
+    from megatron.config.schema import parse_section
 
     request = parse_section(AnalysisOptions, options)
     with open_clean_console() as console:
@@ -145,7 +144,7 @@ def generate(
 
       ./deepy.py generate runs/kerple
     """
-    from megatron.config.validation_errors import parse_section
+    from megatron.config.schema import parse_section
     from megatron.evaluation import generate_text as generation
     from megatron.launch.console import log_traceback, run_console, temporary_log
     from megatron.utils.progress import WaitAnnouncer
@@ -215,7 +214,7 @@ def report(
 
       ./deepy.py report runs/quickstart --serve
     """
-    from megatron.config.validation_errors import parse_section
+    from megatron.config.schema import parse_section
     from megatron.launch.console import PlainConsole
     from megatron.reports.combine import combine_results
 

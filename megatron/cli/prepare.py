@@ -50,7 +50,7 @@ def prepare(
 
       ./deepy.py prepare papers/ --suffixes .tex,.bib -o data/papers --tokenizer bpe --vocab-size 8192
     """
-    from megatron.config.validation_errors import parse_section
+    from megatron.config.schema import parse_section
     from megatron.data.corpus.prepare import find_unfinished, prepare_corpus
     from megatron.launch.console import log_traceback, run_console, temporary_log
     from megatron.utils.progress import ProgressMeter, WorkItem

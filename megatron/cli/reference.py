@@ -4,8 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron.cli.arguments import AsJson
-from megatron.cli.console import print_facts, print_to_stderr
+from megatron.cli.arguments import AsJson, print_facts, print_to_stderr
 from megatron.utils.errors import UserError
 
 

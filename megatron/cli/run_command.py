@@ -114,7 +114,7 @@ def _run_app(app: Any, name: str) -> int:
         # The base class of typer's own errors, wherever typer defines it.
         if any(kind.__name__ == "ClickException" for kind in type(error).__mro__):
             if isinstance(error.__cause__, ValidationError):  # an option's value; our message is clearer
-                from megatron.config.validation_errors import describe_option_error
+                from megatron.config.schema import describe_option_error
 
                 option = getattr(error, "param", None)
                 _print_error(describe_option_error(error.__cause__, option.opts[0] if option else "a value"))

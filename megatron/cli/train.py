@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron.cli.arguments import Arguments, AsJson, ConfigFolder, load_config_arguments, split_arguments, with_options
-from megatron.cli.console import print_notes, print_to_stderr
+from megatron.cli.arguments import (
+    Arguments,
+    AsJson,
+    ConfigFolder,
+    load_config_arguments,
+    print_notes,
+    print_to_stderr,
+    split_arguments,
+    with_options,
+)
 from megatron.options.commands import PlanOptions, RehearseOptions
 from megatron.utils.errors import FarfieldError
 
@@ -78,7 +86,7 @@ def plan(
     """
     from dataclasses import replace
 
-    from megatron.config.validation_errors import parse_section
+    from megatron.config.schema import parse_section
     from megatron.distributed.hardware import get_gpu_spec
     from megatron.planning.plan import make_plan
     from megatron.planning.step_time import Cluster
@@ -140,8 +148,8 @@ def rehearse(
     """
     from dataclasses import replace
 
-    from megatron.config.validation_errors import parse_section
-    from megatron.rehearsal.null_device.gpu_models import GIB, get_gpu_model
+    from megatron.config.schema import parse_section
+    from megatron.rehearsal.null_device.environment import GIB, get_gpu_model
     from megatron.rehearsal.rehearse import rehearse as rehearse_run
     from megatron.rehearsal.rehearsed_run import plan_rehearsal
     from megatron.rehearsal.report import RehearsalReport

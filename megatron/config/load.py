@@ -25,10 +25,16 @@ from pydantic import ValidationError
 from megatron.config import method_names
 from megatron.config.config_layers import COMMAND_LINE, PRECISION_SWITCHES, ConfigLayers, SourcedValue
 from megatron.config.neox_keys import POSITION_ALIASES, RULES, VALUE_RULES
-from megatron.config.schema import SECTIONS, Config, KeyPath, list_config_keys, map_key_owners
+from megatron.config.schema import (
+    SECTIONS,
+    Config,
+    KeyPath,
+    describe_validation_error,
+    list_config_keys,
+    map_key_owners,
+)
 from megatron.config.stages import ENDS
 from megatron.config.validation import describe_unknown_method, validate_config
-from megatron.config.validation_errors import describe_validation_error
 from megatron.config.yaml_files import YamlDocument, format_value, parse_scalar, read_yaml
 from megatron.options.data import DataOptions
 from megatron.options.model import GATED_ACTIVATIONS, MAX_SIZE, ModelOptions, ffn_hidden_size

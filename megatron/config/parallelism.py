@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from megatron.config.schema import Config
 from megatron.distributed.mesh import ParallelSizes
-from megatron.options.model_conflicts import find_indivisible_sizes
+from megatron.options.position import find_indivisible_sizes
 from megatron.options.training import (
     ACCUMULATION_KEY,
     GLOBAL_BATCH_KEY,

@@ -26,10 +26,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.config.parallelism import resolve_batch_size
-from megatron.config.schema import Config, KeyPath, list_config_keys
-from megatron.config.validation_errors import describe_validation_error
+from megatron.config.parallelism import resolve_batch_size, resolve_mesh_shape
+from megatron.config.schema import Config, KeyPath, describe_validation_error, list_config_keys
 from megatron.config.yaml_files import format_value
+from megatron.distributed.mesh import ParallelSizes
 from megatron.options.model import get_attention_sizes
 from megatron.options.section import ChangePolicy
 from megatron.options.training import ACCUMULATION_KEY, BATCH_SIZES, GLOBAL_BATCH_KEY, MAX_STEPS, MICRO_BATCH_KEY
@@ -272,7 +272,7 @@ def _apply_changes(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def build_stages(config: Config) -> tuple[Stage, ...]:
-    """Build the stages of a run with resolved batch sizes and `stages` (`resolve_stages`); one stage without a list.
+    """Build the stages of a run with resolved batch sizes and `stages` (`resolve_ranks`); one stage without a list.
 
     Raises UserError if a batch is not divisible.
     """
@@ -358,7 +358,26 @@ def _describe_changes(before: Config, after: Config) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def resolve_stages(config: Config) -> Config:
+def resolve_ranks(config: Config, world_size: int) -> tuple[Config, ParallelSizes, tuple[Stage, ...]]:
+    """Resolve the values that depend on the number of processes: the mesh, batch sizes, and stages.
+
+    Returns:
+        The configuration with batch sizes and the end of every stage as a step, the mesh, and the stages. While the
+        number of steps of `train_epochs` is unknown, the stages are all that the configuration names.
+
+    Raises:
+        UserError: sizes do not divide the processes or the batch, or stages do not follow each other.
+    """
+    sizes = resolve_mesh_shape(config, world_size)
+    config = _resolve_stages(resolve_batch_size(config, sizes.data))
+    training, known = config.training, config
+    if training.stages and not training.train_iters:
+        last = max(int(entry.get(UNTIL, 0)) for entry in training.stages)
+        known = config.replace(train_iters=last + 1, train_epochs=None)
+    return config, sizes, build_stages(known)
+
+
+def _resolve_stages(config: Config) -> Config:
     """Return the configuration with the end of every stage as a step, and `train_iters` if the last stage defines it.
 
     Args:
@@ -395,16 +414,7 @@ def resolve_stages(config: Config) -> Config:
             f"stages: the last stage ends at step {last}, but train_iters is {training.train_iters}; remove one",
             "stages",
         )
-    config = config.replace(stages=entries, train_iters=training.train_iters or last or 0)
-    if config.training.train_iters:
-        build_stages(config)  # rejects batches that are not divisible
-    return config
-
-
-def count_unreached_stages(config: Config) -> int:
-    """Count the stages that a run is too short to reach; its `stages` are resolved."""
-    training = config.training
-    return len(training.stages) - len(build_stages(config)) if training.stages and training.train_iters else 0
+    return config.replace(stages=entries, train_iters=training.train_iters or last or 0)
 
 
 def find_stage(stages: Sequence[Stage], step: int) -> Stage:

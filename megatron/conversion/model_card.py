@@ -7,7 +7,7 @@ from megatron.checkpoint.trained_run import TrainedRun
 from megatron.conversion.model_family import ModelFamily
 from megatron.data.tokenizers import Tokenizer
 from megatron.options.model import ffn_hidden_size
-from megatron.reports.comparison_table import build_comparison_tables
+from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables
 from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.html_page import render_template
 from megatron.reports.records import RESULTS_FILE, Record, read_records
@@ -30,7 +30,8 @@ def render_model_card(
         title: name of the model.
     """
     records = _read_results(run)
-    tables, depth_maps = split_depth_maps(build_comparison_tables(records))
+    all_tables = build_comparison_tables(records)
+    tables, depth_maps = split_depth_maps(all_tables)
     page = render_template(
         TEMPLATE,
         license=license,
@@ -47,7 +48,7 @@ def render_model_card(
         plot_file=PLOT_FILE,
         settings=_list_settings(run, tokenizer),
     )
-    return page, _render_plot(records) if records else None
+    return page, _render_plot(all_tables) if records else None
 
 
 def describe_native_documents(family: ModelFamily) -> str:
@@ -64,10 +65,10 @@ def _read_results(run: TrainedRun) -> list[Record]:
     return read_records(path) if path.is_file() else []
 
 
-def _render_plot(records: Sequence[Record]) -> bytes:
+def _render_plot(tables: Sequence[ComparisonTable]) -> bytes:
     from megatron.reports.plots import render_plots_png  # importing matplotlib is slow
 
-    return render_plots_png(records)
+    return render_plots_png(tables)
 
 
 def _list_settings(run: TrainedRun, tokenizer: Tokenizer) -> list[tuple[str, str]]:

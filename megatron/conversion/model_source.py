@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import ValidationError
 
-from megatron.config.schema import Config
+from megatron.config.schema import Config, describe_validation_error
 from megatron.config.validation import validate_config
-from megatron.config.validation_errors import describe_validation_error
 from megatron.utils.errors import UserError
 
 if TYPE_CHECKING:

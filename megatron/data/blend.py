@@ -6,7 +6,7 @@ as one; each dataset is sampled in proportion to its tokens.
 
 A folder means every dataset in it and in its subfolders. For a corpus made by `./deepy.py prepare`, only the datasets
 of the requested split are read. For other folders all datasets are read, so a folder whose file names mention several
-splits raises an error. `megatron/training/resolve_data.py` writes the resolved datasets to the run's configuration.
+splits raises an error. `megatron/training/check_start.py` writes the resolved datasets to the run's configuration.
 """
 
 import os

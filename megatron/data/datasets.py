@@ -1,6 +1,6 @@
 """Datasets of a run: samples for training, and plain tokens for evaluation.
 
-A run trains on text or on a task. Task samples are generated (`task_dataset.py`); the rest of this description
+A run trains on text or on a task. Task samples are generated (`torch_data.py`); the rest of this description
 concerns text.
 
 `data_path` names one dataset that `split` divides into consecutive fractions of its documents, as in GPT-NeoX.
@@ -243,7 +243,7 @@ def _build_held_out(
     groups: "ProcessGroups",
 ) -> dict[str, "Dataset"]:
     """Build test samples, validation samples at the training length, and validation samples at additional lengths."""
-    from megatron.data.validation_dataset import ValidationDataset
+    from megatron.data.torch_data import ValidationDataset
 
     samples: dict[str, Dataset] = {}
     for name, slices_of_set in slices.items():
@@ -307,7 +307,7 @@ def check_index_size(order: SampleOrder) -> None:
 
 def _build_task_datasets(data: DataOptions, order: SampleOrder) -> Datasets:
     """Build the datasets of a task, with the requested number of samples per split."""
-    from megatron.data.task_dataset import TaskDataset
+    from megatron.data.torch_data import TaskDataset
 
     task_config = read_task_config(data)
     train, valid, test = (

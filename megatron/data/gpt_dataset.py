@@ -55,10 +55,9 @@ from megatron.data.load_tokenizer import Vocabulary, check_all_tokens
 from megatron.data.stage_order import SourceOrder, count_ordered
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.options.data import Split
-from megatron.utils.atomic_directory import atomic_directory, read_folder_version
+from megatron.utils.atomic_directory import atomic_directory, read_folder_version, temporary_folder
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import FarfieldError, RunError, describe_cause
-from megatron.utils.temporary_folder import temporary_folder
 
 Sample = dict[str, torch.Tensor]
 

@@ -1,4 +1,4 @@
-"""Random seeds, and the ranks that share them.
+"""Random numbers: seeds, the ranks that share them, and the states of a process's generators.
 
 Seeds are derived from the configured seed, the purpose and the data index, never from the rank. Ranks that share a
 layer or a sequence must draw the same numbers, and the draws should not depend on the number of ranks.
@@ -8,15 +8,24 @@ layer or a sequence must draw the same numbers, and the draws should not depend 
 | initialization | all ranks: megatron-core draws whole weights and keeps the shard of a rank |
 | dropout | ranks with the same data index, which hold the same sequences |
 | positions | all ranks, different in each step: derived from the first sample that the step reads |
+
+States are stored as tensors and numbers, so that reading them needs no pickle.
 """
 
 import hashlib
+import json
+import random
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from safetensors import SafetensorError
+from torch import Tensor
 
 from megatron.distributed.core_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.distributed.mesh import Mesh
+from megatron.utils.atomic_io import parse_json
+from megatron.utils.errors import RunError
 
 SeedPurpose = Literal["initialization", "dropout"]
 
@@ -58,3 +67,74 @@ def get_cuda_rng_states() -> dict[str, Any]:
 def set_cuda_rng_states(states: dict[str, Any]) -> None:
     """Restore the states returned by `get_cuda_rng_states`."""
     get_cuda_rng_tracker().set_states(states)
+
+
+METADATA = "random"
+
+
+def capture_rng_state() -> dict[str, Any]:
+    """Return the states of Python, NumPy, torch, this process's GPU and megatron-core's tracker of dropout states."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    states: dict[str, Any] = {
+        "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
+        "numpy": [
+            kind,
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+        states["tracker"] = get_cuda_rng_states()
+    return states
+
+
+def restore_rng_state(states: dict[str, Any]) -> None:
+    """Restore captured states. GPU states are ignored if either side has none."""
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    kind, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+        set_cuda_rng_states(states["tracker"])
+
+
+def pack_rng_state(states: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return captured states as named tensors and metadata for a safetensors file."""
+    version, numbers, gauss = states["python"]
+    kind, keys, *rest = states["numpy"]
+    tensors = {"python": numbers, "numpy": keys, "torch": states["torch"]}
+    if "cuda" in states:
+        tensors["cuda"] = states["cuda"]
+        tensors |= {f"tracker/{name}": state for name, state in states["tracker"].items()}
+    others = {"python": [version, gauss], "numpy": [kind, *rest]}  # as JSON, which preserves floats exactly
+    return {f"{METADATA}/{name}": tensor for name, tensor in tensors.items()}, {METADATA: json.dumps(others)}
+
+
+def unpack_rng_state(file: Any) -> dict[str, Any]:
+    """Return the states in an open safetensors file.
+
+    Raises RunError if there are none, or they are not those of `pack_rng_state`.
+    """
+    try:
+        others = parse_json(file.metadata()[METADATA])
+        names = [name for name in file.keys() if name.startswith(f"{METADATA}/")]  # noqa: SIM118
+        tensors = {name.removeprefix(f"{METADATA}/"): file.get_tensor(name) for name in names}
+        (version, gauss), (kind, *rest) = others["python"], others["numpy"]
+        states = {
+            "python": [version, tensors.pop("python"), gauss],
+            "numpy": [kind, tensors.pop("numpy"), *rest],
+            "torch": tensors.pop("torch"),
+        }
+        if "cuda" in tensors:
+            states["cuda"] = tensors.pop("cuda")
+            states["tracker"] = {name.removeprefix("tracker/"): state for name, state in tensors.items()}
+    except (SafetensorError, ValueError, TypeError, LookupError) as error:
+        raise RunError(f"not the random states of a process ({error})") from None
+    return states

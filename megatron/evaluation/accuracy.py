@@ -3,7 +3,7 @@
 accuracy        correct answers divided by counted answers, over all sequences of a length
 exact_match     share of sequences without an error, for tasks with one answer of several tokens
 mean_accuracy   mean of the accuracies at the lengths beyond training, with equal weights
-intervals       95%, percentile bootstrap over sequences (`megatron.reports.bootstrap`)
+intervals       95%, percentile bootstrap over sequences (`megatron.reports.significance`)
 
 The loss is a softmax over the answers of the task only. It ignores the probability that a model assigns to other ids.
 Each length has its own sequences, so the draws behind the interval of a change or of a mean are independent.
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from megatron.data.tasks.task import TaskBatch
-from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.records import Record
+from megatron.reports.significance import compute_percentile_interval, draw_bootstrap_means
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ def score_answers(
     """
     import torch
 
-    from megatron.evaluation.batching import run_batched
+    from megatron.evaluation.forward_passes import run_batched
 
     device = next(model.parameters()).device
     num_sequences, length = batch.tokens.shape

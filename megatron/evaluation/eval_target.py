@@ -1,6 +1,6 @@
 """Interface of evaluation targets, the context of every scoring call, and the lengths at which models are scored.
 
-A target is a text, a task that the models were trained on, or a probe (`targets.py` selects one). Targets are built
+A target is a text, a task that the models were trained on, or a probe (`run.py` selects one). Targets are built
 before torch is imported, so that unsupported requests fail early.
 
 Lengths are given in tokens or as multiples of the training length. The default is 1 to 32 training lengths. The cost of

@@ -99,7 +99,7 @@ def load_text_generator(request: GenerationRequest) -> TextGenerator:
     """
     with pause_garbage_collection():
         from megatron.checkpoint.load_model import build_meta_model, load_model
-    from megatron.evaluation.decoding import check_prompt_length
+    from megatron.evaluation.forward_passes import check_prompt_length
     from megatron.evaluation.text_generator import TextGenerator
 
     run, options = request.run, request.options

@@ -24,8 +24,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron.data.tokenizers import Tokenizer
-from megatron.evaluation.batching import choose_batch_tokens
-from megatron.evaluation.decoding import pad_left
+from megatron.evaluation.forward_passes import choose_batch_tokens, pad_left
 from megatron.evaluation.text_generator import TextGenerator
 from megatron.model.gpt import GPT
 from megatron.options.commands import GenerationOptions

@@ -35,7 +35,7 @@ from megatron.evaluation.jobs import (
     run_eval_jobs,
 )
 from megatron.evaluation.provenance import describe_model, start_stopwatch
-from megatron.evaluation.targets import build_evaluated_model, describe_length_limit
+from megatron.evaluation.run import build_evaluated_model, describe_length_limit
 from megatron.options.evaluation import (
     LOSS_OPTIONS,
     EvaluationOptions,

@@ -10,7 +10,7 @@ The threshold is absolute, as in RULER (Hsieh et al. 2024, 2404.06654), which ta
 tokens, 0.856. Relative to a model's own short score, as in NoLiMa (Modarressi et al. 2025, 2502.05167), a model that
 finds little anywhere would have a large effective length.
 
-Intervals are percentile bootstraps over sequences (`megatron.reports.bootstrap`). If sequence n of every cell has the
+Intervals are percentile bootstraps over sequences (`reports/significance.py`). If sequence n of every cell has the
 same answer, all cells use the same draws of sequences; otherwise each cell has its own draws. The interval of an
 effective length is a percentile interval of the effective lengths of the draws, so its ends are evaluated lengths.
 
@@ -30,8 +30,8 @@ from megatron.data.tasks.task import TaskBatch
 from megatron.evaluation.accuracy import score_answers
 from megatron.evaluation.eval_target import ScoringContext
 from megatron.evaluation.provenance import describe_model, start_stopwatch
-from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.records import Record
+from megatron.reports.significance import compute_percentile_interval, draw_bootstrap_means
 from megatron.utils.errors import RunError
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatron.evaluation.batching import run_batched
 from megatron.evaluation.eval_target import ScoringContext
+from megatron.evaluation.forward_passes import run_batched
 from megatron.evaluation.key_tokens import KeyTokenFile
 from megatron.evaluation.loss_records import RecordBuilder, ScoredLength, TargetTokens
 from megatron.evaluation.protocols import ScoringPlan, TargetSet

@@ -26,8 +26,8 @@ from megatron.evaluation.eval_target import ScoringContext, count_flops_by_lengt
 from megatron.evaluation.loss_records import summarize_losses
 from megatron.evaluation.provenance import describe_model, start_stopwatch
 from megatron.options.evaluation import EvaluationOptions
-from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.records import Record
+from megatron.reports.significance import compute_percentile_interval, draw_bootstrap_means
 from megatron.utils.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Probe(ABC):
     name: ClassVar[str]
     """Name of the protocol."""
     axis: ClassVar[str]
-    """Name of the axis of its values (`megatron.reports.x_axes`)."""
+    """Name of the axis of its values (`megatron.reports.axes`)."""
 
     def __init__(self, lengths: Sequence[int], num_sequences: int, vocabulary: Vocabulary) -> None:
         self.lengths, self.num_sequences, self.vocabulary = tuple(lengths), num_sequences, vocabulary

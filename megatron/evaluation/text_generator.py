@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megatron.data.tokenizers import Tokenizer
-from megatron.evaluation.decoding import TokenSampler, decode_tokens, group_prompts
+from megatron.evaluation.forward_passes import TokenSampler, decode_tokens, group_prompts
 from megatron.model.gpt import GPT
 from megatron.options.commands import GenerationOptions
 

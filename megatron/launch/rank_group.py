@@ -31,12 +31,12 @@ from megatron.config.schema import Config
 from megatron.distributed.hardware import count_cores
 from megatron.distributed.launcher_environment import ADDRESS, RankInfo
 from megatron.launch.console import UnexpectedError
+from megatron.utils.atomic_directory import temporary_folder
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import FarfieldError, HangError, RunError, UserError
 from megatron.utils.imports import SAFE_PATH_VARIABLE
 from megatron.utils.project import join_python_path
 from megatron.utils.signals import HANDLED_SIGNALS, build_signal_exception, get_parent_variable, list_handled_signals
-from megatron.utils.temporary_folder import temporary_folder
 
 CONFIG_FILE = "config.yml"
 STOP_TIMEOUT = 5.0  # seconds ranks have to exit after another failed, and again after SIGTERM

@@ -34,10 +34,10 @@ from megatron.launch.local_launcher import open_run_log
 from megatron.launch.rank_group import ErrorReport, RankGroup, run_ranks
 from megatron.options.launch import LaunchOptions
 from megatron.training.resolve_run import resolve_run
+from megatron.utils.atomic_directory import temporary_folder
 from megatron.utils.errors import FarfieldError, RunError, UserError
 from megatron.utils.project import PACKAGES_FOLDER
 from megatron.utils.signals import end_with_parent
-from megatron.utils.temporary_folder import temporary_folder
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=8")
 FORWARDED_VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_", "HF_", "FARFIELD_METHODS")

@@ -82,7 +82,7 @@ def _train(
         # These import torch, deepspeed and megatron-core, whose output goes to the log.
         with pause_garbage_collection(), WaitAnnouncer(announce, IMPORTING):
             from megatron.distributed.process_groups import abort_groups
-            from megatron.training.trainer import train_resolved
+            from megatron.training.train import train_resolved
         _freeze_imports()
 
         try:

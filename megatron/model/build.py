@@ -1,7 +1,6 @@
 """Construction of models from options. Only this module combines encodings, processors, backends and megatron-core."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -9,18 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from megatron.attention.backends.backend import AttentionBackend, can_mask_documents
 from megatron.attention.backends.registry import select_backend
 from megatron.attention.softmax import build_softmax_sink
 from megatron.distributed.collectives import register_grad_all_reduce
-from megatron.distributed.mesh import ParallelSizes, get_pipeline_layer_range
+from megatron.distributed.mesh import get_pipeline_layer_range
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import LayerAttention, PositionedAttention
 from megatron.model.backend_choice import AttentionTarget, BackendChoice, LayerType, choose_backends
-from megatron.model.compiled_regions import LayerConfig
 from megatron.model.core_modules import (
     IdentityOp,
     LocalSpecProvider,
@@ -40,6 +37,7 @@ from megatron.model.layer import (
     build_norm,
     build_qk_norm,
 )
+from megatron.model.layer_config import transformer_config
 from megatron.model.mup import MupScaling, get_multipliers
 from megatron.model.parameter_groups import list_roles
 from megatron.model.position_modules import (
@@ -51,20 +49,15 @@ from megatron.model.position_modules import (
     list_layer_types,
 )
 from megatron.options.model import (
-    GATED_ACTIVATIONS,
-    InitMethod,
     ModelOptions,
-    ffn_hidden_size,
     get_output_gate_size,
     has_qkv_bias,
     head_dim,
     norm_epsilon,
-    num_kv_heads,
     padded_vocab_size,
     qk_norm,
 )
-from megatron.options.model_conflicts import find_indivisible_sizes, find_model_conflicts
-from megatron.options.position import PositionOptions
+from megatron.options.position import PositionOptions, find_indivisible_sizes, find_model_conflicts
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
 from megatron.position.processor import Processor
@@ -239,9 +232,12 @@ def _select_norm(model: ModelOptions) -> type:
 
 
 def _layer_spec(
-    model: ModelOptions, layer_attention: LayerAttention, layer_index: int, groups: ProcessGroups
+    model: ModelOptions, layer_attention: LayerAttention, multiplier: float, layer_index: int, groups: ProcessGroups
 ) -> ModuleSpec:
-    """Build the spec of megatron-core's GPT layer with our layer class and our attention."""
+    """Build the spec of megatron-core's GPT layer with our layer class and our attention.
+
+    multiplier: multiplier of each branch's output.
+    """
     spec = get_gpt_layer_local_spec(normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm])
     spec.module = (
         GPTLayer if layer_index in get_pipeline_layer_range(model.num_layers, groups.mesh.pipeline) else OffStageLayer
@@ -249,7 +245,7 @@ def _layer_spec(
     spec.params = {
         "parallel": model.gpt_j_residual,
         "tied_norm": model.gpt_j_tied,
-        "multiplier": get_multipliers(model).residual,
+        "multiplier": multiplier,
     }
     if model.norm_placement != "pre":
         epsilon = norm_epsilon(model, model.norm)
@@ -373,13 +369,13 @@ def _build_gpt(
             own.softmax,
             build_softmax_sink(own.softmax, model.num_attention_heads),
         )
-        layers.append(_layer_spec(model, layer_attention, layer, groups))
+        layers.append(_layer_spec(model, layer_attention, multipliers.residual, layer, groups))
         own_encoding = None if shared else encoding
         _register_gradient_sums(own_encoding, (processor, layer_attention.temperature, layer_attention.sink), groups)
     for encoding in shared.values():
         _register_gradient_sums(encoding, (), groups)
     gpt = GPT(
-        config=transformer_config(model, dtype, groups.mesh.sizes),
+        config=transformer_config(model, mup, dtype, groups.mesh.sizes),
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=_select_norm(model)),
         vocab_size=padded_vocab_size(model, vocab_size),
         max_sequence_length=build_attention_dims(model).max_length,
@@ -402,76 +398,3 @@ def _build_gpt(
     )
     _scale_initial_weights(gpt, model)
     return gpt
-
-
-Init = Callable[[Tensor], Tensor]
-
-
-def init_method(name: InitMethod, *, std: float, num_layers: int, hidden_size: int) -> Init:
-    """Return the function that initializes a weight in place.
-
-    normal: N(0, std²). scaled_normal: N(0, std²/2L) (Radford et al. 2019). small_init: N(0, 2/5D) (Nguyen & Salazar
-    2019). wang_init: N(0, (2/L√D)²) (Wang & Komatsuzaki 2021). xavier_*: Glorot & Bengio 2010.
-    """
-    deviations = {
-        "normal": std,
-        "scaled_normal": std / math.sqrt(2 * num_layers),
-        "small_init": math.sqrt(2 / (5 * hidden_size)),
-        "wang_init": 2 / num_layers / math.sqrt(hidden_size),
-    }
-    if name in deviations:
-        return lambda weight: nn.init.normal_(weight, 0.0, deviations[name])
-    return {"xavier_uniform": nn.init.xavier_uniform_, "xavier_normal": nn.init.xavier_normal_}[name]
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """Return x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))/2 (Hendrycks & Gimpel 2016)."""
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS = {
-    "gelu": F.gelu, "gelu_tanh": gelu_tanh, "relu": F.relu, "silu": F.silu, "geglu": F.gelu, "geglu_tanh": gelu_tanh,
-    "swiglu": F.silu,
-}  # fmt: skip
-
-
-def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: ParallelSizes) -> LayerConfig:
-    """Return megatron-core's configuration of a model.
-
-    Weights are initialized on the CPU, so that they do not depend on the device.
-    """
-    mup = MupScaling.from_options(model)
-    layers = model.num_layers if mup is None else mup.base_layers
-    width = model.mup_base_hidden_size or model.hidden_size  # muP scales the base model's deviations
-
-    def init(name):  # type: ignore[no-untyped-def]
-        return init_method(name, std=model.init_method_std, num_layers=layers, hidden_size=width)
-
-    return LayerConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=num_kv_heads(model),
-        kv_channels=head_dim(model),
-        ffn_hidden_size=ffn_hidden_size(model),
-        normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
-        layernorm_epsilon=norm_epsilon(model, model.norm),
-        activation_func=ACTIVATIONS[model.activation],
-        gated_linear_unit=model.activation in GATED_ACTIVATIONS,
-        add_bias_linear=model.use_bias_in_mlp,  # `SelfAttention` has its own setting
-        init_method=init(model.init_method),
-        output_layer_init_method=init(model.output_layer_init_method),
-        hidden_dropout=model.hidden_dropout,
-        attention_dropout=model.attention_dropout,
-        use_cpu_initialization=True,
-        tensor_model_parallel_size=sizes.tensor,
-        params_dtype=dtype,
-        compile_regions=model.compile_regions,
-        # megatron-core's fusions stay off: compiled regions replace them.
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
-        cuda_graph_scope=[],  # no graphs; megatron-core's default, "full", is deprecated and causes a warning
-    )

@@ -44,10 +44,10 @@ from megatron.model.attention import (
     group_layers,
 )
 from megatron.model.backend_choice import BackendChoice
-from megatron.model.compiled_regions import can_compile, compile_region, compute_log_z
 from megatron.model.core_modules import GPTModel, vocab_parallel_cross_entropy
 from megatron.model.kv_cache import KVCache
 from megatron.model.layer import is_unsharded, recompute_in_backward
+from megatron.model.layer_config import can_compile, compile_region, compute_log_z
 from megatron.model.mup import Multipliers, MupScaling
 from megatron.options.model import MAX_LOGITS, count_scored_at_once
 from megatron.position.encoding import Encoding, ScoreTerms

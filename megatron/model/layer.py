@@ -28,7 +28,6 @@ from megatron.attention.backends.backend import needs_heads_first_layout
 from megatron.distributed.collectives import all_gather, register_grad_all_reduce
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import AttentionContext
-from megatron.model.compiled_regions import can_compile, choose_region
 from megatron.model.core_modules import (
     MLP,
     ColumnParallelLinear,
@@ -37,6 +36,7 @@ from megatron.model.core_modules import (
     TransformerConfig,
     TransformerLayer,
 )
+from megatron.model.layer_config import can_compile, choose_region
 from megatron.position.numerics import is_divided_by_zero_3, promote_to_float32
 
 Heads = tuple[Tensor, ...]

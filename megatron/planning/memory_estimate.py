@@ -12,7 +12,7 @@ per parameter:
 
 Lion stores one moment instead of two, and Muon one for the layers' matrices: 4 bytes less for each of these parameters.
 Their step creates float32 updates of the same size. Muon also gathers the matrices that it orthogonalizes together
-(`training/muon.py`): two float32 copies and at most four in the compute type.
+(`training/projected_optimizers.py`): two float32 copies and at most four in the compute type.
 
 During the backward pass gradients grow while activations are freed (a test sums the tensors of real engines):
 
@@ -38,12 +38,10 @@ are reused within `stage3_max_reuse_distance` elements; nothing releases these, 
 The estimate excludes the memory of CUDA, NCCL and the allocator, for which `fits` reserves a tenth.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.config.schema import Config
-from megatron.config.stages import Stage
 from megatron.distributed.mesh import Axis, ParallelSizes
 from megatron.options.model import count_scored_at_once, padded_vocab_size
 from megatron.planning import activations
@@ -66,8 +64,7 @@ ALLREDUCE_BUCKET_SIZE = 500_000_000
 """Elements of DeepSpeed's bucket without ZeRO."""
 
 CAST_ELEMENTS = 1 << 25
-"""Fewest elements of gradients that are cast together, before they are sent or added to sums of another type
-(`training/zero_optimizer.py`)."""
+"""Fewest elements of gradients that are cast together, before an exchange or a sum in another type."""
 
 
 @dataclass(frozen=True)
@@ -181,16 +178,9 @@ def estimate_memory(
     Raises:
         UserError: the position encoding or the score processor declares no costs.
     """
-    pipeline_stages = (
-        list_distinct_pipeline_stages(config, sizes.pipeline) if pipeline_stage is None else [pipeline_stage]
-    )
-    return max(
-        (
-            _StageMemory(config, sizes, vocab_size, backend, candidate_stage, gpu_bytes).estimate()
-            for candidate_stage in pipeline_stages
-        ),
-        key=lambda m: m.total,
-    )
+    stages = list_distinct_pipeline_stages(config, sizes.pipeline) if pipeline_stage is None else [pipeline_stage]
+    estimates = [_StageMemory(config, sizes, vocab_size, backend, stage, gpu_bytes).estimate() for stage in stages]
+    return max(estimates, key=lambda estimate: estimate.total)
 
 
 class _StageMemory:
@@ -455,17 +445,3 @@ class _ModelStates:
     def count_buffer_bytes(self, elements: int) -> int:
         """Return the bytes of buckets after the backward pass has computed this many elements of gradients."""
         return self.gathered + (0 if self.is_flat or not elements else self.bucket_bytes)
-
-
-def find_largest_stage(
-    stages: Sequence[Stage], sizes: ParallelSizes, vocab_size: int, gpu_bytes: int = DEFAULT_GPU_BYTES
-) -> Stage:
-    """Return the stage of a run with the highest memory; among equal ones the last.
-
-    Raises UserError as `estimate_memory`.
-    """
-
-    def count_bytes(stage: Stage) -> tuple[int, int]:
-        return estimate_memory(stage.config, sizes, vocab_size, gpu_bytes=gpu_bytes).total, stage.index
-
-    return max(stages, key=count_bytes)

@@ -5,10 +5,9 @@ from rich.table import Table
 
 from megatron.config.cuda_graph import find_graph_obstacle
 from megatron.options.training import ACCUMULATION_KEY, MICRO_BATCH_KEY
-from megatron.planning.measured_times import StepTimeBand
 from megatron.planning.memory_estimate import RESERVED_FRACTION
 from megatron.planning.parallel_layouts import ParallelLayout
-from megatron.planning.plan import Plan
+from megatron.planning.plan import Plan, StepTimeBand
 from megatron.utils.formatting import format_count, format_flops
 
 GIB = 2**30

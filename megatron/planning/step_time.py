@@ -152,7 +152,7 @@ def estimate_step_time(
 
 @dataclass(frozen=True)
 class MuonWork:
-    """Work of Muon on whole matrices in one step, each value on the rank that has the most (`training/muon.py`)."""
+    """Work of Muon on whole matrices in one step, each value on the rank that has the most (`MuonWithAdamW`)."""
 
     flops: float = 0.0
     """FLOPs of Newton-Schulz. Each iteration on m × n, with r = min(m, n) and R = max(m, n), multiplies X·Xᵀ, squares

@@ -1,31 +1,41 @@
-"""Checkpoint files of the ranks that a rehearsal does not run, written to complete the checkpoint.
+"""Replacements of parts that a rehearsal omits: checkpoint files of ranks that do not run, and values of weights.
 
-Every element of every parameter belongs to the file of one rank (`megatron.checkpoint.sharded_state`). The elements
-that no running rank wrote are divided among the missing ranks of the same pipeline stage and tensor coordinate:
-flattened, concatenated and split evenly, much as ZeRO does. These files have the sizes and headers of real files, and
-zeros as values. Rank 0 merges them, and ranks verify and resume from them, with the code of a real run.
-
-The states that a rehearsal saves are almost all zeros. Those of a large model would fill the disk of the machine.
-Blocks of zeros are therefore left as holes: the file has its full size and reads as usual (`SaveHooks.open_file`).
+`complete_checkpoint` writes the files of the missing ranks. Every element of every parameter belongs to the file of one
+rank (`megatron.checkpoint.sharded_state`). The elements that no running rank wrote are divided among the missing ranks
+of the same pipeline stage and tensor coordinate: flattened, concatenated and split evenly, much as ZeRO does. These
+files have the sizes and headers of real files, and zeros as values. Rank 0 merges them, and ranks verify and resume
+from them, with the code of a real run.
 
 The states that a rehearsal saves are almost all zeros. Those of a large model would fill the disk of the machine.
 Blocks of zeros are therefore left as holes: the file has its full size and reads as usual (`SaveHooks.open_file`).
+
+`without_weight_values` makes weights without values, which use neither host memory nor time: the null device ignores
+their values. A run initializes its weights on the host in float32, so that every device starts with the same values,
+and moves them to its device. For 2.7 billion parameters this would waste 11 GB and a minute. Here the tensors exist
+with their shapes and types, in pages that are never touched. The report states the host memory that the run really
+needs (`report.py`).
 """
 
 import json
+import mmap
 import os
+import sys
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from megatron.checkpoint.engine_state import MOMENTS
 from megatron.checkpoint.manifest import STATES, FileChecksum
-from megatron.checkpoint.sharded_state import PARTS, ShardMetadata, get_rank_path
+from megatron.checkpoint.sharded_state import PARTS, PinnedStagingBuffers, ShardMetadata, get_rank_path
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.sharding import get_shard_spec, is_replica
 from megatron.model.parameter_groups import Algorithm, get_algorithm
@@ -275,3 +285,65 @@ def _write_zeros(path: Path, tensors: Sequence[tuple[str, int]], metadata: dict[
         file.skip(offset)
     assert os.path.getsize(path) == len(beginning) + offset
     return FileChecksum(len(beginning) + offset, f"{crc32_with_zeros(zlib.crc32(beginning), offset):08x}")
+
+
+MIN_ELEMENTS = 1 << 16
+"""Elements below which tensors keep their values: those of encodings and processors, norms, batches."""
+
+
+@contextmanager
+def without_weight_values() -> Iterator[None]:
+    """Build models without initializing weights.
+
+    Large floating-point tensors are converted or moved without their contents.
+    """
+    from megatron.model.core_modules import ColumnParallelLinear
+
+    layers = sys.modules[ColumnParallelLinear.__module__]  # which initializes sharded layers
+
+    def mark_divided(
+        weight: Tensor, output_size: int, input_size: int, per_partition_size: int, partition_dim: int,
+        init_method: Any, stride: int = 1, *_: Any, skip_set_tensor_parallel_attributes: bool = False, **__: Any,
+    ) -> None:  # fmt: skip
+        if not skip_set_tensor_parallel_attributes:
+            layers.set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=partition_dim, stride=stride)
+
+    with (
+        mock.patch.object(layers, "_initialize_affine_weight_cpu", mark_divided),
+        mock.patch.object(Tensor, "to", _without_values(Tensor.to)),
+        mock.patch.object(Tensor, "bfloat16", _without_values(Tensor.bfloat16)),
+        mock.patch.object(Tensor, "half", _without_values(Tensor.half)),
+    ):
+        yield
+
+
+class ZeroStagingBuffers(PinnedStagingBuffers):
+    """Staging buffers that provide zeros instead of copies of a rank's states."""
+
+    def copy_to_host(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return zeros with the size of each tensor."""
+        sizes = [tensor.numel() for tensor in tensors.values()]
+        return dict(zip(tensors, _reserve_zeros(sum(sizes)).split(sizes), strict=True))
+
+
+def _reserve_zeros(size: int) -> Tensor:
+    """Allocate unpinned float32 zeros. Pages that are only read use no memory."""
+    if size == 0:
+        return torch.empty(0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    return torch.frombuffer(mmap.mmap(-1, 4 * size, flags=flags), dtype=torch.float32)
+
+
+def _without_values(convert: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a conversion that drops the contents of large floating-point tensors of the host."""
+
+    def convert_shape(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        is_large = tensor.numel() >= MIN_ELEMENTS and tensor.device.type == "cpu" and tensor.is_floating_point()
+        if not is_large or (torch.is_grad_enabled() and tensor.requires_grad):
+            return convert(tensor, *arguments, **options)
+        target = convert(tensor.new_empty(0), *arguments, **options)
+        if (target.device, target.dtype) == (tensor.device, tensor.dtype):
+            return convert(tensor, *arguments, **options)
+        return torch.empty(tensor.shape, dtype=target.dtype, device=target.device)
+
+    return convert_shape

@@ -152,7 +152,7 @@ def run_rank_job(job: RankJob) -> RankResult:
     from megatron.config.load import load_config
     from megatron.distributed.hardware import LocalHardware, count_cores
     from megatron.launch.dispatch import launch_training
-    from megatron.rehearsal.unset_weights import without_weight_values
+    from megatron.rehearsal.missing_ranks import without_weight_values
 
     result = RankResult(job.rank)
     rank_hooks = RankHooks(job, result)
@@ -258,8 +258,7 @@ class RankHooks:
     def build_hooks(self) -> "TrainingHooks":
         """Build the hooks for this rank's training."""
         from megatron.checkpoint.saver import SaveHooks
-        from megatron.rehearsal.missing_ranks import SparseFile
-        from megatron.rehearsal.unset_weights import ZeroStagingBuffers
+        from megatron.rehearsal.missing_ranks import SparseFile, ZeroStagingBuffers
         from megatron.training.trainer import TrainingHooks
 
         # All ranks of a run use one backend: the choice of the first rank that runs.
@@ -321,7 +320,7 @@ class RankHooks:
 
 def main(arguments: list[str]) -> int:
     """Run the job described by the file `JOB`. Return 2 if this process does not run on the null device."""
-    from megatron.rehearsal.null_device.library import load_library
+    from megatron.rehearsal.null_device.recorder import load_library
     from megatron.utils.signals import end_with_parent, install_exit_handlers
 
     try:

@@ -25,15 +25,14 @@ from megatron.distributed.launcher_environment import ADDRESS, RankInfo
 from megatron.launch.rank_group import find_free_port
 from megatron.rehearsal.ledger import Ledger, read_ledger
 from megatron.rehearsal.matching import Mismatch, find_mismatches
-from megatron.rehearsal.null_device.environment import build_environment
-from megatron.rehearsal.null_device.gpu_models import GpuModel
+from megatron.rehearsal.null_device.environment import GpuModel, build_environment
 from megatron.rehearsal.rank_process import RankError, RankJob, RankResult
 from megatron.rehearsal.rehearsed_run import STEPS, RehearsedRun
 from megatron.rehearsal.roles import RankRole, choose_roles, list_stages
+from megatron.utils.atomic_directory import temporary_folder
 from megatron.utils.errors import RunError, UserError
 from megatron.utils.imports import SAFE_PATH_VARIABLE
 from megatron.utils.signals import cleanup_on_signal, get_parent_variable
-from megatron.utils.temporary_folder import temporary_folder
 
 TRAIN, RESUME = "train", "resume"
 POLL_SECONDS = 0.05

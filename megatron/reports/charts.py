@@ -21,11 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron.reports.chart_scales import ChartScale, choose_scales
+from megatron.reports.axes import ChartScale, choose_scales, format_multiple, join_headers
 from megatron.reports.comparison_table import ComparisonTable
 from megatron.reports.html_page import format_fraction
 from megatron.reports.records import Record
-from megatron.reports.x_axes import format_multiple, join_headers
 
 NUM_COLORS, NUM_MARKERS, NUM_DASHES = 8, 8, 4
 MAX_DRAWN_CURVES = NUM_COLORS

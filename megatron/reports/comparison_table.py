@@ -27,11 +27,11 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from megatron.reports import x_axes
+from megatron.reports import axes
+from megatron.reports.axes import XAxis, format_multiple
 from megatron.reports.method_rows import disambiguate_methods, get_table_key, list_unverified_methods
 from megatron.reports.metrics import Metric
 from megatron.reports.records import Record, RunFailure
-from megatron.reports.x_axes import XAxis, format_multiple
 
 MAX_NAMED_METHODS = 4
 """Maximum number of methods that a note names."""
@@ -333,7 +333,7 @@ def _build_comparison_table(
     records_by_cell: dict[tuple[str, float], list[Record]] = {}
     for record in latest.values():
         records_by_cell.setdefault((record.method, record.x_value), []).append(record)
-    axis = x_axes.get_x_axis(records[0].axis)
+    axis = axes.get_x_axis(records[0].axis)
     x_values = tuple(sorted({record.x_value for record in records}))
     if axis.is_dense:
         x_values = _choose_octaves(x_values, records[0].train_length)

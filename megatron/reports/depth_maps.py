@@ -11,11 +11,11 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron.reports.axes import format_multiple, join_headers
 from megatron.reports.comparison_table import Cell, ComparisonTable
 from megatron.reports.html_page import HtmlCell, HtmlColumn, HtmlTable
 from megatron.reports.metrics import Metric
 from megatron.reports.table_formats import TextTable
-from megatron.reports.x_axes import format_multiple, join_headers
 
 SHADES = " ░▒▓█"
 """Shades in text, from worst to best."""

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megatron.reports.axes import format_multiple
 from megatron.reports.comparison_table import ComparisonTable
 from megatron.reports.metrics import format_percent
 from megatron.reports.ranked_columns import build_ranked_columns, estimate_ranks, rank_methods
@@ -19,7 +20,6 @@ from megatron.reports.significance import (
     list_pairs_with_best,
 )
 from megatron.reports.table_formats import TextTable
-from megatron.reports.x_axes import format_multiple
 
 POWER = 0.8
 """Probability with which a stated detectable change is found."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron.reports.chart_scales import ChartScale, choose_linear_ticks
+from megatron.reports.axes import ChartScale, choose_linear_ticks
 from megatron.reports.charts import (
     MAX_DRAWN_CURVES,
     NARROW_WIDTH,

@@ -24,13 +24,11 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, Formatter, FuncFormatter, NullFormatter, NullLocator
 
-from megatron.reports.chart_scales import choose_log_ticks
+from megatron.reports.axes import choose_log_ticks, format_multiple
 from megatron.reports.charts import get_bar_meaning, get_curve, get_style_indices
-from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, select_curve_tables
+from megatron.reports.comparison_table import ComparisonTable, select_curve_tables
 from megatron.reports.depth_maps import DepthMap, split_depth_maps
 from megatron.reports.metrics import Metric
-from megatron.reports.records import Record, RunFailure
-from megatron.reports.x_axes import format_multiple
 from megatron.utils.errors import UserError
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F")
@@ -83,18 +81,17 @@ NARROW = PlotStyle(
 )
 
 
-def render_plots_png(records: Sequence[Record], *, narrow: bool = False, failures: Sequence[RunFailure] = ()) -> bytes:
-    """Render a PNG with one panel for each comparable group of records (`comparison_table.build_comparison_tables`).
+def render_plots_png(all_tables: Sequence[ComparisonTable], *, narrow: bool = False) -> bytes:
+    """Render a PNG with one panel for each table of curves, and the needle maps below.
 
     Args:
-        records: records to plot.
+        all_tables: tables to plot (`build_comparison_tables`); the legend marks methods without any records.
         narrow: for phones: as wide as high, with the legend below.
-        failures: runs without records; the legend marks methods without any records.
 
     Raises:
         UserError: there is nothing to plot.
     """
-    tables, depth_maps = split_depth_maps(build_comparison_tables(records, failures))
+    tables, depth_maps = split_depth_maps(all_tables)
     tables = select_curve_tables(tables)
     if not tables and not depth_maps:
         raise UserError("no records to plot")

@@ -13,7 +13,7 @@ ratio or by difference (`megatron.reports.metrics`):
     change                         change of the value at `length` from that at `change_from`
     standard error                 error of the mean behind the value, over independent blocks of text; for
                                    perplexity that of nll, in nats
-    interval                       95%; by bootstrap (`megatron.reports.bootstrap`), else from the standard error
+    interval                       95%; by bootstrap (`megatron.reports.significance`), else from the standard error
 
 A method whose run diverged has no record, because records contain numbers. Its failure is saved next to results.json,
 in results.failures.json, so that tables, pages, and lists of missing results can mention it:
@@ -32,7 +32,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from megatron.reports import metrics, x_axes
+from megatron.reports import axes, metrics
 from megatron.reports.metrics import METRICS, Metric
 from megatron.utils.atomic_io import parse_json, write_text_atomically
 from megatron.utils.errors import UserError
@@ -153,7 +153,7 @@ class Record(BaseModel):
     @model_validator(mode="after")
     def _check_values(self) -> Self:
         """Check that the values are in the range of the metric and of the axis."""
-        metric, axis = metrics.get_metric(self.metric), x_axes.get_x_axis(self.axis)
+        metric, axis = metrics.get_metric(self.metric), axes.get_x_axis(self.axis)
         if (self.place is None) != (self.axis == "length"):
             raise ValueError(f"axis {self.axis} has {'a' if self.axis != 'length' else 'no'} place")
         if not axis.min_value <= self.x_value <= axis.max_value:

@@ -7,10 +7,12 @@ optional because records do not contain them.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from string import Template
 from typing import Any
 
+from megatron.reports.axes import format_multiple
 from megatron.reports.charts import Chart, build_curve_chart
 from megatron.reports.citation import describe_reproduction
 from megatron.reports.comparison_table import (
@@ -30,13 +32,11 @@ from megatron.reports.html_page import (
 )
 from megatron.reports.latex_tables import LATEX_MARKER, render_latex_file
 from megatron.reports.leaderboard import Leaderboard, LeaderboardReport
-from megatron.reports.leaderboard_answers import build_answers
-from megatron.reports.leaderboard_plot import build_cost_chart
+from megatron.reports.leaderboard_summary import build_answers, build_cost_chart
 from megatron.reports.method_rows import disambiguate_methods
 from megatron.reports.records import Record, RunFailure, format_records_csv
 from megatron.reports.results_output import build_missing_table
 from megatron.reports.table_formats import TextTable, build_html_table
-from megatron.reports.x_axes import format_multiple
 from megatron.utils.atomic_io import write_page_atomically
 from megatron.utils.errors import UserError
 
@@ -100,6 +100,11 @@ class ReportSection:
     def __post_init__(self) -> None:
         object.__setattr__(self, "records", disambiguate_methods(self.records))
 
+    @cached_property
+    def tables(self) -> list[ComparisonTable]:
+        """Comparison tables of the records and failures."""
+        return build_comparison_tables(self.records, self.failures)
+
 
 @dataclass(frozen=True)
 class TrainingSection:
@@ -161,7 +166,7 @@ def render_report(
     records = [record for section in sections for record in section.records]
     if not records and training is None:
         raise UserError("no records to report")
-    tables = [table for section in sections for table in build_comparison_tables(section.records, section.failures)]
+    tables = [table for section in sections for table in section.tables]
     metrics = list(dict.fromkeys(table.metric for table in tables))
     pending_text = f" ({num_pending_runs} run{'s' * (num_pending_runs > 1)} pending)" if num_pending_runs else ""
     definitions = " ".join(f"{metric.definition} {metric.better.capitalize()} is better." for metric in metrics)
@@ -202,7 +207,7 @@ def render_report_latex(sections: Sequence[ReportSection], name: str) -> str:
     for section in sections:
         board = build_leaderboard_report(section)
         tables += () if board is None else board.build_tables()
-        plain_tables, depth_maps = split_depth_maps(build_comparison_tables(section.records, section.failures))
+        plain_tables, depth_maps = split_depth_maps(section.tables)
         tables += [*plain_tables, *(depth_map.build_text_table() for depth_map in depth_maps), *section.text_tables]
     return render_latex_file(tables, name)
 
@@ -218,10 +223,9 @@ def _describe_section(section: ReportSection, name: str) -> dict[str, Any]:
     Args:
         name: prefix of the names of its charts.
     """
-    all_tables = build_comparison_tables(section.records, section.failures)
-    missing_table = build_missing_table(all_tables, own_seeds=section.own_seeds)
+    missing_table = build_missing_table(section.tables, own_seeds=section.own_seeds)
     board = build_leaderboard_report(section)
-    tables, depth_maps = split_depth_maps(all_tables)
+    tables, depth_maps = split_depth_maps(section.tables)
     shown_records = select_shown_records(section, board)
     shown_maps = {shown.title: shown for shown in split_depth_maps(build_comparison_tables(shown_records))[1]}
     shown_methods = None if board is None else board.list_shown_methods()
@@ -264,7 +268,7 @@ def build_leaderboard_report(section: ReportSection) -> LeaderboardReport | None
     """Build the leaderboard of a section from its records, or return None if it has none."""
     if section.leaderboard is None:
         return None
-    return LeaderboardReport(section.leaderboard, build_comparison_tables(section.records, section.failures))
+    return LeaderboardReport(section.leaderboard, section.tables)
 
 
 def select_shown_records(section: ReportSection, board: LeaderboardReport | None) -> Sequence[Record]:
@@ -374,7 +378,7 @@ def describe_measurements(sections: Sequence[ReportSection]) -> list[str]:
     """Describe each protocol and everything measured with it."""
     by_protocol: dict[str, list[ComparisonTable]] = {}
     for section in sections:
-        for table in build_comparison_tables(section.records, section.failures):
+        for table in section.tables:
             by_protocol.setdefault(table.protocol, []).append(table)
     return [_describe_protocol(protocol, tables) for protocol, tables in by_protocol.items()]
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from megatron.reports import plots
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, select_curve_tables
 from megatron.reports.depth_maps import split_depth_maps
-from megatron.reports.leaderboard_answers import build_answers
-from megatron.reports.leaderboard_plot import list_cost_points, render_cost_png
+from megatron.reports.leaderboard_summary import build_answers, list_cost_points, render_cost_png
 from megatron.reports.report import (
     ReportSection,
     build_leaderboard_report,
@@ -83,7 +82,6 @@ def _write_page(path: Path, sections: Sequence[ReportSection], title: str | None
 
 
 def _render_section(path: Path, index: int, section: ReportSection) -> list[str]:
-    tables = build_comparison_tables(section.records, section.failures)
     board = build_leaderboard_report(section)
     parts = []
     if board is not None:
@@ -96,15 +94,15 @@ def _render_section(path: Path, index: int, section: ReportSection) -> list[str]
             picture = write_bytes_atomically(_get_cost_path(path, index), render_cost_png(board))
             parts.append(f"![Perplexity over the time of a training step]({picture.name})\n")
         parts.append("## All numbers\n")
-    drawn = select_shown_records(section, board)
-    failures = section.failures if board is None else ()
-    picture = write_bytes_atomically(_get_picture_path(path, index), plots.render_plots_png(drawn, failures=failures))
-    drawn_tables = build_comparison_tables(drawn, failures)
+    drawn_tables = section.tables
+    if board is not None:
+        drawn_tables = build_comparison_tables(select_shown_records(section, board))
+    picture = write_bytes_atomically(_get_picture_path(path, index), plots.render_plots_png(drawn_tables))
     _, depth_maps = split_depth_maps(drawn_tables)
     parts.append(f"![{_describe_picture(drawn_tables)}]({picture.name})\n")
-    parts += [render_comparison_markdown(table) for table in split_depth_maps(tables)[0]]
+    parts += [render_comparison_markdown(table) for table in split_depth_maps(section.tables)[0]]
     parts += [depth_map.build_text_table().to_markdown() for depth_map in depth_maps]
-    missing_table = build_missing_table(tables, own_seeds=section.own_seeds)
+    missing_table = build_missing_table(section.tables, own_seeds=section.own_seeds)
     text_tables = [*([] if missing_table is None else [missing_table]), *section.text_tables]
     return [*parts, *(table.to_markdown() for table in text_tables)]
 

@@ -18,7 +18,7 @@ from megatron.reports import table_formats
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables
 from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.leaderboard import LeaderboardReport
-from megatron.reports.leaderboard_answers import build_answers
+from megatron.reports.leaderboard_summary import build_answers
 from megatron.reports.method_rows import disambiguate_methods
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure, merge_records
 from megatron.reports.table_formats import TextTable, build_rich_table, render_comparison_text
@@ -193,7 +193,7 @@ def _write_result_files(
         ),
         write_bytes_atomically(
             folder / DERIVED_FILES[2],
-            render_plots_png(records, failures=run_failures) if drawn is None else render_plots_png(drawn),
+            render_plots_png(comparison_tables if drawn is None else build_comparison_tables(drawn)),
         ),
     ]
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
+from megatron.reports.axes import join_headers
 from megatron.reports.comparison_table import Cell, ComparisonTable
 from megatron.reports.html_page import HtmlCell, HtmlColumn, HtmlTable
-from megatron.reports.x_axes import join_headers
 
 _NUMBER_START = re.compile(r"[(\[+−-]*\d")
 MAX_NUMBER_LENGTH = 18

@@ -39,7 +39,7 @@ from megatron.utils.errors import FarfieldError, UserError
 from megatron.utils.progress import WorkItem
 
 if TYPE_CHECKING:
-    from megatron.evaluation.targets import EvalEstimate
+    from megatron.evaluation.run import EvalEstimate
 
 # Modules that need torch are imported where they are used, so that mistakes in the file are reported immediately.
 
@@ -273,7 +273,7 @@ def check_member_starts(members: Iterable[SweepMember], *, in_queue: bool) -> No
 
 
 def _build_scoring(member: SweepMember, options: EvaluationOptions) -> EvalEstimate:
-    from megatron.evaluation.targets import estimate_untrained
+    from megatron.evaluation.run import estimate_untrained
     from megatron.model.build import check_position_options
 
     config = member.trained_config

@@ -25,11 +25,10 @@ The duration is estimated from the FLOPs of all training and evaluation jobs, wh
 measured speed of completed and running jobs.
 """
 
-import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,10 +41,8 @@ from megatron.launch import slurm
 from megatron.launch.console import log_traceback, run_console
 from megatron.launch.dispatch import uses_slurm
 from megatron.options.sweep import SweepCorpusOptions
-from megatron.reports.comparison_table import build_comparison_tables
-from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure
-from megatron.reports.results_output import check_no_foreign_results, print_comparison_tables, print_leaderboard
+from megatron.reports.results_output import check_no_foreign_results
 from megatron.sweeps.kept_records import keep_records, list_other_parts, read_kept_records
 from megatron.sweeps.member_run import run_member
 from megatron.sweeps.remaining_work import (
@@ -57,28 +54,25 @@ from megatron.sweeps.remaining_work import (
     find_finished_step,
     find_member_divergence,
 )
-from megatron.sweeps.spec import Sweep, SweepMember, find_ablations, read_sweep
+from megatron.sweeps.results import REPORT_FILE, SweepResults, print_results, suggest_comparison
+from megatron.sweeps.spec import Sweep, SweepMember, read_sweep
 from megatron.sweeps.worker_pool import run_members
 from megatron.utils.atomic_io import check_no_foreign_files, make_folder
 from megatron.utils.errors import FarfieldError, RunError, UserError
 from megatron.utils.formatting import format_duration
 from megatron.utils.progress import ProgressMeter, WaitAnnouncer, WorkItem
-from megatron.utils.project import PROGRAM
 from megatron.utils.signals import StoppedBySignal, acknowledge_signals
 
 if TYPE_CHECKING:
-    from megatron.reports.paper_experiment import Experiment
+    pass
 
 # Modules that need torch or matplotlib are imported where used, so that mistakes in the file are reported at once.
 
 STOPPING_MESSAGE = "stopping after running trainings save a checkpoint (repeat to stop immediately)"
-REPORT_FILE = "report.html"
 RESUME_HINT = "run the same command to resume"
 LOCKED_MESSAGE = "a sweep is running in this folder; wait until it ends, or choose another folder"
 RETRY_DIVERGED_HINT = "use --retry-failed to retrain diverged runs"
 RETRY_FAILED_HINT = "run the same command to retry failed runs"
-REPORT_FRACTION = 0.05
-"""Maximum fraction of a sweep's time spent on rewriting its report."""
 MAX_NAMED_FAILURES = 5
 """Maximum number of failures listed in a message."""
 Log = Callable[[str], None]
@@ -259,12 +253,12 @@ def _run_members(
     pending = {member: work for member, work in works.items() if member not in elsewhere}
     records, failures = _run_all_members(sweep, console, pending, diverged, kept)
     if records:
-        _print_results(sweep, records, failures, console)
+        print_results(sweep, records, failures, console)
         log(
             f"\nopen {sweep.output_folder / REPORT_FILE} in a browser; results.json, .csv, .md and .png are next to it "
             f"({format_duration(time.monotonic() - start_time)})"
         )
-        if (hint := _suggest_comparison(sweep, records, failures)) is not None:
+        if (hint := suggest_comparison(sweep, records, failures)) is not None:
             log(hint)
     if failures:
         num_diverged = sum(find_member_divergence(member) is not None for member in works)
@@ -287,7 +281,7 @@ def _run_all_members(
 ) -> tuple[list[Record], list[RunFailure]]:
     """Run all members and rewrite the report periodically. A failed member does not stop the others."""
     diverged = {member: failure for member, failure in diverged.items() if member in works and member not in kept}
-    results = _SweepResults(sweep, dict(kept), dict(diverged))
+    results = SweepResults(sweep, dict(kept), dict(diverged))
     pending = {member: work for member, work in works.items() if member not in diverged and member not in kept}
     jobs = [job for work in pending.values() for job in work.items]
     num_workers = _count_workers(sweep, sum(work.has_work for work in pending.values()))
@@ -320,65 +314,6 @@ def _count_workers(sweep: Sweep, num_pending: int) -> int:
     """Return the number of members that run in parallel."""
     jobs = sweep.options.jobs
     return max(1, min(num_pending, count_cores() if jobs == "auto" else jobs))
-
-
-@dataclass
-class _SweepResults:
-    """Results so far, and the time of the next write."""
-
-    sweep: Sweep
-    records: dict[SweepMember, list[Record]]
-    failures: dict[SweepMember, RunFailure]
-    next_write: float = 0.0
-
-    def list_records(self) -> list[Record]:
-        """Return all records, in the order of the sweep's members."""
-        return sort_baselines_last([record for member in self.sweep.members for record in self.records.get(member, ())])
-
-    def list_failures(self) -> list[RunFailure]:
-        return [self.failures[member] for member in self.sweep.members if member in self.failures]
-
-    def write_if_due(self) -> None:
-        """Rewrite results and report unless this would exceed their share of the time; it can take half a minute."""
-        start_time = time.monotonic()
-        if start_time >= self.next_write and self.records:
-            self.write()
-            self.next_write = time.monotonic() + (time.monotonic() - start_time) / REPORT_FRACTION
-
-    def write(self) -> None:
-        if self.records:
-            _write_results(self.sweep, self.list_records(), self.list_failures(), list(self.records))
-
-
-def _print_results(sweep: Sweep, records: Sequence[Record], failures: Sequence[RunFailure], console: Console) -> None:
-    """Print the tables of a sweep on the console."""
-    options, experiment = sweep.options, _build_experiment(sweep)
-    if (leaderboard := experiment.get_leaderboard()) is not None:
-        print_leaderboard(console, LeaderboardReport(leaderboard, build_comparison_tables(records, failures)))
-        return
-    print_comparison_tables(console, records, failures, own_seeds=options.has_own_seeds)
-    for grid in (
-        experiment.build_tables(records, failures=failures)
-        if options.published or options.against or options.differences
-        else ()
-    ):
-        console.print(f"\n{grid.to_text()}", end="", markup=False, highlight=False, soft_wrap=True)
-
-
-def _suggest_comparison(sweep: Sweep, records: Sequence[Record], failures: Sequence[RunFailure]) -> str | None:
-    """Return a hint with the command that compares methods with the first one.
-
-    Returns None if the report already compares methods or there is nothing to compare.
-    """
-    if failures or sweep.options.against is not None or sweep.options.leaderboard is not None:
-        return None
-    methods = list(dict.fromkeys(record.method for record in records if not record.is_trivial_baseline))
-    if len(methods) < 2:
-        return None
-    command = shlex.join([PROGRAM, "report", str(sweep.output_folder), "--against", methods[0]])
-    has_seeds = len({record.seed for record in records if record.method == methods[0]}) > 1
-    says = f"shows which differences from {methods[0]} are significant" if has_seeds else f"compares with {methods[0]}"
-    return f"next: {command} {says}"
 
 
 def _describe_failures(failures: Sequence[RunFailure], num_diverged: int, num_members: int) -> str:
@@ -414,63 +349,6 @@ def _describe_plan(works: dict[SweepMember, MemberWork], num_members: int, num_w
 
 def _describe_time_left(left: float) -> str:
     return f"about {format_duration(left)} left in total, at the speed of the first steps"
-
-
-def sort_baselines_last(records: Sequence[Record]) -> list[Record]:
-    """Return the records of runs, then baselines without duplicates: every run of a task repeats the same baselines."""
-    baselines = [record for record in records if record.run is None]
-    runs = [record for record in records if record.run is not None]
-    return [*runs, *(record for index, record in enumerate(baselines) if record not in baselines[:index])]
-
-
-def _write_results(
-    sweep: Sweep, records: Sequence[Record], failures: Sequence[RunFailure], done: Sequence[SweepMember]
-) -> None:
-    """Rewrite results and report for the completed members."""
-    from megatron.launch.training_curves import TrainingMonitor
-    from megatron.reports import paper_experiment, report
-    from megatron.reports.citation import format_command
-    from megatron.reports.results_output import write_results
-
-    output, experiment = sweep.output_folder, _build_experiment(sweep)
-    tables = experiment.build_tables(records, failures=failures)
-    section = report.ReportSection(
-        sweep.options.title, records, tables, failures, experiment.own_seeds, experiment.get_leaderboard()
-    )
-    board = report.build_leaderboard_report(section)
-    drawn = None if board is None else report.select_shown_records(section, board)
-    write_results(output, records, failures, own_seeds=sweep.options.has_own_seeds, drawn=drawn)
-    if experiment.has_information:  # so that results of several sweeps can be combined
-        paper_experiment.write_experiment(output / RESULTS_FILE, experiment)
-    texts = dict(sweep.texts)
-    texts |= {str(member.get_path_beside(".yml")): member.text for member in done}
-    missing = len(sweep.members) - len(done) - len(failures)
-    runs = [member.folder for member in sweep.members if member.folder.is_dir()]
-    report.write_report(
-        output / REPORT_FILE,
-        [section],
-        num_pending_runs=missing,
-        configurations=texts,
-        command=format_command(),
-        training=TrainingMonitor().describe(runs),
-    )
-
-
-def _build_experiment(sweep: Sweep) -> "Experiment":
-    from megatron.reports.paper_experiment import Experiment, PublishedTable
-
-    options = sweep.options
-    published = tuple(
-        PublishedTable(table.source, table.train_length, table.metric, tuple(table.lengths), dict(table.rows))
-        for table in options.published
-    )
-    leaderboard = None
-    if options.leaderboard is not None:
-        ablations = tuple(Ablation(*ablation) for ablation in find_ablations(sweep))
-        leaderboard = Leaderboard(options.against or sweep.members[0].variant, ablations, options.leaderboard.num_shown)
-    return Experiment(
-        options.title, options.against, published, tuple(options.differences), options.has_own_seeds, leaderboard
-    )
 
 
 @contextmanager

@@ -43,7 +43,7 @@ from megatron.launch.dispatch import uses_slurm
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.sweep import BRANCH, SEEDS, FurtherEvaluationOptions, SweepOptions
 from megatron.sweeps.validation import find_sweep_problems, reject_owned_keys
-from megatron.training.resolve_data import resolve_data
+from megatron.training.check_start import resolve_data
 from megatron.training.resolve_run import ResolvedRun, resolve_remote_run, resolve_run
 from megatron.utils.errors import UserError
 

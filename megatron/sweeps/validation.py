@@ -7,8 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron.config.method_names import list_processor_values, list_temperature_values
-from megatron.config.schema import KeyPath
-from megatron.config.validation_errors import describe_validation_error
+from megatron.config.schema import KeyPath, describe_validation_error
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.section import ConfigSection
 from megatron.options.sweep import (

@@ -18,7 +18,7 @@ several stages, every remaining stage is checked. `check_resources: false` turns
 """
 
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,15 +49,15 @@ START_ANYWAY_HINT = "set check_resources=false to start anyway"
 
 
 def check_memory(
-    config: Config, hardware: LocalHardware, sizes: ParallelSizes, *, device: str, ranks_on_node: int
+    config: Config, stages: Sequence[Stage], hardware: LocalHardware, sizes: ParallelSizes, *, ranks_on_node: int
 ) -> Iterator[str]:
     """Reject a configuration that cannot fit in memory. Yield a note if it is planned to nearly fill a GPU.
 
     Args:
-        config: resolved configuration, with its batch and stages.
+        config: resolved configuration.
+        stages: stages of the run, or those that it names if the number of steps of its epochs is not known yet.
         hardware: hardware of this machine; unknown values are not checked.
         sizes: mesh of the run.
-        device: cpu or cuda.
         ranks_on_node: number of processes on this machine.
 
     Raises:
@@ -65,26 +65,17 @@ def check_memory(
     """
     if not config.launch.check_resources or (hardware.memory is None and hardware.gpu_memory is None):
         return
-    vocab_size = find_vocab_size(config.data)
-    stages, start = _list_stages(config), find_start_step(config.checkpoint)
+    vocab_size, start = find_vocab_size(config.data), find_start_step(config.checkpoint)
     for stage in stages:
         if stage.end_step <= start and stage is not stages[-1]:
             continue
         name = f"stage {stage.index + 1} of {len(stages)}: " if len(stages) > 1 else ""
         try:
-            if device == "cuda" and hardware.gpu_memory is not None:
+            if config.launch.device == "cuda" and hardware.gpu_memory is not None:
                 yield from _check_gpu_memory(stage.config, hardware.gpu_memory, sizes, vocab_size, name)
-            _check_host_memory(stage.config, hardware, sizes, vocab_size, name, device, ranks_on_node)
+            _check_host_memory(stage.config, hardware, sizes, vocab_size, name, ranks_on_node)
         except _UnknownMethodError:
             return
-
-
-def _list_stages(config: Config) -> tuple[Stage, ...]:
-    """Return the stages of a run, or all stages that it names if the number of steps of its epochs is not known yet."""
-    if not config.training.stages or config.training.train_iters:
-        return build_stages(config)
-    last = max(int(entry.get("until", 0)) for entry in config.training.stages)
-    return build_stages(config.replace(train_iters=last + 1, train_epochs=None))
 
 
 class _UnknownMethodError(Exception):
@@ -119,12 +110,11 @@ def _check_host_memory(
     sizes: ParallelSizes,
     vocab_size: int,
     name: str,
-    device: str,
     ranks_on_node: int,
 ) -> None:
     if hardware.memory is None:
         return
-    if device == "cpu":
+    if config.launch.device == "cpu":
         by_stage = [
             count_certain_bytes(_estimate_least(config, sizes, vocab_size, stage, None))
             for stage in range(sizes.pipeline)

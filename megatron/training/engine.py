@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.schema import Config
-from megatron.data.dataloader import Batch
+from megatron.data.torch_data import Batch
 from megatron.distributed.collectives import all_reduce_sum_
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import ModelParallelUnit, ProcessGroups
@@ -71,7 +71,7 @@ class Engine:
         self.grouped_weights = list_grouped_weights(param_groups, model, mesh)
         """Optimizer group of each parameter that this rank holds first."""
         self.parameter_labels = label_parameters(param_groups, model)
-        """Optimizer group and module of each parameter, by name (`parameter_norms.py`)."""
+        """Optimizer group and module of each parameter, by name (`ParameterNorms`)."""
         self.inner_optimizer: ProjectedOptimizer = build_optimizer(
             param_groups, config.optimizer, groups, get_torch_dtype(self.precision)
         )
@@ -150,7 +150,7 @@ class Engine:
         """Compute the gradient of one step: forward and backward passes over all its micro-batches.
 
         Args:
-            micro_batches: micro-batches of this rank, see `megatron.data.dataloader`.
+            micro_batches: micro-batches of this rank, see `megatron.data.torch_data`.
             tokens: scored tokens of the whole step, over all ranks that divide the batch and all micro-batches.
             position_seed: seed of randomized positions.
             progress: called with the number of finished micro-batches, before each.

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config.cuda_graph import find_backend_obstacle, find_graph_obstacle
 from megatron.config.schema import Config
-from megatron.data.dataloader import Batch
+from megatron.data.torch_data import Batch
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.training.graphed_model import CudaCapture, GraphedModel, TrainingPasses
 from megatron.utils.errors import UserError, describe_error, is_out_of_memory

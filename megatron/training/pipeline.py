@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from megatron.config.schema import Config
-from megatron.data.dataloader import Batch
+from megatron.data.torch_data import Batch
 from megatron.distributed.collectives import all_reduce_sum_
 from megatron.distributed.mesh import Axis
 from megatron.distributed.process_groups import ProcessGroups

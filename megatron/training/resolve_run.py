@@ -6,12 +6,12 @@ encoding can be built) or the contents of data or checkpoints run when the run i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.config.parallelism import count_ranks_per_replica, resolve_batch_size, resolve_mesh_shape, resolve_zero
+from megatron.config.parallelism import count_ranks_per_replica, resolve_zero
 from megatron.config.schema import Config
-from megatron.config.stages import ENDS, count_unreached_stages, resolve_stages
+from megatron.config.stages import ENDS, Stage, resolve_ranks
 from megatron.config.validation import validate_config
 from megatron.distributed.hardware import PROCESSES_PER_CORE, LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
@@ -50,26 +50,34 @@ def resolve_run(
     _check_complete(config)
     _check_launched(config, rank_info, dry_run)
     topology = _resolve_topology(config, hardware, rank_info, dry_run)
-    backend, notes = _resolve_backend(config, topology.device)
     _check_graphs(config, topology.device)
     _check_instruments(config, topology.device, topology.ranks)
-    notes = [*topology.notes, *notes, *_describe_saves(config), *_describe_late_instruments(config)]
-    config = config.replace(
-        device=topology.device,
-        num_gpus=None if topology.nodes is None else topology.ranks_on_node,
-        nodes=topology.nodes,
-        distributed_backend=backend,
+    backend, backend_notes = _resolve_backend(config, topology.device)
+    config, zero_notes = resolve_zero(
+        config.replace(
+            device=topology.device,
+            num_gpus=None if topology.nodes is None else topology.ranks_on_node,
+            nodes=topology.nodes,
+            distributed_backend=backend,
+        )
     )
-    config, more = resolve_zero(config)
-    notes += [*more, *_describe_unused_keys(config)]
-    if topology.ranks is None:
-        return ResolvedRun(config, None, tuple(notes))
-    sizes = resolve_mesh_shape(config, topology.ranks)
-    config = resolve_stages(resolve_batch_size(config, sizes.data))
-    late = list(_describe_late_keys(config))
-    if topology.ranks_on_node is not None and topology.is_local:  # last, for it needs all that was resolved
-        notes += check_memory(config, hardware, sizes, device=topology.device, ranks_on_node=topology.ranks_on_node)
-    return ResolvedRun(config, topology.ranks, (*notes, *late))
+    stages: tuple[Stage, ...] = ()
+    memory_notes: list[str] = []
+    if topology.ranks is not None:
+        config, sizes, stages = resolve_ranks(config, topology.ranks)
+        if topology.ranks_on_node is not None and topology.is_local:
+            memory_notes += check_memory(config, stages, hardware, sizes, ranks_on_node=topology.ranks_on_node)
+    notes = (
+        *topology.notes,
+        *backend_notes,
+        *_describe_saves(config),
+        *_describe_late_instruments(config),
+        *zero_notes,
+        *_describe_unused_keys(config),
+        *memory_notes,
+        *_describe_late_keys(config, stages),
+    )
+    return ResolvedRun(config, topology.ranks, notes)
 
 
 def resolve_remote_run(
@@ -187,9 +195,9 @@ def _resolve_backend(config: Config, device: str) -> tuple[str, list[str]]:
 
 def _describe_saves(config: Config) -> Iterator[str]:
     """Yield notes about data that will not be saved."""
-    if late := [step for step in config.checkpoint.extra_save_iters if step > config.training.train_iters]:
-        steps = ", ".join(map(str, late))
-        yield f"extra_save_iters {steps}: after train_iters {config.training.train_iters}, so nothing is saved"
+    train_iters = config.training.train_iters
+    if train_iters and (late := [step for step in config.checkpoint.extra_save_iters if step > train_iters]):
+        yield f"extra_save_iters {', '.join(map(str, late))}: after train_iters {train_iters}, so nothing is saved"
     if config.checkpoint.save is None:
         logging = config.logging
         kept = [f"TensorBoard events in {logging.tensorboard_dir}"] * (
@@ -235,13 +243,14 @@ def _describe_late_instruments(config: Config) -> Iterator[str]:
         yield (f"memory_snapshot {snapshot}: after train_iters {train_iters}, so written only if memory runs out")
 
 
-def _describe_late_keys(config: Config) -> Iterator[str]:
-    """Yield notes about stages and a warmup that the run ends before."""
+def _describe_late_keys(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
+    """Yield notes about stages and a warmup that the run ends before, if its number of steps is known."""
     train_iters = config.training.train_iters
-    if num_late := count_unreached_stages(config):
+    if not stages or not train_iters:
+        return
+    if num_late := max(0, len(config.training.stages) - len(stages)):
         yield f"stages: the last {num_late} would start at train_iters {train_iters} or later and never run"
-    if train_iters:
-        yield from describe_late_warmup(config)
+    yield from describe_late_warmup(stages)
 
 
 def _describe_unused_keys(config: Config) -> Iterator[str]:

@@ -33,10 +33,10 @@ from there. This is how to restart a schedule.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron.config.schema import Config
-from megatron.config.stages import build_stages
+from megatron.config.stages import Stage
 from megatron.options.training import CooldownStyle, DecayStyle, OptimizerOptions, WsdDecayStyle
 
 COOLDOWN_TIMESCALE = 10
@@ -156,17 +156,17 @@ def build_schedule(options: OptimizerOptions, train_iters: int, first_step: int 
     )
 
 
-def describe_late_warmup(config: Config) -> tuple[str, ...]:
-    """Return a line for each schedule of a run whose warm-up is longer than its decay or than the run."""
+def describe_late_warmup(stages: Sequence[Stage]) -> tuple[str, ...]:
+    """Return a line for each schedule of a run's stages whose warm-up is longer than its decay or than the run."""
     notes = []
-    for stage in build_stages(config):
+    for stage in stages:
         options, first, end = stage.config.optimizer, stage.schedule_first, stage.schedule_end
         schedule = build_schedule(options, end, first)
         warmup, peak = schedule.warmup_steps, schedule.lr
         is_share = options.lr_warmup_iters is None
         given = f"warmup {options.warmup:g} ({warmup:,} steps)" if is_share else f"lr_warmup_iters {warmup}"
         if warmup >= end - first:
-            last = "train_iters" if (first, end) == (0, config.training.train_iters) else "its last step"
+            last = "train_iters" if (first, end) == (0, stages[-1].end_step) else "its last step"
             reached = f"the rate reaches {schedule(end - 1) / peak:.0%} of {peak:g}"
             notes.append(f"{given}: warm-up does not end before {last} {end - first:,}; {reached}")
         elif warmup >= schedule.decay_steps and schedule.has_decay:

@@ -18,7 +18,7 @@ from megatron.config.schema import Config
 from megatron.config.stages import build_stages, find_stage
 from megatron.data.document_starts import describe_crossing_fraction
 from megatron.data.load_tokenizer import read_vocabulary
-from megatron.data.validation_dataset import ValidationDataset
+from megatron.data.torch_data import ValidationDataset
 from megatron.distributed.launcher_environment import describe_job
 from megatron.distributed.mesh import Axis, ParallelSizes, get_pipeline_layer_range
 from megatron.options.model import ffn_hidden_size

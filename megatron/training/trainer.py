@@ -6,9 +6,6 @@
         every eval_interval           the loss on held-out sequences (validate.py)
         every checkpoint_factor       a checkpoint (megatron.checkpoint.saver), also after each of extra_save_iters
 
-A run in stages (megatron/config/stages.py) is rebuilt for each stage from the last checkpoint of the previous one, so a
-stage starts exactly like a resumed run.
-
 A run ends after train_iters steps; after a signal, with a checkpoint of the last complete step; or with an error if the
 loss stays bad (loss_guard.py), which leaves the last good checkpoint unchanged.
 
@@ -16,7 +13,6 @@ The parts of the loop save their own state in checkpoints (`megatron.checkpoint.
 in the data, the interval not reported yet, and the loss guard.
 """
 
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,34 +20,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.saver import SaveHooks, Saver
 from megatron.checkpoint.sharded_state import NonFiniteWeightError
 from megatron.config.cuda_graph import TRIAL_PHASE
-from megatron.config.schema import Config
-from megatron.data.dataloader import Batch
+from megatron.data.torch_data import Batch
 from megatron.distributed import rng
-from megatron.distributed.hardware import LocalHardware
-from megatron.distributed.launcher_environment import RankInfo, read_launcher_environment
 from megatron.training import summary
-from megatron.training.check_start import check_environment
-from megatron.training.console import ConsoleReporter
 from megatron.training.graph_trial import build_graphs, plan_graph_trial
 from megatron.training.loss_guard import ContinueRun, LossGuard, Rollback, StopRun
 from megatron.training.metrics import IntervalMetrics
 from megatron.training.metrics_log import DivergenceRecord
-from megatron.training.parameter_norms import ParameterNorms
-from megatron.training.profiler import build_profiler, dump_memory_if_exhausted
+from megatron.training.optimizer import ParameterNorms
+from megatron.training.profiler import build_profiler
 from megatron.training.rank_times import ForwardTimer
-from megatron.training.resolve_data import resolve_data
-from megatron.training.resolve_run import resolve_run
-from megatron.training.training_run import TrainingRun, build_training_run
+from megatron.training.training_run import TrainingRun
 from megatron.training.validate import Validator, is_test_done
 from megatron.training.watchdog import HangHandler, PhaseListener, Watchdog
-from megatron.utils.errors import RunError, is_out_of_memory
+from megatron.utils.errors import RunError
 from megatron.utils.signals import GracefulStop
 
 
@@ -105,102 +93,6 @@ class RollbackRequested(Exception):
         self.rollback = rollback
 
 
-def train(config: Config, console: Console | None = None) -> TrainResult:
-    """Train a model from Python, in this process alone or as the rank given by the environment.
-
-    Args:
-        config: configuration as read from files; it is resolved for this machine.
-        console: console of the first process; None prints nothing.
-
-    See `train_resolved` for the result and the errors.
-    """
-    launch_context = read_launcher_environment()
-    rank_info = RankInfo()
-    if launch_context is not None:
-        rank_info = launch_context.rank_info
-        os.environ.update(launch_context.to_environment(config.launch.master_port))  # DeepSpeed reads torchrun's names
-    resolved = resolve_run(config, LocalHardware.detect(), rank_info=rank_info)
-    check_environment(resolved.config)
-    return train_resolved(resolved.config, rank_info, console)
-
-
-def train_resolved(
-    config: Config,
-    rank_info: RankInfo,
-    console: Console | None = None,
-    on_hang: HangHandler | None = None,
-    *,
-    stderr_fd: int = 2,
-    hooks: TrainingHooks | None = None,
-) -> TrainResult:
-    """Train a model. Every process of the run calls this with the same configuration.
-
-    Args:
-        config: resolved configuration (`resolve_run`).
-        rank_info: rank of this process, equal to torchrun's variables in the environment.
-        console: console of the first process; None prints nothing.
-        on_hang: ends this process if a rank hangs, because its main thread may be unable to. By default it prints a
-            line on standard error.
-        stderr_fd: file descriptor on which the user reads errors; 2 may point to a log.
-        hooks: callbacks of the caller.
-
-    Returns:
-        The result, after the last step or after a signal (`exit_code`).
-
-    Raises:
-        UserError: if the configuration is invalid for this machine, data or checkpoint.
-        RunError: if the loss stays non-finite, a disk is full, or a file is damaged; the message names the last good
-            checkpoint.
-    """
-    start_time, hooks = time.perf_counter(), hooks or TrainingHooks()
-    rollback: Rollback | None = None
-    config, notes = resolve_data(config)
-    while True:
-        reporter = ConsoleReporter(console, config.training.train_iters)
-        for note in notes if rank_info.rank == 0 else ():
-            reporter.log(note)
-        notes = ()
-        try:
-            outcome = _run_attempt(config, rank_info, reporter, start_time, on_hang, rollback, stderr_fd, hooks)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise RunError(summary.describe_memory_error(config, rank_info.world_size, error)) from error
-        if isinstance(outcome, TrainResult):
-            return outcome
-        rollback = outcome if isinstance(outcome, Rollback) else None
-        moves_aside = rollback is not None and rollback.archives_newer
-        config = config.replace(load=outcome.load, finetune=False, rollback=moves_aside)
-
-
-def _run_attempt(
-    config: Config,
-    rank_info: RankInfo,
-    console: ConsoleReporter,
-    start_time: float,
-    on_hang: HangHandler | None,
-    rollback: Rollback | None,
-    stderr_fd: int,
-    hooks: TrainingHooks,
-) -> TrainResult | Rollback | StageEnd:
-    """Run one attempt: to the end of the run or stage, or to a rollback. Each attempt starts like a new process."""
-    with dump_memory_if_exhausted(config, rank_info.rank):
-        run = build_training_run(config, rank_info, console, rollback, hooks.previous_backend)
-    try:
-        hooks.on_built(run)
-        trainer = Trainer(run, start_time, on_hang, rollback, stderr_fd, hooks)
-        try:
-            with dump_memory_if_exhausted(config, rank_info.rank):
-                return trainer.train()
-        finally:
-            trainer.close()
-    except RollbackRequested as request:
-        request.__traceback__ = None  # its frames hold the engine
-        return request.rollback
-    finally:
-        run.close()
-
-
 class Trainer:
     """Training loop that takes a run to its last step.
 
@@ -247,7 +139,11 @@ class Trainer:
         self.interval = IntervalMetrics(
             groups, run.peak_tflops, self.forward_timer, config.training.gradient_accumulation_steps
         )
-        self.norms = ParameterNorms(run.engine, groups) if config.logging.log_param_norm else None
+        self.norms = (
+            ParameterNorms(run.engine.deepspeed, run.engine.parameter_labels, groups)
+            if config.logging.log_param_norm
+            else None
+        )
         self.guard = LossGuard(config, run.engine, groups, self._list_checkpoints, rollback)
         self.validator = Validator(run, self.watchdog)
         self.is_graph_trial_due, self._graph_note = plan_graph_trial(config, groups.device)

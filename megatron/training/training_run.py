@@ -26,10 +26,10 @@ from megatron.config.method_names import compute_user_method_digests
 from megatron.config.parallelism import resolve_mesh_shape
 from megatron.config.schema import Config
 from megatron.config.stages import Stage, build_stages, find_stage
-from megatron.data.dataloader import Batch, build_dataloader
 from megatron.data.datasets import Datasets, build_datasets
 from megatron.data.document_starts import draw_document_starts
 from megatron.data.load_tokenizer import Vocabulary, save_tokenizer
+from megatron.data.torch_data import Batch, build_dataloader
 from megatron.distributed import rng
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.process_groups import ProcessGroups, init_distributed

@@ -17,10 +17,9 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 
-from megatron.checkpoint import rng_state
 from megatron.config.schema import Config
-from megatron.data.dataloader import build_dataloader
-from megatron.data.validation_dataset import PaddedDataset
+from megatron.data.torch_data import PaddedDataset, build_dataloader
+from megatron.distributed import rng
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.training.engine import Engine
 from megatron.training.metrics_log import ValidationRecord, has_logged_record, perplexity
@@ -50,7 +49,7 @@ def validate(
     """
     training = config.training
     start_time = time.perf_counter()
-    states = rng_state.capture_rng_state()
+    states = rng.capture_rng_state()
     engine.model.eval()
     losses = torch.zeros((), dtype=torch.float64, device=groups.device)
     weights, counted = 0.0, 0
@@ -76,7 +75,7 @@ def validate(
         losses += engine.evaluate_loss(micro_batches, progress=show_progress)
     progress(name, total, total)
     engine.model.train()
-    rng_state.restore_rng_state(states)
+    rng.restore_rng_state(states)
     once = groups.mesh.count_on_one_rank
     all_losses, all_weights, all_counted = groups.all_reduce_sum(once(float(losses)), once(weights), once(counted))
     loss = all_losses / all_weights if all_weights else math.nan

@@ -22,7 +22,7 @@ from tiny_runs import make_run, write_corpora
 
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trained_run import open_run
-from megatron.evaluation.analysis import page
+from megatron.evaluation.analysis import run
 from megatron.evaluation.analysis.analysis import Analysis, Figure, list_analysis_names, load_analyses, needs_text
 from megatron.evaluation.analysis.from_text.empirical_receptive_field import measure_attention_mass
 from megatron.evaluation.analysis.jobs import PAGE_FILE, find_ends_inside_documents, read_analysis_request
@@ -55,7 +55,7 @@ def pictures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """Collect pictures instead of drawing them, which takes longer than everything else."""
     asked: list[Figure] = []
     monkeypatch.setattr(
-        page, "_draw_figure", lambda picture: (asked.append(picture), HtmlPicture("", "", picture.alt))[1]
+        run, "_draw_figure", lambda picture: (asked.append(picture), HtmlPicture("", "", picture.alt))[1]
     )
     return asked
 
@@ -229,7 +229,7 @@ def test_windows_are_seen(place: Path, corpus: Path, pictures: list[Figure]) -> 
 def test_every_picture_is_drawn_in_both_widths(place: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[bytes, bytes]] = []
     monkeypatch.setattr(
-        page,
+        run,
         "_draw_figure",
         lambda picture: (drawn.append((picture.draw(False), picture.draw(True))), HtmlPicture("", "", ""))[1],
     )
@@ -295,8 +295,8 @@ def test_analyses_are_found_by_their_files() -> None:
 
 
 def test_a_page_escapes_its_inputs() -> None:
-    part = page.PageSection("x", "<t>", "a & b", ["<p>", page.Table(["<c>"], [["<v>"]])], {"<m>": "<r>."})
-    text = page.render_analysis_page("<title>", ["<s>"], [part], page.Table(["m"], [["<n>"]]), {"<f>": "<g>"})
+    part = run.PageSection("x", "<t>", "a & b", ["<p>", run.Table(["<c>"], [["<v>"]])], {"<m>": "<r>."})
+    text = run.render_analysis_page("<title>", ["<s>"], [part], run.Table(["m"], [["<n>"]]), {"<f>": "<g>"})
     for markup in ("<t>", "<v>", "<m>", "<r>", "<s>", "<n>", "<g>", "<c>"):
         assert markup not in text.replace("<title>", "", 1)
 

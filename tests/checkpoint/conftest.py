@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import tiny_config, write_corpora
 
-from megatron.training.trainer import train
+from megatron.training.train import train
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
 from megatron.position import registry
 from megatron.position.facts import AttentionDims
-from megatron.training.trainer import train
+from megatron.training.train import train
 from megatron.utils.errors import RunError, UserError
 
 

@@ -12,7 +12,7 @@ from megatron.checkpoint.load_model import load_model
 from megatron.config.schema import Config
 from megatron.launch.console import run_console
 from megatron.position import registry
-from megatron.training.trainer import train
+from megatron.training.train import train
 from megatron.utils.errors import UserError
 
 ROTARY = {"pos_emb": "rotary", "pos_emb_options": {"fraction": 0.5}}

@@ -8,7 +8,7 @@ from tiny_runs import tiny_config, write_corpora
 from megatron.checkpoint.resume import plan_resume
 from megatron.config.schema import Config, ConfigKey, list_config_keys
 from megatron.distributed.process_groups import ProcessGroups
-from megatron.training.trainer import train
+from megatron.training.train import train
 from megatron.utils.errors import UserError
 
 BY_ROLE = {

@@ -12,7 +12,7 @@ from tiny_runs import losses, records, same_weights, tiny_config
 
 from megatron.checkpoint import layout
 from megatron.config.load import read_config
-from megatron.training.trainer import train
+from megatron.training.train import train
 from megatron.utils.errors import RunError, UserError
 
 

@@ -13,7 +13,7 @@ from tiny_runs import VOCABULARY, losses, same_weights, tiny_config, train_with_
 from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
 from megatron.config.schema import Config
-from megatron.training.trainer import train
+from megatron.training.train import train
 from tools.rounding import compute_tolerance, count_gpt_sums
 
 MODEL = {

@@ -14,7 +14,7 @@ from tiny_runs import losses, tiny_config, train_with_processes, write_corpora
 from megatron.checkpoint import layout, manifest
 from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.config.schema import Config
-from megatron.training.trainer import train
+from megatron.training.train import train
 from megatron.utils.errors import RunError, UserError
 from tools.rounding import compute_tolerance, count_gpt_sums
 

@@ -10,11 +10,11 @@ from tiny_runs import records, tiny_config, write_corpora
 
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trained_run import open_run
-from megatron.data.dataloader import build_dataloader
 from megatron.data.datasets import SampleOrder, build_datasets
+from megatron.data.torch_data import build_dataloader
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import build_single_process_groups
-from megatron.training.trainer import train
+from megatron.training.train import train
 from megatron.utils.errors import RunError
 from tools.rounding import compute_tolerance
 

@@ -21,7 +21,7 @@ from megatron.checkpoint.trained_run import open_run
 from megatron.config.yaml_files import format_value
 from megatron.data import load_tokenizer
 from megatron.distributed.process_groups import build_single_process_groups
-from megatron.training.trainer import train
+from megatron.training.train import train
 from megatron.utils.errors import UserError
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

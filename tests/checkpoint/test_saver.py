@@ -25,7 +25,8 @@ from megatron.data.load_tokenizer import load_tokenizer
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.training.resolve_run import resolve_run
-from megatron.training.trainer import TrainingHooks, train, train_resolved
+from megatron.training.train import train, train_resolved
+from megatron.training.trainer import TrainingHooks
 from megatron.utils.errors import RunError
 
 

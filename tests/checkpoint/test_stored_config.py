@@ -18,7 +18,7 @@ from megatron.conversion.export_model import HFWeights
 from megatron.conversion.families.farfield import FARFIELD
 from megatron.launch.console import run_console
 from megatron.options.model import ffn_hidden_size
-from megatron.training.trainer import train
+from megatron.training.train import train
 from megatron.utils.errors import RunError
 from tools.rounding import compute_tolerance, count_gpt_sums
 

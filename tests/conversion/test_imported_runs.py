@@ -16,7 +16,7 @@ from megatron.distributed.hardware import LocalHardware
 from megatron.evaluation.run import evaluate_runs
 from megatron.options.evaluation import EvaluationOptions
 from megatron.training.resolve_run import resolve_run
-from megatron.training.trainer import train
+from megatron.training.train import train
 from megatron.utils.errors import UserError
 
 

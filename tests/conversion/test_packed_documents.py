@@ -10,7 +10,7 @@ import transformers
 from transformers import DynamicCache
 
 from megatron.conversion.export_model import export_model
-from megatron.evaluation.decoding import decode_tokens
+from megatron.evaluation.forward_passes import decode_tokens
 from megatron.model.gpt import GPT
 from tools.export.cases import END, LAYERS, WIDTH, ExportCase, build_gpt, write_run
 from tools.rounding import assert_close_in_rounding, count_gpt_sums

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.rehearsal.synthetic_corpus import write_synthetic_corpus
+from megatron.rehearsal.rehearsed_run import write_synthetic_corpus
 from tools.gpu.null_device_cases import VOCABULARY
 
 LONGEST = 131072

@@ -13,12 +13,13 @@ from megatron.config.cuda_graph import TRIAL_PHASE
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.position.numerics import collect_captured_tensors
-from megatron.rehearsal.null_device.library import Counters, read_counters, read_stub_calls
+from megatron.rehearsal.null_device.recorder import Counters, read_counters, read_stub_calls
 from megatron.rehearsal.rank_process import PhaseMemory
 from megatron.training import graph_trial
 from megatron.training.graph_trial import GraphTrial
 from megatron.training.resolve_run import resolve_run
-from megatron.training.trainer import Trainer, TrainingHooks, train_resolved
+from megatron.training.train import train_resolved
+from megatron.training.trainer import Trainer, TrainingHooks
 from megatron.training.training_run import TrainingRun
 from megatron.utils.errors import UserError
 from tools.gpu.null_device_cases import OVERLAYS, Case, build_config

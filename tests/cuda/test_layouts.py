@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import free_port
 
-from megatron.rehearsal.null_device.environment import build_environment
-from megatron.rehearsal.null_device.gpu_models import get_gpu_model
+from megatron.rehearsal.null_device.environment import build_environment, get_gpu_model
 from tools.gpu.null_device_cases import (
     STAGED_LAYOUTS,
     Case,

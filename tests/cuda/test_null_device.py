@@ -11,9 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.rehearsal.null_device.environment import build_environment
-from megatron.rehearsal.null_device.gpu_models import get_gpu_model
-from megatron.rehearsal.null_device.library import load_library, read_counters, read_kernels
+from megatron.rehearsal.null_device.environment import build_environment, get_gpu_model
+from megatron.rehearsal.null_device.recorder import load_library, read_counters, read_kernels
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,8 @@ import torch
 
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.training.profiler import PROFILE
-from megatron.training.trainer import TrainingHooks, train_resolved
+from megatron.training.train import train_resolved
+from megatron.training.trainer import TrainingHooks
 from megatron.training.training_run import TrainingRun
 from megatron.utils.errors import RunError
 from tools.gpu.null_device_cases import Case, build_config

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.load import load_config
-from megatron.rehearsal.null_device.gpu_models import get_gpu_model
+from megatron.rehearsal.null_device.environment import get_gpu_model
 from megatron.rehearsal.rehearse import Rehearsal, rehearse
 from megatron.rehearsal.rehearsed_run import plan_rehearsal
 from megatron.rehearsal.report import RehearsalReport

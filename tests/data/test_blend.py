@@ -12,7 +12,7 @@ from corpora import prepare
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from megatron.config.validation_errors import parse_section
+from megatron.config.schema import parse_section
 from megatron.data.blend import (
     compute_document_weights,
     describe_document_weights,

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.dataloader import DistributedBatchSampler, build_dataloader
+from megatron.data.torch_data import DistributedBatchSampler, build_dataloader
 from megatron.distributed.mesh import Axis, Mesh, ParallelSizes
 from megatron.utils.errors import RunError
 

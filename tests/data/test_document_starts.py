@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.attention.documents import check_document_starts
-from megatron.data.dataloader import build_dataloader
 from megatron.data.datasets import SampleOrder, build_datasets
 from megatron.data.document_starts import compute_crossing_fraction, draw_document_starts
 from megatron.data.stage_order import SourceOrder, StageOrder
+from megatron.data.torch_data import build_dataloader
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.options.data import DataOptions

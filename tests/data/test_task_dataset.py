@@ -8,11 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.dataloader import build_dataloader
 from megatron.data.datasets import SampleOrder, build_datasets
 from megatron.data.load_tokenizer import read_vocabulary
-from megatron.data.task_dataset import TaskDataset
 from megatron.data.tasks.task_config import read_task_config
+from megatron.data.torch_data import TaskDataset, build_dataloader
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import build_single_process_groups
 from megatron.options.data import DataOptions

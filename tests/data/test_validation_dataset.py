@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.load_tokenizer import Vocabulary
-from megatron.data.validation_dataset import PaddedDataset, ValidationDataset, choose_blocks
+from megatron.data.torch_data import PaddedDataset, ValidationDataset, choose_blocks
 
 WORDS = Vocabulary(size=5000, eod=7, name="words", tokenizer=None)
 

@@ -16,11 +16,11 @@ from megatron.evaluation.perplexity import evaluate_perplexity
 from megatron.evaluation.protocols import plan_from_options
 from megatron.evaluation.texts import EvalText
 from megatron.options.evaluation import EvaluationOptions as Options
-from megatron.reports.bootstrap import draw_bootstrap_curves, draw_bootstrap_means
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.plots import render_plots_png
 from megatron.reports.records import Record
 from megatron.reports.report import ReportSection, describe_measurements
+from megatron.reports.significance import draw_bootstrap_curves, draw_bootstrap_means
 from megatron.utils.errors import RunError, UserError
 
 from .conftest import BYTES, TRAIN_LENGTH, RunningMean, loaded, scored
@@ -235,7 +235,7 @@ def test_the_loss_at_every_position(running_mean: RunningMean) -> None:
     (table,) = build_comparison_tables([*found, *far])
     assert table.x_values == (1.0, 2.0, 4.0, 8.0, 16.0, 20.0)
     assert "by tokens seen, windows of 20 tokens" in table.title
-    assert render_plots_png([*found, *far])[:4] == b"\x89PNG"
+    assert render_plots_png(build_comparison_tables([*found, *far]))[:4] == b"\x89PNG"
     for choices, message in (
         ({"protocol": "last"}, "token_loss needs protocol nonoverlapping"),
         ({"smoothing": 4}, "odd number of positions"),

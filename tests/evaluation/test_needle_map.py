@@ -20,7 +20,7 @@ from megatron.evaluation.eval_target import ScoringContext
 from megatron.evaluation.jobs import PartialRecords
 from megatron.evaluation.needle_map import find_effective_lengths
 from megatron.evaluation.passkey import Passkey
-from megatron.evaluation.targets import build_probe
+from megatron.evaluation.run import build_probe
 from megatron.evaluation.task_eval import TaskDepthEval, build_task_eval
 from megatron.options.evaluation import EvaluationOptions as Options
 from megatron.options.model import ModelOptions
@@ -303,7 +303,7 @@ def test_a_task_that_has_a_depth() -> None:
     shades = [cell.css_class for _, cells_of_row in accuracy.build_html_table().rows for cell in cells_of_row]
     assert "shade9" in shades
     assert min(shade for shade in shades if shade) < "shade6"
-    assert render_plots_png(found)[:4] == b"\x89PNG"
+    assert render_plots_png(build_comparison_tables(found))[:4] == b"\x89PNG"
 
 
 def test_tasks_without_depth_are_rejected() -> None:

@@ -15,7 +15,7 @@ from megatron.data.tokenizers import ByteTokenizer
 from megatron.evaluation.eval_target import ScoringContext
 from megatron.evaluation.passkey import DEPTHS, QUESTION, Passkey
 from megatron.evaluation.probe import Probe, RepeatedTokens
-from megatron.evaluation.targets import PROBES, build_probe
+from megatron.evaluation.run import PROBES, build_probe
 from megatron.options import evaluation
 from megatron.options.evaluation import EvaluationOptions as Options
 from megatron.reports.comparison_table import build_comparison_tables

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron.config.validation_errors import parse_section
+from megatron.config.schema import parse_section
 from megatron.evaluation.protocols import build_scoring_plan
 from megatron.options.commands import AnalysisOptions
 from megatron.options.evaluation import EvaluationOptions, LengthOptions

@@ -20,7 +20,7 @@ from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import load_config
-from megatron.config.validation_errors import parse_section
+from megatron.config.schema import parse_section
 from megatron.data.datasets import load_token_stream
 from megatron.data.load_tokenizer import load_tokenizer, save_tokenizer
 from megatron.evaluation.eval_target import choose_lengths
@@ -30,6 +30,7 @@ from megatron.model.device_dtype import resolve_device
 from megatron.options.evaluation import EvaluationOptions as Options
 from megatron.options.evaluation import parse_lengths
 from megatron.reports import plots, records
+from megatron.reports.comparison_table import ComparisonTable
 from megatron.reports.records import Record
 from megatron.utils.errors import RunError, UserError
 from tools.rounding import compute_tolerance, count_gpt_sums
@@ -45,7 +46,12 @@ DATA = [f"{split}_data_paths=[corpus/{split}_text_document]" for split in ("trai
 def picture(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of records to draw; drawing itself is skipped because it costs more than evaluating these models."""
     asked: list[int] = []
-    monkeypatch.setattr(plots, "render_plots_png", lambda found, **_: (asked.append(len(found)), b"\x89PNG")[1])
+
+    def render(tables: Sequence[ComparisonTable], **_: object) -> bytes:
+        asked.append(sum(len(table.records) for table in tables))
+        return b"\x89PNG"
+
+    monkeypatch.setattr(plots, "render_plots_png", render)
     return asked
 
 

@@ -283,7 +283,7 @@ def test_predictors_are_fitted_to_fewer_sequences_if_they_are_long(monkeypatch: 
 def test_a_trained_run_from_the_command_line_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.evaluation.run import evaluate_runs
     from megatron.reports import records
-    from megatron.training.trainer import train
+    from megatron.training.train import train
 
     monkeypatch.chdir(tmp_path)
     more = {"train_micro_batch_size_per_gpu": 4, "device": "cpu", "num_gpus": 1, "nodes": 1, "eval_interval": 0}
@@ -308,10 +308,10 @@ def test_a_trained_run_from_the_command_line_on(tmp_path: Path, monkeypatch: pyt
 
 def test_task_positions_are_trained_and_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Position ids drawn in training reach the model also beyond the training length: 43 tokens, 16 positions."""
-    from megatron.data.task_dataset import TaskDataset
+    from megatron.data.torch_data import TaskDataset
     from megatron.evaluation.run import evaluate_runs
     from megatron.model.gpt import GPT
-    from megatron.training.trainer import train
+    from megatron.training.train import train
 
     reported: list[Tensor] = []
     place_tokens = GPT._build_position_segments

@@ -17,7 +17,7 @@ from megatron.config.load import load_config, read_config
 from megatron.position import catalog, registry
 from megatron.position.facts import AttentionDims
 from megatron.sweeps.remaining_work import find_finished_step
-from megatron.training.trainer import train
+from megatron.training.train import train
 from megatron.utils.errors import FarfieldWarning
 
 ROOT = Path(__file__).resolve().parents[2]

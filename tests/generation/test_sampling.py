@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.evaluation.decoding import TokenSampler
+from megatron.evaluation.forward_passes import TokenSampler
 from megatron.utils.errors import RunError
 
 ROUNDING = 1e-13  # sums of at most 24 float64 terms, each from one exp and one division

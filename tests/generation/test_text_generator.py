@@ -5,7 +5,7 @@ import torch
 from models import build_model
 
 from megatron.data.tokenizers import ByteTokenizer
-from megatron.evaluation.decoding import TokenSampler, check_prompt_length, group_prompts
+from megatron.evaluation.forward_passes import TokenSampler, check_prompt_length, group_prompts
 from megatron.evaluation.text_generator import Completion, TextGenerator
 from megatron.model.gpt import GPT
 from megatron.options.commands import GenerationOptions

@@ -21,7 +21,7 @@ from tiny_runs import losses, records, tiny_config, train_with_processes, write_
 
 from megatron.evaluation.run import evaluate_runs
 from megatron.options.evaluation import EvaluationOptions
-from megatron.training.trainer import train
+from megatron.training.train import train
 from tools.rounding import compute_tolerance, count_gpt_sums
 
 GOLDEN = Path(__file__).with_name("golden.json")

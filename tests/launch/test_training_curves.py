@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tiny_runs import tiny_config
 
+from megatron.launch.live_server import MAX_CURVES, MAX_POINTS, CurveReader, TrainingMonitor
 from megatron.launch.run_status import read_status
-from megatron.launch.training_curves import MAX_CURVES, MAX_POINTS, CurveReader, TrainingMonitor
 
 
 def write_line(run: Path, step: int, loss: float | None, kind: str = "train", mode: str = "a") -> None:

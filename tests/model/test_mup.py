@@ -15,8 +15,7 @@ from torch import nn
 from megatron.model.mup import MupScaling
 from megatron.model.parameter_groups import parameter_groups
 from megatron.options.model import ModelOptions
-from megatron.options.model_conflicts import find_model_conflicts
-from megatron.options.position import PositionOptions
+from megatron.options.position import PositionOptions, find_model_conflicts
 from megatron.position.processors.cdape import Cdape
 from megatron.utils.errors import UserError
 from tools.mup import coordinate_check

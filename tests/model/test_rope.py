@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron.config.position_overrides import format_rope, override_position, parse_rope
-from megatron.evaluation.decoding import decode_tokens
+from megatron.evaluation.forward_passes import decode_tokens
 from megatron.model.gpt import GPT
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions

@@ -9,15 +9,14 @@ from megatron.config.load import load_config
 from megatron.config.schema import Config
 from megatron.distributed.hardware import get_gpu_spec
 from megatron.distributed.mesh import ParallelSizes
-from megatron.planning import measured_times
-from megatron.planning.measured_times import MEASURED_OVERHEADS, estimate_measured_band
-from megatron.planning.plan import make_plan
+from megatron.planning import plan
+from megatron.planning.plan import MEASURED_OVERHEADS, estimate_measured_band, make_plan
 from megatron.planning.print_plan import print_plan
 from megatron.planning.step_time import Cluster
 
 ONE_GPU = Cluster(get_gpu_spec("a100-40gb"), 1)
 ROW = re.compile(r"\| (c?dape) +\| (\S+), (\d+) × (\d+) +\| ([\d.]+) +\| ([\d.]+) +\| ([\d.]+) +\|")
-MEASURED = ROW.findall(measured_times.__doc__ or "")
+MEASURED = ROW.findall(plan.__doc__ or "")
 NAMES = {"350M": "350M", "2.7B": "2-7B", "6.7B": "6-7B"}
 
 

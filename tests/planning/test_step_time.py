@@ -27,7 +27,7 @@ from megatron.planning.step_time import (
     count_muon_work,
     estimate_step_time,
 )
-from megatron.training import muon
+from megatron.training import projected_optimizers
 from megatron.training.pipeline import compute_bubble
 
 VOCABULARY = 50257
@@ -179,7 +179,7 @@ def test_newton_schulz_flops_match_the_rank_with_the_most(
     sizes: ParallelSizes, zero: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The estimate equals torch's count of products on the rank with most work, without the exchange of matrices."""
-    for module in (muon, step_time):
+    for module in (projected_optimizers, step_time):
         monkeypatch.setattr(module, "MUON_MATRICES_AT_ONCE", at_once)
     exchanged: list[int] = []
 
@@ -188,16 +188,18 @@ def test_newton_schulz_flops_match_the_rank_with_the_most(
         return values.repeat(ranks.mesh.tensor.size, 1)
 
     summed: list[int] = []
-    monkeypatch.setattr(muon, "all_gather", all_gather)
+    monkeypatch.setattr(projected_optimizers, "all_gather", all_gather)
     monkeypatch.setattr(
-        muon, "all_reduce_sum_", lambda t, ranks, *names: summed.append(t.numel()) if "data" in names else None
+        projected_optimizers,
+        "all_reduce_sum_",
+        lambda t, ranks, *names: summed.append(t.numel()) if "data" in names else None,
     )
     matrices = list_local_matrices(sizes.tensor)
     total = sum(matrix.parameter.numel() for matrix in matrices)
     num_shards = sizes.data * sizes.context if zero else 1
     flops, gathered, cut = [], [], []
     for rank in range(sizes.world_size):
-        optimizer = object.__new__(muon.MuonWithAdamW)
+        optimizer = object.__new__(projected_optimizers.MuonWithAdamW)
         optimizer._ranks, optimizer._ns_steps = Ranks(Mesh(rank, sizes)), 5  # type: ignore[assignment]
         optimizer._dtype = optimizer._exchange_dtype = torch.float32
         updates = [torch.empty_like(matrix.parameter) for matrix in matrices]

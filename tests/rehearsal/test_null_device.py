@@ -12,8 +12,8 @@ import torch
 
 from megatron.distributed.hardware import find_gpu_spec, get_gpu_spec, list_gpu_names
 from megatron.kernels.jit_build import CompileError
-from megatron.rehearsal.null_device import build, host_reads, recorder
-from megatron.rehearsal.null_device.gpu_models import GPU_MODELS, get_gpu_model
+from megatron.rehearsal.null_device import environment, host_reads, recorder
+from megatron.rehearsal.null_device.environment import GPU_MODELS, get_gpu_model
 from megatron.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -62,25 +62,25 @@ def test_the_build_for_cpus_is_refused_with_the_command_that_helps() -> None:
 
 
 def test_the_remedy_for_the_build_for_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(build, "PACKAGES_FOLDER", tmp_path)
-    monkeypatch.setattr(build, "torch_has_cuda", lambda: False)
+    monkeypatch.setattr(environment, "PACKAGES_FOLDER", tmp_path)
+    monkeypatch.setattr(environment, "torch_has_cuda", lambda: False)
     with pytest.raises(UserError, match="make setup-cuda") as refused:
-        build.build_null_device()
-    assert build.INSTALL_CUDA_TORCH in str(refused.value)
+        environment.build_null_device()
+    assert environment.INSTALL_CUDA_TORCH in str(refused.value)
     (tmp_path / ".venv-cuda/bin").mkdir(parents=True)
     (tmp_path / ".venv-cuda/bin/python").touch()
     with pytest.raises(UserError, match=r"run with .*\.venv-cuda/bin/python, which has it"):
-        build.build_null_device()
+        environment.build_null_device()
 
 
 def test_without_a_compiler_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def find_no_compiler() -> str:
         raise CompileError("no C compiler was found (cc, gcc, clang)")
 
-    monkeypatch.setattr(build, "torch_has_cuda", lambda: True)
-    monkeypatch.setattr(build, "find_compiler", find_no_compiler)
+    monkeypatch.setattr(environment, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(environment, "find_compiler", find_no_compiler)
     with pytest.raises(UserError, match=r"^the null device cannot be built: no C compiler was found"):
-        build.build_null_device()
+        environment.build_null_device()
 
 
 def test_it_cannot_be_switched_on_without_its_library() -> None:

@@ -11,7 +11,7 @@ from megatron.config.load import load_config
 from megatron.launch.console import UnexpectedError
 from megatron.rehearsal.ledger import Ledger
 from megatron.rehearsal.matching import find_mismatches
-from megatron.rehearsal.null_device.gpu_models import get_gpu_model
+from megatron.rehearsal.null_device.environment import get_gpu_model
 from megatron.rehearsal.print_report import print_report
 from megatron.rehearsal.rank_process import RankError, RankResult, describe_rank_error
 from megatron.rehearsal.rehearse import RankTrace, Rehearsal

@@ -6,7 +6,7 @@ from megatron.data.blend import list_dataset_slices
 from megatron.data.datasets import check_dataset_slice, load_token_stream
 from megatron.data.load_tokenizer import read_vocabulary
 from megatron.options.data import SPLITS, DataOptions
-from megatron.rehearsal.synthetic_corpus import write_synthetic_corpus
+from megatron.rehearsal.rehearsed_run import write_synthetic_corpus
 
 
 def test_a_synthetic_corpus_has_the_vocabulary_and_several_sequences(tmp_path):

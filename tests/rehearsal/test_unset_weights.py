@@ -6,7 +6,7 @@ from models import build_model
 from megatron.distributed.sharding import get_shard_spec
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
-from megatron.rehearsal.unset_weights import MIN_ELEMENTS, ZeroStagingBuffers, without_weight_values
+from megatron.rehearsal.missing_ranks import MIN_ELEMENTS, ZeroStagingBuffers, without_weight_values
 
 OPTIONS = ModelOptions(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32, activation="swiglu")
 

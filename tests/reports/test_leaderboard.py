@@ -12,8 +12,7 @@ from scipy import stats
 from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
-from megatron.reports.leaderboard_answers import build_answers
-from megatron.reports.leaderboard_plot import find_frontier
+from megatron.reports.leaderboard_summary import build_answers, find_frontier
 from megatron.reports.metrics import get_metric
 from megatron.reports.paper_experiment import Experiment, write_experiment
 from megatron.reports.ranked_columns import RankedColumn

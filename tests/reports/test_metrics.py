@@ -91,7 +91,7 @@ def test_accuracy_in_a_plot_and_a_page() -> None:
 def test_metrics_never_share_a_table_and_both_are_shown(tmp_path: Path) -> None:
     both = [*accuracies(), record_from_row({**COMMON, "method": "cdape", "length": 40, "perplexity": 5.5})]
     assert [layout.metric.name for layout in build_comparison_tables(both)] == ["accuracy", "perplexity"]
-    one, two = plots.render_plots_png(accuracies()), plots.render_plots_png(both)
+    one, two = (plots.render_plots_png(build_comparison_tables(found)) for found in (accuracies(), both))
     assert struct.unpack(">I", two[20:24])[0] == 2 * struct.unpack(">I", one[20:24])[0]
     head, *rows = records.write_records_csv(tmp_path / "r.csv", both).read_text().splitlines()
     assert head.startswith("method,train_length,length,protocol,accuracy,perplexity,tokens,seed,")

@@ -28,7 +28,7 @@ def curves(axes) -> list:
 
 
 def test_png_is_whole_and_large_enough_to_read(story: list[Record]) -> None:
-    content = plots.render_plots_png(story)
+    content = plots.render_plots_png(build_comparison_tables(story))
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     width, height = struct.unpack(">II", content[16:24])
     assert width >= 1000
@@ -108,7 +108,8 @@ def test_sixty_four_methods_have_sixty_four_pairs_of_colour_and_marker() -> None
 
 def test_a_narrow_plot_has_its_legend_below(story: list[Record]) -> None:
     wide, narrow = (
-        struct.unpack(">II", plots.render_plots_png(story, narrow=narrow)[16:24]) for narrow in (False, True)
+        struct.unpack(">II", plots.render_plots_png(build_comparison_tables(story), narrow=narrow)[16:24])
+        for narrow in (False, True)
     )
     assert narrow[0] <= 800 < wide[0]
     assert narrow[1] > narrow[0]
@@ -122,7 +123,7 @@ def test_the_name_of_a_pattern_of_layers_leaves_room_for_the_curves(narrow: bool
         ["rotary(window=128, temperature=logn at evaluation)", "cdape(width=8)+kerple_log(per_layer)"] * 3
     )
     records = [record(name, length, 5.0) for length in (64, 128)]
-    assert plots.render_plots_png(records, narrow=narrow)
+    assert plots.render_plots_png(build_comparison_tables(records), narrow=narrow)
     (text,) = axes_of(records).get_legend().get_texts()
     assert max(map(len, text.get_text().split("\n"))) <= plots.LEGEND_CHARACTERS + 8  # no name is split
     assert text.get_text().replace("\n", " ") == name
@@ -135,7 +136,7 @@ def test_many_methods_with_odd_names_stay_distinct() -> None:
     styles = {(line.get_color(), line.get_linestyle()) for line in curves(axes)}
     assert len(styles) == 11
     assert len(axes.get_legend().get_texts()) == 11
-    assert plots.render_plots_png(records)  # a dollar sign in a name does not start a formula
+    assert plots.render_plots_png(build_comparison_tables(records))  # a dollar sign in a name does not start a formula
 
 
 def test_many_methods_have_no_bars_and_a_legend_next_to_the_panel() -> None:
@@ -153,12 +154,12 @@ def test_many_methods_have_no_bars_and_a_legend_next_to_the_panel() -> None:
 
 def test_groups_that_cannot_be_compared_get_panels(story: list[Record]) -> None:
     one, two = (
-        plots.render_plots_png(story),
-        plots.render_plots_png([*story, record("rotary", 64, 5.0, protocol="nonoverlapping")]),
+        plots.render_plots_png(build_comparison_tables(story)),
+        plots.render_plots_png(build_comparison_tables([*story, record("rotary", 64, 5.0, protocol="nonoverlapping")])),
     )
     assert struct.unpack(">I", two[20:24])[0] == 2 * struct.unpack(">I", one[20:24])[0]
 
 
 def test_nothing_to_draw() -> None:
     with pytest.raises(UserError, match="no records"):
-        plots.render_plots_png([])
+        plots.render_plots_png(build_comparison_tables([]))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.config.validation_errors import parse_section
+from megatron.config.schema import parse_section
 from megatron.data.corpus.documents import CorpusProgress
 from megatron.data.corpus.prepare import prepare_corpus
 from megatron.data.corpus_metadata import CorpusInfo

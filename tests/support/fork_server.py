@@ -44,7 +44,7 @@ PRELOADED = (
     "megatron.launch.console",
     "megatron.utils.progress",
     "megatron.launch.worker",
-    "megatron.training.trainer",
+    "megatron.training.train",
     "torch._inductor.config",  # torch.use_deterministic_algorithms imports it with all of PyTorch's compiler
     "typer.main",
 )

@@ -99,9 +99,9 @@ def main() -> None:
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1")
 
     from megatron.config.load import read_config
-    from megatron.training import trainer
+    from megatron.training import train
 
-    prepare = trainer.build_training_run
+    prepare = train.build_training_run
 
     def prepared(*given: Any) -> Any:
         run = prepare(*given)
@@ -113,10 +113,10 @@ def main() -> None:
             run.batches = hanging(run.batches, how, Path(config).with_name("late"))
         return run
 
-    trainer.build_training_run = prepared
+    train.build_training_run = prepared
     if how in HURRIED:
         hurry_when_late(Path(config), rank == late)
-    trainer.train(read_config(Path(config)))
+    train.train(read_config(Path(config)))
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def count_operations(run: Path, last: int | None, report: Path) -> None:
 def live(job: Path, rank: int, world_size: int, port: int, last: int | None) -> None:
     """Run one rank from start to death, in a separate process."""
     from megatron.config.load import read_config
-    from megatron.training.trainer import train
+    from megatron.training.train import train
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")

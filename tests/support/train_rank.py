@@ -19,7 +19,7 @@ def main() -> None:
 
     from megatron.config.load import read_config
     from megatron.distributed.core_parallel import parallel_state
-    from megatron.training.trainer import train
+    from megatron.training.train import train
     from megatron.utils.errors import FarfieldError
 
     for file in sorted(job.glob("*.yml")):

@@ -17,7 +17,7 @@ from megatron.checkpoint.layout import find_latest_checkpoint, parse_step
 from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
-from megatron.reports.leaderboard_answers import build_answers
+from megatron.reports.leaderboard_summary import build_answers
 from megatron.reports.records import read_records
 from megatron.sweeps import worker_pool
 from megatron.sweeps.spec import read_sweep

@@ -8,7 +8,7 @@ from megatron.checkpoint import layout
 from megatron.config.load import read_config
 from megatron.sweeps import member_run
 from megatron.sweeps.spec import compute_run_identity, read_sweep
-from megatron.training.trainer import train
+from megatron.training.train import train
 from megatron.utils.errors import RunError, UserError
 
 from .conftest import BASE, run, write

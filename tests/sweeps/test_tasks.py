@@ -10,7 +10,7 @@ from megatron.model.build import build_model
 from megatron.reports.records import record_from_row
 from megatron.sweeps import remaining_work
 from megatron.sweeps.remaining_work import estimate_work
-from megatron.sweeps.run_sweep import sort_baselines_last
+from megatron.sweeps.results import sort_baselines_last
 from megatron.sweeps.spec import read_sweep
 
 SWEEP = """\

@@ -31,7 +31,7 @@ from megatron.training.check_resources import (
     find_vocab_size,
 )
 from megatron.training.resolve_run import resolve_remote_run, resolve_run
-from megatron.training.trainer import train
+from megatron.training.train import train
 from megatron.utils.errors import UserError
 from megatron.utils.formatting import format_bytes
 

@@ -16,7 +16,7 @@ from megatron.data.load_tokenizer import Vocabulary
 from megatron.distributed.hardware import LocalHardware
 from megatron.launch import slurm
 from megatron.launch.dispatch import launch_training
-from megatron.training.trainer import train
+from megatron.training.train import train
 from megatron.utils.errors import FarfieldError, UserError
 
 CPU = LocalHardware(num_gpus=0, num_cores=2)

@@ -18,13 +18,13 @@ from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import ParallelSizes
 from megatron.launch.console import run_console
-from megatron.training import summary, trainer
+from megatron.training import summary
 from megatron.training.console import ConsoleReporter
 from megatron.training.metrics import measure_matmul_tflops
 from megatron.training.metrics_log import TrainRecord
 from megatron.training.resolve_run import resolve_run
-from megatron.training.trainer import train
-from megatron.training.training_run import TrainingRun
+from megatron.training.train import train
+from megatron.training.training_run import TrainingRun, build_training_run
 from megatron.utils.formatting import format_count, format_quantity
 
 RECORD = TrainRecord(
@@ -220,7 +220,7 @@ def test_ends_name_the_next_command(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_a_silent_run_measures_nothing(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.summary, "estimate_seconds", None)
+    monkeypatch.setattr(summary, "estimate_seconds", None)
     train(tiny_config(corpus, train_iters=1))
 
 
@@ -241,7 +241,7 @@ def test_extending_a_finished_run_warns_of_a_rate_jump(corpus: Path, tmp_path: P
         stream = io.StringIO()
         reporter = ConsoleReporter(Console(file=stream, width=300), 8)
         config = resolve_run(tiny_config(corpus, **again, **more), LocalHardware.detect()).config
-        trainer.build_training_run(config, RankInfo(), reporter).close()
+        build_training_run(config, RankInfo(), reporter).close()
         return [line for line in stream.getvalue().splitlines() if "learning rate" in line]
 
     # Cosine from 1e-2 to 1e-4: step 3 of 4 uses 1e-4 + 99e-4 (1 + cos 3π/4)/2; step 4 of 8 uses the midpoint.

@@ -17,7 +17,7 @@ from megatron.evaluation.run import evaluate_runs
 from megatron.model.gpt import GPT
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.records import read_records
-from megatron.training.trainer import train
+from megatron.training.train import train
 from megatron.utils.errors import UserError
 from tools.rounding import compute_tolerance, count_gpt_sums
 

@@ -26,7 +26,8 @@ from megatron.training.loss_guard import ContinueRun, LossGuard, Rollback, Runni
 from megatron.training.metrics_log import find_divergence
 from megatron.training.resolve_run import resolve_run
 from megatron.training.summary import describe_stop
-from megatron.training.trainer import Trainer, train
+from megatron.training.train import train
+from megatron.training.trainer import Trainer
 from megatron.training.training_run import build_training_run
 from megatron.utils.errors import RunError, UserError
 

@@ -13,7 +13,7 @@ from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
 from megatron.config.load import load_config
 from megatron.position import registry
-from megatron.training.trainer import train
+from megatron.training.train import train
 from megatron.utils.errors import UserError
 from megatron.utils.project import SHIPPED_CONFIGS
 

@@ -24,9 +24,8 @@ from megatron.distributed.process_groups import init_distributed
 from megatron.model.parameter_groups import HiddenMatrix, list_hidden_matrices, parameter_groups
 from megatron.options.training import OptimizerChoice
 from megatron.training.engine import Engine
-from megatron.training.muon import COEFFICIENTS, list_pieces, orthogonalize
-from megatron.training.projected_optimizers import ProjectedLion
-from megatron.training.trainer import train
+from megatron.training.projected_optimizers import COEFFICIENTS, ProjectedLion, list_pieces, orthogonalize
+from megatron.training.train import train
 from megatron.utils.errors import UserError
 from tools.rounding import compute_tolerance, count_gpt_sums
 

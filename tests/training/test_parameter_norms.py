@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from tiny_runs import losses, records, same_weights, tiny_config, train_with_processes, write_corpora
 
 from megatron.checkpoint import layout
-from megatron.training.parameter_norms import TOTAL
-from megatron.training.trainer import train
+from megatron.training.optimizer import TOTAL
+from megatron.training.train import train
 from megatron.utils.errors import RunError
 from tools.rounding import compute_tolerance, count_gpt_sums
 

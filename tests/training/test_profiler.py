@@ -17,7 +17,8 @@ from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.training.profiler import PROFILE, format_kernels
 from megatron.training.resolve_run import resolve_run
-from megatron.training.trainer import TrainingHooks, train, train_resolved
+from megatron.training.train import train, train_resolved
+from megatron.training.trainer import TrainingHooks
 from megatron.utils.errors import UserError
 
 CPU = LocalHardware(num_gpus=0, num_cores=2)

@@ -182,6 +182,8 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
 def test_a_checkpoint_beyond_the_last_step_is_reported() -> None:
     notes = resolve_run(config("save=runs/a", "extra_save_iters=[1, 2, 9]"), LOGIN_NODE).notes
     assert notes == ("extra_save_iters 9: after train_iters 2, so nothing is saved",)
+    unknown = ("save=runs/a", "extra_save_iters=[9]", "train_iters=0", "train_epochs=1")
+    assert resolve_run(config(*unknown), LOGIN_NODE).notes == ()  # the number of steps depends on the data
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.load import load_config
-from megatron.config.schema import Config
+from megatron.config.stages import Stage, build_stages
 from megatron.options.training import OptimizerChoice, OptimizerOptions, OptimizerParams
 from megatron.training.schedule import (
     LearningRateSchedule,
@@ -152,9 +152,9 @@ def test_a_decay_that_is_added_to_a_trunk_is_no_jump() -> None:
     assert "drops to 5.00e-04: its decay now ends at step 550" in (late or "")
 
 
-def config(*keys: str) -> Config:
+def stages(*keys: str) -> tuple[Stage, ...]:
     shape = ("num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "optimizer.params.lr=1e-3")
-    return load_config([], [*shape, *keys]).config
+    return build_stages(load_config([], [*shape, *keys]).config)
 
 
 STYLES = {"linear": (), "cosine": (), "constant": (), "inverse_sqrt": (), "infinite": ("constant_lr=1e-4",)}
@@ -163,11 +163,11 @@ STYLES = {"linear": (), "cosine": (), "constant": (), "inverse_sqrt": (), "infin
 @pytest.mark.parametrize("style", STYLES)
 def test_a_too_long_warmup_is_reported_for_every_schedule(style: str) -> None:
     keys = (f"lr_decay_style={style}", *STYLES[style])
-    assert describe_late_warmup(config("train_iters=5", "lr_warmup_iters=30", *keys)) == (
+    assert describe_late_warmup(stages("train_iters=5", "lr_warmup_iters=30", *keys)) == (
         "lr_warmup_iters 30: warm-up does not end before train_iters 5; the rate reaches 16% of 0.001",
     )
-    assert describe_late_warmup(config("train_iters=100", "lr_warmup_iters=30", *keys)) == ()
-    assert describe_late_warmup(config("train_iters=4", "warmup=1.0", *keys)) == (
+    assert describe_late_warmup(stages("train_iters=100", "lr_warmup_iters=30", *keys)) == ()
+    assert describe_late_warmup(stages("train_iters=4", "warmup=1.0", *keys)) == (
         "warmup 1 (4 steps): warm-up does not end before train_iters 4; the rate reaches 80% of 0.001",
     )
 
@@ -175,16 +175,16 @@ def test_a_too_long_warmup_is_reported_for_every_schedule(style: str) -> None:
 @pytest.mark.parametrize("style", ["linear", "cosine"])
 def test_a_warmup_longer_than_the_decay_is_reported(style: str) -> None:
     keys = ("train_iters=100", "lr_warmup_iters=30", "lr_decay_iters=10", "min_lr=1e-5", f"lr_decay_style={style}")
-    assert describe_late_warmup(config(*keys)) == (
+    assert describe_late_warmup(stages(*keys)) == (
         "lr_warmup_iters 30: warm-up ends after lr_decay_iters 10, which leaves no decay: the rate drops "
         "from 9.68e-04 to 1.00e-05 at step 30",
     )
-    assert describe_late_warmup(config(*keys, "lr_decay_style=constant")) == ()
+    assert describe_late_warmup(stages(*keys, "lr_decay_style=constant")) == ()
 
 
 def test_a_too_long_warmup_of_a_stage_is_reported() -> None:
-    stages = "stages=[{until: 50}, {lr_decay_style: cosine, lr_warmup_iters: 70}]"
-    (line,) = describe_late_warmup(config("train_iters=100", "train_batch_size=1", "save=runs/a", stages))
+    changes = "stages=[{until: 50}, {lr_decay_style: cosine, lr_warmup_iters: 70}]"
+    (line,) = describe_late_warmup(stages("train_iters=100", "train_batch_size=1", "save=runs/a", changes))
     assert line.startswith("lr_warmup_iters 70: warm-up does not end before its last step 50; the rate reaches 70% of")
 
 
@@ -192,7 +192,7 @@ def test_a_refusal_of_wsd_names_the_values_that_were_given() -> None:
     with pytest.raises(
         UserError, match=r"lr_warmup_iters 30 \+ lr_wsd_decay_fraction 0.1 \(steps: 1\) are more steps than"
     ):
-        config("train_iters=5", "lr_warmup_iters=30", "lr_decay_style=wsd")
+        stages("train_iters=5", "lr_warmup_iters=30", "lr_decay_style=wsd")
 
 
 def test_the_difference_of_linear_decay_is_noted_for_gpt_neox_files() -> None:

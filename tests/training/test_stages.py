@@ -26,11 +26,12 @@ from megatron.distributed.process_groups import ProcessGroups
 from megatron.options.model import ModelOptions
 from megatron.planning.memory_estimate import estimate_memory
 from megatron.training import training_run
+from megatron.training.check_start import resolve_data
 from megatron.training.engine import Engine
-from megatron.training.resolve_data import resolve_data
 from megatron.training.resolve_run import resolve_run
 from megatron.training.schedule import build_schedule
-from megatron.training.trainer import Trainer, train
+from megatron.training.train import train
+from megatron.training.trainer import Trainer
 from megatron.utils.errors import RunError, UserError
 from megatron.utils.formatting import format_bytes
 

@@ -7,11 +7,11 @@ from tiny_runs import losses, records, same_weights, tiny_config, train_with_pro
 
 from megatron.checkpoint.load_model import load_model
 from megatron.config.schema import Config
-from megatron.data.dataloader import build_dataloader
 from megatron.data.datasets import SampleOrder, build_datasets
+from megatron.data.torch_data import build_dataloader
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import build_single_process_groups
-from megatron.training.trainer import train
+from megatron.training.train import train
 from megatron.utils.errors import UserError
 
 

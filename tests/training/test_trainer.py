@@ -19,7 +19,7 @@ from megatron.config.load import read_config
 from megatron.data.datasets import load_token_stream
 from megatron.training.engine import Engine
 from megatron.training.metrics_log import METRICS_FILE, read_metrics_log
-from megatron.training.trainer import train
+from megatron.training.train import train
 from megatron.utils.errors import RunError, UserError
 
 

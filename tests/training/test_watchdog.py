@@ -17,7 +17,7 @@ from torch.distributed.flight_recorder import fr_trace
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.training.hang_report import STACKS, RankReport, describe_reports
 from megatron.training.metrics_log import HEARTBEAT_FILE
-from megatron.training.trainer import train
+from megatron.training.train import train
 from megatron.training.watchdog import Heartbeat, Watchdog, diagnose_hang
 
 SCRIPT = Path(__file__).parents[1] / "support/hanging_rank.py"
@@ -177,9 +177,9 @@ def test_a_silent_rank_is_named_before_a_waiting_rank() -> None:
 
 def test_the_operation_with_the_fewest_ranks_is_reported() -> None:
     waits = RankReport("megatron/training/engine.py:1 step", "all_reduce of 4 int64 over gloo among ranks 0-3", 3)
-    reported = describe_reports({0: waits, 1: waits, 2: RankReport("megatron/data/dataloader.py:2 next"), 3: waits})
+    reported = describe_reports({0: waits, 1: waits, 2: RankReport("megatron/data/torch_data.py:2 next"), 3: waits})
     assert reported == [
-        "rank 2 is at megatron/data/dataloader.py:2 next",
+        "rank 2 is at megatron/data/torch_data.py:2 next",
         "ranks 0-1,3 wait in all_reduce of 4 int64 over gloo among ranks 0-3, with 2 more pending "
         "(megatron/training/engine.py:1 step)",
     ]

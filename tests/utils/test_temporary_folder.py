@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.utils import temporary_folder as module
-from megatron.utils.temporary_folder import OWNER_FILE, remove_stale_folders, temporary_folder
+from megatron.utils import atomic_directory as module
+from megatron.utils.atomic_directory import OWNER_FILE, remove_stale_folders, temporary_folder
 
 MAKER = """
-from megatron.utils.temporary_folder import temporary_folder
+from megatron.utils.atomic_directory import temporary_folder
 with temporary_folder("test") as folder:
     (folder / "content").mkdir()
     print(folder, flush=True)

@@ -90,7 +90,7 @@ def train_run(corpus: Path, folder: Path, method: str, mask: str, steps: int, se
     from megatron.checkpoint.trained_run import open_runs
     from megatron.config.load import merge_documents
     from megatron.config.yaml_files import read_yaml
-    from megatron.training.trainer import train
+    from megatron.training.train import train
     from megatron.utils.errors import UserError
 
     try:

@@ -180,7 +180,7 @@ def main() -> None:
 
     if not torch.cuda.is_available():
         sys.exit("error: no CUDA device found")
-    from megatron.rehearsal.synthetic_corpus import write_synthetic_corpus
+    from megatron.rehearsal.rehearsed_run import write_synthetic_corpus
 
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -139,7 +139,7 @@ class StepMeter:
         self.counts: list[dict[str, int]] = []
 
     def measure(self, step: Any) -> None:
-        from megatron.rehearsal.null_device.library import read_counters
+        from megatron.rehearsal.null_device.recorder import read_counters
 
         before, cpu, wall = read_counters(), time.process_time(), time.perf_counter()
         step()
@@ -203,7 +203,7 @@ def measure_case(case: Case) -> list[dict[str, Any]]:
 
 def measure_flagship(case: Case) -> list[dict[str, Any]]:
     """Measure the flagship's first rank: cost of a micro-batch and of the optimizer step."""
-    from megatron.rehearsal.unset_weights import without_weight_values
+    from megatron.rehearsal.missing_ranks import without_weight_values
     from megatron.utils.signals import GracefulStop
 
     with ExitStack() as stack:
@@ -264,8 +264,7 @@ def start_case(case: Case, folder: Path, card: str) -> list[dict[str, Any]]:
         SystemExit: if the process fails, with the end of its output.
     """
     from megatron.distributed.launcher_environment import RankInfo
-    from megatron.rehearsal.null_device.environment import build_environment
-    from megatron.rehearsal.null_device.gpu_models import get_gpu_model
+    from megatron.rehearsal.null_device.environment import build_environment, get_gpu_model
 
     file = folder / f"{case.size}-{case.ranks}.json"
     file.write_text(json.dumps(asdict(case)))
@@ -347,7 +346,7 @@ def main() -> None:
 
 def measure_all(arguments: Any) -> None:
     """Measure every case in turn; write the record after each."""
-    from megatron.rehearsal.synthetic_corpus import write_synthetic_corpus
+    from megatron.rehearsal.rehearsed_run import write_synthetic_corpus
     from megatron.utils.errors import FarfieldError
 
     def split(value: str | list[str]) -> list[str]:

@@ -36,13 +36,12 @@ from megatron.config.load import load_config  # noqa: E402
 from megatron.distributed.launcher_environment import ADDRESS, RankInfo  # noqa: E402
 from megatron.launch.rank_group import find_free_port  # noqa: E402
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory  # noqa: E402
-from megatron.rehearsal.null_device.environment import build_environment  # noqa: E402
-from megatron.rehearsal.null_device.gpu_models import get_gpu_model  # noqa: E402
+from megatron.rehearsal.null_device.environment import build_environment, get_gpu_model  # noqa: E402
 from megatron.rehearsal.rank_process import RankJob, RankResult  # noqa: E402
 from megatron.rehearsal.rehearsed_run import RehearsedRun, plan_rehearsal  # noqa: E402
+from megatron.utils.atomic_directory import temporary_folder  # noqa: E402
 from megatron.utils.errors import RunError, UserError  # noqa: E402
 from megatron.utils.imports import SAFE_PATH_VARIABLE  # noqa: E402
-from megatron.utils.temporary_folder import temporary_folder  # noqa: E402
 
 BACKENDS = {
     "auto": ("attention_backend=auto", "attention_check=false"),

@@ -251,8 +251,8 @@ def run_case(case: Case, corpus: Path, run: Path, world_size: int = 1) -> Outcom
     from rich.console import Console
 
     from megatron.attention.backends import triton as triton_backend
-    from megatron.rehearsal.null_device.library import read_counters
-    from megatron.training.trainer import train
+    from megatron.rehearsal.null_device.recorder import read_counters
+    from megatron.training.train import train
     from megatron.utils.errors import FarfieldError
 
     triton_backend._warn_fallback.cache_clear()  # each case must repeat messages that a run prints once
@@ -306,7 +306,7 @@ FOREIGN = re.compile(r"site-packages/(?!torch/|triton/)")
 @contextmanager
 def _listen() -> Iterator[_MessageRecorder]:
     """Collect Python warnings, the project's log messages and C++ messages, and keep them off the terminal."""
-    from megatron.model.compiled_regions import ignore_compiler_warnings
+    from megatron.model.layer_config import ignore_compiler_warnings
 
     recorder, logger = _MessageRecorder(), logging.getLogger("megatron")
     logger.addHandler(recorder)

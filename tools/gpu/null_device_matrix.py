@@ -26,9 +26,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megatron.rehearsal.null_device.environment import build_environment  # noqa: E402
-from megatron.rehearsal.null_device.gpu_models import GPU_MODELS, get_gpu_model  # noqa: E402
-from megatron.rehearsal.synthetic_corpus import write_synthetic_corpus  # noqa: E402
+from megatron.rehearsal.null_device.environment import GPU_MODELS, build_environment, get_gpu_model  # noqa: E402
+from megatron.rehearsal.rehearsed_run import write_synthetic_corpus  # noqa: E402
 from megatron.utils.errors import FarfieldError  # noqa: E402
 from tools.arguments import ToolParser, comma_separated, parse_output_path, print_interrupts_in_one_line  # noqa: E402
 from tools.gpu.null_device_cases import (  # noqa: E402

@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megatron.evaluation.analysis.analysis import Figure, Table
-from megatron.evaluation.analysis.page import PageSection, render_analysis_page
+from megatron.evaluation.analysis.run import PageSection, render_analysis_page
 from megatron.reports.charts import Chart
 from megatron.reports.leaderboard import Ablation, Leaderboard
 from megatron.reports.line_chart import HorizontalAxis, Line, build_line_chart

@@ -13,7 +13,7 @@ sys.path[:0] = [str(ROOT)]
 
 import torch  # noqa: E402
 
-from megatron.data.dataloader import Batch, build_dataloader  # noqa: E402
+from megatron.data.torch_data import Batch, build_dataloader  # noqa: E402
 from megatron.distributed import rng  # noqa: E402
 from megatron.distributed.launcher_environment import RankInfo  # noqa: E402
 from megatron.distributed.process_groups import ProcessGroups, init_distributed  # noqa: E402

@@ -9,51 +9,43 @@ B batch, h heads of a rank, R its rows of a segment, C columns, d head dimension
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.attention.backends.backend import AttentionBackend, compute_document_masks
-from megatron.attention.check.compared_rows import (
+from megatron.attention.check.exact_part import (
+    PARAMETER_PREFIXES,
     ROWS_PER_RANGE,
+    SEED,
     CheckedDocuments,
     RowRange,
+    attend_as_fused,
     choose_slabs,
+    copy_perturbed,
     count_documents,
     count_pairs,
+    list_parameters,
 )
-from megatron.attention.check.fused_reference import attend_as_fused
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import precompute_terms, sum_gates
-from megatron.attention.segments import (
-    ALL_SEQUENCES,
-    Segment,
-    attend_segments,
-)
+from megatron.attention.segments import ALL_SEQUENCES, Segment, attend_segments
 from megatron.attention.softmax import SoftmaxSink, build_softmax_sink
 from megatron.position.base import ConvolutionParameters
-from megatron.position.bounded_parameter import BoundedParameter
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.token_range import ALL_HEADS, TokenRange
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
 MAX_PAIRS = 1 << 33
 """Maximum number of scores that a backend computes: about a second of row blocks with a processor on an A100."""
 MAX_EXACT_PAIRS = 1 << 24
-"""Maximum number of scores computed in float64: all heads of 512 rows, or the last rows of a long sequence; 128 MB
-each."""
-PERTURBATION = 0.1
-"""Relative change of the parameters: some start at values (zero) that would hide a wrong gradient."""
+"""Maximum number of scores in float64: all heads of 512 rows, or the last rows of a long sequence; 128 MB each."""
 GRADIENT_SIZE = 1 / 16
 """Size of the output's gradient: its sums over all rows fit float16, as with a loss scale in training."""
-SEED = 20
-PARAMETER_PREFIXES = ("encoding.", "processor.", "sink.")
-"""Prefixes of parameter names in results."""
 
 
 @dataclass(frozen=True)
@@ -259,12 +251,7 @@ class CheckProblem:
         gates: Tensor | None,
         **changes: Any,
     ) -> Tensor:
-        """Compute the output of some rows, each document separately.
-
-        Args:
-            rows: rows of all sequences of `documents`.
-            changes: changes to the backend's inputs.
-        """
+        """Compute the output of some rows of all sequences, each document separately, with changed inputs."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, segment: Segment) -> Tensor:
             row_bias, key_bias = sum_gates(gates, segment.tokens.length)
@@ -296,7 +283,7 @@ class CheckProblem:
         q_leaves = [q.detach().requires_grad_() for q in queries]
         k_leaf, v_leaf = k.detach().requires_grad_(), v.detach().requires_grad_()
         outputs = [self._attend(backend, i, q, k_leaf, v_leaf) for i, q in enumerate(q_leaves)]
-        named = dict(_named_parameters(self.encoding, self.processor, self.sink))
+        named = dict(list_parameters(self.encoding, self.processor, self.sink))
         leaves = [*q_leaves, k_leaf, v_leaf, *named.values()]
         results = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True, materialize_grads=True)
         names = [*(f"dq{i}" for i in range(len(queries))), "dk", "dv", *named]
@@ -378,7 +365,7 @@ class CheckProblem:
                 # Drop columns that no row depends on.
                 block = inputs.select_rows(0, row_range.stop - row_range.start)
                 outputs.append(attend_as_fused(precompute_terms(block)))
-        named = dict(_named_parameters(encoding, processor, sink))
+        named = dict(list_parameters(encoding, processor, sink))
         leaves = [*q_leaves, *k_leaves, *v_leaves, *named.values()]
         found = list(torch.autograd.grad(outputs, leaves, upstream, allow_unused=True, materialize_grads=True))
         parts = {"output": outputs, "dq": q_leaves, "dk": k_leaves, "dv": v_leaves}
@@ -408,7 +395,7 @@ class CheckProblem:
         convolutions = self.processor.kernel_parameters()
         if not isinstance(convolutions, ConvolutionParameters):
             return {}
-        names = {id(x): name for name, x in _named_parameters(self.encoding, self.processor, None)}
+        names = {id(x): name for name, x in list_parameters(self.encoding, self.processor, None)}
         pair = names.get(id(convolutions.bias2)), names.get(id(convolutions.weight2))
         return {} if pair[0] is None or pair[1] is None else {pair[0]: pair[1]}
 
@@ -443,10 +430,10 @@ def build_problem(
         softmax_type: how weights are computed from logits.
         documents: documents of the sequences, if separated; the last sequence is compared.
     """
-    own = _copy_perturbed(encoding, dtype, device)
-    own_processor = None if processor is None else _copy_perturbed(processor, dtype, device)
+    own = copy_perturbed(encoding, dtype, device)
+    own_processor = None if processor is None else copy_perturbed(processor, dtype, device)
     sink = build_softmax_sink(softmax_type, encoding.dims.num_heads)
-    own_sink = None if sink is None else _copy_perturbed(sink, dtype, device)
+    own_sink = None if sink is None else copy_perturbed(sink, dtype, device)
     of_softmax = (softcap, softmax_type, own_sink)
     problem = CheckProblem(own, own_processor, segments, batch, window, heads, dtype, device, *of_softmax, documents)
     affordable = MAX_PAIRS // (problem.num_heads * problem.pairs_per_head)
@@ -460,27 +447,3 @@ def build_problem(
     last = [min(rows, tokens.length) for tokens in segments]
     cut = tuple(replace(s, start=s.stop - n, length=n) for s, n in zip(segments, last, strict=True))
     return replace(problem, segments=cut)
-
-
-def _copy_perturbed(module: ModuleT, dtype: torch.dtype, device: torch.device) -> ModuleT:
-    """Copy a module with disturbed parameters of the given type. Its tables keep their type, as in training."""
-    copied = copy.deepcopy(module).to(device)
-    generator = torch.Generator().manual_seed(SEED)
-    with torch.no_grad():
-        for parameter in copied.parameters():
-            drawn = 2 * torch.rand(parameter.shape, generator=generator) - 1
-            size = parameter.cpu().float().abs()
-            change = PERTURBATION * drawn * torch.where(size > 0, size, 1.0)
-            parameter.data = (parameter.cpu().float() + change).to(device, dtype)
-        for part in copied.modules():
-            if isinstance(part, BoundedParameter):
-                part.clamp_to_bounds()
-    return copied.requires_grad_(True)
-
-
-def _named_parameters(
-    encoding: Encoding, processor: Processor | None, sink: SoftmaxSink | None
-) -> Iterator[tuple[str, nn.Parameter]]:
-    for prefix, module in zip(PARAMETER_PREFIXES, (encoding, processor, sink), strict=True):
-        if module is not None:
-            yield from ((f"{prefix}{name}", parameter) for name, parameter in module.named_parameters())

@@ -5,8 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from megatron.rehearsal.null_device.environment import VOID_RESULTS, build_environment
-from megatron.rehearsal.null_device.gpu_models import get_gpu_model
+from megatron.rehearsal.null_device.environment import VOID_RESULTS, build_environment, get_gpu_model
 from megatron.utils.errors import FarfieldError
 
 MAX_DEVICES = 64

@@ -20,7 +20,7 @@ struct counters null_device_counters;
 static struct card card;
 static pthread_once_t card_once = PTHREAD_ONCE_INIT;
 
-/* FARFIELD_NULL_DEVICE is "name;key=value;…", written by environment.py from the table in gpu_models.py. */
+/* FARFIELD_NULL_DEVICE is "name;key=value;…", written by environment.py from its table of GPUs. */
 static void read_card(void) {
     const char *text = getenv("FARFIELD_NULL_DEVICE");
     if (text == NULL) return;

@@ -19,7 +19,7 @@ struct card {
     long devices;      /* devices per node */
 };
 
-/* Same order as `Counters` in library.py. */
+/* Same order as `Counters` in recorder.py. */
 struct counters {
     long launches; /* launches through the CUDA runtime: PyTorch's own kernels */
     long triton;   /* launches through the driver: Triton's and NVRTC's kernels */

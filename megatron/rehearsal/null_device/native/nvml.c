@@ -1,5 +1,5 @@
 /* NVML, with which PyTorch counts devices before it uses one. The library is also installed under NVML's file name
-   (build.py). */
+   (environment.py). */
 #include "null_device.h"
 
 #include <stdio.h>

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from megatron.checkpoint import rng_state, tensor_files
+from megatron.checkpoint import tensor_files
+from megatron.distributed import rng
 from megatron.utils.errors import RunError
 
 
@@ -19,19 +20,19 @@ def draw() -> tuple[object, ...]:
 
 def test_captured_results_are_returned(tmp_path: Path) -> None:
     draw()  # an odd number of Gaussians leaves a cached value in the generators
-    tensor_files.write_tensors(tmp_path / "states", *rng_state.pack_rng_state(rng_state.capture_rng_state()))
+    tensor_files.write_tensors(tmp_path / "states", *rng.pack_rng_state(rng.capture_rng_state()))
     expected = draw()
     assert draw() != expected
     with safe_open(tmp_path / "states", "pt") as file:
-        rng_state.restore_rng_state(rng_state.unpack_rng_state(file))
+        rng.restore_rng_state(rng.unpack_rng_state(file))
     assert draw() == expected
 
 
 def test_random_states_of_a_gpu_are_saved(tmp_path: Path) -> None:
     gpu = {"cuda": torch.arange(16, dtype=torch.uint8), "tracker": {"model-parallel-rng": torch.ones(4)}}
-    tensor_files.write_tensors(tmp_path / "states", *rng_state.pack_rng_state(rng_state.capture_rng_state() | gpu))
+    tensor_files.write_tensors(tmp_path / "states", *rng.pack_rng_state(rng.capture_rng_state() | gpu))
     with safe_open(tmp_path / "states", "pt") as file:
-        found = rng_state.unpack_rng_state(file)
+        found = rng.unpack_rng_state(file)
     assert torch.equal(found["cuda"], gpu["cuda"])
     assert torch.equal(found["tracker"]["model-parallel-rng"], torch.ones(4))
 
@@ -43,4 +44,4 @@ def test_a_file_without_random_states_is_rejected(tmp_path: Path, metadata: dict
         safe_open(tmp_path / "states", "pt") as file,
         pytest.raises(RunError, match="not the random states of a process"),
     ):
-        rng_state.unpack_rng_state(file)
+        rng.unpack_rng_state(file)

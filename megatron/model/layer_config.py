@@ -1,8 +1,8 @@
-"""Regions of a training step that torch.compile fuses: everything but attention.
+"""Megatron-core's configuration of the layers, and the regions of a training step that torch.compile fuses.
 
-On a GPU, biases, residual sums, norms, activations, rotation and the loss are limited by memory bandwidth and kernel
-launches. Each layer therefore has two regions, before and after its attention, and the loss is a third. torch.compile
-generates the kernels of their forward and backward passes.
+The regions are everything but attention. On a GPU, biases, residual sums, norms, activations, rotation and the loss are
+limited by memory bandwidth and kernel launches. Each layer therefore has two regions, before and after its attention,
+and the loss is a third. torch.compile generates the kernels of their forward and backward passes.
 
 The regions are the layer's own code (`layer.py`), so no formula exists twice. Evaluation, generation and CPUs run it
 eagerly. So does a GPU with `compile_regions: false`, with hidden dropout, or if tensor parallelism or ZeRO 3 shards a
@@ -10,6 +10,7 @@ layer's weights. All layers share one compilation, done in the first step.
 """
 
 import logging
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +18,21 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from megatron.distributed.mesh import ParallelSizes
 from megatron.model.core_modules import TransformerConfig
+from megatron.model.mup import MupScaling
+from megatron.options.model import (
+    GATED_ACTIVATIONS,
+    InitMethod,
+    ModelOptions,
+    ffn_hidden_size,
+    head_dim,
+    norm_epsilon,
+    num_kv_heads,
+)
 from megatron.position.numerics import soft_cap
 
 logger = logging.getLogger(__name__)
@@ -117,3 +130,77 @@ def compute_log_z(logits: Tensor, labels: Tensor, first: int, cap: float | None)
     # Avoid gather: its gradient would be written out in float32.
     is_label = torch.arange(first, first + logits.shape[-1], device=logits.device) == labels.t()[..., None]
     return log_z.t(), torch.where(is_label, values, 0.0).sum(-1).t()
+
+
+Init = Callable[[Tensor], Tensor]
+
+
+def init_method(name: InitMethod, *, std: float, num_layers: int, hidden_size: int) -> Init:
+    """Return the function that initializes a weight in place.
+
+    normal: N(0, std²). scaled_normal: N(0, std²/2L) (Radford et al. 2019). small_init: N(0, 2/5D) (Nguyen & Salazar
+    2019). wang_init: N(0, (2/L√D)²) (Wang & Komatsuzaki 2021). xavier_*: Glorot & Bengio 2010.
+    """
+    deviations = {
+        "normal": std,
+        "scaled_normal": std / math.sqrt(2 * num_layers),
+        "small_init": math.sqrt(2 / (5 * hidden_size)),
+        "wang_init": 2 / num_layers / math.sqrt(hidden_size),
+    }
+    if name in deviations:
+        return lambda weight: nn.init.normal_(weight, 0.0, deviations[name])
+    return {"xavier_uniform": nn.init.xavier_uniform_, "xavier_normal": nn.init.xavier_normal_}[name]
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Return x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))/2 (Hendrycks & Gimpel 2016)."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS = {
+    "gelu": F.gelu, "gelu_tanh": gelu_tanh, "relu": F.relu, "silu": F.silu, "geglu": F.gelu, "geglu_tanh": gelu_tanh,
+    "swiglu": F.silu,
+}  # fmt: skip
+
+
+def transformer_config(
+    model: ModelOptions, mup: MupScaling | None, dtype: torch.dtype, sizes: ParallelSizes
+) -> LayerConfig:
+    """Return megatron-core's configuration of a model.
+
+    Weights are initialized on the CPU, so that they do not depend on the device.
+    """
+    layers = model.num_layers if mup is None else mup.base_layers
+    width = model.mup_base_hidden_size or model.hidden_size  # muP scales the base model's deviations
+
+    def init(name):  # type: ignore[no-untyped-def]
+        return init_method(name, std=model.init_method_std, num_layers=layers, hidden_size=width)
+
+    return LayerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=num_kv_heads(model),
+        kv_channels=head_dim(model),
+        ffn_hidden_size=ffn_hidden_size(model),
+        normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
+        layernorm_epsilon=norm_epsilon(model, model.norm),
+        activation_func=ACTIVATIONS[model.activation],
+        gated_linear_unit=model.activation in GATED_ACTIVATIONS,
+        add_bias_linear=model.use_bias_in_mlp,  # `SelfAttention` has its own setting
+        init_method=init(model.init_method),
+        output_layer_init_method=init(model.output_layer_init_method),
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=sizes.tensor,
+        params_dtype=dtype,
+        compile_regions=model.compile_regions,
+        # megatron-core's fusions stay off: compiled regions replace them.
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        cuda_graph_scope=[],  # no graphs; megatron-core's default, "full", is deprecated and causes a warning
+    )

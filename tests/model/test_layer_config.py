@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.model import compiled_regions
-from megatron.model.compiled_regions import compute_log_z
+from megatron.model import layer_config
 from megatron.model.layer import rotate_heads
+from megatron.model.layer_config import compute_log_z
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
 from megatron.position.encodings.rotary import Rotary
@@ -92,14 +92,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def fail(message: str, *values: object) -> None:
         raise AssertionError(message % values)
 
-    monkeypatch.setattr(compiled_regions, "runs_compiled", lambda x: True)
-    monkeypatch.setattr(compiled_regions, "COMPILE_ARGUMENTS", {"backend": "aot_eager"})
-    monkeypatch.setattr(compiled_regions.logger, "warning", fail)
-    compiled_regions.compile_region.cache_clear()
+    monkeypatch.setattr(layer_config, "runs_compiled", lambda x: True)
+    monkeypatch.setattr(layer_config, "COMPILE_ARGUMENTS", {"backend": "aot_eager"})
+    monkeypatch.setattr(layer_config.logger, "warning", fail)
+    layer_config.compile_region.cache_clear()
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     yield
-    compiled_regions.compile_region.cache_clear()
+    layer_config.compile_region.cache_clear()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -141,7 +141,7 @@ def test_training_in_other_types(dtype: torch.dtype, tolerance: float, compiled:
 def test_training_with_inductor(name: str, compiled: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # Inductor's cache for CPUs serves code of another instruction set (ATEN_CPU_CAPABILITY), with wrong results.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compiled_regions, "COMPILE_ARGUMENTS", {"options": {"compile_threads": 1}})
+    monkeypatch.setattr(layer_config, "COMPILE_ARGUMENTS", {"options": {"compile_threads": 1}})
     found = _train(_build(name))
     _assert_close(found, _train(_build(name, compile_regions=False)))
     torch.compiler.reset()  # as a resumed run, which compiles anew
@@ -190,7 +190,7 @@ def test_weights_sharded_by_zero_3_are_gathered_by_their_modules(compiled: None)
     for layer in gpt.local_layers:
         layer.self_attention.linear_qkv.weight.ds_id = 1
     attention, hidden = layer.self_attention, torch.zeros(1)
-    assert compiled_regions.can_compile(gpt.config, hidden)
+    assert layer_config.can_compile(gpt.config, hidden)
     assert not attention.can_compile(hidden)
 
 
@@ -199,8 +199,8 @@ def test_a_region_that_cannot_be_compiled_runs_eagerly(compiled: None, monkeypat
         raise RuntimeError("no compiler here\nand more")
 
     lines: list[str] = []
-    monkeypatch.setattr(compiled_regions, "COMPILE_ARGUMENTS", {"backend": refuse})
-    monkeypatch.setattr(compiled_regions.logger, "warning", lambda message, *values: lines.append(message % values))
+    monkeypatch.setattr(layer_config, "COMPILE_ARGUMENTS", {"backend": refuse})
+    monkeypatch.setattr(layer_config.logger, "warning", lambda message, *values: lines.append(message % values))
     expected = _train(_build("as GPT-2", compile_regions=False))
     _assert_close(_train(_build("as GPT-2")), expected)
     assert len(lines) == 3  # one of each region, not of each layer

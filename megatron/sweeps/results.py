@@ -1,0 +1,140 @@
+"""Results of a sweep: records of its members so far, tables on the console, and the report in its folder."""
+
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from megatron.reports.comparison_table import build_comparison_tables
+from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
+from megatron.reports.records import RESULTS_FILE, Record, RunFailure
+from megatron.reports.results_output import print_comparison_tables, print_leaderboard
+from megatron.sweeps.spec import Sweep, SweepMember, find_ablations
+from megatron.utils.project import PROGRAM
+
+if TYPE_CHECKING:
+    from megatron.reports.paper_experiment import Experiment
+
+
+REPORT_FILE = "report.html"
+REPORT_FRACTION = 0.05
+"""Maximum fraction of a sweep's time spent on rewriting its report."""
+
+
+@dataclass
+class SweepResults:
+    """Results so far, and the time of the next write."""
+
+    sweep: Sweep
+    records: dict[SweepMember, list[Record]]
+    failures: dict[SweepMember, RunFailure]
+    next_write: float = 0.0
+
+    def list_records(self) -> list[Record]:
+        """Return all records, in the order of the sweep's members."""
+        return sort_baselines_last([record for member in self.sweep.members for record in self.records.get(member, ())])
+
+    def list_failures(self) -> list[RunFailure]:
+        return [self.failures[member] for member in self.sweep.members if member in self.failures]
+
+    def write_if_due(self) -> None:
+        """Rewrite results and report unless this would exceed their share of the time; it can take half a minute."""
+        start_time = time.monotonic()
+        if start_time >= self.next_write and self.records:
+            self.write()
+            self.next_write = time.monotonic() + (time.monotonic() - start_time) / REPORT_FRACTION
+
+    def write(self) -> None:
+        if self.records:
+            _write_results(self.sweep, self.list_records(), self.list_failures(), list(self.records))
+
+
+def print_results(sweep: Sweep, records: Sequence[Record], failures: Sequence[RunFailure], console: Console) -> None:
+    """Print the tables of a sweep on the console."""
+    options, experiment = sweep.options, _build_experiment(sweep)
+    if (leaderboard := experiment.get_leaderboard()) is not None:
+        print_leaderboard(console, LeaderboardReport(leaderboard, build_comparison_tables(records, failures)))
+        return
+    print_comparison_tables(console, records, failures, own_seeds=options.has_own_seeds)
+    for grid in (
+        experiment.build_tables(records, failures=failures)
+        if options.published or options.against or options.differences
+        else ()
+    ):
+        console.print(f"\n{grid.to_text()}", end="", markup=False, highlight=False, soft_wrap=True)
+
+
+def suggest_comparison(sweep: Sweep, records: Sequence[Record], failures: Sequence[RunFailure]) -> str | None:
+    """Return a hint with the command that compares methods with the first one.
+
+    Returns None if the report already compares methods or there is nothing to compare.
+    """
+    if failures or sweep.options.against is not None or sweep.options.leaderboard is not None:
+        return None
+    methods = list(dict.fromkeys(record.method for record in records if not record.is_trivial_baseline))
+    if len(methods) < 2:
+        return None
+    command = shlex.join([PROGRAM, "report", str(sweep.output_folder), "--against", methods[0]])
+    has_seeds = len({record.seed for record in records if record.method == methods[0]}) > 1
+    says = f"shows which differences from {methods[0]} are significant" if has_seeds else f"compares with {methods[0]}"
+    return f"next: {command} {says}"
+
+
+def sort_baselines_last(records: Sequence[Record]) -> list[Record]:
+    """Return the records of runs, then baselines without duplicates: every run of a task repeats the same baselines."""
+    baselines = [record for record in records if record.run is None]
+    runs = [record for record in records if record.run is not None]
+    return [*runs, *(record for index, record in enumerate(baselines) if record not in baselines[:index])]
+
+
+def _write_results(
+    sweep: Sweep, records: Sequence[Record], failures: Sequence[RunFailure], done: Sequence[SweepMember]
+) -> None:
+    """Rewrite results and report for the completed members."""
+    from megatron.launch.live_server import TrainingMonitor
+    from megatron.reports import paper_experiment, report
+    from megatron.reports.citation import format_command
+    from megatron.reports.results_output import write_results
+
+    output, experiment = sweep.output_folder, _build_experiment(sweep)
+    tables = experiment.build_tables(records, failures=failures)
+    section = report.ReportSection(
+        sweep.options.title, records, tables, failures, experiment.own_seeds, experiment.get_leaderboard()
+    )
+    board = report.build_leaderboard_report(section)
+    drawn = None if board is None else report.select_shown_records(section, board)
+    write_results(output, records, failures, own_seeds=sweep.options.has_own_seeds, drawn=drawn)
+    if experiment.has_information:  # so that results of several sweeps can be combined
+        paper_experiment.write_experiment(output / RESULTS_FILE, experiment)
+    texts = dict(sweep.texts)
+    texts |= {str(member.get_path_beside(".yml")): member.text for member in done}
+    missing = len(sweep.members) - len(done) - len(failures)
+    runs = [member.folder for member in sweep.members if member.folder.is_dir()]
+    report.write_report(
+        output / REPORT_FILE,
+        [section],
+        num_pending_runs=missing,
+        configurations=texts,
+        command=format_command(),
+        training=TrainingMonitor().describe(runs),
+    )
+
+
+def _build_experiment(sweep: Sweep) -> "Experiment":
+    from megatron.reports.paper_experiment import Experiment, PublishedTable
+
+    options = sweep.options
+    published = tuple(
+        PublishedTable(table.source, table.train_length, table.metric, tuple(table.lengths), dict(table.rows))
+        for table in options.published
+    )
+    leaderboard = None
+    if options.leaderboard is not None:
+        ablations = tuple(Ablation(*ablation) for ablation in find_ablations(sweep))
+        leaderboard = Leaderboard(options.against or sweep.members[0].variant, ablations, options.leaderboard.num_shown)
+    return Experiment(
+        options.title, options.against, published, tuple(options.differences), options.has_own_seeds, leaderboard
+    )
