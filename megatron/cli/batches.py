@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron.cli.console import print_to_stderr
+from megatron.cli.arguments import print_to_stderr
 from megatron.utils.errors import UserError
 from megatron.utils.formatting import format_quantity
 

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from megatron.data.dataloader import DistributedBatchSampler
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.run_folder import get_config_path, is_saved_config
@@ -25,7 +26,6 @@ from megatron.config.load import read_config
 from megatron.config.schema import Config
 from megatron.config.stages import build_stages, find_writing_stage
 from megatron.data.blend import DatasetSlice
-from megatron.data.dataloader import DistributedBatchSampler
 from megatron.data.datasets import Datasets, SampleOrder, build_datasets, open_dataset_slices
 from megatron.data.load_tokenizer import Vocabulary, read_vocabulary
 from megatron.data.stage_order import StageOrder

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.data.dataloader import build_dataloader
 from rich.console import Console
 from tiny_runs import losses, records, tiny_config, train_with_processes, write_corpora
 
 from megatron.checkpoint import layout
 from megatron.cli.batches import describe_reading, escape_control_characters, parse_steps, what_was_in
 from megatron.config.schema import Config
-from megatron.data.dataloader import build_dataloader
 from megatron.data.indexed_dataset import open_indexed
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.training.batch_contents import BatchHistory
