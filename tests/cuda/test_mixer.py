@@ -11,7 +11,7 @@ import torch
 import triton
 
 from megatron.kernels.cdape_attention import logit_gradient, mixer_forward
-from megatron.kernels.cdape_attention.geometry import BLOCK_BYTES, KernelFamily, choose_kernel
+from megatron.kernels.cdape_attention.geometry import BLOCK_BYTES, KernelFamily, KernelForm, choose_kernel
 from megatron.kernels.cdape_attention.mixer import TO_SCORES, TO_WEIGHTS, VARIABLE
 from megatron.kernels.cuda.compile import compile_kernel
 
@@ -82,13 +82,17 @@ FAMILIES = [mixer_forward.KERNELS, logit_gradient.KERNELS, TO_SCORES, TO_WEIGHTS
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize(
-    ("dim", "dtype", "is_local"), [(64, torch.bfloat16, False), (64, torch.bfloat16, True), (96, torch.float16, False)]
+    "form",
+    [
+        KernelForm(3, 64, torch.bfloat16),
+        KernelForm(3, 64, torch.bfloat16, is_local=True),
+        KernelForm(3, 96, torch.float16),
+        KernelForm(1, 64, torch.bfloat16),
+    ],
 )
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_kernels_compile_with_few_spills(
-    family: KernelFamily, dim: int, dtype: torch.dtype, is_local: bool, arch: int, tmp_path: Path
-) -> None:
-    kernel = choose_kernel(family, dim, dtype, arch, is_local=is_local)
+def test_kernels_compile_with_few_spills(family: KernelFamily, form: KernelForm, arch: int, tmp_path: Path) -> None:
+    kernel = choose_kernel(family, form, arch)
     assert kernel is not None
     assert kernel.code.shared_bytes <= BLOCK_BYTES[arch]
     code, name = compile_kernel(kernel.code, arch)

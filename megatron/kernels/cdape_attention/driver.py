@@ -32,7 +32,7 @@ from megatron.kernels.cdape_attention.configs import (
     transposed_product_constants,
 )
 from megatron.kernels.cdape_attention.forward import _processor_fwd_kernel
-from megatron.kernels.cdape_attention.geometry import HEADS, WIDTH, KernelFamily, MixerKernel, choose_kernel
+from megatron.kernels.cdape_attention.geometry import HEADS, WIDTH, KernelFamily, KernelForm, MixerKernel, choose_kernel
 from megatron.kernels.cdape_attention.mixer_operands import (
     MixerOperands,
     unpack_tables,
@@ -603,7 +603,8 @@ def _choose_kernels(
     if arch is None:
         return None
     is_local = _find_spans(problem, chunk) is not None
-    kernels = [choose_kernel(family, k.shape[3], problem.dtype, arch, is_local=is_local) for family in families]
+    form = KernelForm(problem.shape.kernel_size, k.shape[3], problem.dtype, is_local)
+    kernels = [choose_kernel(family, form, arch) for family in families]
     found = tuple(kernel for kernel in kernels if kernel is not None)
     return found if len(found) == len(kernels) else None
 

@@ -1,8 +1,9 @@
 """The geometries of the mixer's CUDA kernels (`cuda/geometry.h`), and the choice of one by what a GPU has room for.
 
-d head dimension, p = k//2.
+d head dimension, k kernel size, p = k//2.
 """
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.kernels.cuda.kernel import CudaKernel
+from megatron.kernels.runtime import cdiv
 
 FOLDER = Path(__file__).with_name("cuda")
 HEADS, WIDTH = 16, 32
@@ -37,6 +39,21 @@ class Tile(NamedTuple):
         return self.rows // 16 * (self.columns // 8)
 
 
+class KernelForm(NamedTuple):
+    """What a kernel is compiled for, beside its tile."""
+
+    kernel_size: int
+    dim: int
+    dtype: torch.dtype
+    is_local: bool = False
+    """True if each row sees columns from a first one of its own (`mixer.Spans`)."""
+
+    @property
+    def padding(self) -> int:
+        """Number of columns that a tap reaches to either side, p."""
+        return self.kernel_size // 2
+
+
 class MixerKernel(NamedTuple):
     """Kernel of one geometry."""
 
@@ -53,19 +70,19 @@ class KernelFamily(NamedTuple):
     name: str
     """Name of the kernel. {0} is replaced by its geometry, and {1} by whether a block holds two tensors."""
     arguments: str
-    tiles: tuple[tuple[Tile, int], ...]
-    """Each tile, and the rest of the shared memory that a block needs for it."""
+    tiles: tuple[Tile, ...]
+    count_bytes: Callable[[Tile, KernelForm], int]
+    """Returns the shared memory of a block without the tensors that it holds."""
 
-    def build(self, tile: Tile, dim: int, dtype: torch.dtype, arch: int, *, is_local: bool = False) -> MixerKernel:
+    def build(self, tile: Tile, form: KernelForm, arch: int) -> MixerKernel:
         """Describe the kernel of a geometry.
 
         Args:
-            is_local: True if each row sees columns from a first one of its own (`mixer.Spans`).
             arch: compute capability as major · 10 + minor, which decides how many blocks share a multiprocessor.
         """
-        shared_bytes = tile.held_tensors * tile.rows * HEADS * 2 * dim + dict(self.tiles)[tile]
-        local = str(is_local).lower()
-        geometry = f"Geometry<1, {tile.columns}, {tile.rows // 16}, {dim}, {ELEMENTS[dtype]}, {local}>"
+        shared_bytes = tile.held_tensors * tile.rows * HEADS * 2 * form.dim + self.count_bytes(tile, form)
+        sizes = f"{form.padding}, {tile.columns}, {tile.rows // 16}, {form.dim}"
+        geometry = f"Geometry<{sizes}, {ELEMENTS[form.dtype]}, {str(form.is_local).lower()}>"
         code = CudaKernel(
             FOLDER,
             self.header,
@@ -79,9 +96,7 @@ class KernelFamily(NamedTuple):
 
 
 @cache
-def choose_kernel(
-    family: KernelFamily, dim: int, dtype: torch.dtype, arch: int, *, is_local: bool = False
-) -> MixerKernel | None:
+def choose_kernel(family: KernelFamily, form: KernelForm, arch: int) -> MixerKernel | None:
     """Return the kernel for a GPU, or None if no geometry fits its shared memory.
 
     Most warps on a multiprocessor come first, since few hide little latency; then the most rows, which share keys; then
@@ -90,7 +105,7 @@ def choose_kernel(
     """
     if arch not in BLOCK_BYTES:
         return None
-    kernels = [family.build(tile, dim, dtype, arch, is_local=is_local) for tile, _ in family.tiles]
+    kernels = [family.build(tile, form, arch) for tile in family.tiles]
 
     def rank(kernel: MixerKernel) -> tuple[int, ...]:
         tile, blocks = kernel.tile, kernel.resident_blocks
@@ -98,3 +113,27 @@ def choose_kernel(
 
     best = max(kernels, key=rank)
     return best if best.resident_blocks else None
+
+
+def count_fragment_window_bytes(tile: Tile) -> int:
+    """Return the bytes of a `FragmentWindow` (`cuda/windows.h`)."""
+    quads = tile.columns // 4 + 1
+    return tile.rows // 16 * 4 * (4 * quads * 160 + 32)
+
+
+def count_pair_window_bytes(tile: Tile) -> int:
+    """Return the bytes of a `PairWindow` (`cuda/windows.h`)."""
+    return tile.rows * (HEADS // 2 * (tile.columns + 8) + 20) * 4
+
+
+def count_run_bytes(tile: Tile, form: KernelForm, *, by_rows: bool) -> int:
+    """Return the bytes of `Runs` (`cuda/runs.h`)."""
+    needed = tile.columns + 2 * form.padding * (tile.columns // 8)
+    is_wide = tile.columns >= 32 and not by_rows
+    stride = min(cdiv(needed - bank, 32) * 32 + bank for bank in ((8,) if is_wide else (12, 20)))
+    return tile.rows * (HEADS // 2 * stride + (4 if is_wide else 18)) * 4
+
+
+def count_diagonal_bytes(tile: Tile) -> int:
+    """Return the bytes of `Diagonals` (`cuda/diagonals.h`)."""
+    return tile.warps * 3 * 8 * (WIDTH + HEADS) * 4

@@ -15,7 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.kernels.cdape_attention.geometry import ELEMENTS, HEADS, WIDTH, KernelFamily, MixerKernel, Tile
+from megatron.kernels.cdape_attention.geometry import (
+    ELEMENTS,
+    HEADS,
+    WIDTH,
+    KernelFamily,
+    KernelForm,
+    MixerKernel,
+    Tile,
+    count_diagonal_bytes,
+    count_pair_window_bytes,
+    count_run_bytes,
+)
 from megatron.kernels.cdape_attention.mixer_operands import (
     BLOCK_ROWS,
     MAX_TILE_COLUMNS,
@@ -32,13 +43,25 @@ from megatron.kernels.runtime import DeviceProperties, cdiv
 VARIABLE = "FARFIELD_CUDA_MIXER"
 """Environment variable that turns all CUDA kernels off if it is 0: Triton's then compute everything."""
 MAX_HEAD_DIM = 128
+KERNEL_SIZES = (1, 3)
+"""Kernel sizes of convolutions that the kernels take."""
+TILES = (Tile(32, 32), Tile(16, 64), Tile(16, 32))
+
+
+def _count_weights_bytes(tile: Tile, form: KernelForm) -> int:
+    return 2 * count_pair_window_bytes(tile)
+
+
+def _count_scores_bytes(tile: Tile, form: KernelForm) -> int:
+    sums = count_run_bytes(tile, form, by_rows=False) + count_diagonal_bytes(tile)
+    return 2 * count_pair_window_bytes(tile) + sums
+
+
 TO_SCORES = KernelFamily(
-    *("mixer_backward.h", "MixerBackward<{}, true, false>", "MixerBackwardArgs"),
-    ((Tile(32, 32), 165376), (Tile(16, 64), 166656), (Tile(16, 32), 82688)),
+    *("mixer_backward.h", "MixerBackward<{}, true, false>", "MixerBackwardArgs"), TILES, _count_scores_bytes
 )
 TO_WEIGHTS = KernelFamily(
-    *("mixer_backward.h", "MixerBackward<{}, false, true>", "MixerBackwardArgs"),
-    ((Tile(32, 32), 87040), (Tile(16, 64), 76288), (Tile(16, 32), 43520)),
+    *("mixer_backward.h", "MixerBackward<{}, false, true>", "MixerBackwardArgs"), TILES, _count_weights_bytes
 )
 
 
@@ -137,7 +160,8 @@ def fills_device(rows: int, batch: int, device: DeviceProperties) -> bool:
 def is_supported(shape: WeightShape, dtype: torch.dtype, dim: int, columns: int) -> bool:
     """Return True if some GPU has kernels for these shapes.
 
-    They take half precision, three taps, up to 16 heads whose dimension is a multiple of 16, and widths of up to 32.
+    They take half precision, one or three taps, up to 16 heads whose dimension is a multiple of 16, and widths of up to
+    32.
 
     Fewer heads or widths are padded. With at most half of both, Triton's kernels have no more instructions (README.md).
     """
@@ -145,7 +169,7 @@ def is_supported(shape: WeightShape, dtype: torch.dtype, dim: int, columns: int)
         dtype in ELEMENTS
         and dim % 16 == 0
         and dim <= MAX_HEAD_DIM
-        and shape.kernel_size == 3
+        and shape.kernel_size in KERNEL_SIZES
         and shape.heads <= HEADS
         and shape.width <= WIDTH
         and (shape.heads > HEADS // 2 or shape.width > WIDTH // 2)

@@ -10,14 +10,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.kernels.cdape_attention.geometry import KernelFamily, MixerKernel, Tile
+from megatron.kernels.cdape_attention.geometry import (
+    KernelFamily,
+    KernelForm,
+    MixerKernel,
+    Tile,
+    count_fragment_window_bytes,
+    count_run_bytes,
+)
 from megatron.kernels.cdape_attention.mixer import Launch, ScoreInputs, Spans, build_score_inputs
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands, find_pointer
 from megatron.kernels.runtime import cdiv
 
+
+def _count_bytes(tile: Tile, form: KernelForm) -> int:
+    return count_fragment_window_bytes(tile) + count_run_bytes(tile, form, by_rows=False)
+
+
 KERNELS = KernelFamily(
     *("mixer_forward.h", "MixerForward<{}>", "MixerForwardArgs"),
-    ((Tile(32, 16), 48640), (Tile(32, 32), 87808), (Tile(16, 64), 97152), (Tile(16, 32), 43904)),
+    (Tile(32, 16), Tile(32, 32), Tile(16, 64), Tile(16, 32)),
+    _count_bytes,
 )
 
 

@@ -43,6 +43,7 @@ CASES = [
     Case(1, 9, 24, 72, DIM, 17, 3, offset=48, window=20, chunk=16, has_sinks=True),
     Case(2, 9, 40, 40, DIM, 17, 3, chunk=24, documents=((40,), (3, 1, 20, 16)), has_sinks=True),
     Case(1, 9, 40, 64, DIM, 17, 3, offset=24, window=30, documents=((23, 10, 31),), has_bias=False),
+    Case(2, 9, 40, 40, DIM, 17, 1, window=23, chunk=24, documents=((40,), (3, 1, 20, 16)), has_sinks=True),
 ]
 
 
@@ -55,7 +56,7 @@ def test_outputs_and_gradients_err_by_rounding_alone(case: Case, monkeypatch: py
         problem: CdapeProblem, chunk: Chunk, k: torch.Tensor, families: tuple[KernelFamily, ...]
     ) -> tuple[MixerKernel, ...]:
         is_local = driver._find_spans(problem, chunk) is not None
-        return tuple(COMPILED.build_for_rows(family, is_local=is_local) for family in families)
+        return tuple(COMPILED._replace(taps=case.size).build_for_rows(family, is_local=is_local) for family in families)
 
     def launch(kernel: CudaKernel, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
         launched.append(kernel.header)

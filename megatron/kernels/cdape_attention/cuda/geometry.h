@@ -22,6 +22,7 @@ template <int PADDING_, int COLUMNS_, int ROW_TILES_, int HEAD_DIM_, class Eleme
 struct Geometry {
   typedef Element_ Element;              // of queries, keys, values and gradients
   static constexpr bool LOCAL = LOCAL_;  // rows see columns from one of their own on, see spans.h
+  static constexpr bool HAS_PROLOGUE = !LOCAL && PADDING_ > 0;  // makes what is left of column 2p
   static constexpr int PADDING = PADDING_, TAPS = 2 * PADDING + 1, COLUMNS = COLUMNS_;
   static constexpr int ROW_TILES = ROW_TILES_, ROWS = 16 * ROW_TILES, RUNS = COLUMNS / 8, WARPS = ROW_TILES * RUNS;
   static constexpr int HEADS = 16, PAIRS = 8, WIDTH = 32, HEAD_DIM = HEAD_DIM_, ROW_BYTES = 2 * HEAD_DIM;

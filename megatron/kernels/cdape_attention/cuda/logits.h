@@ -67,16 +67,16 @@ struct Logits {
     State st;
     begin(st, c);
     barrier(memory);
-    if constexpr (G::LOCAL) {
-      R::clear(st.carry);
-      if (owns_last_columns(c)) W::clear_last_columns(c.scores, warp % 4);
-    } else {
+    if constexpr (G::HAS_PROLOGUE) {
       compute_scores<true>(st, c, -1);
       barrier(memory);
       mix<true, false>(st, c, -COLUMNS);
       barrier(memory);
-      c.tiles = in.scores.find_tiles<G>(c.first_row);  // not before, when registers are scarce
+    } else {
+      R::clear(st.carry);
+      if (owns_last_columns(c)) W::clear_last_columns(c.scores, warp % 4);
     }
+    if (!G::LOCAL) c.tiles = in.scores.find_tiles<G>(c.first_row);  // not before, when registers are scarce
     Step<Last> step{st, c, memory, last};
     RowSpans::go_over<G>(c.tiles, step);
   }
@@ -127,7 +127,7 @@ struct Logits {
     G::load_weights(st.w1, c.in.w1);
     G::load_weights(st.w2, c.in.w2);
     S::load_queries(c.in.scores, c.queries, c.warp, c.first_row);
-    UNROLL_FOR (int h = 0; h < HELD; h++) load_keys(st, c, h, G::LOCAL ? c.tiles.first : -1);
+    UNROLL_FOR (int h = 0; h < HELD; h++) load_keys(st, c, h, G::HAS_PROLOGUE ? -1 : c.tiles.first);
   }
 
   static KERNEL_CODE bool owns_last_columns(const Context& c) { return c.warp / 4 == G::WARPS / 4 - 1; }
@@ -164,7 +164,7 @@ struct Logits {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;
     const int row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
     if (EDGE) R::clear(st.carry);
-    if (EDGE && (run != G::RUNS - 1 || PADDING == 0)) return;
+    if (EDGE && run != G::RUNS - 1) return;
     constexpr int BEGIN = EDGE ? 8 - PADDING : 0, KEPT = 2 * PADDING;
     u32 scores[8 + KEPT][4];
     UNROLL_FOR (int x = BEGIN; x < 8 + KEPT; x++) W::load(scores[x], c.scores, row_tile, run, x);

@@ -88,14 +88,14 @@ struct MixerBackward {
     State st;
     begin(st, c);
     barrier(memory);
-    if constexpr (G::LOCAL) {
-      R::clear(st.carry);
-      clear_columns(c);
-    } else {
+    if constexpr (G::HAS_PROLOGUE) {
       load_tile<true>(c, 2 * PADDING - G::COLUMNS);
       barrier(memory);
       mix<true, false>(st, c, -G::COLUMNS);
       barrier(memory);
+    } else {
+      R::clear(st.carry);
+      clear_columns(c);
     }
     Step step{st, c, memory};
     RowSpans::go_over<G>(c.tiles, step);
@@ -251,7 +251,7 @@ struct MixerBackward {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;
     const int row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
     if (EDGE) R::clear(st.carry);
-    if (EDGE && (run != G::RUNS - 1 || PADDING == 0)) return;
+    if (EDGE && run != G::RUNS - 1) return;
     constexpr int BEGIN = EDGE ? 8 - PADDING : 0, KEPT = 2 * PADDING;
     W s, l;
     i32 at = W::locate(row_tile, run);

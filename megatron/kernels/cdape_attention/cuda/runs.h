@@ -12,15 +12,13 @@ struct Runs {
   // Strides in words; odd rows lie ODD_ROWS nearer to the row before. Neither writers, by rows and pairs, nor readers
   // have bank conflicts.
   static constexpr bool IS_WIDE = G::COLUMNS >= 32 && !BY_ROWS;
-  static constexpr int WIDE_STRIDE = (G::COLUMNS + REACH * G::RUNS - 8 + 31) / 32 * 32 + 8;
-  static constexpr int PAIR_STRIDE = IS_WIDE ? WIDE_STRIDE : G::COLUMNS == 64 ? 84 : G::COLUMNS == 32 ? 44 : 20;
-  static constexpr int ROW_STRIDE = IS_WIDE            ? G::PAIRS * PAIR_STRIDE + 4
-                                    : G::COLUMNS == 64 ? 690
-                                    : G::COLUMNS == 32 ? 370
-                                                       : 178;
-  static constexpr int ODD_ROWS = IS_WIDE ? 0 : 2;
+  // The least stride that holds a row's columns and what its runs pass on, and begins at a given one of 32 banks.
+  static constexpr int NEEDED = G::COLUMNS + REACH * G::RUNS;
+  static constexpr KERNEL_CODE int find_stride(int bank) { return (NEEDED - bank + 31) / 32 * 32 + bank; }
+  static constexpr int NARROW_STRIDE = find_stride(12) < find_stride(20) ? find_stride(12) : find_stride(20);
+  static constexpr int PAIR_STRIDE = IS_WIDE ? find_stride(8) : NARROW_STRIDE;
+  static constexpr int ROW_STRIDE = G::PAIRS * PAIR_STRIDE + (IS_WIDE ? 4 : 18), ODD_ROWS = IS_WIDE ? 0 : 2;
   static constexpr int MEMORY_BYTES = G::ROWS * ROW_STRIDE * 4;
-  static_assert(G::COLUMNS + REACH * G::RUNS <= PAIR_STRIDE, "a row holds what the runs pass on");
 
   // A column's sums, heads 2t, 2t + 1 (n-tile 0) and 8 more (n-tile 1) of rows g and g + 8, as words.
   struct Words4 {
