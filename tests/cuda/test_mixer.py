@@ -46,16 +46,16 @@ fills_device = mixer.fills_device
 mixer.fills_device = lambda *sizes: True  # small problems have too few blocks
 
 
-def run(heads, length, dim=64, dtype=torch.bfloat16, differentiates=True, **options):
+def run(heads, length, dim=64, dtype=torch.bfloat16, width=32, size=3, differentiates=True, **options):
     q, k, v = (draw(2, heads, length, dim, dtype=dtype) for _ in range(3))
-    weights = draw(32, 2 * heads, 1, 3), draw(32), draw(heads, 32, 1, 3), draw(heads)
+    weights = draw(width, 2 * heads, 1, size), draw(width), draw(heads, width, 1, size), draw(heads)
     output = op.cdape_attention(CdapeArgs(q, k, v, draw(heads, length), *weights, **options), chunk=64)
     if not differentiates:
         return
     output.sum().backward()
     assert all(x.grad is not None for x in (q, k, v, *weights))
     assert residues.pop() == any(name.startswith("LogitGradient") for name in launched)
-    names = [name.split("<")[0].removeprefix("Mixer") + "*" * ("16, true>" in name) for name in launched]
+    names = [name.split("<")[0].removeprefix("Mixer") + "*" * ("16, true, " in name) for name in launched]
     launched.clear()
     return ",".join(names) or "none"
 
@@ -64,6 +64,7 @@ documents = torch.arange(96, device="cuda").repeat(2, 1).div(40, rounding_mode="
 print(run(16, 96), run(12, 128, sinks=draw(12)), run(17, 96), run(16, 97), flush=True)
 print(run(16, 96, window=48), run(16, 96, document_starts=documents), run(16, 96, window=96), flush=True)
 print(run(16, 96, 96, torch.float16), run(16, 96, 128), run(16, 96, 72), flush=True)
+print(run(16, 96, size=1), run(16, 96, size=5), run(16, 96, width=64), run(32, 96, width=64), flush=True)
 os.environ["FARFIELD_CUDA_MIXER"] = "0"
 print(run(16, 96))
 del os.environ["FARFIELD_CUDA_MIXER"]
@@ -92,6 +93,18 @@ FAMILIES = [mixer_forward.KERNELS, logit_gradient.KERNELS, TO_SCORES, TO_WEIGHTS
 )
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_kernels_compile_with_few_spills(family: KernelFamily, form: KernelForm, arch: int, tmp_path: Path) -> None:
+    check_kernel(family, form, arch, tmp_path)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("sizes", [(3, 16, 64), (3, 32, 32), (5, 16, 32)])
+def test_kernels_of_logits_compile_with_few_spills(sizes: tuple[int, int, int], arch: int, tmp_path: Path) -> None:
+    kernel_size, heads, width = sizes
+    form = KernelForm(kernel_size, 64, torch.bfloat16, heads=heads, width=width)
+    check_kernel(mixer_forward.KERNELS, form, arch, tmp_path)
+
+
+def check_kernel(family: KernelFamily, form: KernelForm, arch: int, tmp_path: Path) -> None:
     kernel = choose_kernel(family, form, arch)
     assert kernel is not None
     assert kernel.code.shared_bytes <= BLOCK_BYTES[arch]
@@ -118,11 +131,12 @@ def test_the_operator_launches_them_where_they_fit(gpu: str) -> None:
     environment.pop(VARIABLE, None)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    # None with 17 heads or in a chunk with odd columns; none for heads of 72; none where the environment forbids them;
-    # and none where blocks are too few for the device. Stars are kernels for windows and documents, which a chunk does
-    # not need whose rows see all columns.
+    # Logits alone with 17 heads, five taps or a wide processor; none with two of these or odd columns in a chunk, with
+    # heads of 72, where the environment forbids them, or where blocks are too few for the device. Stars are kernels for
+    # windows and documents, which a chunk does not need whose rows see all columns.
     stars = [re.sub(r"(\w+)", r"\1*", text) for text in (FORWARD, BACKWARD)]
     documents = f"{stars[0]},{stars[0]},{stars[1]},{stars[1]}"
-    expected = [two_chunks, two_chunks, "none", one_chunk, documents, documents, two_chunks]
-    expected += [two_chunks, two_chunks, "none", "none", "none"]
+    logits = ",".join([FORWARD] * 4)
+    expected = [two_chunks, two_chunks, logits, one_chunk, documents, documents, two_chunks]
+    expected += [two_chunks, two_chunks, "none", two_chunks, logits, logits, "none", "none", "none"]
     assert done.stdout.split() == expected

@@ -1,6 +1,7 @@
 """Random calls of the mixer's CUDA kernels, and how tests run them in the emulator."""
 
 import ctypes
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from torch.nn.functional import pad
 from megatron.kernels.cdape_attention import mixer_operands
 from megatron.kernels.cdape_attention.bias_product import get_bias_product
 from megatron.kernels.cdape_attention.driver import ALIGNED, NO_WINDOW_INT32
-from megatron.kernels.cdape_attention.geometry import KernelFamily, KernelForm, MixerKernel, Tile
+from megatron.kernels.cdape_attention.geometry import HEADS, WIDTH, KernelFamily, KernelForm, MixerKernel, Tile
 from megatron.kernels.cdape_attention.mixer import MixerInputs, Spans
 from megatron.kernels.cdape_attention.mixer_forward import LogitInputs
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands
@@ -116,6 +117,8 @@ class Case(NamedTuple):
     dtype: torch.dtype
     taps: int = 3
     held_tensors: int | None = None
+    heads: int = HEADS
+    width: int = WIDTH
 
     def build(self, family: KernelFamily, inputs: LogitInputs | MixerInputs) -> MixerKernel:
         return self.build_for_rows(family, is_local=inputs.spans is not None)
@@ -125,10 +128,15 @@ class Case(NamedTuple):
         held = (self.held_tensors,) if self.held_tensors else (2, 1)
         wanted = [Tile(self.rows, self.columns, x) for x in held]
         tile = next(tile for tile in wanted if tile in family.tiles)
-        return family.build(tile, KernelForm(self.taps, self.dim, self.dtype, is_local), 90)
+        return family.build(tile, KernelForm(self.taps, self.dim, self.dtype, is_local, self.heads, self.width), 90)
 
     def adapt(self, shape: Shape) -> Shape:
-        return replace(shape, dim=self.dim, dtype=self.dtype, taps=self.taps)
+        heads, width = shape.heads, shape.width
+        if self.heads > HEADS:
+            heads, width = heads + HEADS, max(width, WIDTH // 2 + 1)  # two slices
+        if self.width > WIDTH:
+            width += WIDTH
+        return replace(shape, heads=heads, width=width, dim=self.dim, dtype=self.dtype, taps=self.taps)
 
 
 CASES = [
@@ -291,13 +299,15 @@ def compute_true_logits(inputs: LogitInputs, shape: Shape) -> tuple[Tensor, Tens
     # Both factors, U and the scores, were rounded, then the hidden value, and what the slope made of it.
     doubt = (2 * size + 2 * hidden.abs()) * EXCHANGE_ROUNDING + TINY
     logits, bound = scores.clone(), scores.abs() * EXCHANGE_ROUNDING
+    more = math.prod(operands.padded_sizes) // (HEADS * WIDTH) - 1  # slices, which add to what those before made
+    bound = bound * (1 + more)
     wide, wide_doubt = pad(active, (0, 0, padding, 0)), pad(doubt, (0, 0, padding, 0))
     corrections = torch.zeros_like(scores)
     for tap in range(shape.taps):
         corrections += torch.einsum("bijd,dh->bhij", wide[:, :, tap : tap + columns], w2[tap])
         bound += torch.einsum("bijd,dh->bhij", wide_doubt[:, :, tap : tap + columns], w2[tap].abs())
         part = torch.einsum("bijd,dh->bhij", wide[:, :, tap : tap + columns].abs(), w2[tap].abs())
-        bound += part * EXCHANGE_ROUNDING  # what a run passes on is rounded apart
+        bound += part * EXCHANGE_ROUNDING * (1 + 2 * more)  # what a run passes on is rounded apart
     logits += corrections
     bound += logits.abs() * EXCHANGE_ROUNDING + TINY
     logits += operands.weights.b2[0, :heads, None, None].double()

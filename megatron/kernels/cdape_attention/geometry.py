@@ -15,6 +15,7 @@ from megatron.kernels.runtime import cdiv
 
 FOLDER = Path(__file__).with_name("cuda")
 HEADS, WIDTH = 16, 32
+"""Heads of a group, and widths of a slice of which registers hold the weights for one group."""
 ELEMENTS = {torch.bfloat16: "Bfloat16", torch.float16: "Float16"}
 """Names of the types in which models compute."""
 BLOCK_BYTES = {80: 163 * 1024, 90: 227 * 1024}
@@ -40,13 +41,17 @@ class Tile(NamedTuple):
 
 
 class KernelForm(NamedTuple):
-    """What a kernel is compiled for, beside its tile."""
+    """Sizes and types for which a kernel is compiled, without its tile."""
 
     kernel_size: int
     dim: int
     dtype: torch.dtype
     is_local: bool = False
     """True if each row sees columns from a first one of its own (`mixer.Spans`)."""
+    heads: int = HEADS
+    """Number of heads, padded by `pad_sizes`."""
+    width: int = WIDTH
+    """Width of the processor, padded alike."""
 
     @property
     def padding(self) -> int:
@@ -63,6 +68,24 @@ class MixerKernel(NamedTuple):
     """Blocks that share a multiprocessor."""
 
 
+class Limit(NamedTuple):
+    """Largest sizes of a processor that a kernel takes together."""
+
+    kernel_size: int
+    heads: int
+    width: int
+
+
+def pad_sizes(heads: int, width: int) -> tuple[int, int]:
+    """Return the number of heads and the width that kernels compute with.
+
+    Heads are padded to one or two groups, and the width to whole slices, which are half as wide for two groups.
+    """
+    groups = cdiv(heads, HEADS)
+    slice_width = WIDTH // groups
+    return groups * HEADS, cdiv(width, slice_width) * slice_width
+
+
 class KernelFamily(NamedTuple):
     """A kernel in all its geometries."""
 
@@ -72,7 +95,8 @@ class KernelFamily(NamedTuple):
     arguments: str
     tiles: tuple[Tile, ...]
     count_bytes: Callable[[Tile, KernelForm], int]
-    """Returns the shared memory of a block without the tensors that it holds."""
+    """Function that returns the shared memory of a block without the tensors that it holds."""
+    limits: tuple[Limit, ...] = (Limit(3, HEADS, WIDTH),)
 
     def build(self, tile: Tile, form: KernelForm, arch: int) -> MixerKernel:
         """Describe the kernel of a geometry.
@@ -80,9 +104,10 @@ class KernelFamily(NamedTuple):
         Args:
             arch: compute capability as major · 10 + minor, which decides how many blocks share a multiprocessor.
         """
-        shared_bytes = tile.held_tensors * tile.rows * HEADS * 2 * form.dim + self.count_bytes(tile, form)
+        shared_bytes = tile.held_tensors * tile.rows * form.heads * 2 * form.dim + self.count_bytes(tile, form)
         sizes = f"{form.padding}, {tile.columns}, {tile.rows // 16}, {form.dim}"
-        geometry = f"Geometry<{sizes}, {ELEMENTS[form.dtype]}, {str(form.is_local).lower()}>"
+        variant = f"{ELEMENTS[form.dtype]}, {str(form.is_local).lower()}"
+        geometry = f"Geometry<{sizes}, {variant}, {form.heads}, {form.width}>"
         code = CudaKernel(
             FOLDER,
             self.header,
@@ -115,10 +140,10 @@ def choose_kernel(family: KernelFamily, form: KernelForm, arch: int) -> MixerKer
     return best if best.resident_blocks else None
 
 
-def count_fragment_window_bytes(tile: Tile) -> int:
+def count_fragment_window_bytes(tile: Tile, form: KernelForm) -> int:
     """Return the bytes of a `FragmentWindow` (`cuda/windows.h`)."""
     quads = tile.columns // 4 + 1
-    return tile.rows // 16 * 4 * (4 * quads * 160 + 32)
+    return form.heads // 16 * (tile.rows // 16) * 4 * (4 * quads * 160 + 32)
 
 
 def count_pair_window_bytes(tile: Tile) -> int:
@@ -131,7 +156,7 @@ def count_run_bytes(tile: Tile, form: KernelForm, *, by_rows: bool) -> int:
     needed = tile.columns + 2 * form.padding * (tile.columns // 8)
     is_wide = tile.columns >= 32 and not by_rows
     stride = min(cdiv(needed - bank, 32) * 32 + bank for bank in ((8,) if is_wide else (12, 20)))
-    return tile.rows * (HEADS // 2 * stride + (4 if is_wide else 18)) * 4
+    return tile.rows * (form.heads // 2 * stride + (4 if is_wide else 18)) * 4
 
 
 def count_diagonal_bytes(tile: Tile) -> int:

@@ -26,7 +26,7 @@ from megatron.kernels.runtime import cdiv
 
 def _count_bytes(tile: Tile, form: KernelForm) -> int:
     stats = HEADS * tile.rows * 8 + 128 * tile.warps
-    return count_fragment_window_bytes(tile) + count_run_bytes(tile, form, by_rows=True) + stats
+    return count_fragment_window_bytes(tile, form) + count_run_bytes(tile, form, by_rows=True) + stats
 
 
 KERNELS = KernelFamily(

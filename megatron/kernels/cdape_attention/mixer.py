@@ -21,6 +21,7 @@ from megatron.kernels.cdape_attention.geometry import (
     WIDTH,
     KernelFamily,
     KernelForm,
+    Limit,
     MixerKernel,
     Tile,
     count_diagonal_bytes,
@@ -43,8 +44,6 @@ from megatron.kernels.runtime import DeviceProperties, cdiv
 VARIABLE = "FARFIELD_CUDA_MIXER"
 """Environment variable that turns all CUDA kernels off if it is 0: Triton's then compute everything."""
 MAX_HEAD_DIM = 128
-KERNEL_SIZES = (1, 3)
-"""Kernel sizes of convolutions that the kernels take."""
 TILES = (Tile(32, 32), Tile(16, 64), Tile(16, 32))
 
 
@@ -157,22 +156,30 @@ def fills_device(rows: int, batch: int, device: DeviceProperties) -> bool:
     return cdiv(rows, BLOCK_ROWS) * batch >= device.multi_processor_count
 
 
-def is_supported(shape: WeightShape, dtype: torch.dtype, dim: int, columns: int) -> bool:
-    """Return True if some GPU has kernels for these shapes.
+def is_supported(
+    shape: WeightShape,
+    dtype: torch.dtype,
+    dim: int,
+    columns: int,
+    limits: tuple[Limit, ...] = TO_SCORES.limits,
+) -> bool:
+    """Return True if some GPU has kernels for these shapes, of which the processor is within one of the limits.
 
-    They take half precision, one or three taps, up to 16 heads whose dimension is a multiple of 16, and widths of up to
-    32.
+    Kernels take half precision and heads whose dimension is a multiple of 16. Fewer heads or widths are padded. With at
+    most half of both, Triton's kernels have no more instructions (README.md).
 
-    Fewer heads or widths are padded. With at most half of both, Triton's kernels have no more instructions (README.md).
+    Args:
+        limits: those of a `KernelFamily`. Backward kernels, the default, take fewer sizes than that of the logits.
     """
     return (
         dtype in ELEMENTS
         and dim % 16 == 0
         and dim <= MAX_HEAD_DIM
-        and shape.kernel_size in KERNEL_SIZES
-        and shape.heads <= HEADS
-        and shape.width <= WIDTH
-        and (shape.heads > HEADS // 2 or shape.width > WIDTH // 2)
+        and any(
+            shape.kernel_size <= limit.kernel_size and shape.heads <= limit.heads and shape.width <= limit.width
+            for limit in limits
+        )
+        and (shape.heads > HEADS // 2 or WIDTH // 2 < shape.width <= WIDTH)
         and columns % 8 == 0
     )
 

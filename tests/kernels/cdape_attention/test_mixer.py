@@ -297,6 +297,17 @@ def test_support_is_stated_for_shapes_that_the_kernels_take() -> None:
         assert not mixer.is_supported(other, dtype, dim, columns)
 
 
+def test_logits_are_supported_for_more_shapes() -> None:
+    limits = mixer_forward.KERNELS.limits
+    for heads, width, kernel_size, is_supported in (
+        *((16, 32, 5, True), (16, 33, 5, False), (17, 32, 5, False), (16, 32, 7, False)),
+        *((16, 64, 3, True), (9, 33, 1, True), (8, 33, 3, False), (16, 65, 3, False)),
+        *((32, 32, 3, True), (17, 8, 1, True), (32, 33, 3, False), (33, 32, 3, False)),
+    ):
+        shape = get_weight_shape(heads, width, kernel_size, True)
+        assert mixer.is_supported(shape, torch.bfloat16, 64, 512, limits) == is_supported
+
+
 @pytest.mark.parametrize(
     ("family", "arch", "tiles"),
     [
@@ -318,6 +329,29 @@ def test_the_geometry_is_what_a_gpu_has_room_for(
 ) -> None:
     kernels = [choose_kernel(family, KernelForm(3, dim, torch.bfloat16), arch) for dim in (64, 80, 96, 128)]
     assert [kernel and (*kernel.tile, kernel.resident_blocks) for kernel in kernels] == tiles
+
+
+@pytest.mark.parametrize(
+    ("arch", "dim", "sizes", "tile"),
+    [
+        (80, 64, (3, 16, 64), (32, 32, 1, 1)),
+        (90, 64, (3, 16, 64), (32, 16, 1, 2)),
+        (80, 64, (3, 32, 32), (16, 32, 1, 1)),
+        (90, 64, (3, 32, 32), (32, 16, 1, 1)),
+        (80, 80, (3, 32, 32), None),
+        (90, 80, (3, 32, 32), (16, 32, 1, 1)),
+        (80, 64, (5, 16, 32), (16, 64, 1, 1)),
+        (90, 64, (5, 16, 32), (32, 32, 1, 1)),
+    ],
+    ids=str,
+)
+def test_the_geometry_of_more_heads_widths_and_taps_is_what_a_gpu_has_room_for(
+    arch: int, dim: int, sizes: tuple[int, int, int], tile: tuple[int, ...] | None
+) -> None:
+    kernel_size, heads, width = sizes
+    form = KernelForm(kernel_size, dim, torch.bfloat16, heads=heads, width=width)
+    kernel = choose_kernel(mixer_forward.KERNELS, form, arch)
+    assert (kernel and (*kernel.tile, kernel.resident_blocks)) == tile
 
 
 def test_sums_of_layers_and_chunks_are_those_of_float64(monkeypatch: pytest.MonkeyPatch) -> None:

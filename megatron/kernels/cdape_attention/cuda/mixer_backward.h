@@ -36,6 +36,7 @@ struct MixerBackwardArgs {
 template <class G, bool SCORES, bool WEIGHTS>
 struct MixerBackward {
   static_assert(SCORES != WEIGHTS, "a kernel returns one of both");
+  static_assert(G::HEAD_GROUPS == 1 && G::SLICES == 1, "registers hold all weights");
   typedef typename G::Element Element;
   typedef Scores<G, 8> S;
   typedef PairWindow<G> W;
@@ -50,7 +51,7 @@ struct MixerBackward {
 
   struct State {
     u32 w1[TAPS][4][2], w2[TAPS][4][2], w1_back[SCORES ? TAPS : 1][4][2];
-    typename R::Words4 carry[R::CARRY];
+    typename R::Column carry[R::CARRY];
     f32 dw1[WEIGHTS ? TAPS : 1][4][4], dw2[WEIGHTS ? TAPS : 1][4][4];
     typename D::Sums diagonals;
   };
@@ -284,7 +285,7 @@ struct MixerBackward {
     Address entries[2];
     UNROLL_FOR (int n = 0; n < 2; n++)
       entries[n] = address(c.args.table, entry * 256 + ((entry & 1) ^ n) * 64 + t * 16);
-    typename R::Words4 done[4];
+    typename R::Column done[4];
     u32 unit = select(t == g / 2, select(g % 2 == 0, u32(Element::ONE), u32(Element::ONE << 16)), u32(0u));
     const int hidden_column = first + PADDING + 8 * run;
     typename T::Places places;
@@ -399,7 +400,7 @@ struct MixerBackward {
       i32 row = g + (c.first_row + 16 * row_tile + 8 * r);
       Words<4> v;
       UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = as_u32(gradient[x / 2][2 * r + x % 2]);
-      store_global<4>(address(c.args.dedge, row * (PADDING * 128) + t * 16), column * 128 + step * 64, v,
+      store_global<4>(address(c.args.dedge, row * T::EDGE_BYTES + t * 16), column * T::COLUMN_BYTES + step * 64, v,
                       row < c.args.scores.rows);
     }
   }
