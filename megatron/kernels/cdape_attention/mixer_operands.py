@@ -249,7 +249,7 @@ def _build_fragment_index(taps: int, heads: int, width: int, device: torch.devic
     part, tap, tile, lane, word, half = torch.meshgrid(*(torch.arange(n) for n in sizes), indexing="ij")
     g, t = lane // 4, lane % 4
 
-    def index(head: Tensor, in_slice: Tensor) -> tuple[Tensor, Tensor]:
+    def index(head: Tensor, in_slice: int | Tensor) -> tuple[Tensor, Tensor]:
         column = part * slice_width + in_slice
         return (tap * heads + head) * width + column, ((taps + tap) * width + column) * heads + head
 
