@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from megatron.data.megatron_core import GPTDataset
 from torch.utils.data import Dataset
 
 from megatron.data.blend import DatasetSlice
+from megatron.data.core_datasets import GPTDataset
 from megatron.data.gpt_dataset import ChainedGPTDataset, CutDataset, DocumentDataset, TrainingDataset
 from megatron.utils.errors import RunError
 

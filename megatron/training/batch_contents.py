@@ -15,7 +15,6 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from megatron.data.dataloader import DistributedBatchSampler
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.run_folder import get_config_path, is_saved_config
@@ -29,6 +28,7 @@ from megatron.data.blend import DatasetSlice
 from megatron.data.datasets import Datasets, SampleOrder, build_datasets, open_dataset_slices
 from megatron.data.load_tokenizer import Vocabulary, read_vocabulary
 from megatron.data.stage_order import StageOrder
+from megatron.data.torch_data import DistributedBatchSampler
 from megatron.distributed.mesh import Axis
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.options.data import list_corpus_names

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.data.dataloader import build_dataloader
 from rich.console import Console
 from tiny_runs import losses, records, tiny_config, train_with_processes, write_corpora
 
@@ -16,10 +15,11 @@ from megatron.checkpoint import layout
 from megatron.cli.batches import describe_reading, escape_control_characters, parse_steps, what_was_in
 from megatron.config.schema import Config
 from megatron.data.indexed_dataset import open_indexed
+from megatron.data.torch_data import build_dataloader
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.training.batch_contents import BatchHistory
 from megatron.training.engine import Engine
-from megatron.training.trainer import train
+from megatron.training.train import train
 from megatron.utils.errors import RunError, UserError
 
 Micro = list[list[int]]
