@@ -12,7 +12,6 @@ at `MAX_LOG_RATIO` times the minimum on a logarithmic scale, and at `MAX_LINEAR_
 metrics are clipped if they are more than `MAX_SPREADS` interquartile ranges away from the quartiles.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -282,19 +281,6 @@ def get_style_indices(index: int) -> tuple[int, int, int]:
     """
     row = index // NUM_COLORS
     return index % NUM_COLORS, (index + row) % NUM_MARKERS, (row + index // (NUM_COLORS * NUM_MARKERS)) % NUM_DASHES
-
-
-def select_separate_labels(ticks: Sequence[tuple[float, str, str]], width: float) -> set[int]:
-    """Return the indices of ticks (position, label, lower label) whose labels do not overlap."""
-    kept: set[int] = set()
-    edge = math.inf
-    for index in reversed(range(len(ticks))):
-        share, text, subtext = ticks[index]
-        half = CHARACTER_WIDTH * max(len(text), len(subtext)) / 2
-        if share * width + half + 5 <= edge:
-            kept.add(index)
-            edge = share * width - half
-    return kept
 
 
 def _format_path(points: Sequence[tuple[float, float]]) -> str:

@@ -1,17 +1,21 @@
-"""Curves of a comparison table: a metric over lengths or positions, with one curve for each method.
+"""Charts of curves: of a comparison table, or of functions of a number. `charts.py` defines how they are drawn.
 
-`charts.py` defines how a chart is drawn. A curve is the mean over seeds; its bars or bands span the seeds, or are the
-interval of a single seed. Pages draw these curves as SVG, and `plots.py` draws them as images.
+The chart of a table shows a metric over lengths or positions, with one curve for each method. A curve is the mean over
+seeds; its bars or bands span the seeds, or are the interval of a single seed. Functions have an optional band, for
+example the median and the spread over heads.
 """
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from megatron.reports.axes import choose_scales, format_multiple, join_headers
+from megatron.reports.axes import ChartScale, choose_linear_ticks, choose_scales, format_multiple, join_headers
 from megatron.reports.charts import (
+    CHARACTER_WIDTH,
     MAX_DRAWN_CURVES,
     NARROW_WIDTH,
     WIDE_WIDTH,
@@ -20,9 +24,9 @@ from megatron.reports.charts import (
     ChartPosition,
     ChartSeries,
     ChartTick,
-    select_separate_labels,
 )
 from megatron.reports.comparison_table import ComparisonTable
+from megatron.reports.metrics import format_number
 from megatron.reports.records import Record
 
 MAX_DENSE_POINTS = 160
@@ -32,6 +36,10 @@ EDGE_MARGIN = 0.03
 
 It keeps bars inside the plot and off the axis labels.
 """
+
+MAX_NUMBER = 1e300
+"""Substitute for infinity, which JSON cannot represent."""
+SPREADS: dict[str, Callable[[float], float]] = {"linear": float, "log": math.log, "log1p": math.log1p}
 
 
 def build_curve_chart(
@@ -191,14 +199,148 @@ def _choose_x_ticks(
         if x in table.x_values:
             multiple = format_multiple(x / table.train_length) if table.axis.in_tokens else ""
             candidates.append((share, table.axis.format_value(x), multiple))
-    kept = {width: select_separate_labels(candidates, width) for width in (NARROW_WIDTH, WIDE_WIDTH)}
-    return tuple(
-        ChartTick(share, text, multiple, is_wide_only=index not in kept[NARROW_WIDTH])
-        for index, (share, text, multiple) in enumerate(candidates)
-        if index in kept[WIDE_WIDTH]
-    )
+    return _keep_separate_ticks(candidates)
 
 
 def _format_point(table: ComparisonTable, method: str, x: float, mean: float) -> str:
     cell = table.cells.get((method, x))
     return table.metric.format_value(mean) if cell is None else str(cell).rstrip("*")
+
+
+def _keep_separate_ticks(candidates: Sequence[tuple[float, str, str]]) -> tuple[ChartTick, ...]:
+    """Return the ticks (position, label, lower label) whose labels do not overlap on wide screens or on phones."""
+    kept = {width: _select_separate_labels(candidates, width) for width in (NARROW_WIDTH, WIDE_WIDTH)}
+    return tuple(
+        ChartTick(share, text, subtext, is_wide_only=index not in kept[NARROW_WIDTH])
+        for index, (share, text, subtext) in enumerate(candidates)
+        if index in kept[WIDE_WIDTH]
+    )
+
+
+def _select_separate_labels(ticks: Sequence[tuple[float, str, str]], width: float) -> set[int]:
+    """Return the indices of ticks (position, label, lower label) whose labels do not overlap."""
+    kept: set[int] = set()
+    edge = math.inf
+    for index in reversed(range(len(ticks))):
+        share, text, subtext = ticks[index]
+        half = CHARACTER_WIDTH * max(len(text), len(subtext)) / 2
+        if share * width + half + 5 <= edge:
+            kept.add(index)
+            edge = share * width - half
+    return kept
+
+
+@dataclass(frozen=True)
+class Line:
+    """Function drawn as a line."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    """x and y values in axis order. y may be infinite; points with y = NaN are skipped."""
+    band: Sequence[tuple[float, float]] | None = None
+    """Lower and upper end of the band at each point."""
+    style: int = 0
+    """Index of its color and dash pattern."""
+
+
+def build_median_line(name: str, x_values: Sequence[float], curves: Sequence[Sequence[float]], style: int) -> Line:
+    """Build a line of the median of curves at each x, with a band from the 10% to the 90% quantile."""
+    low, middle, high = np.quantile(np.array(curves, dtype=float), [0.1, 0.5, 0.9], axis=0).tolist()
+    return Line(name, list(zip(x_values, middle, strict=True)), list(zip(low, high, strict=True)), style)
+
+
+@dataclass(frozen=True)
+class HorizontalAxis:
+    """Range and scale of the horizontal axis."""
+
+    title: str
+    first: float
+    """Number at the left edge; may be larger than the last."""
+    last: float
+    spread: Literal["linear", "log", "log1p"] = "linear"
+    """Scale: linear, log, or log1p (log of the number plus 1, for distances that begin at 0)."""
+
+    def locate(self, x: float) -> float:
+        """Return the horizontal position of a number, as a fraction of the width."""
+        first, here, last = map(SPREADS[self.spread], (self.first, x, self.last))
+        return 0.5 if first == last else (here - first) / (last - first)
+
+    def choose_ticks(self) -> tuple[ChartTick, ...]:
+        low, high = sorted((self.first, self.last))
+        if self.spread == "linear":
+            values = choose_linear_ticks(low, high)
+        else:
+            base = 2 if high < 2000 else 10
+            values = [base**power for power in range(64) if low <= base**power <= high]
+            values = [0.0, *values] if low == 0 else values
+        texts = [(self.locate(value), f"{value:,.10g}", "") for value in values]
+        texts.sort()
+        return _keep_separate_ticks(texts)
+
+
+def build_line_chart(
+    name: str,
+    title: str,
+    alt_text: str,
+    axis: HorizontalAxis,
+    y_title: str,
+    lines: Sequence[Line],
+    *,
+    y_limits: tuple[float, float],
+    y_format: Callable[[float], str] = format_number,
+    note: str = "",
+    mark: tuple[float, str] | None = None,
+    series_word: str = "methods",
+) -> Chart:
+    """Build a chart. If there are more lines than colors, evenly spaced lines are colored at first.
+
+    Args:
+        name: id of the figure on its page, and name of the file when saved.
+        title, y_title: titles of the chart and of its vertical axis.
+        alt_text: description for screen readers.
+        axis: horizontal axis.
+        lines: at least one line.
+        y_limits: range of the vertical axis; lines are clipped at its edges.
+        y_format: function that formats values under the pointer.
+        note: sentence below the chart.
+        mark: x and label of a vertical line.
+        series_word: word for the lines, in the plural.
+    """
+    x_values = sorted({x for line in lines for x, y in line.points if not math.isnan(y)}, key=axis.locate)
+    index_by_x = {x: index for index, x in enumerate(x_values)}
+    num_drawn = min(len(lines), MAX_DRAWN_CURVES)
+    drawn = [lines[index * len(lines) // num_drawn] for index in range(num_drawn)]
+    low, high = y_limits
+
+    def limit(value: float) -> float:
+        return min(max(value, -MAX_NUMBER), MAX_NUMBER)
+
+    def build_point(x: float, y: float, band: tuple[float, float] | None) -> ChartPoint:
+        interval = None if band is None else (limit(band[0]), limit(band[1]))
+        text = y_format(y) if band is None else f"{y_format(y)} [{y_format(band[0])}, {y_format(band[1])}]"
+        return ChartPoint(index_by_x[x], limit(y), text, interval)
+
+    series = []
+    for line in [*drawn, *(line for line in lines if line not in drawn)]:
+        bands: Sequence[tuple[float, float] | None] = line.band or [None] * len(line.points)
+        points = tuple(
+            build_point(x, y, band) for (x, y), band in zip(line.points, bands, strict=True) if not math.isnan(y)
+        )
+        series.append(ChartSeries(line.name, points, line in drawn, line.style))
+    ticks = tuple((value, f"{value:,.10g}") for value in choose_linear_ticks(low, high))
+    room = 0.02 * (high - low)
+    return Chart(
+        name,
+        title,
+        alt_text,
+        axis.title,
+        y_title,
+        tuple(ChartPosition(axis.locate(x), f"{axis.title}: {x:,.4g}") for x in x_values),
+        axis.choose_ticks(),
+        (ChartScale("linear", low - room, high + room, ticks),),
+        tuple(series),
+        "dense",
+        note,
+        None if mark is None else (axis.locate(mark[0]), mark[1]),
+        series_word=series_word,
+    )

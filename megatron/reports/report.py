@@ -28,7 +28,6 @@ from megatron.reports.html_page import (
     HtmlTable,
     render_template,
 )
-from megatron.reports.latex_tables import LATEX_MARKER, render_latex_file
 from megatron.reports.leaderboard import Leaderboard, LeaderboardReport
 from megatron.reports.leaderboard_summary import build_answers, build_cost_chart
 from megatron.reports.method_rows import disambiguate_methods
@@ -41,7 +40,7 @@ from megatron.reports.report_sentences import (
     summarize_table,
 )
 from megatron.reports.results_output import build_missing_table
-from megatron.reports.table_formats import TextTable, build_html_table
+from megatron.reports.table_formats import LATEX_MARKER, TextTable, build_html_table, render_latex_file
 from megatron.utils.atomic_io import write_page_atomically
 from megatron.utils.errors import UserError
 

@@ -16,12 +16,11 @@ from rich.console import Console
 from megatron.reports import html_page, report
 from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import build_comparison_tables
-from megatron.reports.latex_tables import render_latex_file
 from megatron.reports.leaderboard import Leaderboard
 from megatron.reports.records import Record, record_from_row, write_records, write_records_csv
 from megatron.reports.report import ReportSection, TrainingSection
 from megatron.reports.report_sentences import describe_measurements, describe_plots
-from megatron.reports.table_formats import TextTable
+from megatron.reports.table_formats import TextTable, render_latex_file
 from megatron.utils.errors import UserError
 
 from .conftest import record

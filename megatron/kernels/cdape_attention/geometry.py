@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.kernels.cuda.kernel import CudaKernel
+from megatron.kernels.cuda.compile import CudaKernel
 
 FOLDER = Path(__file__).with_name("cuda")
 HEADS, WIDTH = 16, 32
