@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 STANDARD = set(sys.stdlib_module_names)
 OURS = ("megatron.options", "megatron.utils")
 NUMERIC = ("torch", "numpy", "megatron.core")
-DOORS = {f"megatron/{name}.py" for name in ("data/core_datasets", "distributed/core_parallel", "model/core_modules")}
+DOORS = {f"megatron/{name}.py" for name in ("data/core_datasets", "distributed/process_groups", "model/core_modules")}
 
 # Package → prefixes of modules it may import besides the standard library and itself
 ALLOWED: dict[str, tuple[str, ...]] = {

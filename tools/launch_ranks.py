@@ -48,7 +48,7 @@ def run_rank(work: Callable[[Any, Callable[[], RankInfo]], Any]) -> None:
     """
     import torch
 
-    from megatron.distributed.core_parallel import parallel_state
+    from megatron.distributed.process_groups import parallel_state
 
     folder, rank, world = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)

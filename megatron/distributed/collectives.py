@@ -54,6 +54,27 @@ def all_gather(x: Tensor, dim: int, groups: ProcessGroups, dimension: Dimension,
     return _AllGather.apply(x, dim, groups.group(dimension), order, reduce_grad)
 
 
+def gather_heads(x: Tensor, groups: ProcessGroups) -> Tensor:
+    """Gather queries or keys of all heads, [B, h, t, d] → [B, H, t, d].
+
+    Each rank continues with a different share of the work, so the gradient is the sum over ranks.
+    """
+    return all_gather(x, 1, groups, "tensor", reduce_grad=True)
+
+
+def gather_sequence(k: Tensor, v: Tensor, groups: ProcessGroups) -> tuple[Tensor, Tensor]:
+    """Gather keys and values of all tokens in order, [B, H or h, t, d] → [B, H or h, T, d].
+
+    The gradient is summed over ranks.
+    """
+    if groups.mesh.context.size == 1:
+        return k, v
+    if k.shape != v.shape:  # keys of all heads with this rank's values (a processor), or rotated keys that are longer
+        return tuple(all_gather(x, 2, groups, "context", reduce_grad=True) for x in (k, v))  # type: ignore[return-value]
+    k, v = all_gather(torch.stack((k, v)), 3, groups, "context", reduce_grad=True).unbind()
+    return k, v
+
+
 def _send_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send rows: [B, h, T, d] → [B, H, T / ranks, d], see `exchange_heads_for_rows`."""
     ranks = group.size()

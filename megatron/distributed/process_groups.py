@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron.distributed.core_parallel import parallel_state
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import Dimension, Mesh, NumberT, ParallelSizes
 from megatron.utils.errors import (
@@ -22,6 +21,12 @@ from megatron.utils.errors import (
     is_near_file_limit,
     is_out_of_files,
 )
+from megatron.utils.imports import trim_imports
+
+with trim_imports():  # the only imports of megatron-core's groups and random states, without PyTorch's compiler
+    from megatron.core import parallel_state as parallel_state
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker as get_cuda_rng_tracker
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed as model_parallel_cuda_manual_seed
 
 INIT_TIMEOUT = timedelta(minutes=30)
 """Timeout of collectives, the same as that of megatron-core's groups and gloo."""

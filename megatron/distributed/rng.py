@@ -22,8 +22,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron.distributed.core_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.distributed.mesh import Mesh
+from megatron.distributed.process_groups import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError
 

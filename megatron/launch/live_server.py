@@ -23,7 +23,7 @@ from megatron.launch.run_status import RunStatus, find_runs, format_status_cells
 from megatron.options.commands import ReportOptions
 from megatron.reports.charts import Chart
 from megatron.reports.combine import build_sections
-from megatron.reports.line_chart import HorizontalAxis, Line, build_line_chart
+from megatron.reports.curve_chart import HorizontalAxis, Line, build_line_chart
 from megatron.reports.records import RESULTS_FILE, Record
 from megatron.reports.report import ReportSection, TrainingSection, render_report
 from megatron.reports.table_formats import TextTable

@@ -22,7 +22,7 @@ Shapes: T sequence length, t tokens of a rank, B batch, H heads, h heads of this
 unless queries are grouped), d head dimension. Rotated queries and keys may be longer (`Encoding.qk_head_dim`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,14 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.attention.backends.backend import AttentionBackend, compute_document_masks, reads_whole_table
+from megatron.attention.backends.backend import AttentionBackend, reads_whole_table
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.query_rows import PrecedingRows, QueryRows, describe_query_rows, scale_queries
-from megatron.attention.reference import (
-    compute_table_of_ranges,
-    compute_tables_of_layers,
-    sum_gates,
-)
+from megatron.attention.reference import compute_table_of_ranges, sum_gates
 from megatron.attention.segments import (
     Segment,
     attend_segments,
@@ -49,7 +45,14 @@ from megatron.attention.segments import (
     select_last_tokens,
 )
 from megatron.attention.softmax import SoftmaxSink
-from megatron.distributed.collectives import all_gather, exchange_heads_for_rows, exchange_rows_for_heads, sum_grad
+from megatron.distributed.collectives import (
+    all_gather,
+    exchange_heads_for_rows,
+    exchange_rows_for_heads,
+    gather_heads,
+    gather_sequence,
+    sum_grad,
+)
 from megatron.distributed.mesh import Axis, list_context_chunks
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.core_modules import MegatronModule, TransformerConfig
@@ -70,27 +73,6 @@ def get_tensor_parallel_heads(tensor: Axis, num_heads: int) -> slice:
     count = num_heads // tensor.size
     first = count * tensor.index
     return slice(first, first + count)
-
-
-def gather_heads(x: Tensor, groups: ProcessGroups) -> Tensor:
-    """Gather queries or keys of all heads, [B, h, t, d] → [B, H, t, d].
-
-    Each rank continues with a different share of the work, so the gradient is the sum over ranks.
-    """
-    return all_gather(x, 1, groups, "tensor", reduce_grad=True)
-
-
-def gather_sequence(k: Tensor, v: Tensor, groups: ProcessGroups) -> tuple[Tensor, Tensor]:
-    """Gather keys and values of all tokens in order, [B, H or h, t, d] → [B, H or h, T, d].
-
-    The gradient is summed over ranks.
-    """
-    if groups.mesh.context.size == 1:
-        return k, v
-    if k.shape != v.shape:  # keys of all heads with this rank's values (a processor), or rotated keys that are longer
-        return tuple(all_gather(x, 2, groups, "context", reduce_grad=True) for x in (k, v))  # type: ignore[return-value]
-    k, v = all_gather(torch.stack((k, v)), 3, groups, "context", reduce_grad=True).unbind()
-    return k, v
 
 
 @dataclass
@@ -385,59 +367,6 @@ class PositionedAttention(MegatronModule):
         return output
 
 
-def group_layers(
-    attentions: Sequence[PositionedAttention], get_key: Callable[[PositionedAttention], object]
-) -> list[list[int]]:
-    """Group the indices of layers with equal keys, in the order of each group's first layer."""
-    groups: dict[object, list[int]] = {}
-    for number, attention in enumerate(attentions):
-        groups.setdefault(get_key(attention), []).append(number)
-    return list(groups.values())
-
-
-def compute_tables(
-    attentions: Sequence[PositionedAttention], segments: Sequence[Segment], device: torch.device
-) -> dict[int, ScoreTerms]:
-    """Compute the tables of layers with the same attention, by layer index.
-
-    Layers that share an encoding share one table; independent heads are computed for all layers at once. The result is
-    empty if neither applies or the backend reads no whole table.
-    """
-    first = attentions[0]
-    if first.is_encoding_shared:
-        table = first.compute_table(segments, device)
-        if table is None:
-            return {}
-        share = getattr(first.backend, "share_table", None)
-        return dict.fromkeys((each.layer_index for each in attentions), table if share is None else share(table))
-    if not reads_whole_table(first.backend):
-        return {}
-    ranges = [(segment.tokens, segment.context) for segment in segments]
-    tables = compute_tables_of_layers([each.encoding for each in attentions], ranges, device)
-    return {} if tables is None else {a.layer_index: t for a, t in zip(attentions, tables, strict=True)}
-
-
-def compute_layer_masks(
-    attentions: Sequence[PositionedAttention], segments: tuple[Segment, ...], starts: Tensor, like: Tensor
-) -> dict[int, tuple[Segment, ...]]:
-    """Compute the document masks of layers with the same backend and window once.
-
-    They are shared by all these layers and by recomputation.
-
-    Return the segments with their masks, by layer index.
-
-    Args:
-        starts: int64 [B, all tokens so far] on the CPU, the column at which each token's document begins.
-        like: tensor with the data type and device of the queries.
-    """
-    first = attentions[0]
-    dropout = first.training and first.config.attention_dropout > 0
-    masked = compute_document_masks(
-        segments, starts, first.backend, first.encoding, first.window, like, dropout=dropout
-    )
-    return dict.fromkeys((each.layer_index for each in attentions), masked)
-
-
 def build_query_rows(
     attentions: Sequence[PositionedAttention],
     segments: Sequence[Segment],
@@ -448,40 +377,3 @@ def build_query_rows(
     """Compute the inputs of the layers' temperatures for a forward pass, by window."""
     windows = {attention.window for attention in attentions if attention.temperature is not None}
     return {window: describe_query_rows(segments, window, batch, length, device) for window in windows}
-
-
-def compute_processor_terms(
-    attentions: Sequence[PositionedAttention],
-    segments: Sequence[Segment],
-    tables: Mapping[int, ScoreTerms],
-    like: Tensor,
-) -> dict[int, Any]:
-    """Compute the backend's terms of processors and tables for layers with the same attention, by layer index.
-
-    The result is empty if the backend has no such terms, or if a layer makes several calls or calls with some of the
-    heads.
-
-    Args:
-        tables: tables from `compute_tables`.
-        like: tensor with the data type and device of the queries.
-    """
-    first, (segment, *others) = attentions[0], segments
-    compute = getattr(first.backend, "compute_processor_terms", None)
-    sizes = first.groups.mesh.sizes
-    is_whole = (
-        not others
-        and has_no_hidden_keys(segments)
-        and segment.document_starts is None
-        and segment.tokens.sampled is None
-    )
-    is_whole = is_whole and sizes.tensor == sizes.context == 1
-    if first.processor is None or compute is None or not is_whole:
-        return {}
-    biases = None
-    if first.encoding.adds_bias:
-        if any(each.layer_index not in tables for each in attentions):
-            return {}
-        biases = [tables[each.layer_index].bias for each in attentions]
-    processors = [each.processor for each in attentions]
-    terms = compute(processors, biases, segment.tokens, segment.context, first.window, like)
-    return {} if terms is None else {a.layer_index: t for a, t in zip(attentions, terms, strict=True)}

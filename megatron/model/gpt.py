@@ -5,7 +5,7 @@ positions to the embeddings and recomputes activations with torch's utility (meg
 the output layer for the last positions only. Shapes: B batch, T sequence, D hidden size, V padded vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -14,45 +14,23 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron.attention.documents import (
-    check_document_starts,
-    find_document_starts,
-    mask_documents,
-    restart_positions,
-    split_documents,
-)
-from megatron.attention.segments import (
-    SampleFunction,
-    Segment,
-    add_position_embeddings,
-    build_segments,
-    concatenate_ranges,
-    no_sampling,
-    select_chunks,
-)
-from megatron.distributed.collectives import all_gather
-from megatron.distributed.mesh import Axis, NumberT, get_pipeline_layer_range, list_context_chunks
+from megatron.attention.segments import Segment, add_position_embeddings
+from megatron.distributed.mesh import Axis, NumberT, get_pipeline_layer_range
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import full_numel, is_replica, mark_replica
-from megatron.model.attention import (
-    AttentionContext,
-    PositionedAttention,
-    build_query_rows,
-    compute_layer_masks,
-    compute_processor_terms,
-    compute_tables,
-    group_layers,
-)
+from megatron.model.attention import AttentionContext, PositionedAttention
 from megatron.model.backend_choice import BackendChoice
-from megatron.model.core_modules import GPTModel, vocab_parallel_cross_entropy
+from megatron.model.core_modules import GPTModel
+from megatron.model.cross_entropy import CrossEntropy, chunked_cross_entropy, gather_vocabulary
 from megatron.model.kv_cache import KVCache
 from megatron.model.layer import is_unsharded, recompute_in_backward
-from megatron.model.layer_config import can_compile, compile_region, compute_log_z
+from megatron.model.layer_groups import LayerGroups
 from megatron.model.mup import Multipliers, MupScaling
-from megatron.options.model import MAX_LOGITS, count_scored_at_once
-from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.model.segment_builder import SegmentBuilder, find_documents
+from megatron.options.model import MAX_LOGITS
+from megatron.position.encoding import Encoding
 from megatron.position.numerics import has_parameters_divided_by_zero_3, soft_cap
-from megatron.position.token_range import SampledPositions, TokenRange, sample_positions
+from megatron.position.token_range import TokenRange
 from megatron.utils.errors import UserError
 
 
@@ -120,12 +98,7 @@ class GPT(GPTModel):
         used = {id(each.encoding) for each in attentions}
         self._unused_encodings = [name for name, each in self.positions.items() if id(each) not in used]
         """Names of shared encodings used only by the layers of other pipeline stages."""
-        self._table_groups = group_layers(attentions, lambda each: (type(each.encoding), type(each.backend)))
-        self._mask_groups = group_layers(attentions, lambda each: (type(each.backend), each.window))
-        self._processor_groups = group_layers(
-            attentions,
-            lambda each: (type(each.encoding), type(each.backend), type(each.processor), each.window),
-        )
+        self._layer_groups = LayerGroups(attentions)
 
     def _drop_off_stage_modules(self, stage: Axis) -> None:
         """Delete the modules of other stages, and mark parameters that an earlier stage also holds."""
@@ -186,100 +159,12 @@ class GPT(GPTModel):
             raise UserError(f"the model has {self.max_length} positions, but the requested sequence length is {length}")
         attentions = [layer.self_attention.core_attention for layer in self.local_layers]
         kept = {each.layer_index: each.num_cached_keys for each in attentions}
-        return KVCache(length, kept, self._sample_positions(length, None))
+        return KVCache(length, kept, self._get_segment_builder().sample_positions(length, None))
 
-    def _sample_positions(self, length: int, seed: int | None) -> SampledPositions | None:
-        if self.randomized is None:
-            return None
-        try:
-            seed = length if seed is None else seed
-            return sample_positions(length, self.randomized, seed, continuous=self.continuous)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-
-    def _build_segments(
-        self, length: int, mask: Tensor | None, kv_cache: KVCache | None, seed: int | None
-    ) -> tuple[Segment, ...]:
-        """Build the segments that describe the positions of this rank's `length` tokens."""
-        if kv_cache is not None:
-            kv_cache.check_capacity(length)
-            sample_cached = no_sampling if kv_cache.sampled is None else lambda _: kv_cache.sampled
-            return build_segments(length, mask, kv_cache.length, sample_cached, kv_cache.capacity)
-        context = self.groups.mesh.context
-        if context.size == 1:
-            sample: SampleFunction = (
-                no_sampling if self.randomized is None else lambda tokens: self._sample_positions(tokens, seed)
-            )
-            return build_segments(length, mask, sample=sample)
-        total = length * context.size
-        sampled = self._sample_positions(total, seed)
-        return concatenate_ranges(
-            [TokenRange(start, size, sampled, total) for start, size in list_context_chunks(total, context)]
+    def _get_segment_builder(self) -> SegmentBuilder:
+        return SegmentBuilder(
+            self.groups, self.local_layers, self.randomized, self.continuous, self.masks_documents, self.max_length
         )
-
-    def _find_documents(
-        self, tokens: Tensor, mask: Tensor | None, kv_cache: KVCache | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Find `document_starts` from end-of-document tokens.
-
-        Returns:
-            The document starts and no mask, or None and the given mask if every row is one document after its padding.
-        """
-        assert self.end_of_document is not None
-        read = tokens.cpu()
-        if kv_cache is not None:
-            kv_cache.tokens = read = read if kv_cache.tokens is None else torch.cat([kv_cache.tokens, read], dim=1)
-        is_read = torch.ones_like(read, dtype=torch.bool) if mask is None else mask.cpu()
-        if not bool((is_read & (read == self.end_of_document))[:, :-1].any()):
-            return None, mask
-        if bool((is_read[:, :-1] & ~is_read[:, 1:]).any()):
-            raise RuntimeError("with document masking, rows can be padded on the left only")
-        return find_document_starts(read, self.end_of_document, is_read), None
-
-    def _build_document_segments(
-        self, starts: Tensor, batch: int, length: int, kv_cache: KVCache | None, seed: int | None, device: torch.device
-    ) -> tuple[tuple[Segment, ...], TokenRange]:
-        """Build the segments of rows with masked documents, and their positions, which restart at each document."""
-        if any(layer.self_attention.core_attention.encoding.depends_on_length for layer in self.local_layers):
-            raise UserError(
-                "documents cannot be masked: an encoding of the model depends on the length of the whole row "
-                "(rotary with scaling dynamic or longrope); give each document its own row"
-            )
-        context, past = self.groups.mesh.context, 0 if kv_cache is None else kv_cache.length
-        check_document_starts(starts, batch, past + length * context.size)
-
-        def sample(tokens: int) -> SampledPositions | None:
-            return self._sample_positions(tokens, seed) if kv_cache is None else kv_cache.sampled
-
-        if kv_cache is not None:
-            kv_cache.check_capacity(length)
-        if self.masks_documents:
-            segments = mask_documents(starts, past, device)
-        else:
-            segments = split_documents(starts, past, no_sampling if self.randomized is None else sample)
-        chunks = list_context_chunks(length * context.size, context)
-        columns = torch.cat([torch.arange(past + first, past + first + size) for first, size in chunks])
-        capacity = None if kv_cache is None else kv_cache.capacity
-        restarted = restart_positions(starts, columns, device, segments, capacity)
-        if context.size > 1:
-            segments = select_chunks(segments, chunks, join_neighbours=False)
-        if self.max_length is not None and restarted.position_limit > self.max_length:
-            raise UserError(
-                f"the model has {self.max_length} positions, but a document has {restarted.position_limit} tokens"
-            )
-        return segments, restarted
-
-    def _build_position_segments(self, position_ids: Tensor, device: torch.device) -> TokenRange:
-        """Build the range of T·B tokens with position ids [B, T] on the CPU.
-
-        The layout is that of `documents.restart_positions`.
-        """
-        for layer in self.local_layers:
-            encoding = layer.self_attention.core_attention.encoding
-            if not encoding.takes_any_positions() or encoding.depends_on_length:
-                raise UserError(f"position ids: {type(encoding).__name__}  supports only consecutive positions")
-        values = position_ids.t().flatten().to(device, non_blocking=True)
-        return TokenRange(0, len(values), SampledPositions(values, int(position_ids.max()) + 1))
 
     def _embed(self, tokens: Tensor, segments: tuple[Segment, ...], restarted: TokenRange | None) -> Tensor:
         """Embed tokens and add the encoding's embeddings: [B, T] → [T, B, D]."""
@@ -363,44 +248,30 @@ class GPT(GPTModel):
     ) -> Tensor:
         """Compute the hidden states after the layers, [T or num_logits, B, D]. Arguments are those of `forward`."""
         if document_starts is None and self.end_of_document is not None:
-            document_starts, attention_mask = self._find_documents(tokens, attention_mask, kv_cache)
+            document_starts, attention_mask = find_documents(tokens, self.end_of_document, attention_mask, kv_cache)
         length, batch = (tokens.shape[i] for i in ((1, 0) if self.is_first_stage else (0, 1)))
-        restarted = None
-        if position_ids is not None:
-            if kv_cache is not None or document_starts is not None or self.randomized is not None:
-                raise RuntimeError("position ids need whole rows with one document each, and no randomized positions")
-            if any(each.self_attention.core_attention.encoding.far_distance for each in self.local_layers):
-                raise UserError(
-                    "the task sets position ids, which rotary scaling selfextend and rerope do not support: they "
-                    "need distances in tokens"
-                )
-            restarted = self._build_position_segments(position_ids, tokens.device)
-        # Rows with one document need none of this, but under ZeRO 3 all ranks must call the same modules.
-        if document_starts is not None and (bool(document_starts.any()) or self.is_divided_by_zero_3):
-            if attention_mask is not None:
-                raise RuntimeError("document_starts cannot be combined with padding")
-            segments, restarted = self._build_document_segments(
-                document_starts, batch, length, kv_cache, position_seed, tokens.device
-            )
-        else:
-            segments = self._build_segments(length, attention_mask, kv_cache, position_seed)
+        segments, restarted = self._get_segment_builder().build_segments(
+            batch,
+            length,
+            tokens.device,
+            mask=attention_mask,
+            kv_cache=kv_cache,
+            seed=position_seed,
+            document_starts=document_starts,
+            position_ids=position_ids,
+        )
         hidden = self._embed(tokens, segments, restarted) if self.is_first_stage else tokens  # [T, B, D]
         if self._unused_encodings and torch.is_grad_enabled():
             hidden = self._add_nothing(hidden)
-        # Compute terms that layers share before the layers, so that activation recomputation does not repeat them.
-        attentions = [layer.self_attention.core_attention for layer in self.local_layers]
-        tables: dict[int, ScoreTerms] = {}
-        terms: dict[int, Any] = {}
-        masked: dict[int, tuple[Segment, ...]] = {}
-        for group in self._table_groups:
-            tables |= compute_tables([attentions[i] for i in group], segments, hidden.device)
-        for group in self._processor_groups:
-            terms |= compute_processor_terms([attentions[i] for i in group], segments, tables, hidden)
-        if restarted is not None and document_starts is not None:
-            for group in self._mask_groups:
-                masked |= compute_layer_masks([attentions[i] for i in group], segments, document_starts, hidden)
-        rows = build_query_rows(attentions, segments, batch, length, hidden.device)
-        context = AttentionContext(segments, kv_cache, num_logits, tables, terms, masked, restarted, rows)
+        context = self._layer_groups.build_context(
+            [layer.self_attention.core_attention for layer in self.local_layers],
+            segments,
+            hidden,
+            kv_cache=kv_cache,
+            num_logits=num_logits,
+            restarted=restarted,
+            document_starts=document_starts,
+        )
         hidden = self._run_layers(hidden, context)
         if kv_cache is not None:
             kv_cache.length += length
@@ -424,7 +295,8 @@ class GPT(GPTModel):
             logits = soft_cap(self._logits(hidden), self.logit_softcap)
             return rearrange(gather_vocabulary(logits, self.groups), "t b v -> b t v")
         vocabulary = self.vocab_size // self.groups.mesh.tensor.size
-        compute_losses = self._losses_and_log_z if with_log_z else self._losses
+        entropy = CrossEntropy(self._logits, self.config, self.groups, self.logit_softcap)
+        compute_losses = entropy.compute_losses_and_log_z if with_log_z else entropy.compute_losses
         return chunked_cross_entropy(compute_losses, hidden, labels, vocabulary, self.max_logits)
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -435,40 +307,6 @@ class GPT(GPTModel):
             return F.linear(hidden, weight)
         logits: Tensor = self.output_layer(hidden, weight=tied)[0]
         return logits
-
-    def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Compute the loss of each token, float32 [B, T], from hidden states [T, B, D]."""
-        if can_compile(self.config, hidden):
-            return self._compute_compiled_losses(hidden, labels)[0]
-        return self._cross_entropy(soft_cap(self._logits(hidden).float(), self.logit_softcap), labels)
-
-    def _losses_and_log_z(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Compute the loss and log Z of each token, [2, B, T]. Log Z is the sum of the loss and the label's logit."""
-        if can_compile(self.config, hidden):
-            return torch.stack(self._compute_compiled_losses(hidden, labels))
-        logits = soft_cap(self._logits(hidden).float(), self.logit_softcap)
-        of_labels = select_label_logits(logits, labels, self.groups)  # first, because the loss may overwrite the logits
-        losses = self._cross_entropy(logits, labels)
-        return torch.stack([losses, losses + of_labels])
-
-    def _compute_compiled_losses(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return losses and log Z, float32 [B, T]. The logits stay in their own data type."""
-        logits, tensor = self._logits(hidden), self.groups.mesh.tensor
-        first = tensor.index * logits.shape[-1]
-        log_z, of_labels = compile_region(compute_log_z)(logits, labels, first, self.logit_softcap)
-        if tensor.size > 1:
-            own = torch.stack([log_z, of_labels])[None]
-            parts = all_gather(own, 0, self.groups, "tensor", reduce_grad=False)
-            log_z, of_labels = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
-        return log_z - of_labels, log_z
-
-    def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Compute the loss of each token [B, T] from this rank's logits [T, B, V] in float32."""
-        if self.groups.mesh.tensor.size > 1:
-            return vocab_parallel_cross_entropy(logits, labels.t().contiguous()).t()
-        flat = rearrange(logits, "t b v -> (t b) v")
-        losses = F.cross_entropy(flat, rearrange(labels, "b t -> (t b)"), reduction="none")
-        return rearrange(losses, "(t b) -> b t", b=labels.shape[0])
 
     def _run_layers(self, hidden: Tensor, context: AttentionContext) -> Tensor:
         # Only the output layer reads the top layer, so that layer computes only the scored positions.
@@ -556,51 +394,3 @@ class GPT(GPTModel):
             output: Any = self.embedding.word_embeddings if tied else self.output_layer
             matrices.append(output.weight)
         return matrices
-
-
-def select_label_logits(logits: Tensor, labels: Tensor, groups: ProcessGroups) -> Tensor:
-    """Return the logit of each token's label [B, T] from each rank's logits [T, B, V].
-
-    Ranks continue identically with the result, so its gradient is not summed. `gather` is avoided because it would keep
-    the logits for its backward pass.
-    """
-    size = logits.shape[-1]
-    index = labels.t().flatten() - groups.mesh.tensor.index * size
-    is_here = (index >= 0) & (index < size)
-    found = logits.flatten(0, 1)[torch.arange(len(index), device=index.device), index.clamp(0, size - 1)]
-    found = torch.where(is_here, found, 0.0)
-    parts = all_gather(found[:, None], 1, groups, "tensor", reduce_grad=False)
-    return parts.sum(1).unflatten(0, logits.shape[:2]).t()
-
-
-def chunked_cross_entropy(
-    compute_losses: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, labels: Tensor, vocabulary: int, max_logits: int
-) -> Tensor:
-    """Compute losses in chunks of tokens whose logits are recomputed in the backward pass.
-
-    All tokens are computed at once if their logits number at most `max_logits`.
-
-    Args:
-        compute_losses: function from hidden states [t, B, D] and labels [B, t] to float32 [B, t], or several such,
-            [n, B, t].
-        hidden: [T, B, D].
-        labels: [B, T].
-        vocabulary: logits per token.
-        max_logits: maximum number of logits in memory; a chunk has at least one position of the batch.
-
-    Returns:
-        float32 [B, T] or [n, B, T].
-    """
-    step = count_scored_at_once(hidden.shape[0], hidden.shape[1], vocabulary, max_logits)
-    if step == hidden.shape[0]:
-        return compute_losses(hidden, labels)
-    blocks = zip(hidden.split(step), labels.split(step, dim=1), strict=True)
-    return torch.cat([recompute_in_backward(compute_losses, *block, draws=False) for block in blocks], dim=-1)
-
-
-def gather_vocabulary(logits: Tensor, groups: ProcessGroups) -> Tensor:
-    """Gather logits over the whole vocabulary from each rank's shard, along the last dimension.
-
-    Ranks continue identically with the result, so its gradient is not summed.
-    """
-    return all_gather(logits, logits.dim() - 1, groups, "tensor", reduce_grad=False)

@@ -24,7 +24,7 @@ from megatron.position.catalog import (
     read_processor_facts,
     read_temperature_facts,
 )
-from megatron.reports.latex_tables import escape_latex
+from megatron.reports.table_formats import escape_latex
 from megatron.utils.project import CITATION_FILE, IS_CHECKOUT, PACKAGES_FOLDER, PROGRAM, get_farfield_version
 
 _BIBTEX_TYPES = {"article": "article", "conference-paper": "inproceedings", "software": "software"}

@@ -43,7 +43,7 @@ PROTOCOL_NOTES = {
     "overlapping": "Protocol overlapping scores every token of a window that has a minimum of context.",
     "strided": "Protocol strided scores the end of each window, so every token has almost a full window of context.",
 }
-"""Meaning of each protocol of texts, in one sentence; `report.py` has the details."""
+"""Meaning of each protocol of texts, in one sentence; `report_sentences.py` has the details."""
 
 
 @dataclass(frozen=True)

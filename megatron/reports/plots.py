@@ -25,8 +25,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, Formatter, FuncFormatter, NullFormatter, NullLocator
 
 from megatron.reports.axes import choose_log_ticks, format_multiple
-from megatron.reports.charts import get_bar_meaning, get_curve, get_style_indices
+from megatron.reports.charts import get_style_indices
 from megatron.reports.comparison_table import ComparisonTable, select_curve_tables
+from megatron.reports.curve_chart import get_bar_meaning, get_curve
 from megatron.reports.depth_maps import DepthMap, split_depth_maps
 from megatron.reports.metrics import Metric
 from megatron.utils.errors import UserError

@@ -16,13 +16,15 @@ from megatron.reports.leaderboard_summary import build_answers, list_cost_points
 from megatron.reports.report import (
     ReportSection,
     build_leaderboard_report,
+    get_section_title,
+    select_shown_records,
+)
+from megatron.reports.report_sentences import (
     describe_environment,
     describe_measurements,
     describe_methods,
     describe_plots,
-    get_section_title,
     join_words,
-    select_shown_records,
 )
 from megatron.reports.results_output import build_missing_table
 from megatron.reports.table_formats import render_comparison_markdown
@@ -75,8 +77,9 @@ def _write_page(path: Path, sections: Sequence[ReportSection], title: str | None
             parts.append(f"## {get_section_title(section)}\n")
         parts += _render_section(path, index, section)
     parts.append("## Measurements\n")
-    parts += [f"{_break_sentences(text)}\n" for text in describe_measurements(sections)]
-    facts = describe_environment(sections)
+    tables = [table for section in sections for table in section.tables]
+    parts += [f"{_break_sentences(text)}\n" for text in describe_measurements(tables)]
+    facts = describe_environment([record for section in sections for record in section.records])
     parts.append("\n".join(f"- {name}: {text}" for name, text in facts.items()) + "\n")
     return write_page_atomically(path, MARKER + _wrap_lines("\n".join(parts)))
 

@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -43,7 +42,6 @@ from megatron.launch.dispatch import uses_slurm
 from megatron.options.sweep import SweepCorpusOptions
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure
 from megatron.reports.results_output import check_no_foreign_results
-from megatron.sweeps.kept_records import keep_records, list_other_parts, read_kept_records
 from megatron.sweeps.member_run import run_member
 from megatron.sweeps.remaining_work import (
     MemberWork,
@@ -54,7 +52,15 @@ from megatron.sweeps.remaining_work import (
     find_finished_step,
     find_member_divergence,
 )
-from megatron.sweeps.results import REPORT_FILE, SweepResults, print_results, suggest_comparison
+from megatron.sweeps.results import (
+    REPORT_FILE,
+    SweepResults,
+    keep_records,
+    list_other_parts,
+    print_results,
+    read_kept_records,
+    suggest_comparison,
+)
 from megatron.sweeps.spec import Sweep, SweepMember, read_sweep
 from megatron.sweeps.worker_pool import run_members
 from megatron.utils.atomic_io import check_no_foreign_files, make_folder
@@ -62,9 +68,6 @@ from megatron.utils.errors import FarfieldError, RunError, UserError
 from megatron.utils.formatting import format_duration
 from megatron.utils.progress import ProgressMeter, WaitAnnouncer, WorkItem
 from megatron.utils.signals import StoppedBySignal, acknowledge_signals
-
-if TYPE_CHECKING:
-    pass
 
 # Modules that need torch or matplotlib are imported where used, so that mistakes in the file are reported at once.
 

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.distributed.core_parallel import parallel_state
 from megatron.distributed.mesh import (
     DIMENSION_ORDER,
     Axis,
@@ -16,6 +15,7 @@ from megatron.distributed.mesh import (
     list_chunk_owners,
     list_context_chunks,
 )
+from megatron.distributed.process_groups import parallel_state
 
 CORE = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp"}
 

@@ -19,7 +19,7 @@ from megatron.options.evaluation import EvaluationOptions as Options
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.plots import render_plots_png
 from megatron.reports.records import Record
-from megatron.reports.report import ReportSection, describe_measurements
+from megatron.reports.report_sentences import describe_measurements
 from megatron.reports.significance import draw_bootstrap_curves, draw_bootstrap_means
 from megatron.utils.errors import RunError, UserError
 
@@ -144,7 +144,7 @@ def test_overlapping_windows_choose_the_key_tokens_of_the_published_function(tmp
 
 
 def _describe_protocol(records: list[Record]) -> str:
-    return describe_measurements([ReportSection(None, records)])[0]
+    return describe_measurements(build_comparison_tables(records))[0]
 
 
 def test_key_tokens_fit_one_text_and_one_choice_of_windows(tmp_path: Path, running_mean: RunningMean) -> None:

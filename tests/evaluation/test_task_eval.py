@@ -310,13 +310,13 @@ def test_task_positions_are_trained_and_evaluated(tmp_path: Path, monkeypatch: p
     """Position ids drawn in training reach the model also beyond the training length: 43 tokens, 16 positions."""
     from megatron.data.torch_data import TaskDataset
     from megatron.evaluation.run import evaluate_runs
-    from megatron.model.gpt import GPT
+    from megatron.model.segment_builder import SegmentBuilder
     from megatron.training.train import train
 
     reported: list[Tensor] = []
-    place_tokens = GPT._build_position_segments
+    place_tokens = SegmentBuilder._build_position_segments
     monkeypatch.setattr(
-        GPT,
+        SegmentBuilder,
         "_build_position_segments",
         lambda self, ids, device: (reported.append(ids), place_tokens(self, ids, device))[1],
     )

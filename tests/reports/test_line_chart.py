@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
+from megatron.reports.curve_chart import HorizontalAxis, Line, build_line_chart, build_median_line
 from megatron.reports.html_page import TEMPLATES_FOLDER
-from megatron.reports.line_chart import HorizontalAxis, Line, build_line_chart, build_median_line
 
 
 def test_lines_are_at_their_values() -> None:

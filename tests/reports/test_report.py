@@ -16,11 +16,11 @@ from rich.console import Console
 from megatron.reports import html_page, report
 from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import build_comparison_tables
-from megatron.reports.latex_tables import render_latex_file
 from megatron.reports.leaderboard import Leaderboard
 from megatron.reports.records import Record, record_from_row, write_records, write_records_csv
-from megatron.reports.report import ReportSection, TrainingSection, describe_plots
-from megatron.reports.table_formats import TextTable
+from megatron.reports.report import ReportSection, TrainingSection
+from megatron.reports.report_sentences import describe_measurements, describe_plots
+from megatron.reports.table_formats import TextTable, render_latex_file
 from megatron.utils.errors import UserError
 
 from .conftest import record
@@ -247,13 +247,13 @@ def test_a_protocol_is_described_once_with_its_texts(story: list[Record]) -> Non
         record(method, length, 5.0, seed, **known | {"windows": 32, "dataset": "data/b"}, target_digest="b")
         for method in ("rotary", "alibi") for length in (64, 512) for seed in (1, 2, 3)
     ]  # fmt: skip
-    (text,) = report.describe_measurements([ReportSection("A", bytes_of_a), ReportSection("B", others)])
+    (text,) = describe_measurements(build_comparison_tables([*bytes_of_a, *others]))
     assert text.startswith("Protocol last. Only the last 64 tokens")
     assert "the same 32 or 61 positions" in text
     assert "Texts: data/a (tokenizer bytes, one token is one byte); data/b (tokenizer bytes)." in text
     assert "With several seeds, cells are arithmetic means over 3 seeds" in text
     assert "With one seed, bars are 95% intervals" in text
-    (text,) = report.describe_measurements([ReportSection("B", others)])
+    (text,) = describe_measurements(build_comparison_tables(others))
     assert " Cells are arithmetic means over 3 seeds" in text
     assert "one seed" not in text
 

@@ -138,7 +138,7 @@ def reset_process_groups() -> None:
         return
     from torch.distributed import distributed_c10d
 
-    from megatron.distributed.core_parallel import parallel_state
+    from megatron.distributed.process_groups import parallel_state
 
     _groups_of_parents.append(distributed_c10d._world)  # their destructors would wait for those threads
     distributed_c10d._world = distributed_c10d._World()

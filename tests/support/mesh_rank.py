@@ -14,10 +14,10 @@ MESHES = [{"data": 4}, {"tensor": 2, "data": 2}, {"context": 2, "data": 2}, {"te
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 
-    from megatron.distributed.core_parallel import parallel_state as core
     from megatron.distributed.launcher_environment import RankInfo
     from megatron.distributed.mesh import ParallelSizes
     from megatron.distributed.process_groups import build_single_process_groups, init_distributed
+    from megatron.distributed.process_groups import parallel_state as core
     from megatron.utils.errors import RunError
 
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 4), rank=rank, world_size=4)

@@ -22,8 +22,8 @@ from megatron.kernels.cdape_attention.mixer import MixerInputs, Spans
 from megatron.kernels.cdape_attention.mixer_forward import LogitInputs
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights
+from megatron.kernels.cuda.compile import CudaKernel
 from megatron.kernels.cuda.emulate import Emulator
-from megatron.kernels.cuda.kernel import CudaKernel
 
 NO_ERRORS = (0, 0, 0, 0, 0)
 EXCHANGE_ROUNDING = 2.0**-11

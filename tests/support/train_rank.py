@@ -18,7 +18,7 @@ def main() -> None:
     import torch.distributed as dist
 
     from megatron.config.load import read_config
-    from megatron.distributed.core_parallel import parallel_state
+    from megatron.distributed.process_groups import parallel_state
     from megatron.training.train import train
     from megatron.utils.errors import FarfieldError
 

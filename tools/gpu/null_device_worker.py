@@ -49,7 +49,7 @@ def leave_groups() -> None:
     """Destroy all process groups, because the next case may use another mesh."""
     import torch.distributed as dist
 
-    from megatron.distributed.core_parallel import parallel_state
+    from megatron.distributed.process_groups import parallel_state
 
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()

@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from megatron.evaluation.analysis.analysis import Figure, Table
 from megatron.evaluation.analysis.run import PageSection, render_analysis_page
 from megatron.reports.charts import Chart
+from megatron.reports.curve_chart import HorizontalAxis, Line, build_line_chart
 from megatron.reports.leaderboard import Ablation, Leaderboard
-from megatron.reports.line_chart import HorizontalAxis, Line, build_line_chart
 from megatron.reports.records import Record, RunFailure
 from megatron.reports.report import ReportSection, render_report
 

@@ -19,9 +19,9 @@ from megatron.conversion.families.llama import (
     write_llama_keys,
 )
 from megatron.conversion.hf_config import HFConfigReader
-from megatron.conversion.hf_rope import ROPE_DIFFERENCE
-from megatron.conversion.layer_types import (
+from megatron.conversion.hf_layers import (
     LAYER_TYPES,
+    ROPE_DIFFERENCE,
     find_window_conflict,
     read_layer_types,
     read_layer_windows,

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron.config.schema import Config
 from megatron.conversion.hf_config import HFConfigReader, read_activation
-from megatron.conversion.hf_rope import ROPE_DIFFERENCE, build_rope_keys, check_rope_scaling, read_rope_options
+from megatron.conversion.hf_layers import ROPE_DIFFERENCE, build_rope_keys, check_rope_scaling, read_rope_options
 from megatron.conversion.model_family import (
     EMBEDDING_WEIGHT,
     IDENTITY,

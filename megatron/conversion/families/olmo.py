@@ -18,12 +18,12 @@ from megatron.conversion.families.llama import (
     write_llama_keys,
 )
 from megatron.conversion.hf_config import HFConfigReader
-from megatron.conversion.hf_rope import read_layer_rope_options
-from megatron.conversion.layer_types import (
+from megatron.conversion.hf_layers import (
     LAYER_TYPES,
     combine_rotations,
     find_rotation_conflict,
     find_window_conflict,
+    read_layer_rope_options,
     read_layer_types,
     read_layer_windows,
     read_required_window,

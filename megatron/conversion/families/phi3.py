@@ -18,7 +18,7 @@ from megatron.conversion.families.llama import (
     write_llama_keys,
 )
 from megatron.conversion.hf_config import HFConfigReader
-from megatron.conversion.hf_rope import (
+from megatron.conversion.hf_layers import (
     LONGROPE_TYPES,
     build_rope_parameters,
     check_rope_scaling,

@@ -17,7 +17,7 @@ from megatron.conversion.families.llama import (
     write_llama_keys,
 )
 from megatron.conversion.hf_config import HFConfigReader
-from megatron.conversion.layer_types import (
+from megatron.conversion.hf_layers import (
     FULL,
     WINDOWED,
     find_window_conflict,

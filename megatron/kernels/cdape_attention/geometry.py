@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.kernels.cuda.kernel import CudaKernel
+from megatron.kernels.cuda.compile import CudaKernel
 from megatron.kernels.runtime import cdiv
 
 FOLDER = Path(__file__).with_name("cuda")

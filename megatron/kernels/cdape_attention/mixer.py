@@ -37,8 +37,7 @@ from megatron.kernels.cdape_attention.mixer_operands import (
     find_pointer,
 )
 from megatron.kernels.cdape_attention.weights import WeightShape
-from megatron.kernels.cuda.compile import load_nvrtc
-from megatron.kernels.cuda.kernel import CudaKernel
+from megatron.kernels.cuda.compile import CudaKernel, load_nvrtc
 from megatron.kernels.jit_build import CompileError
 from megatron.kernels.runtime import DeviceProperties, cdiv
 

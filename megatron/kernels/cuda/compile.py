@@ -11,14 +11,27 @@ import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from megatron.kernels.cuda.kernel import CudaKernel
 from megatron.kernels.jit_build import CompileError, iter_cache_folders, open_cache_folder
 
 LANGUAGE = Path(__file__).parent
 FLAGS = ("--std=c++17",)
+
+
+class CudaKernel(NamedTuple):
+    """Kernel in the language of `warp.h`: a struct in a header, and the struct of its arguments."""
+
+    folder: Path
+    header: str
+    name: str
+    """Name of the struct with its template arguments, for example "MixerBackward<1, true, false>"."""
+    arguments: str
+    num_threads: int
+    shared_bytes: int
+    """Dynamic shared memory of a block, in bytes; equal to `MEMORY_BYTES` in the header, which a test checks."""
 
 
 @cache

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megatron.kernels.cuda.compile import LANGUAGE
-from megatron.kernels.cuda.kernel import CudaKernel
+from megatron.kernels.cuda.compile import LANGUAGE, CudaKernel
 from megatron.kernels.jit_build import CompileError, hash_sources, load_library
 
 FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-fvisibility=hidden")

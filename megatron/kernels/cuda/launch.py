@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.kernels.cuda.compile import compile_kernel
-from megatron.kernels.cuda.kernel import CudaKernel
+from megatron.kernels.cuda.compile import CudaKernel, compile_kernel
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES, PREFERRED_SHARED_MEMORY_CARVEOUT = 8, 9
 """Values of the function attributes of these names in cuda.h."""

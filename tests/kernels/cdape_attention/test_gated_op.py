@@ -23,8 +23,8 @@ from megatron.kernels.cdape_attention.args import CdapeArgs
 from megatron.kernels.cdape_attention.gated_op import GatedCall, attend_with_gates
 from megatron.kernels.cdape_attention.geometry import FOLDER, KernelFamily, MixerKernel
 from megatron.kernels.cdape_attention.reference import reference
+from megatron.kernels.cuda.compile import CudaKernel
 from megatron.kernels.cuda.emulate import Emulator, find_compiler
-from megatron.kernels.cuda.kernel import CudaKernel
 from megatron.position.facts import AttentionDims
 from megatron.position.registry import build_encoding, build_processor
 from megatron.position.token_range import TokenRange

@@ -11,8 +11,8 @@ from mixer_emulation import LOCAL_CASES, NO_ERRORS
 from megatron.kernels.cdape_attention import driver, mixer, op
 from megatron.kernels.cdape_attention.driver import CdapeProblem, Chunk
 from megatron.kernels.cdape_attention.geometry import FOLDER, WIDTH, KernelFamily, MixerKernel, pad_sizes
+from megatron.kernels.cuda.compile import CudaKernel
 from megatron.kernels.cuda.emulate import Emulator, find_compiler
-from megatron.kernels.cuda.kernel import CudaKernel
 from tools.rounding import assert_within_rounding
 
 COMPILED = LOCAL_CASES[1]

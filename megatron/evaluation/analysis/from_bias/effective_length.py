@@ -16,7 +16,7 @@ from megatron.evaluation.analysis.analysis import Analysis, AnalysisContext, Blo
 from megatron.evaluation.analysis.bias_series import compute_terms, to_float64
 from megatron.position.encoding import Encoding
 from megatron.reports.charts import Chart
-from megatron.reports.line_chart import HorizontalAxis, Line, build_line_chart
+from megatron.reports.curve_chart import HorizontalAxis, Line, build_line_chart
 
 THRESHOLD = -2.0
 MAX_PLOTTED_DISTANCE = 20_480

@@ -8,7 +8,7 @@ import torch
 from megatron.evaluation.analysis.analysis import Analysis, AnalysisContext, Block, LayerEncoding, NotApplicable, Table
 from megatron.evaluation.analysis.bias_series import compute_terms, to_float64
 from megatron.reports.charts import Chart
-from megatron.reports.line_chart import HorizontalAxis, Line, build_line_chart
+from megatron.reports.curve_chart import HorizontalAxis, Line, build_line_chart
 from megatron.reports.metrics import format_number
 
 MIN_BIAS = -12.0

@@ -15,7 +15,7 @@ from megatron.evaluation.analysis.bias_series import (
     sum_bias_series,
 )
 from megatron.reports.charts import Chart
-from megatron.reports.line_chart import HorizontalAxis, build_line_chart, build_median_line
+from megatron.reports.curve_chart import HorizontalAxis, build_line_chart, build_median_line
 
 EPSILONS = (0.5, 0.1, 0.01, 0.001)
 

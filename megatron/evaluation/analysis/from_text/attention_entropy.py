@@ -32,7 +32,7 @@ from megatron.evaluation.analysis.attention_capture import choose_block_size, co
 from megatron.evaluation.loss_records import list_position_bins
 from megatron.model.gpt import GPT
 from megatron.reports.charts import Chart
-from megatron.reports.line_chart import HorizontalAxis, build_line_chart, build_median_line
+from megatron.reports.curve_chart import HorizontalAxis, build_line_chart, build_median_line
 
 ROUNDING = 1e-5
 """Tolerance within which a sum of float32 weights counts as 1."""

@@ -29,7 +29,7 @@ from megatron.evaluation.analysis.attention_capture import (
 from megatron.evaluation.analysis.bias_series import PLOTTED_EPSILONS, TIE_TOLERANCE, compute_finite_field
 from megatron.model.gpt import GPT
 from megatron.reports.charts import Chart
-from megatron.reports.line_chart import HorizontalAxis, build_line_chart, build_median_line
+from megatron.reports.curve_chart import HorizontalAxis, build_line_chart, build_median_line
 
 EPSILONS = (0.5, 0.1, 0.01)
 

@@ -1,0 +1,191 @@
+"""Segments of a forward pass: the positions of its tokens, and the keys that each may see.
+
+They depend on the cache of earlier tokens, padding, documents, randomized positions, and on the tokens that a rank of
+context parallelism holds. Shapes: B batch, T sequence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.attention.documents import (
+    check_document_starts,
+    find_document_starts,
+    mask_documents,
+    restart_positions,
+    split_documents,
+)
+from megatron.attention.segments import (
+    SampleFunction,
+    Segment,
+    build_segments,
+    concatenate_ranges,
+    no_sampling,
+    select_chunks,
+)
+from megatron.distributed.mesh import list_context_chunks
+from megatron.distributed.process_groups import ProcessGroups
+from megatron.model.kv_cache import KVCache
+from megatron.position import token_range
+from megatron.position.encoding import Encoding
+from megatron.position.numerics import has_parameters_divided_by_zero_3
+from megatron.position.token_range import SampledPositions, TokenRange
+from megatron.utils.errors import UserError
+
+
+def find_documents(
+    tokens: Tensor, end_of_document: int, mask: Tensor | None, kv_cache: KVCache | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Find `document_starts` from end-of-document tokens.
+
+    Returns:
+        The document starts and no mask, or None and the given mask if every row is one document after its padding.
+    """
+    read = tokens.cpu()
+    if kv_cache is not None:
+        kv_cache.tokens = read = read if kv_cache.tokens is None else torch.cat([kv_cache.tokens, read], dim=1)
+    is_read = torch.ones_like(read, dtype=torch.bool) if mask is None else mask.cpu()
+    if not bool((is_read & (read == end_of_document))[:, :-1].any()):
+        return None, mask
+    if bool((is_read[:, :-1] & ~is_read[:, 1:]).any()):
+        raise RuntimeError("with document masking, rows can be padded on the left only")
+    return find_document_starts(read, end_of_document, is_read), None
+
+
+@dataclass(frozen=True)
+class SegmentBuilder:
+    """Builder of the segments of a model's forward passes."""
+
+    groups: ProcessGroups
+    layers: Sequence[Any]
+    """Layers of this pipeline stage."""
+    randomized: int | None
+    """Number of positions from which a sequence's positions are sampled, or None."""
+    continuous: bool
+    """True if sampled positions are real numbers."""
+    masks_documents: bool
+    """True if attention covers all documents of a row at once."""
+    max_length: int | None
+    """Length of the longest sequence that the model has positions for, or None for any length."""
+
+    @property
+    def encodings(self) -> list[Encoding]:
+        """Encodings of the layers, in order."""
+        return [layer.self_attention.core_attention.encoding for layer in self.layers]
+
+    def build_segments(
+        self,
+        batch: int,
+        length: int,
+        device: torch.device,
+        *,
+        mask: Tensor | None = None,
+        kv_cache: KVCache | None = None,
+        seed: int | None = None,
+        document_starts: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> tuple[tuple[Segment, ...], TokenRange | None]:
+        """Build the segments of a forward pass, and the positions of its tokens if they do not follow the segments.
+
+        Args:
+            batch, length: B and T.
+            device: device of the tokens.
+            mask, kv_cache, seed, document_starts, position_ids: arguments of `GPT.forward`.
+
+        Raises:
+            UserError: if the model has no such positions.
+        """
+        restarted = None
+        if position_ids is not None:
+            if kv_cache is not None or document_starts is not None or self.randomized is not None:
+                raise RuntimeError("position ids need whole rows with one document each, and no randomized positions")
+            if any(encoding.far_distance for encoding in self.encodings):
+                raise UserError(
+                    "the task sets position ids, which rotary scaling selfextend and rerope do not support: they "
+                    "need distances in tokens"
+                )
+            restarted = self._build_position_segments(position_ids, device)
+        # Rows with one document need none of this, but under ZeRO 3 all ranks must call the same modules.
+        if document_starts is not None and (
+            bool(document_starts.any()) or has_parameters_divided_by_zero_3(self.layers[0])
+        ):
+            if mask is not None:
+                raise RuntimeError("document_starts cannot be combined with padding")
+            return self._build_document_segments(document_starts, batch, length, kv_cache, seed, device)
+        return self._build_row_segments(length, mask, kv_cache, seed), restarted
+
+    def sample_positions(self, length: int, seed: int | None) -> SampledPositions | None:
+        if self.randomized is None:
+            return None
+        try:
+            seed = length if seed is None else seed
+            return token_range.sample_positions(length, self.randomized, seed, continuous=self.continuous)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+    def _build_row_segments(
+        self, length: int, mask: Tensor | None, kv_cache: KVCache | None, seed: int | None
+    ) -> tuple[Segment, ...]:
+        """Build the segments that describe the positions of this rank's `length` tokens."""
+        if kv_cache is not None:
+            kv_cache.check_capacity(length)
+            sample_cached = no_sampling if kv_cache.sampled is None else lambda _: kv_cache.sampled
+            return build_segments(length, mask, kv_cache.length, sample_cached, kv_cache.capacity)
+        context = self.groups.mesh.context
+        if context.size == 1:
+            sample: SampleFunction = (
+                no_sampling if self.randomized is None else lambda tokens: self.sample_positions(tokens, seed)
+            )
+            return build_segments(length, mask, sample=sample)
+        total = length * context.size
+        sampled = self.sample_positions(total, seed)
+        return concatenate_ranges(
+            [TokenRange(start, size, sampled, total) for start, size in list_context_chunks(total, context)]
+        )
+
+    def _build_document_segments(
+        self, starts: Tensor, batch: int, length: int, kv_cache: KVCache | None, seed: int | None, device: torch.device
+    ) -> tuple[tuple[Segment, ...], TokenRange]:
+        """Build the segments of rows with masked documents, and their positions, which restart at each document."""
+        if any(encoding.depends_on_length for encoding in self.encodings):
+            raise UserError(
+                "documents cannot be masked: an encoding of the model depends on the length of the whole row "
+                "(rotary with scaling dynamic or longrope); give each document its own row"
+            )
+        context, past = self.groups.mesh.context, 0 if kv_cache is None else kv_cache.length
+        check_document_starts(starts, batch, past + length * context.size)
+
+        def sample(tokens: int) -> SampledPositions | None:
+            return self.sample_positions(tokens, seed) if kv_cache is None else kv_cache.sampled
+
+        if kv_cache is not None:
+            kv_cache.check_capacity(length)
+        if self.masks_documents:
+            segments = mask_documents(starts, past, device)
+        else:
+            segments = split_documents(starts, past, no_sampling if self.randomized is None else sample)
+        chunks = list_context_chunks(length * context.size, context)
+        columns = torch.cat([torch.arange(past + first, past + first + size) for first, size in chunks])
+        capacity = None if kv_cache is None else kv_cache.capacity
+        restarted = restart_positions(starts, columns, device, segments, capacity)
+        if context.size > 1:
+            segments = select_chunks(segments, chunks, join_neighbours=False)
+        if self.max_length is not None and restarted.position_limit > self.max_length:
+            raise UserError(
+                f"the model has {self.max_length} positions, but a document has {restarted.position_limit} tokens"
+            )
+        return segments, restarted
+
+    def _build_position_segments(self, position_ids: Tensor, device: torch.device) -> TokenRange:
+        """Build the range of T·B tokens with position ids [B, T] on the CPU.
+
+        The layout is that of `documents.restart_positions`.
+        """
+        for encoding in self.encodings:
+            if not encoding.takes_any_positions() or encoding.depends_on_length:
+                raise UserError(f"position ids: {type(encoding).__name__}  supports only consecutive positions")
+        values = position_ids.t().flatten().to(device, non_blocking=True)
+        return TokenRange(0, len(values), SampledPositions(values, int(position_ids.max()) + 1))
