@@ -20,7 +20,7 @@ class Ssmax(Temperature):
     advice = (
         "Against attention that fades as contexts grow: with n keys and bounded scores, a softmax gives no key more "
         "than a share that falls as 1/n. Use it in training; its author reports a lower training loss and better "
-        "retrieval in long contexts. It does not scale a bias; the processor ssmax_logits scales both. A row that sees "
+        "retrieval in long contexts. It does not scale a bias; the processor ssmax_prior scales both. A row that sees "
         "one key has the factor 0, which changes nothing: it attends to that key."
     )
     other_names = ("scalable_softmax", "scaled_softmax")
