@@ -39,7 +39,7 @@ COMMANDS = (
         "report",
         "export",
     ),
-    *("checkpoints", "status", "keys"),
+    *("checkpoints", "status", "what-was-in", "keys"),
 )
 TINY = """\
 num_layers: 1

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from megatron.cli.batches import what_was_in
 from megatron.cli.convert import export, import_
 from megatron.cli.evaluate import analyze, evaluate, generate, report
 from megatron.cli.prepare import prepare
@@ -35,11 +36,13 @@ COMMANDS: tuple[tuple[Callable[..., Any], str], ...] = (
     (export, "docs/export.md"),
     (checkpoints, "docs/training.md"),
     (status, "docs/training.md"),
+    (what_was_in, "docs/monitoring.md"),
     (keys, "docs/configuration.md"),
 )
 """Every command, in the order of the help, with the page that has details.
 
-A command is named after its function, without the underscore that distinguishes a name from a Python keyword.
+A command is named after its function, with hyphens, and without the underscore that distinguishes a name from a Python
+keyword.
 """
 
 
@@ -108,10 +111,15 @@ app = typer.Typer(
 )
 
 
+def name_command(function: Callable[..., Any]) -> str:
+    """Return the name of a function's command."""
+    return function.__name__.rstrip("_").replace("_", "-")
+
+
 def add_command(function: Callable[..., Any], page: str) -> None:
     """Add a command whose help is the function's docstring."""
     text = f"{format_help(read_docstring(function))}\n\nMore: {page}"
-    app.command(function.__name__.rstrip("_"), cls=Command, help=text)(function)
+    app.command(name_command(function), cls=Command, help=text)(function)
 
 
 for function, page in COMMANDS:

@@ -162,7 +162,7 @@ def has_cuda_kernels(shape: AttentionShape) -> bool:
         and shape.num_heads <= 16
         and processor.width <= 32
         and (shape.num_heads > 8 or processor.width > 16)
-        and processor.kernel_size == 3
+        and processor.kernel_size <= 3
         and shape.num_columns % 8 == 0
     )
 

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from megatron.kernels.cdape_attention import logit_gradient, mixer_forward
-from megatron.kernels.cdape_attention.geometry import BLOCK_BYTES, KernelFamily, choose_kernel
+from megatron.kernels.cdape_attention.geometry import BLOCK_BYTES, KernelFamily, KernelForm, choose_kernel
 from megatron.kernels.cdape_attention.mixer import TO_SCORES, TO_WEIGHTS, VARIABLE
 from megatron.kernels.cuda.compile import compile_kernel
 
@@ -47,9 +47,9 @@ fills_device = mixer.fills_device
 mixer.fills_device = lambda *sizes: True  # small problems have too few blocks
 
 
-def run(heads, length, dim=64, dtype=torch.bfloat16, differentiates=True, **options):
+def run(heads, length, dim=64, dtype=torch.bfloat16, width=32, size=3, differentiates=True, **options):
     q, k, v = (draw(2, heads, length, dim, dtype=dtype) for _ in range(3))
-    weights = draw(32, 2 * heads, 1, 3), draw(32), draw(heads, 32, 1, 3), draw(heads)
+    weights = draw(width, 2 * heads, 1, size), draw(width), draw(heads, width, 1, size), draw(heads)
     output = op.cdape_attention(CdapeArgs(q, k, v, draw(heads, length), *weights, **options), chunk=64)
     if not differentiates:
         return
@@ -60,7 +60,7 @@ def run(heads, length, dim=64, dtype=torch.bfloat16, differentiates=True, **opti
 
 
 def list_launched():
-    names = [name.split("<")[0].removeprefix("Mixer") + "*" * ("16, true>" in name) for name in launched]
+    names = [name.split("<")[0].removeprefix("Mixer") + "*" * ("16, true, " in name) for name in launched]
     launched.clear()
     return ",".join(names) or "none"
 
@@ -72,7 +72,7 @@ def run_gated(heads, length):
     weights = draw(32, 2 * heads, 1, 3), draw(32), draw(heads, 32, 1, 3), draw(heads)
     gated_op.attend_with_gates(CdapeArgs(q, k, v, None, *weights), row, key, chunk=64).sum().backward()
     assert all(x.grad is not None for x in (q, k, v, row, key, *weights))
-    assert all("false, true>" in name for name in launched)
+    assert all("16, 32, true>" in name for name in launched)
     return list_launched()
 
 
@@ -80,6 +80,7 @@ documents = torch.arange(96, device="cuda").repeat(2, 1).div(40, rounding_mode="
 print(run(16, 96), run(12, 128, sinks=draw(12)), run(17, 96), run(16, 97), flush=True)
 print(run(16, 96, window=48), run(16, 96, document_starts=documents), run(16, 96, window=96), flush=True)
 print(run(16, 96, 96, torch.float16), run(16, 96, 128), run(16, 96, 72), flush=True)
+print(run(16, 96, size=1), run(16, 96, size=5), run(16, 96, width=64), run(32, 96, width=64), flush=True)
 os.environ["FARFIELD_CUDA_MIXER"] = "0"
 print(run(16, 96))
 del os.environ["FARFIELD_CUDA_MIXER"]
@@ -98,19 +99,31 @@ FAMILIES = [mixer_forward.KERNELS, logit_gradient.KERNELS, TO_SCORES, TO_WEIGHTS
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize(
-    ("dim", "dtype", "is_local", "is_gated"),
+    "form",
     [
-        (64, torch.bfloat16, False, False),
-        (64, torch.bfloat16, True, False),
-        (96, torch.float16, False, False),
-        (64, torch.bfloat16, False, True),
+        KernelForm(3, 64, torch.bfloat16),
+        KernelForm(3, 64, torch.bfloat16, is_local=True),
+        KernelForm(3, 96, torch.float16),
+        KernelForm(3, 64, torch.bfloat16, is_gated=True),
+        KernelForm(1, 64, torch.bfloat16),
+        KernelForm(1, 64, torch.bfloat16, is_gated=True),
     ],
 )
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_kernels_compile_with_few_spills(
-    family: KernelFamily, dim: int, dtype: torch.dtype, is_local: bool, is_gated: bool, arch: int, tmp_path: Path
-) -> None:
-    kernel = choose_kernel(family, dim, dtype, arch, is_local=is_local, is_gated=is_gated)
+def test_kernels_compile_with_few_spills(family: KernelFamily, form: KernelForm, arch: int, tmp_path: Path) -> None:
+    check_kernel(family, form, arch, tmp_path)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("sizes", [(3, 16, 64), (3, 32, 32), (5, 16, 32)])
+def test_kernels_of_logits_compile_with_few_spills(sizes: tuple[int, int, int], arch: int, tmp_path: Path) -> None:
+    kernel_size, heads, width = sizes
+    form = KernelForm(kernel_size, 64, torch.bfloat16, heads=heads, width=width)
+    check_kernel(mixer_forward.KERNELS, form, arch, tmp_path)
+
+
+def check_kernel(family: KernelFamily, form: KernelForm, arch: int, tmp_path: Path) -> None:
+    kernel = choose_kernel(family, form, arch)
     assert kernel is not None
     assert kernel.code.shared_bytes <= BLOCK_BYTES[arch]
     code, name = compile_kernel(kernel.code, arch)
@@ -136,12 +149,14 @@ def test_the_operator_launches_them_where_they_fit(gpu: str) -> None:
     environment.pop(VARIABLE, None)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    # None with 17 heads or in a chunk with odd columns; none for heads of 72; none where the environment forbids them;
-    # and none where blocks are too few for the device. Stars are kernels for windows and documents, which a chunk does
-    # not need whose rows see all columns.
+    # Logits alone with 17 heads, five taps or a wide processor; none with two of these or odd columns in a chunk, with
+    # heads of 72, where the environment forbids them, or where blocks are too few for the device. Stars are kernels for
+    # windows and documents, which a chunk does not need whose rows see all columns.
     stars = [re.sub(r"(\w+)", r"\1*", text) for text in (FORWARD, BACKWARD)]
     documents = f"{stars[0]},{stars[0]},{stars[1]},{stars[1]}"
-    expected = [two_chunks, two_chunks, "none", one_chunk, documents, documents, two_chunks]
+    logits = ",".join([FORWARD] * 4)
+    expected = [two_chunks, two_chunks, logits, one_chunk, documents, documents, two_chunks]
+    expected += [two_chunks, two_chunks, "none", two_chunks, logits, logits, "none", "none", "none"]
     # Gates have no other kernels, so that they take these also where their blocks are few.
-    expected += [two_chunks, two_chunks, "none", "none", "none", two_chunks]
+    expected += [two_chunks]
     assert done.stdout.split() == expected

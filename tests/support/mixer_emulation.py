@@ -1,6 +1,7 @@
 """Random calls of the mixer's CUDA kernels, and how tests run them in the emulator."""
 
 import ctypes
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from torch.nn.functional import pad
 from megatron.kernels.cdape_attention import mixer_operands
 from megatron.kernels.cdape_attention.bias_product import get_bias_product
 from megatron.kernels.cdape_attention.driver import ALIGNED, NO_WINDOW_INT32
-from megatron.kernels.cdape_attention.geometry import KernelFamily, MixerKernel, Tile
+from megatron.kernels.cdape_attention.geometry import HEADS, WIDTH, KernelFamily, KernelForm, MixerKernel, Tile
 from megatron.kernels.cdape_attention.mixer import MixerInputs, Spans
 from megatron.kernels.cdape_attention.mixer_forward import LogitInputs
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands
@@ -24,7 +25,6 @@ from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_s
 from megatron.kernels.cuda.emulate import Emulator
 from megatron.kernels.cuda.kernel import CudaKernel
 
-TAPS, PADDING = 3, 1
 NO_ERRORS = (0, 0, 0, 0, 0)
 EXCHANGE_ROUNDING = 2.0**-11
 """Relative to a number, half a unit in the last place of float16."""
@@ -45,6 +45,11 @@ class Shape:
     """First columns of documents, including 0; in the second sequence they are 7 columns later."""
     dim: int = 64
     dtype: torch.dtype = torch.bfloat16
+    taps: int = 3
+
+    @property
+    def padding(self) -> int:
+        return self.taps // 2
 
     @property
     def columns(self) -> int:
@@ -110,7 +115,10 @@ class Case(NamedTuple):
     columns: int
     dim: int
     dtype: torch.dtype
+    taps: int = 3
     held_tensors: int | None = None
+    heads: int = HEADS
+    width: int = WIDTH
 
     def build(self, family: KernelFamily, inputs: LogitInputs | MixerInputs) -> MixerKernel:
         return self.build_for_rows(family, is_local=inputs.spans is not None)
@@ -119,20 +127,28 @@ class Case(NamedTuple):
         """Describe the kernel, which holds as many tensors as it can unless `held_tensors` says how many."""
         held = (self.held_tensors,) if self.held_tensors else (2, 1)
         wanted = [Tile(self.rows, self.columns, x) for x in held]
-        tile = next(tile for tile in wanted if tile in dict(family.tiles))
-        return family.build(tile, self.dim, self.dtype, 90, is_local=is_local, is_gated=is_gated)
+        tile = next(tile for tile in wanted if tile in family.tiles)
+        form = KernelForm(self.taps, self.dim, self.dtype, is_local, self.heads, self.width, is_gated)
+        return family.build(tile, form, 90)
 
     def adapt(self, shape: Shape) -> Shape:
-        return replace(shape, dim=self.dim, dtype=self.dtype)
+        heads, width = shape.heads, shape.width
+        if self.heads > HEADS:
+            heads, width = heads + HEADS, max(width, WIDTH // 2 + 1)  # two slices
+        if self.width > WIDTH:
+            width += WIDTH
+        return replace(shape, heads=heads, width=width, dim=self.dim, dtype=self.dtype, taps=self.taps)
 
 
 CASES = [
     Case(32, 32, 64, torch.bfloat16),
     Case(16, 64, 80, torch.float16),
+    Case(16, 64, 80, torch.float16, 1),
     Case(16, 64, 128, torch.bfloat16),
     Case(16, 32, 96, torch.bfloat16),
+    Case(32, 32, 64, torch.bfloat16, 1),
 ]
-LOCAL_CASES = CASES[:2]
+LOCAL_CASES = CASES[:3]
 ROUNDINGS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 """Relative to a number, half a unit in the last place of the types."""
 
@@ -159,11 +175,11 @@ def draw_call(shape: Shape, generator: torch.Generator) -> Call:
         return torch.randn(*sizes, generator=generator) * scale
 
     batch, heads, rows, columns = shape.batch, shape.heads, shape.rows, shape.columns
-    weight_shape = get_weight_shape(heads, shape.width, TAPS, True)
+    weight_shape = get_weight_shape(heads, shape.width, shape.taps, True)
     weights = (
-        draw(shape.width, 2 * heads, 1, TAPS, scale=0.1),
+        draw(shape.width, 2 * heads, 1, shape.taps, scale=0.1),
         draw(shape.width, scale=0.1),
-        draw(heads, shape.width, 1, TAPS, scale=0.1),
+        draw(heads, shape.width, 1, shape.taps, scale=0.1),
         draw(heads),
     )
     packed = pack_weights(weight_shape, [weights], shape.dtype)
@@ -171,14 +187,14 @@ def draw_call(shape: Shape, generator: torch.Generator) -> Call:
     product = get_bias_product(weight_shape, *of_rows, shape.window, shape.dtype)
     bias = draw(heads, columns)
     contributions = product.compute(product.build_neighbourhoods(bias[None]), packed)
-    edge_start = columns + PADDING
+    edge_start = columns + shape.padding
     return Call(
         shape,
         draw(batch, heads, rows, shape.dim, scale=2.8 / shape.dim**0.5).to(shape.dtype),
         draw(batch, heads, columns + 3, shape.dim).to(shape.dtype)[:, :, shape.left :],  # a cache may hold more
         MixerOperands(
             contributions[:, :edge_start].clone(),
-            contributions[:, edge_start:].view(1, of_rows[0], PADDING, -1).clone(),
+            contributions[:, edge_start:].view(1, of_rows[0], shape.padding, shape.width).clone(),
             bias[None],
             packed,
             weight_shape,
@@ -239,17 +255,17 @@ class Hidden(NamedTuple):
 
 
 def begin_hidden(inputs: LogitInputs | MixerInputs, shape: Shape) -> Hidden:
-    columns = shape.columns
+    columns, padding = shape.columns, shape.padding
     keys = pad(inputs.keys[:, :, : columns - shape.left].double(), (0, 0, shape.left, 0))
     scores = torch.einsum("bhid,bhjd->bhij", inputs.queries.double(), keys)
-    positions, column = torch.arange(shape.rows)[:, None] + shape.position, torch.arange(columns + PADDING)
+    positions, column = torch.arange(shape.rows)[:, None] + shape.position, torch.arange(columns + padding)
     distance, place = positions - column, column - find_documents(shape)
-    begin = inputs.operands.contributions[0].double()[(distance + PADDING).clamp(min=0)].expand(shape.batch, -1, -1, -1)
+    begin = inputs.operands.contributions[0].double()[(distance + padding).clamp(min=0)].expand(shape.batch, -1, -1, -1)
     rows = torch.arange(shape.rows).expand(shape.batch, -1)
     of_row = (rows if shape.starts is None else rows + shape.position - find_documents(shape)[..., 0])[..., None]
-    edge = inputs.operands.edge[0].double()[of_row, place.clamp(0, PADDING - 1)] if PADDING else begin
-    at_edge = (place >= 0) & (place < PADDING)
-    is_alive = (distance >= -PADDING) & (place >= 0)
+    edge = inputs.operands.edge[0].double()[of_row, place.clamp(0, padding - 1)] if padding else begin
+    at_edge = (place >= 0) & (place < padding)
+    is_alive = (distance >= -padding) & (place >= 0)
     return Hidden(
         torch.where(find_seen(shape), scores, 0.0),
         torch.where(at_edge[..., None], edge, begin),
@@ -268,14 +284,14 @@ def find_inputs(inputs: LogitInputs | MixerInputs) -> list[Tensor]:
 
 def compute_true_logits(inputs: LogitInputs, shape: Shape) -> tuple[Tensor, Tensor]:
     """Logits in float64, and by how much rounding may change them, from column 0 on."""
-    heads, width, columns = shape.heads, shape.width, shape.columns
-    hidden_columns = columns + PADDING
+    heads, width, columns, padding = shape.heads, shape.width, shape.columns, shape.padding
+    hidden_columns = columns + padding
     scores, hidden, is_alive, _, distance = begin_hidden(inputs, shape)
     operands = inputs.operands
     w1, w2 = operands.weights.w1[0, :, :heads, :width].double(), operands.weights.w2[0, :, :width, :heads].double()
     size = hidden.abs()
-    wide_scores = pad(scores, (PADDING, 2 * PADDING))
-    for tap in range(TAPS):
+    wide_scores = pad(scores, (padding, 2 * padding))
+    for tap in range(shape.taps):
         taken = wide_scores[..., tap : tap + hidden_columns]
         hidden = hidden + torch.einsum("bhij,hd->bijd", taken, w1[tap])
         size = size + torch.einsum("bhij,hd->bijd", taken.abs(), w1[tap].abs())
@@ -284,13 +300,15 @@ def compute_true_logits(inputs: LogitInputs, shape: Shape) -> tuple[Tensor, Tens
     # Both factors, U and the scores, were rounded, then the hidden value, and what the slope made of it.
     doubt = (2 * size + 2 * hidden.abs()) * EXCHANGE_ROUNDING + TINY
     logits, bound = scores.clone(), scores.abs() * EXCHANGE_ROUNDING
-    wide, wide_doubt = pad(active, (0, 0, PADDING, 0)), pad(doubt, (0, 0, PADDING, 0))
+    more = math.prod(operands.padded_sizes) // (HEADS * WIDTH) - 1  # slices, which add to what those before made
+    bound = bound * (1 + more)
+    wide, wide_doubt = pad(active, (0, 0, padding, 0)), pad(doubt, (0, 0, padding, 0))
     corrections = torch.zeros_like(scores)
-    for tap in range(TAPS):
+    for tap in range(shape.taps):
         corrections += torch.einsum("bijd,dh->bhij", wide[:, :, tap : tap + columns], w2[tap])
         bound += torch.einsum("bijd,dh->bhij", wide_doubt[:, :, tap : tap + columns], w2[tap].abs())
         part = torch.einsum("bijd,dh->bhij", wide[:, :, tap : tap + columns].abs(), w2[tap].abs())
-        bound += part * EXCHANGE_ROUNDING  # what a run passes on is rounded apart
+        bound += part * EXCHANGE_ROUNDING * (1 + 2 * more)  # what a run passes on is rounded apart
     logits += corrections
     bound += logits.abs() * EXCHANGE_ROUNDING + TINY
     logits += operands.weights.b2[0, :heads, None, None].double()

@@ -207,11 +207,12 @@ def list_passes(arch: int) -> dict[str, list[PassKernel]]:
 
     The tiles are the same for each architecture.
     """
-    return {"CDAPE": list(_build_pass())}
+    return {"CDAPE": list(build_pass())}
 
 
-def _build_pass() -> Iterator[PassKernel]:
-    heads, width, kernel_size, dim, dtype_name = 12, 32, 3, 64, "bf16"
+def build_pass(heads: int = 12, width: int = 32, kernel_size: int = 3, dim: int = 64) -> Iterator[PassKernel]:
+    """Yield the kernels of a forward and backward pass in bfloat16."""
+    dtype_name = "bf16"
     dw_tile = processor_tile("mix_bwd_dw", heads, width, kernel_size, ROWS, DTYPES_BY_NAME[dtype_name])
     head_tile = heads_tile(ROWS, DTYPES_BY_NAME[dtype_name])
     tiles = {

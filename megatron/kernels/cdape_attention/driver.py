@@ -32,7 +32,15 @@ from megatron.kernels.cdape_attention.configs import (
     transposed_product_constants,
 )
 from megatron.kernels.cdape_attention.forward import _processor_fwd_kernel
-from megatron.kernels.cdape_attention.geometry import HEADS, WIDTH, KernelFamily, MixerKernel, choose_kernel
+from megatron.kernels.cdape_attention.geometry import (
+    HEADS,
+    WIDTH,
+    KernelFamily,
+    KernelForm,
+    MixerKernel,
+    choose_kernel,
+    pad_sizes,
+)
 from megatron.kernels.cdape_attention.mixer_operands import (
     MixerOperands,
     unpack_tables,
@@ -591,7 +599,10 @@ def _choose_kernels(
     takes = (
         problem.uses_mixer
         and k.is_cuda
-        and mixer.is_supported(problem.shape, problem.dtype, k.shape[3], chunk.right - chunk.left)
+        and all(
+            mixer.is_supported(problem.shape, problem.dtype, k.shape[3], chunk.right - chunk.left, family.limits)
+            for family in families
+        )
         and mixer.fills_device(chunk.rows, k.shape[0], get_device_properties(k))
         and mixer.has_compiler()
     )
@@ -599,7 +610,9 @@ def _choose_kernels(
     if arch is None:
         return None
     is_local = _find_spans(problem, chunk) is not None
-    kernels = [choose_kernel(family, k.shape[3], problem.dtype, arch, is_local=is_local) for family in families]
+    sizes = pad_sizes(problem.heads, problem.shape.width)
+    form = KernelForm(problem.shape.kernel_size, k.shape[3], problem.dtype, is_local, *sizes)
+    kernels = [choose_kernel(family, form, arch) for family in families]
     found = tuple(kernel for kernel in kernels if kernel is not None)
     return found if len(found) == len(kernels) else None
 

@@ -65,7 +65,7 @@ def compute_gate_terms(
     neighbours = F.pad(keys, (0, 0, padding, 2 * padding)).unfold(1, size, 1)  # [B, C + p, H, k]
     of_columns = neighbours.mT.reshape(batch, columns + padding, size * heads) @ by_tap
     if not padding:
-        return GateTerms(rows, of_columns, rows.new_empty(batch, num_rows, 0, width))
+        return GateTerms(rows, of_columns, rows[:, :, None][:, :, :0])  # differentiable, as with taps
     taken, is_seen = _find_exceptions(num_rows, offset, padding, document_starts, keys.device)
     # Sequences by an index, whose gradients are added up in a fixed order, unlike those of `gather`.
     sequences = torch.arange(batch, device=keys.device)[:, None, None, None]

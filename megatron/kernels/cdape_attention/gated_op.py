@@ -23,7 +23,7 @@ from megatron.kernels.cdape_attention.gate_terms import (
     compute_gate_terms,
     unpack_gate_sums,
 )
-from megatron.kernels.cdape_attention.geometry import HEADS, WIDTH, KernelFamily, MixerKernel, choose_kernel
+from megatron.kernels.cdape_attention.geometry import HEADS, WIDTH, KernelFamily, KernelForm, MixerKernel, choose_kernel
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands, unpack_weights
 from megatron.kernels.cdape_attention.softmax import _attend_fwd_kernel
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights, unpack_gradients
@@ -62,7 +62,8 @@ def describe_unfit_device(q: Tensor, dim: int) -> str | None:
     if not q.is_cuda:
         return "a gate's bias before a processor without a GPU"
     arch = get_arch(q)
-    if arch is None or any(choose_kernel(family, dim, q.dtype, arch, is_gated=True) is None for family in FAMILIES):
+    form = KernelForm(3, dim, q.dtype, is_gated=True)  # with k = 1 blocks need less memory
+    if arch is None or any(choose_kernel(family, form, arch) is None for family in FAMILIES):
         return f"a gate's bias before a processor on {torch.cuda.get_device_name(q.device)}"
     return None if mixer.has_compiler() else "a gate's bias before a processor without NVRTC"
 
@@ -89,7 +90,9 @@ class GatedCall:
 
     def choose_kernel(self, family: KernelFamily, like: Tensor) -> MixerKernel:
         is_local = self.problem.document_starts is not None
-        kernel = choose_kernel(family, like.shape[3], like.dtype, get_arch(like), is_local=is_local, is_gated=True)
+        size = self.problem.shape.kernel_size
+        form = KernelForm(size, like.shape[3], like.dtype, is_local, is_gated=True)
+        kernel = choose_kernel(family, form, get_arch(like))
         assert kernel is not None  # as `describe_unfit_device` says
         return kernel
 

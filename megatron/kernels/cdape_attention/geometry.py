@@ -1,8 +1,9 @@
 """The geometries of the mixer's CUDA kernels (`cuda/geometry.h`), and the choice of one by what a GPU has room for.
 
-d head dimension, p = k//2.
+d head dimension, k kernel size, p = k//2.
 """
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -10,9 +11,11 @@ from typing import NamedTuple
 import torch
 
 from megatron.kernels.cuda.kernel import CudaKernel
+from megatron.kernels.runtime import cdiv
 
 FOLDER = Path(__file__).with_name("cuda")
 HEADS, WIDTH = 16, 32
+"""Heads of a group, and widths of a slice of which registers hold the weights for one group."""
 ELEMENTS = {torch.bfloat16: "Bfloat16", torch.float16: "Float16"}
 """Names of the types in which models compute."""
 BLOCK_BYTES = {80: 163 * 1024, 90: 227 * 1024}
@@ -37,6 +40,27 @@ class Tile(NamedTuple):
         return self.rows // 16 * (self.columns // 8)
 
 
+class KernelForm(NamedTuple):
+    """Sizes and types for which a kernel is compiled, without its tile."""
+
+    kernel_size: int
+    dim: int
+    dtype: torch.dtype
+    is_local: bool = False
+    """True if each row sees columns from a first one of its own (`mixer.Spans`)."""
+    heads: int = HEADS
+    """Number of heads, padded by `pad_sizes`."""
+    width: int = WIDTH
+    """Width of the processor, padded alike."""
+    is_gated: bool = False
+    """True if the bias is a term of the row and one of the column (`gate_terms.py`)."""
+
+    @property
+    def padding(self) -> int:
+        """Number of columns that a tap reaches to either side, p."""
+        return self.kernel_size // 2
+
+
 class MixerKernel(NamedTuple):
     """Kernel of one geometry."""
 
@@ -46,6 +70,24 @@ class MixerKernel(NamedTuple):
     """Blocks that share a multiprocessor."""
 
 
+class Limit(NamedTuple):
+    """Largest sizes of a processor that a kernel takes together."""
+
+    kernel_size: int
+    heads: int
+    width: int
+
+
+def pad_sizes(heads: int, width: int) -> tuple[int, int]:
+    """Return the number of heads and the width that kernels compute with.
+
+    Heads are padded to one or two groups, and the width to whole slices, which are half as wide for two groups.
+    """
+    groups = cdiv(heads, HEADS)
+    slice_width = WIDTH // groups
+    return groups * HEADS, cdiv(width, slice_width) * slice_width
+
+
 class KernelFamily(NamedTuple):
     """A kernel in all its geometries."""
 
@@ -53,22 +95,21 @@ class KernelFamily(NamedTuple):
     name: str
     """Name of the kernel. {0} is replaced by its geometry, and {1} by whether a block holds two tensors."""
     arguments: str
-    tiles: tuple[tuple[Tile, int], ...]
-    """Each tile, and the rest of the shared memory that a block needs for it."""
+    tiles: tuple[Tile, ...]
+    count_bytes: Callable[[Tile, KernelForm], int]
+    """Function that returns the shared memory of a block without the tensors that it holds."""
+    limits: tuple[Limit, ...] = (Limit(3, HEADS, WIDTH),)
 
-    def build(
-        self, tile: Tile, dim: int, dtype: torch.dtype, arch: int, *, is_local: bool = False, is_gated: bool = False
-    ) -> MixerKernel:
+    def build(self, tile: Tile, form: KernelForm, arch: int) -> MixerKernel:
         """Describe the kernel of a geometry.
 
         Args:
-            is_local: True if each row sees columns from a first one of its own (`mixer.Spans`).
-            is_gated: True if the bias is a term of the row and one of the column (`gate_terms.py`).
             arch: compute capability as major · 10 + minor, which decides how many blocks share a multiprocessor.
         """
-        shared_bytes = tile.held_tensors * tile.rows * HEADS * 2 * dim + dict(self.tiles)[tile]
-        flags = str(is_local).lower() + ", true" * is_gated
-        geometry = f"Geometry<1, {tile.columns}, {tile.rows // 16}, {dim}, {ELEMENTS[dtype]}, {flags}>"
+        shared_bytes = tile.held_tensors * tile.rows * form.heads * 2 * form.dim + self.count_bytes(tile, form)
+        sizes = f"{form.padding}, {tile.columns}, {tile.rows // 16}, {form.dim}"
+        variant = f"{ELEMENTS[form.dtype]}, {str(form.is_local).lower()}"
+        geometry = f"Geometry<{sizes}, {variant}, {form.heads}, {form.width}{', true' * form.is_gated}>"
         code = CudaKernel(
             FOLDER,
             self.header,
@@ -82,9 +123,7 @@ class KernelFamily(NamedTuple):
 
 
 @cache
-def choose_kernel(
-    family: KernelFamily, dim: int, dtype: torch.dtype, arch: int, *, is_local: bool = False, is_gated: bool = False
-) -> MixerKernel | None:
+def choose_kernel(family: KernelFamily, form: KernelForm, arch: int) -> MixerKernel | None:
     """Return the kernel for a GPU, or None if no geometry fits its shared memory.
 
     Most warps on a multiprocessor come first, since few hide little latency; then the most rows, which share keys; then
@@ -93,7 +132,7 @@ def choose_kernel(
     """
     if arch not in BLOCK_BYTES:
         return None
-    kernels = [family.build(tile, dim, dtype, arch, is_local=is_local, is_gated=is_gated) for tile, _ in family.tiles]
+    kernels = [family.build(tile, form, arch) for tile in family.tiles]
 
     def rank(kernel: MixerKernel) -> tuple[int, ...]:
         tile, blocks = kernel.tile, kernel.resident_blocks
@@ -101,3 +140,27 @@ def choose_kernel(
 
     best = max(kernels, key=rank)
     return best if best.resident_blocks else None
+
+
+def count_fragment_window_bytes(tile: Tile, form: KernelForm) -> int:
+    """Return the bytes of a `FragmentWindow` (`cuda/windows.h`)."""
+    quads = tile.columns // 4 + 1
+    return form.heads // 16 * (tile.rows // 16) * 4 * (4 * quads * 160 + 32)
+
+
+def count_pair_window_bytes(tile: Tile) -> int:
+    """Return the bytes of a `PairWindow` (`cuda/windows.h`)."""
+    return tile.rows * (HEADS // 2 * (tile.columns + 8) + 20) * 4
+
+
+def count_run_bytes(tile: Tile, form: KernelForm, *, by_rows: bool) -> int:
+    """Return the bytes of `Runs` (`cuda/runs.h`)."""
+    needed = tile.columns + 2 * form.padding * (tile.columns // 8)
+    is_wide = tile.columns >= 32 and not by_rows
+    stride = min(cdiv(needed - bank, 32) * 32 + bank for bank in ((8,) if is_wide else (12, 20)))
+    return tile.rows * (form.heads // 2 * stride + (4 if is_wide else 18)) * 4
+
+
+def count_diagonal_bytes(tile: Tile) -> int:
+    """Return the bytes of `Diagonals` (`cuda/diagonals.h`)."""
+    return tile.warps * 3 * 8 * (WIDTH + HEADS) * 4

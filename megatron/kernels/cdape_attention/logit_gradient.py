@@ -9,15 +9,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.kernels.cdape_attention.geometry import HEADS, KernelFamily, MixerKernel, Tile
+from megatron.kernels.cdape_attention.geometry import (
+    HEADS,
+    KernelFamily,
+    KernelForm,
+    MixerKernel,
+    Tile,
+    count_fragment_window_bytes,
+    count_run_bytes,
+)
 from megatron.kernels.cdape_attention.mixer import Launch, ScoreInputs, build_score_inputs
 from megatron.kernels.cdape_attention.mixer_forward import LogitArgs, LogitInputs, build_logit_args
 from megatron.kernels.cdape_attention.mixer_operands import BIAS_COPIES
 from megatron.kernels.runtime import cdiv
 
+
+def _count_bytes(tile: Tile, form: KernelForm) -> int:
+    stats = HEADS * tile.rows * 8 + 128 * tile.warps
+    return count_fragment_window_bytes(tile, form) + count_run_bytes(tile, form, by_rows=True) + stats
+
+
 KERNELS = KernelFamily(
     *("logit_gradient.h", "LogitGradient<{}, {}>", "LogitGradientArgs"),
-    ((Tile(32, 32, 2), 98816), (Tile(16, 64, 2), 90880), (Tile(16, 64, 1), 90880)),
+    (Tile(32, 32, 2), Tile(16, 64, 2), Tile(16, 64, 1)),
+    _count_bytes,
 )
 
 

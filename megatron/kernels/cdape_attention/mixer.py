@@ -16,7 +16,19 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.cdape_attention.gate_terms import GateInputs, GateOperands
-from megatron.kernels.cdape_attention.geometry import ELEMENTS, HEADS, WIDTH, KernelFamily, MixerKernel, Tile
+from megatron.kernels.cdape_attention.geometry import (
+    ELEMENTS,
+    HEADS,
+    WIDTH,
+    KernelFamily,
+    KernelForm,
+    Limit,
+    MixerKernel,
+    Tile,
+    count_diagonal_bytes,
+    count_pair_window_bytes,
+    count_run_bytes,
+)
 from megatron.kernels.cdape_attention.mixer_operands import (
     BLOCK_ROWS,
     MAX_TILE_COLUMNS,
@@ -33,13 +45,23 @@ from megatron.kernels.runtime import DeviceProperties, cdiv
 VARIABLE = "FARFIELD_CUDA_MIXER"
 """Environment variable that turns all CUDA kernels off if it is 0: Triton's then compute everything."""
 MAX_HEAD_DIM = 128
+TILES = (Tile(32, 32), Tile(16, 64), Tile(16, 32))
+
+
+def _count_weights_bytes(tile: Tile, form: KernelForm) -> int:
+    return 2 * count_pair_window_bytes(tile)
+
+
+def _count_scores_bytes(tile: Tile, form: KernelForm) -> int:
+    sums = count_run_bytes(tile, form, by_rows=False) + count_diagonal_bytes(tile)
+    return 2 * count_pair_window_bytes(tile) + sums
+
+
 TO_SCORES = KernelFamily(
-    *("mixer_backward.h", "MixerBackward<{}, true, false>", "MixerBackwardArgs"),
-    ((Tile(32, 32), 165376), (Tile(16, 64), 166656), (Tile(16, 32), 82688)),
+    *("mixer_backward.h", "MixerBackward<{}, true, false>", "MixerBackwardArgs"), TILES, _count_scores_bytes
 )
 TO_WEIGHTS = KernelFamily(
-    *("mixer_backward.h", "MixerBackward<{}, false, true>", "MixerBackwardArgs"),
-    ((Tile(32, 32), 87040), (Tile(16, 64), 76288), (Tile(16, 32), 43520)),
+    *("mixer_backward.h", "MixerBackward<{}, false, true>", "MixerBackwardArgs"), TILES, _count_weights_bytes
 )
 
 
@@ -145,21 +167,30 @@ def fills_device(rows: int, batch: int, device: DeviceProperties) -> bool:
     return cdiv(rows, BLOCK_ROWS) * batch >= device.multi_processor_count
 
 
-def is_supported(shape: WeightShape, dtype: torch.dtype, dim: int, columns: int) -> bool:
-    """Return True if some GPU has kernels for these shapes.
+def is_supported(
+    shape: WeightShape,
+    dtype: torch.dtype,
+    dim: int,
+    columns: int,
+    limits: tuple[Limit, ...] = TO_SCORES.limits,
+) -> bool:
+    """Return True if some GPU has kernels for these shapes, of which the processor is within one of the limits.
 
-    They take half precision, three taps, up to 16 heads whose dimension is a multiple of 16, and widths of up to 32.
+    Kernels take half precision and heads whose dimension is a multiple of 16. Fewer heads or widths are padded. With at
+    most half of both, Triton's kernels have no more instructions (README.md).
 
-    Fewer heads or widths are padded. With at most half of both, Triton's kernels have no more instructions (README.md).
+    Args:
+        limits: those of a `KernelFamily`. Backward kernels, the default, take fewer sizes than that of the logits.
     """
     return (
         dtype in ELEMENTS
         and dim % 16 == 0
         and dim <= MAX_HEAD_DIM
-        and shape.kernel_size == 3
-        and shape.heads <= HEADS
-        and shape.width <= WIDTH
-        and (shape.heads > HEADS // 2 or shape.width > WIDTH // 2)
+        and any(
+            shape.kernel_size <= limit.kernel_size and shape.heads <= limit.heads and shape.width <= limit.width
+            for limit in limits
+        )
+        and (shape.heads > HEADS // 2 or WIDTH // 2 < shape.width <= WIDTH)
         and columns % 8 == 0
     )
 

@@ -1,7 +1,7 @@
 """Logits by a CUDA kernel (`cuda/mixer_forward.h`): what it reads, and how it is launched.
 
 B batch, H heads, R query rows of a chunk, C columns of its maps, N distances, D processor width, k kernel size,
-p = k//2. The kernel pads H to 16 and D to 32.
+p = k//2. `geometry.pad_sizes` pads H and D.
 """
 
 import ctypes
@@ -11,15 +11,31 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.cdape_attention.gate_terms import GateInputs, GateOperands
-from megatron.kernels.cdape_attention.geometry import KernelFamily, MixerKernel, Tile
+from megatron.kernels.cdape_attention.geometry import (
+    KernelFamily,
+    KernelForm,
+    Limit,
+    MixerKernel,
+    Tile,
+    count_fragment_window_bytes,
+    count_run_bytes,
+)
 from megatron.kernels.cdape_attention.mixer import Launch, ScoreInputs, Spans, build_score_inputs
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands, find_pointer
 from megatron.kernels.runtime import cdiv
 
+
+def _count_bytes(tile: Tile, form: KernelForm) -> int:
+    return count_fragment_window_bytes(tile, form) + count_run_bytes(tile, form, by_rows=False)
+
+
 KERNELS = KernelFamily(
     *("mixer_forward.h", "MixerForward<{}>", "MixerForwardArgs"),
-    ((Tile(32, 16), 48640), (Tile(32, 32), 87808), (Tile(16, 64), 97152), (Tile(16, 32), 43904)),
+    (Tile(32, 16), Tile(32, 32), Tile(16, 64), Tile(16, 32)),
+    _count_bytes,
+    (Limit(5, 16, 32), Limit(3, 16, 64), Limit(3, 32, 32)),
 )
+"""By count others have no fewer instructions than Triton's (README.md)."""
 
 
 class LogitArgs(ctypes.Structure):

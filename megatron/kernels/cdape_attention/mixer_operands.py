@@ -3,7 +3,7 @@
 Operands of all layers are built by the same few operations, which the host issues one by one: those of the logits
 before the first layer, those of the backward pass alone before its first layer.
 
-L layers, H heads, N distances, D processor width, k kernel size, p = k//2. The kernels pad H to 16 and D to 32.
+L layers, H heads, N distances, D processor width, k kernel size, p = k//2. `geometry.pad_sizes` pads H and D.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron.kernels.cdape_attention.geometry import HEADS, WIDTH
+from megatron.kernels.cdape_attention.geometry import HEADS, WIDTH, pad_sizes
 from megatron.kernels.cdape_attention.scores import padded_channels
 from megatron.kernels.cdape_attention.weights import PackedWeights, WeightShape
 from megatron.kernels.runtime import cdiv
@@ -49,55 +49,58 @@ def build_table(contributions: Tensor, padding: int, distances: int) -> Tensor:
     return halves.as_strided(sizes, strides).contiguous().view(layers, entries, 2 * WIDTH)
 
 
-def build_group_table(contributions: Tensor, padding: int, position: int, distances: int) -> tuple[Tensor, int]:
+def build_group_table(
+    contributions: Tensor, padding: int, position: int, distances: int, padded_width: int
+) -> tuple[Tensor, int]:
     """Return U [L, n, D] as operands of products, and the group at which a row begins.
 
     Returns:
-        Operands, float16 [L, groups, 2 halves of the width, 32 lanes, 2 n-tiles, 2 groups, 2], zero beyond the given
-        distances; and the group with the distance between the row at `position` and column p + 7. A row 8 positions
-        later has the next group.
+        Operands, float16 [L, groups, widths / 16, 32 lanes, 2 n-tiles, 2 groups, 2], zero beyond the given distances;
+        and the group with the distance between the row at `position` and column p + 7. A row 8 positions later has the
+        next group.
     """
     layers, known, width = contributions.shape
     least = position - padding - 7  # is the first distance of a group
     front = TABLE_FRONT + GROUP + -(least + TABLE_FRONT) % GROUP
     groups = cdiv(front + distances, GROUP) + 3
     covered = min(known, distances + padding)
-    sides = (0, WIDTH - width, front - padding, (groups + 1) * GROUP - (front - padding) - covered)
+    sides = (0, padded_width - width, front - padding, (groups + 1) * GROUP - (front - padding) - covered)
     padded = F.pad(contributions[:, :covered], sides).clamp_(-LARGEST_EXCHANGED, LARGEST_EXCHANGED)
     # The distance is 8·(group + next) + 2t + half of a word, the width 16·step + 4·(g // 2) + 2·n + g % 2.
-    sizes = (layers, groups, 2, 4, 2, 4, 2, 2, 2)  # layer, group, step, g // 2, g % 2, t, n, next, half of a word
-    strides = (padded.stride(0), GROUP * WIDTH, 16, 4, 1, 2 * WIDTH, 2, GROUP * WIDTH, WIDTH)
+    steps, row = padded_width // 16, padded_width
+    sizes = (layers, groups, steps, 4, 2, 4, 2, 2, 2)  # layer, group, step, g // 2, g % 2, t, n, next, half of a word
+    strides = (padded.stride(0), GROUP * row, 16, 4, 1, 2 * row, 2, GROUP * row, row)
     by_digit = padded.as_strided(sizes, strides)
     table = by_digit.to(torch.float16, memory_format=torch.contiguous_format)
-    return table.view(layers, groups, 2, 32, 2, 2, 2), (front + least) // GROUP
+    return table.view(layers, groups, steps, 32, 2, 2, 2), (front + least) // GROUP
 
 
-def build_bias(bias_table: Tensor, b2: Tensor, position: int, distances: int) -> tuple[Tensor, int]:
+def build_bias(bias_table: Tensor, b2: Tensor, position: int, distances: int, padded_heads: int) -> tuple[Tensor, int]:
     """Return what is added to the logits by head and distance, and the entry of distance 0 in the last copy.
 
     Copy x is shifted by 3 − x entries, so that any four distances begin at a multiple of 4 in one of them.
 
     Args:
         bias_table: [L, H, N], or [L, H, 0] if nothing but the constant is added.
-        b2: [L, 16].
+        b2: [L, heads], padded.
         position: of a row, modulo 4: its distance from column 0 begins at a multiple of 4 in the last copy.
 
     Returns:
-        float32 [L, 4 copies, 16, entries].
+        float32 [L, 4 copies, padded heads, entries].
     """
     layers, heads, known = bias_table.shape
     front = TABLE_FRONT + -position % 4
     entries, shift = cdiv(front + distances + 4, 4) * 4, BIAS_COPIES - 1
-    table = torch.empty(layers, HEADS, entries + shift, dtype=torch.float32, device=b2.device)
-    table.copy_(b2[:, :HEADS, None])
+    table = torch.empty(layers, padded_heads, entries + shift, dtype=torch.float32, device=b2.device)
+    table.copy_(b2[:, :padded_heads, None])
     if covered := min(known, distances):
         table[:, :heads, front + shift : front + shift + covered].add_(bias_table[:, :, :covered])
     layer, row, _ = table.stride()
-    return table.as_strided((layers, BIAS_COPIES, HEADS, entries), (layer, 1, row, 1)).contiguous(), front
+    return table.as_strided((layers, BIAS_COPIES, padded_heads, entries), (layer, 1, row, 1)).contiguous(), front
 
 
 class Fragments(NamedTuple):
-    """Weights as operands of products: [L, k · 4 · 32 lanes · 4] each."""
+    """Weights as operands of products: [L, slices of the width · k · 4 · 32 lanes · 4] each."""
 
     w1: Tensor
     """W1 in float16."""
@@ -109,12 +112,12 @@ class Fragments(NamedTuple):
     """W2ᵀ."""
 
 
-def build_fragments(w1: Tensor, w2: Tensor) -> Fragments:
-    """Return W1 [L, k, 16, D] and W2 [L, k, D, 16], with D padded to 16 or 32, as operands of products."""
-    if missing := WIDTH - w1.shape[3]:
+def build_fragments(w1: Tensor, w2: Tensor, padded_width: int) -> Fragments:
+    """Return W1 [L, k, H, D] and W2 [L, k, D, H], of 16 or 32 heads, as operands of products."""
+    if missing := padded_width - w1.shape[3]:
         w1, w2 = F.pad(w1, (0, missing)), F.pad(w2, (0, 0, 0, missing))
     joined = torch.cat([w1.flatten(1), w2.flatten(1)], 1)
-    gathered = joined.index_select(1, _build_fragment_index(w1.shape[1], w1.device))
+    gathered = joined.index_select(1, _build_fragment_index(w1.shape[1], w1.shape[2], padded_width, w1.device))
     exchanged, plain = gathered.chunk(2, 1)
     return Fragments(*_exchange(exchanged).chunk(2, 1), *plain.chunk(2, 1))
 
@@ -173,14 +176,20 @@ class MixerOperands:
         """Number of distances that row blocks read, whose tiles may begin left of column 0."""
         return self.last + BLOCK_ROWS - 1 + MAX_TILE_COLUMNS
 
+    @property
+    def padded_sizes(self) -> tuple[int, int]:
+        """Heads and width that kernels compute with."""
+        return pad_sizes(self.shape.heads, self.shape.width)
+
     @cached_property
     def fragments(self) -> Fragments:
-        return build_fragments(self.weights.w1, self.weights.w2)
+        return build_fragments(self.weights.w1, self.weights.w2, self.padded_sizes[1])
 
     @cached_property
     def wide_edge(self) -> Tensor:
-        """E, [L, R, p, 32]."""
-        return F.pad(self.edge, (0, WIDTH - self.shape.width)) if self.shape.width < WIDTH else self.edge
+        """E, [L, R, p, D] with D padded."""
+        missing = self.padded_sizes[1] - self.shape.width
+        return F.pad(self.edge, (0, missing)) if missing else self.edge
 
     @cached_property
     def entries(self) -> Tensor:
@@ -191,9 +200,10 @@ class MixerOperands:
         """Return the tables by distance for logits of rows from a position on."""
         first = position % GROUP
         if first not in self._tables:
-            table, group = build_group_table(self.contributions, self.shape.padding, first, self.distances)
+            heads, width = self.padded_sizes
+            table, group = build_group_table(self.contributions, self.shape.padding, first, self.distances, width)
             self._tables[first] = LogitTables(
-                table, group, *build_bias(self.bias_table, self.weights.b2, first, self.distances)
+                table, group, *build_bias(self.bias_table, self.weights.b2, first, self.distances, heads)
             )
         tables = self._tables[first]
         return tables._replace(group=tables.group + position // GROUP)
@@ -236,17 +246,22 @@ def _list_head_columns(device: torch.device) -> Tensor:
 
 
 @cache
-def _build_fragment_index(taps: int, device: torch.device) -> Tensor:
-    """Return the index of all `Fragments` into W1 [k, 16, 32], followed by W2 [k, 32, 16]."""
-    tap, tile, lane, word, half = torch.meshgrid(*(torch.arange(n) for n in (taps, 4, 32, 2, 2)), indexing="ij")
+def _build_fragment_index(taps: int, heads: int, width: int, device: torch.device) -> Tensor:
+    """Return the index of all `Fragments` into W1 [k, H, D], followed by W2 [k, D, H]."""
+    groups = heads // HEADS
+    slice_width = WIDTH // groups
+    sizes = (width // slice_width, taps, 4, 32, 2, 2)
+    part, tap, tile, lane, word, half = torch.meshgrid(*(torch.arange(n) for n in sizes), indexing="ij")
     g, t = lane // 4, lane % 4
-    head, width = 2 * t + 8 * word + half, _width(tile, g)
-    w1 = (tap * HEADS + head) * WIDTH + width
-    w2_back = ((taps + tap) * WIDTH + width) * HEADS + head
-    step, n = tile // 2, tile % 2
-    head, width = 8 * n + g, _width(2 * step + word, 2 * t + half)
-    w1_back = (tap * HEADS + head) * WIDTH + width
-    w2 = ((taps + tap) * WIDTH + width) * HEADS + head
+
+    def index(head: Tensor, in_slice: int | Tensor) -> tuple[Tensor, Tensor]:
+        column = part * slice_width + in_slice
+        return (tap * heads + head) * width + column, ((taps + tap) * width + column) * heads + head
+
+    group, n = tile // (4 // groups), tile % (4 // groups)
+    w1, w2_back = index(HEADS * group + 2 * t + 8 * word + half, _width(n, g))
+    step, n = tile // (2 * groups), tile % (2 * groups)
+    w1_back, w2 = index(8 * n + g, _width(2 * step + word, 2 * t + half))
     return torch.cat([x.flatten() for x in (w1, w2, w1_back, w2_back)]).to(device)
 
 

@@ -32,7 +32,7 @@ from tools.rounding import assert_within_rounding
 
 NAMES = ("output", "q", "k", "v", "row_bias", "key_bias", "w1", "b1", "w2", "b2")
 DTYPE = torch.float16  # of Triton's interpreter
-COMPILED = (CASES[1], Geometry(32, 32, 64, DTYPE))
+COMPILED = (CASES[1], CASES[2], Geometry(32, 32, 64, DTYPE))
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)"),
@@ -66,6 +66,7 @@ class Call:
     documents: tuple[tuple[int, ...], ...] = ()
     residual_bias: bool = True
     forgetting: float = 1.0
+    taps: int = 3
 
     @property
     def columns(self) -> int:
@@ -94,9 +95,9 @@ class Call:
             normal(batch, heads, self.rows, self.dim),
             *(normal(batch, heads, columns, self.dim) for _ in "kv"),
             *(sums[..., self.offset :], -sums),
-            normal(width, 2 * heads, 1, 3, scale=(6 * heads) ** -0.5),
+            normal(width, 2 * heads, 1, self.taps, scale=(2 * self.taps * heads) ** -0.5),
             normal(width, scale=0.3),
-            normal(heads, width, 1, 3, scale=(3 * width) ** -0.5),
+            normal(heads, width, 1, self.taps, scale=(self.taps * width) ** -0.5),
             normal(heads, scale=0.3),
         ]
 
@@ -136,7 +137,7 @@ def use_emulator(
     """Let the operator run its CUDA kernels in the emulator."""
     emulator = Emulator(folder)
     emulator.begin([AllMemory()])  # type: ignore[list-item]
-    compiled = next(case for case in COMPILED if case.dim == call.dim)
+    compiled = next(case for case in COMPILED if (case.dim, case.taps) == (call.dim, call.taps))
 
     def choose_kernel(self: GatedCall, family: KernelFamily, like: Tensor) -> MixerKernel:
         is_local = self.problem.document_starts is not None
@@ -167,6 +168,8 @@ CALLS = [
     Call(1, 16, 72, 32, dim=80, chunk=24),
     Call(1, 9, 32, 17, dim=80, offset=48, chunk=16, residual_bias=False),
     Call(2, 12, 72, 17, chunk=40, documents=((72,), (3, 1, 40, 28))),
+    Call(1, 9, 40, 17, dim=80, chunk=24, documents=((3, 1, 30, 6),), taps=1),
+    Call(1, 12, 40, 32, dim=80, taps=1),
 ]
 
 
@@ -256,13 +259,13 @@ def test_a_layer_with_forget_gates_is_that_of_the_whole_map(monkeypatch: pytest.
 def test_support_is_stated_for_calls_that_the_kernels_take() -> None:
     taken = (torch.bfloat16, 16, 64, 32, 3, 512, None)
     assert gated_op.describe_unsupported(*taken) is None
-    assert gated_op.describe_unsupported(torch.bfloat16, 3, 16, 4, 3, 512, 512) is None
+    assert gated_op.describe_unsupported(torch.bfloat16, 3, 16, 4, 1, 512, 512) is None
     for place, other, reason in (
         (0, torch.float16, "float16"),
         (1, 17, "17 heads"),
         (2, 72, "heads of 72"),
         (3, 33, "width 33"),
-        (4, 7, "kernel size 7"),
+        (4, 5, "kernel size 5"),
         (5, 511, "multiple of 8"),
         (6, 511, "window"),
     ):

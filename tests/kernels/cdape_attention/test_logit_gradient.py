@@ -42,7 +42,10 @@ from megatron.kernels.cdape_attention.logit_gradient import (
 from megatron.kernels.cdape_attention.mixer_forward import LogitInputs
 from megatron.kernels.cuda.emulate import Faults, find_compiler
 
-MAP_CASES = [*CASES[:3], Case(16, 64, 96, torch.bfloat16, held_tensors=1)]
+MAP_CASES = [
+    *(case for case in CASES if case.columns != 32 or case.rows == 32),
+    Case(16, 64, 96, torch.bfloat16, held_tensors=1),
+]
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)")
 

@@ -18,10 +18,8 @@ from mixer_emulation import (
     LOCAL_EXAMPLES,
     LOCAL_SHAPES,
     NO_ERRORS,
-    PADDING,
     ROUNDINGS,
     SHAPES,
-    TAPS,
     Case,
     Launcher,
     Shape,
@@ -39,7 +37,7 @@ from torch.nn.functional import pad
 from megatron.kernels.cdape_attention import driver, logit_gradient, mixer, mixer_forward
 from megatron.kernels.cdape_attention.bias_product import get_bias_product
 from megatron.kernels.cdape_attention.driver import GradientSums, add_mixer_sums, new_term_sums, unpack_mixer_sums
-from megatron.kernels.cdape_attention.geometry import FOLDER, KernelFamily, choose_kernel
+from megatron.kernels.cdape_attention.geometry import FOLDER, KernelFamily, KernelForm, choose_kernel
 from megatron.kernels.cdape_attention.layer_terms import build_problems
 from megatron.kernels.cdape_attention.logit_gradient import LogitGradients
 from megatron.kernels.cdape_attention.mixer import MixerGradients, MixerInputs, differentiate_mixer
@@ -83,10 +81,11 @@ def name_gradients(gradients: MixerGradients, dscores: Tensor, inputs: MixerInpu
     (contributions,), (bias_table,) = unpack_tables(gradients.tables.sum(0, keepdim=True), shape)
     (patches,) = unpack_weights(gradients.weights.sum(0, keepdim=True), shape)
     channels = padded_channels(shape.heads)
-    by_tap = patches[:, : TAPS * channels].view(2, TAPS, channels, -1)[:, :, : shape.heads, : shape.width]
+    taps = shape.kernel_size
+    by_tap = patches[:, : taps * channels].view(2, taps, channels, -1)[:, :, : shape.heads, : shape.width]
     return {
         "scores": dscores,
-        "table": contributions[: columns + PADDING],
+        "table": contributions[: columns + shape.padding],
         "bias": bias_table[:columns],
         "edge": gradients.edge[..., : shape.width],
         "w1": by_tap[0],
@@ -99,7 +98,8 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
     rounding = ROUNDINGS[shape.dtype]
     seen = find_seen(shape)
     heads, width, columns = shape.heads, shape.width, shape.columns
-    hidden_columns = columns + PADDING
+    taps, padding = shape.taps, shape.padding
+    hidden_columns = columns + padding
     scores, hidden, alive, at_edge, distance = begin_hidden(inputs, shape)
     scores = scores.float().half().double()
     by_head = inputs.dlogits.permute(0, 2, 4, 1, 3).flatten(1, 2)[:, :heads]
@@ -107,15 +107,15 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
     weights = inputs.operands.weights
     w1, w2 = weights.w1[0, :, :heads, :width].double(), weights.w2[0, :, :width, :heads].double()
 
-    wide_scores, wide_dlogits = pad(scores, (PADDING, 2 * PADDING)), pad(dlogits, (PADDING, 2 * PADDING))
-    for tap in range(TAPS):
+    wide_scores, wide_dlogits = pad(scores, (padding, 2 * padding)), pad(dlogits, (padding, 2 * padding))
+    for tap in range(taps):
         hidden = hidden + torch.einsum("bhij,hd->bijd", wide_scores[..., tap : tap + hidden_columns], w1[tap])
 
     def reversed_tap(x: Tensor, tap: int, size: int) -> Tensor:
-        return x[..., 2 * PADDING - tap : 2 * PADDING - tap + size]
+        return x[..., 2 * padding - tap : 2 * padding - tap + size]
 
     before = sum(
-        torch.einsum("bhij,dh->bijd", reversed_tap(wide_dlogits, tap, hidden_columns), w2[tap]) for tap in range(TAPS)
+        torch.einsum("bhij,dh->bijd", reversed_tap(wide_dlogits, tap, hidden_columns), w2[tap]) for tap in range(taps)
     )
     assert isinstance(before, Tensor)
     before = torch.where(alive[..., None], before, 0.0)
@@ -124,8 +124,8 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
     doubt = gradient.abs() * rounding * 2 + torch.where(hidden.abs() < UNCERTAIN, before.abs(), 0.0)
 
     def to_scores(x: Tensor, weight: Tensor) -> Tensor:
-        wide = pad(x.permute(0, 3, 1, 2), (PADDING, PADDING))
-        parts = [torch.einsum("bdij,hd->bhij", reversed_tap(wide, tap, columns), weight[tap]) for tap in range(TAPS)]
+        wide = pad(x.permute(0, 3, 1, 2), (padding, padding))
+        parts = [torch.einsum("bdij,hd->bhij", reversed_tap(wide, tap, columns), weight[tap]) for tap in range(taps)]
         return torch.where(seen, torch.stack(parts).sum(0), 0.0)
 
     def to_table(x: Tensor, at: Tensor, rows: int, kept: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
 
     def to_weight(left: Tensor, right: Tensor, shift: Callable[[Tensor, int, int], Tensor]) -> Tensor:
         return torch.stack(
-            [torch.einsum("bhij,bijd->hd", shift(left, tap, hidden_columns), right) for tap in range(TAPS)]
+            [torch.einsum("bhij,bijd->hd", shift(left, tap, hidden_columns), right) for tap in range(taps)]
         )
 
     def forward_tap(x: Tensor, tap: int, size: int) -> Tensor:
@@ -143,19 +143,19 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
     dscores = dlogits + to_scores(gradient, w1)
     size = dlogits.abs() + to_scores(gradient.abs(), w1.abs())
     kept = alive & ~at_edge
-    rows = columns + PADDING
+    rows = columns + padding
     dbias = to_table(dlogits.permute(0, 2, 3, 1), distance[:, :columns], columns, seen[:, 0])
     tiny = 2.0**-20  # of sums in float32
     bias_size = to_table(dlogits.abs().permute(0, 2, 3, 1), distance[:, :columns], columns, seen[:, 0])
     w1_size = to_weight(wide_scores.abs(), gradient.abs(), forward_tap)
     w2_size = to_weight(wide_dlogits.abs(), active.abs(), reversed_tap)
     left, count = shape.left, inputs.dlogits.shape[3]  # what lies further away is zero
-    edge_columns = (find_documents(shape).long() + torch.arange(PADDING))[..., None].expand(-1, -1, -1, width)
+    edge_columns = (find_documents(shape).long() + torch.arange(padding))[..., None].expand(-1, -1, -1, width)
     exact = {
         "scores": (dscores, 4 * rounding * size + to_scores(doubt, w1.abs())),
         "table": (
-            to_table(gradient, distance + PADDING, rows, kept),
-            to_table(doubt, distance + PADDING, rows, kept) + tiny,
+            to_table(gradient, distance + padding, rows, kept),
+            to_table(doubt, distance + padding, rows, kept) + tiny,
         ),
         "bias": (dbias, bias_size * tiny),
         "edge": (gradient.gather(2, edge_columns), doubt.gather(2, edge_columns) + tiny),
@@ -165,7 +165,7 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
         ),
         "w2": (to_weight(wide_dlogits, active, reversed_tap), 2 * rounding * w2_size + tiny),
     }
-    for name, beyond in (("table", count + PADDING), ("bias", count)):
+    for name, beyond in (("table", count + padding), ("bias", count)):
         assert not exact[name][0][beyond:].any()
         exact[name] = (exact[name][0][:beyond], exact[name][1][:beyond])
     exact["scores"] = (dscores[..., left:], exact["scores"][1][..., left:])
@@ -283,6 +283,7 @@ def test_support_is_stated_for_shapes_that_the_kernels_take() -> None:
     assert mixer.is_supported(shape, torch.float16, 80, 512)
     assert mixer.is_supported(get_weight_shape(8, 32, 3, True), torch.bfloat16, 64, 512)
     assert mixer.is_supported(get_weight_shape(16, 16, 3, True), torch.bfloat16, 64, 512)
+    assert mixer.is_supported(get_weight_shape(16, 32, 1, True), torch.bfloat16, 64, 512)
     for other, dtype, dim, columns in (
         (get_weight_shape(16, 32, 5, True), torch.bfloat16, 64, 512),
         (get_weight_shape(17, 32, 3, True), torch.bfloat16, 64, 512),
@@ -294,6 +295,17 @@ def test_support_is_stated_for_shapes_that_the_kernels_take() -> None:
         (shape, torch.bfloat16, 64, 511),
     ):
         assert not mixer.is_supported(other, dtype, dim, columns)
+
+
+def test_logits_are_supported_for_more_shapes() -> None:
+    limits = mixer_forward.KERNELS.limits
+    for heads, width, kernel_size, is_supported in (
+        *((16, 32, 5, True), (16, 33, 5, False), (17, 32, 5, False), (16, 32, 7, False)),
+        *((16, 64, 3, True), (9, 33, 1, True), (8, 33, 3, False), (16, 65, 3, False)),
+        *((32, 32, 3, True), (17, 8, 1, True), (32, 33, 3, False), (33, 32, 3, False)),
+    ):
+        shape = get_weight_shape(heads, width, kernel_size, True)
+        assert mixer.is_supported(shape, torch.bfloat16, 64, 512, limits) == is_supported
 
 
 @pytest.mark.parametrize(
@@ -315,8 +327,31 @@ def test_support_is_stated_for_shapes_that_the_kernels_take() -> None:
 def test_the_geometry_is_what_a_gpu_has_room_for(
     family: KernelFamily, arch: int, tiles: list[tuple[int, ...] | None]
 ) -> None:
-    kernels = [choose_kernel(family, dim, torch.bfloat16, arch) for dim in (64, 80, 96, 128)]
+    kernels = [choose_kernel(family, KernelForm(3, dim, torch.bfloat16), arch) for dim in (64, 80, 96, 128)]
     assert [kernel and (*kernel.tile, kernel.resident_blocks) for kernel in kernels] == tiles
+
+
+@pytest.mark.parametrize(
+    ("arch", "dim", "sizes", "tile"),
+    [
+        (80, 64, (3, 16, 64), (32, 32, 1, 1)),
+        (90, 64, (3, 16, 64), (32, 16, 1, 2)),
+        (80, 64, (3, 32, 32), (16, 32, 1, 1)),
+        (90, 64, (3, 32, 32), (32, 16, 1, 1)),
+        (80, 80, (3, 32, 32), None),
+        (90, 80, (3, 32, 32), (16, 32, 1, 1)),
+        (80, 64, (5, 16, 32), (16, 64, 1, 1)),
+        (90, 64, (5, 16, 32), (32, 32, 1, 1)),
+    ],
+    ids=str,
+)
+def test_the_geometry_of_more_heads_widths_and_taps_is_what_a_gpu_has_room_for(
+    arch: int, dim: int, sizes: tuple[int, int, int], tile: tuple[int, ...] | None
+) -> None:
+    kernel_size, heads, width = sizes
+    form = KernelForm(kernel_size, dim, torch.bfloat16, heads=heads, width=width)
+    kernel = choose_kernel(mixer_forward.KERNELS, form, arch)
+    assert (kernel and (*kernel.tile, kernel.resident_blocks)) == tile
 
 
 @pytest.mark.parametrize("chunk_rows", [24, 40])
@@ -354,10 +389,13 @@ def test_sums_of_layers_and_chunks_are_those_of_float64(chunk_rows: int, monkeyp
     assert (sums.mixer.shared._tables is None) == (chunk_rows < shape.rows)
     unpack_mixer_sums(sums, product)
     for layer, call in enumerate(calls):
-        gradient, by_tap = sums.bias_product[layer], sums.patches[layer][:, : TAPS * 16].view(2, TAPS, 16, -1)
+        gradient, by_tap = (
+            sums.bias_product[layer],
+            sums.patches[layer][:, : shape.taps * 16].view(2, shape.taps, 16, -1),
+        )
         by_tap = by_tap[:, :, : shape.heads, : shape.width]
         found = {
-            "table": gradient[: shape.columns + PADDING, : shape.width],
+            "table": gradient[: shape.columns + shape.padding, : shape.width],
             "bias": sums.bias_table[layer],
             "edge": product._select_edge(gradient, 0)[None, :, None],
             "w1": by_tap[0],

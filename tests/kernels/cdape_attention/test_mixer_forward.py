@@ -34,7 +34,13 @@ from megatron.kernels.cdape_attention.geometry import FOLDER
 from megatron.kernels.cdape_attention.mixer_forward import KERNELS, LogitInputs, compute_logits
 from megatron.kernels.cuda.emulate import Faults, find_compiler
 
-FORWARD_CASES = [Case(32, 16, 64, torch.bfloat16), *CASES]
+WIDE_CASES = [
+    Case(16, 32, 80, torch.float16, heads=32),
+    Case(32, 32, 64, torch.bfloat16, width=64),
+    Case(16, 64, 64, torch.bfloat16, taps=5),
+]
+FORWARD_CASES = [Case(32, 16, 64, torch.bfloat16), *WIDE_CASES, *CASES]
+LOCAL_FORWARD_CASES = [FORWARD_CASES[0], *WIDE_CASES, *LOCAL_CASES]
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)")
 
@@ -70,14 +76,14 @@ def check_logits(case: Case, shape: Shape, seed: int = 0, *, residual_bias: bool
     assert is_correct(found, inputs, shape)
 
 
-@pytest.mark.parametrize("case", [FORWARD_CASES[0], *LOCAL_CASES], ids=str)
+@pytest.mark.parametrize("case", LOCAL_FORWARD_CASES, ids=str)
 @settings(max_examples=6, deadline=None)
 @given(shape=LOCAL_SHAPES, seed=st.integers(0, 1000))
 def test_logits_of_windows_and_documents_are_those_of_float64(case: Case, shape: Shape, seed: int) -> None:
     check_logits(case, shape, seed)
 
 
-@pytest.mark.parametrize("case", [FORWARD_CASES[0], *LOCAL_CASES], ids=str)
+@pytest.mark.parametrize("case", LOCAL_FORWARD_CASES, ids=str)
 def test_logits_where_windows_and_documents_begin_are_those_of_float64(case: Case) -> None:
     for shape in LOCAL_EXAMPLES:
         check_logits(case, shape)
@@ -121,11 +127,11 @@ def test_large_numbers_saturate() -> None:
 FAULTS = {
     "a missing barrier": (
         "logits.h",
-        "first);\n    barrier(memory);\n    last",
-        "first);\n    last",
+        "table_group);\n    barrier(memory);\n    last",
+        "table_group);\n    last",
     ),
     "a wrong lane": ("logits.h", "select(g % 2 == 0, u32(0x3c00u)", "select(g % 2 == 1, u32(0x3c00u)"),
-    "a wrong edge": ("logits.h", "16 * row_tile, jj - BEGIN, step", "16 * row_tile + 1, jj - BEGIN, step"),
+    "a wrong edge": ("logits.h", "16 * row_tile, jj - BEGIN,", "16 * row_tile + 1, jj - BEGIN,"),
     "a wrong distance": ("mixer_forward.h", "4 + r - y", "5 + r - y"),
     "a wrong group of columns": ("scores.h", "LANE_COLUMNS == 4 ? 16 : 4", "LANE_COLUMNS == 4 ? 12 : 4"),
     "a wrong rest of a head": ("scores.h", "offset + t * 8), in_base", "offset + t * 16), in_base"),
@@ -134,30 +140,37 @@ LOCAL_FAULTS = {
     "a wide window": ("spans.h", "row + (position - window + 1)", "row + (position - window)"),
     "hidden values before a document": (
         "logits.h",
-        "select(T::is_inside(places, r, hidden_column + jj)",
+        "select(T::is_inside(pixels.places, r, column)",
         "select(true",
     ),
-    "no edge": ("logits.h", "if (has_begin) T::select_edges", "if (false) T::select_edges"),
+    "no edge": ("logits.h", "if (pixels.has_begin) T::select_edges", "if (false) T::select_edges"),
     "another row's edge": ("tables.h", "places.of_row[r] = row -", "places.of_row[r] = 1 + row -"),
     "early whole tiles": ("spans.h", "find_first(first_row + G::ROWS - 1) + COLUMNS - 1", "find_first(first_row)"),
     "late tiles": ("spans.h", "find_first(first_row) - REACH + COLUMNS", "find_first(first_row) + COLUMNS"),
-    "what was before": ("logits.h", "W::clear_last_columns(c.scores, warp % 4)", "(void)0"),
+    "what was before": ("logits.h", "W::clear_last_columns(find_window(c, group), warp % 4)", "(void)0"),
+}
+WIDE_FAULTS = {
+    "a second group's weights": ("logits.h", "[group * G::N_TILES + n]", "[n]"),
+    "a second slice's distances": ("logits.h", "c.in.table, table_group, slice)", "c.in.table, table_group, 0)"),
+    "what slices before passed on": ("logits.h", "add_column(sum, pixels.passed[y], unit)", "(void)0"),
+    "what slices before stored": ("logits.h", "add_column(sum, before[jj % 4], unit)", "(void)0"),
 }
 LOCAL_FAULT_SHAPE = Shape(1, 16, 32, 96, 160, 128, frozenset({226, 240}))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*FAULTS, *LOCAL_FAULTS])
+@pytest.mark.parametrize("name", [*FAULTS, *LOCAL_FAULTS, *WIDE_FAULTS])
 def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "cuda"
     shutil.copytree(FOLDER, folder)
-    file, right, wrong = (FAULTS | LOCAL_FAULTS)[name]
+    file, right, wrong = (FAULTS | LOCAL_FAULTS | WIDE_FAULTS)[name]
     header = folder / file
     source = header.read_text(encoding="utf-8")
     assert source.count(right) == 1
     header.write_text(source.replace(right, wrong), encoding="utf-8")
     case = CASES[int(name in FAULTS)]  # with two groups of columns, and a head dimension that is no multiple of 32
-    shape = case.adapt(Shape(1, 16, 32, 64, 0) if name in FAULTS else LOCAL_FAULT_SHAPE)
+    case = WIDE_CASES[0] if name in WIDE_FAULTS else case
+    shape = case.adapt(LOCAL_FAULT_SHAPE if name in LOCAL_FAULTS else Shape(1, 16, 32, 64, 0))
     inputs = build_logit_inputs(shape)
     found, faults = run(inputs, case, Launcher(folder))
     assert faults.errors != NO_ERRORS or not is_correct(found, inputs, shape)

@@ -1,8 +1,12 @@
 // How a thread block divides CDAPE's work.
 //
 // A block takes 32 query rows of a sequence and all heads, and goes over the key columns in tiles of 32, with 8 warps,
-// or of 16, with 4; or, where 32 rows of all heads do not fit shared memory, 16 rows and tiles of 64 or 32. H ≤ 16
-// heads are padded to 16, the processor's width to 32, and p = k//2 columns are read to either side.
+// or of 16, with 4; or, where 32 rows of all heads do not fit shared memory, 16 rows and tiles of 64 or 32. Heads are
+// padded to a group of 16 or two, and p = k//2 columns are read to either side.
+//
+// Registers hold the weights of 16 heads and 32 widths, or of 32 heads and 16 widths: of a slice of the processor's
+// width, which is padded to whole slices. What the processor adds to the logits is a sum over its width, so that a warp
+// takes one slice after another, and each adds to what those before made.
 //
 // Two ways to divide a tile alternate, with a barrier between them:
 // - by heads: a warp computes the scores of some heads, in pairs, for all rows, and 16 columns or, of 16 rows, 32;
@@ -18,22 +22,30 @@
 #pragma once
 #include "elements.h"
 
-template <int PADDING_, int COLUMNS_, int ROW_TILES_, int HEAD_DIM_, class Element_, bool LOCAL_, bool GATED_ = false>
+template <int PADDING_, int COLUMNS_, int ROW_TILES_, int HEAD_DIM_, class Element_, bool LOCAL_, int HEADS_ = 16,
+          int WIDTH_ = 32, bool GATED_ = false>
 struct Geometry {
   typedef Element_ Element;              // of queries, keys, values and gradients
   static constexpr bool LOCAL = LOCAL_;  // rows see columns from one of their own on, see spans.h
   static constexpr bool GATED = GATED_;  // the bias is a term of the row and one of the column, see gates.h
-  static constexpr bool HAS_EDGES = LOCAL || GATED;            // E holds within tiles, where rows do not see all columns
+  static constexpr bool HAS_PROLOGUE = !LOCAL && PADDING_ > 0;  // makes what is left of column 2p
+  static constexpr bool HAS_EDGES = LOCAL || GATED;             // E holds within tiles, where rows do not see all columns
   static constexpr int EDGE = GATED ? 3 * PADDING_ : PADDING_;  // columns of E
   static constexpr int PADDING = PADDING_, TAPS = 2 * PADDING + 1, COLUMNS = COLUMNS_;
   static constexpr int ROW_TILES = ROW_TILES_, ROWS = 16 * ROW_TILES, RUNS = COLUMNS / 8, WARPS = ROW_TILES * RUNS;
-  static constexpr int HEADS = 16, PAIRS = 8, WIDTH = 32, HEAD_DIM = HEAD_DIM_, ROW_BYTES = 2 * HEAD_DIM;
+  static constexpr int HEADS = HEADS_, PAIRS = HEADS / 2, WIDTH = WIDTH_;
+  static constexpr int HEAD_DIM = HEAD_DIM_, ROW_BYTES = 2 * HEAD_DIM;
+  // A product takes a group of 16 heads, and registers hold the weights of a slice of the width: of n-tiles of 8.
+  static constexpr int HEAD_GROUPS = HEADS / 16, N_TILES = 4 / HEAD_GROUPS, SLICES = WIDTH / (8 * N_TILES);
   static constexpr int QUERY_BYTES = ROWS * HEADS * ROW_BYTES, WARP_ROWS = ROWS / WARPS;
   // Where scores are of 16 rows, a warp computes them for two groups of 16 columns at a time.
   static constexpr int GROUPS = 2 / ROW_TILES;
   static_assert(ROW_TILES == 1 || ROW_TILES == 2, "scores are of two row tiles, or of one and twice the columns");
   static_assert(COLUMNS == 16 || COLUMNS == 32 || COLUMNS == 64, "strides in shared memory are for these tiles");
   static_assert(WARPS == 4 || WARPS == 8, "heads are divided among so many");
+  static_assert(HEADS == 16 || HEADS == 32, "a slice's weights are as many for both");
+  static_assert(WIDTH % (8 * N_TILES) == 0, "slices are whole");
+  static_assert(!GATED || (HEADS == 16 && WIDTH == 32), "gates have terms of one slice of one group");
   static_assert(HEAD_DIM % 16 == 0, "a product takes 16 of a head's dimensions");
 
   // Loads a convolution's weights, B fragments in memory as [taps][4][32 lanes][2].

@@ -15,12 +15,12 @@
 
 struct LogitInputs {
   ScoreInputs scores;
-  const void* table;  // U, exchange numbers [groups of 8 distances, 2, 32 lanes, 2, 2, 2], see Tables::Distances
-  const void* edge;   // E, float32 [R, p, 32]
-  const void* w1;     // B fragments of W1, exchange numbers [k][4 n-tiles][32 lanes][2]
-  const void* w2;     // B fragments of W2, exchange numbers [k][2 k-steps][2 n-tiles][32 lanes][2]
-  const void* bias;   // float32 [16, bias_stride]: entry bias_front + n is added to the logits at distance n
-  int table_group;              // of the distance of row 0 and column p + 7
+  const void* table;  // U, exchange numbers [groups of 8 distances, D/16, 32 lanes, 2, 2, 2], see Tables::Distances
+  const void* edge;   // E, float32 [R, p, D]
+  const void* w1;     // B fragments of W1, exchange numbers [slices][k][head groups, n-tiles: 4][32 lanes][2]
+  const void* w2;     // B fragments of W2, exchange numbers [slices][k][k-steps, n-tiles: 4][32 lanes][2]
+  const void* bias;   // float32 [H, bias_stride]: entry bias_front + n is added to the logits at distance n
+  int table_group;    // of the distance of row 0 and column p + 7
   int bias_front, bias_stride;  // bias_front + position is a multiple of 4
   // GATED: instead of the tables by distance. `edge` is [R, 3p, 32], and entry j of `bias` is added at column j.
   GateInputs gates;
@@ -48,8 +48,8 @@ struct Logits {
   static constexpr int MEMORY_BYTES = G::QUERY_BYTES + W::MEMORY_BYTES + R::MEMORY_BYTES;
 
   struct State {
-    u32 w1[TAPS][4][2], w2[TAPS][4][2];
-    typename R::Words4 carry[R::CARRY];
+    u32 w1[TAPS][4][2], w2[TAPS][4][2];  // of a slice
+    typename R::Column carry[R::CARRY];
     typename S::Keys keys[HELD];      // of the next tile
     typename T::Distances distances;  // of this one
     typename Gates::Rows rows;        // GATED: of the warp's row tile
@@ -78,16 +78,18 @@ struct Logits {
     State st;
     begin(st, c);
     barrier(memory);
-    if constexpr (G::LOCAL) {
-      R::clear(st.carry);
-      if (owns_last_columns(c)) W::clear_last_columns(c.scores, warp % 4);
-    } else {
+    if constexpr (G::HAS_PROLOGUE) {
       compute_scores<true>(st, c, -1);
       barrier(memory);
-      mix<true, false>(st, c, -COLUMNS);
+      mix<true, false>(st, c, -COLUMNS, 0);
       barrier(memory);
-      c.tiles = in.scores.find_tiles<G>(c.first_row);  // not before, when registers are scarce
+    } else {
+      R::clear(st.carry);
+      if (owns_last_columns(c))
+        UNROLL_FOR (int group = 0; group < G::HEAD_GROUPS; group++)
+          W::clear_last_columns(find_window(c, group), warp % 4);
     }
+    if (!G::LOCAL) c.tiles = in.scores.find_tiles<G>(c.first_row);  // not before, when registers are scarce
     Step<Last> step{st, c, memory, last};
     RowSpans::go_over<G>(c.tiles, step);
   }
@@ -107,7 +109,7 @@ struct Logits {
   }
 
   // A warp computes the scores of pairs w and w + 4, w = warp % 4, in the columns of its scores' blocks: its heads are
-  // 2w, 2w + 1 and 8 more.
+  // 2w, 2w + 1 and 8 more, and 16 more of both.
   static KERNEL_CODE int find_head(int warp, int h) { return 2 * (warp % 4) + 8 * (h / 2) + h % 2; }
 
  private:
@@ -125,23 +127,34 @@ struct Logits {
   template <bool MASKED, class Last>
   static KERNEL_CODE void take_tile(State& st, Context& c, SharedMemory memory, int tile, Last& last) {
     const int first = tile * COLUMNS, row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
-    if constexpr (!G::GATED)
-      T::load_distances(st.distances, c.in.table, c.in.table_group + (c.first_row - first) / 8 + 2 * row_tile - run);
-    if (owns_last_columns(c)) W::keep_last_columns(c.scores, c.warp % 4);
+    const int table_group = c.in.table_group + (c.first_row - first) / 8 + 2 * row_tile - run;
+    if constexpr (!G::GATED) T::load_distances(st.distances, c.in.table, table_group, 0);
+    if (owns_last_columns(c))
+      UNROLL_FOR (int group = 0; group < G::HEAD_GROUPS; group++)
+        W::keep_last_columns(find_window(c, group), c.warp % 4);
     compute_scores<MASKED>(st, c, tile);
     barrier(memory);
-    mix<false, G::HAS_EDGES && MASKED>(st, c, first);
+    mix<false, G::HAS_EDGES && MASKED>(st, c, first, table_group);
     barrier(memory);
     last.template take<MASKED>(c, first);
   }
 
   static KERNEL_CODE void begin(State& st, Context& c) {
-    G::load_weights(st.w1, c.in.w1);
-    G::load_weights(st.w2, c.in.w2);
+    if (G::SLICES == 1) load_weights(st, c, 0);
     S::load_queries(c.in.scores, c.queries, c.warp, c.first_row);
-    UNROLL_FOR (int h = 0; h < HELD; h++) load_keys(st, c, h, G::LOCAL ? c.tiles.first : -1);
+    UNROLL_FOR (int h = 0; h < HELD; h++) load_keys(st, c, h, G::HAS_PROLOGUE ? -1 : c.tiles.first);
     if constexpr (G::GATED)
       Gates::load_rows(st.rows, c.in.gates, c.in.scores.rows, c.first_row + 16 * (c.warp / G::RUNS));
+  }
+
+  static KERNEL_CODE void load_weights(State& st, const Context& c, int slice) {
+    constexpr int SLICE_BYTES = TAPS * 1024;
+    G::load_weights(st.w1, (const char*)c.in.w1 + slice * SLICE_BYTES);
+    G::load_weights(st.w2, (const char*)c.in.w2 + slice * SLICE_BYTES);
+  }
+  // The window of a group of 16 heads.
+  static KERNEL_CODE SharedMemory find_window(const Context& c, int group) {
+    return advance(c.scores, group * W::GROUP_BYTES);
   }
 
   static KERNEL_CODE bool owns_last_columns(const Context& c) { return c.warp / 4 == G::WARPS / 4 - 1; }
@@ -154,58 +167,103 @@ struct Logits {
   // HELD heads, of this tile or the next.
   template <bool MASKED>
   static KERNEL_CODE void compute_scores(State& st, Context& c, int tile) {
-    u32 words[2][2][4][2];
-    UNROLL_FOR (int upper = 0; upper < 2; upper++) {
-      typename S::Sums sums[2];
-      UNROLL_FOR (int h = 0; h < 2; h++) {
-        const int now = 2 * upper + h, next = now + HELD;
-        S::multiply(sums[h], st.keys[now % HELD], c.queries, find_head(c.warp, now));
-        load_keys(st, c, next % 4, next < 4 ? tile : tile + 1);
+    constexpr int WARP_HEADS = 4 * G::HEAD_GROUPS;
+    UNROLL_FOR (int group = 0; group < G::HEAD_GROUPS; group++) {
+      u32 words[2][2][4][2];
+      UNROLL_FOR (int upper = 0; upper < 2; upper++) {
+        typename S::Sums sums[2];
+        UNROLL_FOR (int h = 0; h < 2; h++) {
+          const int now = 4 * group + 2 * upper + h, next = now + HELD;
+          S::multiply(sums[h], st.keys[now % HELD], c.queries, find_head(c.warp, now));
+          load_keys(st, c, next % WARP_HEADS, next < WARP_HEADS ? tile : tile + 1);
+        }
+        S::template pack<MASKED>(words[upper], sums, c.in.scores, c.first_row, find_column(c, tile));
       }
-      S::template pack<MASKED>(words[upper], sums, c.in.scores, c.first_row, find_column(c, tile));
+      W::store(find_window(c, group), words, c.warp % 4, 16 * G::GROUPS * (c.warp / 4));
     }
-    W::store(c.scores, words, c.warp % 4, 16 * G::GROUPS * (c.warp / 4));
   }
   static KERNEL_CODE void load_keys(State& st, Context& c, int h, int tile) {
     const int head = find_head(c.warp, h), first = find_column(c, tile);
     S::template load_keys_inside<true>(st.keys[h % HELD], c.in.scores, head, first, c.last_column());
   }
 
-  // Mixes the warp's 16 rows and run of 8 columns. EDGE: only the hidden values of the columns left of p. BEGINS: rows'
-  // documents may begin here.
+  // Mixes the warp's 16 rows and run of 8 columns, one slice of the width after another. EDGE: only the hidden values
+  // of the columns left of p. BEGINS: rows' documents may begin here. `table_group` is that of the run's distances.
   template <bool EDGE, bool BEGINS>
-  static KERNEL_CODE void mix(State& st, Context& c, int first) {
-    i32 lane = lane_id(), g = lane / 4, t = lane % 4;
+  static KERNEL_CODE void mix(State& st, Context& c, int first, int table_group) {
     const int row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
     if (EDGE) R::clear(st.carry);
-    if (EDGE && (run != G::RUNS - 1 || PADDING == 0)) return;
-    constexpr int BEGIN = EDGE ? 8 - PADDING : 0, KEPT = 2 * PADDING;
-    u32 scores[8 + KEPT][4];
-    UNROLL_FOR (int x = BEGIN; x < 8 + KEPT; x++) W::load(scores[x], c.scores, row_tile, run, x);
-    f32 sums[TAPS][2][4];
+    if (EDGE && run != G::RUNS - 1) return;
+    Pixels<EDGE> pixels;
+    if constexpr (G::HEAD_GROUPS == 1)
+      UNROLL_FOR (int x = pixels.BEGIN; x < pixels.COUNT; x++) load_scores(pixels.scores[x], c, row_tile, run, x);
+    pixels.hidden_column = first + PADDING + 8 * run;
+    if constexpr (BEGINS) {
+      const int first_row = c.first_row + 16 * row_tile;
+      pixels.has_begin = T::has_edge(c.in.scores, first_row, pixels.hidden_column);
+      if (pixels.has_begin) T::find_places(pixels.places, c.in.scores, first_row);
+    }
+    UNROLL_FOR (int slice = 0; slice < G::SLICES; slice++) {
+      if (G::SLICES > 1) load_weights(st, c, slice);
+      if (!EDGE && slice > 0) T::load_distances(st.distances, c.in.table, table_group, slice);
+      mix_slice<EDGE, BEGINS>(st, c, pixels, slice);
+    }
+  }
+  template <bool EDGE>
+  struct Pixels {
+    static constexpr int BEGIN = EDGE ? 8 - PADDING : 0, KEPT = 2 * PADDING, COUNT = 8 + KEPT;
+    u32 scores[COUNT][G::HEAD_GROUPS][4];
+    typename R::Column passed[R::CARRY];  // what the slices before make of the next run's columns
+    int hidden_column;
+    bool has_begin = false;
+    typename T::Places places;
+  };
+  static KERNEL_CODE void load_scores(u32 (&scores)[G::HEAD_GROUPS][4], const Context& c, int row_tile, int run,
+                                      int x) {
+    UNROLL_FOR (int group = 0; group < G::HEAD_GROUPS; group++)
+      W::load(scores[group], find_window(c, group), row_tile, run, x);
+  }
+  // Adds a column's words of all heads, exactly, by a product with the identity.
+  static KERNEL_CODE void add_words(f32 (&sum)[R::TILES][4], const u32 (&words)[4], int group, u32 unit) {
+    mma_exchange(sum[2 * group], words, unit, u32(0u));
+    mma_exchange(sum[2 * group + 1], words, u32(0u), unit);
+  }
+  static KERNEL_CODE void add_column(f32 (&sum)[R::TILES][4], const typename R::Column& column, u32 unit) {
+    UNROLL_FOR (int group = 0; group < G::HEAD_GROUPS; group++) {
+      u32 words[4];
+      UNROLL_FOR (int q = 0; q < 4; q++) words[q] = column.part[4 * group + q];
+      add_words(sum, words, group, unit);
+    }
+  }
+
+  template <bool EDGE, bool BEGINS>
+  static KERNEL_CODE void mix_slice(State& st, Context& c, Pixels<EDGE>& pixels, int slice) {
+    constexpr int KEPT = Pixels<EDGE>::KEPT, BEGIN = Pixels<EDGE>::BEGIN;
+    i32 lane = lane_id(), g = lane / 4, t = lane % 4;
+    const int row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
+    f32 sums[TAPS][R::TILES][4];
     UNROLL_FOR (int y = 0; y < TAPS; y++)
-      UNROLL_FOR (int n = 0; n < 2; n++)
+      UNROLL_FOR (int n = 0; n < R::TILES; n++)
         UNROLL_FOR (int x = 0; x < 4; x++) sums[y][n][x] = f32(0.0f);
     i32 to = R::locate(row_tile);
-    typename R::Words4 done[4];
+    typename R::Column done[4], before[4];
     u32 unit = select(t == g / 2, select(g % 2 == 0, u32(0x3c00u), u32(0x3c000000u)), u32(0u));
     u32 slope = u32(0x211f211fu);  // 0.01 twice
-    const int hidden_column = first + PADDING + 8 * run;
-    Address columns = Gates::locate_columns(c.in.gates, hidden_column);
-    typename T::Places places;
-    bool has_begin = false;
-    if constexpr (BEGINS) {
-      has_begin = T::has_edge(c.in.scores, c.first_row + 16 * row_tile, hidden_column);
-      if (has_begin) T::find_places(places, c.in.scores, c.first_row + 16 * row_tile);
-    }
+    Address columns = Gates::locate_columns(c.in.gates, pixels.hidden_column);
+    if constexpr (G::HEAD_GROUPS > 1)
+      UNROLL_FOR (int x = BEGIN; x < BEGIN + KEPT; x++) load_scores(pixels.scores[x], c, row_tile, run, x);
     UNROLL_FOR (int jj = BEGIN; jj < 8; jj++) {
-      f32 hidden[4][4];
+      const int column = pixels.hidden_column + jj;
+      if constexpr (G::HEAD_GROUPS > 1) load_scores(pixels.scores[jj + KEPT], c, row_tile, run, jj + KEPT);
+      if (!EDGE && slice > 0 && jj % 4 == 0) R::load_stored(before, c.sums, to, 8 * run + jj);
+      f32 hidden[G::N_TILES][4];
       if constexpr (EDGE) {
-        UNROLL_FOR (int step = 0; step < 2; step++) {
-          f32 half[2][4];
-          T::load_edge(half, c.in.edge, c.in.scores.rows, c.first_row + 16 * row_tile, jj - BEGIN, step);
+        UNROLL_FOR (int step = 0; step < T::STEPS; step++) {
+          f32 part[2][4];
+          T::load_edge(part, c.in.edge, c.in.scores.rows, c.first_row + 16 * row_tile, jj - BEGIN,
+                       slice * T::STEPS + step);
           UNROLL_FOR (int n = 0; n < 2; n++)
-            UNROLL_FOR (int x = 0; x < 4; x++) hidden[2 * step + n][x] = half[n][x];
+            UNROLL_FOR (int x = 0; x < 4; x++) hidden[2 * step + n][x] = part[n][x];
         }
       } else if constexpr (G::GATED) {
         UNROLL_FOR (int step = 0; step < 2; step++) {
@@ -218,35 +276,46 @@ struct Logits {
         T::begin_hidden(hidden, st.distances, jj);
       }
       if constexpr (BEGINS && PADDING > 0)
-        if (has_begin) T::select_edges(hidden, c.in.edge, places, hidden_column + jj);
+        if (pixels.has_begin) T::select_edges(hidden, c.in.edge, pixels.places, column, slice);
       UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
-        UNROLL_FOR (int n = 0; n < 4; n++)
-          mma_exchange(hidden[n], scores[jj + tap], st.w1[tap][n][0], st.w1[tap][n][1]);
-      u32 active[4][2];
-      UNROLL_FOR (int n = 0; n < 4; n++)
+        UNROLL_FOR (int group = 0; group < G::HEAD_GROUPS; group++)
+          UNROLL_FOR (int n = 0; n < G::N_TILES; n++) {
+            const u32(&w)[2] = st.w1[tap][group * G::N_TILES + n];
+            mma_exchange(hidden[n], pixels.scores[jj + tap][group], w[0], w[1]);
+          }
+      u32 active[G::N_TILES][2];
+      UNROLL_FOR (int n = 0; n < G::N_TILES; n++)
         UNROLL_FOR (int r = 0; r < 2; r++) {
           u32 word = pack_exchange(hidden[n][2 * r], hidden[n][2 * r + 1]);
           active[n][r] = maximum_exchange(word, multiply_exchange(word, slope));
-          if (BEGINS && has_begin)
-            active[n][r] = select(T::is_inside(places, r, hidden_column + jj), active[n][r], u32(0u));
+          if (BEGINS && pixels.has_begin)
+            active[n][r] = select(T::is_inside(pixels.places, r, column), active[n][r], u32(0u));
         }
-      UNROLL_FOR (int step = 0; step < 2; step++) {
+      UNROLL_FOR (int step = 0; step < T::STEPS; step++) {
         const u32 a[4] = {active[2 * step][0], active[2 * step][1], active[2 * step + 1][0], active[2 * step + 1][1]};
         UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
-          UNROLL_FOR (int n = 0; n < 2; n++) {
-            const u32(&w)[2] = st.w2[tap][2 * step + n];
+          UNROLL_FOR (int n = 0; n < R::TILES; n++) {
+            const u32(&w)[2] = st.w2[tap][R::TILES * step + n];
             f32(&sum)[4] = sums[(jj + KEPT - tap) % TAPS][n];
             if (step == 0 && tap == 0) mma_exchange_from_zero(sum, a, w[0], w[1]);
             else mma_exchange(sum, a, w[0], w[1]);
           }
       }
-      f32(&sum)[2][4] = sums[jj % TAPS];
-      // The scores themselves, exactly, by a product with the identity.
-      mma_exchange(sum[0], scores[jj], unit, u32(0u));
-      mma_exchange(sum[1], scores[jj], u32(0u), unit);
+      f32(&sum)[R::TILES][4] = sums[jj % TAPS];
+      if (slice > 0) {
+        if (!EDGE) add_column(sum, before[jj % 4], unit);
+      } else {
+        UNROLL_FOR (int group = 0; group < G::HEAD_GROUPS; group++)
+          add_words(sum, pixels.scores[jj][group], group, unit);
+      }
       done[jj % 4] = R::pack(sum);
       if (!EDGE && jj % 4 == 3) R::store(c.sums, to, done, 8 * run + jj - 3);
     }
-    R::pass_on(c.sums, to, st.carry, sums, run, EDGE);
+    UNROLL_FOR (int y = 0; y < R::REACH; y++) {
+      f32(&sum)[R::TILES][4] = sums[(8 + y) % TAPS];
+      if (slice > 0) add_column(sum, pixels.passed[y], unit);
+      if (slice + 1 < G::SLICES) pixels.passed[y] = R::pack(sum);
+    }
+    if (slice + 1 == G::SLICES) R::pass_on(c.sums, to, st.carry, sums, run, EDGE);
   }
 };

@@ -42,6 +42,7 @@ struct MixerBackwardArgs {
 template <class G, bool SCORES, bool WEIGHTS>
 struct MixerBackward {
   static_assert(SCORES != WEIGHTS, "a kernel returns one of both");
+  static_assert(G::HEAD_GROUPS == 1 && G::SLICES == 1, "registers hold all weights");
   typedef typename G::Element Element;
   typedef Scores<G, 8> S;
   typedef PairWindow<G> W;
@@ -58,7 +59,7 @@ struct MixerBackward {
 
   struct State {
     u32 w1[TAPS][4][2], w2[TAPS][4][2], w1_back[SCORES ? TAPS : 1][4][2];
-    typename R::Words4 carry[R::CARRY];
+    typename R::Column carry[R::CARRY];
     f32 dw1[WEIGHTS ? TAPS : 1][4][4], dw2[WEIGHTS ? TAPS : 1][4][4];
     typename D::Sums diagonals;
     // GATED: of the warp's row tile.
@@ -104,14 +105,14 @@ struct MixerBackward {
     State st;
     begin(st, c);
     barrier(memory);
-    if constexpr (G::LOCAL) {
-      R::clear(st.carry);
-      clear_columns(c);
-    } else {
+    if constexpr (G::HAS_PROLOGUE) {
       load_tile<true>(c, 2 * PADDING - G::COLUMNS);
       barrier(memory);
       mix<true, false>(st, c, -G::COLUMNS);
       barrier(memory);
+    } else {
+      R::clear(st.carry);
+      clear_columns(c);
     }
     Step step{st, c, memory};
     RowSpans::go_over<G>(c.tiles, step);
@@ -278,7 +279,7 @@ struct MixerBackward {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;
     const int row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
     if (EDGE) R::clear(st.carry);
-    if (EDGE && (run != G::RUNS - 1 || PADDING == 0)) return;
+    if (EDGE && run != G::RUNS - 1) return;
     constexpr int BEGIN = EDGE ? 8 - PADDING : 0, KEPT = 2 * PADDING;
     W s, l;
     i32 at = W::locate(row_tile, run);
@@ -313,7 +314,7 @@ struct MixerBackward {
     Address entries[2];
     UNROLL_FOR (int n = 0; n < 2; n++)
       entries[n] = address(c.args.table, entry * 256 + ((entry & 1) ^ n) * 64 + t * 16);
-    typename R::Words4 done[4];
+    typename R::Column done[4];
     u32 unit = select(t == g / 2, select(g % 2 == 0, u32(Element::ONE), u32(Element::ONE << 16)), u32(0u));
     const int hidden_column = first + PADDING + 8 * run;
     Address columns = Gates::locate_columns(c.args.gates, hidden_column);
@@ -445,7 +446,7 @@ struct MixerBackward {
       i32 row = g + (c.first_row + 16 * row_tile + 8 * r);
       Words<4> v;
       UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = as_u32(gradient[x / 2][2 * r + x % 2]);
-      store_global<4>(address(c.args.dedge, row * (G::EDGE * 128) + t * 16), column * 128 + step * 64, v,
+      store_global<4>(address(c.args.dedge, row * T::EDGE_BYTES + t * 16), column * T::COLUMN_BYTES + step * 64, v,
                       row < c.args.scores.rows);
     }
   }

@@ -16,7 +16,7 @@ struct StoreLogits {
   typedef typename L::R R;
   typedef typename L::Context Context;
   static constexpr int PARTS = G::COLUMNS == 64 ? 2 : 1, CHUNKS = G::COLUMNS / PARTS / 4, PAIRS_AT_ONCE = 32 / CHUNKS;
-  static constexpr int WARP_ROWS = G::WARP_ROWS * PARTS;
+  static constexpr int HEADS_AT_ONCE = 2 * PAIRS_AT_ONCE, WARP_ROWS = G::WARP_ROWS * PARTS;
   void* map;
   Address logits[2];  // of the next tile, in the warp's first row and both heads of the lane's pair
 
@@ -47,23 +47,23 @@ struct StoreLogits {
       f32 bias[2][WARP_ROWS + 4];
       Address to[2];
       UNROLL_FOR (int h = 0; h < 2; h++) {
-        const long long entry = (long long)(8 * upper + h) * c.in.bias_stride + distance;
+        const long long entry = (long long)(HEADS_AT_ONCE * upper + h) * c.in.bias_stride + distance;
         Address from = advance(biases, entry * 4);
         UNROLL_FOR (int x = 0; x < (G::GATED ? 4 : WARP_ROWS + 4); x += 4) {
           Words<4> v = load_global<4>(from, x * 4);
           UNROLL_FOR (int y = 0; y < 4; y++) bias[h][x + y] = as_f32(v.x[y]);
         }
-        to[h] = advance(logits[h], 8 * upper * head_bytes);
+        to[h] = advance(logits[h], HEADS_AT_ONCE * upper * head_bytes);
       }
       UNROLL_FOR (int r = 0; r < WARP_ROWS; r++) {
         const int row = first_row + r;
-        i32 at = pair * (R::PAIR_STRIDE * 4) + (R::row_offset(row) + 4 * upper * R::PAIR_STRIDE * 4);
+        i32 at = pair * (R::PAIR_STRIDE * 4) + (R::row_offset(row) + PAIRS_AT_ONCE * upper * R::PAIR_STRIDE * 4);
         f32 sums[2][4];
         L::load(sums, c.sums, at, chunk);
         UNROLL_FOR (int h = 0; h < 2; h++) {
           Words<4> v;
           UNROLL_FOR (int y = 0; y < 4; y++) v.x[y] = as_u32(sums[h][y] + bias[h][G::GATED ? y : 4 + r - y]);
-          pred is_stored = pair * 2 + (8 * upper + h) < c.in.scores.heads;
+          pred is_stored = pair * 2 + (HEADS_AT_ONCE * upper + h) < c.in.scores.heads;
           if (MASKED)
             is_stored = is_stored && chunk * 4 + first <= c.position() + row && c.first_row + row < c.in.scores.rows;
           if (MASKED && G::LOCAL) is_stored = is_stored && chunk * 4 + first >= 0;

@@ -12,23 +12,24 @@ struct Runs {
   // Strides in words; odd rows lie ODD_ROWS nearer to the row before. Neither writers, by rows and pairs, nor readers
   // have bank conflicts.
   static constexpr bool IS_WIDE = G::COLUMNS >= 32 && !BY_ROWS;
-  static constexpr int WIDE_STRIDE = (G::COLUMNS + REACH * G::RUNS - 8 + 31) / 32 * 32 + 8;
-  static constexpr int PAIR_STRIDE = IS_WIDE ? WIDE_STRIDE : G::COLUMNS == 64 ? 84 : G::COLUMNS == 32 ? 44 : 20;
-  static constexpr int ROW_STRIDE = IS_WIDE            ? G::PAIRS * PAIR_STRIDE + 4
-                                    : G::COLUMNS == 64 ? 690
-                                    : G::COLUMNS == 32 ? 370
-                                                       : 178;
-  static constexpr int ODD_ROWS = IS_WIDE ? 0 : 2;
+  // The least stride that holds a row's columns and what its runs pass on, and begins at a given one of 32 banks.
+  static constexpr int NEEDED = G::COLUMNS + REACH * G::RUNS;
+  static constexpr KERNEL_CODE int find_stride(int bank) { return (NEEDED - bank + 31) / 32 * 32 + bank; }
+  static constexpr int NARROW_STRIDE = find_stride(12) < find_stride(20) ? find_stride(12) : find_stride(20);
+  static constexpr int PAIR_STRIDE = IS_WIDE ? find_stride(8) : NARROW_STRIDE;
+  static constexpr int ROW_STRIDE = G::PAIRS * PAIR_STRIDE + (IS_WIDE ? 4 : 18), ODD_ROWS = IS_WIDE ? 0 : 2;
   static constexpr int MEMORY_BYTES = G::ROWS * ROW_STRIDE * 4;
-  static_assert(G::COLUMNS + REACH * G::RUNS <= PAIR_STRIDE, "a row holds what the runs pass on");
 
-  // A column's sums, heads 2t, 2t + 1 (n-tile 0) and 8 more (n-tile 1) of rows g and g + 8, as words.
-  struct Words4 {
-    u32 part[4];
+  // A column's sums, heads 2t, 2t + 1 (n-tile 0) and 8 more (n-tile 1, and so on) of rows g and g + 8, as words: those
+  // of 16 heads are an A fragment.
+  static constexpr int TILES = G::HEADS / 8, PARTS = 2 * TILES;
+  struct Column {
+    u32 part[PARTS];
   };
-  static KERNEL_CODE Words4 pack(const f32 (&sum)[2][4]) {
-    Words4 words;
-    UNROLL_FOR (int q = 0; q < 4; q++) words.part[q] = Type::pack(sum[q / 2][2 * (q % 2)], sum[q / 2][2 * (q % 2) + 1]);
+  static KERNEL_CODE Column pack(const f32 (&sum)[TILES][4]) {
+    Column words;
+    UNROLL_FOR (int q = 0; q < PARTS; q++)
+      words.part[q] = Type::pack(sum[q / 2][2 * (q % 2)], sum[q / 2][2 * (q % 2) + 1]);
     return words;
   }
 
@@ -46,43 +47,55 @@ struct Runs {
   }
 
   // Stores four columns of a run, from `column` of the tile on.
-  static KERNEL_CODE void store(SharedMemory memory, i32 lane_offset, const Words4 (&columns)[4], int column) {
-    UNROLL_FOR (int q = 0; q < 4; q++) {
+  static KERNEL_CODE void store(SharedMemory memory, i32 lane_offset, const Column (&columns)[4], int column) {
+    UNROLL_FOR (int q = 0; q < PARTS; q++) {
       Words<4> v;
       UNROLL_FOR (int y = 0; y < 4; y++) v.x[y] = columns[y].part[q];
       store_shared<4>(memory, lane_offset + part_offset(q, column), v);
     }
   }
+  // Loads what the lane stored there.
+  static KERNEL_CODE void load_stored(Column (&columns)[4], SharedMemory memory, i32 lane_offset, int column) {
+    UNROLL_FOR (int q = 0; q < PARTS; q++) {
+      Words<4> v = load_shared<4>(memory, lane_offset + part_offset(q, column));
+      UNROLL_FOR (int y = 0; y < 4; y++) columns[y].part[q] = v.x[y];
+    }
+  }
 
   // Passes on what reaches into the next run's first 2p columns: column 8 + y of this run is sums[(8 + y) % TAPS].
-  static KERNEL_CODE void pass_on(SharedMemory memory, i32 lane_offset, Words4 (&carry)[CARRY],
-                                  const f32 (&sums)[G::TAPS][2][4], int run, bool is_edge) {
+  static KERNEL_CODE void pass_on(SharedMemory memory, i32 lane_offset, Column (&carry)[CARRY],
+                                  const f32 (&sums)[G::TAPS][TILES][4], int run, bool is_edge) {
     const bool is_last = run == G::RUNS - 1;
     const int next = is_last ? 0 : run + 1;
     UNROLL_FOR (int y = 0; y < REACH; y += 2) {
-      Words4 from[2];
+      Column from[2];
       UNROLL_FOR (int z = 0; z < 2; z++) {
-        Words4 part = pack(sums[(8 + y + z) % G::TAPS]);
-        UNROLL_FOR (int q = 0; q < 4; q++) from[z].part[q] = is_last ? carry[y + z].part[q] : part.part[q];
+        Column part = pack(sums[(8 + y + z) % G::TAPS]);
+        UNROLL_FOR (int q = 0; q < PARTS; q++) from[z].part[q] = is_last ? carry[y + z].part[q] : part.part[q];
         carry[y + z] = part;
       }
       if (!is_edge)
-        UNROLL_FOR (int q = 0; q < 4; q++) {
+        UNROLL_FOR (int q = 0; q < PARTS; q++) {
           Words<2> v;
           UNROLL_FOR (int z = 0; z < 2; z++) v.x[z] = from[z].part[q];
           store_shared<2>(memory, lane_offset + part_offset(q, G::COLUMNS + REACH * next + y), v);
         }
     }
   }
-  static KERNEL_CODE void clear(Words4 (&carry)[CARRY]) {
+  static KERNEL_CODE void clear(Column (&carry)[CARRY]) {
     UNROLL_FOR (int y = 0; y < CARRY; y++)
-      UNROLL_FOR (int q = 0; q < 4; q++) carry[y].part[q] = u32(0u);
+      UNROLL_FOR (int q = 0; q < PARTS; q++) carry[y].part[q] = u32(0u);
   }
 
   // Loads the words of four columns, the chunk-th of a tile, of the row and pair at `at`: those of the run, and from
   // the run before those of the first min(2p, 4) columns, zero where it does not reach.
   static KERNEL_CODE void load(Words<4>& own, Words<4>& passed, SharedMemory memory, i32 at, i32 chunk) {
     own = load_shared<4>(memory, at + chunk * 16);
+    if constexpr (REACH == 4) {  // in one access, whose lanes of a pair have no bank conflicts with each other
+      passed = load_shared<4>(memory, at + (chunk / 2 * 4 + G::COLUMNS) * 4);
+      UNROLL_FOR (int y = 0; y < 4; y++) passed.x[y] = select(chunk % 2 == 0, passed.x[y], u32(0u));
+      return;
+    }
     UNROLL_FOR (int y = 0; y < 4 && y < REACH; y += 2) {
       i32 column = (chunk % 2) * 4 + y;  // in its run
       i32 from = (chunk / 2) * REACH + minimum(column, i32(REACH - 2)) + G::COLUMNS;

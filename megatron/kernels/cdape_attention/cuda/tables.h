@@ -5,6 +5,10 @@
 
 template <class G>
 struct Tables {
+  static constexpr int STEPS = G::N_TILES / 2;  // of 16 widths, in a slice
+  // Of a column of E, and of a row.
+  static constexpr int COLUMN_BYTES = G::WIDTH * 4, EDGE_BYTES = G::EDGE * COLUMN_BYTES;
+
   // U as float32 [entries, 4 n-tiles, 4, 4], of rows g and g + 8 at a column: half of the width, as accumulators.
   static KERNEL_CODE void load_entries(f32 (&hidden)[2][4], const Address (&entries)[2], int column, int step) {
     // An entry has for each n-tile and t the widths of distances n and n + 8. n-tiles 2x and 2x + 1 of odd entries are
@@ -15,13 +19,13 @@ struct Tables {
     }
   }
 
-  // E, float32 [R, EDGE, 32], of rows g and g + 8 of a row tile, which exist below `rows`: half of the width.
+  // E, float32 [R, EDGE, D], of rows g and g + 8 of a row tile, which exist below `rows`: 16 widths.
   static KERNEL_CODE void load_edge(f32 (&hidden)[2][4], const void* edge, int rows, int first_row, int column,
                                     int step) {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;
     UNROLL_FOR (int r = 0; r < 2; r++) {
       i32 row = minimum(g + (first_row + 8 * r), i32(rows - 1));
-      Words<4> v = load_global<4>(address(edge, row * (G::EDGE * 128) + t * 16), column * 128 + step * 64);
+      Words<4> v = load_global<4>(address(edge, row * EDGE_BYTES + t * 16), column * COLUMN_BYTES + step * 64);
       UNROLL_FOR (int x = 0; x < 4; x++) hidden[x / 2][2 * r + x % 2] = as_f32(v.x[x]);
     }
   }
@@ -64,13 +68,13 @@ struct Tables {
     const bool has_begin = G::LOCAL && column < in.find_document(first_row + 15) + G::PADDING;
     return has_begin || (G::GATED && column + 7 > in.position + first_row - G::PADDING);
   }
-  // The offset of a column's widths, or what is nearest, in an array [rows, EDGE, 32] of E or its gradient.
+  // The offset of a column's first p widths, or what is nearest, in an array [rows, EDGE, D] of E or its gradient.
   static KERNEL_CODE i32 locate_edge(i32 row, const Places& places, int r, int column, int step) {
     i32 place = i32(column) - places.document[r];
     if constexpr (G::GATED)
       place = select(is_at_begin(places, r, column), place, i32(column + 2 * G::PADDING - 1) - places.last[r]);
     place = minimum(maximum(place, i32(0)), i32(G::EDGE - 1));
-    return row * (G::EDGE * 128) + place * 128 + lane_id() % 4 * 16 + step * 64;
+    return row * EDGE_BYTES + place * COLUMN_BYTES + lane_id() % 4 * 16 + step * 64;
   }
   // Replaces hidden values by E where it holds.
   static KERNEL_CODE void select_edge(f32 (&hidden)[2][4], const void* edge, const Places& places, int column,
@@ -84,11 +88,12 @@ struct Tables {
     }
   }
 
-  static KERNEL_CODE void select_edges(f32 (&hidden)[4][4], const void* edge, const Places& places, int column) {
-    UNROLL_FOR (int step = 0; step < 2; step++) {
+  static KERNEL_CODE void select_edges(f32 (&hidden)[G::N_TILES][4], const void* edge, const Places& places, int column,
+                                       int slice) {
+    UNROLL_FOR (int step = 0; step < STEPS; step++) {
       f32 half[2][4];
       UNROLL_FOR (int x = 0; x < 8; x++) half[x / 4][x % 4] = hidden[2 * step + x / 4][x % 4];
-      select_edge(half, edge, places, column, step);
+      select_edge(half, edge, places, column, slice * STEPS + step);
       UNROLL_FOR (int x = 0; x < 8; x++) hidden[2 * step + x / 4][x % 4] = half[x / 4][x % 4];
     }
   }
@@ -97,24 +102,25 @@ struct Tables {
   // with a shifted identity takes from them the rows' distances at a column, instead of 16 loads of what differs by one
   // distance from column to column.
   struct Distances {
-    Words<4> near[2], far[2];  // by half of the width: two n-tiles' words of two groups of 8 distances
+    Words<4> near[STEPS], far[STEPS];  // by 16 of a slice's widths: two n-tiles' words of two groups of 8 distances
   };
-  // The table is [groups, 2 halves, 32 lanes, 2 n-tiles, 2 groups], and `group` that of the distance of row 0 and
+  // The table is [groups, widths / 16, 32 lanes, 2 n-tiles, 2 groups], and `group` that of the distance of row 0 and
   // column 7.
-  static KERNEL_CODE void load_distances(Distances& u, const void* table, int group) {
-    Address at = advance(address(table, lane_id() * 16), (long long)group * 1024);
-    UNROLL_FOR (int half = 0; half < 2; half++) {
-      u.near[half] = load_global<4>(at, half * 512);
-      u.far[half] = load_global<4>(at, 2048 + half * 512);
+  static KERNEL_CODE void load_distances(Distances& u, const void* table, int group, int slice) {
+    constexpr int GROUP_BYTES = G::WIDTH * 32;
+    Address at = advance(address(table, lane_id() * 16), (long long)group * GROUP_BYTES);
+    UNROLL_FOR (int step = 0; step < STEPS; step++) {
+      u.near[step] = load_global<4>(at, (slice * STEPS + step) * 512);
+      u.far[step] = load_global<4>(at, 2 * GROUP_BYTES + (slice * STEPS + step) * 512);
     }
   }
-  static KERNEL_CODE void begin_hidden(f32 (&hidden)[4][4], const Distances& u, int column) {
+  static KERNEL_CODE void begin_hidden(f32 (&hidden)[G::N_TILES][4], const Distances& u, int column) {
     i32 lane = lane_id(), bits = (lane / 4 - lane % 4 * 2 + (7 - column)) * 16;  // to row g's one, from word t
     // Operands that a compiler does not know to be equal or zero: it would copy them for every product.
     const u32 one = u32(0x3c00u), zero = shift_left(one, bits + 1024), same = one + zero;
     const u32 shift[4] = {shift_left(one, bits), zero, shift_left(one, bits - 128), shift_left(same, bits)};
     const u32 high = shift_left(same, bits - 128);
-    UNROLL_FOR (int n = 0; n < 4; n++) {
+    UNROLL_FOR (int n = 0; n < G::N_TILES; n++) {
       const int first = n % 2 * 2;
       mma_exchange_from_zero(hidden[n], shift, u.near[n / 2].x[first], u.near[n / 2].x[first + 1]);
       if (column < 7) mma_exchange_k8(hidden[n], zero, high, u.far[n / 2].x[first]);

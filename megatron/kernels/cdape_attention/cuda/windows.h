@@ -83,7 +83,8 @@ struct FragmentWindow {
   // banks of 16 bytes apart, so that accesses by rows and pairs, and by rows and columns, have no bank conflicts.
   static constexpr int FIRST = 4, QUADS = G::COLUMNS / 4 + 1;
   static constexpr int QUAD_BYTES = 10 * 16, COLUMN_BYTES = QUADS * QUAD_BYTES, PAIR_BYTES = 4 * COLUMN_BYTES + 2 * 16;
-  static constexpr int ROW_TILE_BYTES = 4 * PAIR_BYTES, MEMORY_BYTES = G::ROW_TILES * ROW_TILE_BYTES;
+  static constexpr int ROW_TILE_BYTES = 4 * PAIR_BYTES, GROUP_BYTES = G::ROW_TILES * ROW_TILE_BYTES;
+  static constexpr int MEMORY_BYTES = G::HEAD_GROUPS * GROUP_BYTES;  // a window of each group of 16 heads
 
   // The offset of a column of the tile, -2p … COLUMNS - 1.
   static constexpr KERNEL_CODE int column_offset(int column) {
