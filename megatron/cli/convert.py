@@ -82,7 +82,7 @@ def export(
 
       ./deepy.py export --refresh exported/cdape
 
-    The third uses a native transformers class, for programs that support only these. The last updates the code of an
+    The third uses a native transformers class, for programs that support no others. The last updates the code of an
     older export, for example for a newer transformers version; results stay the same.
     """
     from megatron.config.schema import parse_section

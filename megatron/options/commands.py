@@ -105,13 +105,13 @@ class ImportOptions(ConfigSection):
 
     config: list[str] = config_field(list, "GPT-NeoX's configuration files, if SOURCE has none", metavar="FILE")
     tokenizer: str | None = config_field(
-        None, "tokenizer: bytes, HFTokenizer, GPT2BPETokenizer or SPMTokenizer; the one in SOURCE if absent"
+        None, "tokenizer: bytes, HFTokenizer, GPT2BPETokenizer or SPMTokenizer; by default the one in SOURCE"
     )
     vocab_file: str | None = config_field(None, "tokenizer.json, vocab.json or .model file")
     merge_file: str | None = config_field(None, "merges.txt of GPT2BPETokenizer")
     end_token: str | None = config_field(None, "end-of-document token, if its name is not one of the usual ones")
     add_bos: bool | None = config_field(
-        None, "prepend the tokenizer's beginning-of-text token to each text; as in its file if absent"
+        None, "prepend the tokenizer's beginning-of-text token to each text; by default as in its file"
     )
 
 
@@ -120,7 +120,7 @@ class ExportOptions(ConfigSection):
 
     native: bool = config_field(False, "export as a model class of transformers, if one computes the same function")
     dtype: str = config_field("float32", "data type of the weights: float32 (exact), bfloat16 or float16")
-    shard: str = config_field("2GB", "largest weight file; also the memory that exporting takes")
+    shard: str = config_field("2GB", "maximum size of a weight file, and memory needed to export")
     license: str | None = config_field(None, "license of the weights for the model card: apache-2.0, …")
     overwrite: bool = config_field(False, "replace an existing export; with --refresh, also edited code")
     refresh: bool = config_field(

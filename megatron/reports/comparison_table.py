@@ -38,9 +38,9 @@ MAX_NAMED_METHODS = 4
 MAX_DENSE_COLUMNS = 10
 """Maximum number of columns of a table over a dense axis."""
 PROTOCOL_NOTES = {
-    "last": "Protocol last scores the end of each window: the same tokens at every length, with ever more context.",
+    "last": "Protocol last scores the end of each window: the same tokens at every length, with increasing context.",
     "nonoverlapping": "Protocol nonoverlapping scores every token of a window, so early tokens have little context.",
-    "overlapping": "Protocol overlapping scores every token of a window that has a minimum of context.",
+    "overlapping": "Protocol overlapping scores every token with at least the minimum context.",
     "strided": "Protocol strided scores the end of each window, so every token has almost a full window of context.",
 }
 """Meaning of each protocol of texts, in one sentence; `report_sentences.py` has the details."""
@@ -219,8 +219,8 @@ class ComparisonTable:
         if unproven := list_unverified_methods(self.records):
             notes.append(
                 f"The results of {', '.join(unproven[:MAX_NAMED_METHODS])}"
-                f"{' and others' * (len(unproven) > MAX_NAMED_METHODS)} lack training digests: runs of equal "
-                "name and number of steps count as seeds of one method."
+                f"{' and others' * (len(unproven) > MAX_NAMED_METHODS)} lack training digests: runs with the "
+                "same name and number of steps count as seeds of one method."
             )
         return [*notes, *dict.fromkeys(record.remark for record in self.records if record.remark is not None)]
 

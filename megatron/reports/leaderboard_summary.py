@@ -64,8 +64,8 @@ def _answer_who_extrapolates(board: LeaderboardReport) -> Iterator[str]:
     yield _compare_with_best(board)
     if (detectable := board.find_detectable_change(last)) is not None:
         yield (
-            f"With {text.max_seeds} seeds of each method these tests find a difference of {detectable:.0%} in "
-            f"{POWER:.0%} of cases, so smaller ones may exist."
+            f"With {text.max_seeds} seeds per method, these tests detect a difference of {detectable:.0%} with a "
+            f"probability of {POWER:.0%}; they may miss smaller differences."
         )
     missing = [m for m in board.ranking if (m, last) not in text.cells and m in text.methods]
     ended: dict[int, list[str]] = {}
@@ -93,16 +93,16 @@ def _compare_with_best(board: LeaderboardReport) -> str:
     """Return how many methods are significantly worse than the best over seeds, and how many are not."""
     tested = {method: found for method, found in board.against_best.items() if found.is_tested}
     if not tested:
-        return "No other method shares two seeds with it, so no differences are tested."
+        return "No other method shares two seeds with it, so no difference was tested."
     worse = sorted((m for m, found in tested.items() if found.verdict == "worse"), key=lambda m: tested[m].change)
     close = sorted((m for m in tested if m not in worse), key=lambda m: tested[m].change)
     named = _name_methods([f"{method} {_format_change(tested[method])}" for method in close])
     if not worse:
-        return f"Tested over seeds, none of {len(tested)} other methods is significantly worse: {named}."
+        return f"In tests over seeds, none of {len(tested)} other methods is significantly worse: {named}."
     is_or_are = "is" if len(worse) == 1 else "are"
     rest = f"; the others are not: {named}" if close else ""
     return (
-        f"Tested over seeds, {len(worse)} of {len(tested)} other methods {is_or_are} significantly worse "
+        f"In tests over seeds, {len(worse)} of {len(tested)} other methods {is_or_are} significantly worse "
         f"({_name_methods(worse)}){rest}."
     )
 
@@ -119,7 +119,7 @@ def _answer_what_helps(board: LeaderboardReport) -> Iterator[str]:
         where = format_multiple(length / text.train_length)
         tested = {ablation: found for ablation, found in comparisons.items() if found.is_tested}
         if not tested:
-            yield f"At {where} no component was tested, because a test needs two seeds with it and without it."
+            yield f"At {where} no processor or temperature was tested: a test needs two seeds that both methods have."
             continue
         effects = []
         for verdict, verb in (("better", "lowers"), ("worse", "raises")):
@@ -131,7 +131,10 @@ def _answer_what_helps(board: LeaderboardReport) -> Iterator[str]:
                 )
         rest = len(tested) - sum(found.verdict in ("better", "worse") for found in tested.values())
         effects += [f"makes no significant difference in {rest} of {len(tested)}"] if rest else []
-        yield f"At {where} a component {', '.join(effects[:-1])}{' and ' * (len(effects) > 1)}{effects[-1]}."
+        yield (
+            f"At {where} adding a processor or temperature {', '.join(effects[:-1])}{' and ' * (len(effects) > 1)}"
+            f"{effects[-1]}."
+        )
 
 
 def _answer_costs(board: LeaderboardReport) -> Iterator[str]:

@@ -404,7 +404,7 @@ def build_significance_table(table: ComparisonTable, against: str) -> TextTable:
     if any(comparison.is_tested for comparison in comparisons.values()):
         scale = " of logarithms" if table.metric.comparison == "ratio" else ""
         is_shared = any(comparison.is_variance_shared for comparison in comparisons.values())
-        shared = ", with variances that the methods share" if is_shared else ""
+        shared = ", with variances moderated across methods" if is_shared else ""
         notes += [
             f"p: paired two-sided t-test{scale} over {max_seeds} seeds{shared}; Holm: corrected for all tests of this "
             "table.",

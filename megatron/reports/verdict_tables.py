@@ -180,8 +180,8 @@ def build_extrapolation_table(table: ComparisonTable, delta: float = DEFAULT_DEL
     ]
     if table.max_seeds > 1:
         notes.append(
-            f"Over seeds it is the {table.metric.mean_kind} of the ratios, minus 1; unless n is shown, over "
-            f"{table.max_seeds} seeds."
+            f"With several seeds, r is the {table.metric.mean_kind} of the ratios, minus 1, over {table.max_seeds} "
+            "seeds unless n is shown."
         )
     return TextTable(
         title=f"Extrapolation beyond {table.train_length:,} tokens, {table.protocol_description}",

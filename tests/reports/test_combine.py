@@ -98,7 +98,7 @@ def test_no_output_averages_two_trainings(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_results_without_digests_count_as_seeds_with_a_note() -> None:
-    note = "The results of a lack training digests: runs of equal name and number of steps count as seeds"
+    note = "The results of a lack training digests: runs with the same name and number of steps count as seeds"
     for digest, folders, is_said in (
         (None, ("runs/a", "runs/b"), True),
         ("x", ("runs/a", "runs/b"), True),  # one of the two is known

@@ -52,7 +52,7 @@ def test_plain_text_is_aligned_and_marked(story: list[Record]) -> None:
         "kerple_log  5.50    5.45    5.43",
         "cdape       4.96*   4.90*   4.87*",
         "4,096 tokens scored at every length; lower is better.",
-        "Protocol last scores the end of each window: the same tokens at every length, with ever more context.",
+        "Protocol last scores the end of each window: the same tokens at every length, with increasing context.",
         "* best in its column.",
     ]
 

@@ -172,9 +172,7 @@ def test_the_change_that_the_tests_detect_is_stated() -> None:
     variances = get_seed_variances(board.text, 2048).values()
     middle = sorted(variances, key=lambda each: each.variance)[1]
     assert math.log1p(change) == pytest.approx(find_detectable_difference(middle, 5, 0.05 / 3, 0.8))
-    assert "With 5 seeds of each method these tests find a difference of " in " ".join(
-        build_answers(board)[0].sentences
-    )
+    assert "With 5 seeds per method, these tests detect a difference of " in " ".join(build_answers(board)[0].sentences)
     assert board_of(text("rotary", (1.5, 3.2))).find_detectable_change(2048) is None
 
 
@@ -196,7 +194,7 @@ def test_blocks_of_text_make_no_difference_significant() -> None:
     raw = stats.ttest_rel(*np.log(values)).pvalue
     assert (comparison.p, comparison.verdict) == (pytest.approx(raw), "not significant")
     holds = " ".join(build_answers(board)[0].sentences)
-    assert "Tested over seeds, none of 1 other methods is significantly worse: b +" in holds
+    assert "In tests over seeds, none of 1 other methods is significantly worse: b +" in holds
     assert dict(board.build_tables()[0].rows)["b"][-1].startswith("(+")
 
 
@@ -206,9 +204,12 @@ def test_sentences_follow_from_the_numbers() -> None:
     assert "4 of 5 methods hold" in holds
     assert "cdape+alibi, cdape+fox, fox and alibi" in holds
     assert "cdape+alibi has the lowest mean perplexity at 32×, 4.5" in holds
-    assert "Tested over seeds, 1 of 1 other methods is significantly worse (alibi)." in holds
+    assert "In tests over seeds, 1 of 1 other methods is significantly worse (alibi)." in holds
     assert ": cdape+alibi and fox, with 90.00; 3 of 4 beat the best trivial baseline (40.00%)" in holds
-    assert "At 32× a component significantly lowers perplexity in 1 of 1 cases (cdape on alibi -10." in adds
+    assert (
+        "At 32× adding a processor or temperature significantly lowers perplexity in 1 of 1 cases (cdape on alibi -10."
+        in adds
+    )
     assert (
         "Relative to rotary, cdape+alibi, the best at 32×, takes 1.50 times as long per training step, takes 1.50 "
         in costs
@@ -222,7 +223,10 @@ def test_sentences_follow_from_the_numbers() -> None:
     turned = board_of([r.replace(method=swap.get(r.method, r.method)) for r in records()])
     holds, adds, _ = (" ".join(answer.sentences) for answer in build_answers(turned))
     assert "alibi has the lowest mean perplexity at 32×" in holds
-    assert "At 32× a component significantly raises perplexity in 1 of 1 cases (cdape on alibi +11." in adds
+    assert (
+        "At 32× adding a processor or temperature significantly raises perplexity in 1 of 1 cases (cdape on alibi +11."
+        in adds
+    )
 
 
 def test_a_method_may_be_in_two_ablations() -> None:
@@ -268,7 +272,7 @@ def test_unknown_facts_are_not_claimed() -> None:
     bare = [Record(**{k: v for k, v in r.model_dump().items() if k not in known}) for r in records()]
     holds, adds, costs = (" ".join(answer.sentences) for answer in build_answers(board_of(bare)))
     assert "1 of 1 other methods is significantly worse (alibi)." in holds  # seeds need no blocks
-    assert "At 32× a component significantly lowers perplexity in 1 of 1 cases" in adds
+    assert "At 32× adding a processor or temperature significantly lowers perplexity in 1 of 1 cases" in adds
     assert costs == "Relative to rotary, cdape+alibi, the best at 32×, has as many parameters."
     rank = dict(board_of(bare).build_tables()[0].rows)
     assert rank["fox"][-1] == "(+7.5%)"

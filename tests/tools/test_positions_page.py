@@ -163,7 +163,7 @@ def test_same_pictures_every_time() -> None:
         ),
         ("pope", f"{2 * 12 * (2 * 64 + 64):,} FLOPs forward per query, key and layer"),
         # Two FLOPs per multiply-add, 12 heads: u·k of 512 keys, and d of W_R R for each
-        ("transformer_xl", f"; {2 * 12 * 64 * 512:,} more per query and layer, where it sees 512 keys"),
+        ("transformer_xl", f"; {2 * 12 * 64 * 512:,} more per query and layer if it sees 512 keys"),
         ("llama4", f"{12 * 64} FLOPs forward per query and layer"),
         ("kerple_bias_weight", "r\\*_below"),
     ],

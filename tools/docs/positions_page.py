@@ -211,7 +211,7 @@ These options replace or extend the softmax. They combine with every encoding, p
 {chr(10).join(line for line in read_docstring(softmax).splitlines() if line.startswith("|"))}
 
 A softmax must distribute all of a row's weight over keys, so models learn to put unneeded weight on the first token.
-A sink absorbs it instead: a logit that joins those of the keys and has no value.
+A sink absorbs it instead: an additional logit in the softmax, without a value.
 With `learnable` each head of each layer learns its sink logit, which starts at 0. With `off-by-one` it stays 0.
 Sinks are float32 in every compute type, have no weight decay, and have no measurable cost:
 kernels start each row's sum with the sink.
@@ -360,7 +360,7 @@ def _render_compositions() -> str:
     return f"""\
 ## Overlays of several keys
 
-Every method has an overlay with its name in `configs/position/`. These overlays set several keys, or another key:
+Every method has an overlay with its name in `configs/position/`. These overlays set several keys or other keys:
 
 {format_table(["overlay", "keys"], rows)}
 """
@@ -604,7 +604,7 @@ def _describe_encoding_cost(encoding: Encoding) -> str:
     text = f"{cost:,} FLOPs forward per query, key and layer for the products with k and v"
     text += ", as with rotary" if cost == plain else f"; rotary has {plain:,}"
     if more := encoding.product_flops(float(SHAPE.train_length)):
-        text += f"; {more:,.0f} more per query and layer, where it sees {SHAPE.train_length} keys"
+        text += f"; {more:,.0f} more per query and layer if it sees {SHAPE.train_length} keys"
     if type(encoding).overrides_hook("table") or type(encoding).overrides_hook("dense"):
         text += "; its bias or weight is computed once for all sequences of a batch"
     return text

@@ -1,4 +1,4 @@
-"""Rotary position embedding of layers with a window, beside layers with `rotary`: its own base, and no scaling."""
+"""Rotary position embedding for layers with a window in a pattern with `rotary`: a separate base, and no scaling."""
 
 from megatron.position.encodings.rotary import Rotary
 from megatron.position.facts import AttentionDims, EncodingCost, OptionError
@@ -8,12 +8,12 @@ class RotaryLocal(Rotary):
     formula = "(R_i q_i)·(R_j k_j)/√d, R_i turns the pair (m, m + r/2) by i/local_base^(2m/r), r = fraction·d"
     source = (
         "Gemma 3: Team Gemma 2025 (arXiv:2503.19786, section 2.1), base 10,000 in layers with a window, and 1,000,000 "
-        "in the others, whose positions alone are scaled for longer texts. OLMo 3 scales only these layers too"
+        "in the others; only the latter are scaled for longer texts, as in OLMo 3"
     )
     advice = (
         "For the layers with a window in a pattern with rotary, as in the overlay gemma3 (arXiv:2503.19786). Distances "
-        "in such a layer never exceed its window, so longer texts need no scaling there: --rope of an evaluation "
-        "changes the layers with rotary alone. In all layers it is rotary."
+        "in such a layer never exceed its window, so longer texts need no scaling there: evaluate --rope changes only "
+        "the layers with rotary. In all layers it equals rotary."
     )
     other_names = ("local_rotary", "rope_local")
     cost = EncodingCost()

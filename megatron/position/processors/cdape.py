@@ -92,7 +92,7 @@ class KeyConvolution(nn.Module):
 
 class Cdape(Processor):
     formula = "S + B + Conv2(LeakyReLU(Conv1(tril([S, B])))), kernels 1×k along keys"
-    parameters_summary = "Conv1 [W, 2H, 1, k] + [W], Conv2 [H, W, 1, k] + [H], as torch.nn.Conv2d starts them"
+    parameters_summary = "Conv1 [W, 2H, 1, k] + [W], Conv2 [H, W, 1, k] + [H], initialized like torch.nn.Conv2d"
     source = "DAPE V2, equation 5 and appendix N; residual_bias: false is equation 2"
     advice = (
         "With kerple_log it is the best method of DAPE V2 within and beyond the training length (section 4.1); it "

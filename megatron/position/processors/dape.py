@@ -9,7 +9,7 @@ from megatron.position.processors.cdape import Cdape
 
 class Dape(Cdape):
     formula = "S + B + MLP([S, B]) over heads, LeakyReLU"
-    parameters_summary = "[W, 2H] + [W], [H, W] + [H], as torch.nn.Conv2d starts them"
+    parameters_summary = "[W, 2H] + [W], [H, W] + [H], initialized like torch.nn.Conv2d"
     source = "DAPE: Zheng et al. 2024; DAPE V2 equations 2 and 3"
     advice = (
         "A cheaper cdape for encodings with a bias (alibi, kerple_log, fire) and for pos_emb none; it makes rotary "

@@ -12,7 +12,7 @@ from megatron.position.temperature import Temperature
 
 class Ssmax(Temperature):
     formula = "s·log n, n the keys that the row sees"
-    parameters_summary = "s [H], all start at the option's value, and stay there without learned"
+    parameters_summary = "s [H], initialized to the option's value, and constant without learned"
     source = (
         "Scalable-Softmax: Nakanishi 2025 (2501.19399), softmax to the base n^s; start value and count of keys as in "
         "BAM's released code"
@@ -20,7 +20,7 @@ class Ssmax(Temperature):
     advice = (
         "Against attention that fades as contexts grow: with n keys and bounded scores, a softmax gives no key more "
         "than a share that falls as 1/n. Use it in training; its author reports a lower training loss and better "
-        "retrieval in long contexts. It does not scale a bias; the processor ssmax_logits scales both. A row that sees "
+        "retrieval in long contexts. It does not scale a bias; the processor ssmax_prior scales both. A row that sees "
         "one key has the factor 0, which changes nothing: it attends to that key."
     )
     other_names = ("scalable_softmax", "scaled_softmax")
