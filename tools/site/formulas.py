@@ -85,6 +85,10 @@ METHOD_FORMULAS: dict[str, Formula] = {
         r"\frac{(R_i q_i) \cdot (R_j k_j)}{\sqrt{d}}",
         r"$R_i$ turns the pair $(m, m + r/2)$ by $i/\text{base}^{2m/r}$, $r = \text{fraction} \cdot d$",
     ),
+    "rotary_local": Formula(
+        r"\frac{(R_i q_i) \cdot (R_j k_j)}{\sqrt{d}}",
+        r"$R_i$ turns the pair $(m, m + r/2)$ by $i/\text{local\_base}^{2m/r}$, $r = \text{fraction} \cdot d$",
+    ),
     "sandwich": Formula(
         r"k_h \left(\sum_j \cos\left(n/\text{base}^{2j/m}\right) - \frac{m}{2}\right)",
         r"$k_h = \frac{H}{8h}$, $m = \text{dimension}$, $j = 1 \dots m/2$ (from_zero: $0 \dots m/2 - 1$)",
