@@ -18,8 +18,7 @@ from megatron.options.section import ConfigSection
 MEGATRON = Path(__file__).resolve().parents[2] / "megatron"
 # These modules store, validate or print keys, but do not use them.
 MACHINERY = {
-    MEGATRON / "config" / f"{name}.py"
-    for name in ("schema", "neox_keys", "neox_rules", "reference", "validation")
+    MEGATRON / "config" / f"{name}.py" for name in ("schema", "neox_keys", "neox_rules", "reference", "validation")
 }
 # Passed to DeepSpeed as a whole.
 WHOLE = {"zero_optimization", "fp16"}
