@@ -18,10 +18,10 @@ def import_(
 ) -> None:
     """Import a model from another project as a run folder.
 
-    SOURCE is a Hugging Face model folder (GPT-NeoX and Pythia, GPT-2, OPT, Llama 2 and 3, SmolLM2 and 3, Qwen2 and
-    Qwen3, OLMo 2, Gemma, Command R), an export of this project, or a checkpoint of GPT-NeoX, KERPLE or DAPE. The
-    imported model computes the same results; unsupported features raise an error that names them. The run can be
-    evaluated, finetuned and used for generation like any other.
+    SOURCE is a Hugging Face model folder (GPT-NeoX and Pythia, GPT-2, OPT, Llama 2 and 3, Mistral, SmolLM2 and 3, Qwen2
+    and Qwen3, OLMo 2 and 3, Gemma 1 to 3, Granite, Phi-3, Command R), an export of this project, or a checkpoint of
+    GPT-NeoX, KERPLE or DAPE. The imported model computes the same results; unsupported features raise an error that
+    names them. The run can be evaluated, finetuned and used for generation like any other.
 
     [bold]Examples[/]
 

@@ -225,6 +225,14 @@ class EvaluationOptions(LengthOptions):
         None, "input tokens per forward pass; 4,096 on a CPU and 65,536 on a GPU if absent", ge=1
     )
 
+    @property
+    def named_paths(self) -> dict[str, str]:
+        """Paths of files and folders that options name, by option. Their content decides the results, not the path."""
+        paths = {"data": self.data, "key_tokens": self.key_tokens}
+        if self.rope is not None and self.rope.startswith("longrope:"):
+            paths["rope"] = self.rope.partition(":")[2]
+        return {name: path for name, path in paths.items() if path is not None}
+
 
 LOSS_OPTIONS = ("smoothing", "key_tokens", "find_key_tokens", "key_alpha", "key_beta")
 """Options of loss measurements on text."""

@@ -96,9 +96,7 @@ class SweepOptions(ConfigSection):
         "folder of small files with the records of finished runs, which are then not trained again; none if absent",
     )
     part: str | None = config_field(
-        None,
-        "PART/PARTS, such as 2/3: run only this part of the runs, where several machines divide a sweep by its records",
-        pattern=r"^[1-9]\d*/[1-9]\d*$",
+        None, "PART/PARTS, such as 2/3: run only this part of the runs, where several machines share sweep.records"
     )
     title: str | None = config_field(None, "heading of the report")
     against: str | None = config_field(None, "baseline variant of the report")

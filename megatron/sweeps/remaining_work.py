@@ -151,13 +151,25 @@ def _get_marker_path(member: SweepMember, evaluation: str | None) -> Path:
 def _describe_evaluation(member: SweepMember, evaluation: str | None) -> dict[str, Any]:
     """Return all settings of the sweep that affect an evaluation's results."""
     checkpoint = checkpoints.resolve_checkpoint_path(member.folder)
-    weights = (checkpoint / checkpoints.WEIGHTS).stat()
-    return {
+    weights, options = (checkpoint / checkpoints.WEIGHTS).stat(), member.evaluations[evaluation]
+    settings = {
         "format": MARKER_FORMAT,
-        "evaluate": member.evaluations[evaluation].model_dump(exclude={"batch_tokens", "variants"}),
+        "evaluate": options.model_dump(exclude={"batch_tokens", "variants"}),
         "method": member.get_method(evaluation),
         "weights": [checkpoint.name, weights.st_size, weights.st_mtime_ns],
     }
+    if options.named_paths:  # a file may have other content than before
+        files = [file for path in options.named_paths.values() for file in list_text_files(path) if file.exists()]
+        settings["files"] = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    return settings
+
+
+def list_text_files(path: str) -> list[Path]:
+    """Return the files behind a path of a text: the file itself, those in a folder, or those of a dataset's prefix."""
+    named = Path(path)
+    if named.is_dir():
+        return sorted(file for file in named.iterdir() if file.is_file())
+    return [named] if named.is_file() else [named.with_name(named.name + suffix) for suffix in (".bin", ".idx")]
 
 
 def _read_marker(path: Path) -> dict[str, Any]:

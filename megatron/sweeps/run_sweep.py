@@ -55,11 +55,14 @@ from megatron.sweeps.remaining_work import (
 from megatron.sweeps.results import (
     REPORT_FILE,
     SweepResults,
-    keep_records,
-    list_other_parts,
     print_results,
-    read_kept_records,
     suggest_comparison,
+)
+from megatron.sweeps.saved_records import (
+    check_records_folder,
+    list_members_of_other_parts,
+    load_saved_records,
+    save_records,
 )
 from megatron.sweeps.spec import Sweep, SweepMember, read_sweep
 from megatron.sweeps.worker_pool import run_members
@@ -121,9 +124,10 @@ def run_sweep(
         return []
     if member is None:  # in a task of a job array, the training checks this itself
         diverged = _find_diverged(sweep, retry_failed)
-        elsewhere = list_other_parts(sweep)
+        elsewhere = list_members_of_other_parts(sweep)
         check_sweep_disk(sweep, [m for m in sweep.members if m not in diverged and m not in elsewhere])
     make_folder("sweep.output", sweep.output_folder)
+    check_records_folder(sweep)
     _check_no_foreign_files(sweep)
     lock = None
     if member is None:
@@ -210,10 +214,10 @@ def _run_members(
     if sweep.options.corpus is not None:
         _prepare_corpus(sweep.options.corpus, console, log)
     works = estimate_work(sweep, finished_steps, log)
-    kept = {member: records for member in works if (records := read_kept_records(sweep, member)) is not None}
-    elsewhere = list_other_parts(sweep) - kept.keys()
+    kept = {member: records for member in works if (records := load_saved_records(sweep, member)) is not None}
+    elsewhere = list_members_of_other_parts(sweep) - kept.keys()
     if kept:
-        log(f"{len(kept)} of {len(works)} runs have their records in {sweep.options.records}")
+        log(f"{len(kept)} of {len(works)} runs have saved records in {sweep.options.records}")
     indices = [
         i
         for i, (member, work) in enumerate(works.items())
@@ -251,10 +255,11 @@ def _run_members(
         work = works[member]
         with ProgressMeter(console, work.items) as meter:
             records = run_member(member, work, meter)
-        keep_records(sweep, member, records)
+        save_records(sweep, member, records)
         return records
     pending = {member: work for member, work in works.items() if member not in elsewhere}
-    records, failures = _run_all_members(sweep, console, pending, diverged, kept)
+    results = _run_all_members(sweep, console, pending, diverged, kept)
+    records, failures = results.list_records(), results.list_failures()
     if records:
         print_results(sweep, records, failures, console)
         log(
@@ -266,6 +271,9 @@ def _run_members(
     if failures:
         num_diverged = sum(find_member_divergence(member) is not None for member in works)
         raise RunError(_describe_failures(failures, num_diverged, len(works)))
+    if results.unsaved:
+        reason = next(iter(results.unsaved.values()))
+        raise RunError(f"records of {len(results.unsaved)} runs could not be saved: {reason}; {RESUME_HINT}")
     return records
 
 
@@ -281,7 +289,7 @@ def _run_all_members(
     works: dict[SweepMember, MemberWork],
     diverged: dict[SweepMember, RunFailure],
     kept: dict[SweepMember, list[Record]],
-) -> tuple[list[Record], list[RunFailure]]:
+) -> SweepResults:
     """Run all members and rewrite the report periodically. A failed member does not stop the others."""
     diverged = {member: failure for member, failure in diverged.items() if member in works and member not in kept}
     results = SweepResults(sweep, dict(kept), dict(diverged))
@@ -291,7 +299,7 @@ def _run_all_members(
     with ProgressMeter(
         console, jobs, forecast=lambda left: meter.log(_describe_time_left(left)), at_once=num_workers
     ) as meter:
-        meter.log(_describe_plan(pending, len(works), num_workers))
+        meter.log(_describe_plan(pending, len(kept), len(works), num_workers))
         for member, failure in diverged.items():
             meter.log(f"{member.name}: {failure}; {RETRY_DIVERGED_HINT}")
         for member, outcome in run_members(pending, meter, num_workers):
@@ -302,7 +310,11 @@ def _run_all_members(
                 meter.log(f"{member.name}: {results.failures[member]}")
             else:
                 results.records[member] = outcome
-                keep_records(sweep, member, outcome)
+                try:
+                    save_records(sweep, member, outcome)
+                except (FarfieldError, OSError) as error:
+                    results.unsaved[member] = str(error)
+                    meter.log(f"{member.name}: {error}")
             if works[member].has_work:
                 results.write_if_due()
                 done = len(results.records) + len(results.failures)
@@ -310,7 +322,7 @@ def _run_all_members(
                     meter.log(f"{done} of {len(works)} runs done, about {format_duration(left)} left in total")
     with WaitAnnouncer(meter.log, "writing the report"):
         results.write()
-    return results.list_records(), results.list_failures()
+    return results
 
 
 def _count_workers(sweep: Sweep, num_pending: int) -> int:
@@ -341,11 +353,13 @@ def _prepare_corpus(corpus: SweepCorpusOptions, console: Console, log: Log) -> N
     log(f"corpus {info.folder} {'exists' if info.reused else 'prepared'}: {sizes}")
 
 
-def _describe_plan(works: dict[SweepMember, MemberWork], num_members: int, num_workers: int) -> str:
+def _describe_plan(works: dict[SweepMember, MemberWork], num_saved: int, num_members: int, num_workers: int) -> str:
     """Return a line on the amount of work, before any speed is known."""
     runs = sum(work.has_work for work in works.values())
+    if not num_members:
+        return "nothing to do: this part of the sweep has no runs"
     if not runs:
-        return f"nothing to do: {len(works)} of {num_members} runs are complete"
+        return f"nothing to do: {len(works) + num_saved} of {num_members} runs are complete"
     at_once = "" if num_workers == 1 else f", {num_workers} at a time, the longest first"
     return f"{runs} of {num_members} runs to train or evaluate{at_once}; a time estimate follows after the first steps"
 

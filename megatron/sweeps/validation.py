@@ -137,11 +137,12 @@ def _find_inconsistencies(options: SweepOptions, locate: Callable[[KeyPath], str
         near = format_choices(options.against, options.variants)
         yield f"{locate(('sweep', 'against'))}: sweep.against is {options.against!r}, which is not a variant; {near}"
     if options.part is not None:
-        part, parts = map(int, options.part.split("/"))
-        if part > parts:
-            yield f"{locate(('sweep', 'part'))}: sweep.part is {options.part}; expected at most {parts}/{parts}"
+        where = f"{locate(('sweep', 'part'))}: sweep.part"
+        words = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", options.part)
+        if words is None or int(words[1]) > int(words[2]):
+            yield f"{where} is {shorten_text(options.part)!r}; expected PART/PARTS, from 1/2 and 2/2 for two machines"
         if options.records is None:
-            yield f"{locate(('sweep', 'part'))}: sweep.part needs sweep.records, where the parts meet"
+            yield f"{where} needs sweep.records, the folder in which machines share their records"
     if options.records is not None and options.branches:
         name = next(iter(options.branches))
         yield (

@@ -1,11 +1,13 @@
-"""Kept records of sweeps: finished members are not repeated, machines divide a sweep, and changes are noticed."""
+"""Saved records of sweeps: finished runs are not repeated, machines divide a sweep, and changes are noticed."""
 
+import gzip
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 
+from megatron.sweeps import saved_records
 from megatron.utils.errors import RunError, UserError
 
 from .conftest import BASE, Trainer, run, write
@@ -28,12 +30,13 @@ def test_finished_members_are_read_from_their_records(trainer: Trainer) -> None:
     shutil.rmtree("out")
     again, output = run(KEEP, "sweep.seeds=[3, 4]")
     assert (again, list_trainings(trainer)) == (found, [])
-    assert "4 of 4 runs have their records in kept" in output
+    assert "4 of 4 runs have saved records in kept" in output
+    assert "nothing to do: 4 of 4 runs are complete" in output
     assert "rotary" in Path("out/report.html").read_text()
     Path("kept/rotary/seed_3.json.gz").unlink()
     run(KEEP, "sweep.seeds=[3, 4]")
     assert list_trainings(trainer) == ["rotary 3 None"]
-    assert {path: path.read_bytes() for path in contents}.keys() == contents.keys()
+    assert {path: path.read_bytes() for path in contents} == contents, "equal records are equal files"
 
 
 @pytest.mark.parametrize(
@@ -77,22 +80,70 @@ def test_machines_divide_a_sweep(trainer: Trainer) -> None:
     assert (len(found), list_trainings(trainer)) == (12, [])
 
 
-def test_what_cannot_be_kept_is_refused(trainer: Trainer) -> None:
+def test_another_text_of_an_evaluation_is_noticed(trainer: Trainer, place: Path) -> None:
+    """The content of `evaluate.data` counts, for saved records and for evaluations in the runs' own folders."""
+    book = place / "book.txt"
+    book.write_text("one text of a book\n" * 40)
+    keys = ("sweep.variants={rotary: {pos_emb: rotary}}", f"sweep.evaluate.data={book}")
+    run(KEEP, keys[0])
+    list_trainings(trainer)
+    for text in ("one text of a book\n", "two texts of a book\n"):
+        book.write_text(text * 40)
+        run(KEEP, *keys)
+        assert any(line.startswith("evaluate") for line in trainer.asked), "the trained run is evaluated again"
+        trainer.asked.clear()
+    run(KEEP, *keys)
+    assert trainer.asked == []
+    run(*keys, "sweep.output=other")
+    trainer.asked.clear()
+    book.write_text("a third text of a book\n" * 40)
+    run(*keys, "sweep.output=other")
+    assert [line.split()[0] for line in trainer.asked] == ["evaluate"]
+
+
+def test_other_code_of_a_method_is_noticed(trainer: Trainer, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = ["first"]
+    monkeypatch.setattr(saved_records, "compute_user_method_digests", lambda position: {"mine.py": digests[0]})
+    run(KEEP)
+    list_trainings(trainer)
+    digests[0] = "second"
+    run(KEEP, "sweep.output=other")
+    assert len(list_trainings(trainer)) == 2
+
+
+def test_what_cannot_be_saved_is_an_error_before_any_training(trainer: Trainer) -> None:
+    Path("file").write_text("mine")
     for keys, message in (
         (["sweep.part=1/2"], "sweep.part needs sweep.records"),
-        ([KEEP, "sweep.part=3/2"], "sweep.part is 3/2; expected at most 2/2"),
-        ([KEEP, "sweep.part=half"], "sweep.part"),
+        ([KEEP, "sweep.part=3/2"], "sweep.part is '3/2'; expected PART/PARTS"),
+        ([KEEP, "sweep.part=half"], "sweep.part is 'half'; expected PART/PARTS"),
         ([KEEP, "sweep.variants.late={branch: {variant: rotary, step: 3}}"], "sweep.records: variant late branches"),
+        (["sweep.records=file"], "sweep.records is file"),
+        (["sweep.records=/proc/records"], "sweep.records is /proc/records"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             run(*keys)
+    assert trainer.asked == []
     run(KEEP)
     file = Path("kept/rotary/seed_1234.json.gz")
-    for content in (b"", b"mine", file.read_bytes()[:-9]):
+    for content in (b"", b"mine", file.read_bytes()[:-9], gzip.compress(b"{}")):
         file.write_bytes(content)
-        with pytest.raises(RunError, match=re.escape(f"{file}: not records of a sweep's member")):
+        with pytest.raises(UserError, match=re.escape(f"{file}: cannot be read as saved records")):
             run(KEEP)
         assert file.read_bytes() == content
+
+
+def test_a_full_disk_ends_no_other_run(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All runs are trained, the report is written, and the sweep then fails."""
+
+    def fail(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saved_records, "write_bytes_atomically", fail)
+    with pytest.raises(RunError, match=r"records of 2 runs could not be saved: .*No space left on device"):
+        run(KEEP)
+    assert len(list_trainings(trainer)) == 2
+    assert Path("out/report.html").exists()
 
 
 def test_records_that_are_kept_need_no_folder_of_their_own(trainer: Trainer) -> None:
