@@ -184,6 +184,10 @@ def escape_latex(text: str) -> str:
     return "".join(_LATEX_SIGNS.get(sign, sign) for sign in text)
 
 
+MAX_COLUMN_CHARACTERS = 40
+"""Number of characters of a table's row that fits in one column of a page with two, 3.25 inches at 10 points."""
+
+
 @dataclass(frozen=True)
 class LatexTable:
     """Contents of a LaTeX table. All texts are LaTeX, except the title and the notes."""
@@ -205,14 +209,17 @@ class LatexTable:
         lines = [rf"\providecommand{{\caption{command}}}{{{escape_latex(self.title)}.}}"]
         if self.notes:
             lines.append(rf"\providecommand{{\notes{command}}}{{{escape_latex(' '.join(self.notes))}}}")
+        widths = [max(map(len, column)) for column in zip(*self.headers, *self.rows, strict=False)]
+        # Across both columns of a page that has two; in a page with one column both environments are the same.
+        environment = "table*" if sum(widths) > MAX_COLUMN_CHARACTERS else "table"
         lines += [
-            r"\begin{table}", r"\centering", rf"\caption{{\caption{command}}}", rf"\label{{tab:{label}}}",
+            rf"\begin{{{environment}}}", r"\centering", rf"\caption{{\caption{command}}}", rf"\label{{tab:{label}}}",
             rf"\begin{{tabular}}{{{self.columns}}}", r"\toprule", *_format_lines(self.headers), r"\midrule",
             *_format_lines(self.rows), r"\bottomrule", r"\end{tabular}",
         ]  # fmt: skip
         if self.notes:
             lines.append(rf"\par\smallskip\parbox{{\linewidth}}{{\footnotesize\notes{command}}}")
-        return "\n".join([*lines, r"\end{table}"]) + "\n"
+        return "\n".join([*lines, rf"\end{{{environment}}}"]) + "\n"
 
 
 def render_latex_file(tables: Iterable[ComparisonTable | TextTable], name: str) -> str:

@@ -379,6 +379,17 @@ def test_latex_shows_any_name_and_the_best_in_bold(tmp_path: Path) -> None:
         combine_results([tmp_path], Console(quiet=True), output=tmp_path / "mine.tex")
 
 
+def test_a_wide_latex_table_spans_both_columns() -> None:
+    """A table of six lengths does not fit one of a page's two columns; a table of two does."""
+    for lengths, environment in (((64, 128), "table"), ((64, 128, 256, 512, 1024, 2048), "table*")):
+        rows = [record(method, length, 5.0) for method in ("rotary", "alibi") for length in lengths]
+        lines = render_latex_file(build_comparison_tables(rows), "x").splitlines()
+        assert [line for line in lines if "{table" in line] == [
+            rf"\begin{{{environment}}}",
+            rf"\end{{{environment}}}",
+        ]
+
+
 def test_pages_of_before_may_be_written_again(tmp_path: Path) -> None:
     (tmp_path / "old.html").write_text("<style>\n:root { color-scheme: light; }\n* { box-sizing: border-box; }\n")
     (tmp_path / "mine.html").write_text("<style>\n:root { color-scheme: light dark; }\n")
