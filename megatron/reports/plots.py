@@ -270,7 +270,9 @@ def _configure_x_axis(axes: Axes, table: ComparisonTable, style: PlotStyle) -> N
     if axis.in_tokens:
         axes.set_xscale("log", base=2)
     stride = -(-len(table.x_values) // style.max_ticks)
-    axes.xaxis.set_major_locator(FixedLocator(table.x_values[::-stride][::-1]))
+    num_ticks = -(-len(table.x_values) // stride)
+    indices = np.linspace(0, len(table.x_values) - 1, num_ticks).round().astype(int)  # with the first and the last one
+    axes.xaxis.set_major_locator(FixedLocator([table.x_values[index] for index in dict.fromkeys(indices.tolist())]))
     axes.xaxis.set_minor_locator(NullLocator())
     if not axis.in_tokens:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: axis.format_value(x)))

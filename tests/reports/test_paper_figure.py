@@ -63,6 +63,17 @@ def test_the_room_for_the_training_length_adds_no_ticks() -> None:
     assert axes.get_ylim()[0] > 5
 
 
+@pytest.mark.parametrize("num_lengths", range(2, 9))
+def test_the_training_length_and_the_largest_have_ticks(num_lengths: int) -> None:
+    lengths = [64 * 2**index for index in range(num_lengths)]
+    records = [record("rotary", length, 5.0 + length) for length in lengths]
+    (panel,) = list_panels(records)
+    with use_font_size(8):
+        ticks = build_paper_figure(panel, 3.25, 8).subfigs[0].axes[0].get_xticks().tolist()
+    assert (ticks[0], ticks[-1]) == (64, lengths[-1])
+    assert set(ticks) <= set(lengths)
+
+
 def test_the_formats_are_vectors_and_reproducible(story: list[Record]) -> None:
     (panel,) = list_panels(story)
     pdf, svg = (render_paper_figure(panel, name, width=3.25, font_size=8) for name in (".pdf", ".svg"))
