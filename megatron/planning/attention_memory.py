@@ -167,7 +167,7 @@ def has_cuda_kernels(shape: AttentionShape) -> bool:
     )
 
 
-def takes_gates(shape: AttentionShape) -> bool:
+def supports_gates(shape: AttentionShape) -> bool:
     """Return True if kernels/cdape_attention takes the shape on gates, like `gated_op.describe_unsupported` (tested).
 
     Half precision counts as bfloat16.
@@ -222,7 +222,7 @@ def estimate_triton(shape: AttentionShape) -> AttentionMemory:
     if shape.processor is not None:
         is_fused = "dense" not in facts.hooks and not shape.has_dropout
         if "gate" in facts.hooks:
-            is_fused = is_fused and not has_sink and takes_gates(shape)
+            is_fused = is_fused and not has_sink and supports_gates(shape)
         return estimate_cdape_attention(shape) if is_fused else estimate_row_blocks(shape)
     if "dense" in facts.hooks or (shape.has_dropout and facts.adds_bias and not facts.multiplies_scores):
         return estimate_bias_matrix(shape)

@@ -53,12 +53,15 @@ def load_saved_records(sweep: Sweep, member: SweepMember) -> list[Record] | None
         return None
     try:
         content = parse_json(gzip.decompress(path.read_bytes()).decode())
-        if not isinstance(content, dict) or not {"digest", "records"} <= content.keys():
+        if not isinstance(content, dict) or not isinstance(content.get("records"), list):
             raise ValueError("digest or records are missing")
-        if content["digest"] != compute_member_digest(member):
-            return None
+    except (OSError, EOFError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as saved records ({error}); restore or remove it") from None
+    if content.get("digest") != compute_member_digest(member):
+        return None
+    try:
         return [record_from_row(row) for row in content["records"]]
-    except (OSError, EOFError, ValueError, TypeError) as error:
+    except (UserError, TypeError) as error:
         raise UserError(f"{path}: cannot be read as saved records ({error}); restore or remove it") from None
 
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.reports import significance
-from megatron.reports.significance import CONFIDENCE_LEVEL, NUM_RESAMPLES, draw_bootstrap_means
+from megatron.reports import bootstrap
+from megatron.reports.bootstrap import CONFIDENCE_LEVEL, NUM_RESAMPLES, draw_bootstrap_means
 
 
 class Intervals(NamedTuple):
@@ -26,10 +26,7 @@ def intervals(sums: np.ndarray, counts: np.ndarray, **choices: int) -> Intervals
     if draws is None:
         return None
     return Intervals(
-        *(
-            np.array([significance.compute_percentile_interval(row) for row in rows])
-            for rows in (draws, draws - draws[0])
-        )
+        *(np.array([bootstrap.compute_percentile_interval(row) for row in rows]) for rows in (draws, draws - draws[0]))
     )
 
 
@@ -133,7 +130,7 @@ def test_intervals_are_ordered_repeatable_and_within_the_blocks(drawn: tuple[lis
 def test_work_in_pieces_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     sums, counts = np.random.default_rng(5).random((3, 40)) * 9, np.full(40, 4)
     whole = intervals(sums, counts)
-    monkeypatch.setattr(significance, "MAX_DRAWS_PER_CHUNK", 40 * 77)
+    monkeypatch.setattr(bootstrap, "MAX_DRAWS_PER_CHUNK", 40 * 77)
     pieces = intervals(sums, counts)
     assert np.array_equal(whole.nll, pieces.nll)
     assert np.array_equal(whole.change, pieces.change)

@@ -126,7 +126,8 @@ def test_what_cannot_be_saved_is_an_error_before_any_training(trainer: Trainer) 
     assert trainer.asked == []
     run(KEEP)
     file = Path("kept/rotary/seed_1234.json.gz")
-    for content in (b"", b"mine", file.read_bytes()[:-9], gzip.compress(b"{}")):
+    foreign = gzip.compress(gzip.decompress(file.read_bytes()).replace(b'"method"', b'"methods"'))
+    for content in (b"", b"mine", file.read_bytes()[:-9], gzip.compress(b"{}"), foreign):
         file.write_bytes(content)
         with pytest.raises(UserError, match=re.escape(f"{file}: cannot be read as saved records")):
             run(KEEP)

@@ -15,7 +15,7 @@ from megatron.kernels.biased_attention.arguments import check_call, describe_ten
 from megatron.kernels.biased_attention.backward_dkdv import _bwd_dkdv_kernel
 from megatron.kernels.biased_attention.backward_dq import _bwd_dq_kernel
 from megatron.kernels.biased_attention.forward import AllHeadRows, AttentionSizes, _fwd_kernel
-from megatron.kernels.biased_attention.shared_table import find_shared, take_partial
+from megatron.kernels.biased_attention.shared_table import find_shared_node, get_partial_sums
 from megatron.kernels.biased_attention.tables import Tables, arrange_tables
 from megatron.kernels.launcher import launch
 from megatron.kernels.runtime import cdiv, get_arch, get_uncompiled_apply, launch_context
@@ -239,8 +239,8 @@ def _backward(
     delta = torch.empty_like(lse)
     dkey_bias = q.new_empty(k.shape[:3], dtype=torch.float32) if needs_grad[2] else None
     groups = configs.count_row_groups(rows, tiles.bwd_dq.block_m, batch * heads, needs_grad[0] or needs_grad[1])
-    dbias_sums, bias_is_own = take_partial(q, groups, size, needs_grad[0], shared[0])
-    dweight_sums, weight_is_own = take_partial(q, groups, size, needs_grad[1], shared[1])
+    dbias_sums, bias_is_own = get_partial_sums(q, groups, size, needs_grad[0], shared[0])
+    dweight_sums, weight_is_own = get_partial_sums(q, groups, size, needs_grad[1], shared[1])
     q_rows, k_rows, v_rows = _build_head_rows(q), _build_head_rows(k), _build_head_rows(v)
     grad_rows = _build_head_rows(grad)
     sizes = AttentionSizes(scale, heads, rows, columns, size, offset, window or 0)
@@ -289,7 +289,7 @@ class _BiasedAttention(torch.autograd.Function):
             *(q, k, v, tables, ctx.size, key_bias, sinks, document_starts, ctx.offset, ctx.window, ctx.scale)
         )
         ctx.save_for_backward(q, k, v, *tables, key_bias, *output, document_starts, sinks)
-        ctx.shared = find_shared(bias), find_shared(weight)
+        ctx.shared = find_shared_node(bias), find_shared_node(weight)
         ctx.set_materialize_grads(False)
         return output
 

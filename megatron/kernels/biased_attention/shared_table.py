@@ -39,13 +39,13 @@ class _SharedTable(torch.autograd.Function):
         return total if grad is None else total + grad
 
 
-def find_shared(table: Tensor | None) -> Any:
+def find_shared_node(table: Tensor | None) -> Any:
     """Return the autograd node that `share_table` created for a table, or None."""
     node = None if table is None else table.grad_fn
     return node if isinstance(node, _SharedTable._backward_cls) else None
 
 
-def take_partial(q: Tensor, groups: int, size: int, needs_grad: bool, shared: Any) -> tuple[Tensor | None, bool]:
+def get_partial_sums(q: Tensor, groups: int, size: int, needs_grad: bool, shared: Any) -> tuple[Tensor | None, bool]:
     """Return the buffer [B, H, groups, N] for a table's partial gradients, and True if no other call uses it.
 
     The buffer is float32, or None if the table needs no gradient.

@@ -443,7 +443,7 @@ def backward(
     """
     stats = attended.stats
     chunks = list(iter_chunks(problem, chunk_rows))[::-1]
-    sums = GradientSums(*new_key_gradients(chunks, k), terms)
+    sums = GradientSums(*allocate_key_gradients(chunks, k), terms)
     dq = torch.empty_like(scaled)
     means = torch.empty(stats.shape[1:], dtype=torch.float32, device=v.device)  # each row's Σ P ∘ dP
 
@@ -480,7 +480,7 @@ def _differentiate_sinks(sinks: Tensor, stats: Tensor, means: Tensor) -> Tensor:
     return -(probabilities * means).sum((0, 2))
 
 
-def new_key_gradients(chunks: list[Chunk], k: Tensor) -> tuple[Tensor, Tensor]:
+def allocate_key_gradients(chunks: list[Chunk], k: Tensor) -> tuple[Tensor, Tensor]:
     """Allocate the gradients of keys and values, as `GradientSums` describes them."""
     batch, heads, columns, dim = k.shape
     is_whole = len(chunks) == 1 and (chunks[0].left, chunks[0].right) == (0, columns)

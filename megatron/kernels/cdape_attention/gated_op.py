@@ -278,7 +278,7 @@ def _backward(
     columns = problem.offset + rows
     chunks = list(driver.iter_chunks(problem, call.chunk_rows))[::-1]
     is_only = len(chunks) == 1
-    dk, dv = driver.new_key_gradients(chunks, k)
+    dk, dv = driver.allocate_key_gradients(chunks, k)
     dq, means = torch.empty_like(scaled), torch.empty_like(attended.stats[0])
     drows = means.new_empty(batch, rows, WIDTH + HEADS)
     dcolumns = means.new_zeros(batch, columns, WIDTH + HEADS)

@@ -131,14 +131,14 @@ class MixerGradients(NamedTuple):
     tables: Tensor
     """Gradients of U from distance −p on and of the bias, [programs, n, 48], see `unpack_tables`.
 
-    With gates those of hidden values from column p on and of logits, by column.
+    A call with gates has gradients of hidden values from column p on, and of logits, by column.
     """
     edge: Tensor
-    """Gradient of E, [B, R, p or with gates 3p, 32]."""
+    """Gradient of E, [B, R, p, 32]; a call with gates has 3p columns."""
     weights: Tensor
     """Gradients of both weights, [programs, 2 · k · 512], see `unpack_weights`."""
     rows: Tensor | None = None
-    """With gates, the same as the tables by row, [B, R, 48], see `gate_terms.unpack_gate_sums`."""
+    """Gradients of hidden values and logits by row, [B, R, 48] (`gate_terms.unpack_gate_sums`); None without gates."""
 
 
 def is_enabled() -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mixer_emulation import CASES, NO_ERRORS
+from mixer_emulation import CASES, NO_ERRORS, AllMemory
 from mixer_emulation import Case as Geometry
 from torch import Tensor
 
@@ -39,19 +39,6 @@ pytestmark = [
     pytest.mark.usefixtures("uninitialised_is_nan"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU"),
 ]
-
-
-class AllMemory:
-    """Everything that a process may access, as an array that kernels may access."""
-
-    def data_ptr(self) -> int:
-        return 0
-
-    def numel(self) -> int:
-        return 1 << 60
-
-    def element_size(self) -> int:
-        return 1
 
 
 @dataclass(frozen=True)

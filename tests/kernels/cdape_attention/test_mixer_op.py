@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from cdape_calls import Case, differentiated, into_output, takes_fields, truth
-from mixer_emulation import LOCAL_CASES, NO_ERRORS
+from mixer_emulation import LOCAL_CASES, NO_ERRORS, AllMemory
 
 from megatron.kernels.cdape_attention import driver, mixer, op
 from megatron.kernels.cdape_attention.driver import CdapeProblem, Chunk
@@ -23,19 +23,6 @@ pytestmark = [
     pytest.mark.usefixtures("uninitialised_is_nan"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU"),
 ]
-
-
-class AllMemory:
-    """Everything that a process may access, as an array that kernels may access."""
-
-    def data_ptr(self) -> int:
-        return 0
-
-    def numel(self) -> int:
-        return 1 << 60
-
-    def element_size(self) -> int:
-        return 1
 
 
 CASES = [
