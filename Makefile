@@ -169,7 +169,7 @@ site-version: $(VENV)/.docs
 
 site: $(VENV)/.docs
 	@echo "building the site (half a minute of a processor)"
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo "site/index.html is the first page"
 
 clean:

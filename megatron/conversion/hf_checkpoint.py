@@ -85,7 +85,7 @@ def build_hf_source(folder: Path, values: dict[str, Any]) -> ModelSource:
     """Build the source of a model from the content of its config.json."""
     path = folder / HF_CONFIG_FILE
     family = get_family(values.get("model_type"), str(path))
-    hf_config = HFConfigReader(values, str(path), family.auto_map)
+    hf_config = HFConfigReader(values, str(path), family.auto_map, family.architecture)
     config_keys = family.from_hf_config(hf_config)
     num_embeddings = hf_config.get_positive_int("vocab_size")
     notes: tuple[str, ...] = ()

@@ -61,6 +61,12 @@ def _strip_digests(classes: Any) -> Any:
     }
 
 
+def _names_class(classes: Any, architecture: str | None) -> bool:
+    """Return True if an `auto_map` names a model class of transformers: modeling_phi3.Phi3ForCausalLM."""
+    name = classes.get("AutoModelForCausalLM") if isinstance(classes, dict) else None
+    return architecture is not None and isinstance(name, str) and name.rpartition(".")[2] == architecture
+
+
 class HFConfigReader:
     """Reader of the keys of a config.json.
 
@@ -68,17 +74,25 @@ class HFConfigReader:
         values: content of the file.
         source: path of the file, for messages.
         auto_map: the family's own `auto_map`.
+        architecture: the family's class in transformers. An `auto_map` that names this class is accepted: models that
+            were published before transformers had the class include its code.
     """
 
-    def __init__(self, values: Mapping[str, Any], source: str, auto_map: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        source: str,
+        auto_map: Mapping[str, str] | None = None,
+        architecture: str | None = None,
+    ) -> None:
         self._values, self.source = values, source
         self._read_keys = {*IGNORED_KEYS, *HF_TRAINING_KEYS}
         for name, (allowed, reason) in COMMON_RESTRICTIONS.items():
-            own_auto_map = (
-                (values[name],)
-                if name == "auto_map" and auto_map and _strip_digests(values.get(name)) == auto_map
-                else ()
+            is_own = name == "auto_map" and (
+                (bool(auto_map) and _strip_digests(values.get(name)) == auto_map)
+                or _names_class(values.get(name), architecture)
             )
+            own_auto_map = (values[name],) if is_own else ()
             self.require_one_of(name, (*allowed, *own_auto_map), reason)
 
     def value_error(self, name: str, reason: str) -> UserError:

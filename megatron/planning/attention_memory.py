@@ -136,16 +136,30 @@ def estimate_cdape_attention(shape: AttentionShape) -> AttentionMemory:
     table_entries = processor.kernel_size * heads + processor.width
     edge_entries = processor.left_context * processor.width
     tables = 4 * (shape.num_distances * table_entries + shape.num_rows * edge_entries)
-    outputs = 2 * shape.query_bytes if has_cuda_kernels(shape) else 0
+    has_gate = "gate" in shape.encoding.facts.hooks
+    outputs = 2 * shape.query_bytes if has_gate or has_cuda_kernels(shape) else 0
+    gates = _count_gate_bytes(shape) if has_gate else 0
     return AttentionMemory(
         saved_bytes=8 * batch * shape.num_rows * heads + tables + outputs,
-        workspace_bytes=maps + sums + 2 * shape.query_bytes,
+        workspace_bytes=maps + sums + 2 * shape.query_bytes + gates,
         workspace_map_bytes=maps,
         copies_query=True,
         copies_keys=True,
         pads_values=True,
         recomputed_fraction=1.0,
     )
+
+
+def _count_gate_bytes(shape: AttentionShape) -> int:
+    """Count the bytes of Conv1's part of a gate's bias (`gate_terms.compute_gate_terms`), in float64.
+
+    A row has 3p exceptions with the taps of all heads and the width; a column has its taps and the width.
+    """
+    processor = shape.processor
+    assert processor is not None
+    taps = processor.kernel_size * shape.num_heads + processor.width
+    exceptions = 3 * (processor.kernel_size // 2)
+    return 8 * shape.batch_size * taps * (shape.num_rows * exceptions + shape.num_columns)
 
 
 def has_cuda_kernels(shape: AttentionShape) -> bool:

@@ -182,7 +182,7 @@ class LeaderboardReport:
         The methods compared have the median variance of those with the most seeds.
 
         Returns:
-            A relative change, 0.1 for 10%; None if nothing is tested.
+            A relative change, 0.1 for 10%; None if nothing is tested, or if no difference below tenfold is found.
         """
         text = self.text
         assert text is not None
@@ -192,7 +192,10 @@ class LeaderboardReport:
         if not usual or not num_tests:
             return None
         middle = sorted(usual, key=lambda own: own.variance)[len(usual) // 2]
-        return math.expm1(find_detectable_difference(middle, text.max_seeds, SIGNIFICANCE_LEVEL / num_tests, POWER))
+        if middle.degrees_of_freedom < 2:  # two seeds: the t distribution has no variance
+            return None
+        size = find_detectable_difference(middle, text.max_seeds, SIGNIFICANCE_LEVEL / num_tests, POWER)
+        return math.expm1(size) if size <= math.log(10) else None
 
     @property
     def largest(self) -> str:
@@ -252,8 +255,8 @@ class LeaderboardReport:
         )
         if any(place.interval is not None for place in places.values()):
             notes.append(
-                "Parentheses behind a rank: the 95% interval of what other seeds might give; methods with one seed are "
-                "taken at their value."
+                "Parentheses behind a rank: its 95% interval, from the uncertainty of each mean over its seeds; "
+                "methods with one seed are taken at their value."
             )
         if len(self.ranks) < len(self.ranking):
             notes.append(

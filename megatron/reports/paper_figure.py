@@ -19,7 +19,6 @@ from megatron.reports.plots import PlotStyle, draw_depth_maps, draw_panel, wrap_
 from megatron.reports.records import Record, RunFailure
 from megatron.utils.errors import UserError
 
-FORMATS = (".pdf", ".svg")
 CREATOR = "Farfield: deepy.py report"
 """Creator in the metadata of the files, by which an earlier figure is recognized."""
 POINTS_PER_INCH = 72
@@ -55,7 +54,7 @@ def render_paper_figure(
 
     Args:
         panel: table of curves, or map over depth and length.
-        file_format: suffix of the file, one of `FORMATS`.
+        file_format: suffix of the file, .pdf or .svg.
         width: width of the figure in inches.
         font_size: font size of the axis labels in points. Ticks and legends are 10% smaller.
 

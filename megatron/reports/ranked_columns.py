@@ -73,7 +73,7 @@ class RankedColumn:
         return {method: ordered.index(key) + 1 + (ordered.count(key) - 1) / 2 for method, key in keys.items()}
 
     def draw_ranks(self, methods: Sequence[str], generator: np.random.Generator, num_draws: int) -> np.ndarray:
-        """Draw ranks [draws, methods] of what other seeds might give: each mean with an error of its t distribution."""
+        """Draw ranks [draws, methods], given each mean's uncertainty over its seeds (a t distribution)."""
         from scipy import stats  # imports slowly (about one second)
 
         keys = np.full((num_draws, len(methods)), math.inf)
@@ -169,7 +169,7 @@ def rank_methods(
 
 @dataclass(frozen=True)
 class Rank:
-    """Place of a method in the leaderboard, from 1, with the 95% interval of what other seeds might give."""
+    """Place of a method in the leaderboard, from 1, with its 95% interval from the uncertainty of means over seeds."""
 
     value: int
     interval: tuple[int, int] | None
@@ -189,6 +189,8 @@ def estimate_ranks(
     Args:
         mean_ranks: mean ranks by kind, of `rank_methods`.
     """
+    from scipy import stats  # imports slowly (about one second)
+
     methods = list(mean_ranks)
     if not methods:
         return {}
@@ -198,7 +200,7 @@ def estimate_ranks(
     for column in ranked_columns:
         draws[column.kind].append(column.draw_ranks(methods, generator, NUM_RANK_DRAWS))
     overall = np.mean([np.mean(each, axis=0) for each in draws.values()], axis=0)
-    places = (overall[:, None, :] < overall[:, :, None]).sum(axis=2) + 1
+    places = stats.rankdata(overall, method="min", axis=1)
     means = {method: statistics.fmean(by_kind.values()) for method, by_kind in mean_ranks.items()}
     ranks = {}
     for index, method in enumerate(methods):

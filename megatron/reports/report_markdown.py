@@ -101,9 +101,9 @@ def _render_section(path: Path, index: int, section: ReportSection) -> list[str]
     if board is not None:
         drawn_tables = build_comparison_tables(select_shown_records(section, board))
     picture = write_bytes_atomically(_get_picture_path(path, index), plots.render_plots_png(drawn_tables))
-    _, depth_maps = split_depth_maps(drawn_tables)
+    whole_tables, depth_maps = split_depth_maps(section.tables)
     parts.append(f"![{_describe_picture(drawn_tables)}]({picture.name})\n")
-    parts += [render_comparison_markdown(table) for table in split_depth_maps(section.tables)[0]]
+    parts += [render_comparison_markdown(table) for table in whole_tables]
     parts += [depth_map.build_text_table().to_markdown() for depth_map in depth_maps]
     missing_table = build_missing_table(section.tables, own_seeds=section.own_seeds)
     text_tables = [*([] if missing_table is None else [missing_table]), *section.text_tables]

@@ -111,12 +111,13 @@ def _measure_residual_variances(values: Mapping[str, Mapping[int | None, float]]
     for runs in centered.values():
         for seed, value in runs.items():
             by_seed.setdefault(seed, []).append(value)
+    medians = {seed: float(np.median(values)) for seed, values in by_seed.items()}
     variances = {}
     for method, runs in centered.items():
         residuals, factors = [], []
         for seed, value in runs.items():
             num_methods = len(by_seed[seed])
-            residuals.append(value - (float(np.median(by_seed[seed])) if num_methods > 1 else 0.0))
+            residuals.append(value - (medians[seed] if num_methods > 1 else 0.0))
             factors.append(num_methods / (num_methods - 1) if num_methods > 1 else 1.0)
         deviations = np.array(residuals) - np.mean(residuals)
         variances[method] = float((np.array(factors) * deviations**2).sum() / (len(runs) - 1))

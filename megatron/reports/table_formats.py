@@ -184,8 +184,15 @@ def escape_latex(text: str) -> str:
     return "".join(_LATEX_SIGNS.get(sign, sign) for sign in text)
 
 
-MAX_COLUMN_CHARACTERS = 40
-"""Number of characters of a table's row that fits in one column of a page with two, 3.25 inches at 10 points."""
+MAX_COLUMN_CHARACTERS = 46
+"""Number of characters of 5 points in one column of a page with two, 3.25 inches or 234 points."""
+GAP_CHARACTERS = 2
+"""Width of the gap between two columns of a table, 12 points, in such characters."""
+
+
+def _count_printed(text: str) -> int:
+    """Count the characters that LaTeX prints: one for a command, none for bold type, braces and mathematics."""
+    return len(re.sub(r"[{}$\\]", "", re.sub(r"\\[a-z]+", "x", text.replace(r"\textbf", ""))))
 
 
 @dataclass(frozen=True)
@@ -209,9 +216,11 @@ class LatexTable:
         lines = [rf"\providecommand{{\caption{command}}}{{{escape_latex(self.title)}.}}"]
         if self.notes:
             lines.append(rf"\providecommand{{\notes{command}}}{{{escape_latex(' '.join(self.notes))}}}")
-        widths = [max(map(len, column)) for column in zip(*self.headers, *self.rows, strict=False)]
+        texts = [[_count_printed(text) for text in row] for row in (*self.headers, *self.rows)]
+        widths = [max(column) for column in zip(*texts, strict=False)]
         # Across both columns of a page that has two; in a page with one column both environments are the same.
-        environment = "table*" if sum(widths) > MAX_COLUMN_CHARACTERS else "table"
+        width = sum(widths) + GAP_CHARACTERS * (len(widths) - 1)
+        environment = "table*" if width > MAX_COLUMN_CHARACTERS else "table"
         lines += [
             rf"\begin{{{environment}}}", r"\centering", rf"\caption{{\caption{command}}}", rf"\label{{tab:{label}}}",
             rf"\begin{{tabular}}{{{self.columns}}}", r"\toprule", *_format_lines(self.headers), r"\midrule",

@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 
 EVALUATION_MARKER_FILE = "evaluated{}.json"
 """Marker file of an evaluation; the placeholder is empty, or an underscore and the name of an additional evaluation."""
-MARKER_FORMAT = 4  # 1 had no bootstrap, 2 covered the whole results.json, 3 named the options differently
+MARKER_FORMAT = 5
+"""Format 1 had no bootstrap, 2 covered the whole results.json, 3 named the options differently, and 4 had effective
+lengths relative to the shortest length."""
 
 
 def find_finished_step(member: SweepMember) -> int:

@@ -60,6 +60,7 @@ from megatron.sweeps.results import (
 )
 from megatron.sweeps.saved_records import (
     check_records_folder,
+    compute_member_digest,
     list_members_of_other_parts,
     load_saved_records,
     save_records,
@@ -124,8 +125,8 @@ def run_sweep(
         return []
     if member is None:  # in a task of a job array, the training checks this itself
         diverged = _find_diverged(sweep, retry_failed)
-        elsewhere = list_members_of_other_parts(sweep)
-        check_sweep_disk(sweep, [m for m in sweep.members if m not in diverged and m not in elsewhere])
+        if sweep.options.records is None:  # otherwise saved records decide, once their texts exist
+            check_sweep_disk(sweep, [m for m in sweep.members if m not in diverged])
     make_folder("sweep.output", sweep.output_folder)
     check_records_folder(sweep)
     _check_no_foreign_files(sweep)
@@ -214,7 +215,7 @@ def _run_members(
     if sweep.options.corpus is not None:
         _prepare_corpus(sweep.options.corpus, console, log)
     works = estimate_work(sweep, finished_steps, log)
-    kept = {member: records for member in works if (records := load_saved_records(sweep, member)) is not None}
+    digests, kept = _load_saved_members(sweep, log)
     elsewhere = list_members_of_other_parts(sweep) - kept.keys()
     if kept:
         log(f"{len(kept)} of {len(works)} runs have saved records in {sweep.options.records}")
@@ -233,6 +234,8 @@ def _run_members(
             )
         if not indices:
             return []
+    if only_member is None and sweep.options.records is not None:
+        check_sweep_disk(sweep, [sweep.members[i] for i in indices])
     if only_member is None:
         begins = _list_beginning([sweep.members[i] for i in indices], finished_steps)
         with WaitAnnouncer(log, "checking the data and the starting points of the runs"):
@@ -255,10 +258,11 @@ def _run_members(
         work = works[member]
         with ProgressMeter(console, work.items) as meter:
             records = run_member(member, work, meter)
-        save_records(sweep, member, records)
+        if member in digests:
+            save_records(sweep, member, records, digests[member])
         return records
     pending = {member: work for member, work in works.items() if member not in elsewhere}
-    results = _run_all_members(sweep, console, pending, diverged, kept)
+    results = _run_all_members(sweep, console, pending, diverged, kept, digests)
     records, failures = results.list_records(), results.list_failures()
     if records:
         print_results(sweep, records, failures, console)
@@ -269,12 +273,22 @@ def _run_members(
         if (hint := suggest_comparison(sweep, records, failures)) is not None:
             log(hint)
     if failures:
-        num_diverged = sum(find_member_divergence(member) is not None for member in works)
+        num_diverged = sum(find_member_divergence(member) is not None for member in results.failures)
         raise RunError(_describe_failures(failures, num_diverged, len(works)))
     if results.unsaved:
         reason = next(iter(results.unsaved.values()))
         raise RunError(f"records of {len(results.unsaved)} runs could not be saved: {reason}; {RESUME_HINT}")
     return records
+
+
+def _load_saved_members(sweep: Sweep, log: Log) -> tuple[dict[SweepMember, str], dict[SweepMember, list[Record]]]:
+    """Return the digests of all members, and the saved records of those that have some; both empty without a folder."""
+    if sweep.options.records is None:
+        return {}, {}
+    with WaitAnnouncer(log, "checking texts and saved records"):
+        digests = {member: compute_member_digest(member) for member in sweep.members}
+        loaded = {member: load_saved_records(sweep, member, digest) for member, digest in digests.items()}
+    return digests, {member: records for member, records in loaded.items() if records is not None}
 
 
 def _list_beginning(members: Sequence[SweepMember], finished_steps: Mapping[SweepMember, int]) -> list[SweepMember]:
@@ -289,6 +303,7 @@ def _run_all_members(
     works: dict[SweepMember, MemberWork],
     diverged: dict[SweepMember, RunFailure],
     kept: dict[SweepMember, list[Record]],
+    digests: dict[SweepMember, str],
 ) -> SweepResults:
     """Run all members and rewrite the report periodically. A failed member does not stop the others."""
     diverged = {member: failure for member, failure in diverged.items() if member in works and member not in kept}
@@ -311,7 +326,8 @@ def _run_all_members(
             else:
                 results.records[member] = outcome
                 try:
-                    save_records(sweep, member, outcome)
+                    if member in digests:
+                        save_records(sweep, member, outcome, digests[member])
                 except (FarfieldError, OSError) as error:
                     results.unsaved[member] = str(error)
                     meter.log(f"{member.name}: {error}")

@@ -14,18 +14,21 @@ texts, and the options of the evaluations.
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megatron.config.method_names import compute_user_method_digests
+from megatron.config.stages import list_stage_configs
 from megatron.data.corpus_metadata import compute_file_digest, read_corpus_metadata
+from megatron.options.data import DataOptions, list_corpus_names
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.records import Record, record_from_row
 from megatron.sweeps.remaining_work import list_text_files
 from megatron.sweeps.spec import Sweep, SweepMember
-from megatron.utils.atomic_io import check_writable, make_folder, parse_json, write_bytes_atomically
+from megatron.utils.atomic_io import make_folder, parse_json, write_bytes_atomically
 from megatron.utils.errors import FarfieldError, UserError
 
 SAVED_FORMAT = 1
@@ -36,14 +39,16 @@ def check_records_folder(sweep: Sweep) -> None:
     """Create the folder of saved records, if the sweep has one, and check that it is writable. Raises UserError."""
     if sweep.options.records is not None:
         make_folder("sweep.records", Path(sweep.options.records))
-        check_writable("sweep.records", Path(sweep.options.records))
 
 
-def load_saved_records(sweep: Sweep, member: SweepMember) -> list[Record] | None:
+def load_saved_records(sweep: Sweep, member: SweepMember, digest: str) -> list[Record] | None:
     """Load the saved records of a member.
 
+    Args:
+        digest: digest of the member (`compute_member_digest`).
+
     Returns:
-        The records, or None if the sweep saves none, or there are none of this training and these evaluations.
+        The records, or None if there are none of this training and these evaluations.
 
     Raises:
         UserError: the file is damaged or not a file of saved records, or a text of the member cannot be read.
@@ -55,9 +60,9 @@ def load_saved_records(sweep: Sweep, member: SweepMember) -> list[Record] | None
         content = parse_json(gzip.decompress(path.read_bytes()).decode())
         if not isinstance(content, dict) or not isinstance(content.get("records"), list):
             raise ValueError("digest or records are missing")
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read as saved records ({error}); restore or remove it") from None
-    if content.get("digest") != compute_member_digest(member):
+    if content.get("digest") != digest:
         return None
     try:
         return [record_from_row(row) for row in content["records"]]
@@ -65,21 +70,19 @@ def load_saved_records(sweep: Sweep, member: SweepMember) -> list[Record] | None
         raise UserError(f"{path}: cannot be read as saved records ({error}); restore or remove it") from None
 
 
-def save_records(sweep: Sweep, member: SweepMember, records: Sequence[Record]) -> None:
-    """Save the records of a finished member, if the sweep saves them, and replace those of an older definition.
+def save_records(sweep: Sweep, member: SweepMember, records: Sequence[Record], digest: str) -> None:
+    """Save the records of a finished member, and replace those of an older definition.
+
+    Args:
+        digest: digest of the member when it began; its files may have changed since.
 
     Raises:
         UserError: the file cannot be written.
     """
     path = _get_path(sweep, member)
-    if path is None:
-        return
+    assert path is not None
     make_folder("sweep.records", path.parent)
-    content: dict[str, Any] = {
-        "format": SAVED_FORMAT,
-        "digest": compute_member_digest(member),
-        "records": [record.to_row() for record in records],
-    }
+    content: dict[str, Any] = {"digest": digest, "records": [record.to_row() for record in records]}
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     write_bytes_atomically(path, gzip.compress(text.encode(), mtime=0))
 
@@ -102,10 +105,7 @@ def compute_member_digest(member: SweepMember) -> str:
     training = {
         key: value for key, value in config.training_fingerprint(defaults=False).items() if "data_path" not in key
     }
-    corpora = {
-        name: [_compute_checksums(path) for path in _list_strings(getattr(config.data, name))]
-        for name in ("data_path", "train_data_paths", "valid_data_paths", "test_data_paths")
-    }
+    corpora = [_describe_corpora(stage.data) for stage in (config, *list_stage_configs(config))]
     methods = sorted(compute_user_method_digests(config.position).values())
     evaluations = {str(name): _describe_options(options) for name, options in member.evaluations.items()}
     decisive = [SAVED_FORMAT, member.variant, member.first_step, training, methods, corpora, evaluations]
@@ -125,9 +125,14 @@ def _describe_options(options: EvaluationOptions) -> dict[str, Any]:
     return values | {name: _compute_checksums(path) for name, path in options.named_paths.items()}
 
 
-def _list_strings(value: Any) -> list[str]:
-    values = value if isinstance(value, list) else [value]
-    return [each for each in values if isinstance(each, str)]
+def _describe_corpora(data: DataOptions) -> list[list[list[str]]]:
+    """Return the checksums of all datasets, by kind and by corpus."""
+    kinds = (data.train_data_paths, data.valid_data_paths, data.test_data_paths)
+    corpora = [[] if data.data_path is None else [data.data_path], *(kind or [] for kind in kinds)]
+    return [
+        [checksum for corpus in kind for name in list_corpus_names(corpus) for checksum in [_compute_checksums(name)]]
+        for kind in corpora
+    ]
 
 
 def _compute_checksums(path: str) -> list[str]:

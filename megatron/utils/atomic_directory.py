@@ -100,8 +100,7 @@ def atomic_directory(
             and raises FolderConflictError; "discard" removes it, because the other folder has the same contents.
         key: eight digits or lowercase letters that identify the work. The folder then contains what an earlier process
             left of the same work, if it was killed or ended by an exception for which `should_keep_after` returns True;
-            so
-            does the parent of the folder. If another process is doing the same work, this one starts from scratch.
+            so does the parent of the folder. If another process is doing the same work, this one starts from scratch.
         should_keep_after: returns True for exceptions after which the work is kept.
     """
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,9 @@
 """One table defines import and export; a round trip loses nothing."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from megatron.conversion.families.opt import POSITION_OFFSET
 from megatron.conversion.hf_checkpoint import HF_FAMILIES, find_exact_family, get_family
 from megatron.conversion.hf_config import HFConfigReader
 from megatron.conversion.model_family import AddOne, ModelFamily
+from megatron.model.mup import get_multipliers
+from megatron.utils.errors import UserError
 
 
 def read(name: str) -> tuple[ModelFamily, Config, dict[str, torch.Tensor]]:
@@ -25,6 +29,36 @@ def read(name: str) -> tuple[ModelFamily, Config, dict[str, torch.Tensor]]:
     renamed = {theirs: ours for ours, theirs in family.tensor_aliases.items()}
     stored = {renamed.get(key, key): value for key, value in stored.items()}
     return family, Config.from_flat(family.from_hf_config(HFConfigReader(values, name))), stored
+
+
+def test_a_mup_model_exports_its_own_scale_of_scores() -> None:
+    """Granite's multiplier of scores includes muP's, which no key of a configuration states."""
+    keys = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 16, "activation": "swiglu"}
+    keys |= {"pos_emb": "rotary", "norm": "rmsnorm", "use_mup": True, "mup_base_hidden_size": 32}
+    config = Config.from_flat({**keys, "mup_attn_temp": 2.0})
+    written = HF_FAMILIES["granite"].to_hf_keys(config)["attention_multiplier"]
+    assert written == pytest.approx(get_multipliers(config.model).query * 16**-0.5)
+    assert written != pytest.approx(16**-0.5)
+
+
+@pytest.mark.parametrize(
+    ("auto_map", "is_accepted"),
+    [
+        (
+            {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
+            True,
+        ),
+        ({"AutoTokenizer": "hub/name", "AutoModelForCausalLM": "hub/name--modeling_phi3.Phi3ForCausalLM"}, True),
+        ({"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}, False),
+        ({"AutoConfig": "configuration_mine.MineConfig"}, False),
+        ({"AutoModelForCausalLM": ["modeling_phi3.Phi3ForCausalLM"]}, False),
+    ],
+)
+def test_included_code_of_a_class_that_transformers_has_is_not_needed(
+    auto_map: dict[str, Any], is_accepted: bool
+) -> None:
+    with nullcontext() if is_accepted else pytest.raises(UserError, match="needs custom code, which is not run"):
+        HFConfigReader({"auto_map": auto_map}, "config.json", architecture="Phi3ForCausalLM")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -52,11 +86,13 @@ def test_the_configuration_there_and_back(name: str) -> None:
     assert (found is family) or family.model_type in ("opt", "qwen2") or name == "mistral, yarn, tied, no window"
     assert set(reasons) == {other for other, each in HF_FAMILIES.items() if each.unsupported_reason(config) is not None}
     values = json.loads(json.dumps(family.to_hf_config(config, ROWS, eos_token_id=0)))
-    again = Config.from_flat(family.from_hf_config(HFConfigReader(values, name)))
+    reader = HFConfigReader(values, name)
+    again = Config.from_flat(family.from_hf_config(reader))
     assert {**again.model.model_dump(), **again.position.model_dump()} == {
         **config.model.model_dump(), **config.position.model_dump()
     }  # fmt: skip
-    assert HFConfigReader(values, name).unread_keys() != []  # before any key is read
+    reader.get("vocab_size")  # read with the weights
+    assert reader.unread_keys() == []
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,18 @@ def test_the_change_that_the_tests_detect_is_stated() -> None:
     assert board_of(text("rotary", (1.5, 3.2))).find_detectable_change(2048) is None
 
 
+def test_no_detectable_change_is_stated_for_two_seeds_of_many_methods() -> None:
+    """With one degree of freedom only absurd differences are found: thousands of percent, or beyond every float."""
+    rng = np.random.default_rng(0)
+    found = [
+        each for seed in (1, 2) for index in range(12) for each in text(f"m{index:02}", (1.5, 1.6 + rng.random()), seed)
+    ]
+    board = board_of(found)
+    assert board.num_tests["pairs"] == 66
+    assert board.find_detectable_change(2048) is None
+    assert "these tests" not in " ".join(build_answers(board)[0].sentences)
+
+
 def test_blocks_of_text_make_no_difference_significant() -> None:
     """Blocks of text are not samples of seeds: each seed's blocks differ significantly, but not over seeds."""
     found = [

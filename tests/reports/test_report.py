@@ -380,9 +380,12 @@ def test_latex_shows_any_name_and_the_best_in_bold(tmp_path: Path) -> None:
 
 
 def test_a_wide_latex_table_spans_both_columns() -> None:
-    """A table of six lengths does not fit one of a page's two columns; a table of two does."""
-    for lengths, environment in (((64, 128), "table"), ((64, 128, 256, 512, 1024, 2048), "table*")):
-        rows = [record(method, length, 5.0) for method in ("rotary", "alibi") for length in lengths]
+    """Eight numbers of four or more digits and gaps of two do not fit 46 characters; six do, in bold as well."""
+    for num_lengths, environment in ((2, "table"), (6, "table"), (8, "table*")):
+        lengths = [64 * 2**index for index in range(num_lengths)]
+        rows = [
+            record(method, length, value) for method, value in (("rotary", 5.0), ("alibi", 4.0)) for length in lengths
+        ]
         lines = render_latex_file(build_comparison_tables(rows), "x").splitlines()
         assert [line for line in lines if "{table" in line] == [
             rf"\begin{{{environment}}}",

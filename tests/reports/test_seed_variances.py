@@ -76,8 +76,8 @@ def test_moderated_variances_lie_between_their_own_and_the_prior() -> None:
 
 @pytest.mark.parametrize("kind", ["equal", "unequal", "two groups"])
 def test_the_family_wise_error_is_kept(kind: str) -> None:
-    """At most 5% (and three standard errors) of 100 tables without a difference show one among all pairs."""
-    rng, num_methods, num_seeds, num_tables = np.random.default_rng(3), 12, 3, 100
+    """At most 5% (and three standard errors) of 400 tables without a difference show one among all pairs."""
+    rng, num_methods, num_seeds, num_tables = np.random.default_rng(3), 12, 3, 400
     wrong = 0
     for _ in range(num_tables):
         variances = {

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.stages import list_stage_configs
 from megatron.sweeps import saved_records
+from megatron.sweeps.spec import read_sweep
 from megatron.utils.errors import RunError, UserError
 
 from .conftest import BASE, Trainer, run, write
@@ -80,6 +82,27 @@ def test_machines_divide_a_sweep(trainer: Trainer) -> None:
     assert (len(found), list_trainings(trainer)) == (12, [])
 
 
+def test_another_text_of_a_blend_or_a_stage_is_noticed(trainer: Trainer, place: Path) -> None:
+    """Corpora of several datasets, and those of stages, count by their content."""
+    run("sweep.variants={rotary: {pos_emb: rotary}}", "sweep.output=prepared")
+    for name in ("corpus2", "other2"):
+        shutil.copytree("corpus", name)
+    for key in (
+        "train_data_paths=[[corpus2/train_text_document, other2/train_text_document]]",
+        "stages=[{until: 3}, {train_data_paths: [other2/train_text_document]}]",
+    ):
+        keys = (KEEP, "sweep.variants={rotary: {pos_emb: rotary}}", key)
+        digests = []
+        for end in (b"", b"\x01\x00" * 8):
+            (path,) = Path("other2").glob("train_text_document.bin")
+            path.write_bytes(path.read_bytes() + end)
+            Path("other2/corpus.json").unlink(missing_ok=True)
+            (member,) = read_sweep(["sweep.yml"], keys).members
+            digests.append(saved_records._describe_corpora(member.config.data))
+            digests[-1] += [saved_records._describe_corpora(stage.data) for stage in list_stage_configs(member.config)]
+        assert digests[0] != digests[1]
+
+
 def test_another_text_of_an_evaluation_is_noticed(trainer: Trainer, place: Path) -> None:
     """The content of `evaluate.data` counts, for saved records and for evaluations in the runs' own folders."""
     book = place / "book.txt"
@@ -127,7 +150,9 @@ def test_what_cannot_be_saved_is_an_error_before_any_training(trainer: Trainer) 
     run(KEEP)
     file = Path("kept/rotary/seed_1234.json.gz")
     foreign = gzip.compress(gzip.decompress(file.read_bytes()).replace(b'"method"', b'"methods"'))
-    for content in (b"", b"mine", file.read_bytes()[:-9], gzip.compress(b"{}"), foreign):
+    damaged = bytearray(file.read_bytes())
+    damaged[len(damaged) // 2] ^= 0xFF
+    for content in (b"", b"mine", file.read_bytes()[:-9], gzip.compress(b"{}"), foreign, bytes(damaged)):
         file.write_bytes(content)
         with pytest.raises(UserError, match=re.escape(f"{file}: cannot be read as saved records")):
             run(KEEP)

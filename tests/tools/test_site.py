@@ -320,7 +320,7 @@ def test_formulas_in_latex_have_the_signs_of_the_plain_ones() -> None:
     words = {name: name for name in ("ln", "max", "min", "log", "sin", "cos", "exp", "sinh")}
     words |= {"sum": "Σ", "le": "≤", "ge": "≥", "times": "×", "to": "→", "dots": "…", "ast": "∗"}
     words |= {"lvert": "|", "rvert": "|"}
-    plain_signs = str.maketrans({"²": "2", "⁻": "-", "⁵": "5", "₂": "2", "−": "-", "¹": "1", "⁰": "0"})
+    plain_signs = str.maketrans({"²": "2", "⁻": "-", "⁵": "5", "⁶": "6", "₂": "2", "−": "-", "¹": "1", "⁰": "0"})
 
     def strip_layout(text: str) -> str:
         return re.sub(r"[\s{}()\[\]/^_·√$\\,;`]", "", text)

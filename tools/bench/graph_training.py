@@ -7,7 +7,7 @@ Each case trains twice from the same seed in this process, with `cuda_graph: off
 graphs in `./deepy.py train`: DeepSpeed's optimizers with ZeRO 0, 1 and 2, loss scaling, accumulation, recomputation.
 Losses of all steps and the float32 masters after the last are compared bit for bit. Times are of whole steps, and wait
 for the device; the first steps, in which kernels are compiled and graphs are tried, do not count. The peak memory
-of the run without graphs is compared with the estimate of `./deepy.py plan`. The exit code is 1 if a case fails or
+of the run without graphs is recorded beside the estimate of `./deepy.py plan`. The exit code is 1 if a case fails or
 differs.
 """
 

@@ -47,7 +47,7 @@ METHOD_FORMULAS: dict[str, Formula] = {
         r"\text{positions} - 1\right)$, $e$ interpolated",
     ),
     "fire": Formula(
-        r"f\left(\frac{\log(1 + c\,n)}{\log(1 + c\,\max(L, i)) + 1e-6}\right)",
+        r"f\left(\frac{\log(1 + c\,n)}{\log(1 + c\,\max(L, i)) + 10^{-6}}\right)",
         r"$f$ an MLP $1 \to \text{width} \to H$ with ReLU, $L = \text{multiplier}\cdot T_{\text{train}}/2$",
     ),
     "fope": Formula(
@@ -87,7 +87,7 @@ METHOD_FORMULAS: dict[str, Formula] = {
     ),
     "rotary_local": Formula(
         r"\frac{(R_i q_i) \cdot (R_j k_j)}{\sqrt{d}}",
-        r"$R_i$ turns the pair $(m, m + r/2)$ by $i/\text{local\_base}^{2m/r}$, $r = \text{fraction} \cdot d$",
+        r"$R_i$ turns the pair $(m, m + r/2)$ by $i/\text{local_base}^{2m/r}$, $r = \text{fraction} \cdot d$",
     ),
     "sandwich": Formula(
         r"k_h \left(\sum_j \cos\left(n/\text{base}^{2j/m}\right) - \frac{m}{2}\right)",

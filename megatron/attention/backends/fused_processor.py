@@ -73,7 +73,9 @@ def gated_processor_fallback_reason(inputs: AttentionInputs, table: ScoreTerms) 
         return "a gate's bias and a table before a processor"
     args, (heads, _, dim) = _collect_args(inputs, None), inputs.q.shape[1:]
     sizes = (heads, dim, args.w1.shape[0], args.w1.shape[3], args.offset + inputs.q.shape[2])
-    return describe_unsupported(inputs.q.dtype, *sizes, args.window) or describe_unfit_device(inputs.q, dim)
+    return describe_unsupported(inputs.q.dtype, *sizes, args.window, args.offset) or describe_unfit_device(
+        inputs.q, dim
+    )
 
 
 def run_gated_processor_kernel(inputs: AttentionInputs) -> Tensor:

@@ -66,6 +66,7 @@ def _read_common_keys(
     activation_key: str,
     rope_options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
+    hf_config.get("hidden_act")  # key of the first Gemma, which later ones have too
     hf_config.require_one_of("use_bidirectional_attention", (None, False), "only causal attention is supported")
     keys = read_llama_keys(hf_config, defaults, activation_key=activation_key, rope_options=rope_options)
     return {
@@ -85,7 +86,6 @@ def _gemma_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
 
 def _gemma2_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
     keys = _read_common_keys(hf_config, GEMMA2_DEFAULTS, "hidden_activation")
-    hf_config.get("hidden_act")  # key of the first Gemma
     types = [LAYER_TYPES[layer % 2] for layer in range(keys["num_layers"])]  # default without layer_types
     types = read_layer_types(hf_config, types, keys["num_layers"])
     window = read_required_window(hf_config, types, DEFAULT_WINDOW)

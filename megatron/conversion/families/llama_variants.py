@@ -91,10 +91,11 @@ def _granite_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
 
 def _granite_to_hf_keys(config: Config) -> dict[str, Any]:
     model, multipliers = config.model, get_multipliers(config.model)
+    scale = (model.query_pre_attn_scalar or head_dim(model)) ** -0.5
     return {
         **write_llama_keys(config),
         "embedding_multiplier": multipliers.embedding,
-        "attention_multiplier": (model.query_pre_attn_scalar or head_dim(model)) ** -0.5,
+        "attention_multiplier": multipliers.query * head_dim(model) ** -0.5 if model.use_mup else scale,
         "residual_multiplier": multipliers.residual,
         "logits_scaling": 1 / multipliers.logits,
         "attention_bias": model.use_bias_in_attn_linear,

@@ -113,7 +113,7 @@ def load_window(table_ptr, base, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
     """
     SIZE: tl.constexpr = 2 * (BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N)
     tl.static_assert(2 * SIZE <= MARGIN)
-    start = tl.maximum(tl.minimum(base, N + BLOCK_M), -BLOCK_M - BLOCK_N) - BLOCK_N
+    start = tl.maximum(tl.minimum(base, N + BLOCK_N), -BLOCK_M - BLOCK_N) - BLOCK_N
     if TRANSPOSED:
         # The entries of columns g, g + 8 and rows 2t, 2t + 1: n, n + 1, n − 8, n − 7, those at n − 7 in reverse.
         pairs = tl.reshape(tl.load(table_ptr + (start - 7) * 4 + tl.arange(0, SIZE * 4)), [SIZE, 2, 2])

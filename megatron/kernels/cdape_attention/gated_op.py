@@ -31,11 +31,17 @@ from megatron.kernels.cuda.launch import launch_kernel
 from megatron.kernels.runtime import get_arch, get_device_properties, get_uncompiled_apply, launch_context
 
 FAMILIES = (mixer_forward.KERNELS, *driver.BACKWARD_KERNELS)
-NO_TABLE = "a gate's bias before a processor together with a table of distances"
 
 
 def describe_unsupported(
-    dtype: torch.dtype, heads: int, dim: int, width: int, kernel_size: int, columns: int, window: int | None
+    dtype: torch.dtype,
+    heads: int,
+    dim: int,
+    width: int,
+    kernel_size: int,
+    columns: int,
+    window: int | None,
+    offset: int = 0,
 ) -> str | None:
     """Explain why the kernels do not take a call on any GPU, or return None if they do.
 
@@ -52,7 +58,8 @@ def describe_unsupported(
         return (
             f"a gate's bias before a processor of {heads} heads of {dim}, width {width} and kernel size {kernel_size}"
         )
-    return "a number of tokens that is not a multiple of 8" if columns % 8 else None
+    # A chunk ends at the offset plus a multiple of 8 rows, and its maps have so many columns.
+    return "a number of tokens that is not a multiple of 8" if columns % 8 or offset % 8 else None
 
 
 def describe_unfit_device(q: Tensor, dim: int) -> str | None:

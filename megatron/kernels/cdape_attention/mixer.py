@@ -173,10 +173,10 @@ def is_supported(
     columns: int,
     limits: tuple[Limit, ...] = TO_SCORES.limits,
 ) -> bool:
-    """Return True if some GPU has kernels for these shapes, of which the processor is within one of the limits.
+    """Return True if some GPU has kernels for these shapes, and the processor is within one of `limits`.
 
     Kernels take half precision and heads whose dimension is a multiple of 16. Fewer heads or widths are padded. With at
-    most half of both, Triton's kernels have no more instructions (README.md).
+    most half of both, or at most 8 heads of widths above 32, Triton's kernels have no more instructions (README.md).
 
     Args:
         limits: those of a `KernelFamily`. Backward kernels, the default, take fewer sizes than that of the logits.

@@ -35,7 +35,7 @@ KERNELS = KernelFamily(
     _count_bytes,
     (Limit(5, 16, 32), Limit(3, 16, 64), Limit(3, 32, 32)),
 )
-"""Kernels of the logits, for the sizes at which they have fewer instructions than Triton's (README.md)."""
+"""Kernels of the logits. For other sizes, Triton's kernels need no more instructions by count (README.md)."""
 
 
 class LogitArgs(ctypes.Structure):

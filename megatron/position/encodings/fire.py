@@ -21,7 +21,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "leaky_rel
 
 
 class Fire(Encoding):
-    formula = "f(log(1 + c·n) / (log(1 + c·max(L, i)) + 1e-6)), f an MLP 1→width→H with ReLU, L = multiplier·T_train/2"
+    formula = "f(log(1 + c·n) / (log(1 + c·max(L, i)) + 10⁻⁶)), f an MLP 1→width→H with ReLU, L = multiplier·T_train/2"
     parameters_summary = "c = c_start ≥ 0.0001; multiplier = multiplier_start ≥ 0; MLP initialized like torch.nn.Linear"
     source = (
         "FIRE: Li et al. 2023, equation 3; normalizer and start values of its released code. Its MLP has ReLU; inside "

@@ -44,6 +44,8 @@ class Case:
     documents: tuple[tuple[int, ...], ...] = ()
     """Document lengths of each sequence, C in total; empty for one document each."""
     sinks: bool = False
+    ends_at_window: bool = False
+    """True if tables have no entries beyond the window, which no row needs."""
 
     def document_starts(self, device: torch.device | str = "cpu") -> Tensor | None:
         """Return the start of the document of each row, int32 [B, R]."""
@@ -80,6 +82,8 @@ class Case:
         if self.keys:
             steps = torch.rand(self.B, self.H, self.C, generator=generator, dtype=torch.float64)
             key_bias = (1_000 + (2 * self.keys * steps).cumsum(-1)).to(device)
+        if self.ends_at_window:
+            bias, weight = bias[:, : self.window].contiguous(), weight[:, : self.window].contiguous()
         return q, k, v, bias.to(device) if self.bias else None, weight.to(device) if self.weight else None, key_bias
 
     def sink_logits(self, device: torch.device | str = "cpu") -> Tensor | None:
@@ -95,6 +99,7 @@ SMALL = (
     Case(2, 3, 33, 33, 8, weight=True),
     Case(1, 2, 37, 50, 20, offset=13, weight=True),
     Case(1, 1, 50, 50, 16, window=7),
+    Case(1, 1, 64, 64, 16, window=20, ends_at_window=True),
     Case(1, 2, 35, 90, 80, offset=55, window=40, bias=False, weight=True),
     Case(1, 5, 1, 77, 16, offset=76),
     Case(1, 1, 70, 70, 16, bias=False),
@@ -173,7 +178,8 @@ def _flash(case: Case, dtype: torch.dtype, delta: float = 1.0) -> Callable[[], V
     near = None if key_bias is None else key_bias[:, :, None, :] - key_bias[:, :, own, None]
 
     def diagonals(of_scores: Tensor) -> Tensor:
-        empty = torch.zeros(case.H, case.offset + case.R, dtype=torch.float64)
+        size = next(table for table in (bias, weight) if table is not None).shape[1]
+        empty = torch.zeros(case.H, size, dtype=torch.float64)
         return empty.index_put((torch.arange(case.H)[:, None, None], n), of_scores.sum(0), accumulate=True)
 
     def compute() -> Values:

@@ -244,7 +244,7 @@ def test_a_layer_with_forget_gates_is_that_of_the_whole_map(monkeypatch: pytest.
 
 
 def test_support_is_stated_for_calls_that_the_kernels_take() -> None:
-    taken = (torch.bfloat16, 16, 64, 32, 3, 512, None)
+    taken = (torch.bfloat16, 16, 64, 32, 3, 512, None, 48)
     assert gated_op.describe_unsupported(*taken) is None
     assert gated_op.describe_unsupported(torch.bfloat16, 3, 16, 4, 1, 512, 512) is None
     for place, other, reason in (
@@ -255,6 +255,7 @@ def test_support_is_stated_for_calls_that_the_kernels_take() -> None:
         (4, 5, "kernel size 5"),
         (5, 511, "multiple of 8"),
         (6, 511, "window"),
+        (7, 42, "multiple of 8"),
     ):
         assert reason in (gated_op.describe_unsupported(*taken[:place], other, *taken[place + 1 :]) or "")
 
