@@ -89,8 +89,9 @@ class HFConfigReader:
         self._read_keys = {*IGNORED_KEYS, *HF_TRAINING_KEYS}
         for name, (allowed, reason) in COMMON_RESTRICTIONS.items():
             is_own = name == "auto_map" and (
-                (bool(auto_map) and _strip_digests(values.get(name)) == auto_map)
-                or _names_class(values.get(name), architecture)
+                _strip_digests(values.get(name)) == auto_map
+                if auto_map
+                else _names_class(values.get(name), architecture)
             )
             own_auto_map = (values[name],) if is_own else ()
             self.require_one_of(name, (*allowed, *own_auto_map), reason)
