@@ -147,3 +147,22 @@ def test_rounding_of_results_differs_from_rounding_of_factors(dtype: torch.dtype
     wide = {"found": compute(a.float(), b.float())["found"]}
     assert compute_error_ratio(wide, exact, dtype)["found"] <= SAFETY_FACTOR
     assert compute_error_ratio({"found": found["found"].float()}, exact, dtype)["found"] > SAFETY_FACTOR
+
+
+@pytest.mark.parametrize("subnormal", [False, True], ids=["normal", "subnormal"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_factors_are_rounded_independently_in_every_draw(dtype: torch.dtype, subnormal: bool) -> None:
+    info = torch.finfo(dtype)
+    exact = torch.rand(10_000, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    exact, spacing = (
+        (exact * info.smallest_normal, info.smallest_normal * info.eps) if subnormal else (1 + exact, info.eps)
+    )
+    errors = torch.stack([(RoundingMode(dtype, seed).round_factor(exact) - exact) / spacing for seed in range(2)])
+    assert errors.abs().max() <= 0.5
+    # Squares of uniform numbers have a relative deviation of √0.8, so the mean of 10,000 has one of 0.9%.
+    torch.testing.assert_close(
+        errors.square().mean(1), torch.full((2,), 1 / 12, dtype=torch.float64), rtol=0.04, atol=0
+    )
+    assert torch.corrcoef(errors)[0, 1].abs() < 0.04  # four deviations of 1 / √10,000
+    nearest = exact.to(dtype).double()
+    assert torch.equal(RoundingMode(dtype, 0).round_factor(nearest), nearest)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 Results = Mapping[str, Tensor]
 SAFETY_FACTOR = 4.0
@@ -55,11 +55,14 @@ class RoundingMode(TorchDispatchMode):
 
     def draw_noise(self, like: Tensor) -> Tensor:
         """Return uniform noise in ±u, with the shape and device of a tensor."""
-        device = like.device
+        generator = self._get_generator(like.device)
+        drawn = torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device)
+        return (2 * drawn - 1) * self.unit
+
+    def _get_generator(self, device: torch.device) -> torch.Generator:
         if device not in self.generators:
             self.generators[device] = torch.Generator(device).manual_seed(self.seed)
-        drawn = torch.rand(like.shape, generator=self.generators[device], dtype=torch.float64, device=device)
-        return (2 * drawn - 1) * self.unit
+        return self.generators[device]
 
     def perturb(self, x: Tensor, units: float | Tensor = 1.0) -> Tensor:
         """Return x·(1 + δ), |δ| ≤ units · u."""
@@ -69,12 +72,25 @@ class RoundingMode(TorchDispatchMode):
         """Return a perturbed sum x of a number of terms, the sum of whose magnitudes is `sizes`."""
         return x + torch.sqrt(torch.as_tensor(terms, device=x.device)) * sizes * self.draw_noise(x)
 
-    def factor(self, x: Tensor) -> Tensor:
-        """Round a factor of a product to the type.
+    def round_factor(self, x: Tensor) -> Tensor:
+        """Return x with a random error as large as the rounding of a product's factor to a half type.
 
-        Values that the type represents exactly, such as inputs, are unchanged.
+        The error is uniform within half the spacing of the type at x, as if the grid of the type were shifted at
+        random. Rounding to nearest would repeat the same error in every draw, and a result that depends on few
+        elements would be judged by a sample of size one. Values that the type represents exactly, such as inputs, are
+        unchanged.
         """
-        return x.to(self.dtype).to(x.dtype) if isinstance(x, Tensor) and self.dtype.itemsize < 4 else x
+        if self.dtype.itemsize >= 4:
+            return x
+        info = torch.finfo(self.dtype)
+        smallest = math.frexp(info.smallest_normal)[1]
+        spacing = torch.ldexp(torch.full_like(x, info.eps / 2), x.frexp().exponent.clamp(min=smallest))
+        noise = torch.rand(x.shape, generator=self._get_generator(x.device), dtype=x.dtype, device=x.device)
+        return torch.where(self.store(x) == x, x, x + (noise - 0.5) * spacing)
+
+    def store(self, x: Tensor) -> Tensor:
+        """Round a result to the nearest value of a half type, in which it is stored."""
+        return x.to(self.dtype).to(x.dtype) if self.dtype.itemsize < 4 else x
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -83,7 +99,7 @@ class RoundingMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if packet in RULES_BY_OP:
             found = RULES_BY_OP[packet](self, func, args, kwargs)
-            return tree_map(self.factor, found) if self.rounds_every_op else found
+            return tree_map_only(Tensor, self.store, found) if self.rounds_every_op else found
         out = func(*args, **kwargs)
         if not out.is_floating_point():
             return out
@@ -91,7 +107,7 @@ class RoundingMode(TorchDispatchMode):
             raise NotImplementedError(f"{func} has no rounding rule in {__file__}")
         disturbed = self.perturb(out, UNITS_BY_OP[packet])
         if self.rounds_every_op:
-            disturbed = self.factor(disturbed)
+            disturbed = self.store(disturbed)
         return out.copy_(disturbed) if func._schema.is_mutable else disturbed
 
 
@@ -130,27 +146,27 @@ def _cumsum(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> 
 
 
 def _product(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
-    a, b = (mode.factor(x) for x in args)
+    a, b = (mode.round_factor(x) for x in args)
     out = mode.perturb_sum(func(a, b), a.shape[-1], func(a.abs(), b.abs()))
-    return mode.factor(out) if mode.stored else out
+    return mode.store(out) if mode.stored else out
 
 
 def _addmm(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     c, a, b = args
-    a, b = mode.factor(a), mode.factor(b)
+    a, b = mode.round_factor(a), mode.round_factor(b)
     return mode.perturb_sum(func(c, a, b), a.shape[-1] + 1, func(c.abs(), a.abs(), b.abs()))
 
 
 def _convolution(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     x, weight, bias, *rest = args
-    x, weight = mode.factor(x), mode.factor(weight)
+    x, weight = mode.round_factor(x), mode.round_factor(weight)
     sizes = func(x.abs(), weight.abs(), None if bias is None else bias.abs(), *rest)
     return mode.perturb_sum(func(x, weight, bias, *rest), weight[0].numel() + 1, sizes)
 
 
 def _convolution_backward(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Tensor | None, ...]:
     gradient, x, weight, *rest = args
-    narrow, x, weight = mode.factor(gradient), mode.factor(x), mode.factor(weight)
+    narrow, x, weight = mode.round_factor(gradient), mode.round_factor(x), mode.round_factor(weight)
     found = list(func(narrow, x, weight, *rest))
     if found[2] is not None:  # the gradient of the constant is a sum, not a product
         found[2] = gradient.sum((0, *range(2, gradient.dim())))
