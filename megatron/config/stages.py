@@ -26,7 +26,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.config.parallelism import resolve_batch_size, resolve_mesh_shape
+from megatron.config.execution import resolve_batch_size, resolve_mesh_shape
 from megatron.config.schema import Config, KeyPath, describe_validation_error, list_config_keys
 from megatron.config.yaml_files import format_value
 from megatron.distributed.mesh import ParallelSizes

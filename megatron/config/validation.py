@@ -5,10 +5,15 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Callable, Iterator
 
-from megatron.attention.backends.capabilities import find_unsupported_method
+from megatron.attention.backends.backend import find_unsupported_method
 from megatron.config import method_names
-from megatron.config.cuda_graph import find_graph_obstacle
-from megatron.config.parallelism import check_divisible, get_known_world_size, resolve_batch_size, resolve_mesh_shape
+from megatron.config.execution import (
+    check_divisible,
+    find_graph_obstacle,
+    get_known_world_size,
+    resolve_batch_size,
+    resolve_mesh_shape,
+)
 from megatron.config.schema import Config
 from megatron.config.stages import find_stage_problems, list_stage_configs
 from megatron.options.data import find_data_conflicts, parse_split_fractions

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.config.parallelism import count_ranks_per_replica, get_known_world_size, resolve_mesh_shape
+from megatron.config.execution import count_ranks_per_replica, get_known_world_size, resolve_mesh_shape
 from megatron.config.schema import Config
 from megatron.config.stages import build_stages
 from megatron.data.corpus_metadata import CORPUS_FILE, CorpusMetadata, SplitCounts, SplitName, split_basename
