@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import manifest, tensor_files
-from megatron.checkpoint.stored_config import migrate_weight_name
+from megatron.checkpoint.manifest import migrate_weight_name
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.schema import Config
 from megatron.distributed import rng

@@ -31,9 +31,9 @@ from megatron.checkpoint.compatibility import (
     is_same_training,
 )
 from megatron.checkpoint.legacy import DEEPSPEED_FOLDER, DeepSpeedStateReader
+from megatron.checkpoint.manifest import load_checkpoint_config
 from megatron.checkpoint.run_folder import get_config_path, is_saved_config
 from megatron.checkpoint.sharded_state import ShardedStateReader
-from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import (
     load_finetuned_weights,

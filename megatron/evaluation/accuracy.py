@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from megatron.data.tasks.task import TaskBatch
-from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.records import Record
+from megatron.reports.uncertainty import compute_percentile_interval, draw_bootstrap_means
 
 if TYPE_CHECKING:
     import torch

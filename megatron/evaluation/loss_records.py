@@ -22,9 +22,9 @@ import numpy as np
 from megatron.evaluation.key_tokens import KeyTokenFile
 from megatron.evaluation.protocols import ScoringPlan, TargetSet
 from megatron.options.evaluation import EvaluationOptions
-from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_curves, draw_bootstrap_means
 from megatron.reports.metrics import MAX_NLL, clamped_exp
 from megatron.reports.records import Record
+from megatron.reports.uncertainty import compute_percentile_interval, draw_bootstrap_curves, draw_bootstrap_means
 from megatron.utils.errors import RunError, UserError
 
 MAX_BLOCKS = 4096

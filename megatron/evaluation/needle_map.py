@@ -30,8 +30,8 @@ from megatron.data.tasks.task import TaskBatch
 from megatron.evaluation.accuracy import score_answers
 from megatron.evaluation.eval_target import ScoringContext
 from megatron.evaluation.provenance import describe_model, start_stopwatch
-from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.records import Record
+from megatron.reports.uncertainty import compute_percentile_interval, draw_bootstrap_means
 from megatron.utils.errors import RunError
 
 if TYPE_CHECKING:

@@ -141,7 +141,7 @@ class PositionedAttention(MegatronModule):
         super().__init__(config=config)
         # A tuple hides the shared encoding from nn.Module: the model registers its parameters once.
         self._shared: tuple[Encoding, ...] = (layer_attention.encoding,) if layer_attention.shared else ()
-        # The attribute names are those of weights in checkpoints: see `stored_config.WEIGHT_RENAMES`.
+        # The attribute names are those of weights in checkpoints: see `manifest.WEIGHT_RENAMES`.
         self.position = None if layer_attention.shared else layer_attention.encoding
         self.processor = layer_attention.processor
         self.temperature = layer_attention.temperature

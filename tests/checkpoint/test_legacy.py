@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tiny_runs import losses, tiny_config, train_with_processes, write_corpora
 
 from megatron.checkpoint import layout, manifest
-from megatron.checkpoint.stored_config import load_checkpoint_config
+from megatron.checkpoint.manifest import load_checkpoint_config
 from megatron.config.schema import Config
 from megatron.training.train import train
 from megatron.utils.errors import RunError, UserError
