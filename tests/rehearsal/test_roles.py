@@ -6,8 +6,7 @@ import json
 import pytest
 
 from megatron.distributed.mesh import Mesh, ParallelSizes
-from megatron.rehearsal.ledger import read_ledger
-from megatron.rehearsal.roles import choose_roles, list_stages, parse_rank_selection
+from megatron.rehearsal.roles import choose_roles, list_stages, parse_rank_selection, read_ledger
 from megatron.utils.errors import RunError, UserError
 from megatron.utils.formatting import format_ranks
 from tests.support.collective_programs import write_ledger
