@@ -20,8 +20,14 @@ from megatron.conversion.families.opt import OPT
 from megatron.conversion.families.phi3 import PHI3
 from megatron.conversion.families.qwen import QWEN2, QWEN3
 from megatron.conversion.hf_config import HFConfigReader
-from megatron.conversion.model_family import EMBEDDING_WEIGHT, HF_CONFIG_FILE, OUTPUT_WEIGHT, ModelFamily, WeightMapping
-from megatron.conversion.model_source import ModelSource
+from megatron.conversion.model_family import (
+    EMBEDDING_WEIGHT,
+    HF_CONFIG_FILE,
+    OUTPUT_WEIGHT,
+    ModelFamily,
+    ModelSource,
+    WeightMapping,
+)
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError, UserError, describe_cause
 from megatron.utils.formatting import format_choices

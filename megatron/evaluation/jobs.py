@@ -18,6 +18,7 @@ from megatron.checkpoint.layout import find_run_folder
 from megatron.checkpoint.trained_run import TrainedRun, open_runs
 from megatron.config.position_overrides import list_overrides
 from megatron.data.load_tokenizer import load_run_tokenizer
+from megatron.distributed.hardware import check_backend, check_precision, resolve_device, resolve_dtype
 from megatron.evaluation.eval_target import ProgressCallback, ScoringContext
 from megatron.evaluation.provenance import (
     assign_distinct_names,
@@ -25,7 +26,6 @@ from megatron.evaluation.provenance import (
     list_software_versions,
     name_methods,
 )
-from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports import records as record_files
 from megatron.reports.method_rows import disambiguate_methods
