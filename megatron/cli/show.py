@@ -258,7 +258,7 @@ def describe_reading(history: BatchHistory, reading: Reading, rank: int | None, 
 
 
 def _describe_row(reading: Reading, row: BatchRow, limit: int) -> dict[str, Any]:
-    from megatron.data.document_parts import list_document_parts
+    from megatron.data.gpt_dataset import list_document_parts
 
     order = reading.order
     values: dict[str, Any] = {
