@@ -60,7 +60,7 @@ def load(
     """
     with pause_garbage_collection():
         from megatron.checkpoint.load_model import load_model
-    from megatron.distributed.hardware import check_backend, check_precision, resolve_device, resolve_dtype
+    from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
 
     check_precision(to_text("precision", precision), to_text("device", device))
     check_backend(None if backend is None else to_text("backend", backend))

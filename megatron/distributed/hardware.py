@@ -1,14 +1,10 @@
-"""Hardware of this machine, specifications of known GPUs, and the device and data type of a model.
+"""Hardware of this machine, and specifications of known GPUs, without importing torch.
 
 The specifications of a GPU are its speed, its memory and its link bandwidth. Peaks are dense, without sparsity, from
 the vendors' data sheets. Memory is the size that PyTorch reports: about 1.5% less than the data sheet, and 7.5% less on
 cards with error correction of GDDR memory. The link is one direction of the connection between the GPUs of a node:
 NVLink if present, otherwise PCIe.
-
-torch is imported only when needed, so that invalid values are reported immediately.
 """
-
-from __future__ import annotations
 
 import importlib.util
 import os
@@ -17,14 +13,9 @@ import shutil
 import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
 
-from megatron.options.model import ModelOptions
 from megatron.utils.errors import UserError
 from megatron.utils.formatting import format_choices
-
-if TYPE_CHECKING:
-    import torch
 
 
 def count_cores() -> int:
@@ -53,7 +44,7 @@ class LocalHardware:
     """Memory of the largest GPU, in bytes, or None if unknown."""
 
     @staticmethod
-    def detect() -> LocalHardware:
+    def detect() -> "LocalHardware":
         """Detect the hardware of this machine that this process may use."""
         num_gpus = count_gpus()
         return LocalHardware(num_gpus, count_cores(), detect_memory(), detect_gpu_memory() if num_gpus else None)
@@ -234,71 +225,3 @@ def get_gpu_spec(text: str) -> GpuSpec:
 
 def _normalize_name(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
-
-
-DEVICES = ("auto", "cpu", "cuda")
-PRECISIONS = ("auto", "fp32", "bf16", "fp16")
-
-BACKENDS: tuple[str, ...] = get_args(ModelOptions.model_fields["attention_backend"].annotation)
-
-
-def parse_device(name: str) -> tuple[str, int]:
-    """Return the type and index of a device named auto, cpu, cuda or cuda:1. Raises UserError for any other name."""
-    kind, _, index = name.partition(":")
-    if kind not in DEVICES or (index and not index.isdigit()) or (kind == "auto" and index):
-        raise UserError(f"device is {name}; {format_choices(name, DEVICES)}")
-    return kind, int(index or 0)
-
-
-def resolve_device(name: str) -> torch.device:
-    """Return the device named auto, cpu, cuda or cuda:1. Raises UserError if it does not exist."""
-    import torch
-
-    from megatron.distributed.process_groups import configure_cuda
-
-    kind, index = parse_device(name)
-    if kind == "cuda" and index >= torch.cuda.device_count():
-        raise UserError(f"device is {name}, but this machine has {torch.cuda.device_count()} CUDA devices")
-    if kind != "cpu":
-        configure_cuda()
-    if kind == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
-
-
-def check_precision(precision: str, device: str) -> None:
-    """Raise UserError if precision or device is unknown, or they do not match; auto is always valid."""
-    if precision not in PRECISIONS:
-        raise UserError(f"precision is {precision}; {format_choices(str(precision), PRECISIONS)}")
-    if parse_device(device)[0] == "cpu" and precision == "fp16":
-        raise UserError("precision is fp16, which needs a GPU; on a CPU choose fp32 or bf16")
-
-
-def get_torch_dtype(precision: str) -> torch.dtype:
-    """Return the data type that configurations call fp32, bf16 or fp16."""
-    import torch
-
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-
-
-def resolve_dtype(precision: str, trained_precision: str | None, device: torch.device) -> torch.dtype:
-    """Return the data type in which a trained model computes.
-
-    Args:
-        precision: fp32, bf16, fp16, or auto: fp32 on a CPU, the precision of the training on a GPU.
-        trained_precision: precision of the training, if known.
-        device: device of the model.
-
-    Raises:
-        UserError: if the device cannot compute in it.
-    """
-    if precision == "auto":
-        precision = (trained_precision or "fp32") if device.type == "cuda" else "fp32"
-    check_precision(precision, device.type)
-    return get_torch_dtype(precision)
-
-
-def check_backend(name: str | None) -> None:
-    """Raise UserError if the attention backend is unknown; None stands for the run's own."""
-    if name is not None and name not in BACKENDS:
-        raise UserError(f"backend is {name}; {format_choices(str(name), BACKENDS)}")

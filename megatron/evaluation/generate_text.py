@@ -14,7 +14,7 @@ from megatron.checkpoint.trained_run import TrainedRun, open_run
 from megatron.data.corpus.sources import decode_document, describe_source_file, iter_raw_documents
 from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
-from megatron.distributed.hardware import check_backend, check_precision, resolve_device, resolve_dtype
+from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
 from megatron.options.commands import GenerationOptions
 from megatron.utils.errors import FarfieldError, UserError
 from megatron.utils.imports import pause_garbage_collection

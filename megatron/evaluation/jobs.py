@@ -18,7 +18,6 @@ from megatron.checkpoint.layout import find_run_folder
 from megatron.checkpoint.trained_run import TrainedRun, open_runs
 from megatron.config.position_overrides import list_overrides
 from megatron.data.load_tokenizer import load_run_tokenizer
-from megatron.distributed.hardware import check_backend, check_precision, resolve_device, resolve_dtype
 from megatron.evaluation.eval_target import ProgressCallback, ScoringContext
 from megatron.evaluation.provenance import (
     assign_distinct_names,
@@ -26,6 +25,7 @@ from megatron.evaluation.provenance import (
     list_software_versions,
     name_methods,
 )
+from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports import records as record_files
 from megatron.reports.method_rows import disambiguate_methods
@@ -36,9 +36,8 @@ from megatron.reports.results_output import (
     print_comparison_tables,
     read_saved_records,
 )
-from megatron.utils.atomic_io import check_folder
+from megatron.utils.atomic_io import check_folder, folder_lock
 from megatron.utils.errors import UserError
-from megatron.utils.folder_lock import folder_lock
 from megatron.utils.imports import pause_garbage_collection
 from megatron.utils.progress import ProgressMeter, WorkItem
 

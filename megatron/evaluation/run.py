@@ -25,7 +25,6 @@ from megatron.config.position_overrides import list_overrides, locate_rope_error
 from megatron.config.schema import Config
 from megatron.data.load_tokenizer import load_data_tokenizer, load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
-from megatron.distributed.hardware import check_backend
 from megatron.evaluation.eval_target import EvalTarget, ProgressCallback, ScoringContext, choose_lengths, limit_lengths
 from megatron.evaluation.jobs import (
     RunJob,
@@ -43,6 +42,7 @@ from megatron.evaluation.probe import Probe, RepeatedTokens
 from megatron.evaluation.protocols import ScoringPlan, plan_from_options
 from megatron.evaluation.task_eval import build_task_eval, is_task_run
 from megatron.evaluation.texts import EvalText, check_tokenizer, load_common_text, load_text
+from megatron.model.device_dtype import check_backend
 from megatron.options.evaluation import LOSS_OPTIONS, EvaluationOptions, reject_task_options, reject_text_options
 from megatron.reports.records import Record
 from megatron.utils.errors import UserError

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.distributed.hardware import find_gpu_spec, get_torch_dtype
+from megatron.distributed.hardware import find_gpu_spec
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import ProcessGroups
+from megatron.model.device_dtype import get_torch_dtype
 from megatron.training.metrics_log import TrainRecord, perplexity
 from megatron.training.rank_times import ForwardTimer, RankTimes, compare_ranks, exchange_times
 

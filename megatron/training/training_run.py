@@ -31,11 +31,11 @@ from megatron.data.document_starts import draw_document_starts
 from megatron.data.load_tokenizer import Vocabulary, save_tokenizer
 from megatron.data.torch_data import Batch, build_dataloader
 from megatron.distributed import rng
-from megatron.distributed.hardware import get_torch_dtype
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.process_groups import ProcessGroups, init_distributed
 from megatron.model.backend_choice import AttentionTarget, BackendChoice
 from megatron.model.build import build_model
+from megatron.model.device_dtype import get_torch_dtype
 from megatron.training.console import ConsoleReporter
 from megatron.training.engine import Engine
 from megatron.training.loss_guard import Rollback

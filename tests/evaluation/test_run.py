@@ -23,10 +23,10 @@ from megatron.config.load import load_config
 from megatron.config.schema import parse_section
 from megatron.data.datasets import load_token_stream
 from megatron.data.load_tokenizer import load_tokenizer, save_tokenizer
-from megatron.distributed.hardware import resolve_device
 from megatron.evaluation.eval_target import choose_lengths
 from megatron.evaluation.provenance import describe_machine, list_software_versions
 from megatron.evaluation.run import evaluate_runs
+from megatron.model.device_dtype import resolve_device
 from megatron.options.evaluation import EvaluationOptions as Options
 from megatron.options.evaluation import parse_lengths
 from megatron.reports import plots, records

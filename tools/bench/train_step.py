@@ -40,11 +40,11 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 
 from megatron.attention.segments import build_segments  # noqa: E402
-from megatron.distributed.hardware import get_torch_dtype  # noqa: E402
 from megatron.distributed.process_groups import build_single_process_groups  # noqa: E402
 from megatron.kernels.runtime import is_interpreted  # noqa: E402
 from megatron.model.attention import AttentionContext  # noqa: E402
 from megatron.model.build import build_model  # noqa: E402
+from megatron.model.device_dtype import get_torch_dtype  # noqa: E402
 from megatron.options.model import ModelOptions  # noqa: E402
 from megatron.options.position import PositionOptions  # noqa: E402
 from megatron.training.graphed_model import CudaCapture, GraphedModel, TrainingPasses  # noqa: E402

@@ -18,7 +18,6 @@ import numpy as np
 from megatron.checkpoint.trained_run import TrainedRun, open_runs
 from megatron.config.load import load_config
 from megatron.config.position_overrides import list_overrides, override_position
-from megatron.distributed.hardware import check_precision
 from megatron.evaluation.analysis.analysis import (
     AnalysisContext,
     LayerEncoding,
@@ -33,6 +32,7 @@ from megatron.evaluation.protocols import build_scoring_plan
 from megatron.evaluation.provenance import format_method_name
 from megatron.evaluation.task_eval import TaskEval, build_task_eval, is_task_run
 from megatron.evaluation.texts import EvalText, load_common_text
+from megatron.model.device_dtype import check_precision
 from megatron.options.commands import AnalysisOptions
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.html_page import is_generated_page

@@ -52,8 +52,7 @@ from megatron.reports.html_page import (
     encode_picture,
     render_template,
 )
-from megatron.utils.atomic_io import write_page_atomically, write_text_atomically
-from megatron.utils.folder_lock import FolderLock
+from megatron.utils.atomic_io import FolderLock, write_page_atomically, write_text_atomically
 from megatron.utils.progress import IMPORTING, ProgressMeter, WaitAnnouncer, WorkItem
 
 if TYPE_CHECKING:
