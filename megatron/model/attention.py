@@ -45,7 +45,9 @@ from megatron.attention.segments import (
     select_last_tokens,
 )
 from megatron.attention.softmax import SoftmaxSink
-from megatron.distributed.collectives import (
+from megatron.distributed.mesh import Axis, list_context_chunks
+from megatron.distributed.process_groups import ProcessGroups
+from megatron.distributed.sharding import (
     all_gather,
     exchange_heads_for_rows,
     exchange_rows_for_heads,
@@ -53,8 +55,6 @@ from megatron.distributed.collectives import (
     gather_sequence,
     sum_grad,
 )
-from megatron.distributed.mesh import Axis, list_context_chunks
-from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.core_modules import MegatronModule, TransformerConfig
 from megatron.model.kv_cache import KVCache
 from megatron.position.encoding import Encoding, ScoreTerms

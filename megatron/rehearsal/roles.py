@@ -154,7 +154,7 @@ def translate_group(sizes: ParallelSizes, ranks: Sequence[int], source: int, tar
 
 
 POINT_TO_POINT = ("send", "recv")
-WRAPPERS = ("megatron/distributed/collectives.py", "megatron/distributed/process_groups.py")
+WRAPPERS = ("megatron/distributed/sharding.py", "megatron/distributed/process_groups.py")
 """Project files that issue collectives on behalf of their callers."""
 
 

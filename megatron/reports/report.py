@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.reports.charts import Chart
-from megatron.reports.citation import describe_reproduction
 from megatron.reports.comparison_table import (
     ComparisonTable,
     build_comparison_tables,
@@ -26,6 +25,7 @@ from megatron.reports.html_page import (
     HtmlCell,
     HtmlColumn,
     HtmlTable,
+    describe_reproduction,
     render_template,
 )
 from megatron.reports.leaderboard import Leaderboard, LeaderboardReport

@@ -123,7 +123,7 @@ def _write_results(
     """Rewrite results and report for the completed members."""
     from megatron.launch.live_server import TrainingMonitor
     from megatron.reports import paper_experiment, report
-    from megatron.reports.citation import format_command
+    from megatron.reports.html_page import format_command
     from megatron.reports.results_output import write_results
 
     output, experiment = sweep.output_folder, _build_experiment(sweep)
