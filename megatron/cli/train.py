@@ -16,7 +16,6 @@ from megatron.cli.arguments import (
     with_options,
 )
 from megatron.options.commands import PlanOptions, RehearseOptions
-from megatron.utils.errors import FarfieldError
 
 if TYPE_CHECKING:
     from megatron.config.schema import Config
@@ -110,17 +109,14 @@ def plan(
 
 def _find_vocab_size(config: Config, vocab_size: int | None) -> int:
     """Return the vocabulary size: as given, from the data, or GPT-2's."""
-    from megatron.data.load_tokenizer import read_vocabulary
+    from megatron.data.load_tokenizer import find_vocab_size
 
-    if vocab_size is not None:
-        return vocab_size
-    try:
-        return read_vocabulary(config.data).size
-    except FarfieldError:
-        print_notes(
-            (f"the data's tokenizer was not found; assuming a vocabulary of {GPT2_VOCAB_SIZE} tokens (--vocabulary)",)
-        )
-        return GPT2_VOCAB_SIZE
+    if (size := vocab_size or find_vocab_size(config.data)) is not None:
+        return size
+    print_notes(
+        (f"the data's tokenizer was not found; assuming a vocabulary of {GPT2_VOCAB_SIZE} tokens (--vocabulary)",)
+    )
+    return GPT2_VOCAB_SIZE
 
 
 @with_options(RehearseOptions)

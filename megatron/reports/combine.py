@@ -102,7 +102,7 @@ def combine_results(
         write_page_atomically(output, report.render_report_latex(sections, output.stem))
         console.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
     elif output is not None:
-        report.write_report(output, sections, title=title, command=format_command())
+        write_page_atomically(output, report.render_report(sections, title=title, command=format_command()))
         console.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
     for path, (description, content) in figures.items():
         write_bytes_atomically(path, content)

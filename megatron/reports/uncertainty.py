@@ -34,8 +34,8 @@ and 6.2; the trend is that of Sartor et al. 2006, Intensity-based hierarchical B
 """
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -115,6 +115,22 @@ def compute_percentile_interval(samples: np.ndarray) -> tuple[float, float]:
     """Compute the 95% percentile interval of samples [resamples]."""
     low, high = np.quantile(samples, ((1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2))
     return float(low), float(high)
+
+
+def build_interval_fields(
+    draws: np.ndarray | None, prefix: str = "", transform: Callable[[float], float] = float
+) -> dict[str, Any]:
+    """Return the fields of a record with the interval of draws: `low` and `high`, after a prefix.
+
+    Args:
+        draws: samples [resamples], or None for no fields.
+        prefix: beginning of the names.
+        transform: function of both ends of the interval.
+    """
+    if draws is None:
+        return {}
+    low, high = map(transform, compute_percentile_interval(draws))
+    return {f"{prefix}low": low, f"{prefix}high": high}
 
 
 MIN_METHODS = 10

@@ -37,7 +37,7 @@ from megatron.reports.records import RESULTS_FILE, Record, RunFailure, record_fr
 from megatron.reports.results_output import print_comparison_tables, print_leaderboard
 from megatron.sweeps.remaining_work import list_text_files
 from megatron.sweeps.spec import Sweep, SweepMember, find_ablations
-from megatron.utils.atomic_io import make_folder, parse_json, write_bytes_atomically
+from megatron.utils.atomic_io import make_folder, parse_json, write_bytes_atomically, write_page_atomically
 from megatron.utils.errors import FarfieldError, UserError
 from megatron.utils.project import PROGRAM
 
@@ -140,14 +140,14 @@ def _write_results(
     texts |= {str(member.get_path_beside(".yml")): member.text for member in done}
     missing = len(sweep.members) - len(done) - len(failures)
     runs = [member.folder for member in sweep.members if member.folder.is_dir()]
-    report.write_report(
-        output / REPORT_FILE,
+    page = report.render_report(
         [section],
         num_pending_runs=missing,
         configurations=texts,
         command=format_command(),
         training=TrainingMonitor().describe(runs),
     )
+    write_page_atomically(output / REPORT_FILE, page)
 
 
 def _build_experiment(sweep: Sweep) -> "Experiment":

@@ -105,7 +105,7 @@ def test_too_long_inputs_are_rejected_and_auto_uses_row_blocks() -> None:
 
 @compiled
 def test_fallback_to_row_blocks_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    fused_processor._warn_fallback.cache_clear()
+    fused_processor.warn_fallback.cache_clear()
     rows = rows_of(("kerple_log", "cdape"))
     drawn = sample_positions(21, 40, seed=0)
     halves = {name: getattr(rows, name).bfloat16() for name in "qkv"}

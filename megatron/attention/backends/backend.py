@@ -11,8 +11,10 @@ layers. This module does not import torch at run time.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -180,6 +182,8 @@ def find_unsupported_feature(backend: str, features: Collection[str]) -> str | N
     return next((UNSUPPORTED_REASONS[feature] for feature in capabilities.unsupported if feature in features), None)
 
 
+logger = logging.getLogger(__name__)
+
 MAX_KEYS_SAVED = 1024
 """Maximum number of keys up to which `auto` keeps score maps in training: for small maps this is faster than
 recomputation."""
@@ -235,6 +239,12 @@ def find_unsupported_combination(
         softmax_type=softmax_type,
     )
     return find_unsupported_feature(backend, features)
+
+
+@cache
+def warn_fallback(backend: str, reason: str) -> None:
+    """Warn that a requested backend leaves calls to row blocks: once per reason, not once per layer and step."""
+    logger.warning("attention_backend %s: %s is left to PyTorch's row blocks", backend, reason)
 
 
 class AttentionBackend(Protocol):

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination
+from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination, warn_fallback
 from megatron.attention.inputs import AttentionInputs, pad_values
 from megatron.attention.reference import compute_table
 from megatron.kernels.cdape_attention import cpu
@@ -163,7 +163,7 @@ class NativeBackend:
         reason = _fallback_reason(inputs)
         if reason is not None:
             if self.is_requested:
-                _warn_fallback(reason)
+                warn_fallback("native", reason)
             return self.fallback(inputs)
         if cpu.unavailable_reason() is not None:
             _warn_unavailable()
@@ -178,12 +178,6 @@ def _fallback_reason(inputs: AttentionInputs) -> str | None:
     if inputs.q.dtype != torch.float32:
         return str(inputs.q.dtype)
     return processor_fallback_reason(inputs)
-
-
-@cache
-def _warn_fallback(reason: str) -> None:
-    """Warn once per reason, not once per layer and step."""
-    logger.warning("attention_backend native: %s is left to PyTorch's row blocks", reason)
 
 
 @cache
