@@ -224,8 +224,8 @@ class Model:
         """
         import torch
 
-        from megatron.evaluation.analysis.attention_capture import list_attention_layers
         from megatron.evaluation.analysis.bias_series import compute_bias_by_distance, mask_window
+        from megatron.evaluation.forward_passes import list_attention_layers
 
         most = MAX_MAP_BYTES // (8 * self.num_layers * self.num_heads)
         length = self.train_length if length is None else to_integer("length", length, 1, most)
@@ -257,7 +257,7 @@ class Model:
             UserError: no layer is given or an index is out of range, the text is empty, or it exceeds the limit of the
                 model or `MAX_MAP_BYTES`.
         """
-        from megatron.evaluation.analysis.attention_capture import run_forward
+        from megatron.evaluation.forward_passes import run_forward
 
         tokens = self._to_tokens(text)
         try:
@@ -374,7 +374,7 @@ def _compute_maps(inputs: AttentionInputs) -> AttentionMaps:
         compute_visible_mask,
         precompute_terms,
     )
-    from megatron.evaluation.analysis.attention_capture import choose_block_size, compute_attention_weights
+    from megatron.evaluation.forward_passes import choose_block_size, compute_attention_weights
 
     shape = (inputs.q.shape[1], inputs.query.length, inputs.key.length)
     maps: dict[str, np.ndarray] = {}

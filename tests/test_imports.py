@@ -31,7 +31,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megatron/config": (
         "pydantic",
         "ruamel",
-        "megatron.attention.backends.capabilities",
+        "megatron.attention.backends.backend",
         "megatron.distributed.mesh",
         "megatron.position.catalog",
         "megatron.data.tasks",
@@ -43,7 +43,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.distributed.hardware",
         "megatron.options",
         "megatron.attention.backends.backend",
-        "megatron.attention.backends.capabilities",
         *OURS,
         "megatron.model.position_modules",
         "megatron.position.catalog",

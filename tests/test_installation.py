@@ -98,7 +98,7 @@ def test_an_installed_project_knows_its_files(installed: Path, tmp_path: Path) -
         assert "farfield " in done.stdout + done.stderr
         assert "deepy.py" not in done.stdout + done.stderr
     code = (
-        "from megatron.reports.citation import read_citation; from megatron.utils import project; "
+        "from megatron.reports.html_page import read_citation; from megatron.utils import project; "
         "print(read_citation()['title'], project.get_farfield_version(), project.IS_CHECKOUT)"
     )
     reported = subprocess.run(

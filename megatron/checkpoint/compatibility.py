@@ -1,12 +1,24 @@
-"""Compatibility of a checkpoint with the configuration that resumes or finetunes it."""
+"""Compatibility of a checkpoint: with the configuration that resumes or finetunes it, and of formats 1 and 2.
+
+Checkpoints of format 2 and earlier contain DeepSpeed's own files, which are no longer written:
+
+    deepspeed/         optimizer states, masters, loss scale: one file per rank, for the same layout and optimizer
+    random_states/     one torch file per rank
+
+This module imports DeepSpeed only to load them, so that a dry run can check such a checkpoint without it. DeepSpeed
+reads its files with an unrestricted pickle, which runs any code a file contains. The files consist of tensors, numbers,
+text and a few plain DeepSpeed classes. This module therefore reads them with `weights_only` and allows those classes by
+name.
+"""
 
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from megatron.checkpoint import layout, manifest
-from megatron.checkpoint.legacy import DEEPSPEED_FOLDER
+from megatron.checkpoint import layout, manifest, tensor_files
+from megatron.checkpoint.manifest import migrate_weight_name
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import (
     TEMPERATURE_KEYS,
@@ -16,9 +28,11 @@ from megatron.checkpoint.weights import (
 from megatron.config.schema import Config
 from megatron.config.stages import is_stage_key
 from megatron.config.yaml_files import format_value
+from megatron.distributed import rng
+from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.model.position_modules import canonicalize_position_options
 from megatron.options.section import ChangePolicy
-from megatron.utils.errors import UserError
+from megatron.utils.errors import FarfieldError, RunError, UserError
 
 
 @dataclass(frozen=True)
@@ -154,3 +168,144 @@ def describe_branch(config: Config, source: StoredCheckpoint) -> str:
     changes = [f"{key} {old} → {new}" for key, old, new in _list_changes(config, source.config, "schedule", "numerics")]
     changed = f" with {', '.join(changes)}" if changes else ", with nothing changed"
     return f"branches from {source.path} at step {source.trainer_state.step}{changed}"
+
+
+def _list_safe_classes() -> list[Any]:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+
+
+def _migrate_names(states: Any, written: int) -> Any:
+    """Return states of format `written` with current weight names, both in dictionary keys and in lists."""
+    if isinstance(states, dict):
+        migrated = {_migrate_names(key, written): _migrate_names(value, written) for key, value in states.items()}
+        states.clear()  # in place: torch's dictionaries of weights have attributes
+        states.update(migrated)
+        return states
+    if type(states) in (list, tuple, set):
+        return type(states)(_migrate_names(value, written) for value in states)
+    return migrate_weight_name(states, written) if isinstance(states, str) else states
+
+
+@contextmanager
+def use_safe_loading(engine: Any, written: int) -> Iterator[None]:
+    """Make a DeepSpeed engine read a checkpoint of format `written` without pickle and with current weight names."""
+
+    def load(path: str, map_location: Any = None) -> dict[str, Any]:
+        states = tensor_files.read_torch_file(path, classes=_list_safe_classes(), map_location=map_location)
+        migrated: dict[str, Any] = _migrate_names(states, written)
+        return migrated
+
+    engine.checkpoint_engine.load = load
+    try:
+        yield
+    finally:
+        del engine.checkpoint_engine.load  # the class's method again
+
+
+DEEPSPEED_FOLDER, RNG_FOLDER = "deepspeed", "random_states"
+
+
+@dataclass(frozen=True)
+class DeepSpeedStateReader:
+    """Reader that restores training state stored by DeepSpeed (`megatron.checkpoint.resume.StateReader`)."""
+
+    checkpoint: Path
+    config: Config
+    """Configuration of the run that wrote the checkpoint."""
+    state: TrainerState
+
+    def check_engine(self, config: Config, sizes: ParallelSizes) -> None:
+        """Reject configurations that DeepSpeed's files cannot be loaded into, before anything is built.
+
+        Each model-parallel rank stored its own shard, so the number of these ranks must not change. ZeRO 1–3 stored one
+        shard of the optimizer states per data- and context-parallel rank, so that number must not change either;
+        without ZeRO it may. Stages 1 and 2 stored the same shards, except that stage 1 in bfloat16 uses another
+        optimizer when it accumulates gradients on the device. Stage 3 stored one shard per sub-group.
+
+        Raises:
+            UserError: names the key and both values.
+        """
+        before, now, state = self.config.training, config.training, self.state
+        stage, precision = now.zero_optimization.stage, now.compute_dtype
+        same_parts = {state.zero_stage, stage} == {1, 2} and precision != "bf16"
+        old_steps, new_steps = before.gradient_accumulation_steps, now.gradient_accumulation_steps
+        old_zero, new_zero = before.zero_optimization, now.zero_optimization
+        old_device, new_device = old_zero.offload_optimizer.device, new_zero.offload_optimizer.device
+        accumulates, accumulated = new_steps > 1 and new_device == "none", old_steps > 1 and old_device == "none"
+        same_optimizer = stage != 1 or precision != "bf16" or accumulates == accumulated
+        same_groups = stage != 3 or old_zero.sub_group_size == new_zero.sub_group_size
+        for key, old, new, fits in (
+            ("precision", state.precision, precision, state.precision == precision),
+            ("zero_optimization.stage", state.zero_stage, stage, state.zero_stage == stage or same_parts),
+            ("model_parallel_size", state.tensor, sizes.tensor, state.tensor == sizes.tensor),
+            ("pipe_parallel_size", state.pipeline, sizes.pipeline, state.pipeline == sizes.pipeline),
+            ("num_gpus", state.world, sizes.world_size, state.world == sizes.world_size or stage == 0),
+            (
+                "gradient_accumulation_steps",
+                old_steps,
+                new_steps,
+                same_optimizer or (old_steps > 1) == (new_steps > 1),
+            ),
+            ("zero_optimization.offload_optimizer.device", old_device, new_device, same_optimizer),
+            ("zero_optimization.sub_group_size", old_zero.sub_group_size, new_zero.sub_group_size, same_groups),
+        ):
+            if not fits:
+                raise UserError(
+                    f"{key}: {self.checkpoint} was written with {old}, but this run has {new}; its optimizer states "
+                    "cannot be resharded; keep the old value, or load only the weights (finetune=true)"
+                )
+
+    def restore(self, engine: Any, mesh: Mesh) -> None:
+        """Restore masters, optimizer states, loss scale and counters in a new DeepSpeed engine.
+
+        All ranks must call this. Raises RunError if files are missing or damaged; a run never resumes from partial
+        state.
+        """
+        folder = self.checkpoint / DEEPSPEED_FOLDER
+        try:
+            with use_safe_loading(engine, manifest.read_format_version(self.checkpoint)):
+                engine.load_checkpoint(
+                    str(self.checkpoint),
+                    tag=DEEPSPEED_FOLDER,
+                    load_optimizer_states=True,
+                    load_lr_scheduler_states=False,
+                )
+        except FarfieldError:
+            raise
+        except AssertionError as failure:
+            has_files = any(folder.glob("*.pt"))
+            reason = _get_first_line(failure) if has_files else "it contains no DeepSpeed files"
+            raise RunError(f"{folder}: cannot be loaded: {reason}") from None
+        except Exception as failure:  # each DeepSpeed optimizer fails differently on incompatible states
+            raise RunError(f"{folder}: cannot be loaded: {_get_first_line(failure)}") from None
+        if engine.global_steps != self.state.step:
+            raise RunError(
+                f"{folder}: contains the states of step {engine.global_steps}, but progress.json is from step "
+                f"{self.state.step}; the files belong to different checkpoints"
+            )
+
+    def synchronize(self, engine: Any) -> None:
+        """No-op: DeepSpeed has already loaded the weights."""
+
+    def restore_rng(self, mesh: Mesh) -> bool:
+        """Restore this rank's random states.
+
+        Returns False if there are none for it; raises RunError if they are damaged.
+        """
+        if mesh.rank >= self.state.world:
+            return False
+        path = self.checkpoint / RNG_FOLDER / f"rank_{mesh.rank:05d}.pt"
+        states = tensor_files.read_torch_file(path)
+        try:
+            rng.restore_rng_state(states)
+        except Exception:
+            raise RunError(f"{path}: not the random states of a process; the checkpoint is damaged") from None
+        return True
+
+
+def _get_first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'its files do not match this run').splitlines()[0]}"

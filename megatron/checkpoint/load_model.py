@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from megatron.checkpoint import layout, manifest
-from megatron.checkpoint.stored_config import load_checkpoint_config
+from megatron.checkpoint.manifest import load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import read_weights
 from megatron.config.position_overrides import has_two_rotations, locate_rope_errors, override_position

@@ -20,7 +20,9 @@ from typing import Any, Protocol
 
 from megatron.checkpoint import layout, manifest
 from megatron.checkpoint.compatibility import (
+    DEEPSPEED_FOLDER,
     LENGTH_KEYS,
+    DeepSpeedStateReader,
     StoredCheckpoint,
     check_architecture,
     check_optimizer,
@@ -30,10 +32,9 @@ from megatron.checkpoint.compatibility import (
     has_training_states,
     is_same_training,
 )
-from megatron.checkpoint.legacy import DEEPSPEED_FOLDER, DeepSpeedStateReader
+from megatron.checkpoint.manifest import load_checkpoint_config
 from megatron.checkpoint.run_folder import get_config_path, is_saved_config
 from megatron.checkpoint.sharded_state import ShardedStateReader
-from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import (
     load_finetuned_weights,

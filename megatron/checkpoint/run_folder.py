@@ -27,8 +27,8 @@ from megatron.checkpoint import layout, manifest
 from megatron.checkpoint.layout import CONFIG, list_checkpoints
 from megatron.config.load import read_config
 from megatron.config.schema import Config
+from megatron.utils.atomic_io import FolderLock
 from megatron.utils.errors import FarfieldError, RunError, UserError
-from megatron.utils.folder_lock import FolderLock
 
 LOCK = ".lock"
 SWEEP_LOCK = ".sweep.lock"

@@ -36,8 +36,7 @@ from megatron.checkpoint.engine_state import (
     sync_model_weights,
 )
 from megatron.checkpoint.layout import WEIGHTS
-from megatron.checkpoint.manifest import STATES, FileChecksum
-from megatron.checkpoint.stored_config import map_to_stored_names, migrate_weight_name
+from megatron.checkpoint.manifest import STATES, FileChecksum, map_to_stored_names, migrate_weight_name
 from megatron.checkpoint.tensor_files import OpenFile, TensorSpec, open_plain_file, write_tensor_stream, write_tensors
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import list_persistent_buffers

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron.checkpoint import manifest
 from megatron.checkpoint.layout import CONFIG, PROGRESS, get_run_of_checkpoint, resolve_checkpoint_path
-from megatron.checkpoint.stored_config import load_checkpoint_config
+from megatron.checkpoint.manifest import load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.schema import Config
 from megatron.utils.errors import FarfieldWarning, UserError

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron.checkpoint.layout import WEIGHTS
-from megatron.checkpoint.stored_config import map_to_stored_names
+from megatron.checkpoint.manifest import map_to_stored_names
 from megatron.config.schema import Config
 from megatron.config.yaml_files import format_value
 from megatron.distributed.mesh import Axis

@@ -9,13 +9,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from megatron.cli.batches import what_was_in
-from megatron.cli.convert import export, import_
+from megatron.cli.convert import export, import_, prepare
 from megatron.cli.evaluate import analyze, evaluate, generate, report
-from megatron.cli.prepare import prepare
-from megatron.cli.reference import keys, positions, tasks
 from megatron.cli.run_command import pass_errors_through, run_command
-from megatron.cli.train import checkpoints, plan, rehearse, status, sweep, train
+from megatron.cli.show import checkpoints, keys, positions, status, tasks, what_was_in
+from megatron.cli.train import plan, rehearse, sweep, train
 from megatron.options.section import read_docstring
 from megatron.utils.errors import UserError
 from megatron.utils.project import PROGRAM, name_program

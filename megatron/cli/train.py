@@ -1,15 +1,13 @@
-"""Commands that train: `./deepy.py train`, `plan`, `rehearse` and `sweep`; `status` and `checkpoints` of their runs."""
+"""Commands that train: `./deepy.py train`, `plan`, `rehearse` and `sweep`."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from megatron.cli.arguments import (
     Arguments,
-    AsJson,
     ConfigFolder,
     load_config_arguments,
     print_notes,
@@ -18,7 +16,6 @@ from megatron.cli.arguments import (
     with_options,
 )
 from megatron.options.commands import PlanOptions, RehearseOptions
-from megatron.utils.errors import FarfieldError
 
 if TYPE_CHECKING:
     from megatron.config.schema import Config
@@ -112,17 +109,14 @@ def plan(
 
 def _find_vocab_size(config: Config, vocab_size: int | None) -> int:
     """Return the vocabulary size: as given, from the data, or GPT-2's."""
-    from megatron.data.load_tokenizer import read_vocabulary
+    from megatron.data.load_tokenizer import find_vocab_size
 
-    if vocab_size is not None:
-        return vocab_size
-    try:
-        return read_vocabulary(config.data).size
-    except FarfieldError:
-        print_notes(
-            (f"the data's tokenizer was not found; assuming a vocabulary of {GPT2_VOCAB_SIZE} tokens (--vocabulary)",)
-        )
-        return GPT2_VOCAB_SIZE
+    if (size := vocab_size or find_vocab_size(config.data)) is not None:
+        return size
+    print_notes(
+        (f"the data's tokenizer was not found; assuming a vocabulary of {GPT2_VOCAB_SIZE} tokens (--vocabulary)",)
+    )
+    return GPT2_VOCAB_SIZE
 
 
 @with_options(RehearseOptions)
@@ -210,55 +204,3 @@ def sweep(
     run_sweep(
         files, overrides, search=[conf_dir] if conf_dir else None, member=member, dry=dry_run, retry_failed=retry_failed
     )
-
-
-def checkpoints(
-    run: Annotated[Path, typer.Argument(help="Run folder.", show_default=False)],
-    verify: Annotated[bool, typer.Option("--verify", help="Verify the checksums of all files.")] = False,
-    keep: Annotated[
-        int | None,
-        typer.Option(
-            "--keep", min=1, help="Keep only this number of newest undamaged checkpoints and those of extra_save_iters."
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """List the checkpoints of a run with step, size, losses and integrity, and delete old ones.
-
-    The exit code is 1 if a checkpoint is damaged.
-
-    [bold]Example[/]
-
-      ./deepy.py checkpoints runs/a --keep 2
-    """
-    from megatron.launch.run_status import print_checkpoints, prune_and_report
-    from megatron.utils.progress import WaitAnnouncer
-
-    with WaitAnnouncer(print_to_stderr, f"reading the checkpoints of {run}"):
-        if keep is not None:
-            prune_and_report(run, keep, print)
-        are_whole = print_checkpoints(run, verify=verify, as_json=as_json)
-    if not are_whole:
-        raise typer.Exit(1)
-
-
-def status(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN…", help="Run folders or folders of runs.", show_default=False)
-    ],
-    follow: Annotated[
-        bool, typer.Option("-f", "--follow", help="Update every 5 seconds until no run trains, or Ctrl-C.")
-    ] = False,
-    as_json: AsJson = False,
-) -> int:
-    """Show the status of runs: state, step, loss, speed, time left, and last checkpoint.
-
-    [bold]Examples[/]
-
-      ./deepy.py status runs/a
-
-      ./deepy.py status runs --follow
-    """
-    from megatron.launch.run_status import print_status
-
-    return 0 if print_status(runs, as_json=as_json, follow=follow) else 1

@@ -4,5 +4,6 @@
 `yaml_files.py` reads YAML with line numbers; `config_layers.py` merges layers and records where each key was set;
 `neox_keys.py` lists the keys of GPT-NeoX, KERPLE and DAPE, and `neox_unsupported.py` those without effect, with rules
 defined in `neox_rules.py` and `neox_deferred_rules.py`; `validation.py` checks keys against each other;
-`parallelism.py` derives the mesh and batch sizes; `reference.py` generates the reference of all keys.
+`execution.py` derives the mesh and batch sizes, and decides whether keys allow CUDA graphs; `reference.py` generates
+the reference of all keys.
 """

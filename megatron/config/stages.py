@@ -26,7 +26,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.config.parallelism import resolve_batch_size, resolve_mesh_shape
+from megatron.config.execution import resolve_batch_size, resolve_mesh_shape
 from megatron.config.schema import Config, KeyPath, describe_validation_error, list_config_keys
 from megatron.config.yaml_files import format_value
 from megatron.distributed.mesh import ParallelSizes
@@ -73,8 +73,8 @@ class Stage:
     """First step of the learning-rate schedule, possibly in an earlier stage."""
     schedule_end: int
     """End of the learning-rate schedule, possibly in a later stage."""
-    changes: tuple[str, ...] = ()
-    """Changes from the previous stage, as `key: old → new`."""
+    previous: Config
+    """Configuration of the previous stage, or of the run for the first stage."""
 
     def describe(self, num_stages: int, step: int | None = None, rate: float | None = None) -> str:
         """Describe the stage: its number, its steps and batch, and its changes.
@@ -88,7 +88,8 @@ class Stage:
         verb = f", from step {self.first_step:,}"
         if step is not None:
             verb = " begins," if step == self.first_step else f" continues at step {step:,},"
-        changes = f"; {', '.join(self.changes)}" if self.changes else ""
+        lines = _list_changes(self.previous, self.config)
+        changes = f"; {', '.join(lines)}" if lines else ""
         rates = "" if rate is None else f", learning rate {rate:.2e}"
         return (
             f"stage {self.index + 1} of {num_stages}{verb} until step {self.end_step:,}: "
@@ -278,7 +279,7 @@ def build_stages(config: Config) -> tuple[Stage, ...]:
     """
     training = config.training
     if not training.stages:
-        return (Stage(0, 0, training.train_iters, config, 0, training.train_iters),)
+        return (Stage(0, 0, training.train_iters, config, 0, training.train_iters, config),)
     stages: list[Stage] = []
     current, first = config, 0
     begins = [0]  # first steps of schedules
@@ -290,7 +291,7 @@ def build_stages(config: Config) -> tuple[Stage, ...]:
             end = training.train_iters
         if index and "lr_decay_style" in changes:
             begins.append(first)
-        stages.append(Stage(index, first, end, current, begins[-1], 0, _describe_changes(before, current)))
+        stages.append(Stage(index, first, end, current, begins[-1], 0, before))
         if end >= training.train_iters:
             break
         first = end
@@ -339,7 +340,8 @@ def _resolve_batch_sizes(before: Config, after: Config, changes: Mapping[str, An
     return resolve_batch_size(unsettled, ranks)
 
 
-def _describe_changes(before: Config, after: Config) -> tuple[str, ...]:
+def _list_changes(before: Config, after: Config) -> list[str]:
+    """List the changed keys of two configurations as `key: old → new`."""
     policies: tuple[ChangePolicy, ...] = ("architecture", "context", "data", "numerics", "schedule", "machine")
     old, new = before.keys_by_policy(*policies), after.keys_by_policy(*policies)
     lines = []
@@ -355,7 +357,7 @@ def _describe_changes(before: Config, after: Config) -> tuple[str, ...]:
             ]
         else:
             lines.append(f"{key}: {format_value(old.get(key))} → {format_value(value)}")
-    return tuple(lines)
+    return lines
 
 
 def resolve_ranks(config: Config, world_size: int) -> tuple[Config, ParallelSizes, tuple[Stage, ...]]:

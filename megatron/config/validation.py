@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
-from megatron.attention.backends.capabilities import find_unsupported_method
+from megatron.attention.backends.backend import find_unsupported_method
 from megatron.config import method_names
-from megatron.config.cuda_graph import find_graph_obstacle
-from megatron.config.parallelism import check_divisible, get_known_world_size, resolve_batch_size, resolve_mesh_shape
+from megatron.config.execution import (
+    check_divisible,
+    find_graph_obstacle,
+    get_known_world_size,
+    resolve_batch_size,
+    resolve_mesh_shape,
+)
 from megatron.config.schema import Config
 from megatron.config.stages import find_stage_problems, list_stage_configs
 from megatron.options.data import find_data_conflicts, parse_split_fractions
@@ -34,8 +39,9 @@ ConfigProblem = tuple[str, str]
 
 def validate_config(config: Config) -> Iterator[ConfigProblem]:
     """Yield every problem that can be found before torch is imported."""
-    for validator in VALIDATORS:
-        yield from validator(config)
+    problems = [problem for validate in VALIDATORS for problem in validate(config)]
+    yield from problems
+    yield from _validate_stages(config, problems)
 
 
 def _validate_model(config: Config) -> Iterator[ConfigProblem]:
@@ -348,7 +354,7 @@ def _validate_run(config: Config) -> Iterator[ConfigProblem]:
         )
 
 
-def _validate_stages(config: Config) -> Iterator[ConfigProblem]:
+def _validate_stages(config: Config, problems_of_run: Collection[ConfigProblem]) -> Iterator[ConfigProblem]:
     """Yield problems with the list of stages, and problems in one of them that the run does not have."""
     if config.training.train_epochs is not None:
         if config.data.task is not None:
@@ -364,8 +370,8 @@ def _validate_stages(config: Config) -> Iterator[ConfigProblem]:
     yield from problems
     if problems:
         return
-    validators = [v for v in VALIDATORS if v not in (_validate_stages, _validate_batch, _validate_task)]
-    known = {problem for validate in validators for problem in validate(config)}
+    validators = [v for v in VALIDATORS if v not in (_validate_batch, _validate_task)]
+    known = set(problems_of_run)
     for number, stage_config in enumerate(list_stage_configs(config), start=1):
         for key, problem in (problem for validate in validators for problem in validate(stage_config)):
             if (key, problem) not in known:
@@ -387,5 +393,4 @@ VALIDATORS: tuple[Callable[[Config], Iterator[ConfigProblem]], ...] = (
     _validate_logging,
     _validate_launch,
     _validate_run,
-    _validate_stages,
 )

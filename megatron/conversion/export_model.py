@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.checkpoint import manifest
 from megatron.checkpoint.layout import WEIGHTS
-from megatron.checkpoint.stored_config import map_to_stored_names
+from megatron.checkpoint.manifest import map_to_stored_names
 from megatron.checkpoint.trained_run import TrainedRun, open_run
 from megatron.config.schema import Config
 from megatron.conversion.families.farfield import (

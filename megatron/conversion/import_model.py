@@ -18,8 +18,7 @@ from megatron.config.schema import Config
 from megatron.config.yaml_files import dump_yaml
 from megatron.conversion.families.farfield import TOKENIZER_CONFIG_FILE, TOKENIZER_TYPE_KEY
 from megatron.conversion.hf_checkpoint import read_hf_source
-from megatron.conversion.model_family import HF_CONFIG_FILE
-from megatron.conversion.model_source import ModelSource, WeightReader
+from megatron.conversion.model_family import HF_CONFIG_FILE, ModelSource, WeightReader
 from megatron.conversion.neox_checkpoint import find_neox_checkpoint, read_neox_source
 from megatron.data.load_tokenizer import save_tokenizer
 from megatron.data.tokenizers import Tokenizer, tokenizer_from_files

@@ -1,4 +1,6 @@
-"""Published model family: names in its files, and which of our models it can represent.
+"""Models of other projects: published families, and the source of an import.
+
+A family defines names in its files, and which of our models it can represent:
 
     family.from_hf_config(hf_config)       their config.json → our keys
     family.unsupported_reason(config)      why the family does not support a configuration, or None
@@ -14,17 +16,22 @@ tensors are converted, so that unsupported models are rejected without it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron.config.schema import Config
+from pydantic import ValidationError
+
+from megatron.config.schema import Config, describe_validation_error
+from megatron.config.validation import validate_config
 from megatron.conversion.hf_config import HFConfigReader
 from megatron.model.mup import get_multipliers
 from megatron.options.model import has_qkv_bias, num_kv_heads
+from megatron.utils.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
 
 HF_CONFIG_FILE = "config.json"
 """File that describes a model, next to its weights."""
@@ -293,3 +300,46 @@ def check_equal_biases(config: Config) -> str | None:
     if has_qkv_bias(config.model) != config.model.use_bias_in_attn_linear:
         return "use_bias_in_qkv is true without use_bias_in_attn_linear; only Qwen2 supports that"
     return None
+
+
+class WeightReader(Protocol):
+    """Reader of a source's weights by our names."""
+
+    num_embeddings: int
+    """Number of rows of the embedding."""
+
+    def check_names(self, names: list[str]) -> None:
+        """Check that the source contains exactly these weights. Raises RunError."""
+
+    def __call__(self, name: str) -> Tensor:
+        """Return one of our weights in its stored type. Raises RunError if a file is damaged."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Model from another project: its configuration has been read, its weights have not."""
+
+    path: Path
+    format_name: str
+    """Name of the format."""
+    config_keys: dict[str, Any]
+    """Our keys of model and position, except for vocabulary padding."""
+    open_weights: Callable[[Config], AbstractContextManager[WeightReader]]
+    """Opens the weights; the configuration built from the keys determines their names."""
+    tokenizer_folder: Path | None = None
+    """Folder to search for tokenizer files."""
+    notes: tuple[str, ...] = field(default=())
+    """Notes for the user."""
+
+    def build_config(self, **overrides: Any) -> Config:
+        """Build the configuration of a run.
+
+        Raises UserError if the model is not supported.
+        """
+        try:
+            config = Config.from_flat({**self.config_keys, **overrides})
+        except ValidationError as error:
+            raise UserError(f"{self.path}: {next(describe_validation_error(error, lambda _: None))}") from None
+        for _, problem in validate_config(config):
+            raise UserError(f"{self.path}: {problem}")
+        return config

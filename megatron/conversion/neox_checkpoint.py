@@ -20,7 +20,7 @@ from megatron.config.neox_keys import RULES
 from megatron.config.neox_rules import MODEL_SECTIONS
 from megatron.config.schema import Config, map_key_owners
 from megatron.config.yaml_files import YamlDocument, read_yaml
-from megatron.conversion.model_source import ModelSource
+from megatron.conversion.model_family import ModelSource
 from megatron.conversion.neox_weights import (
     FC1_NAMES,
     IGNORED_TENSORS,

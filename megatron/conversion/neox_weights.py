@@ -26,14 +26,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.schema import Config
+from megatron.conversion.hf_checkpoint import LazyTensors, add_state_dict, load_torch_file
 from megatron.conversion.model_family import EMBEDDING_WEIGHT, OUTPUT_WEIGHT, SeparateQKV
 from megatron.options.model import GATED_ACTIVATIONS, num_kv_heads
 from megatron.utils.errors import RunError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from megatron.conversion.weight_files import LazyTensors
 
 _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -52,8 +51,6 @@ class TensorParallelShards:
     """Tensors of each tensor-parallel rank, by layer number and name."""
 
     def __init__(self, checkpoint: Path) -> None:
-        from megatron.conversion.weight_files import LazyTensors
-
         self.checkpoint = checkpoint
         matches = [(path, _LAYER_FILE.fullmatch(path.name)) for path in sorted(checkpoint.iterdir())]
         layers = [(path, int(match[1]), int(match[2])) for path, match in matches if match]
@@ -77,8 +74,6 @@ class TensorParallelShards:
 
     @staticmethod
     def _add_file(tensors: LazyTensors, path: Path, prefix: str | None) -> None:
-        from megatron.conversion.weight_files import add_state_dict, load_torch_file
-
         content = load_torch_file(path, classes=_get_numpy_classes())
         if prefix is None:
             content = content.get("module") if isinstance(content, dict) else None

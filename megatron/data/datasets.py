@@ -144,7 +144,8 @@ def build_datasets(
     check_index_size(order)
     train_length = _get_train_length(order, seq_length)
 
-    from megatron.data.gpt_dataset import CutDataset, DocumentDataset, SampleFormat, build_training_dataset
+    from megatron.data.gpt_dataset import CutDataset, DocumentDataset, build_training_dataset
+    from megatron.data.sample_index import SampleFormat
 
     train_slices = slices.get("train", [])
     notes = describe_document_weights(data, train_slices)

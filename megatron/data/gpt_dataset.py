@@ -1,4 +1,4 @@
-"""Training samples in an append-only order, and their index on disk.
+"""Training samples in an append-only order, and the documents that each contains.
 
 megatron-core's GPTDataset cuts the concatenated documents of one or more shuffled epochs into samples and shuffles
 them. Its order depends on the number of requested samples. A run extended from 1,000 to 2,000 steps would therefore
@@ -12,109 +12,29 @@ the seed and the first count, no matter how often or how far a run is extended, 
 logarithm of its length. A blend of datasets is megatron-core's BlendedDataset over such chains. Its interleaving is
 greedy, so the first n samples are the same for any total.
 
-The index of a GPTDataset is written once and treated as untrusted when read. megatron-core reads its own cache with
-`numpy.load(allow_pickle=True)`, so anyone with write access to the cache can run code in the training process. Here,
-megatron-core only builds an index in an empty folder; this module reads it. Arrays are memory-mapped by numpy's .npy
-reader, which rejects objects. The first rank checks every file against the manifest and every number against its valid
-range.
-
-    train-3f0c…/document_index.npy   int32 [documents of all epochs]: sequences in reading order
-                sample_index.npy     int32 or int64 [samples + 1, 2]: row of document_index, offset in that sequence
-                shuffle_index.npy    uint32 or int64 [samples]: the sample to read
-                index.json           size and SHA-256 of each file
+`list_document_parts` follows a sample's index through pieces, blend, chain and megatron-core's index to the dataset on
+disk, and compares the tokens there with the sample's.
 """
 
-import hashlib
-import json
-import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from numpy.lib.format import open_memmap
-from pydantic import BaseModel, ConfigDict, ValidationError
+from torch.utils.data import Dataset
 
 from megatron.attention.documents import find_document_starts
 from megatron.data.blend import DatasetSlice
-from megatron.data.core_datasets import (
-    BlendedDataset,
-    GPTDataset,
-    GPTDatasetConfig,
-    IndexedDataset,
-)
-from megatron.data.core_datasets import Split as CoreSplit
-from megatron.data.corpus_metadata import FileDigest, compute_file_digest
+from megatron.data.core_datasets import BlendedDataset, GPTDataset
 from megatron.data.document_starts import MAX_COUNTED_DOCUMENTS, average_crossing_fractions, compute_crossing_fraction
-from megatron.data.indexed_dataset import IndexedTokens
-from megatron.data.load_tokenizer import Vocabulary, check_all_tokens
+from megatron.data.sample_index import GPTDatasetBuilder, Sample, SampleFormat
 from megatron.data.stage_order import SourceOrder, count_ordered
 from megatron.distributed.process_groups import ProcessGroups
-from megatron.options.data import Split
-from megatron.utils.atomic_directory import atomic_directory, read_folder_version, temporary_folder
-from megatron.utils.atomic_io import parse_json
-from megatron.utils.errors import FarfieldError, RunError, describe_cause
-
-Sample = dict[str, torch.Tensor]
-
-INDEX_MANIFEST = "index.json"
-UNREADABLE = (OSError, ValueError, TypeError, OverflowError, MemoryError, RecursionError)
-"""Exceptions that numpy's reader and json raise for invalid files."""
+from megatron.utils.errors import RunError
 
 
-@dataclass(frozen=True)
-class _TokenizerStub:
-    """Tokenizer attributes that GPTDatasetConfig reads. There is no `pad` because samples are never padded."""
-
-    vocab_size: int
-    eod: int | None
-    unique_identifiers: dict[str, Any]  # part of megatron-core's file names; `_cache_key` covers it
-
-
-@dataclass(frozen=True)
-class SampleFormat:
-    """Format of a split's samples: their length and the source of their tokens."""
-
-    split: Split
-    seq_length: int
-    vocabulary: Vocabulary
-    eod_mask_loss: bool
-    """True if tokens that end documents are excluded from the loss."""
-
-
-class CheckedGPTDataset(GPTDataset):
-    """GPTDataset that returns only tokens of the vocabulary, and gives each sample its own mask."""
-
-    def __getitem__(self, idx: int) -> Sample:
-        """Return `tokens` and `labels`, int64 [T], and `loss_mask`, float32 [T].
-
-        megatron-core's own method computes the same in a dozen more operations per sample: it searches padding, which
-        checked tokens do not contain, and returns positions, which the model does not read.
-        """
-        text = torch.from_numpy(self._query_document_sample_shuffle_indices(idx)[0]).long()
-        tokens = text[:-1]
-        if self.config.eod_mask_loss:
-            loss_mask = (tokens != self.config.tokenizer.eod).float()
-        else:
-            loss_mask = torch.ones(len(tokens))
-        return {"tokens": tokens, "labels": text[1:], "loss_mask": loss_mask}
-
-    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        """Read the tokens of a sample and check them."""
-        tokens, documents = super()._query_document_sample_shuffle_indices(idx)
-        size = self.config.tokenizer.vocab_size
-        smallest, largest = int(tokens.min()), int(tokens.max())
-        if smallest < 0 or largest >= size:
-            token = smallest if smallest < 0 else largest
-            raise RunError(f"{self.dataset_path}: sample {idx} has token {token}; the vocabulary has {size}")
-        return tokens, documents
-
-
-class ChainedGPTDataset(torch.utils.data.Dataset):
+class ChainedGPTDataset(Dataset):
     """Samples of one dataset from number `start` on, as a chain of GPTDatasets (see the module).
 
     BlendedDataset reads `unique_identifiers` and `index_split`.
@@ -144,7 +64,7 @@ class ChainedGPTDataset(torch.utils.data.Dataset):
         return compute_crossing_fraction(link.dataset.sequence_lengths[documents], seq_length)
 
 
-class TrainingDataset(torch.utils.data.Dataset):
+class TrainingDataset(Dataset):
     """First `total` samples of a chain or of a blend of chains, as dictionaries of three tensors."""
 
     def __init__(
@@ -172,10 +92,10 @@ class TrainingDataset(torch.utils.data.Dataset):
         )
 
 
-class CutDataset(torch.utils.data.Dataset):
+class CutDataset(Dataset):
     """Samples cut into `pieces` equal, consecutive pieces. Tensors have shape [T], with T divisible by `pieces`."""
 
-    def __init__(self, dataset: torch.utils.data.Dataset, pieces: int) -> None:
+    def __init__(self, dataset: Dataset, pieces: int) -> None:
         self.dataset, self.pieces = dataset, pieces
         self._last: tuple[int, Sample] | None = None  # pieces of one block are read consecutively
 
@@ -190,10 +110,10 @@ class CutDataset(torch.utils.data.Dataset):
         return {name: tensor.chunk(self.pieces)[piece] for name, tensor in sample.items()}
 
 
-class DocumentDataset(torch.utils.data.Dataset):
+class DocumentDataset(Dataset):
     """Samples with `document_starts`, int64 [T]: the index of the first token of each token's document."""
 
-    def __init__(self, dataset: torch.utils.data.Dataset, eod: int) -> None:
+    def __init__(self, dataset: Dataset, eod: int) -> None:
         self.dataset, self.eod = dataset, eod
 
     def __len__(self) -> int:
@@ -225,7 +145,7 @@ def build_training_dataset(
     weights = weights / sum(dataset_slice.weight for dataset_slice in dataset_slices)
     chains = []
     for dataset_slice, weight in zip(dataset_slices, weights, strict=True):
-        builder = _GPTDatasetBuilder(dataset_slice, sample_format, cache, groups, notes)
+        builder = GPTDatasetBuilder(dataset_slice, sample_format, cache, groups, notes)
         first_length, needed = (count_ordered(n, float(weight), len(dataset_slices)) for n in (ordered, total))
         start = 0
         if sources is not None:
@@ -243,211 +163,80 @@ def build_training_dataset(
     return TrainingDataset(blend, total, chains, weights.tolist())
 
 
-@contextmanager
-def _temporary_folder(groups: ProcessGroups) -> Iterator[Path]:
-    """Open a temporary folder of the first process for all processes. It is deleted when all of them have left."""
-    with ExitStack() as stack:
-        own, error = None, None
-        if groups.is_main:
-            try:
-                own = stack.enter_context(temporary_folder("samples"))
-            except OSError as failure:
-                error = failure
-        own_or_error = groups.gather_objects(error or own)[0]  # all processes stop if the first one failed
-        if isinstance(own_or_error, OSError):
-            raise own_or_error
-        yield own_or_error
-        groups.gather_objects(None)  # nobody reads it anymore
+@dataclass(frozen=True)
+class DocumentPart:
+    """Consecutive tokens of one document in a row."""
+
+    corpus: Path
+    """Prefix of the dataset."""
+    document: int
+    """Index of the document in the dataset, from 0."""
+    first_token: int
+    """Position in the document of the part's first token, from 0."""
+    document_tokens: int
+    """Length of the document in tokens."""
+    column: int
+    """Column of the row in which the part begins."""
+    tokens: np.ndarray
+    """Token ids, [N] integers."""
 
 
-class _GPTDatasetBuilder:
-    """Builder of GPTDatasets for one slice. All ranks must make the same calls."""
+def list_document_parts(dataset: Dataset, index: int, slices: Sequence[DatasetSlice]) -> list[DocumentPart]:
+    """List the parts of documents in the row `tokens` of a training sample, from left to right.
 
-    def __init__(
-        self,
-        dataset_slice: DatasetSlice,
-        sample_format: SampleFormat,
-        cache: Path | None,
-        groups: ProcessGroups,
-        notes: list[str],
-    ) -> None:
-        self.dataset_slice, self.cache, self.groups, self.notes = dataset_slice, cache, groups, notes
-        self.split, self.seq_length = CoreSplit[sample_format.split], sample_format.seq_length
-        self.eod_mask_loss, self.vocabulary = sample_format.eod_mask_loss, sample_format.vocabulary
-        self.tokenizer = _TokenizerStub(sample_format.vocabulary.size, sample_format.vocabulary.eod, {})
-        self.prefix = str(dataset_slice.dataset.prefix.resolve())  # independent of how the path is written
-        self.dataset = IndexedDataset(self.prefix)
+    Args:
+        dataset: training samples of a text (`build_datasets`).
+        index: index of the sample.
+        slices: datasets of the training split, in the same order as those from which `dataset` was built.
 
-    def build_config(self, seed: int, folder: Path | None) -> GPTDatasetConfig:
-        blends: list[Any] = [None, None, None]
-        blends[self.split.value] = ([self.prefix], None)
-        return GPTDatasetConfig(
-            random_seed=seed,
-            sequence_length=self.seq_length,
-            blend_per_split=blends,
-            path_to_cache=None if folder is None else str(folder),
-            tokenizer=self.tokenizer,
-            reset_position_ids=False,
-            reset_attention_mask=False,
-            eod_mask_loss=self.eod_mask_loss,
-            create_attention_mask=False,
-        )
-
-    def build(self, num_samples: int, seed: int) -> GPTDataset:
-        """Build at least `num_samples` samples.
-
-        The first process builds the index in the cache unless it is already there.
-        """
-        if self.cache is not None:
-            return self._build_in(self.cache, num_samples, seed)
-        try:
-            with _temporary_folder(self.groups) as temporary:  # memory maps outlive file names
-                if self.groups.world_size > 1:
-                    return self._build_in(temporary, num_samples, seed)
-                self._check_tokens()
-                return CheckedGPTDataset(*self._arguments(num_samples, seed, temporary))
-        except OSError as error:
-            raise RunError(
-                f"{tempfile.gettempdir()}: cannot write the sample index: {describe_cause(error)}; "
-                "set data_cache or TMPDIR to another folder"
-            ) from None
-
-    def _build_in(self, cache: Path, num_samples: int, seed: int) -> GPTDataset:
-        folder = cache / self._cache_key(num_samples, seed)
-        problem = self._write_index(folder, num_samples, seed) if self.groups.is_main else None
-        if (problem := self.groups.gather_objects(problem)[0]) is not None:
-            raise problem
-        try:
-            return IndexedGPTDataset(read_sample_index(folder), *self._arguments(num_samples, seed, None))
-        except FileNotFoundError:
-            raise RunError(
-                f"{folder}: not every process can see the sample index; set data_cache to a shared folder"
-            ) from None
-        except UNREADABLE as error:  # on a rank that cannot see the first rank's repair
-            raise RunError(f"{folder}: damaged sample index ({error}); delete the folder") from None
-
-    def _arguments(self, num_samples: int, seed: int, folder: Path | None) -> tuple[Any, ...]:
-        """Return the arguments of a GPTDataset; it writes its index to `folder`."""
-        indices = np.arange(self.dataset_slice.first, self.dataset_slice.last, dtype=np.int32)
-        return self.dataset, self.prefix, indices, num_samples, self.split, self.build_config(seed, folder)
-
-    def _check_tokens(self) -> None:
-        dataset_slice = self.dataset_slice
-        check_all_tokens(f"{dataset_slice.key}: {dataset_slice.dataset.prefix}", dataset_slice.dataset, self.vocabulary)
-
-    def _write_index(self, folder: Path, num_samples: int, seed: int) -> FarfieldError | None:
-        """Build the index unless an undamaged one exists. Returns the error, if any."""
-        dataset_slice = self.dataset_slice
-        damage, damaged_version = None, read_folder_version(folder)
-        if folder.exists():
-            lengths = dataset_slice.dataset.lengths
-            damage = find_index_damage(folder, num_samples, lengths, dataset_slice.first, dataset_slice.last)
-            if damage is None:
-                return None
-        try:
-            self._check_tokens()  # once: the index depends on the files' sizes and times, and on the vocabulary
-            # Another run that builds the same index builds identical files.
-            with atomic_directory(folder, replaces=damaged_version, on_conflict="discard") as new:
-                write_sample_index(new, lambda folder: GPTDataset(*self._arguments(num_samples, seed, folder)))
-        except OSError as error:
-            return RunError(f"{folder}: cannot write the sample index: {describe_cause(error)}")
-        except FarfieldError as error:
-            return error
-        if damage is not None:
-            self.notes.append(f"{folder}: the sample index was damaged ({damage}); it was rebuilt in the same order")
-        return None
-
-    def _cache_key(self, num_samples: int, seed: int) -> str:
-        """Return a key of everything the index depends on.
-
-        A dataset is identified by path, size and modification time.
-        """
-        dataset_slice = self.dataset_slice
-        parts = [self.prefix, _stat_files(dataset_slice.dataset), dataset_slice.first, dataset_slice.last]
-        parts += [self.split.name, self.seq_length, num_samples, seed, self.eod_mask_loss, self.vocabulary.size]
-        return f"{self.split.name}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}"
-
-
-def _stat_files(dataset: IndexedTokens) -> list[int]:
-    stats = [Path(f"{dataset.prefix}{suffix}").stat() for suffix in (".idx", ".bin")]
-    return [value for stat in stats for value in (stat.st_size, stat.st_mtime_ns)]
-
-
-class SampleIndex(NamedTuple):
-    """Three arrays that determine the samples (see the module)."""
-
-    document_index: np.ndarray
-    sample_index: np.ndarray
-    shuffle_index: np.ndarray
-
-
-class _Manifest(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    document_index: FileDigest
-    sample_index: FileDigest
-    shuffle_index: FileDigest
-
-
-class IndexedGPTDataset(CheckedGPTDataset):
-    """Dataset with an existing index."""
-
-    def __init__(self, index: SampleIndex, *arguments: object) -> None:
-        self._index = index
-        super().__init__(*arguments)
-
-    def _build_document_sample_shuffle_indices(self) -> SampleIndex:
-        return self._index
-
-
-def write_sample_index(folder: Path, build: Callable[[Path], GPTDataset]) -> None:
-    """Call `build` to have megatron-core write an index into an empty folder, then rename and record the files."""
-    build(folder)
-    (folder / INDEX_MANIFEST).unlink(missing_ok=True)
-    digests: dict[str, FileDigest] = {}
-    for path in list(folder.iterdir()):
-        name = next((name for name in SampleIndex._fields if path.name.endswith(f"-{name}.npy")), None)
-        if name is None:
-            path.unlink()  # description file; `_cache_key` covers its content
-        else:
-            digests[name] = compute_file_digest(path.rename(folder / f"{name}.npy"))
-    (folder / INDEX_MANIFEST).write_text(_Manifest(**digests).model_dump_json(indent=2) + "\n", encoding="utf-8")
-
-
-def read_sample_index(folder: Path) -> SampleIndex:
-    """Memory-map an index. Raises one of UNREADABLE for invalid files."""
-    return SampleIndex(*(open_memmap(folder / f"{name}.npy", mode="r") for name in SampleIndex._fields))
-
-
-def find_index_damage(folder: Path, num_samples: int, lengths: np.ndarray, first: int, last: int) -> str | None:
-    """Return a description of the damage to the index in a folder, or None if it is valid.
-
-    A valid index has at least `num_samples` samples of the sequences first … last − 1 with the given lengths.
+    Raises RunError if the tokens on disk are not those of the sample.
     """
-    try:
-        manifest = _Manifest.model_validate(parse_json((folder / INDEX_MANIFEST).read_text(encoding="utf-8")))
-        for name in SampleIndex._fields:
-            if compute_file_digest(folder / f"{name}.npy") != getattr(manifest, name):
-                return f"{name}.npy does not match {INDEX_MANIFEST}"
-        index = read_sample_index(folder)
-    except ValidationError:
-        return f"{INDEX_MANIFEST} is not a valid manifest"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except UNREADABLE as error:
-        return " ".join(str(error).split())
-    return None if _fits_dataset(index, num_samples, lengths, first, last) else "its arrays do not match the data"
+    row = dataset[index]["tokens"].numpy()  # first: megatron-core reads its index with the first sample
+    source = dataset.dataset if isinstance(dataset, DocumentDataset) else dataset
+    block, piece = index, 0
+    if isinstance(source, CutDataset):
+        block, piece = divmod(index, source.pieces)
+        source = source.dataset
+    assert isinstance(source, TrainingDataset)
+    number, link, sample = _find_link(source, block)
+    first = piece * len(row)
+    parts = list(_cut_parts(link, sample, first, first + len(row), slices[number].dataset.prefix))
+    if not np.array_equal(np.concatenate([part.tokens for part in parts]), row):
+        raise RunError(f"{slices[number].dataset.prefix}: its documents do not match sample {index} of the training")
+    return parts
 
 
-def _fits_dataset(index: SampleIndex, num_samples: int, lengths: np.ndarray, first: int, last: int) -> bool:
-    documents, starts, shuffle = index
-    dtypes_fit = documents.dtype == np.int32 and starts.dtype in (np.int32, np.int64) and shuffle.dtype.kind in "iu"
-    shapes_fit = documents.ndim == shuffle.ndim == 1 and starts.ndim == 2 and starts.shape[1:] == (2,)
-    if not dtypes_fit or not shapes_fit or len(starts) != len(shuffle) + 1 or len(shuffle) < max(num_samples, 1):
-        return False
-    if not len(documents) or documents.min() < first or documents.max() >= last:
-        return False
-    rows, offsets = starts[:, 0], starts[:, 1]
-    if rows.min() < 0 or rows.max() >= len(documents) or shuffle.min() < 0 or shuffle.max() >= len(shuffle):
-        return False
-    return bool((np.diff(rows) >= 0).all() and offsets.min() >= 0 and (offsets <= lengths[documents[rows]]).all())
+def _find_link(dataset: TrainingDataset, index: int) -> tuple[int, GPTDataset, int]:
+    """Return the number of the dataset from which a sample is drawn, the link of its chain, and the sample there."""
+    number, source = 0, dataset.dataset
+    if not isinstance(source, ChainedGPTDataset):
+        number, index = int(source.dataset_index[index]), int(source.dataset_sample_index[index])
+    chain = dataset.chains[number]
+    index += chain.start
+    link = bisect_right(chain.ends, index)
+    return number, chain.datasets[link], index - (chain.ends[link - 1] if link else 0)
+
+
+def _cut_parts(link: GPTDataset, sample: int, first: int, last: int, corpus: Path) -> Iterator[DocumentPart]:
+    """Yield the parts of a sample's tokens first … last − 1."""
+    row, offset = (int(number) for number in link.sample_index[link.shuffle_index[sample]])
+    boundaries, lengths = link.dataset.document_indices, link.dataset.sequence_lengths
+    column = 0
+    while column < last:
+        sequence = int(link.document_index[row])
+        end = min(column + int(lengths[sequence]) - offset, last)
+        begin = max(column, first)
+        if begin < end:
+            document = int(np.searchsorted(boundaries, sequence, side="right")) - 1
+            members = slice(int(boundaries[document]), int(boundaries[document + 1]))
+            before = int(lengths[members.start : sequence].sum(dtype=np.int64))
+            skipped = offset + begin - column
+            yield DocumentPart(
+                corpus,
+                document,
+                first_token=before + skipped,
+                document_tokens=int(lengths[members].sum(dtype=np.int64)),
+                column=begin - first,
+                tokens=link.dataset.get(sequence, offset=skipped, length=end - begin),
+            )
+        column, row, offset = end, row + 1, 0

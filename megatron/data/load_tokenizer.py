@@ -106,6 +106,14 @@ def read_vocab_size(data: DataOptions) -> int:
     return read_vocabulary(data).size
 
 
+def find_vocab_size(data: DataOptions) -> int | None:
+    """Return the vocabulary size of a run's data, or None if their tokenizer is not on this machine."""
+    try:
+        return read_vocab_size(data)
+    except FarfieldError:
+        return None
+
+
 def read_vocabulary(data: DataOptions) -> Vocabulary:
     """Return the vocabulary of a run's data: from its task, from corpus.json, or from the tokenizer keys.
 

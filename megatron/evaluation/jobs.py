@@ -36,9 +36,8 @@ from megatron.reports.results_output import (
     print_comparison_tables,
     read_saved_records,
 )
-from megatron.utils.atomic_io import check_folder
+from megatron.utils.atomic_io import check_folder, folder_lock
 from megatron.utils.errors import UserError
-from megatron.utils.folder_lock import folder_lock
 from megatron.utils.imports import pause_garbage_collection
 from megatron.utils.progress import ProgressMeter, WorkItem
 

@@ -13,7 +13,7 @@ Blocks of text are the independent samples of every interval (`megatron.reports.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,9 +22,9 @@ import numpy as np
 from megatron.evaluation.key_tokens import KeyTokenFile
 from megatron.evaluation.protocols import ScoringPlan, TargetSet
 from megatron.options.evaluation import EvaluationOptions
-from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_curves, draw_bootstrap_means
 from megatron.reports.metrics import MAX_NLL, clamped_exp
 from megatron.reports.records import Record
+from megatron.reports.uncertainty import build_interval_fields, draw_bootstrap_curves, draw_bootstrap_means
 from megatron.utils.errors import RunError, UserError
 
 MAX_BLOCKS = 4096
@@ -218,14 +218,12 @@ class RecordBuilder:
         for index, (summary, sums, fields) in enumerate(summaries):
             optional = self._block_fields(sums, counts)
             if draws is not None:
-                optional |= _interval_fields("", map(clamped_exp, compute_percentile_interval(draws[index])))
+                optional |= build_interval_fields(draws[index], transform=clamped_exp)
             if index > 0:
                 change = clamped_exp(summary.nll - first.summary.nll)
                 optional |= {"change": change, "change_from": first.record_fields["length"]}
                 if draws is not None:
-                    optional |= _interval_fields(
-                        "change_", map(clamped_exp, compute_percentile_interval(draws[index] - draws[0]))
-                    )
+                    optional |= build_interval_fields(draws[index] - draws[0], "change_", clamped_exp)
             if metric == "perplexity":
                 optional["bits_per_byte"] = self._bits_per_byte(summary)
             yield Record(
@@ -284,9 +282,7 @@ class RecordBuilder:
         for index, position in enumerate(positions.tolist()):
             tokens = int(counts[:, index].sum())
             nll = float(sums[:, index].sum() / tokens)
-            interval: dict[str, Any] = (
-                {} if draws is None else _interval_fields("", compute_percentile_interval(draws[:, index]))
-            )
+            interval: dict[str, Any] = {} if draws is None else build_interval_fields(draws[:, index])
             yield Record(
                 **{**self.record_fields, **fields, "flops": None, "seconds": None, "cpu_seconds": None},
                 **interval,
@@ -314,7 +310,7 @@ class RecordBuilder:
                 if draws is not None:
                     full, local = draws[index], draws[0]  # with the whole context, and without
                     gains = local - full if metric == "log_ratio" else np.exp(local) - np.exp(full)
-                    interval = _interval_fields("", compute_percentile_interval(gains))
+                    interval = build_interval_fields(gains)
                 yield Record(**shared, metric=metric, value=value, **interval)
 
     def _build_position_records(self, scored: ScoredLength, fields: Mapping[str, Any]) -> Iterator[Record]:
@@ -328,9 +324,7 @@ class RecordBuilder:
             if not counts.any():
                 continue
             summary, draws = summarize_losses(sums, counts), draw_bootstrap_means(sums[None], counts)
-            interval: dict[str, Any] = (
-                {} if draws is None else _interval_fields("", map(clamped_exp, compute_percentile_interval(draws[0])))
-            )
+            interval: dict[str, Any] = {} if draws is None else build_interval_fields(draws[0], transform=clamped_exp)
             yield Record(
                 **self.record_fields,
                 **fields,
@@ -397,8 +391,3 @@ def smooth_by_position(values: np.ndarray, positions: np.ndarray, width: int) ->
     after = np.minimum(before, length - positions)
     sums = np.concatenate([np.zeros((len(values), 1)), values.cumsum(axis=1, dtype=np.float64)], axis=1)
     return sums[:, positions + after] - sums[:, positions - before - 1]
-
-
-def _interval_fields(prefix: str, ends: Iterable[float]) -> dict[str, float]:
-    low, high = ends
-    return {f"{prefix}low": low, f"{prefix}high": high}

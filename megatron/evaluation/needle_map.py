@@ -30,8 +30,8 @@ from megatron.data.tasks.task import TaskBatch
 from megatron.evaluation.accuracy import score_answers
 from megatron.evaluation.eval_target import ScoringContext
 from megatron.evaluation.provenance import describe_model, start_stopwatch
-from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.records import Record
+from megatron.reports.uncertainty import build_interval_fields, draw_bootstrap_means
 from megatron.utils.errors import RunError
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _score_cell(
         if np.ptp(counts) > 0:
             optional["block_tokens"] = counts.astype(int).tolist()
         draws = draw_bootstrap_means(sums[None], counts.astype(np.int64))
-        optional |= {} if draws is None else _interval_fields(draws[0])
+        optional |= {} if draws is None else build_interval_fields(draws[0])
         records.append(
             Record(
                 **fields,
@@ -241,12 +241,12 @@ def _build_length_records(
             "cpu_seconds": sum(record.cpu_seconds or 0.0 for record in records),
         }  # fmt: skip
         if draws is not None:
-            fields |= _interval_fields(draws[index])
+            fields |= build_interval_fields(draws[index])
         if index > 0:
             change = records[-1].metric_info.compute_change(float(scores[index]), float(scores[0]))
             fields |= {"change": change, "change_from": first_length}
             if draws is not None:
-                fields |= _interval_fields(draws[index] - draws[0], "change_")
+                fields |= build_interval_fields(draws[index] - draws[0], "change_")
         yield records[-1].replace(**fields)
 
 
@@ -265,7 +265,7 @@ def _build_effective_record(
     value = float(find_effective_lengths(lengths, scores, threshold)[0])
     interval: dict[str, Any] = {"low": None, "high": None}
     if draws is not None:
-        interval = _interval_fields(find_effective_lengths(lengths, draws, threshold))
+        interval = build_interval_fields(find_effective_lengths(lengths, draws, threshold))
     below = [
         length for length, score in zip(lengths, scores[:, 0], strict=True)
         if length < value and score < threshold - SCORE_TOLERANCE
@@ -306,7 +306,7 @@ def _build_mean_record(
         f"{record.remark or ''}".strip(),
     }  # fmt: skip
     if draws is not None:
-        fields |= _interval_fields(draws.mean(axis=0))
+        fields |= build_interval_fields(draws.mean(axis=0))
     return record.replace(**fields)
 
 
@@ -318,8 +318,3 @@ def find_effective_lengths(lengths: Sequence[int], scores: np.ndarray, threshold
         scores: float64 [lengths, columns], 0 to 1.
     """
     return np.where(scores >= threshold - SCORE_TOLERANCE, np.array(lengths)[:, None], 0).max(axis=0)
-
-
-def _interval_fields(draws: np.ndarray, prefix: str = "") -> dict[str, Any]:
-    low, high = compute_percentile_interval(draws)
-    return {f"{prefix}low": low, f"{prefix}high": high}

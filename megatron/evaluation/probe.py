@@ -26,8 +26,8 @@ from megatron.evaluation.eval_target import ScoringContext, count_flops_by_lengt
 from megatron.evaluation.loss_records import summarize_losses
 from megatron.evaluation.provenance import describe_model, start_stopwatch
 from megatron.options.evaluation import EvaluationOptions
-from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.records import Record
+from megatron.reports.uncertainty import compute_percentile_interval, draw_bootstrap_means
 from megatron.utils.errors import RunError, UserError
 
 if TYPE_CHECKING:

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config.load import LoadedConfig
-from megatron.config.schema import Config
-from megatron.config.stages import build_stages
 from megatron.data.document_starts import describe_crossing_fraction, estimate_crossing_fraction
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import (
@@ -93,7 +91,7 @@ def launch_training(
                 settled, notes = resolved.config, resolved.notes
                 if hosts is None and resolved.world_size is not None:
                     settled = check.config
-                    notes = (*notes, *check.data_notes, *_describe_stages(settled))
+                    notes = (*notes, *check.data_notes, *_describe_stages(check))
                 print(settled.to_yaml(), end="")
                 print_notes((*notes, *_describe_dry_run(loaded, resolved, check, is_local=is_local)))
             return 0
@@ -169,9 +167,9 @@ def _describe_unchecked(resolved: ResolvedRun, check: StartCheck) -> tuple[str, 
     return (f"not checked: {CHECKED_ON_NODES}", *lines)
 
 
-def _describe_stages(config: Config) -> tuple[str, ...]:
+def _describe_stages(check: StartCheck) -> tuple[str, ...]:
     """Return a line for each of a run's stages, if it has several."""
-    stages = build_stages(config)
+    stages = () if check.plan is None else check.plan.resume.stages
     return tuple(stage.describe(len(stages)) for stage in stages) if len(stages) > 1 else ()
 
 

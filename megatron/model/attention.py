@@ -45,7 +45,9 @@ from megatron.attention.segments import (
     select_last_tokens,
 )
 from megatron.attention.softmax import SoftmaxSink
-from megatron.distributed.collectives import (
+from megatron.distributed.mesh import Axis, list_context_chunks
+from megatron.distributed.process_groups import ProcessGroups
+from megatron.distributed.sharding import (
     all_gather,
     exchange_heads_for_rows,
     exchange_rows_for_heads,
@@ -53,8 +55,6 @@ from megatron.distributed.collectives import (
     gather_sequence,
     sum_grad,
 )
-from megatron.distributed.mesh import Axis, list_context_chunks
-from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.core_modules import MegatronModule, TransformerConfig
 from megatron.model.kv_cache import KVCache
 from megatron.position.encoding import Encoding, ScoreTerms
@@ -141,7 +141,7 @@ class PositionedAttention(MegatronModule):
         super().__init__(config=config)
         # A tuple hides the shared encoding from nn.Module: the model registers its parameters once.
         self._shared: tuple[Encoding, ...] = (layer_attention.encoding,) if layer_attention.shared else ()
-        # The attribute names are those of weights in checkpoints: see `stored_config.WEIGHT_RENAMES`.
+        # The attribute names are those of weights in checkpoints: see `manifest.WEIGHT_RENAMES`.
         self.position = None if layer_attention.shared else layer_attention.encoding
         self.processor = layer_attention.processor
         self.temperature = layer_attention.temperature

@@ -13,9 +13,9 @@ from torch import nn
 from megatron.attention.backends.backend import AttentionBackend, can_mask_documents
 from megatron.attention.backends.registry import select_backend
 from megatron.attention.softmax import build_softmax_sink
-from megatron.distributed.collectives import register_grad_all_reduce
 from megatron.distributed.mesh import get_pipeline_layer_range
 from megatron.distributed.process_groups import ProcessGroups
+from megatron.distributed.sharding import register_grad_all_reduce
 from megatron.model.attention import LayerAttention, PositionedAttention
 from megatron.model.backend_choice import AttentionTarget, BackendChoice, LayerType, choose_backends
 from megatron.model.core_modules import (

@@ -12,8 +12,8 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron.distributed.collectives import all_gather
 from megatron.distributed.process_groups import ProcessGroups
+from megatron.distributed.sharding import all_gather
 from megatron.model.core_modules import TransformerConfig, vocab_parallel_cross_entropy
 from megatron.model.layer import recompute_in_backward
 from megatron.model.layer_config import can_compile, compile_region, compute_log_z

@@ -24,9 +24,8 @@ from megatron.model.core_modules import GPTModel
 from megatron.model.cross_entropy import CrossEntropy, chunked_cross_entropy, gather_vocabulary
 from megatron.model.kv_cache import KVCache
 from megatron.model.layer import is_unsharded, recompute_in_backward
-from megatron.model.layer_groups import LayerGroups
 from megatron.model.mup import Multipliers, MupScaling
-from megatron.model.segment_builder import SegmentBuilder, find_documents
+from megatron.model.pass_inputs import LayerGroups, SegmentBuilder, find_documents
 from megatron.options.model import MAX_LOGITS
 from megatron.position.encoding import Encoding
 from megatron.position.numerics import has_parameters_divided_by_zero_3, soft_cap

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megatron.attention.backends.backend import needs_heads_first_layout
-from megatron.distributed.collectives import all_gather, register_grad_all_reduce
 from megatron.distributed.process_groups import ProcessGroups
+from megatron.distributed.sharding import all_gather, register_grad_all_reduce
 from megatron.model.attention import AttentionContext
 from megatron.model.core_modules import (
     MLP,

@@ -1,9 +1,17 @@
 """Command options outside the configuration: analyze, export, generate, import, plan, rehearse and report."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
-from megatron.options.evaluation import LENGTHS_METAVAR, Length, LengthOptions
-from megatron.options.model import MAX_LENGTH
+from megatron.options.evaluation import (
+    LENGTHS_METAVAR,
+    PRECISION_FIELD,
+    ROPE_FIELD,
+    TEMPERATURE_FIELD,
+    WINDOW_FIELD,
+    Length,
+    LengthOptions,
+    Precision,
+)
 from megatron.options.section import CommaSeparated, ConfigSection, config_field
 
 
@@ -40,23 +48,11 @@ class AnalysisOptions(LengthOptions):
         "sequences of the task that a run was trained on",
     )
     windows: int = config_field(4, "windows per length over which attention is averaged", ge=1)
-    window: int | None = config_field(
-        None, "number of last keys to attend to, including the token's own", ge=1, le=MAX_LENGTH
-    )
-    attention_temperature: str | None = config_field(
-        None,
-        "attention temperature without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "
-        "llama4:floor_scale=512; the run's own if absent",
-    )
-    rope: str | None = config_field(
-        None,
-        "scaling of rotary for a run trained without one: pi:8, ntk:8, dynamic, yarn:8, "
-        "longrope:FILE, selfextend:GROUP,NEIGHBORS or rerope:NEIGHBORS",
-    )
+    window: int | None = WINDOW_FIELD
+    attention_temperature: str | None = TEMPERATURE_FIELD
+    rope: str | None = ROPE_FIELD
     device: str = config_field("auto", "device of the models: auto, cpu or cuda")
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = config_field(
-        "auto", "compute type: fp32, bf16, fp16, or auto (fp32 on a CPU, the run's own on a GPU)"
-    )
+    precision: Precision = PRECISION_FIELD
 
 
 MAX_NEW_TOKENS = 10**9
@@ -80,23 +76,11 @@ class GenerationOptions(ConfigSection):
     seed: int = config_field(1234, "seed of sampling; the same seed, prompt and options give the same text", ge=0)
     stop: list[str] = config_field(list, "stop string: generation ends before it; may be repeated")
     batch_size: int = config_field(8, "maximum number of prompts per batch", ge=1)
-    window: int | None = config_field(
-        None, "number of last keys to attend to, including the token's own", ge=1, le=MAX_LENGTH
-    )
-    attention_temperature: str | None = config_field(
-        None,
-        "attention temperature without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "
-        "llama4:floor_scale=512; the run's own if absent",
-    )
-    rope: str | None = config_field(
-        None,
-        "scaling of rotary for a run trained without one: pi:8, ntk:8, dynamic, yarn:8, "
-        "longrope:FILE, selfextend:GROUP,NEIGHBORS or rerope:NEIGHBORS",
-    )
+    window: int | None = WINDOW_FIELD
+    attention_temperature: str | None = TEMPERATURE_FIELD
+    rope: str | None = ROPE_FIELD
     device: str = config_field("auto", "device of the model: auto, cpu or cuda")
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = config_field(
-        "auto", "compute type: fp32, bf16, fp16, or auto (fp32 on a CPU, the run's own on a GPU)"
-    )
+    precision: Precision = PRECISION_FIELD
     backend: str | None = config_field(None, "attention backend; the run's own if absent")
 
 

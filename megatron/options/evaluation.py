@@ -113,6 +113,24 @@ Depths = Annotated[list[Annotated[float, Field(ge=0, le=1)]], BeforeValidator(_p
 """Ascending fractions of the possible positions before an answer."""
 
 
+WINDOW_FIELD = config_field(None, "number of last keys to attend to, including the token's own", ge=1, le=MAX_LENGTH)
+TEMPERATURE_FIELD = config_field(
+    None,
+    "attention temperature without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "
+    "llama4:floor_scale=512; the run's own if absent",
+)
+ROPE_FIELD = config_field(
+    None,
+    "scaling of rotary for a run trained without one: pi:8, ntk:8, dynamic, yarn:8, "
+    "longrope:FILE, selfextend:GROUP,NEIGHBORS or rerope:NEIGHBORS",
+)
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+PRECISION_FIELD = config_field(
+    "auto", "compute type: fp32, bf16, fp16, or auto (fp32 on a CPU, the run's own on a GPU)"
+)
+"""Options of reading a trained model, in evaluation, analysis and generation."""
+
+
 class EvaluationOptions(LengthOptions):
     """Options of evaluation, shared by the command line, sweep files and Python."""
 
@@ -191,24 +209,14 @@ class EvaluationOptions(LengthOptions):
     data: str | None = config_field(
         None, "text to score: .txt or .jsonl file, corpus folder or dataset; each run's test split if absent"
     )
-    window: int | None = config_field(
-        None, "number of last keys to attend to, including the token's own", ge=1, le=MAX_LENGTH
-    )
+    window: int | None = WINDOW_FIELD
     attention_mask: Literal["causal", "document"] | None = config_field(
         None,
         "attention to all earlier tokens (causal), or only within a document, with positions from 0 (document); as "
         "in training if absent",
     )
-    attention_temperature: str | None = config_field(
-        None,
-        "attention temperature without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "
-        "llama4:floor_scale=512; the run's own if absent",
-    )
-    rope: str | None = config_field(
-        None,
-        "scaling of rotary for a run trained without one: pi:8, ntk:8, dynamic, yarn:8, "
-        "longrope:FILE, selfextend:GROUP,NEIGHBORS or rerope:NEIGHBORS",
-    )
+    attention_temperature: str | None = TEMPERATURE_FIELD
+    rope: str | None = ROPE_FIELD
     task_options: str | None = config_field(
         None,
         "for runs trained on a task: task options that differ from training, ignore=0.98,…",
@@ -217,9 +225,7 @@ class EvaluationOptions(LengthOptions):
     device: str = config_field(
         "auto", "device of the models: auto, cpu or cuda; in a sweep, that of the training if absent"
     )
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = config_field(
-        "auto", "compute type: fp32, bf16, fp16, or auto (fp32 on a CPU, the run's own on a GPU)"
-    )
+    precision: Precision = PRECISION_FIELD
     backend: str | None = config_field(None, "attention backend; the run's own if absent")
     batch_tokens: int | None = config_field(
         None, "input tokens per forward pass; 4,096 on a CPU and 65,536 on a GPU if absent", ge=1

@@ -23,7 +23,7 @@ The backend that `auto` selects depends on a self-check on the GPU; without one 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from megatron.attention.backends.capabilities import find_unsupported_method
+from megatron.attention.backends.backend import find_unsupported_method
 from megatron.config.schema import Config
 from megatron.options.model import head_dim
 from megatron.planning.model_costs import (

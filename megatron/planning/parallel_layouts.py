@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron.config.parallelism import check_divisible, resolve_batch_size, resolve_mesh_shape, resolve_zero
+from megatron.config.execution import check_divisible, resolve_batch_size, resolve_mesh_shape, resolve_zero
 from megatron.config.schema import Config
 from megatron.config.validation import validate_config
 from megatron.distributed.mesh import ParallelSizes

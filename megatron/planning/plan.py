@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.config.parallelism import resolve_zero
+from megatron.config.execution import resolve_zero
 from megatron.config.schema import Config
 from megatron.config.stages import Stage, list_stage_configs, resolve_ranks
 from megatron.distributed.mesh import ParallelSizes

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from megatron.config.cuda_graph import find_graph_obstacle
+from megatron.config.execution import find_graph_obstacle
 from megatron.options.training import ACCUMULATION_KEY, MICRO_BATCH_KEY
 from megatron.planning.memory_estimate import RESERVED_FRACTION
 from megatron.planning.parallel_layouts import ParallelLayout

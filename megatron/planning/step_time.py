@@ -110,7 +110,7 @@ def estimate_step_time(
     """Estimate the time of one step of a layout.
 
     Args:
-        config: configuration with resolved batch sizes (`megatron.config.parallelism.resolve_batch_size`).
+        config: configuration with resolved batch sizes (`megatron.config.execution.resolve_batch_size`).
         sizes: sizes of the mesh.
         vocab_size: vocabulary size of the tokenizer.
         cluster: cluster to run on.

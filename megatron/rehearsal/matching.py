@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.distributed.mesh import ParallelSizes
-from megatron.rehearsal.ledger import CollectiveCall, Communicator, Ledger
+from megatron.rehearsal.roles import CollectiveCall, Communicator, Ledger
 from megatron.utils.formatting import format_ranks
 
 LedgersByRank = Mapping[int, Ledger]

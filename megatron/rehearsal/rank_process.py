@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.config.cuda_graph import TRIAL_PHASE
+from megatron.config.execution import TRIAL_PHASE
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import FarfieldError, UserError, describe_error, is_out_of_memory
 from megatron.utils.project import find_own_path

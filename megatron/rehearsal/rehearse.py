@@ -23,12 +23,11 @@ from typing import Any
 
 from megatron.distributed.launcher_environment import ADDRESS, RankInfo
 from megatron.launch.rank_group import find_free_port
-from megatron.rehearsal.ledger import Ledger, read_ledger
 from megatron.rehearsal.matching import Mismatch, find_mismatches
 from megatron.rehearsal.null_device.environment import GpuModel, build_environment
 from megatron.rehearsal.rank_process import RankError, RankJob, RankResult
 from megatron.rehearsal.rehearsed_run import STEPS, RehearsedRun
-from megatron.rehearsal.roles import RankRole, choose_roles, list_stages
+from megatron.rehearsal.roles import Ledger, RankRole, choose_roles, list_stages, read_ledger
 from megatron.utils.atomic_directory import temporary_folder
 from megatron.utils.errors import RunError, UserError
 from megatron.utils.imports import SAFE_PATH_VARIABLE

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.config.parallelism import count_ranks_per_replica, get_known_world_size, resolve_mesh_shape
+from megatron.config.execution import count_ranks_per_replica, get_known_world_size, resolve_mesh_shape
 from megatron.config.schema import Config
 from megatron.config.stages import build_stages
 from megatron.data.corpus_metadata import CORPUS_FILE, CorpusMetadata, SplitCounts, SplitName, split_basename
 from megatron.data.indexed_dataset import HEADER, MAGIC
-from megatron.data.load_tokenizer import read_vocabulary
+from megatron.data.load_tokenizer import find_vocab_size, read_vocabulary
 from megatron.data.tokenizers import HuggingFaceTokenizer
 from megatron.distributed.hardware import detect_memory
 from megatron.distributed.mesh import ParallelSizes
@@ -218,7 +218,7 @@ def plan_rehearsal(
     check_run_folder(config)
     missing = _find_missing_data(config)
     notes = [] if missing is None else [missing]
-    known_size = _find_vocab_size(config)
+    known_size = find_vocab_size(config.data)
     if vocab_size is not None and known_size not in (None, vocab_size):
         raise UserError(f"--vocabulary is {vocab_size}, but the data have {known_size} tokens")
     size = known_size or vocab_size or GPT2_VOCAB_SIZE
@@ -285,14 +285,6 @@ def _find_missing_data(config: Config) -> str | None:
     except FarfieldError as error:
         return f"the run's data cannot be read here ({error})"
     return None
-
-
-def _find_vocab_size(config: Config) -> int | None:
-    """Return the vocabulary size of the data's tokenizer, or None if it is unavailable."""
-    try:
-        return read_vocabulary(config.data).size
-    except FarfieldError:
-        return None
 
 
 def _describe_text(paths: dict[str, list[str]]) -> dict[str, object]:

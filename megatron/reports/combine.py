@@ -11,10 +11,9 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron.reports import paper_experiment, records, report, report_markdown, results_output
-from megatron.reports.citation import format_command
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.depth_maps import split_depth_maps
-from megatron.reports.html_page import is_generated_page
+from megatron.reports.html_page import format_command, is_generated_page
 from megatron.reports.method_rows import get_table_key
 from megatron.reports.paper_experiment import Experiment
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure
@@ -103,7 +102,7 @@ def combine_results(
         write_page_atomically(output, report.render_report_latex(sections, output.stem))
         console.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
     elif output is not None:
-        report.write_report(output, sections, title=title, command=format_command())
+        write_page_atomically(output, report.render_report(sections, title=title, command=format_command()))
         console.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
     for path, (description, content) in figures.items():
         write_bytes_atomically(path, content)

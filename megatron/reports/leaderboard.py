@@ -9,7 +9,6 @@ from megatron.reports.axes import format_multiple
 from megatron.reports.comparison_table import ComparisonTable
 from megatron.reports.metrics import format_percent
 from megatron.reports.ranked_columns import build_ranked_columns, estimate_ranks, rank_methods
-from megatron.reports.seed_variances import find_detectable_difference
 from megatron.reports.significance import (
     SIGNIFICANCE_LEVEL,
     MethodComparison,
@@ -20,6 +19,7 @@ from megatron.reports.significance import (
     list_pairs_with_best,
 )
 from megatron.reports.table_formats import TextTable
+from megatron.reports.uncertainty import find_detectable_difference
 
 POWER = 0.8
 """Probability with which a stated detectable change is found."""

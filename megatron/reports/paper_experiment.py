@@ -22,17 +22,17 @@ from typing import Any
 import numpy as np
 
 from megatron.reports.axes import format_multiple
-from megatron.reports.bootstrap import (
-    BOOTSTRAP_SEED,
-    NUM_RESAMPLES,
-    compute_percentile_interval,
-    draw_bootstrap_means,
-)
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, format_partial_seeds
 from megatron.reports.leaderboard import Ablation, Leaderboard
 from megatron.reports.metrics import MAX_PERPLEXITY
 from megatron.reports.records import MAX_COUNT, Record, RunFailure
 from megatron.reports.table_formats import TextTable
+from megatron.reports.uncertainty import (
+    BOOTSTRAP_SEED,
+    NUM_RESAMPLES,
+    compute_percentile_interval,
+    draw_bootstrap_means,
+)
 from megatron.reports.verdict_tables import DEFAULT_DELTA, build_verdict_tables
 from megatron.utils.atomic_io import parse_json, write_text_atomically
 from megatron.utils.errors import UserError

@@ -17,8 +17,8 @@ import numpy as np
 from megatron.reports.axes import format_multiple
 from megatron.reports.comparison_table import ComparisonTable, format_partial_seeds
 from megatron.reports.metrics import Metric
-from megatron.reports.seed_variances import SeedVariance
 from megatron.reports.significance import get_seed_variances
+from megatron.reports.uncertainty import SeedVariance
 
 NUM_RANK_DRAWS = 2000
 RANK_SEED = 20_261_128

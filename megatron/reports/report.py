@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.reports.charts import Chart
-from megatron.reports.citation import describe_reproduction
 from megatron.reports.comparison_table import (
     ComparisonTable,
     build_comparison_tables,
@@ -26,6 +25,7 @@ from megatron.reports.html_page import (
     HtmlCell,
     HtmlColumn,
     HtmlTable,
+    describe_reproduction,
     render_template,
 )
 from megatron.reports.leaderboard import Leaderboard, LeaderboardReport
@@ -41,7 +41,6 @@ from megatron.reports.report_sentences import (
 )
 from megatron.reports.results_output import build_missing_table
 from megatron.reports.table_formats import LATEX_MARKER, TextTable, build_html_table, render_latex_file
-from megatron.utils.atomic_io import write_page_atomically
 from megatron.utils.errors import UserError
 
 
@@ -81,37 +80,6 @@ class TrainingSection:
     """True if a run is still training. The section is then shown before the results, otherwise after them."""
 
 
-def write_report(
-    path: str | Path,
-    sections: Sequence[ReportSection],
-    *,
-    title: str | None = None,
-    num_pending_runs: int = 0,
-    configurations: Mapping[str, str] | None = None,
-    command: str | None = None,
-    training: TrainingSection | None = None,
-) -> Path:
-    """Write the report as an HTML file.
-
-    Args:
-        path: path of the HTML file.
-        sections: sections, in order.
-        title: heading of the page; if None, the title of its only section, or a generated description.
-        num_pending_runs: number of unfinished runs, shown in the heading.
-        configurations: name → text of a configuration file, shown collapsed at the end.
-        command: command that made the page, for reproduction.
-        training: training progress of the runs.
-
-    Raises:
-        UserError: there is nothing to show.
-    """
-    text = render_report(
-        sections, title=title, num_pending_runs=num_pending_runs, configurations=configurations, command=command,
-        training=training,
-    )  # fmt: skip
-    return write_page_atomically(path, text)
-
-
 def render_report(
     sections: Sequence[ReportSection],
     *,
@@ -122,10 +90,19 @@ def render_report(
     training: TrainingSection | None = None,
     refresh_seconds: int | None = None,
 ) -> str:
-    """Render the report as an HTML string. For arguments and errors see `write_report`.
+    """Render the report as an HTML page.
 
     Args:
+        sections: sections, in order.
+        title: heading of the page; if None, the title of its only section, or a generated description.
+        num_pending_runs: number of unfinished runs, shown in the heading.
+        configurations: name → text of a configuration file, shown collapsed at the end.
+        command: command that made the page, for reproduction.
+        training: training progress of the runs.
         refresh_seconds: refresh interval of a served page; None for a file.
+
+    Raises:
+        UserError: there is nothing to show.
     """
     records = [record for section in sections for record in section.records]
     if not records and training is None:

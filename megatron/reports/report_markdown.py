@@ -28,8 +28,7 @@ from megatron.reports.report_sentences import (
 )
 from megatron.reports.results_output import build_missing_table
 from megatron.reports.table_formats import render_comparison_markdown
-from megatron.utils.atomic_io import check_no_foreign_files, write_bytes_atomically, write_page_atomically
-from megatron.utils.folder_lock import folder_lock
+from megatron.utils.atomic_io import check_no_foreign_files, folder_lock, write_bytes_atomically, write_page_atomically
 
 MARKER = "<!-- Written by ./deepy.py report: change the records, not this page. -->\n"
 """First line of every page."""

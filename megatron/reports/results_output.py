@@ -22,8 +22,7 @@ from megatron.reports.leaderboard_summary import build_answers
 from megatron.reports.method_rows import disambiguate_methods
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure, merge_records
 from megatron.reports.table_formats import TextTable, build_rich_table, render_comparison_text
-from megatron.utils.atomic_io import check_no_foreign_files, write_bytes_atomically, write_text_atomically
-from megatron.utils.folder_lock import folder_lock
+from megatron.utils.atomic_io import check_no_foreign_files, folder_lock, write_bytes_atomically, write_text_atomically
 
 ALL_RESULTS = "everything"
 """Text for a run without any record."""

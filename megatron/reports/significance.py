@@ -2,7 +2,7 @@
 
 Claims about methods are claims over seeds. Two methods are compared on the same targets over the seeds that both have,
 by a two-sided t-test of their values, or of their logarithms if means are geometric (an exploding perplexity is skewed,
-its nll is not). Their variances are those of `megatron.reports.seed_variances`: of two methods alone it is the paired
+its nll is not). Their variances are those of `megatron.reports.uncertainty`: of two methods alone it is the paired
 t-test of KERPLE's tables 3 and 9 (2205.09921); of many, variances are shared. The degrees of freedom are the smaller
 ones of the two methods, which is conservative.
 
@@ -25,12 +25,16 @@ from functools import cached_property
 import numpy as np
 
 from megatron.reports.axes import join_headers
-from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.comparison_table import ComparisonTable, format_partial_seeds, pair_by_seed
 from megatron.reports.metrics import Metric, clamped_exp
 from megatron.reports.records import Record
-from megatron.reports.seed_variances import SeedVariance, estimate_seed_variances
 from megatron.reports.table_formats import TextTable
+from megatron.reports.uncertainty import (
+    SeedVariance,
+    compute_percentile_interval,
+    draw_bootstrap_means,
+    estimate_seed_variances,
+)
 from megatron.utils.errors import UserError
 from megatron.utils.formatting import format_choices
 

@@ -21,24 +21,12 @@ from rich.text import Text
 from megatron.reports.axes import join_headers
 from megatron.reports.comparison_table import Cell, ComparisonTable
 from megatron.reports.html_page import HtmlCell, HtmlColumn, HtmlTable
+from megatron.utils.formatting import escape_latex
 
 LATEX_MARKER = "% Written by ./deepy.py report: change the records, not this file. It needs \\usepackage{booktabs}.\n"
 KEEP_NOTE = "% Define a caption or notes command before \\input to replace its text.\n"
 
-_LATEX_SIGNS = {
-    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    **{"×": r"$\times$", "÷": r"$\div$", "±": r"$\pm$", "−": "$-$", "–": "--", "τ": r"$\tau$", "Δ": r"$\Delta$"},
-    **{"∞": r"$\infty$", "≤": r"$\le$", "≥": r"$\ge$", "√": r"$\surd$", "…": r"\dots{}", "·": r"$\cdot$"},
-    **{"“": "``", "”": "''", "’": "'"},
-}
 _DIGIT_WORDS = ("Zero", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine")
-
 _NUMBER_START = re.compile(r"[(\[+−-]*\d")
 MAX_NUMBER_LENGTH = 18
 """Maximum cell length of a numeric column; columns with longer cells are text."""
@@ -177,11 +165,6 @@ def _format_aligned_cell(table: ComparisonTable, method: str, x: float) -> str:
 def is_best(cell: Cell | None) -> bool:
     """Return True if a cell exists and is the best of its column."""
     return cell is not None and cell.is_best
-
-
-def escape_latex(text: str) -> str:
-    """Escape all special characters for LaTeX."""
-    return "".join(_LATEX_SIGNS.get(sign, sign) for sign in text)
 
 
 MAX_COLUMN_CHARACTERS = 46

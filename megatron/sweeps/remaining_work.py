@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint import layout as checkpoints
-from megatron.checkpoint.manifest import find_latest_valid
-from megatron.checkpoint.stored_config import load_checkpoint_config
+from megatron.checkpoint.manifest import find_latest_valid, load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import read_config
 from megatron.config.stages import build_stages, find_writing_stage

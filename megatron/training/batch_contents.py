@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron.checkpoint import layout
+from megatron.checkpoint.manifest import load_checkpoint_config
 from megatron.checkpoint.run_folder import get_config_path, is_saved_config
-from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.checkpoint.trained_run import resolve_data_paths
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import read_config

@@ -25,16 +25,15 @@ from pathlib import Path
 from megatron.checkpoint.layout import list_checkpoints, parse_step, resolve_checkpoint_path
 from megatron.config.schema import Config
 from megatron.config.stages import Stage, build_stages
-from megatron.data.load_tokenizer import read_vocab_size
+from megatron.data.load_tokenizer import find_vocab_size
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.mesh import ParallelSizes
-from megatron.options.data import DataOptions
 from megatron.options.output import CheckpointOptions
 from megatron.planning.activations import DEFAULT_GPU_BYTES
 from megatron.planning.attention_memory import list_common_backends
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
 from megatron.planning.model_costs import count_parameters, list_layer_matrices
-from megatron.utils.errors import FarfieldError, UserError
+from megatron.utils.errors import UserError
 from megatron.utils.formatting import format_bytes
 
 CERTAIN_FRACTION = 0.9
@@ -45,6 +44,8 @@ BYTES_PER_BUILT_PARAMETER = 4
 """Bytes per parameter while a model is built, in float32, before it moves to GPUs."""
 BYTES_PER_STORED_VALUE = 4
 """Bytes in a checkpoint per weight and per value of each optimizer moment: float32."""
+MIN_VOCAB_SIZE = 1
+"""Vocabulary size of a lower bound if the tokenizer is not on this machine."""
 START_ANYWAY_HINT = "set check_resources=false to start anyway"
 
 
@@ -65,7 +66,7 @@ def check_memory(
     """
     if not config.launch.check_resources or (hardware.memory is None and hardware.gpu_memory is None):
         return
-    vocab_size, start = find_vocab_size(config.data), find_start_step(config.checkpoint)
+    vocab_size, start = find_vocab_size(config.data) or MIN_VOCAB_SIZE, find_start_step(config.checkpoint)
     for stage in stages:
         if stage.end_step <= start and stage is not stages[-1]:
             continue
@@ -189,14 +190,6 @@ def count_offloaded_bytes(config: Config, sizes: ParallelSizes, vocab_size: int)
     values = zero.replace(offload_optimizer={"device": "none"}, offload_param={"device": "none"})
     config = config.replace(zero_optimization=values.model_dump(exclude_unset=True))
     return estimate_memory(config, sizes, vocab_size, pipeline_stage=0).optimizer
-
-
-def find_vocab_size(data: DataOptions) -> int:
-    """Return the vocabulary size of a run's data, or 1, the minimum, if their tokenizer is not on this machine."""
-    try:
-        return read_vocab_size(data)
-    except FarfieldError:
-        return 1
 
 
 def find_start_step(options: CheckpointOptions) -> int:
@@ -328,7 +321,7 @@ def estimate_disk_need(config: Config, start: int | None = None) -> DiskNeed:
     start = find_start_step(config.checkpoint) if start is None else start
     try:
         existing = [step for step in map(parse_step, list_checkpoints(config.checkpoint.save)) if step is not None]
-        size = estimate_checkpoint_size(config, find_vocab_size(config.data))
+        size = estimate_checkpoint_size(config, find_vocab_size(config.data) or MIN_VOCAB_SIZE)
     except (OSError, UserError):
         return DiskNeed(0, 0, "")
     # Checkpoints of later steps are moved aside (`rollback`) and never deleted.

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from megatron.checkpoint import layout as checkpoints
 from megatron.checkpoint.run_folder import check_no_foreign_run_files
-from megatron.config.parallelism import count_ranks_per_replica
+from megatron.config.execution import count_ranks_per_replica
 from megatron.config.schema import Config
 from megatron.config.stages import build_stages, find_longest_length, list_stage_configs, resolve_ranks
 from megatron.config.yaml_files import format_value

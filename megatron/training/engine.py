@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from megatron.config.schema import Config
 from megatron.data.torch_data import Batch
-from megatron.distributed.collectives import all_reduce_sum_
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import ModelParallelUnit, ProcessGroups
-from megatron.distributed.sharding import is_counted_on_this_rank
+from megatron.distributed.sharding import all_reduce_sum_, is_counted_on_this_rank
 from megatron.model.device_dtype import get_torch_dtype
 from megatron.model.gpt import GPT
 from megatron.model.parameter_groups import parameter_groups

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.config.cuda_graph import find_backend_obstacle, find_graph_obstacle
+from megatron.config.execution import find_backend_obstacle, find_graph_obstacle
 from megatron.config.schema import Config
 from megatron.data.torch_data import Batch
 from megatron.distributed.process_groups import ProcessGroups

@@ -30,7 +30,7 @@ from megatron.position.numerics import collect_captured_tensors
 
 STEP_OPTIONS = frozenset({"labels", "position_seed", "with_log_z"})
 """Keyword arguments of a forward pass that a graph can repeat. A position seed only matters to models that are never
-captured (`megatron/config/cuda_graph.py`).
+captured (`megatron/config/execution.py`).
 """
 
 MAX_MEMORY_FRACTION = 0.97

@@ -16,9 +16,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from megatron.config.schema import Config
 from megatron.data.torch_data import Batch
-from megatron.distributed.collectives import all_reduce_sum_
 from megatron.distributed.mesh import Axis
 from megatron.distributed.process_groups import ProcessGroups
+from megatron.distributed.sharding import all_reduce_sum_
 from megatron.model.device_dtype import get_torch_dtype
 from megatron.model.gpt import GPT
 

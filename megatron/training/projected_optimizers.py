@@ -62,10 +62,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.distributed.collectives import all_gather, all_reduce_sum_
 from megatron.distributed.mesh import Axis
 from megatron.distributed.process_groups import ProcessGroups
-from megatron.distributed.sharding import ShardSpec, get_shard_spec, shard_tensor, unshard_tensors
+from megatron.distributed.sharding import (
+    ShardSpec,
+    all_gather,
+    all_reduce_sum_,
+    get_shard_spec,
+    shard_tensor,
+    unshard_tensors,
+)
 from megatron.model.parameter_groups import HiddenMatrix
 from megatron.planning.memory_estimate import MUON_MATRICES_AT_ONCE
 

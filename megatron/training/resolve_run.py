@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.config.parallelism import count_ranks_per_replica, resolve_zero
+from megatron.config.execution import count_ranks_per_replica, resolve_zero
 from megatron.config.schema import Config
 from megatron.config.stages import ENDS, Stage, resolve_ranks
 from megatron.config.validation import validate_config

@@ -13,7 +13,7 @@ import torch
 
 from megatron.checkpoint.layout import parse_step
 from megatron.checkpoint.run_folder import get_config_path
-from megatron.config.parallelism import resolve_mesh_shape
+from megatron.config.execution import resolve_mesh_shape
 from megatron.config.schema import Config
 from megatron.config.stages import build_stages, find_stage
 from megatron.data.document_starts import describe_crossing_fraction

@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron.checkpoint import layout
 from megatron.checkpoint.saver import SaveHooks, Saver
 from megatron.checkpoint.sharded_state import NonFiniteWeightError
-from megatron.config.cuda_graph import TRIAL_PHASE
+from megatron.config.execution import TRIAL_PHASE
 from megatron.data.torch_data import Batch
 from megatron.distributed import rng
 from megatron.training import summary

@@ -26,9 +26,8 @@ import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from megatron.distributed.collectives import all_reduce_sum_
 from megatron.distributed.process_groups import ProcessGroups
-from megatron.distributed.sharding import is_counted_on_this_rank
+from megatron.distributed.sharding import all_reduce_sum_, is_counted_on_this_rank
 
 CAST_ELEMENTS = 1 << 25
 """Minimum number of gradient elements cast together, for sums of another data type or for sending (128 MiB in float32).

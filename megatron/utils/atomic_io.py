@@ -1,12 +1,27 @@
-"""Folders for results, files that are written atomically (temporary name, then rename), and safe JSON parsing."""
+"""Results on disk: folders and their locks, files that are written atomically, and safe JSON parsing.
+
+A file gets a temporary name and is renamed when it is complete.
+
+`FolderLock` is held while a command works in a folder: training, a sweep or an analysis. A second command raises an
+error. `folder_lock` is held only while a result is read, merged with a new one and written again. A second command
+waits.
+
+Both are the system's advisory locks (flock), which the system releases however a process ends, so no stale lock
+remains. Some network file systems do not support them. A `FolderLock` is then not acquired, because nobody could tell
+whether its owner is alive. `folder_lock` then creates a lock file, and takes over a lock file that has not changed for
+longer than any write takes. filelock is not used, because it raises an error without flock.
+"""
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +167,156 @@ def write_text_atomically(path: str | Path, content: str, *, must_be_new: bool =
 def write_page_atomically(path: str | Path, content: str) -> Path:
     """Write text for people with `write_bytes_atomically`. Bytes of file names that are not UTF-8 become `?`."""
     return write_bytes_atomically(path, content.encode("utf-8", errors="replace"))
+
+
+UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
+"""Errors of flock on file systems without locks. NFS returns EBADF for a folder, which cannot be opened for writing."""
+WRITE_LOCK_FILE = ".writing.lock"
+"""Lock file of `folder_lock` on a file system without flock."""
+STALE_SECONDS = 120.0
+"""Time in seconds after which an unchanged lock file is taken over. Writing results takes seconds."""
+WAIT_SECONDS = 600.0
+"""Time in seconds that `folder_lock` waits for another process."""
+POLL_SECONDS = 0.05
+
+
+class FolderLock:
+    """Lock on a folder, held until `release` or the end of the process.
+
+    Args:
+        folder: created if it does not exist.
+        name: name of the lock file in the folder.
+        key: option or key that set the folder; errors begin with it.
+        busy_message: error message if another process holds the lock.
+        lock_timeout: seconds to wait for another process.
+
+    Raises:
+        UserError: another process still holds the lock after `lock_timeout` seconds.
+        RunError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: str | Path, *, name: str, key: str, busy_message: str, lock_timeout: float) -> None:
+        self._key, self._folder, self._path = key, folder, Path(folder) / name
+        deadline = time.monotonic() + lock_timeout
+        while not self._try_lock():
+            if time.monotonic() > deadline:
+                raise UserError(f"{key}: {folder}: {busy_message}")
+            time.sleep(POLL_SECONDS)
+
+    def _try_lock(self) -> bool:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise RunError(f"{self._key}: {self._folder}: cannot be written: {error.strerror}") from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._descriptor)
+            return False
+        except OSError as error:
+            if error.errno not in UNSUPPORTED_ERRNOS:
+                os.close(self._descriptor)
+                raise RunError(f"{self._key}: {self._folder}: cannot be locked: {error.strerror}") from error
+        if _is_same_file(self._path, self._descriptor):
+            return True
+        os.close(self._descriptor)  # its owner removed the file before this process locked it
+        return False
+
+    @property
+    def is_in_place(self) -> bool:
+        """True if the folder has neither been moved nor removed since it was locked."""
+        return _is_same_file(self._path, self._descriptor)
+
+    def release(self, *, remove_file: bool = False) -> None:
+        """Release the lock. With `remove_file`, also remove the lock file."""
+        if remove_file:
+            with suppress(OSError):
+                self._path.unlink()
+        os.close(self._descriptor)
+
+
+def _is_same_file(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Lock the results of a folder for the duration of the block.
+
+    The block must not enter another `folder_lock` of the same folder.
+
+    Args:
+        folder: created if it does not exist. No lock file stays in it.
+
+    Raises:
+        UserError: the folder cannot be written.
+        RunError: another process held the lock for `WAIT_SECONDS`.
+    """
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise UserError(f"{folder}: cannot be written ({error.strerror})") from error
+        lock_file: Path | None = None
+        try:
+            if not _wait_for_flock(descriptor, folder):
+                lock_file = folder / WRITE_LOCK_FILE
+                _create_lock_file(lock_file)
+            elif not _is_same_file(folder, descriptor):
+                continue  # removed or replaced before this process locked it
+            yield
+            return
+        finally:
+            if lock_file is not None:
+                lock_file.unlink(missing_ok=True)
+            os.close(descriptor)
+
+
+def _wait_for_flock(descriptor: int, folder: Path) -> bool:
+    """Lock a descriptor. Returns False if the file system has no locks."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _wait_until(deadline, folder)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED_ERRNOS:
+                raise RunError(f"{folder}: cannot be locked: {error.strerror}") from error
+            return False
+        else:
+            return True
+
+
+def _create_lock_file(path: Path) -> None:
+    """Create a lock file as soon as no other process has one."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    seen: tuple[int, int] | None = None
+    seen_since = time.monotonic()
+    while True:
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise UserError(f"{path.parent}: cannot be written ({error.strerror})") from error
+        else:
+            return
+        with suppress(FileNotFoundError):
+            status = path.stat()
+            if seen != (status.st_ino, status.st_mtime_ns):  # clocks of hosts differ, so only changes count
+                seen, seen_since = (status.st_ino, status.st_mtime_ns), time.monotonic()
+            elif time.monotonic() - seen_since > STALE_SECONDS:
+                path.unlink()
+        _wait_until(deadline, path.parent)
+
+
+def _wait_until(deadline: float, folder: Path) -> None:
+    if time.monotonic() > deadline:
+        raise RunError(f"{folder}: another process has been writing there for {WAIT_SECONDS / 60:.0f} minutes")
+    time.sleep(POLL_SECONDS)

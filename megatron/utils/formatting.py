@@ -116,3 +116,22 @@ def find_nearest_name(name: str, names: Iterable[str]) -> str | None:
 def format_choices(name: str, names: Collection[str]) -> str:
     """Format the choices for an unknown name: `did you mean rotary? choose from alibi, rotary`."""
     return f"{suggest_names(name, names)} choose from {', '.join(names)}".lstrip()
+
+
+_LATEX_SIGNS = {
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    **{"×": r"$\times$", "÷": r"$\div$", "±": r"$\pm$", "−": "$-$", "–": "--", "τ": r"$\tau$", "Δ": r"$\Delta$"},
+    **{"∞": r"$\infty$", "≤": r"$\le$", "≥": r"$\ge$", "√": r"$\surd$", "…": r"\dots{}", "·": r"$\cdot$"},
+    **{"“": "``", "”": "''", "’": "'"},
+}
+
+
+def escape_latex(text: str) -> str:
+    """Escape all special characters for LaTeX."""
+    return "".join(_LATEX_SIGNS.get(sign, sign) for sign in text)

@@ -14,14 +14,14 @@ from torch import Tensor
 from megatron.attention.backends.pytorch import EagerBackend
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_weights, precompute_terms
-from megatron.evaluation.analysis import attention_capture
-from megatron.evaluation.analysis.attention_capture import capture_attention, list_attention_layers, run_forward
+from megatron.evaluation import forward_passes
 from megatron.evaluation.analysis.bias_series import compute_finite_field
 from megatron.evaluation.analysis.from_text import score_maps
 from megatron.evaluation.analysis.from_text.attention_entropy import describe_weights, measure_attention_entropy
 from megatron.evaluation.analysis.from_text.empirical_receptive_field import AttentionMass, measure_attention_mass
 from megatron.evaluation.analysis.from_text.processor_taps import measure_processor_jacobian
 from megatron.evaluation.analysis.from_text.score_maps import compute_layer_maps
+from megatron.evaluation.forward_passes import capture_attention, list_attention_layers, run_forward
 from megatron.model.gpt import GPT
 from megatron.position.processor import Processor
 from megatron.position.token_range import ALL_HEADS
@@ -33,7 +33,7 @@ HEADS = 3
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use several row blocks."""
-    monkeypatch.setattr(attention_capture, "MAX_BLOCK_ELEMENTS", 5 * HEADS * LENGTH)
+    monkeypatch.setattr(forward_passes, "MAX_BLOCK_ELEMENTS", 5 * HEADS * LENGTH)
 
 
 def windows(count: int = 2, length: int = LENGTH) -> list[np.ndarray]:
@@ -165,7 +165,7 @@ def test_blocks_of_rows_have_the_entropy_of_the_whole(place: dict, monkeypatch: 
     place = {"pos_emb": "rotary", "score_processor": "none", **place}
     model = small_gpt(LENGTH, place.pop("pos_emb"), place.pop("score_processor"), **place)
     found = measure_attention_entropy(model, windows(1), 6)
-    monkeypatch.setattr(attention_capture, "MAX_BLOCK_ELEMENTS", 1 << 20)
+    monkeypatch.setattr(forward_passes, "MAX_BLOCK_ELEMENTS", 1 << 20)
     weights: dict[int, Tensor] = {}
 
     def keep(layer: int, inputs: AttentionInputs) -> None:

@@ -30,8 +30,8 @@ from megatron.evaluation.analysis.run import LOCK_FILE, analyze
 from megatron.evaluation.texts import load_text
 from megatron.options.commands import AnalysisOptions
 from megatron.reports.html_page import HtmlPicture
+from megatron.utils.atomic_io import FolderLock
 from megatron.utils.errors import UserError
-from megatron.utils.folder_lock import FolderLock
 
 ROOT = Path(__file__).resolve().parents[2]
 KERPLE = {"pos_emb": "kerple_log", "pos_emb_per_layer": True}

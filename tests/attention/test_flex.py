@@ -169,7 +169,7 @@ def test_unsupported_calls_use_row_blocks_and_are_reported_once(monkeypatch, cap
         return EagerBackend()(inputs)
 
     monkeypatch.setattr(flex, "attend_with_flex", attend)
-    flex._warn_fallback.cache_clear()
+    flex.warn_fallback.cache_clear()
     encoding, _ = build("alibi", "none")
     backend, row_blocks = FlexBackend(RowBlockBackend(4)), RowBlockBackend(4)
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from position_methods import build, random_qkv
 
-from megatron.attention.backends import native
+from megatron.attention.backends import fused_processor
 from megatron.attention.backends.backend import supports_document_starts
-from megatron.attention.backends.native import NativeBackend
+from megatron.attention.backends.fused_processor import NativeBackend
 from megatron.attention.backends.pytorch import EagerBackend
 from megatron.attention.backends.registry import RowBlockBackend, select_backend
 from megatron.attention.inputs import AttentionInputs
@@ -105,7 +105,7 @@ def test_too_long_inputs_are_rejected_and_auto_uses_row_blocks() -> None:
 
 @compiled
 def test_fallback_to_row_blocks_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    native._warn_fallback.cache_clear()
+    fused_processor.warn_fallback.cache_clear()
     rows = rows_of(("kerple_log", "cdape"))
     drawn = sample_positions(21, 40, seed=0)
     halves = {name: getattr(rows, name).bfloat16() for name in "qkv"}
@@ -142,7 +142,7 @@ def test_auto_uses_it_if_supported_and_row_blocks_otherwise(caplog: pytest.LogCa
 def test_auto_works_without_a_compiler_and_reports_the_cost(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    native._warn_unavailable.cache_clear()
+    fused_processor._warn_unavailable.cache_clear()
     monkeypatch.setattr(cpu, "unavailable_reason", lambda: "no C compiler was found (cc, gcc, clang)")
     rows = rows_of(("kerple_log", "cdape"))
     auto = select_backend("auto", 4, rows.encoding, rows.processor)
@@ -152,4 +152,4 @@ def test_auto_works_without_a_compiler_and_reports_the_cost(
         "score processors run several times slower on this CPU without their C code: "
         "no C compiler was found (cc, gcc, clang)"
     ]
-    native._warn_unavailable.cache_clear()
+    fused_processor._warn_unavailable.cache_clear()

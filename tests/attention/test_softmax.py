@@ -8,7 +8,7 @@ from position_methods import MAPPED, build, inputs_of, random_qkv
 from torch.nn.attention import flex_attention as torch_flex
 
 from megatron.attention.backends.flex import FlexBackend
-from megatron.attention.backends.native import NativeBackend
+from megatron.attention.backends.fused_processor import NativeBackend
 from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_logits, compute_weights

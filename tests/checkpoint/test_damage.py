@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tiny_runs import losses, records, same_weights, tiny_config
+from tiny_runs import losses, records, replace_text, same_weights, tiny_config
 
 from megatron.checkpoint import layout
 from megatron.config.load import read_config
@@ -34,12 +34,6 @@ def flipped(path: Path) -> None:
     path.write_bytes(content)
 
 
-def edited(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
-
-
 def states(checkpoint: Path) -> Path:
     return checkpoint / "states" / "rank_00000.safetensors"
 
@@ -48,11 +42,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a bit of the weights": (lambda c: flipped(c / "model.safetensors"), "model.safetensors changed since"),
     "a bit of the states": (lambda c: flipped(states(c)), "rank_00000.safetensors changed since"),
     "another activation": (
-        lambda c: edited(c / "config.yml", "activation: gelu", "activation: relu"),
+        lambda c: replace_text(c / "config.yml", "activation: gelu", "activation: relu"),
         "config.yml changed",
     ),
     "other samples": (
-        lambda c: edited(c / "progress.json", '"consumed_samples": 16', '"consumed_samples": 12'),
+        lambda c: replace_text(c / "progress.json", '"consumed_samples": 16', '"consumed_samples": 12'),
         "progress.json changed since",
     ),
     "states cut short": (lambda c: states(c).write_bytes(b"PK\x03\x04"), "rank_00000.safetensors has 4 bytes"),

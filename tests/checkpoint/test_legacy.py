@@ -9,10 +9,10 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from tiny_runs import losses, tiny_config, train_with_processes, write_corpora
+from tiny_runs import losses, replace_text, tiny_config, train_with_processes, write_corpora
 
 from megatron.checkpoint import layout, manifest
-from megatron.checkpoint.stored_config import load_checkpoint_config
+from megatron.checkpoint.manifest import load_checkpoint_config
 from megatron.config.schema import Config
 from megatron.training.train import train
 from megatron.utils.errors import RunError, UserError
@@ -106,12 +106,6 @@ def states(checkpoint: Path) -> Path:
     return next((checkpoint / "deepspeed").glob("*model_states.pt"))
 
 
-def edited(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "states cut short": (lambda c: states(c).write_bytes(b"PK\x03\x04"), "model_states.pt: damaged, or contains more"),
     "no states": (
@@ -123,7 +117,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "optim_states.pt: not found; the checkpoint is damaged",
     ),
     "states of another step": (
-        lambda c: edited(c / "progress.json", '"step": 2', '"step": 1'),
+        lambda c: replace_text(c / "progress.json", '"step": 2', '"step": 1'),
         "contains the states of step 2, but progress.json is from step 1",
     ),
     "no progress": (

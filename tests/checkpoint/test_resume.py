@@ -13,7 +13,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tiny_runs import losses, records, tiny_config, write_corpora, write_corpus
 
-from megatron.checkpoint import layout, stored_config
+from megatron.checkpoint import layout, manifest
 from megatron.checkpoint.engine_state import MOMENTS, EngineCounters, list_optimizer_shards
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.resume import plan_resume
@@ -311,7 +311,7 @@ def test_a_start_reads_the_stored_configuration_and_the_tokenizer_once(
         usual = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, **keys: (reads.append(name), usual(*args, **keys))[1])
 
-    count(stored_config, "read_yaml")
+    count(manifest, "read_yaml")
     count(load_tokenizer, "tokenizer_from_files")
     train(tiny_config(corpus, tmp_path / "fresh", train_iters=1))
     assert reads == ["tokenizer_from_files"]

@@ -10,9 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_runs import losses, same_weights, tiny_config, write_corpora
 
-from megatron.checkpoint import layout, manifest, stored_config
+from megatron.checkpoint import layout, manifest
 from megatron.checkpoint.load_model import load_model
-from megatron.checkpoint.stored_config import load_checkpoint_config
+from megatron.checkpoint.manifest import load_checkpoint_config
 from megatron.config.schema import list_config_keys
 from megatron.conversion.export_model import HFWeights
 from megatron.conversion.families.farfield import FARFIELD
@@ -165,7 +165,7 @@ def test_removed_keys_and_stricter_checks_keep_checkpoints_readable(
         del values["given_up"]
         values["use_bias_in_mlp"] = False
 
-    monkeypatch.setattr(stored_config, "MIGRATIONS", {1: migrate})
+    monkeypatch.setattr(manifest, "MIGRATIONS", {1: migrate})
     monkeypatch.setattr(
         "megatron.config.validation.VALIDATORS", (lambda config: iter([("seq_length", "never again")]),)
     )

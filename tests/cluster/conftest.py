@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
-from tiny_runs import free_port
+
+from megatron.launch.rank_group import find_free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "squeue", "scancel", "scontrol", "sinfo")
@@ -117,7 +118,7 @@ def slurm() -> Iterator[Slurm]:
     nodes = (host, f"{host}-2")
     (folder / "munge.key").write_bytes(secrets.token_bytes(128))
     (folder / "munge.key").chmod(0o400)
-    (folder / "slurm.conf").write_text(_configuration(folder, nodes, [free_port() for _ in range(3)]))
+    (folder / "slurm.conf").write_text(_configuration(folder, nodes, [find_free_port() for _ in range(3)]))
     cluster = Slurm(folder, nodes)
     munge = ["munged", "--foreground", "--force", f"--key-file={folder}/munge.key", f"--socket={folder}/munge.socket"]
     munge += [f"--pid-file={folder}/munged.pid", f"--log-file={folder}/log/munged.log", f"--seed-file={folder}/seed"]

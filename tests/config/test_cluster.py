@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from megatron.config.execution import resolve_mesh_shape
 from megatron.config.load import load_config
-from megatron.config.parallelism import resolve_mesh_shape
 from megatron.distributed.hardware import LocalHardware
 from megatron.planning.memory_estimate import estimate_memory
 from megatron.training.resolve_run import resolve_run

@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from megatron.checkpoint.trainer_state import TrainerState
+from megatron.config.execution import resolve_batch_size
 from megatron.config.load import load_config, read_config
-from megatron.config.parallelism import resolve_batch_size
 from megatron.config.schema import SECTIONS, Config, list_config_keys, map_key_owners
 from megatron.options.section import ChangePolicy, ConfigSection, read_docstring
 from megatron.utils.errors import UserError

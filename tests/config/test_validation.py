@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.config.execution import get_known_world_size, resolve_batch_size, resolve_mesh_shape
 from megatron.config.load import load_config
-from megatron.config.parallelism import get_known_world_size, resolve_batch_size, resolve_mesh_shape
 from megatron.distributed.mesh import ParallelSizes
 from megatron.utils.errors import UserError
 

@@ -7,7 +7,19 @@ from typing import Any
 import pytest
 import torch
 from full_disk import full_disk
-from published import LAYERS, LENGTH, MODELS, ROWS, TOKENS, WIDTH, logits_of, model_of, write_tokenizer, written
+from published import (
+    LAYERS,
+    LENGTH,
+    MODELS,
+    ROWS,
+    TOKENS,
+    WIDTH,
+    RunsCode,
+    logits_of,
+    model_of,
+    write_tokenizer,
+    written,
+)
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.load_model import load_model
@@ -242,13 +254,6 @@ def test_ignored_keys_are_reported(sources: Path, tmp_path: Path) -> None:
     assert "wonder: ignored; unknown keys for model_type opt" in notes[0]
 
 
-class Boom:
-    """Class that runs code when unpickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (exec, ("raise SystemExit('executed')",))
-
-
 DAMAGED = {
     "cut short": "cannot be read",
     "code": r"contains more than tensors, numbers and text: builtins\.exec|exec",
@@ -277,7 +282,7 @@ def test_a_wrong_file_is_one_line_and_leaves_nothing(what: str, sources: Path, t
     elif what in ("code", "no weights", "a shard is missing", "an index that leads away"):
         weights.unlink()
     if what == "code":
-        torch.save({"x": Boom()}, source / "pytorch_model.bin")
+        torch.save({"x": RunsCode()}, source / "pytorch_model.bin")
     elif what == "a shard is missing":
         index.write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     elif what == "an index that leads away":

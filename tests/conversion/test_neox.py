@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from neox_layout import HEADS, INNER, LAYERS, LENGTH, ROWS, WIDTH, Layout
+from published import RunsCode
 
 from megatron.checkpoint.load_model import load_model
 from megatron.config.yaml_files import dump_yaml
@@ -141,13 +142,6 @@ def test_a_checkpoint_and_its_run_mean_the_same_and_a_configuration_can_be_named
     assert made.config.training.train_iters == 0
 
 
-class Boom:
-    """Class that runs code when unpickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (exec, ("raise SystemExit('executed')",))
-
-
 BAD = {
     "a rank is missing": "contains shards of the ranks|a file is missing",
     "a layer is missing": "a file is missing|contains no 3",
@@ -185,7 +179,7 @@ def test_errors_are_one_line_and_leave_no_files(what: str, tmp_path: Path) -> No
     elif what == "cut short":
         first.write_bytes(first.read_bytes()[:-600])
     elif what == "code":
-        torch.save({"args": Boom()}, first)
+        torch.save({"args": RunsCode()}, first)
     elif what == "another width":
         (checkpoint / "configs/model.yml").write_text(dump_yaml({**theirs.keys, "intermediate_size": 48}))
     elif what == "no module":

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from tiny_runs import write_corpora
 
 from megatron.checkpoint import layout, manifest
+from megatron.checkpoint.manifest import load_checkpoint_config
 from megatron.checkpoint.run_folder import RunLock
-from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.conversion import export_model as export_model_module
 from megatron.conversion import import_model as import_model_module
 from megatron.conversion.export_model import export_model

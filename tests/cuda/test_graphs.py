@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from megatron.attention.reference import _get_distances
-from megatron.config.cuda_graph import TRIAL_PHASE
+from megatron.config.execution import TRIAL_PHASE
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.position.numerics import collect_captured_tensors

@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from tiny_runs import free_port
 
+from megatron.launch.rank_group import find_free_port
 from megatron.rehearsal.null_device.environment import build_environment, get_gpu_model
 from tools.gpu.null_device_cases import (
     STAGED_LAYOUTS,
@@ -95,7 +95,7 @@ def test_a_rank_of_eight_trains(case: Case, rank: int, lone: dict[int, dict[str,
 @pytest.fixture(scope="module")
 def pair(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
     """Return the records of two processes. gloo is real between them; NCCL exchanges nothing."""
-    folder, port = tmp_path_factory.mktemp("pair"), free_port()
+    folder, port = tmp_path_factory.mktemp("pair"), find_free_port()
     workers = [start_worker(PAIR, corpus, folder, rank, 2, port) for rank in range(2)]
     for worker in workers:
         worker.wait(MAX_SECONDS)

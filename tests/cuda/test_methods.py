@@ -78,7 +78,7 @@ def test_a_case_that_goes_wrong_is_found(corpus: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(triton, "select_kernel", lambda *args: (KernelChoice.PYTORCH, "planted"))
     faults = disturb(lambda: None)
     assert any("planted is left to PyTorch" in fault for fault in faults)
-    monkeypatch.setattr(triton, "_warn_fallback", cache(lambda reason: None))
+    monkeypatch.setattr(triton, "warn_fallback", cache(lambda backend, reason: None))
     assert disturb(lambda: None) == ["launched 0 kernels of Triton, and said nothing"]
 
 

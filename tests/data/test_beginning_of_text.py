@@ -12,7 +12,7 @@ from tokenizer_files import SAMPLE
 
 from megatron.conversion.hf_tokenizer import write_hf_tokenizer
 from megatron.conversion.import_model import resolve_tokenizer
-from megatron.conversion.model_source import ModelSource
+from megatron.conversion.model_family import ModelSource
 from megatron.data.corpus.prepare import prepare_corpus
 from megatron.data.load_tokenizer import load_run_tokenizer, read_vocabulary, save_tokenizer
 from megatron.data.tokenizers import Tokenizer, tokenizer_from_files

@@ -16,11 +16,11 @@ from megatron.evaluation.perplexity import evaluate_perplexity
 from megatron.evaluation.protocols import plan_from_options
 from megatron.evaluation.texts import EvalText
 from megatron.options.evaluation import EvaluationOptions as Options
-from megatron.reports.bootstrap import draw_bootstrap_curves, draw_bootstrap_means
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.plots import render_plots_png
 from megatron.reports.records import Record
 from megatron.reports.report_sentences import describe_measurements
+from megatron.reports.uncertainty import draw_bootstrap_curves, draw_bootstrap_means
 from megatron.utils.errors import RunError, UserError
 
 from .conftest import BYTES, TRAIN_LENGTH, RunningMean, loaded, scored

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from megatron.evaluation.loss_records import check_measures, list_position_bins
 from megatron.evaluation.protocols import plan_from_options
 from megatron.options.evaluation import EvaluationOptions as Options
-from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.records import Record, read_records, write_records
+from megatron.reports.uncertainty import compute_percentile_interval, draw_bootstrap_means
 from megatron.utils.errors import UserError
 
 from .conftest import BYTES, TRAIN_LENGTH, RunningMean, loaded, scored

@@ -310,7 +310,7 @@ def test_task_positions_are_trained_and_evaluated(tmp_path: Path, monkeypatch: p
     """Position ids drawn in training reach the model also beyond the training length: 43 tokens, 16 positions."""
     from megatron.data.torch_data import TaskDataset
     from megatron.evaluation.run import evaluate_runs
-    from megatron.model.segment_builder import SegmentBuilder
+    from megatron.model.pass_inputs import SegmentBuilder
     from megatron.training.train import train
 
     reported: list[Tensor] = []

@@ -240,7 +240,7 @@ def test_fallbacks_at_run_time_are_reported_once(processor: str, device: str, ca
     q, k, v = random_on(device, 9)
     span = TokenRange(0, 9)
     backend = TritonBackend(RowBlockBackend(4))
-    triton._warn_fallback.cache_clear()
+    triton.warn_fallback.cache_clear()
     mask = (torch.arange(9)[None] >= torch.tensor([[0], [3]])).to(device)
     drawn = TokenRange(0, 9, sample_positions(9, 20, seed=3))
     cases = [AttentionInputs(q, k, v, span, span, e, p, key_mask=mask), AttentionInputs(q, k, v, drawn, drawn, e, p)]

@@ -1,12 +1,11 @@
 """Temperatures in the model, compared with float64 formulas at all positions."""
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from models import SUMS, TERMS, VOCABULARY, build_model, check_reading_in_parts
+from models import SUMS, TERMS, VOCABULARY, build_model, check_masked_documents, check_reading_in_parts
 
 from megatron.attention.segments import build_segments
 from megatron.model.attention import AttentionContext
@@ -112,15 +111,7 @@ def test_decoding_padding_and_the_last_tokens_are_the_whole(
 @torch.no_grad()
 def test_masked_documents_match_separate_ones(name: str, encoding: str, processor: str, backend: str) -> None:
     gpt = scaled_gpt(name, encoding, processor, backend, attention_mask="document")
-    x = tokens()
-    x[0, [4, 15]] = x[1, [7, 8]] = EOD
-    gpt.end_of_document = EOD
-    packed = gpt(x)
-    gpt.end_of_document = None
-    for row, edges in ((0, [0, 5, 16, LENGTH]), (1, [0, 8, 9, LENGTH])):
-        for first, stop in pairwise(edges):
-            alone = gpt(x[row : row + 1, first:stop])
-            assert_close_in_rounding(packed[row : row + 1, first:stop], alone, TERMS, SUMS)
+    check_masked_documents(gpt, tokens())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,8 +13,8 @@ from kept import Peak
 from tiny_runs import tiny_config
 
 from megatron.attention.backends import flex, triton
-from megatron.attention.backends.capabilities import find_unsupported_method
-from megatron.attention.backends.native import NativeBackend
+from megatron.attention.backends.backend import find_unsupported_method
+from megatron.attention.backends.fused_processor import NativeBackend
 from megatron.attention.backends.pytorch import ChunkedBackend, SdpaBackend
 from megatron.attention.check.check_result import RECORD_FILE
 from megatron.config.load import load_config

@@ -8,8 +8,8 @@ import pytest
 from forked import Forked
 from tiny_runs import VOCABULARY, tiny_config
 
+from megatron.config.execution import resolve_batch_size
 from megatron.config.load import load_config
-from megatron.config.parallelism import resolve_batch_size
 from megatron.config.schema import Config
 from megatron.distributed.hardware import get_gpu_spec
 from megatron.distributed.mesh import ParallelSizes

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.distributed.mesh import Mesh, ParallelSizes
-from megatron.rehearsal.ledger import CollectiveCall, Communicator, Ledger
 from megatron.rehearsal.matching import find_deadlock, find_mismatches
+from megatron.rehearsal.roles import CollectiveCall, Communicator, Ledger
 from tests.support.collective_programs import LINE, write_ledgers
 
 SIZES = ParallelSizes(tensor=2, context=4, data=2, pipeline=2)

@@ -6,8 +6,7 @@ import json
 import pytest
 
 from megatron.distributed.mesh import Mesh, ParallelSizes
-from megatron.rehearsal.ledger import read_ledger
-from megatron.rehearsal.roles import choose_roles, list_stages, parse_rank_selection
+from megatron.rehearsal.roles import choose_roles, list_stages, parse_rank_selection, read_ledger
 from megatron.utils.errors import RunError, UserError
 from megatron.utils.formatting import format_ranks
 from tests.support.collective_programs import write_ledger
@@ -69,7 +68,7 @@ def test_ranks_are_written_short():
 
 def test_a_ledger_is_read_from_lines(tmp_path):
     path = tmp_path / "ledger.jsonl"
-    where = ["megatron/distributed/collectives.py:9 all_reduce_sum_", "megatron/model/attention.py:3 forward"]
+    where = ["megatron/distributed/sharding.py:9 all_reduce_sum_", "megatron/model/attention.py:3 forward"]
     call = {"op": "broadcast", "group": "9", "count": 3, "dtype": "i64", "bytes": 24, "peer": 6, "where": where}
     lines = [
         {"group": "9", "ranks": [4, 6]},
@@ -84,7 +83,7 @@ def test_a_ledger_is_read_from_lines(tmp_path):
     assert [call.is_on_host for call in calls] == [False, True, False]
     assert (calls[0].peer, calls[0].communicator.ranks) == (6, (4, 6))
     assert calls[0].describe() == "broadcast of 3 i64 root rank 6 (megatron/model/attention.py:3 forward)"
-    assert calls[1].describe() == "all_gather_object (megatron/distributed/collectives.py:9 all_reduce_sum_)"
+    assert calls[1].describe() == "all_gather_object (megatron/distributed/sharding.py:9 all_reduce_sum_)"
     assert read_ledger(tmp_path / "none", 0).calls == ()
     path.write_text('{"op": "broadcast", "gro')
     with pytest.raises(RunError, match="not a ledger"):

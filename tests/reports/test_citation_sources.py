@@ -1,6 +1,6 @@
 """Every work that the project asks to cite names its authors and venue."""
 
-from megatron.reports.citation import read_citation, render_bibtex
+from megatron.reports.html_page import read_citation, render_bibtex
 
 
 def test_every_reference_names_people_and_an_identifier():

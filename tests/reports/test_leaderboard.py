@@ -18,13 +18,13 @@ from megatron.reports.paper_experiment import Experiment, write_experiment
 from megatron.reports.ranked_columns import RankedColumn
 from megatron.reports.records import Record, RunFailure, record_from_row, write_records
 from megatron.reports.report import ReportSection, render_report
-from megatron.reports.seed_variances import find_detectable_difference
 from megatron.reports.significance import (
     apply_holm_correction,
     compare_pairs,
     get_seed_variances,
     list_pairs_with_best,
 )
+from megatron.reports.uncertainty import find_detectable_difference
 from megatron.utils.errors import UserError
 
 BLOCKS, TOKENS = 40, 64

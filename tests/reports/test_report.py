@@ -21,6 +21,7 @@ from megatron.reports.records import Record, record_from_row, write_records, wri
 from megatron.reports.report import ReportSection, TrainingSection
 from megatron.reports.report_sentences import describe_measurements, describe_plots
 from megatron.reports.table_formats import TextTable, render_latex_file
+from megatron.utils.atomic_io import write_page_atomically
 from megatron.utils.errors import UserError
 
 from .conftest import record
@@ -74,8 +75,8 @@ def unpack(href: str) -> str:
 
 def test_the_page_is_self_contained(story: list[Record], tmp_path: Path) -> None:
     section = ReportSection(None, [record.replace(position="cdape+kerple_log") for record in story])
-    path = report.write_report(tmp_path / "deep" / "report.html", [section], command="./deepy.py report a.json")
-    content = path.read_text(encoding="utf-8")
+    content = report.render_report([section], command="./deepy.py report a.json")
+    path = write_page_atomically(tmp_path / "report.html", content)
     page = Page(content)
     assert not {"link", "img", "iframe", "object"} & set(page.tags)
     assert "://" not in content

@@ -5,7 +5,7 @@ of another rank's calls can be compared with them.
 """
 
 from megatron.distributed.mesh import Mesh, ParallelSizes
-from megatron.rehearsal.ledger import CollectiveCall, Communicator, Ledger
+from megatron.rehearsal.roles import CollectiveCall, Communicator, Ledger
 
 LINE = "megatron/training/engine.py:1"
 

@@ -7,10 +7,10 @@ import json
 import sys
 from pathlib import Path
 
-from megatron.distributed import collectives
+from megatron.distributed import sharding
 from megatron.rehearsal import rank_process
 
-real, calls = collectives._all_reduce_grad, []
+real, calls = sharding._all_reduce_grad, []
 
 
 def skip_second(grad, groups):  # type: ignore[no-untyped-def]
@@ -19,5 +19,5 @@ def skip_second(grad, groups):  # type: ignore[no-untyped-def]
 
 
 if json.loads(Path(sys.argv[1]).read_text())["rank"] == 1:
-    collectives._all_reduce_grad = skip_second
+    sharding._all_reduce_grad = skip_second
 sys.exit(rank_process.main(sys.argv[1:]))

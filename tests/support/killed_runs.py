@@ -14,7 +14,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -22,14 +21,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.launch.rank_group import find_free_port
+
 SIGNALS = ([signal.SIGKILL], [signal.SIGTERM], [signal.SIGKILL], [signal.SIGTERM, signal.SIGTERM])
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "shutil.copyfile")
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def count_operations(run: Path, last: int | None, report: Path) -> None:
@@ -90,7 +85,7 @@ def one_life(
 
     Returns the exit codes, negative for signals.
     """
-    port, children = free_port(), []
+    port, children = find_free_port(), []
     for rank in range(world_size):
         child = os.fork()
         if child == 0:

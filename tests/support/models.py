@@ -1,5 +1,6 @@
 """Models for tests in a single process."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -76,3 +77,21 @@ def check_reading_in_parts(gpt: GPT, x: Tensor, *, has_sampled_positions: bool) 
     changed = x.clone()
     changed[:, 15:] = (changed[:, 15:] + 1) % (VOCABULARY - 1)
     assert torch.equal(gpt(changed)[:, :15], whole[:, :15]), "a later token is seen"
+
+
+def check_masked_documents(gpt: GPT, x: Tensor) -> None:
+    """Check that the documents of packed rows have the logits of separate rows.
+
+    Args:
+        gpt: model with the sizes of `small_gpt` and document masking.
+        x: tokens [2, 26], below VOCABULARY − 1, which ends documents here.
+    """
+    end, packed = VOCABULARY - 1, x.clone()
+    packed[0, [4, 15]] = packed[1, [7, 8]] = end
+    gpt.end_of_document = end
+    whole = gpt(packed)
+    gpt.end_of_document = None
+    for row, edges in ((0, [0, 5, 16, x.shape[1]]), (1, [0, 8, 9, x.shape[1]])):
+        for first, stop in pairwise(edges):
+            alone = gpt(packed[row : row + 1, first:stop])
+            assert_close_in_rounding(whole[row : row + 1, first:stop], alone, TERMS, SUMS)

@@ -189,3 +189,10 @@ def write_tokenizer(folder: Path) -> None:
 def logits_of(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     """Return transformers' logits."""
     return model(input_ids=tokens).logits
+
+
+class RunsCode:
+    """Object that runs code when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (exec, ("raise SystemExit('executed')",))

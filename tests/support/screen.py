@@ -1,4 +1,4 @@
-"""Pseudo-terminal of a given width on this process's descriptor 1, and its visible contents."""
+"""Pseudo-terminal of a given width on this process's descriptor 1, its visible contents, and a clock."""
 
 import fcntl
 import os
@@ -102,3 +102,13 @@ def terminal(width: int) -> Iterator[Screen]:
         os.close(saved)
         reader.join(10)
         os.close(main)
+
+
+class Clock:
+    """Clock controlled by the test."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import layout
 from megatron.config.schema import Config
+from megatron.launch.rank_group import find_free_port
 
 VOCABULARY = 61
 
@@ -147,11 +147,11 @@ def same_weights(one: Path, other: Path) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def free_port() -> int:
-    """Return a free TCP port."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+def replace_text(path: Path, old: str, new: str) -> None:
+    """Replace a text in a file that contains it."""
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
 
 
 def train_with_processes(
@@ -165,7 +165,7 @@ def train_with_processes(
     job.mkdir(parents=True)
     for i, config in enumerate(configs):
         config.save(job / f"{i:02d}.yml")
-    script, environment = Path(__file__).with_name("train_rank.py"), {"MASTER_PORT": str(free_port())}
+    script, environment = Path(__file__).with_name("train_rank.py"), {"MASTER_PORT": str(find_free_port())}
     children = [
         Forked(script, str(job), str(rank), str(world_size), output=job / f"output_{rank}.txt", env=environment)
         for rank in range(world_size)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron.checkpoint.legacy import DEEPSPEED_FOLDER
+from megatron.checkpoint.compatibility import DEEPSPEED_FOLDER
 from megatron.launch.slurm import format_array_indices
 from megatron.sweeps import run_sweep as sweeps
 from megatron.sweeps.spec import read_sweep

@@ -12,7 +12,7 @@ from rich.console import Console
 from tiny_runs import losses, records, tiny_config, train_with_processes, write_corpora
 
 from megatron.checkpoint import layout
-from megatron.cli.batches import describe_reading, escape_control_characters, parse_steps, what_was_in
+from megatron.cli.show import describe_reading, escape_control_characters, parse_steps, what_was_in
 from megatron.config.schema import Config
 from megatron.data.indexed_dataset import open_indexed
 from megatron.data.torch_data import build_dataloader

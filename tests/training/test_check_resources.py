@@ -16,6 +16,7 @@ from tiny_runs import tiny_config, write_corpora
 from megatron.checkpoint.layout import list_checkpoints
 from megatron.config.load import LoadedConfig, load_config
 from megatron.config.schema import Config
+from megatron.data.load_tokenizer import find_vocab_size
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.mesh import ParallelSizes
 from megatron.launch.dispatch import launch_training
@@ -28,7 +29,6 @@ from megatron.training.check_resources import (
     count_certain_bytes,
     count_checkpoints,
     estimate_checkpoint_size,
-    find_vocab_size,
 )
 from megatron.training.resolve_run import resolve_remote_run, resolve_run
 from megatron.training.train import train

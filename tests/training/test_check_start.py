@@ -10,7 +10,7 @@ from tiny_runs import tiny_config, write_corpora, write_corpus
 
 from megatron.config.load import LoadedConfig, load_config
 from megatron.config.schema import Config
-from megatron.data import datasets, gpt_dataset
+from megatron.data import datasets, sample_index
 from megatron.data.indexed_dataset import IndexedTokens
 from megatron.data.load_tokenizer import Vocabulary
 from megatron.distributed.hardware import LocalHardware
@@ -230,7 +230,7 @@ def test_a_training_on_this_machine_reads_its_tokens_once(
         reads.append(name)
         usual(name, dataset, vocabulary)
 
-    for module in (datasets, gpt_dataset):
+    for module in (datasets, sample_index):
         monkeypatch.setattr(module, "check_all_tokens", check)
     config = tiny_config(corpus, tmp_path / "a", device="cpu", train_iters=1)
     launch(config, dry=True)

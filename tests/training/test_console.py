@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import build_model
 from rich.console import Console
-from screen import terminal
+from screen import Clock, terminal
 from tiny_runs import tiny_config, write_corpora
 
 from megatron.checkpoint.run_folder import RESOLVED_CONFIG
@@ -31,16 +31,6 @@ RECORD = TrainRecord(
     step=1, loss=2.0, perplexity=7.4, learning_rate=1e-3, grad_norm=0.5, tokens_per_second=1e4, ms_per_step=41.5,
     tflops=0.1, mfu=None, loss_scale=1.0, skipped_steps=0, memory_gib=1.5, tokens=64, seconds_left=125.0,
 )  # fmt: skip
-
-
-class Clock:
-    """Clock controlled by the test."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture(scope="module")

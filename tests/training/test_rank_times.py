@@ -8,8 +8,9 @@ import pytest
 import torch
 from forked import Forked
 from hanging_rank import SLOW
-from tiny_runs import free_port, records, tiny_config, write_corpora
+from tiny_runs import records, tiny_config, write_corpora
 
+from megatron.launch.rank_group import find_free_port
 from megatron.training.console import describe_waits
 from megatron.training.metrics_log import TrainRecord
 from megatron.training.rank_times import ForwardTimer, RankTimes, compare_ranks
@@ -25,7 +26,7 @@ def test_ranks_that_are_slow_are_named(tmp_path: Path) -> None:
         train_micro_batch_size_per_gpu=2, checkpoint_factor=2,
     )  # fmt: skip
     config.save(tmp_path / "config.yml")
-    environment = {"MASTER_PORT": str(free_port())}
+    environment = {"MASTER_PORT": str(find_free_port())}
     ranks = [
         Forked(
             SCRIPT, str(tmp_path / "config.yml"), str(rank), "2", "1", "slow", output=tmp_path / f"{rank}.txt",

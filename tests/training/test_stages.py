@@ -15,8 +15,8 @@ from tiny_runs import VOCABULARY, losses, records, same_weights, tiny_config, tr
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
+from megatron.checkpoint.manifest import load_checkpoint_config
 from megatron.checkpoint.resume import plan_resume
-from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.schema import Config
 from megatron.config.stages import build_stages

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from forked import Forked
 from hanging_rank import HURRIED
-from tiny_runs import free_port, tiny_config, write_corpora
+from tiny_runs import tiny_config, write_corpora
 from torch.distributed.flight_recorder import fr_trace
 
 from megatron.distributed.process_groups import ProcessGroups
+from megatron.launch.rank_group import find_free_port
 from megatron.training.hang_report import STACKS, RankReport, describe_reports
 from megatron.training.metrics_log import HEARTBEAT_FILE
 from megatron.training.train import train
@@ -36,7 +37,7 @@ def hang(corpus: Path, folder: Path, late: int, how: str) -> tuple[list[int], li
         corpus, folder / "run", train_iters=6, num_gpus=2, train_micro_batch_size_per_gpu=2, hang_timeout=timeout
     )
     config.save(folder / "config.yml")
-    environment = {"MASTER_PORT": str(free_port())}
+    environment = {"MASTER_PORT": str(find_free_port())}
     ranks = [
         Forked(
             SCRIPT, str(folder / "config.yml"), str(rank), "2", str(late), how,
@@ -82,7 +83,7 @@ def test_a_lone_rank_that_holds_pythons_lock(corpus: Path, tmp_path: Path) -> No
     config = tiny_config(corpus, tmp_path / "run", train_iters=6, hang_timeout=1.0)
     config.save(tmp_path / "config.yml")
     arguments = (str(tmp_path / "config.yml"), "0", "1", "0", "hold")
-    rank = Forked(SCRIPT, *arguments, output=tmp_path / "0.txt", env={"MASTER_PORT": str(free_port())})
+    rank = Forked(SCRIPT, *arguments, output=tmp_path / "0.txt", env={"MASTER_PORT": str(find_free_port())})
     try:
         assert rank.wait(120) == 1
     finally:

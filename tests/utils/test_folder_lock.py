@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.utils import folder_lock as folder_locks
+from megatron.utils import atomic_io
+from megatron.utils.atomic_io import WRITE_LOCK_FILE, FolderLock, folder_lock
 from megatron.utils.errors import RunError, UserError
-from megatron.utils.folder_lock import WRITE_LOCK_FILE, FolderLock, folder_lock
 
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF)
 
@@ -20,14 +20,14 @@ def forbid_flock(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(folder_locks.fcntl, "flock", no_locks)
+    monkeypatch.setattr(atomic_io.fcntl, "flock", no_locks)
 
 
 @pytest.mark.parametrize("number", [None, *NO_LOCKS])
 def test_writers_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int | None) -> None:
     if number is not None:
         forbid_flock(monkeypatch, number)
-    monkeypatch.setattr(folder_locks, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(atomic_io, "POLL_SECONDS", 0.001)
     folder, sums = tmp_path / "new" / "folder", tmp_path / "sum"
     sums.write_text("0")
 
@@ -49,13 +49,13 @@ def test_writers_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_flock(monkeypatch, errno.EOPNOTSUPP)
-    monkeypatch.setattr(folder_locks, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(atomic_io, "POLL_SECONDS", 0.01)
     (tmp_path / WRITE_LOCK_FILE).touch()
-    monkeypatch.setattr(folder_locks, "WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(atomic_io, "WAIT_SECONDS", 0.1)
     with pytest.raises(RunError, match="another process has been writing there"), folder_lock(tmp_path):
         pass
-    monkeypatch.setattr(folder_locks, "WAIT_SECONDS", 60.0)
-    monkeypatch.setattr(folder_locks, "STALE_SECONDS", 0.1)
+    monkeypatch.setattr(atomic_io, "WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(atomic_io, "STALE_SECONDS", 0.1)
     with folder_lock(tmp_path):
         assert (tmp_path / WRITE_LOCK_FILE).exists()
     assert not (tmp_path / WRITE_LOCK_FILE).exists()

@@ -5,16 +5,9 @@ import time
 
 import pytest
 from rich.console import Console
+from screen import Clock
 
 from megatron.utils.progress import ProgressMeter, WaitAnnouncer, WorkItem, estimate_seconds_left
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_nothing_is_claimed_before_anything_is_measured() -> None:

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from megatron.attention.backends.backend import MAX_KEYS_SAVED, AttentionBackend
-from megatron.attention.backends.native import NativeBackend
+from megatron.attention.backends.fused_processor import NativeBackend
 from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend
 from megatron.attention.backends.registry import RowBlockBackend
 from megatron.attention.backends.triton import TritonBackend

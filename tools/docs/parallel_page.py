@@ -15,8 +15,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from megatron.config.execution import resolve_mesh_shape
 from megatron.config.load import load_config
-from megatron.config.parallelism import resolve_mesh_shape
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.mesh import Axis, Mesh, ParallelSizes, list_context_chunks
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory

@@ -255,7 +255,7 @@ def run_case(case: Case, corpus: Path, run: Path, world_size: int = 1) -> Outcom
     from megatron.training.train import train
     from megatron.utils.errors import FarfieldError
 
-    triton_backend._warn_fallback.cache_clear()  # each case must repeat messages that a run prints once
+    triton_backend.warn_fallback.cache_clear()  # each case must repeat messages that a run prints once
     if torch.cuda.memory_reserved() > MAX_LEFT:
         gc.collect()  # engines contain reference cycles
     torch.cuda.empty_cache()

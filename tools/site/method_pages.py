@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron.attention.backends.capabilities import BACKEND_CAPABILITIES, find_unsupported_method
+from megatron.attention.backends.backend import BACKEND_CAPABILITIES, find_unsupported_method
 from megatron.config.method_names import list_other_names
 from megatron.config.yaml_files import parse_yaml, read_text
 from megatron.position.catalog import (

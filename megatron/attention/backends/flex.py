@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination
+from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination, warn_fallback
 from megatron.attention.inputs import AttentionInputs, pad_values
 from megatron.attention.reference import compute_table
 from megatron.position.encoding import Encoding, ScoreTerms
@@ -65,7 +65,7 @@ class FlexBackend:
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         reason = self.fallback_reason(inputs)
         if reason is not None:
-            _warn_fallback(reason)
+            warn_fallback("flex", reason)
             return self.fallback(inputs)
         if not torch.is_grad_enabled() and _describe_shape(inputs) not in self._trained:
             # decoding and evaluation have arbitrarily many lengths, each of which would be compiled
@@ -110,12 +110,6 @@ class FlexBackend:
 
 def _describe_shape(inputs: AttentionInputs) -> tuple[int, int, int]:
     return inputs.query.length, inputs.key.length, inputs.query.start - inputs.key.start
-
-
-@cache
-def _warn_fallback(reason: str) -> None:
-    """Warn once per reason, not once per layer and step."""
-    logger.warning("attention_backend flex: %s is left to PyTorch's row blocks", reason)
 
 
 @cache

@@ -1,13 +1,24 @@
-"""Score processors with two convolutions, computed by kernels that fuse them with attention, on a GPU or a CPU."""
+"""Score processors with two convolutions, computed by kernels that fuse them with attention.
 
+`triton.py` runs them on a GPU. The backend of this module is C code on a CPU: memory linear in T, several times as fast
+as row blocks. Unsupported cases (other types and devices, padding, sampled positions, divided heads) fall back to
+PyTorch's row blocks.
+"""
+
+import logging
 from collections.abc import Callable
+from functools import cache
 
+import torch
 from torch import Tensor
 
-from megatron.attention.inputs import AttentionInputs
+from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination, warn_fallback
+from megatron.attention.inputs import AttentionInputs, pad_values
+from megatron.attention.reference import compute_table
+from megatron.kernels.cdape_attention import cpu
 from megatron.kernels.cdape_attention.args import CdapeArgs
 from megatron.position.base import ConvolutionParameters
-from megatron.position.encoding import ScoreTerms
+from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import Processor
 
 
@@ -105,4 +116,72 @@ def _collect_args(inputs: AttentionInputs, bias: Tensor | None) -> CdapeArgs:
         document_starts=inputs.first_columns,
         residual_bias=convolutions.residual_bias,
         sinks=inputs.head_sinks,
+    )
+
+
+logger = logging.getLogger(__name__)
+
+
+class NativeBackend:
+    """The C code of `megatron/kernels/cdape_attention` as a backend.
+
+    Args:
+        fallback: backend for unsupported calls.
+        is_requested: True if the user named this backend and should be warned about fallbacks.
+    """
+
+    supports_document_starts = True
+
+    def __init__(self, fallback: AttentionBackend, *, is_requested: bool) -> None:
+        self.fallback, self.is_requested = fallback, is_requested
+
+    def unsupported_reason(
+        self,
+        encoding: Encoding,
+        processor: Processor | None,
+        softcap: float | None = None,
+        softmax_type: str = "vanilla",
+    ) -> str | None:
+        reason = self.combination_unsupported_reason(encoding, processor, softcap, softmax_type)
+        return reason or cpu.unavailable_reason()
+
+    @staticmethod
+    def combination_unsupported_reason(
+        encoding: Encoding,
+        processor: Processor | None,
+        softcap: float | None = None,
+        softmax_type: str = "vanilla",
+    ) -> str | None:
+        """Explain why the combination is not supported on any machine; None if it is."""
+        reason = find_unsupported_combination("native", encoding, processor, softcap, softmax_type)
+        if reason is not None or processor is None:
+            return reason
+        return processor_unsupported_reason(processor, max_kernel_size=cpu.MAX_KERNEL_SIZE)
+
+    @pad_values
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        reason = _fallback_reason(inputs)
+        if reason is not None:
+            if self.is_requested:
+                warn_fallback("native", reason)
+            return self.fallback(inputs)
+        if cpu.unavailable_reason() is not None:
+            _warn_unavailable()
+            return self.fallback(inputs)
+        table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
+        return run_processor_kernel(cpu.cdape_attention, inputs, table.bias)
+
+
+def _fallback_reason(inputs: AttentionInputs) -> str | None:
+    if inputs.q.device.type != "cpu":
+        return "a model on a GPU"
+    if inputs.q.dtype != torch.float32:
+        return str(inputs.q.dtype)
+    return processor_fallback_reason(inputs)
+
+
+@cache
+def _warn_unavailable() -> None:
+    logger.warning(
+        "score processors run several times slower on this CPU without their C code: %s", cpu.unavailable_reason()
     )

@@ -37,8 +37,8 @@ MAX_PACKED_HEAD_DIM = 256
 """Largest head dimension of PyTorch's flash attention, a multiple of 8."""
 
 
-class EagerBackend:
-    """The reference: materializes the whole score map. Memory grows as T². All other backends are tested against it."""
+class _GeneralBackend:
+    """Base of backends that support every method, and rows of several documents."""
 
     supports_document_starts = True
 
@@ -51,11 +51,15 @@ class EagerBackend:
     ) -> str | None:
         return None
 
+
+class EagerBackend(_GeneralBackend):
+    """The reference: materializes the whole score map. Memory grows as T². All other backends are tested against it."""
+
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         return compute_attention(inputs)
 
 
-class ChunkedBackend:
+class ChunkedBackend(_GeneralBackend):
     """Blocks of query rows, one after another; the whole score map never exists.
 
     Args:
@@ -63,19 +67,8 @@ class ChunkedBackend:
         recompute: recompute the maps of a block in the backward pass, instead of keeping them.
     """
 
-    supports_document_starts = True
-
     def __init__(self, block_size: int, *, recompute: bool = True) -> None:
         self.block_size, self.recompute = block_size, recompute
-
-    def unsupported_reason(
-        self,
-        encoding: Encoding,
-        processor: Processor | None,
-        softcap: float | None = None,
-        softmax_type: str = "vanilla",
-    ) -> str | None:
-        return None
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
@@ -126,24 +119,13 @@ def _recompute(function: Callable[[AttentionInputs], Tensor], inputs: AttentionI
     )
 
 
-class RowBlockBackend:
+class RowBlockBackend(_GeneralBackend):
     """Row blocks over their causal columns. Maps are kept for short training sequences, otherwise recomputed."""
-
-    supports_document_starts = True
 
     def __init__(self, block_size: int) -> None:
         self.recomputed = ChunkedBackend(block_size)
         self.saving_with_processor = ChunkedBackend(block_size, recompute=False)
         self.saving_without_processor = ChunkedBackend(max(block_size, MIN_ROWS_SAVED), recompute=False)
-
-    def unsupported_reason(
-        self,
-        encoding: Encoding,
-        processor: Processor | None,
-        softcap: float | None = None,
-        softmax_type: str = "vanilla",
-    ) -> str | None:
-        return None
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         if torch.is_grad_enabled() and inputs.key.length <= MAX_KEYS_SAVED:

@@ -4,7 +4,7 @@ import logging
 
 from megatron.attention.backends.backend import MAX_KEYS_SAVED, AttentionBackend
 from megatron.attention.backends.flex import FlexBackend
-from megatron.attention.backends.native import NativeBackend
+from megatron.attention.backends.fused_processor import NativeBackend
 from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend, RowBlockBackend, SdpaBackend
 from megatron.attention.backends.triton import TritonBackend
 from megatron.attention.inputs import AttentionInputs

@@ -20,7 +20,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
-from functools import cache
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination
+from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination, warn_fallback
 from megatron.attention.backends.fused_processor import (
     gated_processor_fallback_reason,
     processor_fallback_reason,
@@ -175,7 +174,7 @@ class TritonBackend:
                 assert fire is not None
                 return self.fallback(use_fire_kernel(inputs, fire))
             case KernelChoice.PYTORCH:
-                _warn_fallback(reason)
+                warn_fallback("triton", reason)
                 return self.fallback(inputs)
 
 
@@ -240,12 +239,6 @@ def _describe_unfit(x: Tensor) -> str | None:
     if x.dtype not in DTYPES or (interpreted and x.dtype == torch.bfloat16):
         return f"{x.dtype}{' in the interpreter' if interpreted else ''}"
     return None
-
-
-@cache
-def _warn_fallback(reason: str) -> None:
-    """Warn once per reason, not once per layer and step."""
-    logger.warning("attention_backend triton: %s is left to PyTorch's row blocks", reason)
 
 
 def _fire_parameters(encoding: Encoding) -> FireParameters | None:

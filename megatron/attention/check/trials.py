@@ -18,6 +18,7 @@ from megatron.attention.backends.backend import AttentionBackend
 from megatron.attention.backends.registry import is_every_op_rounded
 from megatron.attention.check.check_result import BackendTrial
 from megatron.attention.check.problem import CheckProblem
+from megatron.utils.errors import is_out_of_memory
 from megatron.utils.rounding import SAFETY_FACTOR, compute_size_ratio, estimate_rounding_sizes
 
 CHECK_SECONDS = 20.0
@@ -129,7 +130,7 @@ def try_backends(
         assert references[0].exact  # before any backend runs, so that a failure here is not attributed to one
     except Exception as failure:  # the exact results need memory too
         why = f"was not compared: computing in float64 {_describe_failure(failure)}"
-        return [BackendTrial(name, why, is_final=not _is_out_of_memory(failure)) for name in backends]
+        return [BackendTrial(name, why, is_final=not is_out_of_memory(failure)) for name in backends]
     trials: list[BackendTrial] = []
     for name, backend in backends.items():
         if clock() > deadline:
@@ -139,7 +140,7 @@ def try_backends(
         try:
             trials.append(_try_backend(references, name, backend, clock))
         except Exception as failure:  # compilers, drivers and libraries can raise anything
-            trials.append(BackendTrial(name, _describe_failure(failure), is_final=not _is_out_of_memory(failure)))
+            trials.append(BackendTrial(name, _describe_failure(failure), is_final=not is_out_of_memory(failure)))
         free_memory(problem.device)
         if not trials[-1].is_correct and not is_device_usable(problem.device):
             raise DeviceLostError(trials)
@@ -190,7 +191,7 @@ def _time_backends(
                 passes[name].append(timer(lambda name=name: problem.run(backends[name]), problem.device))  # type: ignore[misc]
                 memory[name] = _read_peak_memory(problem.device, before)
             except Exception as failure:  # as in the first pass
-                failed[name] = BackendTrial(name, _describe_failure(failure), is_final=not _is_out_of_memory(failure))
+                failed[name] = BackendTrial(name, _describe_failure(failure), is_final=not is_out_of_memory(failure))
     free_memory(problem.device)
     if failed and not is_device_usable(problem.device):
         raise DeviceLostError([*trials, *failed.values()])
@@ -216,14 +217,10 @@ def is_device_usable(device: torch.device) -> bool:
 
 
 def _describe_failure(failure: Exception) -> str:
-    if _is_out_of_memory(failure):
+    if is_out_of_memory(failure):
         return "ran out of memory"
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
     return f"raised {type(failure).__name__}: {lines[0][:200]}" if lines else f"raised {type(failure).__name__}"
-
-
-def _is_out_of_memory(failure: Exception) -> bool:
-    return isinstance(failure, torch.OutOfMemoryError | MemoryError)
 
 
 def _synchronize(device: torch.device) -> None:

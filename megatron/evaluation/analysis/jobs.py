@@ -311,7 +311,7 @@ def load_analysis_context(job: AnalysisJob, request: AnalysisRequest) -> Analysi
     if isinstance(job, UntrainedJob):
         encodings = _build_untrained_encodings(config, options)
         return AnalysisContext(job.name, config, encodings, options, request.lengths)
-    from megatron.evaluation.analysis.attention_capture import list_attention_layers
+    from megatron.evaluation.forward_passes import list_attention_layers
 
     model = job.load("chunked", **list_overrides(options)).model
     model.end_of_document = None  # each window is treated as one document (`inputs_from_text`)

@@ -43,17 +43,16 @@ from megatron.evaluation.jobs import LogFunction, RunJob, make_log_function
 from megatron.evaluation.provenance import describe_machine, list_software_versions
 from megatron.options.commands import AnalysisOptions
 from megatron.reports.charts import Chart
-from megatron.reports.citation import describe_reproduction
 from megatron.reports.html_page import (
     HtmlCell,
     HtmlColumn,
     HtmlPicture,
     HtmlTable,
+    describe_reproduction,
     encode_picture,
     render_template,
 )
-from megatron.utils.atomic_io import write_page_atomically, write_text_atomically
-from megatron.utils.folder_lock import FolderLock
+from megatron.utils.atomic_io import FolderLock, write_page_atomically, write_text_atomically
 from megatron.utils.progress import IMPORTING, ProgressMeter, WaitAnnouncer, WorkItem
 
 if TYPE_CHECKING:
@@ -293,7 +292,7 @@ def _build_page(
     analyses: Sequence[AnalysisResults],
     console: Console | None,
 ) -> str:
-    from megatron.reports.citation import format_command
+    from megatron.reports.html_page import format_command
 
     names = [job.name for job in jobs]
     title = f"Attention of {', '.join(names[:4])}{' and others' * (len(names) > 4)}"

@@ -9,7 +9,7 @@ The ledger of rank r is `rank-r.jsonl` in the ledger's folder. Each line is eith
 or an operation, in the order in which the rank issued it:
 
     {"op": "all_reduce", "group": "3", "count": 1024, "dtype": "bf16", "bytes": 2048, "batch": 7, "device": "cuda",
-     "where": ["megatron/distributed/collectives.py:41 all_reduce_sum_", …]}
+     "where": ["megatron/distributed/sharding.py:41 all_reduce_sum_", …]}
 
 Optional keys are `peer` (a rank of the job: the root, or the other side of a send) and `reduction`. `batch` is equal
 for calls that NCCL issues together in no particular order. `where` lists the project's lines, innermost first.

@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
 from megatron.attention.reference import compute_visible_mask, precompute_terms
 from megatron.evaluation.analysis.analysis import Analysis, AnalysisContext, Block, Figure, Table
-from megatron.evaluation.analysis.attention_capture import choose_block_size, compute_attention_weights, run_forward
+from megatron.evaluation.forward_passes import choose_block_size, compute_attention_weights, run_forward
 from megatron.evaluation.loss_records import list_position_bins
 from megatron.model.gpt import GPT
 from megatron.reports.charts import Chart

@@ -20,13 +20,13 @@ from torch import Tensor
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
 from megatron.attention.reference import precompute_terms
 from megatron.evaluation.analysis.analysis import Analysis, AnalysisContext, Block, Table
-from megatron.evaluation.analysis.attention_capture import (
+from megatron.evaluation.analysis.bias_series import PLOTTED_EPSILONS, TIE_TOLERANCE, compute_finite_field
+from megatron.evaluation.forward_passes import (
     choose_block_size,
     compute_attention_weights,
     run_forward,
     slice_from_row,
 )
-from megatron.evaluation.analysis.bias_series import PLOTTED_EPSILONS, TIE_TOLERANCE, compute_finite_field
 from megatron.model.gpt import GPT
 from megatron.reports.charts import Chart
 from megatron.reports.curve_chart import HorizontalAxis, build_line_chart, build_median_line

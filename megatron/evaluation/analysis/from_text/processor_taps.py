@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_scores_and_bias, compute_table, compute_visible_mask
 from megatron.evaluation.analysis.analysis import Analysis, AnalysisContext, Block, Figure, NotApplicable, Table
-from megatron.evaluation.analysis.attention_capture import list_attention_layers, run_forward
+from megatron.evaluation.forward_passes import list_attention_layers, run_forward
 from megatron.model.gpt import GPT
 
 MAX_OFFSET = 16

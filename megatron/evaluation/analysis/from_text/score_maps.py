@@ -31,7 +31,7 @@ from megatron.evaluation.analysis.analysis import (
     NotApplicable,
     format_triangle,
 )
-from megatron.evaluation.analysis.attention_capture import choose_block_size, compute_attention_weights, run_forward
+from megatron.evaluation.forward_passes import choose_block_size, compute_attention_weights, run_forward
 from megatron.model.gpt import GPT
 
 MAP_SIZE = 64

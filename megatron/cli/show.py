@@ -1,4 +1,4 @@
-"""`./deepy.py what-was-in`: the documents of training batches."""
+"""Commands that show: `./deepy.py keys`, `positions` and `tasks`; `status`, `checkpoints` and `what-was-in` of runs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,173 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron.cli.arguments import print_to_stderr
+from megatron.cli.arguments import AsJson, print_facts, print_to_stderr
 from megatron.utils.errors import UserError
 from megatron.utils.formatting import format_quantity
 
 if TYPE_CHECKING:
     from megatron.training.batch_contents import BatchHistory, BatchRow, Reading
+
+
+def keys(
+    pattern: Annotated[
+        str, typer.Argument(help="Show only keys with this text in their name or description.", show_default=False)
+    ] = "",
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/configuration.md.")] = False,
+) -> None:
+    """Explain the keys of configuration files, including those of GPT-NeoX, KERPLE and DAPE."""
+    from megatron.config import reference
+
+    if markdown:
+        print(reference.build_reference(), end="")
+        return
+    from rich.markup import escape
+
+    matches = reference.lookup_keys(pattern)
+    if not matches:
+        hint = reference.find_nearest_key(pattern) or "`./deepy.py keys` lists all"
+        raise UserError(f"no key contains {pattern!r}; {hint}")
+    from megatron.launch.console import PlainConsole
+
+    console = PlainConsole(highlight=False)
+    for i, (name, default, values, meaning) in enumerate(matches):
+        console.print("\n" * (i > 0) + f"[bold cyan]{escape(name)}[/]")
+        print_facts(console, {"default": default, "values": values, "meaning": meaning})
+
+
+def positions(
+    name: Annotated[
+        str, typer.Argument(help="Show only methods with this text in one of their names.", show_default=False)
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """List encodings, score processors and temperatures: formula, parameters, options, traits, and use."""
+    import json
+
+    from megatron.config.method_names import find_methods
+
+    names = find_methods(name)
+    from megatron.position.registry import describe_methods
+
+    records, errors = describe_methods(names)
+    for error in errors:
+        print_to_stderr(f"error: {error}")
+    if as_json:
+        print(json.dumps(records, indent=2))
+    else:
+        _print_methods(records, shows_compositions=not name)
+    if errors:
+        raise typer.Exit(2)
+
+
+def _print_methods(records: list[dict[str, Any]], *, shows_compositions: bool) -> None:
+    from rich.markup import escape
+
+    from megatron.config.method_names import describe_compositions
+    from megatron.config.yaml_files import format_value
+    from megatron.launch.console import PlainConsole
+
+    console = PlainConsole(highlight=False)
+    kinds = {"encoding": "pos_emb", "processor": "score_processor", "temperature": "attention_temperature"}
+    for kind, key in kinds.items():
+        kind_records = [record for record in records if record["kind"] == kind]
+        if not kind_records:
+            continue
+        console.print(f"[bold underline]{kind}s[/] ({key})")
+        for record in kind_records:
+            console.print(f"\n[bold cyan]{record['name']}[/]  {escape(record['formula'])}")
+            options = ", ".join(f"{name}: {format_value(value)}" for name, value in record["options"].items())
+            facts = {"parameters": record["parameters"], "options": options, "traits": ", ".join(record["traits"])}
+            print_facts(console, {**facts, "use": record["advice"], "source": record["source"]})
+        console.print()
+    if shows_compositions:
+        console.print("[bold underline]compositions[/] (overlays of configs/position)\n")
+        print_facts(console, describe_compositions())
+
+
+def tasks(
+    name: Annotated[
+        str, typer.Argument(help="Show only tasks with this text in their names.", show_default=False)
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """List the synthetic tasks for training from scratch: description, options, source."""
+    import json
+
+    from megatron.data.tasks.task_config import describe_task, list_tasks
+    from megatron.utils.formatting import format_choices
+
+    records = [describe_task(each) for each in list_tasks() if name in each]
+    if not records:
+        raise UserError(f"no task contains {name!r}; {format_choices(name, list_tasks())}")
+    if as_json:
+        print(json.dumps(records, indent=2))
+        return
+    from rich.markup import escape
+
+    from megatron.config.yaml_files import format_value
+    from megatron.launch.console import PlainConsole
+
+    console = PlainConsole(highlight=False)
+    for number, record in enumerate(records):
+        console.print("\n" * (number > 0) + f"[bold cyan]{record['name']}[/]  {escape(record['title'])}")
+        options = {
+            f"{option}: {format_value(fact['default'])}": fact["meaning"] for option, fact in record["options"].items()
+        }
+        print_facts(console, {**options, "note": record["note"], "source": record["paper"]})
+
+
+def checkpoints(
+    run: Annotated[Path, typer.Argument(help="Run folder.", show_default=False)],
+    verify: Annotated[bool, typer.Option("--verify", help="Verify the checksums of all files.")] = False,
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            "--keep", min=1, help="Keep only this number of newest undamaged checkpoints and those of extra_save_iters."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the checkpoints of a run with step, size, losses and integrity, and delete old ones.
+
+    The exit code is 1 if a checkpoint is damaged.
+
+    [bold]Example[/]
+
+      ./deepy.py checkpoints runs/a --keep 2
+    """
+    from megatron.launch.run_status import print_checkpoints, prune_and_report
+    from megatron.utils.progress import WaitAnnouncer
+
+    with WaitAnnouncer(print_to_stderr, f"reading the checkpoints of {run}"):
+        if keep is not None:
+            prune_and_report(run, keep, print)
+        are_whole = print_checkpoints(run, verify=verify, as_json=as_json)
+    if not are_whole:
+        raise typer.Exit(1)
+
+
+def status(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN…", help="Run folders or folders of runs.", show_default=False)
+    ],
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Update every 5 seconds until no run trains, or Ctrl-C.")
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Show the status of runs: state, step, loss, speed, time left, and last checkpoint.
+
+    [bold]Examples[/]
+
+      ./deepy.py status runs/a
+
+      ./deepy.py status runs --follow
+    """
+    from megatron.launch.run_status import print_status
+
+    return 0 if print_status(runs, as_json=as_json, follow=follow) else 1
+
 
 SHOWN_TOKENS = 64
 """Number of token ids printed of a row of a task."""
@@ -97,7 +258,7 @@ def describe_reading(history: BatchHistory, reading: Reading, rank: int | None, 
 
 
 def _describe_row(reading: Reading, row: BatchRow, limit: int) -> dict[str, Any]:
-    from megatron.data.document_parts import list_document_parts
+    from megatron.data.gpt_dataset import list_document_parts
 
     order = reading.order
     values: dict[str, Any] = {
