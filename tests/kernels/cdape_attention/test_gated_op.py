@@ -38,6 +38,7 @@ from tools.rounding import assert_within_rounding
 
 NAMES = ("output", "q", "k", "v", "row_bias", "key_bias", "w1", "b1", "w2", "b2")
 HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"  # not the fixture: an emulator cannot be rehearsed without values
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float16  # that of Triton's interpreter
 COMPILED = (CASES[1], CASES[2], Geometry(32, 32, 64, DTYPE))
 
@@ -153,7 +154,7 @@ def run(
     """Return the output, the gradients, and the counts of the emulator's errors; a GPU counts none."""
     attend_in_chunks = partial(attend_with_gates, chunk=call.chunk)
     if HAS_GPU:
-        return differentiate(attend_in_chunks, call, [x.cuda() for x in inputs]), NO_ERRORS
+        return differentiate(attend_in_chunks, call, [x.to(DEVICE) for x in inputs]), NO_ERRORS
     emulator = use_emulator(call, monkeypatch, folder, backwards)
     return differentiate(attend_in_chunks, call, inputs), emulator.get_faults().errors
 
@@ -229,7 +230,7 @@ def test_planted_faults_are_found(name: str, tmp_path: Path, monkeypatch: pytest
     assert is_wrong or errors != NO_ERRORS
 
 
-def test_a_layer_with_forget_gates_is_that_of_the_whole_map(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_a_layer_with_forget_gates_is_that_of_the_whole_map(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backend passes what its row blocks would compute: output and gradients err by rounding alone."""
     dims = AttentionDims(num_heads=9, head_dim=80, hidden_size=32, train_length=40, max_length=40)
     encoding = build_encoding("fox", dims, {})
@@ -256,7 +257,7 @@ def test_a_layer_with_forget_gates_is_that_of_the_whole_map(monkeypatch: pytest.
         gradients = torch.autograd.grad(output.double().square().sum(), list(leaves.values()))
         return {"output": output.detach(), **dict(zip(leaves, gradients, strict=True))}
 
-    found = attend_with(TritonBackend(Unused()), lambda x: x.to(device))
+    found = attend_with(TritonBackend(Unused()), lambda x: x.to(DEVICE))
     assert_within_rounding(found, lambda: attend_with(EagerBackend(), lambda x: x.double()), DTYPE, stored=True)
 
 
