@@ -36,7 +36,7 @@ from megatron.attention.check.check_result import (
     write_cache,
     write_records,
 )
-from megatron.attention.check.exact_part import CheckedDocuments
+from megatron.attention.check.float64_reference import CheckedDocuments
 from megatron.attention.check.problem import CheckProblem, build_problem
 from megatron.attention.check.trials import DeviceLostError, free_memory, try_backends
 from megatron.attention.segments import SampleFunction, concatenate_ranges, no_sampling, select_chunks

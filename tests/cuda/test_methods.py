@@ -9,7 +9,7 @@ import pytest
 from torch._dynamo.utils import counters
 
 from megatron.attention.backends import triton
-from megatron.attention.backends.triton import KernelChoice
+from megatron.attention.backends.triton import KernelChoice, SelectedKernel
 from megatron.model.gpt import GPT
 from tools.gpu.null_device_cases import (
     FEATURES,
@@ -75,7 +75,7 @@ def test_a_case_that_goes_wrong_is_found(corpus: Path, tmp_path: Path, monkeypat
     assert "warned:" in disturb(lambda: warnings.warn("planted", UserWarning, stacklevel=1))[0]
     line = b"[W1125 01:02:03.000000000 Planted.cpp:1] planted\n"
     assert "Planted.cpp" in disturb(lambda: os.write(2, line))[0]
-    monkeypatch.setattr(triton, "select_kernel", lambda *args: (KernelChoice.PYTORCH, "planted"))
+    monkeypatch.setattr(triton, "select_kernel", lambda *args: SelectedKernel(KernelChoice.PYTORCH, "planted"))
     faults = disturb(lambda: None)
     assert any("planted is left to PyTorch" in fault for fault in faults)
     monkeypatch.setattr(triton, "warn_fallback", cache(lambda backend, reason: None))

@@ -7,7 +7,7 @@ from position_methods import build
 from megatron.attention.backends.registry import list_candidates
 from megatron.attention.check import check_result
 from megatron.attention.check.check_result import BackendTrial
-from megatron.attention.check.exact_part import CheckedDocuments
+from megatron.attention.check.float64_reference import CheckedDocuments
 from megatron.attention.check.problem import build_problem
 from megatron.attention.check.trials import try_backends
 from megatron.kernels.cdape_attention import mixer

@@ -229,9 +229,9 @@ def test_the_route_of_a_call(encoding: str, processor: str, change: dict, route:
     e, p = on(device, encoding, processor)
     span = TokenRange(0, 9)
     rows = AttentionInputs(*random_on(device, 9), span, span, e, p, **change)
-    found, why = select_kernel(rows, compute_table(e, span, span, device) or ScoreTerms())
-    assert found is route
-    assert bool(why) == (route is KernelChoice.PYTORCH)
+    found = select_kernel(rows, compute_table(e, span, span, device) or ScoreTerms())
+    assert found.choice is route
+    assert bool(found.reason) == (route is KernelChoice.PYTORCH)
 
 
 @pytest.mark.parametrize("processor", ["none", "cdape"])

@@ -19,7 +19,7 @@ from megatron.attention.backends.fused_processor import NativeBackend
 from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend
 from megatron.attention.backends.registry import RowBlockBackend
 from megatron.attention.backends.triton import TritonBackend
-from megatron.attention.check.exact_part import attend_as_fused
+from megatron.attention.check.float64_reference import attend_as_fused
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import build_distances, compute_attention_in_blocks
 from megatron.kernels.runtime import is_interpreted

@@ -24,7 +24,6 @@ HOST_TESTS = (
                 "test_mixer_forward.py",
                 "test_mixer_op.py",
                 "test_logit_gradient.py",
-                "test_gated_op.py",
                 "test_reference.py",
             ),
         )

@@ -62,43 +62,45 @@ def run_processor_kernel(kernel: Callable[..., Tensor], inputs: AttentionInputs,
         kernel: `cdape_attention` of a device.
         bias: the encoding's table, float32 [H, N], or None.
     """
-    args = _collect_args(inputs, bias)
+    args = collect_kernel_args(inputs, bias)
     terms = inputs.processor_terms
     if terms is not None and terms.fits(args.q, args.offset, args.window):
         return kernel(args, terms=terms)
     return kernel(args)
 
 
-def gated_processor_fallback_reason(inputs: AttentionInputs, table: ScoreTerms) -> str | None:
+def gated_processor_fallback_reason(inputs: AttentionInputs, args: CdapeArgs, table: ScoreTerms) -> str | None:
     """Explain why no kernel supports these rows of a processor on gates; None if one does.
 
     Args:
         inputs: rows that `processor_fallback_reason` takes.
+        args: the kernels' arguments for these rows.
         table: the encoding's table over their distances; empty if it has none.
     """
-    from megatron.kernels.cdape_attention.gated_op import describe_unfit_device, describe_unsupported
+    from megatron.kernels.cdape_attention.gated_op import describe_unsupported, describe_unsupported_device
 
     if inputs.sinks is not None:  # the kernels do not have the term of the row
         return "a gate's bias with a sink"
     if table.bias is not None or table.weight is not None:
         return "a gate's bias and a table before a processor"
-    args, (heads, _, dim) = _collect_args(inputs, None), inputs.q.shape[1:]
+    heads, _, dim = inputs.q.shape[1:]
     sizes = (heads, dim, args.w1.shape[0], args.w1.shape[3], args.offset + inputs.q.shape[2])
-    return describe_unsupported(inputs.q.dtype, *sizes, args.window, args.offset) or describe_unfit_device(
+    return describe_unsupported(inputs.q.dtype, *sizes, args.window, args.offset) or describe_unsupported_device(
         inputs.q, dim
     )
 
 
-def run_gated_processor_kernel(inputs: AttentionInputs) -> Tensor:
+def run_gated_processor_kernel(inputs: AttentionInputs, args: CdapeArgs) -> Tensor:
     """Run the kernels of a processor on gates, on supported rows."""
     from megatron.kernels.cdape_attention.gated_op import attend_with_gates
 
     assert inputs.row_bias is not None
     assert inputs.key_bias is not None
-    return attend_with_gates(_collect_args(inputs, None)._replace(window=None), inputs.row_bias, inputs.key_bias)
+    return attend_with_gates(args._replace(window=None), inputs.row_bias, inputs.key_bias)
 
 
-def _collect_args(inputs: AttentionInputs, bias: Tensor | None) -> CdapeArgs:
+def collect_kernel_args(inputs: AttentionInputs, bias: Tensor | None) -> CdapeArgs:
+    """Return the kernels' arguments for a processor with two convolutions, gathered if ZeRO-3 divides its weights."""
     assert inputs.processor is not None
     convolutions = inputs.processor.kernel_parameters()
     assert isinstance(convolutions, ConvolutionParameters)

@@ -20,7 +20,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination, warn_fallback
 from megatron.attention.backends.fused_processor import (
+    collect_kernel_args,
     gated_processor_fallback_reason,
     processor_fallback_reason,
     processor_unsupported_reason,
@@ -37,6 +38,7 @@ from megatron.attention.backends.fused_processor import (
 )
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks, pad_values
 from megatron.attention.reference import compute_table, compute_visible_mask
+from megatron.kernels.cdape_attention.args import CdapeArgs
 from megatron.position.base import ConvolutionParameters, FireParameters
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.numerics import has_parameters_divided_by_zero_3
@@ -98,13 +100,13 @@ class TritonBackend:
     def fallback_reason(self, inputs: AttentionInputs) -> str | None:
         """Explain why these rows of a supported combination fall back to row blocks; None if they do not."""
         table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
-        return select_kernel(inputs, table)[1] or None
+        return select_kernel(inputs, table).reason or None
 
     @staticmethod
     def is_one_kernel(inputs: AttentionInputs) -> bool:
         """Return True if scores and biases are never stored."""
         table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
-        return select_kernel(inputs, table)[0] in ONE_KERNEL
+        return select_kernel(inputs, table).choice in ONE_KERNEL
 
     @staticmethod
     def share_table(table: ScoreTerms) -> ScoreTerms:
@@ -157,8 +159,8 @@ class TritonBackend:
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         table = inputs.table or compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device)
         table = table or ScoreTerms()
-        kernel, reason = select_kernel(inputs, table)
-        match kernel:
+        selected = select_kernel(inputs, table)
+        match selected.choice:
             case KernelChoice.FUSED_BIAS:
                 return _attend_with_bias_kernel(inputs, table)
             case KernelChoice.FUSED_PROCESSOR:
@@ -166,7 +168,8 @@ class TritonBackend:
 
                 return run_processor_kernel(cdape_attention, inputs, table.bias)
             case KernelChoice.GATED_PROCESSOR:
-                return run_gated_processor_kernel(inputs)
+                assert selected.args is not None
+                return run_gated_processor_kernel(inputs, selected.args)
             case KernelChoice.MATRIX:
                 return attend_with_bias_matrix(inputs, table.bias, _fire_parameters(inputs.encoding))
             case KernelChoice.PROCESSED_MATRIX:
@@ -174,7 +177,7 @@ class TritonBackend:
                 assert fire is not None
                 return self.fallback(use_fire_kernel(inputs, fire))
             case KernelChoice.PYTORCH:
-                warn_fallback("triton", reason)
+                warn_fallback("triton", selected.reason)
                 return self.fallback(inputs)
 
 
@@ -193,8 +196,18 @@ ONE_KERNEL = (KernelChoice.FUSED_BIAS, KernelChoice.FUSED_PROCESSOR, KernelChoic
 """Implementations that never store scores and biases."""
 
 
-def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> tuple[KernelChoice, str]:
-    """Select the implementation of a supported call, with the reason if no kernel is involved.
+class SelectedKernel(NamedTuple):
+    """Implementation of a call, with what its selection needed."""
+
+    choice: KernelChoice
+    reason: str = ""
+    """Reason why no kernel is involved; empty if one is."""
+    args: CdapeArgs | None = None
+    """Arguments of the kernels of a processor on gates."""
+
+
+def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> SelectedKernel:
+    """Select the implementation of a supported call.
 
     Args:
         inputs: inputs of the call.
@@ -202,31 +215,37 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> tuple[KernelCho
     """
     fire, reason = _fire_parameters(inputs.encoding), _describe_unfit(inputs.q)
     if reason is not None:
-        return KernelChoice.PYTORCH, reason
+        return SelectedKernel(KernelChoice.PYTORCH, reason)
     if inputs.query.sampled is not None:
-        return KernelChoice.PYTORCH, "randomized positions"
+        return SelectedKernel(KernelChoice.PYTORCH, "randomized positions")
     if inputs.key_mask is not None:
-        return KernelChoice.PYTORCH, "padding"
+        return SelectedKernel(KernelChoice.PYTORCH, "padding")
     if inputs.processor is not None:
         if fire is not None:
-            return KernelChoice.PROCESSED_MATRIX, ""
-        choice, reason = KernelChoice.FUSED_PROCESSOR, processor_fallback_reason(inputs)
-        if reason is None and inputs.key_bias is not None:
-            choice, reason = KernelChoice.GATED_PROCESSOR, gated_processor_fallback_reason(inputs, table)
-        return (choice, "") if reason is None else (KernelChoice.PYTORCH, reason)
+            return SelectedKernel(KernelChoice.PROCESSED_MATRIX)
+        reason = processor_fallback_reason(inputs)
+        if reason is not None:
+            return SelectedKernel(KernelChoice.PYTORCH, reason)
+        if inputs.key_bias is None:
+            return SelectedKernel(KernelChoice.FUSED_PROCESSOR)
+        args = collect_kernel_args(inputs, None)
+        reason = gated_processor_fallback_reason(inputs, args, table)
+        if reason is not None:
+            return SelectedKernel(KernelChoice.PYTORCH, reason)
+        return SelectedKernel(KernelChoice.GATED_PROCESSOR, args=args)
     if inputs.key_bias is not None and (fire is not None or inputs.dropout):
-        return KernelChoice.PYTORCH, "a gate's bias with a network's bias or with attention_dropout"
+        return SelectedKernel(KernelChoice.PYTORCH, "a gate's bias with a network's bias or with attention_dropout")
     if inputs.sinks is not None and fire is not None:  # PyTorch's fused attention does not support sinks
-        return KernelChoice.PROCESSED_MATRIX, ""
+        return SelectedKernel(KernelChoice.PROCESSED_MATRIX)
     if inputs.sinks is not None and inputs.key_bias is not None:  # the kernels do not have the term of the row
-        return KernelChoice.PYTORCH, "a gate's bias with a sink"
+        return SelectedKernel(KernelChoice.PYTORCH, "a gate's bias with a sink")
     if inputs.sinks is not None and inputs.dropout:
-        return KernelChoice.PYTORCH, "attention_dropout with a sink"
+        return SelectedKernel(KernelChoice.PYTORCH, "attention_dropout with a sink")
     if fire is not None or (inputs.dropout and table.weight is None and table.bias is not None):
-        return KernelChoice.MATRIX, ""
+        return SelectedKernel(KernelChoice.MATRIX)
     if inputs.dropout:
-        return KernelChoice.PYTORCH, "attention_dropout without a bias or with a weight"
-    return KernelChoice.FUSED_BIAS, ""
+        return SelectedKernel(KernelChoice.PYTORCH, "attention_dropout without a bias or with a weight")
+    return SelectedKernel(KernelChoice.FUSED_BIAS)
 
 
 def _describe_unfit(x: Tensor) -> str | None:
@@ -260,10 +279,9 @@ def _fire_unsupported_reason(encoding: Encoding) -> str | None:
 
 def _attend_with_bias_kernel(inputs: AttentionInputs, table: ScoreTerms) -> Tensor:
     from megatron.kernels.biased_attention.op import biased_attention
+    from megatron.kernels.biased_attention.shared_table import select_table_heads
 
-    bias, weight = table
-    bias = None if bias is None else select_heads(bias, inputs.heads)
-    weight = None if weight is None else select_heads(weight, inputs.heads)
+    bias, weight = (None if term is None else select_table_heads(term, inputs.heads) for term in table)
     return biased_attention(
         *(inputs.q, inputs.k, inputs.v, bias, weight, inputs.key_bias),
         offset=inputs.query.start - inputs.key.start,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.attention.backends.backend import AttentionBackend, compute_document_masks
-from megatron.attention.check.exact_part import (
+from megatron.attention.check.float64_reference import (
     PARAMETER_PREFIXES,
     ROWS_PER_RANGE,
     SEED,

@@ -1,4 +1,4 @@
-"""Tables whose gradients are summed over several calls of the operator, in one buffer of partial gradients."""
+"""Tables that several calls read: one buffer of partial gradients, and one copy of a rank's heads."""
 
 from typing import Any
 
@@ -18,6 +18,33 @@ def share_table(table: Tensor) -> Tensor:
         return table
     shared: Tensor = get_uncompiled_apply(_SharedTable)(table)
     return shared
+
+
+def get_version(table: Tensor) -> int | None:
+    """Return the number of changes in place, or None for a tensor of inference mode, which does not count them."""
+    return None if table.is_inference() else table._version
+
+
+def select_table_heads(table: Tensor, heads: slice) -> Tensor:
+    """Return the rows of some heads. Calls with the same table get the same tensor.
+
+    The operator finds the arranged table and the buffer of partial gradients at the tensor that it receives. If each
+    layer of a tensor-parallel rank sliced the table itself, each would arrange it and allocate a buffer.
+    """
+    if heads == slice(None):
+        return table
+    if table.is_leaf and table.requires_grad:  # a replayed CUDA graph changes it without a new version
+        return table[heads]
+    key = heads.start, heads.stop, heads.step, get_version(table), torch.is_grad_enabled()
+    stored = getattr(table, "selected", None)
+    if stored is not None and stored[0] == key:
+        own: Tensor = stored[1]
+        return own
+    own = table[heads].clone()  # a view would keep the table alive, which keeps the view
+    if find_shared_node(table) is not None:
+        own = share_table(own)
+    table.selected = key, own  # type: ignore[attr-defined]
+    return own
 
 
 class _SharedTable(torch.autograd.Function):

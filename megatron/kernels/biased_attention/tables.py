@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.kernels.biased_attention.shared_table import get_version
 from megatron.kernels.launcher import launch
 from megatron.kernels.runtime import cdiv, launch_context
 
@@ -67,7 +68,7 @@ def _arrange_once(table: Tensor | None, factor: float) -> Tensor | None:
         return None
     if table.is_leaf and table.requires_grad:
         return _arrange(table.detach().contiguous(), factor)
-    version = None if table.is_inference() else table._version
+    version = get_version(table)
     stored = getattr(table, "arranged", None)
     if stored is not None and stored[:2] == (factor, version):
         return stored[2]

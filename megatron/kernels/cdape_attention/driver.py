@@ -32,6 +32,7 @@ from megatron.kernels.cdape_attention.configs import (
     transposed_product_constants,
 )
 from megatron.kernels.cdape_attention.forward import _processor_fwd_kernel
+from megatron.kernels.cdape_attention.gate_terms import GateOperands
 from megatron.kernels.cdape_attention.geometry import (
     HEADS,
     WIDTH,
@@ -214,27 +215,29 @@ def compute_logits(
     """
     kernels = _choose_kernels(problem, chunk, k, (mixer_forward.KERNELS,))
     if kernels is not None:
-        inputs = _build_logit_inputs(problem, chunk, scaled, k)
-        return mixer_forward.compute_logits(inputs, kernels[0], launch_kernel)
+        return mixer_forward.compute_logits(build_logit_inputs(problem, chunk, scaled, k), kernels[0], launch_kernel)
     return _process_scores(problem, chunk, compute_scores(problem, chunk, scaled, k) if scores is None else scores)
 
 
-def _build_logit_inputs(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> mixer_forward.LogitInputs:
-    return mixer_forward.LogitInputs(
-        chunk.slice_rows(scaled), chunk.slice_columns(k), *_locate_operands(problem, chunk)
-    )
+def build_logit_inputs(
+    problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor, gates: GateOperands | None = None
+) -> mixer_forward.LogitInputs:
+    """Describe what the CUDA kernels compute a chunk's logits from.
 
-
-def _locate_operands(problem: CdapeProblem, chunk: Chunk) -> tuple[MixerOperands, int, int, int, mixer.Spans | None]:
-    """Locate a chunk among the operands of the CUDA kernels.
-
-    Returns:
-        The operands, the index of the layer, the chunk's first row in E, its first row's column in the maps, and the
-        columns that its rows see.
+    Args:
+        gates: bias of gates, instead of the problem's tables, or None.
     """
     assert problem.operands is not None
-    first_row = chunk.first if chunk.document_starts is None else 0
-    return problem.operands, problem.layer, first_row, chunk.position - chunk.left, _find_spans(problem, chunk)
+    return mixer_forward.LogitInputs(
+        queries=chunk.slice_rows(scaled),
+        keys=chunk.slice_columns(k),
+        operands=problem.operands,
+        layer=problem.layer,
+        first_row=chunk.first if chunk.document_starts is None else 0,
+        position=chunk.position - chunk.left,
+        spans=_find_spans(problem, chunk),
+        gates=gates,
+    )
 
 
 def _find_spans(problem: CdapeProblem, chunk: Chunk) -> mixer.Spans | None:
@@ -296,7 +299,7 @@ def _get_strides(x: Tensor | None) -> tuple[int, ...]:
 
 
 class AttentionOutput(NamedTuple):
-    """Results of the forward pass that the backward pass reads."""
+    """Results of the forward pass, which the backward pass reads."""
 
     output: Tensor
     """[B, H, R, d], laid out as activations [R, B, H, d]."""
@@ -305,6 +308,14 @@ class AttentionOutput(NamedTuple):
     residue: Tensor | None
     """Rounding error of the output, in its type, shape and layout, or None if the backward pass does not read the
     output."""
+
+
+def allocate_output(scaled: Tensor, *, needs_residue: bool) -> AttentionOutput:
+    """Allocate the results for queries [B, H, R, d]."""
+    batch, heads, rows, dim = scaled.shape
+    stats = torch.empty(2, batch, heads, rows, dtype=torch.float32, device=scaled.device)
+    output = scaled.new_empty(rows, batch, heads, dim).permute(1, 2, 0, 3)
+    return AttentionOutput(output, stats, torch.empty_like(output) if needs_residue else None)
 
 
 def forward(
@@ -318,23 +329,19 @@ def forward(
     """
     chunks = list(iter_chunks(problem, chunk_rows))
     needs_residue = needs_gradients and any(_choose_kernels(problem, chunk, k, BACKWARD_KERNELS) for chunk in chunks)
-    stats = torch.empty(2, *scaled.shape[:3], dtype=torch.float32, device=scaled.device)
-    batch, heads, rows, dim = scaled.shape
-    output = scaled.new_empty(rows, batch, heads, dim).permute(1, 2, 0, 3)
-    attended = AttentionOutput(output, stats, torch.empty_like(output) if needs_residue else None)
+    attended = allocate_output(scaled, needs_residue=needs_residue)
+
+    def attend(chunk: Chunk) -> None:
+        """Process a chunk. A separate function, so that its maps are freed before the next ones."""
+        average_values(problem, chunk, compute_logits(problem, chunk, scaled, k), v, attended)
+
     for chunk in chunks:
-        _forward_chunk(problem, chunk, scaled, k, v, attended)
+        attend(chunk)
     return attended
 
 
-def _forward_chunk(
-    problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor, v: Tensor, attended: AttentionOutput
-) -> None:
-    """Compute output and softmax statistics of a chunk.
-
-    A separate function, so that its maps are freed before the next.
-    """
-    logits = compute_logits(problem, chunk, scaled, k)
+def average_values(problem: CdapeProblem, chunk: Chunk, logits: Tensor, v: Tensor, attended: AttentionOutput) -> None:
+    """Write a chunk's output and softmax statistics, from its logits [B, H, R, C]."""
     residue = None if attended.residue is None else chunk.slice_rows(attended.residue)
     outputs = (chunk.slice_rows(attended.output), residue, attended.stats[..., chunk.first :])
     tensors = (logits, chunk.slice_columns(v), *outputs, problem.sinks)
@@ -452,12 +459,12 @@ def backward(
         is_only = len(chunks) == 1
         kernels = _choose_kernels(problem, chunk, k, BACKWARD_KERNELS)
         if kernels is not None:
-            inputs = _build_logit_inputs(problem, chunk, scaled, k)
+            inputs = build_logit_inputs(problem, chunk, scaled, k)
             maps = differentiate_softmax_of_chunk(inputs, chunk, v, dout, attended, means, kernels[0])
             dscores = maps.probabilities
             multiply_transposed(problem, chunk, maps.probabilities, dout, sums.v, is_only=is_only)
             of_mixer = kernels[1], kernels[2]
-            _mixer_backward(problem, product, chunk, maps, scaled, k, sums, of_mixer, is_first=is_first)  # dS over P
+            _mixer_backward(problem, product, chunk, inputs, maps, sums, of_mixer, is_first=is_first)  # dS over P
         else:
             all_maps = _compute_maps(problem, chunk, scaled, k)
             dscores = all_maps.dscores
@@ -565,6 +572,21 @@ def differentiate_softmax_of_chunk(
     return logit_gradient.differentiate_softmax(inputs, of_chunk, sums[..., of_rows], kernel, launch_kernel)
 
 
+def differentiate_mixer_of_chunk(
+    inputs: mixer_forward.LogitInputs,
+    maps: logit_gradient.LogitGradients,
+    kernels: tuple[MixerKernel, MixerKernel],
+    shared: mixer.SharedTables | None = None,
+) -> mixer.MixerGradients:
+    """Write visible dS over P, and return the chunk's gradients of tables and weights.
+
+    Args:
+        kernels, shared: as for `mixer.differentiate_mixer`.
+    """
+    of_mixer = mixer.MixerInputs(dlogits=maps.dlogits, **inputs._asdict())
+    return mixer.differentiate_mixer(of_mixer, maps.probabilities, kernels, launch_kernel, shared)
+
+
 def softmax_backward(
     problem: CdapeProblem, chunk: Chunk, maps: ChunkMaps, v: Tensor, dout: Tensor, stats: Tensor, sums: Tensor
 ) -> None:
@@ -621,24 +643,20 @@ def _mixer_backward(
     problem: CdapeProblem,
     product: BiasProduct,
     chunk: Chunk,
+    inputs: mixer_forward.LogitInputs,
     maps: logit_gradient.LogitGradients,
-    scaled: Tensor,
-    k: Tensor,
     sums: GradientSums,
     kernels: tuple[MixerKernel, MixerKernel],
     *,
     is_first: bool,
 ) -> None:
     """Write visible dS over P, and add the chunk's gradients of tables and weights to `sums`."""
-    inputs = mixer.MixerInputs(
-        chunk.slice_rows(scaled), chunk.slice_columns(k), maps.dlogits, *_locate_operands(problem, chunk)
-    )
     terms = sums.terms
     assert terms.mixer is not None
     # Chunks of a call write different entries, and so may calls with documents.
     is_alike = chunk.rows == problem.rows and chunk.document_starts is None
     shared = terms.mixer.shared if is_alike else None
-    tables, edge, weights, _ = mixer.differentiate_mixer(inputs, maps.probabilities, kernels, launch_kernel, shared)
+    tables, edge, weights, _ = differentiate_mixer_of_chunk(inputs, maps, kernels, shared)
     _take_edge_gradient(product, chunk, edge[..., : problem.shape.width], sums)
     add_sum(terms.mixer.tables[: tables.shape[1]], tables, is_first=is_first)
     add_sum(terms.mixer.weights, weights, is_first=is_first)

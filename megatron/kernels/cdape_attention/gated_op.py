@@ -16,7 +16,6 @@ from megatron.kernels.cdape_attention import driver, mixer, mixer_forward
 from megatron.kernels.cdape_attention.args import CdapeArgs, check_shapes
 from megatron.kernels.cdape_attention.configs import choose_chunk_rows
 from megatron.kernels.cdape_attention.gate_terms import (
-    GateOperands,
     GateSums,
     GateTerms,
     build_gate_operands,
@@ -25,7 +24,6 @@ from megatron.kernels.cdape_attention.gate_terms import (
 )
 from megatron.kernels.cdape_attention.geometry import HEADS, WIDTH, KernelFamily, KernelForm, MixerKernel, choose_kernel
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands, unpack_weights
-from megatron.kernels.cdape_attention.softmax import _attend_fwd_kernel
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights, unpack_gradients
 from megatron.kernels.cuda.launch import launch_kernel
 from megatron.kernels.runtime import get_arch, get_device_properties, get_uncompiled_apply, launch_context
@@ -62,7 +60,7 @@ def describe_unsupported(
     return "a number of tokens that is not a multiple of 8" if columns % 8 or offset % 8 else None
 
 
-def describe_unfit_device(q: Tensor, dim: int) -> str | None:
+def describe_unsupported_device(q: Tensor, dim: int) -> str | None:
     """Explain why this GPU cannot run the kernels, or return None if it can."""
     if not mixer.is_enabled():
         return f"a gate's bias before a processor with {mixer.VARIABLE}=0"
@@ -89,29 +87,20 @@ class GatedCall:
     scale: float
     chunk_rows: int
 
-    def build_operands(self, chunk: driver.Chunk) -> GateOperands:
-        return build_gate_operands(
-            *(self.terms, self.row_bias, self.key_bias, chunk.first, chunk.last, chunk.right),
-            residual_bias=self.residual_bias,
-        )
-
     def choose_kernel(self, family: KernelFamily, like: Tensor) -> MixerKernel:
         is_local = self.problem.document_starts is not None
         size = self.problem.shape.kernel_size
         form = KernelForm(size, like.shape[3], like.dtype, is_local, is_gated=True)
         kernel = choose_kernel(family, form, get_arch(like))
-        assert kernel is not None  # as `describe_unfit_device` says
+        assert kernel is not None  # as `describe_unsupported_device` says
         return kernel
 
-    def build_inputs(
-        self, chunk: driver.Chunk, scaled: Tensor, k: Tensor, gates: GateOperands
-    ) -> mixer_forward.LogitInputs:
-        assert self.problem.operands is not None
-        spans = None
-        if chunk.document_starts is not None:
-            spans = mixer.Spans(self.problem.window, chunk.left, chunk.document_starts)
-        queries, keys = chunk.slice_rows(scaled), chunk.slice_columns(k)
-        return mixer_forward.LogitInputs(queries, keys, self.problem.operands, 0, 0, chunk.position, spans, gates)
+    def build_inputs(self, chunk: driver.Chunk, scaled: Tensor, k: Tensor) -> mixer_forward.LogitInputs:
+        gates = build_gate_operands(
+            *(self.terms, self.row_bias, self.key_bias, chunk.first, chunk.last, chunk.right),
+            residual_bias=self.residual_bias,
+        )
+        return driver.build_logit_inputs(self.problem, chunk, scaled, k, gates)
 
 
 def attend_with_gates(args: CdapeArgs, row_bias: Tensor, key_bias: Tensor, *, chunk: int | None = None) -> Tensor:
@@ -121,7 +110,7 @@ def attend_with_gates(args: CdapeArgs, row_bias: Tensor, key_bias: Tensor, *, ch
     both halves.
 
     Args:
-        args: arguments that `describe_unsupported` and `describe_unfit_device` take, without sinks.
+        args: arguments that `describe_unsupported` and `describe_unsupported_device` take, without sinks.
         row_bias: [B, H, R], float32 or float64.
         key_bias: [B, H, C], alike.
         chunk: query rows per chunk; None chooses them by shape.
@@ -239,24 +228,17 @@ def _describe_problem(
 
 
 def _forward(call: GatedCall, scaled: Tensor, k: Tensor, v: Tensor, *, needs_gradients: bool) -> driver.AttentionOutput:
-    batch, heads, rows, dim = scaled.shape
-    stats = torch.empty(2, batch, heads, rows, dtype=torch.float32, device=scaled.device)
-    output = scaled.new_empty(rows, batch, heads, dim).permute(1, 2, 0, 3)
-    residue = torch.empty_like(output) if needs_gradients else None
+    attended = driver.allocate_output(scaled, needs_residue=needs_gradients)
     kernel = call.choose_kernel(mixer_forward.KERNELS, k)
 
     def attend(chunk: driver.Chunk) -> None:
         """Process a chunk. A separate function, so that its maps are freed before the next ones."""
-        inputs = call.build_inputs(chunk, scaled, k, call.build_operands(chunk))
-        logits = mixer_forward.compute_logits(inputs, kernel, launch_kernel)
-        of_rows = None if residue is None else chunk.slice_rows(residue)
-        outputs = (chunk.slice_rows(output), of_rows, stats[..., chunk.first :], None)
-        tensors = (logits, chunk.slice_columns(v), *outputs)
-        driver.launch_softmax(_attend_fwd_kernel, "attend_fwd", call.problem, chunk, v, tensors)
+        logits = mixer_forward.compute_logits(call.build_inputs(chunk, scaled, k), kernel, launch_kernel)
+        driver.average_values(call.problem, chunk, logits, v, attended)
 
     for chunk in driver.iter_chunks(call.problem, call.chunk_rows):
         attend(chunk)
-    return driver.AttentionOutput(output, stats, residue)
+    return attended
 
 
 class GateGradients(NamedTuple):
@@ -296,12 +278,11 @@ def _backward(
     def differentiate(chunk: driver.Chunk) -> None:
         """Process a chunk. A separate function, so that its maps are freed before the next ones."""
         nonlocal dweights
-        inputs = call.build_inputs(chunk, scaled, k, call.build_operands(chunk))
+        inputs = call.build_inputs(chunk, scaled, k)
         maps = driver.differentiate_softmax_of_chunk(inputs, chunk, v, dout, attended, means, to_logits)
         driver.multiply_transposed(problem, chunk, maps.probabilities, dout, dv, is_only=is_only)
-        of_mixer = mixer.MixerInputs(inputs.queries, inputs.keys, maps.dlogits, *inputs[2:])
+        found = driver.differentiate_mixer_of_chunk(inputs, maps, (to_scores, to_weights))
         dscores = maps.probabilities  # dS is written over P
-        found = mixer.differentiate_mixer(of_mixer, dscores, (to_scores, to_weights), launch_kernel)
         driver.multiply_map(problem, chunk, dscores, k, dq, call.scale)
         driver.multiply_transposed(problem, chunk, dscores, scaled, dk, is_only=is_only)
         assert found.rows is not None

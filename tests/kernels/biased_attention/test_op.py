@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels.biased_attention import configs, reference
+from megatron.kernels.biased_attention import tables as tables_module
 from megatron.kernels.biased_attention.backward_dkdv import count_rows
 from megatron.kernels.biased_attention.op import biased_attention, biased_attention_with_lse
-from megatron.kernels.biased_attention.shared_table import share_table
+from megatron.kernels.biased_attention.shared_table import select_table_heads, share_table
 from megatron.kernels.biased_attention.tables import MARGIN, arrange_tables
 from megatron.kernels.runtime import get_arch, launch_context
 from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_error_ratio
@@ -337,21 +338,81 @@ def test_arranged_tables_have_the_entries_of_four_scores_side_by_side(device: st
         assert torch.equal(arranged[:, :, element], padded[:, first : first + 37 + 2 * margin]), element
 
 
-def test_layers_that_read_one_table_arrange_it_once(device: str) -> None:
+@pytest.fixture
+def arranged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """List the sizes of the tables that are arranged while a test runs."""
+    sizes: list[int] = []
+    launch = tables_module.launch
+
+    def launch_and_count(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], *rest: Any) -> None:
+        sizes.append(arguments[2])
+        launch(kernel, grid, arguments, *rest)
+
+    monkeypatch.setattr(tables_module, "launch", launch_and_count)
+    return sizes
+
+
+def test_calls_with_one_table_arrange_it_once(device: str, arranged: list[int]) -> None:
     """The arranged table follows changes of the table and of the scale."""
-    table = torch.randn(2, 9, device=device)
-    first = arrange_tables(table, None, scale=0.5).bias_ptr
-    assert arrange_tables(table, None, scale=0.5).bias_ptr is first
-    assert torch.equal(arrange_tables(table, None, scale=0.25).bias_ptr, 2 * first)
-    table += 1
-    changed = arrange_tables(table, None, scale=0.25).bias_ptr
-    assert torch.equal(changed[:, MARGIN.value : MARGIN.value + 9, 0], 4 * table)
+    q, k, v, table = _inputs(2, 9, device)
+    before = table.clone()
+    first = biased_attention(q, k, v, table)
+    assert torch.equal(biased_attention(q, k, v, table), first)
+    assert arranged == [9]
+    scaled = biased_attention(q, k, v, table, scale=0.5)
+    table += torch.arange(9, device=device)
+    changed = biased_attention(q, k, v, table)
+    assert arranged == [9] * 3
+    assert torch.equal(scaled, biased_attention(q, k, v, before, scale=0.5))
+    assert torch.equal(changed, biased_attention(q, k, v, table.clone()))
+    assert not torch.equal(changed, first)
     with torch.inference_mode():
-        assert torch.equal(arrange_tables(table.clone(), None, scale=0.25).bias_ptr, changed)
+        assert torch.equal(biased_attention(q, k, v, table.clone()), changed)
+
+
+def test_a_parameter_is_arranged_by_each_call(device: str, arranged: list[int]) -> None:
+    """A replayed CUDA graph changes a parameter without a new version."""
+    q, k, v, table = _inputs(2, 9, device)
     parameter = torch.nn.Parameter(table)
-    assert (
-        arrange_tables(parameter, None, scale=1.0).bias_ptr is not arrange_tables(parameter, None, scale=1.0).bias_ptr
-    )
+    for count in (1, 2):
+        biased_attention(q, k, v, parameter)
+        assert len(arranged) == count
+
+
+def test_calls_with_some_heads_of_one_table_arrange_them_once(device: str, arranged: list[int]) -> None:
+    """Layers of a tensor-parallel rank share the arranged rows of its heads, and the buffer of their gradients."""
+    q, k, v, table = _inputs(2, 9, device)
+    heads, leaf = slice(1, 3), torch.nn.Parameter(torch.cat([table, table + 1]))
+
+    def differentiate(select: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], Tensor]:
+        shared = share_table(2 * leaf)
+        outputs = [biased_attention(q * factor, k, v, select(shared)) for factor in (1, 2, 3)]
+        (gradient,) = torch.autograd.grad(torch.stack(outputs).square().sum(), leaf)
+        return outputs, gradient
+
+    outputs, gradient = differentiate(lambda table: select_table_heads(table, heads))
+    assert arranged == [9]
+    expected, expected_gradient = differentiate(lambda table: table[heads])
+    assert len(arranged) == 4
+    assert all(torch.equal(ours, other) for ours, other in zip(outputs, expected, strict=True))
+    torch.testing.assert_close(gradient, expected_gradient)
+    assert not gradient[[0, 3]].any()
+    assert gradient[heads].all()
+    whole = 2 * leaf.detach()
+    assert select_table_heads(whole, slice(None)) is whole
+    first = select_table_heads(whole, heads)
+    assert select_table_heads(whole, heads) is first
+    assert torch.equal(select_table_heads(whole, slice(0, 2)), whole[:2])
+    whole += 1
+    assert torch.equal(select_table_heads(whole, slice(0, 2)), whole[:2])
+    with torch.no_grad():
+        selected = select_table_heads(2 * leaf, heads)
+    assert not selected.requires_grad
+
+
+def _inputs(heads: int, length: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v = (torch.randn(1, heads, length, 16, device=device) for _ in range(3))
+    return q, k, v, torch.randn(heads, length, device=device)
 
 
 @given(

@@ -1,4 +1,4 @@
-"""Parts of a check's problem that float64 computes too: rows, their documents, modules, and the gradient of kernels.
+"""float64 reference of the self-check: the compared rows, their documents and modules, and the gradient of kernels.
 
 `attend_as_fused` is the attention formula with the gradient of fused kernels, to derive the size of their rounding
 errors. The gradient of a softmax subtracts a row's mean, Σ_j P∘dP. Fused kernels do not have P at that point and use
