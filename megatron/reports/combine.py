@@ -18,7 +18,7 @@ from megatron.reports.html_page import is_generated_page
 from megatron.reports.method_rows import get_table_key
 from megatron.reports.paper_experiment import Experiment
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure
-from megatron.reports.report import ReportSection, build_leaderboard_report
+from megatron.reports.report import ReportSection
 from megatron.reports.report_markdown import is_generated_markdown
 from megatron.reports.verdict_tables import DEFAULT_DELTA, build_verdict_tables
 from megatron.utils.atomic_io import (
@@ -89,8 +89,8 @@ def combine_results(
     for section in sections:
         if section.title is not None:
             console.print(f"\n{section.title}\n", markup=False, highlight=False, soft_wrap=True)
-        if (board := build_leaderboard_report(section)) is not None:
-            results_output.print_leaderboard(console, board)
+        if section.board is not None:
+            results_output.print_leaderboard(console, section.board)
             continue
         results_output.print_comparison_tables(console, section.records, section.failures, own_seeds=section.own_seeds)
         for text_table in section.text_tables:
@@ -176,9 +176,8 @@ def _render_figures(
 
     panels = []
     for section in sections:
-        board = build_leaderboard_report(section)
-        failures = section.failures if board is None else ()
-        panels += paper_figure.list_panels(report.select_shown_records(section, board), failures)
+        failures = section.failures if section.board is None else ()
+        panels += paper_figure.list_panels(section.shown_records, failures)
     names = [figure, *(figure.with_stem(f"{figure.stem}_{number}") for number in range(2, len(panels) + 1))]
     check_no_foreign_files("--figure", names, paper_figure.is_generated_figure)
     sizes = {"width": width or DEFAULT_FIGURE_WIDTH, "font_size": font_size or DEFAULT_FIGURE_FONT}

@@ -69,6 +69,20 @@ class ReportSection:
         """Comparison tables of the records and failures."""
         return build_comparison_tables(self.records, self.failures)
 
+    @cached_property
+    def board(self) -> LeaderboardReport | None:
+        """Contents of the leaderboard, or None if the section has none."""
+        return None if self.leaderboard is None else LeaderboardReport(self.leaderboard, self.tables)
+
+    @cached_property
+    def shown_records(self) -> Sequence[Record]:
+        """Records for figures: all, or those of a leaderboard's best methods and trivial baselines."""
+        if self.board is None:
+            return self.records
+        order = {method: index for index, method in enumerate(self.board.list_shown_methods())}
+        drawn = [record for record in self.records if record.method in order or record.is_trivial_baseline]
+        return sorted(drawn, key=lambda record: order.get(record.method, len(order)))
+
 
 @dataclass(frozen=True)
 class TrainingSection:
@@ -169,8 +183,7 @@ def render_report_latex(sections: Sequence[ReportSection], name: str) -> str:
     """Render all tables of a report as LaTeX, with labels that begin with `name`."""
     tables: list[ComparisonTable | TextTable] = []
     for section in sections:
-        board = build_leaderboard_report(section)
-        tables += () if board is None else board.build_tables()
+        tables += () if section.board is None else section.board.build_tables()
         plain_tables, depth_maps = split_depth_maps(section.tables)
         tables += [*plain_tables, *(depth_map.build_text_table() for depth_map in depth_maps), *section.text_tables]
     return render_latex_file(tables, name)
@@ -188,10 +201,9 @@ def _describe_section(section: ReportSection, name: str) -> dict[str, Any]:
         name: prefix of the names of its charts.
     """
     missing_table = build_missing_table(section.tables, own_seeds=section.own_seeds)
-    board = build_leaderboard_report(section)
+    board = section.board
     tables, depth_maps = split_depth_maps(section.tables)
-    shown_records = select_shown_records(section, board)
-    shown_maps = {shown.title: shown for shown in split_depth_maps(build_comparison_tables(shown_records))[1]}
+    shown_maps = {shown.title: shown for shown in split_depth_maps(build_comparison_tables(section.shown_records))[1]}
     shown_methods = None if board is None else board.list_shown_methods()
     drawn_tables = select_curve_tables(tables)
     return {
@@ -226,22 +238,6 @@ def _describe_section(section: ReportSection, name: str) -> dict[str, Any]:
         "missing_table": None if missing_table is None else missing_table.to_html(),
         "text_tables": [text_table.to_html() for text_table in section.text_tables],
     }
-
-
-def build_leaderboard_report(section: ReportSection) -> LeaderboardReport | None:
-    """Build the leaderboard of a section from its records, or return None if it has none."""
-    if section.leaderboard is None:
-        return None
-    return LeaderboardReport(section.leaderboard, section.tables)
-
-
-def select_shown_records(section: ReportSection, board: LeaderboardReport | None) -> Sequence[Record]:
-    """Select the records for figures: all, or those of a leaderboard's best methods and trivial baselines."""
-    if board is None:
-        return section.records
-    order = {method: index for index, method in enumerate(board.list_shown_methods())}
-    drawn = [record for record in section.records if record.method in order or record.is_trivial_baseline]
-    return sorted(drawn, key=lambda record: order.get(record.method, len(order)))
 
 
 def _build_models_table(records: Sequence[Record]) -> HtmlTable:

@@ -105,8 +105,7 @@ def _write_results(
     section = report.ReportSection(
         sweep.options.title, records, tables, failures, experiment.own_seeds, experiment.get_leaderboard()
     )
-    board = report.build_leaderboard_report(section)
-    drawn = None if board is None else report.select_shown_records(section, board)
+    drawn = None if section.board is None else section.shown_records
     write_results(output, records, failures, own_seeds=sweep.options.has_own_seeds, drawn=drawn)
     if experiment.has_information:  # so that results of several sweeps can be combined
         paper_experiment.write_experiment(output / RESULTS_FILE, experiment)
