@@ -20,6 +20,7 @@ from megatron.reports.paper_experiment import Experiment
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure
 from megatron.reports.report import ReportSection
 from megatron.reports.report_markdown import is_generated_markdown
+from megatron.reports.run_records import list_run_files, read_run_folder
 from megatron.reports.verdict_tables import DEFAULT_DELTA, build_verdict_tables
 from megatron.utils.atomic_io import (
     check_folder,
@@ -53,7 +54,7 @@ def combine_results(
     Each experiment is a section of its own, with the published tables next to ours. All other results share a section.
 
     Args:
-        result_paths: results.json files, or folders that contain one.
+        result_paths: results.json files, folders that contain one, or folders of saved records (`sweep.records`).
         console: console for the tables.
         output: HTML page, Markdown file, or LaTeX file to write.
         against: method to compare with; that of each experiment if None.
@@ -75,7 +76,7 @@ def combine_results(
         _check_output_page(output)
     if figure is not None:
         _check_figure(figure)
-    records_by_path = {path: records.read_records(path) for path in _list_result_files(result_paths)}
+    records_by_path = _read_results(result_paths)
     experiments = _read_experiments(records_by_path)
     failures_by_path = {path: records.read_failures(path) for path in records_by_path}
     sections = _build_sections(records_by_path, experiments, failures_by_path, against, delta)
@@ -119,7 +120,7 @@ def build_sections(
     Args:
         is_whole: False if more results are to come, in which case the method to compare with may be missing.
     """
-    records_by_path = {path: records.read_records(path) for path in _list_result_files(result_paths)}
+    records_by_path = _read_results(result_paths)
     if not is_whole and against not in {record.method for found in records_by_path.values() for record in found}:
         against = None
     failures_by_path = {path: records.read_failures(path) for path in records_by_path}
@@ -187,20 +188,39 @@ def _render_figures(
     }
 
 
-def _list_result_files(result_paths: Sequence[Path]) -> list[Path]:
-    """List the files with records. Companion files (experiment, failed runs) are read with their records."""
+def _read_results(result_paths: Sequence[Path]) -> dict[Path, list[Record]]:
+    """Read the records of files and folders. A folder has results.json, or a file for each run (`run_records.py`).
+
+    Companion files (experiment, failed runs) are read with their records.
+
+    Returns:
+        Records by file; for a folder with a file for each run, by the results.json that it would have.
+    """
+    found: dict[Path, list[Record]] = {}
     for path in result_paths:
-        if path.is_dir() and not (path / RESULTS_FILE).exists():
-            raise UserError(
-                f"{path}: no {RESULTS_FILE} found; `./deepy.py evaluate RUN… --output FOLDER` and sweeps write it"
-            )
-    files = [path / RESULTS_FILE if path.is_dir() else path for path in result_paths]
+        file = path / RESULTS_FILE if path.is_dir() else path
+        if path.is_dir() and not file.exists():
+            found[file] = read_run_folder(path)
+            if not found[file]:
+                raise UserError(
+                    f"{path}: no {RESULTS_FILE} and no records of runs found; `./deepy.py evaluate RUN… --output "
+                    "FOLDER` and sweeps write them"
+                )
+        else:
+            found[file] = []
     companion_files = {
         companion
-        for path in files
-        for companion in (paper_experiment.get_experiment_path(path), records.get_failures_path(path))
+        for file in found
+        for companion in (paper_experiment.get_experiment_path(file), records.get_failures_path(file))
     }
-    return [path for path in dict.fromkeys(files) if path not in companion_files]
+    return {file: known or records.read_records(file) for file, known in found.items() if file not in companion_files}
+
+
+def _count_pending_runs(path: Path, experiment: Experiment) -> int:
+    """Return the number of runs without records, for a folder with a file for each run."""
+    if path.exists() or experiment.num_runs is None:
+        return 0
+    return max(0, experiment.num_runs - len(list_run_files(path.parent)))
 
 
 def _build_sections(
@@ -237,6 +257,7 @@ def _build_sections(
                     failures_by_path[path],
                     item.own_seeds,
                     selected_experiment.get_leaderboard(),
+                    _count_pending_runs(path, item),
                 )
             )
     if not sections:

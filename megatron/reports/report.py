@@ -60,6 +60,8 @@ class ReportSection:
     """True if each method has its own seeds (`Experiment.own_seeds`)."""
     leaderboard: Leaderboard | None = None
     """Leaderboard shown first; figures then contain only the best methods."""
+    num_pending_runs: int = 0
+    """Number of runs without records, which the heading of the page states."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "records", disambiguate_methods(self.records))
@@ -100,7 +102,6 @@ def write_report(
     sections: Sequence[ReportSection],
     *,
     title: str | None = None,
-    num_pending_runs: int = 0,
     configurations: Mapping[str, str] | None = None,
     command: str | None = None,
     training: TrainingSection | None = None,
@@ -111,7 +112,6 @@ def write_report(
         path: path of the HTML file.
         sections: sections, in order.
         title: heading of the page; if None, the title of its only section, or a generated description.
-        num_pending_runs: number of unfinished runs, shown in the heading.
         configurations: name → text of a configuration file, shown collapsed at the end.
         command: command that made the page, for reproduction.
         training: training progress of the runs.
@@ -119,10 +119,7 @@ def write_report(
     Raises:
         UserError: there is nothing to show.
     """
-    text = render_report(
-        sections, title=title, num_pending_runs=num_pending_runs, configurations=configurations, command=command,
-        training=training,
-    )  # fmt: skip
+    text = render_report(sections, title=title, configurations=configurations, command=command, training=training)
     return write_page_atomically(path, text)
 
 
@@ -130,7 +127,6 @@ def render_report(
     sections: Sequence[ReportSection],
     *,
     title: str | None = None,
-    num_pending_runs: int = 0,
     configurations: Mapping[str, str] | None = None,
     command: str | None = None,
     training: TrainingSection | None = None,
@@ -146,7 +142,6 @@ def render_report(
         raise UserError("no records to report")
     tables = [table for section in sections for table in section.tables]
     metrics = list(dict.fromkeys(table.metric for table in tables))
-    pending_text = f" ({num_pending_runs} run{'s' * (num_pending_runs > 1)} pending)" if num_pending_runs else ""
     definitions = " ".join(f"{metric.definition} {metric.better.capitalize()} is better." for metric in metrics)
     if title is None and not sections:
         title = "Trainings"
@@ -154,7 +149,7 @@ def render_report(
         title = build_title(tables) if len(sections) > 1 or sections[0].title is None else sections[0].title
     return render_template(
         TEMPLATES_FOLDER / "report.html",
-        title=title + pending_text,
+        title=title + describe_pending_runs(sections),
         sections=[_describe_section(section, f"figure-{index}") for index, section in enumerate(sections, start=1)],
         training=training,
         training_table=None if training is None else training.table.to_html(),
@@ -172,6 +167,12 @@ def render_report(
         configurations=configurations or {},
         definitions=definitions,
     )
+
+
+def describe_pending_runs(sections: Sequence[ReportSection]) -> str:
+    """Return what follows a page's title: the number of runs without records, or nothing."""
+    count = sum(section.num_pending_runs for section in sections)
+    return f" ({count} run{'s' * (count > 1)} pending)" if count else ""
 
 
 def get_section_title(section: ReportSection) -> str:

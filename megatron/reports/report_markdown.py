@@ -15,6 +15,7 @@ from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.leaderboard_summary import build_answers, list_cost_points, render_cost_png
 from megatron.reports.report import (
     ReportSection,
+    describe_pending_runs,
     get_section_title,
 )
 from megatron.reports.report_sentences import (
@@ -69,7 +70,7 @@ def write_markdown_report(path: Path, sections: Sequence[ReportSection], title: 
 
 
 def _write_page(path: Path, sections: Sequence[ReportSection], title: str | None) -> Path:
-    parts = [f"# {title or get_section_title(sections[0])}\n"]
+    parts = [f"# {title or get_section_title(sections[0])}{describe_pending_runs(sections)}\n"]
     for index, section in enumerate(sections):
         if len(sections) > 1:
             parts.append(f"## {get_section_title(section)}\n")

@@ -4,6 +4,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure
 from megatron.reports.results_output import print_comparison_tables, print_leaderboard
+from megatron.reports.run_records import sort_baselines_last
 from megatron.sweeps.spec import Sweep, SweepMember, find_ablations
 from megatron.utils.project import PROGRAM
 
@@ -84,13 +86,6 @@ def suggest_comparison(sweep: Sweep, records: Sequence[Record], failures: Sequen
     return f"next: {command} {says}"
 
 
-def sort_baselines_last(records: Sequence[Record]) -> list[Record]:
-    """Return the records of runs, then baselines without duplicates: every run of a task repeats the same baselines."""
-    baselines = [record for record in records if record.run is None]
-    runs = [record for record in records if record.run is not None]
-    return [*runs, *(record for index, record in enumerate(baselines) if record not in baselines[:index])]
-
-
 def _write_results(
     sweep: Sweep, records: Sequence[Record], failures: Sequence[RunFailure], done: Sequence[SweepMember]
 ) -> None:
@@ -102,21 +97,22 @@ def _write_results(
 
     output, experiment = sweep.output_folder, _build_experiment(sweep)
     tables = experiment.build_tables(records, failures=failures)
+    missing = len(sweep.members) - len(done) - len(failures)
     section = report.ReportSection(
-        sweep.options.title, records, tables, failures, experiment.own_seeds, experiment.get_leaderboard()
+        sweep.options.title, records, tables, failures, experiment.own_seeds, experiment.get_leaderboard(), missing
     )
     drawn = None if section.board is None else section.shown_records
     write_results(output, records, failures, own_seeds=sweep.options.has_own_seeds, drawn=drawn)
     if experiment.has_information:  # so that results of several sweeps can be combined
         paper_experiment.write_experiment(output / RESULTS_FILE, experiment)
+    if sweep.options.records is not None:  # so that a report can be made from the saved records alone
+        paper_experiment.write_experiment(Path(sweep.options.records, RESULTS_FILE), experiment)
     texts = dict(sweep.texts)
     texts |= {str(member.get_path_beside(".yml")): member.text for member in done}
-    missing = len(sweep.members) - len(done) - len(failures)
     runs = [member.folder for member in sweep.members if member.folder.is_dir()]
     report.write_report(
         output / REPORT_FILE,
         [section],
-        num_pending_runs=missing,
         configurations=texts,
         command=format_command(),
         training=TrainingMonitor().describe(runs),
@@ -136,5 +132,11 @@ def _build_experiment(sweep: Sweep) -> "Experiment":
         ablations = tuple(Ablation(*ablation) for ablation in find_ablations(sweep))
         leaderboard = Leaderboard(options.against or sweep.members[0].variant, ablations, options.leaderboard.num_shown)
     return Experiment(
-        options.title, options.against, published, tuple(options.differences), options.has_own_seeds, leaderboard
+        options.title,
+        options.against,
+        published,
+        tuple(options.differences),
+        options.has_own_seeds,
+        leaderboard,
+        len(sweep.members),
     )

@@ -11,10 +11,8 @@ decides the records: the keys that affect training, the code of methods outside 
 texts, and the options of the evaluations.
 """
 
-import gzip
 import hashlib
 import json
-import zlib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -25,14 +23,15 @@ from megatron.config.stages import list_stage_configs
 from megatron.data.corpus_metadata import compute_file_digest, read_corpus_metadata
 from megatron.options.data import DataOptions, list_corpus_names
 from megatron.options.evaluation import EvaluationOptions
-from megatron.reports.records import Record, record_from_row
+from megatron.reports.records import Record
+from megatron.reports.run_records import get_run_file, read_run_file, write_run_file
 from megatron.sweeps.remaining_work import list_text_files
 from megatron.sweeps.spec import Sweep, SweepMember
-from megatron.utils.atomic_io import make_folder, parse_json, write_bytes_atomically
+from megatron.utils.atomic_io import make_folder
 from megatron.utils.errors import FarfieldError, UserError
 
-SAVED_FORMAT = 1
-"""Format of the files."""
+SAVED_FORMAT = 2
+"""Format of the files. In format 1, digests of mean accuracies did not cover their lengths."""
 
 
 def check_records_folder(sweep: Sweep) -> None:
@@ -56,18 +55,7 @@ def load_saved_records(sweep: Sweep, member: SweepMember, digest: str) -> list[R
     path = _get_path(sweep, member)
     if path is None or not path.exists():
         return None
-    try:
-        content = parse_json(gzip.decompress(path.read_bytes()).decode())
-        if not isinstance(content, dict) or not isinstance(content.get("records"), list):
-            raise ValueError("digest or records are missing")
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise UserError(f"{path}: cannot be read as saved records ({error}); restore or remove it") from None
-    if content.get("digest") != digest:
-        return None
-    try:
-        return [record_from_row(row) for row in content["records"]]
-    except (UserError, TypeError) as error:
-        raise UserError(f"{path}: cannot be read as saved records ({error}); restore or remove it") from None
+    return read_run_file(path, digest)
 
 
 def save_records(sweep: Sweep, member: SweepMember, records: Sequence[Record], digest: str) -> None:
@@ -81,10 +69,7 @@ def save_records(sweep: Sweep, member: SweepMember, records: Sequence[Record], d
     """
     path = _get_path(sweep, member)
     assert path is not None
-    make_folder("sweep.records", path.parent)
-    content: dict[str, Any] = {"digest": digest, "records": [record.to_row() for record in records]}
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    write_bytes_atomically(path, gzip.compress(text.encode(), mtime=0))
+    write_run_file(path, digest, records)
 
 
 def list_members_of_other_parts(sweep: Sweep) -> set[SweepMember]:
@@ -115,8 +100,7 @@ def compute_member_digest(member: SweepMember) -> str:
 def _get_path(sweep: Sweep, member: SweepMember) -> Path | None:
     if sweep.options.records is None:
         return None
-    benchmark = [] if member.benchmark is None else [member.benchmark]
-    return Path(sweep.options.records, *benchmark, member.variant, f"seed_{member.seed}.json.gz")
+    return get_run_file(Path(sweep.options.records), member.benchmark, member.variant, member.seed)
 
 
 def _describe_options(options: EvaluationOptions) -> dict[str, Any]:
