@@ -148,3 +148,5 @@ class HtmlTable:
     """Caption, a phrase or a sentence."""
     notes: Sequence[str] = ()
     """Notes on how to read the table, one sentence each."""
+    lead: Sequence[str] = ()
+    """Sentences above the table."""
