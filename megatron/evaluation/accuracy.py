@@ -13,6 +13,7 @@ B: sequences in a batch, T: tokens in a sequence, n: last positions, V: vocabula
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -162,7 +163,7 @@ def aggregate_accuracies(samples: Sequence[AccuracySample]) -> list[Record]:
     """Build the records of one predictor at all lengths, with their changes and the mean over lengths."""
     draws = {(sample.record.metric, sample.record.length): sample.draws for sample in samples}
     records = add_relative_changes([sample.record for sample in samples])
-    return [*(_add_change_interval(record, draws) for record in records), *_build_mean_record(samples)]
+    return [*(_add_change_interval(record, draws) for record in records), *_list_mean_records(samples)]
 
 
 def _add_change_interval(record: Record, draws: Mapping[tuple[str, int], np.ndarray | None]) -> Record:
@@ -187,8 +188,8 @@ def _unpair_draws(draws: np.ndarray, shift: int) -> np.ndarray:
     return np.roll(draws, shift)
 
 
-def _build_mean_record(samples: Sequence[AccuracySample]) -> list[Record]:
-    """Build the record of the mean over lengths beyond training, or no record if there are none."""
+def _list_mean_records(samples: Sequence[AccuracySample]) -> list[Record]:
+    """List the record of the mean over lengths beyond training, or no record if there are none."""
     beyond = [
         sample
         for sample in samples
@@ -196,21 +197,34 @@ def _build_mean_record(samples: Sequence[AccuracySample]) -> list[Record]:
     ]
     if not beyond:
         return []
-    records = [sample.record for sample in beyond]
     draws = [_unpair_draws(sample.draws, shift) for shift, sample in enumerate(beyond) if sample.draws is not None]
-    all_have_draws = len(draws) == len(beyond)
+    mean_draws = np.mean(draws, axis=0) if len(draws) == len(beyond) else None
+    return [build_mean_record([sample.record for sample in beyond], mean_draws)]
+
+
+def build_mean_record(records: Sequence[Record], draws: np.ndarray | None) -> Record:
+    """Build the record of the mean accuracy over lengths.
+
+    Its digest covers the lengths, because means over other lengths are not comparable.
+
+    Args:
+        records: accuracies of one model, one for each length, ascending.
+        draws: bootstrap draws of the mean, float64 [resamples], or None if its variance is unknown.
+    """
+    last = records[-1]
     lengths = ", ".join(f"{record.length:,}" for record in records)
-    fields = {
+    digest = hashlib.sha256(f"{last.target_digest} mean over {lengths}".encode()).hexdigest()[:16]
+    losses = [record.nll for record in records if record.nll is not None]
+    unknown = ("low", "high", "change", "change_from", "change_low", "change_high", "flops", "seconds", "cpu_seconds")
+    fields: dict[str, Any] = dict.fromkeys(unknown) | {
         "metric": "mean_accuracy",
         "value": sum(record.value for record in records) / len(records),
         "tokens": sum(record.tokens for record in records),
-        "nll": None if records[-1].nll is None else sum(record.nll or 0.0 for record in records) / len(records),
-        **(build_interval_fields(np.mean(draws, axis=0)) if all_have_draws else {"low": None, "high": None}),
-        "seconds": None,
-        "cpu_seconds": None,
-        "remark": f"Mean over the lengths {lengths}. {records[-1].remark}",
+        "nll": sum(losses) / len(losses) if len(losses) == len(records) else None,
+        "target_digest": digest,
+        "remark": f"Mean over the lengths {lengths}. {last.remark or ''}".strip(),
     }
-    return [records[-1].replace(**fields)]
+    return last.replace(**fields | build_interval_fields(draws))
 
 
 def add_relative_changes(records: Sequence[Record]) -> list[Record]:

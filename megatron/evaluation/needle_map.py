@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron.data.tasks.task import TaskBatch
-from megatron.evaluation.accuracy import score_answers
+from megatron.evaluation.accuracy import build_mean_record, score_answers
 from megatron.evaluation.eval_target import ScoringContext
 from megatron.evaluation.provenance import describe_model, start_stopwatch
 from megatron.reports.records import Record
@@ -192,18 +192,15 @@ def summarize_cells(needle_map: NeedleMap, cells: Mapping[tuple[int, float], Seq
         }  # fmt: skip
         scores = np.array([[np.mean([record.value for record in records])] for records in by_length.values()])
         draws = _draw_length_scores(list(by_length.values()), is_paired=needle_map.is_paired)
-        yield from _build_length_records(by_length, scores[:, 0], draws)
+        length_records = list(_build_length_records(by_length, scores[:, 0], draws))
+        yield from length_records
         if metric == needle_map.score_metric:
             of_score = [record for records in by_length.values() for record in records]
             yield _build_effective_record(needle_map, of_score, lengths, scores, draws)
-            beyond = [index for index, length in enumerate(lengths) if length > of_score[-1].train_length]
+            beyond = [index for index, record in enumerate(length_records) if record.length > record.train_length]
             if metric == "accuracy" and beyond:
-                yield _build_mean_record(
-                    of_score,
-                    [lengths[index] for index in beyond],
-                    scores[beyond],
-                    None if draws is None else draws[beyond],
-                )
+                mean_draws = None if draws is None else draws[beyond].mean(axis=0)
+                yield build_mean_record([length_records[index] for index in beyond], mean_draws)
 
 
 def _draw_length_scores(by_length: Sequence[Sequence[Record]], *, is_paired: bool) -> np.ndarray | None:
@@ -285,28 +282,6 @@ def _build_effective_record(
         "target_digest": hash_depths(f"{record.target_digest} absolute {threshold:g}", needle_map.depths),
         "block_sums": None, "block_tokens": None, "remark": f"{remark} {record.remark or ''}".strip(),
     }  # fmt: skip
-    return record.replace(**fields)
-
-
-def _build_mean_record(
-    cells: Sequence[Record], lengths: Sequence[int], scores: np.ndarray, draws: np.ndarray | None
-) -> Record:
-    """Build the record of the mean accuracy over depths and lengths beyond training.
-
-    Args:
-        scores: accuracies, float64 [lengths, 1].
-        draws: bootstrap draws of them, float64 [lengths, resamples].
-    """
-    record, used = cells[-1], [cell for cell in cells if cell.length in lengths]
-    fields = {
-        "metric": "mean_accuracy", "axis": "length", "place": None, "value": float(scores.mean()),
-        "tokens": sum(cell.tokens for cell in used), "nll": None, "flops": None, "seconds": None, "cpu_seconds": None,
-        "low": None, "high": None, "block_sums": None, "block_tokens": None,
-        "remark": f"Mean over depths and the lengths {', '.join(f'{length:,}' for length in lengths)}. "
-        f"{record.remark or ''}".strip(),
-    }  # fmt: skip
-    if draws is not None:
-        fields |= build_interval_fields(draws.mean(axis=0))
     return record.replace(**fields)
 
 

@@ -17,8 +17,9 @@ from megatron.reports.html_page import format_command, is_generated_page
 from megatron.reports.method_rows import get_table_key
 from megatron.reports.paper_experiment import Experiment
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure
-from megatron.reports.report import ReportSection, build_leaderboard_report
+from megatron.reports.report import ReportSection
 from megatron.reports.report_markdown import is_generated_markdown
+from megatron.reports.run_records import list_run_files, read_run_folder
 from megatron.reports.verdict_tables import DEFAULT_DELTA, build_verdict_tables
 from megatron.utils.atomic_io import (
     check_folder,
@@ -52,7 +53,7 @@ def combine_results(
     Each experiment is a section of its own, with the published tables next to ours. All other results share a section.
 
     Args:
-        result_paths: results.json files, or folders that contain one.
+        result_paths: results.json files, folders that contain one, or folders of saved records (`sweep.records`).
         console: console for the tables.
         output: HTML page, Markdown file, or LaTeX file to write.
         against: method to compare with; that of each experiment if None.
@@ -74,7 +75,7 @@ def combine_results(
         _check_output_page(output)
     if figure is not None:
         _check_figure(figure)
-    records_by_path = {path: records.read_records(path) for path in _list_result_files(result_paths)}
+    records_by_path = _read_results(result_paths)
     experiments = _read_experiments(records_by_path)
     failures_by_path = {path: records.read_failures(path) for path in records_by_path}
     sections = _build_sections(records_by_path, experiments, failures_by_path, against, delta)
@@ -88,8 +89,8 @@ def combine_results(
     for section in sections:
         if section.title is not None:
             console.print(f"\n{section.title}\n", markup=False, highlight=False, soft_wrap=True)
-        if (board := build_leaderboard_report(section)) is not None:
-            results_output.print_leaderboard(console, board)
+        if section.board is not None:
+            results_output.print_leaderboard(console, section.board)
             continue
         results_output.print_comparison_tables(console, section.records, section.failures, own_seeds=section.own_seeds)
         for text_table in section.text_tables:
@@ -118,7 +119,7 @@ def build_sections(
     Args:
         is_whole: False if more results are to come, in which case the method to compare with may be missing.
     """
-    records_by_path = {path: records.read_records(path) for path in _list_result_files(result_paths)}
+    records_by_path = _read_results(result_paths)
     if not is_whole and against not in {record.method for found in records_by_path.values() for record in found}:
         against = None
     failures_by_path = {path: records.read_failures(path) for path in records_by_path}
@@ -175,9 +176,8 @@ def _render_figures(
 
     panels = []
     for section in sections:
-        board = build_leaderboard_report(section)
-        failures = section.failures if board is None else ()
-        panels += paper_figure.list_panels(report.select_shown_records(section, board), failures)
+        failures = section.failures if section.board is None else ()
+        panels += paper_figure.list_panels(section.shown_records, failures)
     names = [figure, *(figure.with_stem(f"{figure.stem}_{number}") for number in range(2, len(panels) + 1))]
     check_no_foreign_files("--figure", names, paper_figure.is_generated_figure)
     sizes = {"width": width or DEFAULT_FIGURE_WIDTH, "font_size": font_size or DEFAULT_FIGURE_FONT}
@@ -187,20 +187,39 @@ def _render_figures(
     }
 
 
-def _list_result_files(result_paths: Sequence[Path]) -> list[Path]:
-    """List the files with records. Companion files (experiment, failed runs) are read with their records."""
+def _read_results(result_paths: Sequence[Path]) -> dict[Path, list[Record]]:
+    """Read the records of files and folders. A folder has results.json, or a file for each run (`run_records.py`).
+
+    Companion files (experiment, failed runs) are read with their records.
+
+    Returns:
+        Records by file; for a folder with a file for each run, by the results.json that it would have.
+    """
+    found: dict[Path, list[Record]] = {}
     for path in result_paths:
-        if path.is_dir() and not (path / RESULTS_FILE).exists():
-            raise UserError(
-                f"{path}: no {RESULTS_FILE} found; `./deepy.py evaluate RUN… --output FOLDER` and sweeps write it"
-            )
-    files = [path / RESULTS_FILE if path.is_dir() else path for path in result_paths]
+        file = path / RESULTS_FILE if path.is_dir() else path
+        if path.is_dir() and not file.exists():
+            found[file] = read_run_folder(path)
+            if not found[file]:
+                raise UserError(
+                    f"{path}: no {RESULTS_FILE} and no records of runs found; `./deepy.py evaluate RUN… --output "
+                    "FOLDER` and sweeps write them"
+                )
+        else:
+            found[file] = []
     companion_files = {
         companion
-        for path in files
-        for companion in (paper_experiment.get_experiment_path(path), records.get_failures_path(path))
+        for file in found
+        for companion in (paper_experiment.get_experiment_path(file), records.get_failures_path(file))
     }
-    return [path for path in dict.fromkeys(files) if path not in companion_files]
+    return {file: known or records.read_records(file) for file, known in found.items() if file not in companion_files}
+
+
+def _count_pending_runs(path: Path, experiment: Experiment) -> int:
+    """Return the number of runs without records, for a folder with a file for each run."""
+    if path.exists() or experiment.num_runs is None:
+        return 0
+    return max(0, experiment.num_runs - len(list_run_files(path.parent)))
 
 
 def _build_sections(
@@ -237,6 +256,7 @@ def _build_sections(
                     failures_by_path[path],
                     item.own_seeds,
                     selected_experiment.get_leaderboard(),
+                    _count_pending_runs(path, item),
                 )
             )
     if not sections:

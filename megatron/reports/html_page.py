@@ -169,6 +169,8 @@ class HtmlTable:
     """Caption, a phrase or a sentence."""
     notes: Sequence[str] = ()
     """Notes on how to read the table, one sentence each."""
+    lead: Sequence[str] = ()
+    """Sentences above the table."""
 
 
 _BIBTEX_TYPES = {"article": "article", "conference-paper": "inproceedings", "software": "software"}

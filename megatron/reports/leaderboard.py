@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.reports.axes import format_multiple
@@ -96,6 +96,25 @@ def find_text_table(tables: Sequence[ComparisonTable]) -> ComparisonTable | None
     return max(candidates, key=lambda table: len(table.methods), default=None)
 
 
+def find_readings(tables: Sequence[ComparisonTable]) -> dict[str, str]:
+    """Find methods all of whose runs belong to an earlier method: further evaluations of the same trained models.
+
+    Returns:
+        Method → method that its models are trained with.
+    """
+    runs: dict[str, set[str]] = {}
+    for table in tables:
+        for record in table.records:
+            if record.run is not None:
+                runs.setdefault(record.method, set()).add(record.run)
+    readings: dict[str, str] = {}
+    for index, (method, own) in enumerate(runs.items()):
+        trained = next((other for other in list(runs)[:index] if other not in readings and own <= runs[other]), None)
+        if trained is not None:
+            readings[method] = trained
+    return readings
+
+
 _HOLM_NOTE = (
     f"Significant: p is below {SIGNIFICANCE_LEVEL:.0%} after correction for all tests of this page, which are those of "
     "components and those of all pairs of methods at the largest length, since the best is chosen by its result."
@@ -140,7 +159,9 @@ class LeaderboardReport:
         self.ranked_columns = build_ranked_columns(tables)
         baselines = {method for table in tables for method in table.trivial_baselines}
         methods = [m for m in dict.fromkeys(m for table in tables for m in table.methods) if m not in baselines]
-        self.ranking, self.ranks = rank_methods(self.ranked_columns, methods)
+        self.readings = find_readings(tables)
+        """Methods that are further evaluations of the trained models of another → that method; they are not ranked."""
+        self.ranking, self.ranks = rank_methods(self.ranked_columns, methods, self.readings)
         self.text = find_text_table(tables)
         self.costs = {} if self.text is None else measure_costs(self.text, leaderboard.baseline)
         self.ablations: dict[float, dict[Ablation, MethodComparison]] = {}
@@ -160,7 +181,7 @@ class LeaderboardReport:
                 for ablation in leaderboard.ablations
             ),
         )
-        pairs = compare_pairs(text, list_pairs_with_best(text, last))
+        pairs = compare_pairs(text, list_pairs_with_best(text, last, self.readings))
         planned_found, pairs_found = correct_together(list(planned.values()), list(pairs.values()))
         planned = dict(zip(planned, planned_found, strict=True))
         for x in (text.train_length, last):
@@ -207,8 +228,14 @@ class LeaderboardReport:
     def best_text_method(self) -> str | None:
         """Method with the lowest perplexity at the largest length."""
         assert self.text is not None
-        cells = {m: cell.mean for (m, x), cell in self.text.cells.items() if x == self.text.x_values[-1]}
+        last = self.text.x_values[-1]
+        cells = {m: cell.mean for (m, x), cell in self.text.cells.items() if x == last and m not in self.readings}
         return min(cells, key=cells.__getitem__) if cells else None
+
+    @property
+    def trained(self) -> list[str]:
+        """Methods with trained models of their own, in the order of the leaderboard."""
+        return [method for method in self.ranking if method not in self.readings]
 
     def list_shown_methods(self) -> list[str]:
         """Return the methods in figures: the best-ranked ones and the baseline."""
@@ -250,31 +277,56 @@ class LeaderboardReport:
                 cells.append(_format_ratio(None if cost is None else cost.step))
             rows.append((method, tuple(cells)))
         notes.append(
-            "Methods are ranked by their mean rank: ranks are averaged within each kind of contest (text, needles, "
-            "other tasks), then over kinds; methods without a number are last in a contest."
+            "Mean rank: ranks are averaged within each kind of contest (text, needles, other tasks), then over kinds; "
+            "methods without a number are last in a contest."
         )
         if any(place.interval is not None for place in places.values()):
             notes.append(
-                "Parentheses behind a rank: its 95% interval, from the uncertainty of each mean over its seeds; "
-                "methods with one seed are taken at their value."
+                "The interval of a rank is from the uncertainty of each mean over its seeds; methods with one seed are "
+                "taken at their value."
             )
-        if len(self.ranks) < len(self.ranking):
+        if len(self.ranks) < len(self.trained):
             notes.append(
                 f"Ranks cover the {len(self.ranks)} methods that every contest evaluated; the others follow, sorted by "
                 f"{self.ranked_columns[0].title}."
             )
-        if text is not None:
+        for trained in dict.fromkeys(self.readings.values()):
+            evaluated = [method for method in self.ranking if self.readings.get(method) == trained]
             notes.append(
-                f"From the best: perplexity relative to {self.best_text_method}, on the same text and seeds; in "
-                f"parentheses if the difference is not significant over seeds, or based on one seed. {_HOLM_NOTE}"
+                f"Not ranked, because they evaluate the trained models of {trained} with other options: "
+                f"{', '.join(evaluated)}."
             )
-        if any(ranked_column.deviations for ranked_column in self.ranked_columns):
-            notes.append("± is the standard deviation over seeds, for methods with several seeds.")
+        if text is not None:
+            notes.append(_HOLM_NOTE)
         if any(ranked_column.partial_num_seeds for ranked_column in self.ranked_columns):
             notes.append(
                 "n is the number of seeds of a method with fewer seeds than others; it also applies to its differences."
             )
-        return TextTable("Leaderboard", "method", tuple(headers), tuple(rows), tuple(notes))
+        lead = tuple(self._explain_columns())
+        return TextTable("Leaderboard", "method", tuple(headers), tuple(rows), tuple(notes), lead)
+
+    def _explain_columns(self) -> Iterator[str]:
+        """Yield the sentences above the table, which explain its columns."""
+        has_intervals = any(column.mean_variances for column in self.ranked_columns)
+        interval = ", with its 95% interval over seeds in parentheses" if has_intervals else ""
+        yield f"Methods are sorted by their mean rank over the contests; rank 1 is the best{interval}."
+        if self.text is not None:
+            yield (
+                f"Perplexity is measured at the training length (1×, {self.text.train_length:,} tokens) and at "
+                f"{self.largest}; lower is better."
+            )
+        beyond = [column for column in self.ranked_columns if column.metric.name == "mean_accuracy"]
+        if beyond:
+            yield (
+                "Tasks are scored by the mean accuracy over all lengths beyond training, in percent; higher is better."
+            )
+        if self.text is not None:
+            yield (
+                f"“From the best” compares perplexity at {self.largest} with {self.best_text_method}, in parentheses "
+                "if the difference is not significant over seeds."
+            )
+        if any(column.deviations for column in self.ranked_columns):
+            yield "± is the standard deviation over seeds."
 
     def _describe_distance(self, method: str) -> str:
         if method == self.best_text_method:

@@ -45,7 +45,7 @@ def _answer_who_extrapolates(board: LeaderboardReport) -> Iterator[str]:
     last = text.x_values[-1]
     changes = {
         method: change.mean
-        for method in board.ranking
+        for method in board.trained
         if (change := text.compute_change(method, text.train_length, last)) is not None
     }
     best = board.best_text_method

@@ -66,6 +66,8 @@ class Experiment:
     own_seeds: bool = False
     """True if each method has its own seeds, so that no method lacks a seed of another."""
     leaderboard: Leaderboard | None = None
+    num_runs: int | None = None
+    """Number of runs of the sweep, or None if unknown."""
 
     @property
     def has_information(self) -> bool:
@@ -129,9 +131,16 @@ def read_experiment(results_path: Path) -> Experiment | None:
             tuple(content["differences"]),
             content.get("own_seeds", False),  # missing in files of earlier versions
             _read_leaderboard(content.get("leaderboard")),
+            _read_num_runs(content.get("num_runs")),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not an experiment of a sweep ({error})") from error
+
+
+def _read_num_runs(value: Any) -> int | None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(f"num_runs is {value!r}")
+    return value
 
 
 def _read_leaderboard(content: dict[str, Any] | None) -> Leaderboard | None:

@@ -4,12 +4,13 @@ Each table of perplexity over lengths is a contest at its largest length. Each t
 beyond training, or by its effective length if it has no such mean (a passkey). In a contest, tied methods share the
 mean of their ranks, and methods without a number are last. A kind of contest (text, tasks, needles) is the mean of its
 ranks. Methods are sorted by the mean over kinds, so that many tasks have the weight of one text. Ranks cover the
-methods that every contest evaluated. Other methods follow without a rank, sorted by the first contest.
+methods that every contest evaluated. Other methods, and further evaluations of the same trained models, follow without
+a rank, sorted by the first contest.
 """
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -147,12 +148,22 @@ def _build_ranked_column(kind: str, title: str, table: ComparisonTable, x: float
 
 
 def rank_methods(
-    ranked_columns: Sequence[RankedColumn], methods: Sequence[str]
+    ranked_columns: Sequence[RankedColumn], methods: Sequence[str], unranked: Collection[str] = ()
 ) -> tuple[list[str], dict[str, dict[str, float]]]:
-    """Return all methods in leaderboard order, and mean ranks by kind for methods that every contest evaluated."""
+    """Return all methods in leaderboard order, and mean ranks by kind for methods that every contest evaluated.
+
+    Args:
+        ranked_columns: the contests.
+        methods: methods of all contests.
+        unranked: methods without a rank, which follow the ranked ones.
+    """
     if not ranked_columns:  # there is only one method
         return list(methods), {}
-    asked = [method for method in methods if all(method in ranked_column.methods for ranked_column in ranked_columns)]
+    asked = [
+        method
+        for method in methods
+        if method not in unranked and all(method in ranked_column.methods for ranked_column in ranked_columns)
+    ]
     scores, get_key = ranked_columns[0].scores, ranked_columns[0].metric.get_sort_key
     others = sorted(
         set(methods) - set(asked),

@@ -59,6 +59,8 @@ class ReportSection:
     """True if each method has its own seeds (`Experiment.own_seeds`)."""
     leaderboard: Leaderboard | None = None
     """Leaderboard shown first; figures then contain only the best methods."""
+    num_pending_runs: int = 0
+    """Number of runs without records, which the heading of the page states."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "records", disambiguate_methods(self.records))
@@ -67,6 +69,20 @@ class ReportSection:
     def tables(self) -> list[ComparisonTable]:
         """Comparison tables of the records and failures."""
         return build_comparison_tables(self.records, self.failures)
+
+    @cached_property
+    def board(self) -> LeaderboardReport | None:
+        """Contents of the leaderboard, or None if the section has none."""
+        return None if self.leaderboard is None else LeaderboardReport(self.leaderboard, self.tables)
+
+    @cached_property
+    def shown_records(self) -> Sequence[Record]:
+        """Records for figures: all, or those of a leaderboard's best methods and trivial baselines."""
+        if self.board is None:
+            return self.records
+        order = {method: index for index, method in enumerate(self.board.list_shown_methods())}
+        drawn = [record for record in self.records if record.method in order or record.is_trivial_baseline]
+        return sorted(drawn, key=lambda record: order.get(record.method, len(order)))
 
 
 @dataclass(frozen=True)
@@ -84,7 +100,6 @@ def render_report(
     sections: Sequence[ReportSection],
     *,
     title: str | None = None,
-    num_pending_runs: int = 0,
     configurations: Mapping[str, str] | None = None,
     command: str | None = None,
     training: TrainingSection | None = None,
@@ -95,7 +110,6 @@ def render_report(
     Args:
         sections: sections, in order.
         title: heading of the page; if None, the title of its only section, or a generated description.
-        num_pending_runs: number of unfinished runs, shown in the heading.
         configurations: name → text of a configuration file, shown collapsed at the end.
         command: command that made the page, for reproduction.
         training: training progress of the runs.
@@ -109,7 +123,6 @@ def render_report(
         raise UserError("no records to report")
     tables = [table for section in sections for table in section.tables]
     metrics = list(dict.fromkeys(table.metric for table in tables))
-    pending_text = f" ({num_pending_runs} run{'s' * (num_pending_runs > 1)} pending)" if num_pending_runs else ""
     definitions = " ".join(f"{metric.definition} {metric.better.capitalize()} is better." for metric in metrics)
     if title is None and not sections:
         title = "Trainings"
@@ -117,7 +130,7 @@ def render_report(
         title = build_title(tables) if len(sections) > 1 or sections[0].title is None else sections[0].title
     return render_template(
         TEMPLATES_FOLDER / "report.html",
-        title=title + pending_text,
+        title=title + describe_pending_runs(sections),
         sections=[_describe_section(section, f"figure-{index}") for index, section in enumerate(sections, start=1)],
         training=training,
         training_table=None if training is None else training.table.to_html(),
@@ -137,6 +150,12 @@ def render_report(
     )
 
 
+def describe_pending_runs(sections: Sequence[ReportSection]) -> str:
+    """Return what follows a page's title: the number of runs without records, or nothing."""
+    count = sum(section.num_pending_runs for section in sections)
+    return f" ({count} run{'s' * (count > 1)} pending)" if count else ""
+
+
 def get_section_title(section: ReportSection) -> str:
     """Return the title of a section, or a generated description of its metrics, methods, and lengths."""
     return build_title(build_comparison_tables(section.records)) if section.title is None else section.title
@@ -146,8 +165,7 @@ def render_report_latex(sections: Sequence[ReportSection], name: str) -> str:
     """Render all tables of a report as LaTeX, with labels that begin with `name`."""
     tables: list[ComparisonTable | TextTable] = []
     for section in sections:
-        board = build_leaderboard_report(section)
-        tables += () if board is None else board.build_tables()
+        tables += () if section.board is None else section.board.build_tables()
         plain_tables, depth_maps = split_depth_maps(section.tables)
         tables += [*plain_tables, *(depth_map.build_text_table() for depth_map in depth_maps), *section.text_tables]
     return render_latex_file(tables, name)
@@ -165,10 +183,9 @@ def _describe_section(section: ReportSection, name: str) -> dict[str, Any]:
         name: prefix of the names of its charts.
     """
     missing_table = build_missing_table(section.tables, own_seeds=section.own_seeds)
-    board = build_leaderboard_report(section)
+    board = section.board
     tables, depth_maps = split_depth_maps(section.tables)
-    shown_records = select_shown_records(section, board)
-    shown_maps = {shown.title: shown for shown in split_depth_maps(build_comparison_tables(shown_records))[1]}
+    shown_maps = {shown.title: shown for shown in split_depth_maps(build_comparison_tables(section.shown_records))[1]}
     shown_methods = None if board is None else board.list_shown_methods()
     drawn_tables = select_curve_tables(tables)
     return {
@@ -203,22 +220,6 @@ def _describe_section(section: ReportSection, name: str) -> dict[str, Any]:
         "missing_table": None if missing_table is None else missing_table.to_html(),
         "text_tables": [text_table.to_html() for text_table in section.text_tables],
     }
-
-
-def build_leaderboard_report(section: ReportSection) -> LeaderboardReport | None:
-    """Build the leaderboard of a section from its records, or return None if it has none."""
-    if section.leaderboard is None:
-        return None
-    return LeaderboardReport(section.leaderboard, section.tables)
-
-
-def select_shown_records(section: ReportSection, board: LeaderboardReport | None) -> Sequence[Record]:
-    """Select the records for figures: all, or those of a leaderboard's best methods and trivial baselines."""
-    if board is None:
-        return section.records
-    order = {method: index for index, method in enumerate(board.list_shown_methods())}
-    drawn = [record for record in section.records if record.method in order or record.is_trivial_baseline]
-    return sorted(drawn, key=lambda record: order.get(record.method, len(order)))
 
 
 def _build_models_table(records: Sequence[Record]) -> HtmlTable:

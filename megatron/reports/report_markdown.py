@@ -15,9 +15,8 @@ from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.leaderboard_summary import build_answers, list_cost_points, render_cost_png
 from megatron.reports.report import (
     ReportSection,
-    build_leaderboard_report,
+    describe_pending_runs,
     get_section_title,
-    select_shown_records,
 )
 from megatron.reports.report_sentences import (
     describe_environment,
@@ -70,7 +69,7 @@ def write_markdown_report(path: Path, sections: Sequence[ReportSection], title: 
 
 
 def _write_page(path: Path, sections: Sequence[ReportSection], title: str | None) -> Path:
-    parts = [f"# {title or get_section_title(sections[0])}\n"]
+    parts = [f"# {title or get_section_title(sections[0])}{describe_pending_runs(sections)}\n"]
     for index, section in enumerate(sections):
         if len(sections) > 1:
             parts.append(f"## {get_section_title(section)}\n")
@@ -84,7 +83,7 @@ def _write_page(path: Path, sections: Sequence[ReportSection], title: str | None
 
 
 def _render_section(path: Path, index: int, section: ReportSection) -> list[str]:
-    board = build_leaderboard_report(section)
+    board = section.board
     parts = []
     if board is not None:
         tables_of_board = board.build_tables()
@@ -98,7 +97,7 @@ def _render_section(path: Path, index: int, section: ReportSection) -> list[str]
         parts.append("## All numbers\n")
     drawn_tables = section.tables
     if board is not None:
-        drawn_tables = build_comparison_tables(select_shown_records(section, board))
+        drawn_tables = build_comparison_tables(section.shown_records)
     picture = write_bytes_atomically(_get_picture_path(path, index), plots.render_plots_png(drawn_tables))
     whole_tables, depth_maps = split_depth_maps(section.tables)
     parts.append(f"![{_describe_picture(drawn_tables)}]({picture.name})\n")

@@ -18,7 +18,7 @@ uncertainty of their ratio on other texts, not a difference between methods: oth
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -164,13 +164,15 @@ def compare_pairs(
     return {pair: comparison for pair in pairs if (comparison := seeds.compare(*pair)) is not None}
 
 
-def list_pairs_with_best(table: ComparisonTable, x: float) -> list[tuple[str, str, float]]:
+def list_pairs_with_best(
+    table: ComparisonTable, x: float, excluded: Collection[str] = ()
+) -> list[tuple[str, str, float]]:
     """Return all pairs of methods at one x value, as a family of tests that contains those with the best method.
 
     A method that is chosen for its result was lucky. Corrected for all pairs, its comparisons are valid nevertheless.
     """
     means = {method: cell.mean for (method, at), cell in table.cells.items() if at == x}
-    methods = [m for m in table.methods if m in means and m not in table.trivial_baselines]
+    methods = [m for m in table.methods if m in means and m not in table.trivial_baselines and m not in excluded]
     best = table.metric.select_best(means[method] for method in methods) if methods else None
     methods.sort(key=lambda method: means[method] != best)
     return [(method, other, x) for other, method in itertools.combinations(methods, 2)]

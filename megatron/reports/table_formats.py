@@ -43,20 +43,23 @@ class TextTable:
     rows: tuple[tuple[str, tuple[str, ...]], ...]
     """Name and cells of each row."""
     notes: tuple[str, ...] = ()
+    lead: tuple[str, ...] = ()
+    """Sentences above the table, which explain its columns."""
 
     def to_text(self) -> str:
         """Format as aligned columns, for terminals, logs, and pipes."""
         lines = [(self.corner_header, *self.column_headers), *((name, *cells) for name, cells in self.rows)]
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
         aligned = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-        return "\n".join([self.title, *(line.rstrip() for line in aligned), *self.notes]) + "\n"
+        return "\n".join([self.title, *self.lead, *(line.rstrip() for line in aligned), *self.notes]) + "\n"
 
     def to_markdown(self) -> str:
         """Format as a GitHub table with its caption."""
         lines = [(self.corner_header, *self.column_headers), ("---",) * (1 + len(self.column_headers))]
         lines += [(name, *cells) for name, cells in self.rows]
         markdown_rows = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
-        return "\n".join([*markdown_rows, "", f"{self.title}.", *self.notes]) + "\n"
+        lead = [*self.lead, ""] if self.lead else []
+        return "\n".join([*lead, *markdown_rows, "", f"{self.title}.", *self.notes]) + "\n"
 
     def to_html(self) -> HtmlTable:
         """Build the table for a page, with right-aligned numbers."""
@@ -66,7 +69,7 @@ class TextTable:
             is_number = max(map(len, cells), default=0) <= MAX_NUMBER_LENGTH and any(map(_NUMBER_START.match, cells))
             columns.append(HtmlColumn(header, css_class="" if is_number else "text"))
         rows = [(HtmlCell(name), [HtmlCell(cell) for cell in cells]) for name, cells in self.rows]
-        return HtmlTable(self.corner_header, columns, rows, "results", self.title, self.notes)
+        return HtmlTable(self.corner_header, columns, rows, "results", self.title, self.notes, self.lead)
 
 
 def build_rich_table(table: ComparisonTable) -> Table:

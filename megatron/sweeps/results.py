@@ -1,44 +1,21 @@
-"""Results of a sweep: records of its members, tables on the console, the report in its folder, and saved records.
+"""Results of a sweep: records of its members, tables on the console, and the report in its folder."""
 
-`sweep.records` names a folder with one small file for each finished run, which machines can share. A run that has a
-file for the same training and the same evaluations is neither trained nor evaluated: its records are loaded from the
-file. Machines can thus divide a sweep (`sweep.part`), a repository can contain what they measured, and a run is
-repeated if its file is removed.
-
-    docs/results/zoo/niah/cdape+fox/seed_1234.json.gz
-
-Each file belongs to one run, so machines that divide a sweep never write the same file. It contains a digest of what
-decides the records: the keys that affect training, the code of methods outside the project, the content of corpora and
-texts, and the options of the evaluations.
-"""
-
-import gzip
-import hashlib
-import json
 import shlex
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from megatron.config.method_names import compute_user_method_digests
-from megatron.config.stages import list_stage_configs
-from megatron.data.corpus_metadata import compute_file_digest, read_corpus_metadata
-from megatron.options.data import DataOptions, list_corpus_names
-from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
-from megatron.reports.records import RESULTS_FILE, Record, RunFailure, record_from_row
+from megatron.reports.records import RESULTS_FILE, Record, RunFailure
 from megatron.reports.results_output import print_comparison_tables, print_leaderboard
-from megatron.sweeps.remaining_work import list_text_files
+from megatron.reports.run_records import sort_baselines_last
 from megatron.sweeps.spec import Sweep, SweepMember, find_ablations
-from megatron.utils.atomic_io import make_folder, parse_json, write_bytes_atomically, write_page_atomically
-from megatron.utils.errors import FarfieldError, UserError
+from megatron.utils.atomic_io import write_page_atomically
 from megatron.utils.project import PROGRAM
 
 if TYPE_CHECKING:
@@ -110,13 +87,6 @@ def suggest_comparison(sweep: Sweep, records: Sequence[Record], failures: Sequen
     return f"next: {command} {says}"
 
 
-def sort_baselines_last(records: Sequence[Record]) -> list[Record]:
-    """Return the records of runs, then baselines without duplicates: every run of a task repeats the same baselines."""
-    baselines = [record for record in records if record.run is None]
-    runs = [record for record in records if record.run is not None]
-    return [*runs, *(record for index, record in enumerate(baselines) if record not in baselines[:index])]
-
-
 def _write_results(
     sweep: Sweep, records: Sequence[Record], failures: Sequence[RunFailure], done: Sequence[SweepMember]
 ) -> None:
@@ -128,21 +98,21 @@ def _write_results(
 
     output, experiment = sweep.output_folder, _build_experiment(sweep)
     tables = experiment.build_tables(records, failures=failures)
+    missing = len(sweep.members) - len(done) - len(failures)
     section = report.ReportSection(
-        sweep.options.title, records, tables, failures, experiment.own_seeds, experiment.get_leaderboard()
+        sweep.options.title, records, tables, failures, experiment.own_seeds, experiment.get_leaderboard(), missing
     )
-    board = report.build_leaderboard_report(section)
-    drawn = None if board is None else report.select_shown_records(section, board)
+    drawn = None if section.board is None else section.shown_records
     write_results(output, records, failures, own_seeds=sweep.options.has_own_seeds, drawn=drawn)
     if experiment.has_information:  # so that results of several sweeps can be combined
         paper_experiment.write_experiment(output / RESULTS_FILE, experiment)
+    if sweep.options.records is not None:  # so that a report can be made from the saved records alone
+        paper_experiment.write_experiment(Path(sweep.options.records, RESULTS_FILE), experiment)
     texts = dict(sweep.texts)
     texts |= {str(member.get_path_beside(".yml")): member.text for member in done}
-    missing = len(sweep.members) - len(done) - len(failures)
     runs = [member.folder for member in sweep.members if member.folder.is_dir()]
     page = report.render_report(
         [section],
-        num_pending_runs=missing,
         configurations=texts,
         command=format_command(),
         training=TrainingMonitor().describe(runs),
@@ -163,131 +133,11 @@ def _build_experiment(sweep: Sweep) -> "Experiment":
         ablations = tuple(Ablation(*ablation) for ablation in find_ablations(sweep))
         leaderboard = Leaderboard(options.against or sweep.members[0].variant, ablations, options.leaderboard.num_shown)
     return Experiment(
-        options.title, options.against, published, tuple(options.differences), options.has_own_seeds, leaderboard
+        options.title,
+        options.against,
+        published,
+        tuple(options.differences),
+        options.has_own_seeds,
+        leaderboard,
+        len(sweep.members),
     )
-
-
-SAVED_FORMAT = 1
-"""Format of the files."""
-
-
-def check_records_folder(sweep: Sweep) -> None:
-    """Create the folder of saved records, if the sweep has one, and check that it is writable. Raises UserError."""
-    if sweep.options.records is not None:
-        make_folder("sweep.records", Path(sweep.options.records))
-
-
-def load_saved_records(sweep: Sweep, member: SweepMember, digest: str) -> list[Record] | None:
-    """Load the saved records of a member.
-
-    Args:
-        digest: digest of the member (`compute_member_digest`).
-
-    Returns:
-        The records, or None if there are none of this training and these evaluations.
-
-    Raises:
-        UserError: the file is damaged or not a file of saved records, or a text of the member cannot be read.
-    """
-    path = _get_path(sweep, member)
-    if path is None or not path.exists():
-        return None
-    try:
-        content = parse_json(gzip.decompress(path.read_bytes()).decode())
-        if not isinstance(content, dict) or not isinstance(content.get("records"), list):
-            raise ValueError("digest or records are missing")
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise UserError(f"{path}: cannot be read as saved records ({error}); restore or remove it") from None
-    if content.get("digest") != digest:
-        return None
-    try:
-        return [record_from_row(row) for row in content["records"]]
-    except (UserError, TypeError) as error:
-        raise UserError(f"{path}: cannot be read as saved records ({error}); restore or remove it") from None
-
-
-def save_records(sweep: Sweep, member: SweepMember, records: Sequence[Record], digest: str) -> None:
-    """Save the records of a finished member, and replace those of an older definition.
-
-    Args:
-        digest: digest of the member when it began; its files may have changed since.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    path = _get_path(sweep, member)
-    assert path is not None
-    make_folder("sweep.records", path.parent)
-    content: dict[str, Any] = {"digest": digest, "records": [record.to_row() for record in records]}
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    write_bytes_atomically(path, gzip.compress(text.encode(), mtime=0))
-
-
-def list_members_of_other_parts(sweep: Sweep) -> set[SweepMember]:
-    """Return the members that other machines run: all but every PARTS-th, from the PART-th on (`sweep.part`)."""
-    if sweep.options.part is None:
-        return set()
-    part, parts = map(int, sweep.options.part.split("/"))
-    return {member for index, member in enumerate(sweep.members) if index % parts != part - 1}
-
-
-def compute_member_digest(member: SweepMember) -> str:
-    """Return a hash of what decides a member's records, except for the machine and the versions of libraries.
-
-    Raises:
-        UserError: a corpus or a text cannot be read.
-    """
-    config = member.resolved_config
-    training = {
-        key: value for key, value in config.training_fingerprint(defaults=False).items() if "data_path" not in key
-    }
-    corpora = [_describe_corpora(stage.data) for stage in (config, *list_stage_configs(config))]
-    methods = sorted(compute_user_method_digests(config.position).values())
-    evaluations = {str(name): _describe_options(options) for name, options in member.evaluations.items()}
-    decisive = [SAVED_FORMAT, member.variant, member.first_step, training, methods, corpora, evaluations]
-    return hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def _get_path(sweep: Sweep, member: SweepMember) -> Path | None:
-    if sweep.options.records is None:
-        return None
-    benchmark = [] if member.benchmark is None else [member.benchmark]
-    return Path(sweep.options.records, *benchmark, member.variant, f"seed_{member.seed}.json.gz")
-
-
-def _describe_options(options: EvaluationOptions) -> dict[str, Any]:
-    """Return the options of an evaluation, with checksums instead of paths."""
-    values = options.model_dump(exclude={"batch_tokens", "variants"}, exclude_defaults=True)
-    return values | {name: _compute_checksums(path) for name, path in options.named_paths.items()}
-
-
-def _describe_corpora(data: DataOptions) -> list[list[list[str]]]:
-    """Return the checksums of all datasets, by kind and by corpus."""
-    kinds = (data.train_data_paths, data.valid_data_paths, data.test_data_paths)
-    corpora = [[] if data.data_path is None else [data.data_path], *(kind or [] for kind in kinds)]
-    return [
-        [checksum for corpus in kind for name in list_corpus_names(corpus) for checksum in [_compute_checksums(name)]]
-        for kind in corpora
-    ]
-
-
-def _compute_checksums(path: str) -> list[str]:
-    """Return the checksums of the files of a text, which a corpus of ours records."""
-    files = list_text_files(path)
-    try:
-        recorded = read_corpus_metadata(files[0].parent).files or {}
-    except (FarfieldError, IndexError):
-        recorded = {}
-    try:
-        return [
-            recorded[file.name].sha256 if file.name in recorded else _compute_checksum(file, file.stat().st_mtime_ns)
-            for file in files
-        ]
-    except OSError as error:
-        raise UserError(f"sweep.records: {error.filename}: cannot be read ({error.strerror})") from None
-
-
-@cache
-def _compute_checksum(file: Path, modified: int) -> str:
-    """Return the checksum of a file, which is read again if its modification time changes."""
-    return compute_file_digest(file).sha256

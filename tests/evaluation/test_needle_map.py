@@ -290,6 +290,8 @@ def test_a_task_that_has_a_depth() -> None:
     beyond = [cell.value for (length, _), cell in cells.items() if length > 8]
     assert (mean.value, mean.axis, mean.length) == (pytest.approx(np.mean(beyond)), "length", 32)
     assert mean.low <= mean.value <= mean.high
+    assert (mean.place, mean.change, mean.block_sums) == (None, None, None)
+    assert mean.target_digest not in {cell.target_digest for cell in near if cell is not mean}
     assert {each.protocol for each in eval_of_task.build_baseline_records()} == {"depths"}
     other, (loss, accuracy) = split_depth_maps(build_comparison_tables(found))
     assert "effective_length" in {table.metric.name for table in other}

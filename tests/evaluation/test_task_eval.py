@@ -138,6 +138,17 @@ def test_records_of_a_perfect_model() -> None:
     assert mean.remark.startswith("Mean over the lengths 40, 60. Task binary_addition of Delétang et al. (2023), ")
 
 
+def test_means_over_other_lengths_are_not_comparable() -> None:
+    of, means = config(length=20), []
+    for multiples in ([1, 2, 3], [1, 3], [2, 3]):
+        task_eval = build_task_eval(EvaluationOptions(multiples=multiples, windows=4), [of])
+        found = task_eval.score(loaded(Oracle(task_eval, wrong=1), of), ScoringContext())
+        means += [record for record in found if record.metric == "mean_accuracy"]
+    both, last, same = means
+    assert both.length == last.length == 60
+    assert both.target_digest == same.target_digest != last.target_digest
+
+
 def test_changes_and_means_are_as_unsure_as_independent_draws() -> None:
     """Intervals treat lengths as independent.
 

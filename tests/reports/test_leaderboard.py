@@ -394,3 +394,31 @@ def test_methods_that_a_contest_did_not_ask_follow_without_a_rank() -> None:
     cells = dict(table.rows)
     assert [cells[name][0] for name in ("alibi", "rotary", "fire")] == ["1", "2", "–"]
     assert any("cover the 2 methods that every contest evaluated" in note for note in table.notes)
+
+
+def test_further_evaluations_of_the_same_models_are_not_ranked() -> None:
+    """A second evaluation of rotary's models would be the best method, and would shift every rank."""
+    own = [each.replace(run=f"runs/rotary/{each.seed}") for seed in (1, 2) for each in text("yarn", (1.4, 1.4), seed)]
+    more = [record.replace(method="rotary (yarn)") for record in own]
+    rotary = [*text("rotary", (1.5, 3.2), 1), *text("rotary", (1.5, 3.1), 2)]
+    alibi = [*text("alibi", (1.6, 1.7), 1), *text("alibi", (1.6, 1.8), 2)]
+    board, without = board_of([*rotary, *more, *alibi]), board_of([*rotary, *alibi])
+    assert (board.readings, board.best_text_method) == ({"rotary (yarn)": "rotary"}, "alibi")
+    assert (board.ranks, board.num_tests) == (without.ranks, without.num_tests)
+    assert board.ranking == ["alibi", "rotary", "rotary (yarn)"]
+    table = board.build_tables()[0]
+    assert dict(table.rows)["rotary (yarn)"][0] == "–"
+    expected = "Not ranked, because they evaluate the trained models of rotary with other options: rotary (yarn)."
+    assert expected in table.notes
+    assert build_answers(board)[0].sentences[0].startswith("0 of 2 methods hold")
+
+
+def test_columns_are_explained_above_the_table() -> None:
+    table = board_of(records()).build_tables()[0]
+    lead = " ".join(table.lead)
+    assert "Perplexity is measured at the training length (1×, 64 tokens) and at 32×" in lead
+    assert "compares perplexity at 32× with cdape+alibi" in lead
+    assert len(table.lead) <= 5
+    page = render_report([ReportSection("A", records(), leaderboard=BOARD)])
+    for shown in (table.to_text(), table.to_markdown(), page):
+        assert shown.index(table.lead[0]) < shown.index("from the best at 32×")

@@ -8,9 +8,10 @@ from megatron.reports.records import Record
 from megatron.reports.report import ReportSection
 
 
-def page_of(records: Sequence[Record], **more: object) -> str:
+def page_of(records: Sequence[Record], *, num_pending_runs: int = 0, **more: object) -> str:
     """Return a page with one section."""
-    return report.render_report([ReportSection(None, records)], **more)
+    section = ReportSection(None, records, num_pending_runs=num_pending_runs)
+    return report.render_report([section], **more)
 
 
 def table_html(table: HtmlTable) -> str:

@@ -1,14 +1,18 @@
 """Saved records of sweeps: finished runs are not repeated, machines divide a sweep, and changes are noticed."""
 
 import gzip
+import io
 import re
 import shutil
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from megatron.config.stages import list_stage_configs
-from megatron.sweeps import results
+from megatron.reports import run_records
+from megatron.reports.combine import build_sections, combine_results
+from megatron.sweeps import saved_records
 from megatron.sweeps.spec import read_sweep
 from megatron.utils.errors import RunError, UserError
 
@@ -39,6 +43,28 @@ def test_finished_members_are_read_from_their_records(trainer: Trainer) -> None:
     run(KEEP, "sweep.seeds=[3, 4]")
     assert list_trainings(trainer) == ["rotary 3 None"]
     assert {path: path.read_bytes() for path in contents} == contents, "equal records are equal files"
+
+
+def test_a_report_is_made_from_saved_records_alone(trainer: Trainer) -> None:
+    """The page has the sweep's numbers and title, and states how many runs are missing."""
+    keys = (KEEP, "sweep.seeds=[3, 4]", "sweep.title=Two methods", "sweep.leaderboard={ablations: [cdape]}")
+    found, _ = run(*keys)
+    shutil.rmtree("out")
+    (whole,) = build_sections([Path("kept")])
+    assert (whole.title, whole.num_pending_runs, whole.leaderboard is not None) == ("Two methods", 0, True)
+    assert {record.model_dump_json() for record in whole.records} == {record.model_dump_json() for record in found}
+    Path("kept/mine/seed_4.json.gz").unlink()
+    combine_results([Path("kept")], Console(file=io.StringIO()), output=Path("page.md"))
+    page = Path("page.md").read_text()
+    assert "# Two methods (1 run pending)\n" in page
+    board = {row.split("|")[1].strip(): row for row in page.splitlines()[:12] if row.startswith("| ")}
+    assert ("(n 1)" in board["mine"], "(n 1)" in board["rotary"]) == (True, False)
+    Path("kept/rotary/seed_3.json.gz").write_bytes(b"mine")
+    with pytest.raises(UserError, match=r"kept/rotary/seed_3\.json\.gz: cannot be read as saved records"):
+        build_sections([Path("kept")])
+    Path("empty").mkdir()
+    with pytest.raises(UserError, match=r"^empty: no results\.json and no records of runs found; "):
+        build_sections([Path("empty")])
 
 
 @pytest.mark.parametrize(
@@ -98,8 +124,8 @@ def test_another_text_of_a_blend_or_a_stage_is_noticed(trainer: Trainer, place: 
             path.write_bytes(path.read_bytes() + end)
             Path("other2/corpus.json").unlink(missing_ok=True)
             (member,) = read_sweep(["sweep.yml"], keys).members
-            digests.append(results._describe_corpora(member.config.data))
-            digests[-1] += [results._describe_corpora(stage.data) for stage in list_stage_configs(member.config)]
+            digests.append(saved_records._describe_corpora(member.config.data))
+            digests[-1] += [saved_records._describe_corpora(stage.data) for stage in list_stage_configs(member.config)]
         assert digests[0] != digests[1]
 
 
@@ -126,7 +152,7 @@ def test_another_text_of_an_evaluation_is_noticed(trainer: Trainer, place: Path)
 
 def test_other_code_of_a_method_is_noticed(trainer: Trainer, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digests = ["first"]
-    monkeypatch.setattr(results, "compute_user_method_digests", lambda position: {"mine.py": digests[0]})
+    monkeypatch.setattr(saved_records, "compute_user_method_digests", lambda position: {"mine.py": digests[0]})
     run(KEEP)
     list_trainings(trainer)
     digests[0] = "second"
@@ -165,7 +191,7 @@ def test_a_full_disk_ends_no_other_run(trainer: Trainer, monkeypatch: pytest.Mon
     def fail(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(results, "write_bytes_atomically", fail)
+    monkeypatch.setattr(run_records, "write_bytes_atomically", fail)
     with pytest.raises(RunError, match=r"records of 2 runs could not be saved: .*No space left on device"):
         run(KEEP)
     assert len(list_trainings(trainer)) == 2

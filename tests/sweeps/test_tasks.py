@@ -8,9 +8,9 @@ from megatron.data.tasks.task_config import read_task_config
 from megatron.distributed.process_groups import build_single_process_groups
 from megatron.model.build import build_model
 from megatron.reports.records import record_from_row
+from megatron.reports.run_records import sort_baselines_last
 from megatron.sweeps import remaining_work
 from megatron.sweeps.remaining_work import estimate_work
-from megatron.sweeps.results import sort_baselines_last
 from megatron.sweeps.spec import read_sweep
 
 SWEEP = """\

@@ -1,0 +1,88 @@
+"""Files with the records of one run each, which a sweep writes to a folder (`sweep.records`).
+
+    FOLDER/VARIANT/seed_1234.json.gz                 a run of the sweep's own training
+    FOLDER/BENCHMARK/VARIANT/seed_1234.json.gz       a run of a benchmark
+    FOLDER/results.experiment.json                   title, leaderboard, and number of runs of the sweep
+
+A report can be made from such a folder alone, also while runs are missing.
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.reports.records import Record, record_from_row
+from megatron.utils.atomic_io import make_folder, parse_json, write_bytes_atomically
+from megatron.utils.errors import UserError
+
+RUN_FILE = "seed_{seed}.json.gz"
+
+
+def get_run_file(folder: Path, benchmark: str | None, variant: str, seed: int) -> Path:
+    """Return the path of a run's records."""
+    return folder.joinpath(*([] if benchmark is None else [benchmark]), variant, RUN_FILE.format(seed=seed))
+
+
+def list_run_files(folder: Path) -> list[Path]:
+    """List the files of runs in a folder: those of the sweep's own training first, then by benchmark and variant."""
+    return sorted(folder.rglob(RUN_FILE.format(seed="*")), key=lambda path: (len(path.parts), path.parts))
+
+
+def read_run_file(path: Path, digest: str | None = None) -> list[Record] | None:
+    """Read the records of a run.
+
+    Args:
+        path: file to read.
+        digest: digest that the file must have; any if None.
+
+    Returns:
+        The records, or None if the file has another digest.
+
+    Raises:
+        UserError: the file is damaged, or contains something else.
+    """
+    try:
+        content = parse_json(gzip.decompress(path.read_bytes()).decode())
+        if not isinstance(content, dict) or not isinstance(content.get("records"), list):
+            raise ValueError("digest or records are missing")
+        if digest is not None and content.get("digest") != digest:
+            return None
+        return [record_from_row(row) for row in content["records"]]
+    except (OSError, EOFError, ValueError, TypeError, UserError, zlib.error) as error:
+        raise UserError(f"{path}: cannot be read as saved records ({error}); restore or remove it") from None
+
+
+def write_run_file(path: Path, digest: str, records: Sequence[Record]) -> None:
+    """Write the records of a run. Equal records give equal files.
+
+    Args:
+        path: file to write; its folder is created.
+        digest: digest of what decides the records.
+        records: the run's records.
+
+    Raises:
+        UserError: the folder cannot be created.
+    """
+    make_folder("sweep.records", path.parent)
+    content: dict[str, Any] = {"digest": digest, "records": [record.to_row() for record in records]}
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    write_bytes_atomically(path, gzip.compress(text.encode(), mtime=0))
+
+
+def read_run_folder(folder: Path) -> list[Record]:
+    """Read the records of all runs in a folder. Trivial baselines, which every run of a task repeats, are last.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    return sort_baselines_last([record for path in list_run_files(folder) for record in read_run_file(path) or ()])
+
+
+def sort_baselines_last(records: Sequence[Record]) -> list[Record]:
+    """Return the records of runs, then baselines without duplicates: every run of a task repeats the same baselines."""
+    runs = [record for record in records if record.run is not None]
+    baselines = {json.dumps(record.to_row(), sort_keys=True): record for record in records if record.run is None}
+    return [*runs, *baselines.values()]
