@@ -281,6 +281,16 @@ METRICS = {
             negligible_change=0.005,
         ),
         Metric(
+            name="context_gain",
+            title="Gain from context",
+            unit="in nats per token",
+            definition="The gain from context is the loss of the scored tokens with about the context of training, "
+            "minus their loss with more context.",
+            better="higher",
+            comparison="difference",
+            negligible_change=0.01,
+        ),
+        Metric(
             name="loss",
             title="Loss",
             unit="in nats per token",

@@ -14,6 +14,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure, SubFigure
 
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, select_curve_tables
+from megatron.reports.context_gain import build_gain_tables
 from megatron.reports.depth_maps import DepthMap, split_depth_maps
 from megatron.reports.plots import PlotStyle, draw_depth_maps, draw_panel, wrap_name
 from megatron.reports.records import Record, RunFailure
@@ -41,7 +42,7 @@ def list_panels(records: Sequence[Record], failures: Sequence[RunFailure] = ()) 
         UserError: there is nothing to plot.
     """
     tables, depth_maps = split_depth_maps(build_comparison_tables(records, failures))
-    panels: list[ComparisonTable | DepthMap] = [*select_curve_tables(tables), *depth_maps]
+    panels: list[ComparisonTable | DepthMap] = [*select_curve_tables(tables), *build_gain_tables(tables), *depth_maps]
     if not panels:
         raise UserError("no records to plot")
     return panels

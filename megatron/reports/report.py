@@ -17,6 +17,7 @@ from megatron.reports.comparison_table import (
     build_comparison_tables,
     select_curve_tables,
 )
+from megatron.reports.context_gain import build_gain_tables
 from megatron.reports.curve_chart import build_curve_chart
 from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.html_page import (
@@ -216,6 +217,10 @@ def _describe_section(section: ReportSection, name: str) -> dict[str, Any]:
             }
             for whole in depth_maps
             for shown in [shown_maps.get(whole.title, whole)]
+        ],
+        "context_charts": [
+            build_curve_chart(table, f"{name}-context-{index}", describe_plots([table]), shown_methods)
+            for index, table in enumerate(build_gain_tables(tables), start=1)
         ],
         "missing_table": None if missing_table is None else missing_table.to_html(),
         "text_tables": [text_table.to_html() for text_table in section.text_tables],

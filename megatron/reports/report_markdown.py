@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron.reports import plots
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, select_curve_tables
+from megatron.reports.context_gain import build_gain_tables
 from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.leaderboard_summary import build_answers, list_cost_points, render_cost_png
 from megatron.reports.report import (
@@ -98,6 +99,7 @@ def _render_section(path: Path, index: int, section: ReportSection) -> list[str]
     drawn_tables = section.tables
     if board is not None:
         drawn_tables = build_comparison_tables(section.shown_records)
+    drawn_tables = [*drawn_tables, *build_gain_tables(drawn_tables)]
     picture = write_bytes_atomically(_get_picture_path(path, index), plots.render_plots_png(drawn_tables))
     whole_tables, depth_maps = split_depth_maps(section.tables)
     parts.append(f"![{_describe_picture(drawn_tables)}]({picture.name})\n")

@@ -206,6 +206,34 @@ def find_detectable_difference(variance: SeedVariance, num_seeds: int, significa
     return noncentrality * math.sqrt(2 * variance.variance / num_seeds)
 
 
+def count_seeds_needed(
+    deviation: float, difference: float, significance: float, power: float, max_seeds: int
+) -> int | None:
+    """Count the seeds with which a paired two-sided t-test finds a difference with a given probability.
+
+    Args:
+        deviation: standard deviation of the difference over seeds.
+        difference: true size of the difference.
+        significance: p value below which a difference counts.
+        power: probability of finding the difference.
+        max_seeds: largest number to consider.
+
+    Returns:
+        The smallest number, at least 2, or None if it exceeds `max_seeds`.
+    """
+    from scipy import stats  # imports slowly (about one second)
+
+    if deviation <= 0:
+        return 2 if difference > 0 else None
+    for num_seeds in range(2, max_seeds + 1):
+        critical = float(stats.t.isf(significance / 2, num_seeds - 1))
+        noncentrality = difference / deviation * math.sqrt(num_seeds)
+        # The tail on the other side adds to the power only if the power is small.
+        if float(stats.nct.sf(critical, num_seeds - 1, noncentrality)) >= power:
+            return num_seeds
+    return None
+
+
 def _measure_residual_variances(values: Mapping[str, Mapping[int | None, float]]) -> dict[str, float]:
     """Compute the variance of each method around its mean and the seeds' common effects."""
     centered = {

@@ -1,4 +1,4 @@
-"""Tables of verdicts: comparison of training lengths, extrapolation, and significant differences.
+"""Tables of verdicts: training lengths, extrapolation, use of context, and significant differences.
 
 **Training lengths** (DAPE V2, 2410.04798, figure 3: equal tokens, other lengths). Comparison tables separate training
 lengths, because a column usually is a multiple of the training length. If all training lengths score the same targets,
@@ -13,6 +13,8 @@ and testing "every n" is impossible, so tables show
 
 The ratio is the change from m to n as defined in `comparison_table.py`: for several seeds it is the geometric mean of
 their ratios, over the seeds scored at both lengths.
+
+**Use of context** (`context_gain.py`) is the other side of extrapolation: a flat curve may ignore the context.
 """
 
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ from dataclasses import dataclass, replace
 
 from megatron.reports import significance
 from megatron.reports.comparison_table import Change, ComparisonTable, format_partial_seeds
+from megatron.reports.context_gain import build_context_tables
 from megatron.reports.table_formats import TextTable
 from megatron.utils.errors import UserError
 from megatron.utils.formatting import format_choices
@@ -31,7 +34,7 @@ DEFAULT_DELTA = 0.1
 def build_verdict_tables(
     tables: Sequence[ComparisonTable], against: str | None = None, delta: float = DEFAULT_DELTA
 ) -> list[TextTable]:
-    """Build tables that compare training lengths, test extrapolation, and compare methods with `against`.
+    """Build tables of training lengths, extrapolation, use of context, and comparisons with `against`.
 
     Raises:
         UserError: no table contains the method.
@@ -40,6 +43,7 @@ def build_verdict_tables(
     text_tables += [
         text_table for table in tables if (text_table := build_extrapolation_table(table, delta)) is not None
     ]
+    text_tables += build_context_tables(tables)
     if against is None:
         return text_tables
     tables_with_methods = [(table, {record.method for record in table.records}) for table in tables]

@@ -6,17 +6,21 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from megatron.evaluation.loss_records import check_measures, list_position_bins
 from megatron.evaluation.protocols import plan_from_options
 from megatron.options.evaluation import EvaluationOptions as Options
+from megatron.reports import context_gain
+from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.records import Record, read_records, write_records
 from megatron.reports.uncertainty import compute_percentile_interval, draw_bootstrap_means
 from megatron.utils.errors import UserError
 
-from .conftest import BYTES, TRAIN_LENGTH, RunningMean, loaded, scored
+from .conftest import BYTES, TRAIN_LENGTH, VOCABULARY, RunningMean, loaded, scored
 from .test_perplexity import ROUNDING, STREAM, by_hand, one_loss
 
 
@@ -128,6 +132,40 @@ def test_strided_with_stride_one_is_the_sliding_window(running_mean: RunningMean
         assert (record.windows, record.blocks) == (record.tokens, record.tokens // 11)
     # One window of L per token costs L times as much as non-overlapping windows.
     assert found[1].flops == pytest.approx(running_mean.flops_per_token(11) / 3 * 11 * found[1].tokens)
+
+
+class Copier(RunningMean):
+    """Model that gives probability 0.9 to the token a fixed distance before the target, if its window contains it."""
+
+    def __init__(self, distance: int) -> None:
+        super().__init__()
+        self.distance = distance
+
+    def forward(self, tokens: Tensor, labels: Tensor, num_logits: int) -> Tensor:
+        source = nn.functional.pad(tokens, (self.distance - 1, 0), value=-1)[:, : tokens.shape[1]]
+        hit = torch.where(source == labels, 0.9, 0.1 / (VOCABULARY - 1))
+        return -torch.where(source < 0, torch.tensor(1 / VOCABULARY), hit).log()[:, -num_logits:]
+
+
+@pytest.mark.parametrize(
+    ("distance", "gain", "verdict"),
+    [
+        (20, math.log(VOCABULARY * 0.9), context_gain.USED),  # the source is in windows of 32 tokens only
+        (40, 0.0, context_gain.IGNORED),  # and in no window
+        (19, math.log(VOCABULARY * 0.1 / (VOCABULARY - 1)), context_gain.HURT),  # it copies the wrong token
+    ],
+)
+def test_use_of_context_of_models_that_copy(distance: int, gain: float, verdict: str) -> None:
+    """The text has a period of 20 tokens, in which neighbors differ."""
+    tokens = np.random.default_rng(3).permutation(VOCABULARY)
+    stream = np.tile(np.append(tokens, tokens[9]), 12)
+    found = scored(loaded(Copier(distance)), stream, Options(lengths=[8, 16, 32], targets=2, windows=30))
+    (table,) = build_comparison_tables(found)
+    measured = context_gain.measure_gain(table, "rotary", 8, 32)
+    assert context_gain.find_base_length(table) == 8
+    assert measured.verdict == verdict
+    assert measured.gain == pytest.approx(gain, abs=1e-6)
+    assert measured.interval == pytest.approx((gain, gain), abs=1e-6), "all targets gain the same"
 
 
 def test_sums_of_blocks_are_kept_for_comparisons(running_mean: RunningMean, tmp_path) -> None:

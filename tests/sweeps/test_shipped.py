@@ -11,8 +11,9 @@ from .conftest import ROOT
 FOLDER = ROOT / "configs" / "experiment"
 SIZES = ("small", "paper")
 EXPERIMENTS = sorted(path.stem for path in FOLDER.glob("*.yml") if path.stem not in SIZES)
-SHAPES = {"kerple": "162M", "dape": "125M", "exploring": "125M", "muon": "125M", "drope": "125M"}
-PAPERS = [name for name in EXPERIMENTS if name not in ("muon", "drope")]  # not compared with a published table
+SHAPES = {"kerple": "162M", "dape": "125M", "exploring": "125M", "muon": "125M", "drope": "125M", "context": "125M"}
+NO_PAPERS = ("muon", "drope", "context")  # not compared with a published table
+PAPERS = [name for name in EXPERIMENTS if name not in NO_PAPERS]
 
 
 def small(name: str) -> Sweep:

@@ -1,0 +1,84 @@
+"""Page of the papers' claims: it is current, and its numbers agree with a computation by hand from the records."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from scipy import stats
+
+from megatron.reports.uncertainty import count_seeds_needed
+from tools.docs import claims_page
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTENT = yaml.safe_load((ROOT / claims_page.CLAIMS).read_text(encoding="utf-8"))
+CLAIMS = [claim for paper in CONTENT["papers"] for claim in paper["claims"]]
+
+
+def read_values(name: str, method: str, length: int) -> dict[int, float]:
+    rows = json.loads((ROOT / "docs" / "results" / "small" / f"{name}.json").read_text(encoding="utf-8"))
+    return {
+        row["seed"]: row["perplexity"]
+        for row in rows
+        if (row["method"], row["length"], row.get("axis")) == (method, length, None) and "perplexity" in row
+    }
+
+
+def test_the_page_is_current() -> None:
+    assert (ROOT / claims_page.PAGE).read_text(encoding="utf-8") == claims_page.render_page(), "run: make docs"
+
+
+def test_a_row_by_hand() -> None:
+    """CDAPE against KERPLE at 16 training lengths, which are 1,024 tokens: 17.1153 and 42.2081 in the paper."""
+    cdape, kerple = (read_values("dape_t10", method, 1024) for method in ("cdape", "kerple"))
+    assert sorted(cdape) == sorted(kerple)
+    logs = [math.log(cdape[seed] / kerple[seed]) for seed in sorted(cdape)]
+    test = stats.ttest_rel(*([math.log(values[seed]) for seed in sorted(cdape)] for values in (cdape, kerple)))
+    (row,) = (line for line in claims_page.render_page().splitlines() if "better than KERPLE (16×)" in line
+              and line.startswith("| CDAPE"))  # fmt: skip
+    assert f"| {17.1153 / 42.2081:.3f} |" in row
+    low, high = np.exp(stats.t.interval(0.95, len(logs) - 1, np.mean(logs), stats.sem(logs)))
+    assert f"| {math.exp(np.mean(logs)):.3f} [{low:.3f}, {high:.3f}]" in row
+    (outcome,) = (each for outcomes in claims_page.list_outcomes(CONTENT) for each in outcomes
+                  if each.claim == "CDAPE is better than KERPLE (16×)")  # fmt: skip
+    assert outcome.p == pytest.approx(test.pvalue)
+    assert outcome.holm_p >= outcome.p
+
+
+def test_verdicts_follow_the_corrected_test_and_its_direction() -> None:
+    outcomes = [outcome for outcomes in claims_page.list_outcomes(CONTENT) for outcome in outcomes]
+    tested = [outcome for outcome in outcomes if outcome.is_tested]
+    assert min(outcome.holm_p for outcome in tested) == pytest.approx(len(tested) * min(each.p for each in tested))
+    for outcome in tested:
+        direction = claims_page.REPRODUCED if np.mean(outcome.differences) < 0 else claims_page.CONTRADICTED
+        assert outcome.verdict == (direction if outcome.holm_p < 0.05 else claims_page.UNDECIDED)
+    for outcome in outcomes:
+        if len(outcome.differences) == 1:
+            assert outcome.verdict in (claims_page.UNDECIDED, claims_page.OUTDATED)
+            assert "not computable" in claims_page._format_outcome(outcome, 0.05) or (
+                outcome.verdict == claims_page.OUTDATED
+            )
+
+
+def test_every_published_table_has_a_claim() -> None:
+    recorded = {claim.get("record") for claim in CLAIMS} | {claim.get("quoted") for claim in CLAIMS}
+    for path in sorted((ROOT / "configs" / "experiment").glob("*.yml")):
+        if "published" in yaml.safe_load(path.read_text(encoding="utf-8")).get("sweep", {}):
+            assert path.stem in recorded or path.stem == "dape_t1", f"{path.stem} has no claim in {claims_page.CLAIMS}"
+
+
+@pytest.mark.parametrize("cell", ["cdappe@16x", "cdape@3x", "cdape@1000"])
+def test_an_unknown_cell_is_an_error(cell: str) -> None:
+    claim: dict[str, Any] = {"claim": "A", "source": "B", "record": "dape_t10", "compare": [cell, "kerple@16x"]}
+    with pytest.raises(ValueError, match=f"{cell} of dape_t10"):
+        claims_page.list_outcomes({"outdated": [], "papers": [{"claims": [claim]}]})
+
+
+@pytest.mark.parametrize(("effect", "seeds"), [(0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10)])
+def test_seeds_needed_agree_with_tables_of_power(effect: float, seeds: int) -> None:
+    """Sizes of paired samples for a power of 80% at the 5% level (Cohen 1988, tables of chapter 2)."""
+    assert count_seeds_needed(0.5, 0.5 * effect, 0.05, 0.8, 300) == seeds
+    assert count_seeds_needed(0.5, 0.5 * effect, 0.05, 0.8, seeds - 1) is None

@@ -1,0 +1,93 @@
+"""Table of docs/card.md, written by `make docs`: the trainings behind the records of docs/results."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.reports.records import Record, read_records
+from megatron.utils.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = Path("docs/card.md")
+RESULTS = ROOT / "docs" / "results"
+BEGIN, END = "<!-- table: make docs -->\n", "<!-- end of table -->\n"
+
+
+@dataclass(frozen=True)
+class RecordedTrainings:
+    """Trainings of the records of a folder or file, described by their ranges."""
+
+    name: str
+    records: tuple[Record, ...]
+
+    @property
+    def num_runs(self) -> int:
+        """Number of runs. One run may be evaluated in several ways, under several names."""
+        return len({record.run or (record.method, record.seed, record.dataset) for record in self.records})
+
+    def format_row(self) -> str:
+        """Format the row of the table."""
+        by_method: dict[tuple[str | None, ...], set[int]] = {}
+        for record in self.records:
+            key = (record.method, record.dataset, record.training_digest)
+            by_method.setdefault(key, set()).add(record.seed)
+        cells = (
+            f"`{self.name}`",
+            f"{self.num_runs}",
+            format_range((record.parameters for record in self.records), 1e6, "M"),
+            format_range(record.train_length for record in self.records),
+            format_range((record.train_tokens for record in self.records), 1e6, "M"),
+            format_range(len(seeds) for seeds in by_method.values()),
+        )
+        return f"| {' | '.join(cells)} |"
+
+
+def format_range(values: Iterable[int | None], divisor: float = 1, unit: str = "") -> str:
+    """Format the smallest and the largest known value, such as `0.84M to 1.10M`; a dash if none is known."""
+    known = sorted({value for value in values if value is not None})
+    if not known:
+        return "–"
+    low, high = (f"{value / divisor:.2f}{unit}" if unit else f"{value:,}" for value in (known[0], known[-1]))
+    return low if low == high else f"{low} to {high}"
+
+
+def list_trainings(folder: Path = RESULTS) -> Iterator[RecordedTrainings]:
+    """Yield the trainings of each file of records, with one entry for all files of a subfolder.
+
+    Files of other contents, and records without a trained model, are skipped.
+    """
+    groups = {path.name: [path] for path in sorted(folder.glob("*.json"))}
+    for path in sorted(folder.glob("*/*.json")):
+        groups.setdefault(f"{path.parent.relative_to(folder).as_posix()}/*.json", []).append(path)
+    for name, paths in groups.items():
+        records = tuple(record for path in paths for record in _read_trained(path))
+        if records:
+            yield RecordedTrainings(name, records)
+
+
+def _read_trained(path: Path) -> list[Record]:
+    try:
+        return [record for record in read_records(path) if record.parameters and record.step]
+    except UserError:
+        return []
+
+
+def render_table() -> str:
+    """Render the table, with a sentence on the largest model."""
+    trainings = list(list_trainings())
+    largest = max((record.parameters or 0 for each in trainings for record in each.records), default=0)
+    tokens = max((record.train_tokens or 0 for each in trainings for record in each.records), default=0)
+    lines = [
+        f"The largest model has {largest / 1e6:.2f}M parameters, and the longest training {tokens / 1e6:.2f}M tokens.",
+        "",
+        "| record | runs | parameters | training length | tokens trained on | seeds of a method |",
+        "|---|--:|--:|--:|--:|--:|",
+        *(each.format_row() for each in trainings),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def render_page() -> str:
+    """Render the page with a new table."""
+    before, rest = (ROOT / PAGE).read_text(encoding="utf-8").split(BEGIN)
+    return before + BEGIN + render_table() + END + rest.split(END, maxsplit=1)[1]
