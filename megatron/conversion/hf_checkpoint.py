@@ -233,7 +233,7 @@ class LazyTensors:
         try:
             return read()
         except (OSError, SafetensorError, RuntimeError) as error:
-            raise RunError(f"{path}: {name} cannot be read ({_first_line(error)})") from None
+            raise RunError(f"{path}: {name} cannot be read ({describe_cause(error)})") from None
 
 
 @contextmanager
@@ -274,7 +274,7 @@ def _list_shards(index: Path) -> list[Path]:
         if not files or not all(isinstance(name, str) and Path(name).name == name for name in files):
             raise ValueError("it lists no files in its folder")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise RunError(f"{index}: not an index of shards ({_first_line(error)})") from None
+        raise RunError(f"{index}: not an index of shards ({describe_cause(error)})") from None
     for name in files:
         if not (index.parent / name).is_file():
             raise RunError(f"{index.parent / name}: not found, but listed in {index.name}")
@@ -300,7 +300,7 @@ def _add_safetensors(tensors: LazyTensors, path: Path, stack: ExitStack) -> None
         file = stack.enter_context(safe_open(path, "pt"))
         names = list(file.keys())
     except (OSError, SafetensorError) as error:
-        raise RunError(f"{path}: cannot be read as safetensors ({_first_line(error)})") from None
+        raise RunError(f"{path}: cannot be read as safetensors ({describe_cause(error)})") from None
     for name in names:
         tensors.add(name, path, lambda name=name: file.get_tensor(name))  # type: ignore[misc]
 
@@ -326,9 +326,3 @@ def add_state_dict(tensors: LazyTensors, path: Path, state_dict: Any, prefix: st
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise RunError(f"{path}: {name!r} is not a tensor")
         tensors.add(f"{prefix}{name}", path, lambda tensor=tensor: tensor)  # type: ignore[misc]
-
-
-def _first_line(error: BaseException) -> str:
-    if isinstance(error, OSError):
-        return describe_cause(error)
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
