@@ -39,7 +39,7 @@ TORCH := $(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' requirements.txt)
 
 help:
 	@sed -n 's/^#   //p' Makefile
-	@echo "make zoo          set-up, then the leaderboard: every position method on a text and three tasks, in an hour or two on two cores"
+	@echo "make zoo          set-up, then the leaderboard: every position method on a text and three tasks, in some hours on two cores"
 	@echo "make gpu-check    on a machine with a GPU: kernel tests and benchmarks in under 8 minutes, goals in docs/results/gpu_check.md (docs/gpu.md)"
 	@echo "make test-cuda    the CUDA code paths on a null CUDA device: needs no GPU, but the CUDA build of torch (5 GB, once)"
 	@echo "make test-newest  tests that meet other libraries, with the newest versions of all (7 GB in .venv-newest); test-oldest, test-with"

@@ -11,7 +11,6 @@ from megatron.reports.records import read_records
 from megatron.reports.table_formats import TextTable
 
 RECORD = Path("docs/results/zoo.json")
-SWEEP, QUICKSTART = Path("configs/zoo.yml"), Path("configs/quickstart.yml")
 BASELINE = "rotary"
 METRIC, FULL_SEEDS = "perplexity", 3
 """Text metric, and number of seeds of methods named in a question of the leaderboard."""
@@ -61,14 +60,15 @@ class LeaderboardResults:
         return "\n\n".join(filter(None, [*parts, *(self._render_rows(table, variants) for table in self.tables)]))
 
     def _describe_budget(self) -> str:
-        """Describe the setup of the results, and why the quickstart's differ."""
+        """Describe the setup of the results."""
         baseline = next(record for record in self.records if record.metric == METRIC and record.method == BASELINE)
+        task_seeds = {record.seed for record in self.records if record.metric != METRIC and record.run is not None}
+        seeds = "one seed each" if len(task_seeds) == 1 else f"{len(task_seeds)} seeds each"
         return (
             f"For the text, a model of {(baseline.parameters or 0) / 1e6:.2f}M parameters is trained for "
-            f"{baseline.step} steps ([`{SWEEP.stem}`](../../{SWEEP})). The [quickstart](../../{QUICKSTART}) trains the "
-            f"same models longer and on another text, so perplexities differ. A perplexity is the mean over "
-            f"{FULL_SEEDS} seeds, or over n seeds if marked (n …); needles and tasks have one seed each. {BASELINE} is "
-            f"shown for comparison. For the setup and all other methods, see "
+            f"{baseline.step} steps on {baseline.dataset}; perplexities on other texts or after other numbers of steps "
+            f"differ. A perplexity is the mean over {FULL_SEEDS} seeds, or over n seeds if marked (n …); needles and "
+            f"tasks have {seeds}. {BASELINE} is shown for comparison. For the setup and all other methods, see "
             f"[the leaderboard](../results/{RECORD.stem}.md)."
         )
 
@@ -97,7 +97,7 @@ class LeaderboardResults:
         for method, cells in rows:
             pairs = zip(table.column_headers, cells, strict=True)
             marked.append((method, tuple(cell + self._mark_seeds(method, header, cell) for header, cell in pairs)))
-        own = replace(table, rows=tuple(marked), notes=())
+        own = replace(table, rows=tuple(marked), notes=(), lead=())
         shown = _transpose(own) if len(rows) < len(table.column_headers) else own
         grid = shown.to_markdown().partition("\n\n")[0]
         return f"### {TITLES.get(table.title, table.title)}\n\n{grid}"
