@@ -194,7 +194,7 @@ def _build_context_table(
     for gain in measured:
         cells = [f"{gain.base_loss:.3f}", f"{gain.loss:.3f}", str(gain)]
         if reachable is not None:
-            cells.append(f"{gain.gain / reachable.gain:.0%}")
+            cells.append("–" if gain.verdict == HURT else f"{gain.gain / reachable.gain:.0%}")
         partial = format_partial_seeds(table.get_partial_num_seeds(len(gain.gains)))
         rows.append((gain.method, (*cells, f"{gain.verdict}{partial}")))
     targets = table.records[0].targets_per_window or 0

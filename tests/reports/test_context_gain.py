@@ -20,7 +20,7 @@ from megatron.reports.context_gain import (
     find_bound,
     measure_gain,
 )
-from megatron.reports.records import Record, write_records
+from megatron.reports.records import Record, read_records, write_records
 
 LENGTHS, TARGETS, WINDOWS = (64, 256, 1024), 16, 48
 COPY_DISTANCE = 500
@@ -133,6 +133,19 @@ def test_a_model_trained_at_the_length_is_the_bound() -> None:
     (grid,) = build_context_tables(blind)
     assert len(grid.column_headers) == 4, "a bound without a gain has no shares"
     assert any("cannot show what the text offers" in note for note in grid.notes)
+
+
+def test_the_page_of_the_record_has_its_numbers() -> None:
+    folder = Path(__file__).resolve().parents[2] / "docs" / "results"
+    records = [record for name in ("context", "context_rotary") for record in read_records(folder / f"{name}.json")]
+    (grid,) = build_context_tables(build_comparison_tables(records))
+    page = (folder / "context.md").read_text(encoding="utf-8")
+    for method, cells in grid.rows:
+        assert f"| {method} | {' | '.join(cells)} |" in page
+    bound = next(note for note in grid.notes if note.startswith("Bound: "))
+    assert "gains +0.018 [+0.012, +0.024] and reaches a loss of 1.680" in bound
+    assert "gains +0.018 [+0.012, +0.024]" in page
+    assert "loss of 1.680" in page
 
 
 @pytest.mark.parametrize("suffix", ["html", "md", "tex"])

@@ -63,6 +63,24 @@ def test_verdicts_follow_the_corrected_test_and_its_direction() -> None:
             )
 
 
+def test_the_advice_about_kernels_agrees_with_the_records() -> None:
+    """The pages of methods say that small models contradict KERPLE's order of kernels, and CDAPE's gain holds."""
+    verdicts = {each.claim: each.verdict for outcomes in claims_page.list_outcomes(CONTENT) for each in outcomes}
+    for claim in (
+        "The logarithmic kernel is better than the power kernel (32×)",
+        "The logarithmic kernel is better than rotary (1×)",
+        "The logarithmic kernel is better than a bias with a weight (16×)",
+    ):
+        assert verdicts[claim] == claims_page.CONTRADICTED
+    assert verdicts["CDAPE is better than KERPLE (1×)"] == claims_page.REPRODUCED
+    logarithmic, power = (
+        [read_values("kerple_t3", name, length) for length in (64, 128, 256, 512, 1024, 2048)]
+        for name in ("log", "power")
+    )
+    for log, other in zip(logarithmic, power, strict=True):
+        assert all(other[seed] < log[seed] for seed in log)
+
+
 def test_every_published_table_has_a_claim() -> None:
     recorded = {claim.get("record") for claim in CLAIMS} | {claim.get("quoted") for claim in CLAIMS}
     for path in sorted((ROOT / "configs" / "experiment").glob("*.yml")):

@@ -8,6 +8,7 @@ tables beside the records.
 
 import math
 import statistics
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -225,7 +226,7 @@ def _render_parts() -> Iterator[str]:
         yield f"\n## {paper['name']}\n\n{paper['reference']}.\nSetup: {paper['setup']}.\n"
         yield f"Of {len(outcomes)} claims: {_describe_counts(outcomes)}.\n"
         if "note" in paper:
-            yield f"{paper['note'].strip()}\n"
+            yield f"{textwrap.fill(paper['note'].strip(), 120, break_long_words=False)}\n"
         yield "\n| claim | source | published ratio | ours, p | record | verdict | seeds |\n"
         yield "|---|---|---|---|---|---|---|\n"
         yield from (f"{_format_outcome(outcome, level)}\n" for outcome in outcomes)

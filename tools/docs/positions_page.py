@@ -91,19 +91,21 @@ A hook that a method does not define adds nothing, so encodings, processors and 
 CHOOSING = """\
 ## Choosing a method
 
-DAPE V2 (appendix A) recommends `kerple_log` as the default, because it works well in almost all settings and has few
-parameters. `fire` may be better with longer training lengths or more tokens. The paper advises against `alibi` unless
-necessary, because it soon becomes local attention. Its best model is `cdape` on `kerple_log` with a set of parameters
-per layer (overlay `cdape_kerple_log`).
+No record of this project tests a model larger than about a million parameters ([limits](card.md)), and papers disagree.
+Compare two or three methods at your size, with several seeds, before a large run.
+
+DAPE V2 (appendix A) recommends `kerple_log` as the default, `fire` with longer training lengths or more tokens, and
+advises against `alibi` unless necessary, because it soon becomes local attention. Its best model is `cdape` on
+`kerple_log` with a set of parameters per layer (overlay `cdape_kerple_log`). [claims.md](claims.md) shows what small
+models say about this: CDAPE on KERPLE is better than KERPLE, and `kerple_power` is better than `kerple_log`.
 
 Exploring Transformer Extrapolation (theorem 3.4) proves that a model extrapolates if the series Σ exp(bias(n))
 converges; [analysis.md](analysis.md#does-the-series-converge) lists the result for every encoding. The theorem concerns
 the bias alone, not processors and contextual terms.
 
-[The leaderboard](results/zoo.md) compares all methods at a small size; start there to train a small model. KERPLE
-(Chi et al. 2022), Exploring Transformer Extrapolation (Qin et al. 2023) and DAPE V2 (Process attention score as feature
-map for length extrapolation) are cited by name below. Perplexities and times under "When" are theirs, with their model
-sizes and data.
+[The leaderboard](results/zoo.md) compares all methods at one small size. KERPLE (Chi et al. 2022), Exploring
+Transformer Extrapolation (Qin et al. 2023) and DAPE V2 (Process attention score as feature map for length
+extrapolation) are cited by name below. Perplexities and times under "When" are theirs, with their model sizes and data.
 
 To train a method, put its [overlay](glossary.md#configurations) after the model:
 `./deepy.py train 125M fox local_setup save=runs/fox`. The default of `pos_emb` is `learned`, and model files set

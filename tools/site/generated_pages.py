@@ -17,6 +17,7 @@ RESULTS: dict[str, dict[str, str]] = {
         "zoo": "The leaderboard",
         "zoo_text": "The leaderboard's text, trained longer",
         "small": "Small versions of the papers' tables",
+        "context": "Use of context beyond the training length",
         "tasks": "Tasks from scratch",
         "drope": "DroPE",
         "recipe": "CDAPE added to a trained model",

@@ -14,12 +14,12 @@ class KerpleLog(Encoding):
     parameters_summary = "r1 [H] ~ U(0, r1_below) ≥ 0.01; r2 [H] ~ U(0, r2_below) ≥ 0.01"
     source = "KERPLE: Chi et al. 2022, section 4, logarithmic variant; start values of its released code"
     advice = (
-        "The default choice if in doubt: good in almost all settings and easy to train, with few parameters "
-        "(DAPE V2, appendix A). Its paper finds it better than kerple_power at every length (KERPLE, section 5.2); in "
-        "this project's small leaderboard, with one seed of kerple_power, it is the reverse (docs/results/zoo.md). A "
-        "head is guaranteed to extrapolate if r1 > 1 (Exploring Transformer Extrapolation, appendix B); far past the "
-        "training length perplexity may still rise (4.06 at 1,024 tokens, 6.95 at 8,192; DAPE V2, table 2), and with "
-        "cdape it falls."
+        "DAPE V2 recommends it as the default: good in almost all settings and easy to train, with few parameters "
+        "(appendix A). This project's small models do not confirm that: its paper finds it better than kerple_power at "
+        "every length (KERPLE, section 5.2), but over five seeds of 0.84M parameters it is the reverse, and rotary is "
+        "better at the training length (docs/claims.md). A head is guaranteed to extrapolate if r1 > 1 (Exploring "
+        "Transformer Extrapolation, appendix B); far past the training length perplexity may still rise (4.06 at 1,024 "
+        "tokens, 6.95 at 8,192; DAPE V2, table 2), and with cdape it falls."
     )
     other_names = ("kerple_logarithmic",)
     has_independent_heads = True

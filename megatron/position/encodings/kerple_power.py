@@ -15,9 +15,9 @@ class KerplePower(Encoding):
     source = "KERPLE: Chi et al. 2022, section 4, power variant; start values of its released code"
     advice = (
         "For comparison with kerple_log, which its paper finds faster and lower in perplexity at all lengths (KERPLE, "
-        "section 5.2). In this project's small leaderboard kerple_power has the lower perplexity at all lengths, with "
-        "one seed (docs/results/zoo.md). The learned curves of kerple_power soon reach very negative values, as "
-        "ALiBi's do, so far tokens count for little (KERPLE, section 5.4)."
+        "section 5.2). In this project's models of 0.84M parameters kerple_power has the lower perplexity at all "
+        "lengths, over five seeds (docs/claims.md). The learned curves of kerple_power soon reach very negative "
+        "values, as ALiBi's do, so far tokens count for little (KERPLE, section 5.4)."
     )
     other_names = ("kerple_pow",)
     has_independent_heads = True
