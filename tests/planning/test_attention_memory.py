@@ -165,7 +165,7 @@ def test_processors_on_gates_take_the_memory_of_their_kernels(
         2, ((0, length),), heads, dim, 2, encoding, processor, True, window, 64, False, 80 << 30
     )  # fmt: skip
     sizes = (heads, dim, processor.width, processor.kernel_size, length)
-    is_supported = gated_op.describe_unsupported(torch.bfloat16, *sizes, window) is None
+    is_supported = gated_op.describe_unsupported(torch.bfloat16, *sizes) is None
     estimate = attention_memory.estimate_cdape_attention if is_supported else attention_memory.estimate_row_blocks
     assert ATTENTION_MEMORY["triton"](shape) == estimate(shape)
 

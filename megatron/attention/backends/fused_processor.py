@@ -67,15 +67,11 @@ def gated_processor_fallback_reason(inputs: AttentionInputs, table: ScoreTerms) 
     """
     from megatron.kernels.cdape_attention.gated_op import describe_unfit_device, describe_unsupported
 
-    if inputs.sinks is not None:  # the kernels do not have the term of the row
-        return "a gate's bias with a sink"
     if table.bias is not None or table.weight is not None:
         return "a gate's bias and a table before a processor"
     args, (heads, _, dim) = _collect_args(inputs, None), inputs.q.shape[1:]
     sizes = (heads, dim, args.w1.shape[0], args.w1.shape[3], args.offset + inputs.q.shape[2])
-    return describe_unsupported(inputs.q.dtype, *sizes, args.window, args.offset) or describe_unfit_device(
-        inputs.q, dim
-    )
+    return describe_unsupported(inputs.q.dtype, *sizes, args.offset) or describe_unfit_device(inputs.q, dim)
 
 
 def run_gated_processor_kernel(inputs: AttentionInputs) -> Tensor:
@@ -84,7 +80,7 @@ def run_gated_processor_kernel(inputs: AttentionInputs) -> Tensor:
 
     assert inputs.row_bias is not None
     assert inputs.key_bias is not None
-    return attend_with_gates(_collect_args(inputs, None)._replace(window=None), inputs.row_bias, inputs.key_bias)
+    return attend_with_gates(_collect_args(inputs, None), inputs.row_bias, inputs.key_bias)
 
 
 def _collect_args(inputs: AttentionInputs, bias: Tensor | None) -> CdapeArgs:

@@ -337,7 +337,7 @@ def _forward_chunk(
     logits = compute_logits(problem, chunk, scaled, k)
     residue = None if attended.residue is None else chunk.slice_rows(attended.residue)
     outputs = (chunk.slice_rows(attended.output), residue, attended.stats[..., chunk.first :])
-    tensors = (logits, chunk.slice_columns(v), *outputs, problem.sinks)
+    tensors = (logits, chunk.slice_columns(v), *outputs, problem.sinks, None)
     launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, tensors)
 
 
@@ -470,13 +470,19 @@ def backward(
 
     for index, chunk in enumerate(chunks):
         differentiate_chunk(chunk, is_first=index == 0)
-    return dq, sums.k, sums.v, None if problem.sinks is None else _differentiate_sinks(problem.sinks, stats, means)
+    return dq, sums.k, sums.v, None if problem.sinks is None else differentiate_sinks(problem.sinks, stats, means)
 
 
-def _differentiate_sinks(sinks: Tensor, stats: Tensor, means: Tensor) -> Tensor:
-    """Return the gradient of the sinks, [H]: as for any key P ∘ (0 − Σ P ∘ dP), summed over all rows."""
+def differentiate_sinks(sinks: Tensor, stats: Tensor, means: Tensor, offsets: Tensor | None = None) -> Tensor:
+    """Return the gradient of the sinks, [H]: as for any key P ∘ (0 − Σ P ∘ dP), summed over all rows.
+
+    Args:
+        sinks, stats, means: the sinks [H], statistics of the softmax [2, B, H, R], and Σ P ∘ dP of each row [B, H, R].
+        offsets: what the rows' logits lack, [B, H, R], or None.
+    """
     maximum, total = stats
-    probabilities = torch.exp2(sinks[:, None] / math.log(2) - maximum) / total
+    logits = sinks[:, None] if offsets is None else sinks[:, None] - offsets
+    probabilities = torch.exp2(logits / math.log(2) - maximum) / total
     return -(probabilities * means).sum((0, 2))
 
 
