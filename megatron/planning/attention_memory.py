@@ -153,12 +153,12 @@ def estimate_cdape_attention(shape: AttentionShape) -> AttentionMemory:
 def _count_gate_bytes(shape: AttentionShape) -> int:
     """Count the bytes of Conv1's part of a gate's bias (`gate_terms.compute_gate_terms`), in float64.
 
-    A row has 3p exceptions with the taps of all heads and the width; a column has its taps and the width.
+    A row has 4p exceptions with the taps of all heads and the width; a column has its taps and the width.
     """
     processor = shape.processor
     assert processor is not None
     taps = processor.kernel_size * shape.num_heads + processor.width
-    exceptions = 3 * (processor.kernel_size // 2)
+    exceptions = 4 * (processor.kernel_size // 2)
     return 8 * shape.batch_size * taps * (shape.num_rows * exceptions + shape.num_columns)
 
 
@@ -182,15 +182,8 @@ def has_cuda_kernels(shape: AttentionShape) -> bool:
 
 
 def supports_gates(shape: AttentionShape) -> bool:
-    """Return True if kernels/cdape_attention takes the shape on gates, like `gated_op.describe_unsupported` (tested).
-
-    Half precision counts as bfloat16.
-    """
-    processor = shape.processor
-    assert processor is not None
-    padded = replace(shape, num_heads=max(shape.num_heads, 16))  # fewer heads are padded
-    is_whole = shape.window is None or shape.window >= shape.num_columns
-    return is_whole and has_cuda_kernels(padded)
+    """Return True if kernels/cdape_attention takes the shape on gates (`gated_op.describe_unsupported`; tested)."""
+    return has_cuda_kernels(replace(shape, num_heads=max(shape.num_heads, 16)))  # fewer heads are padded
 
 
 def estimate_kernel_map_bytes(num_heads: int, bytes_per_element: int) -> int:
@@ -236,7 +229,7 @@ def estimate_triton(shape: AttentionShape) -> AttentionMemory:
     if shape.processor is not None:
         is_fused = "dense" not in facts.hooks and not shape.has_dropout
         if "gate" in facts.hooks:
-            is_fused = is_fused and not has_sink and supports_gates(shape)
+            is_fused = is_fused and supports_gates(shape)
         return estimate_cdape_attention(shape) if is_fused else estimate_row_blocks(shape)
     if "dense" in facts.hooks or (shape.has_dropout and facts.adds_bias and not facts.multiplies_scores):
         return estimate_bias_matrix(shape)

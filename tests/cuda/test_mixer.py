@@ -65,13 +65,13 @@ def list_launched():
     return ",".join(names) or "none"
 
 
-def run_gated(heads, length):
+def run_gated(heads, length, dtype=torch.bfloat16, **options):
     # The null device computes no values: test_gated_op.py compares them with float64 in the emulator or on a GPU.
-    q, k, v = (draw(2, heads, length, 64, dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = (draw(2, heads, length, 64, dtype=dtype) for _ in range(3))
     assert gated_op.describe_unsupported_device(q, 64) is None
     row, key = (draw(2, heads, length, dtype=torch.float64) for _ in range(2))
     weights = draw(32, 2 * heads, 1, 3), draw(32), draw(heads, 32, 1, 3), draw(heads)
-    output = gated_op.attend_with_gates(CdapeArgs(q, k, v, None, *weights), row, key, chunk=64)
+    output = gated_op.attend_with_gates(CdapeArgs(q, k, v, None, *weights, **options), row, key, chunk=64)
     assert (output.shape, output.dtype, output.permute(2, 0, 1, 3).is_contiguous()) == (q.shape, q.dtype, True)
     output.sum().backward()
     for x in (q, k, v, row, key, *weights):
@@ -93,7 +93,7 @@ with torch.no_grad():
     assert launched and not residues.pop()
 launched.clear()
 mixer.fills_device = fills_device
-print(run(16, 96), run_gated(4, 96), flush=True)
+print(run(16, 96), run_gated(4, 96), run_gated(4, 96, torch.float16, window=48, sinks=draw(4)), flush=True)
 os._exit(0)  # autograd's threads may be in the way of an orderly end
 """
 
@@ -109,6 +109,7 @@ FAMILIES = [mixer_forward.KERNELS, logit_gradient.KERNELS, TO_SCORES, TO_WEIGHTS
         KernelForm(3, 64, torch.bfloat16, is_local=True),
         KernelForm(3, 96, torch.float16),
         KernelForm(3, 64, torch.bfloat16, is_gated=True),
+        KernelForm(3, 64, torch.float16, is_local=True, is_gated=True),
         KernelForm(1, 64, torch.bfloat16),
         KernelForm(1, 64, torch.bfloat16, is_gated=True),
     ],
@@ -138,7 +139,7 @@ def check_kernel(family: KernelFamily, form: KernelForm, arch: int, tmp_path: Pa
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
     assert int(found[1]) <= 255
-    assert int(found[2]) <= MAX_STACK_BYTES
+    assert int(found[2]) <= MAX_STACK_BYTES + 96 * (form.is_local and form.is_gated)
 
 
 FORWARD, BACKWARD = "Forward", "LogitGradient,Backward,Backward"
@@ -161,6 +162,7 @@ def test_the_operator_launches_them_where_they_fit(gpu: str) -> None:
     logits = ",".join([FORWARD] * 4)
     expected = [two_chunks, two_chunks, logits, one_chunk, documents, documents, two_chunks]
     expected += [two_chunks, two_chunks, "none", two_chunks, logits, logits, "none", "none", "none"]
-    # Gates have no other kernels, so that they take these also where their blocks are few.
-    expected += [two_chunks]
+    # Gates have no other kernels, so that they take these also where their blocks are few, and in a window alike for
+    # all chunks.
+    expected += [two_chunks, documents]
     assert done.stdout.split() == expected

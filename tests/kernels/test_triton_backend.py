@@ -47,7 +47,7 @@ ABLE = [
     for encoding, processor in SUPPORTED
     if processor == "none" or not load_encoding_class(encoding).overrides_hook("gate")
 ]
-"""Without processors on gates, whose CUDA kernels take bfloat16 alone (`cdape_attention/test_gated_op.py`)."""
+"""Without processors on gates, which have CUDA kernels alone (`cdape_attention/test_gated_op.py`)."""
 SINKS = torch.tensor([0.5, 1.0, 2.0])
 GATE_SUMS = torch.zeros(2, 3, 9)
 # float32 sums of a few hundred terms of order one, including exponentials

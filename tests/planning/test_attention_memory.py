@@ -166,7 +166,7 @@ def test_processors_on_gates_take_the_memory_of_their_kernels_where_these_run(
         2, ((0, length),), heads, dim, 2, encoding, processor, True, window, 64, False, 80 << 30
     )  # fmt: skip
     sizes = (heads, dim, processor.width, processor.kernel_size, length)
-    is_supported = gated_op.describe_unsupported(torch.bfloat16, *sizes, window) is None
+    is_supported = gated_op.describe_unsupported(torch.bfloat16, *sizes) is None
     estimate = ATTENTION_MEMORY["triton"](shape)
     # The kernels save contiguous keys, the output and its rounding error; row blocks save neither.
     assert estimate.copies_keys == is_supported

@@ -79,15 +79,11 @@ def gated_processor_fallback_reason(inputs: AttentionInputs, args: CdapeArgs, ta
     """
     from megatron.kernels.cdape_attention.gated_op import describe_unsupported, describe_unsupported_device
 
-    if inputs.sinks is not None:  # the kernels do not have the term of the row
-        return "a gate's bias with a sink"
     if table.bias is not None or table.weight is not None:
         return "a gate's bias and a table before a processor"
     heads, _, dim = inputs.q.shape[1:]
     sizes = (heads, dim, args.w1.shape[0], args.w1.shape[3], args.offset + inputs.q.shape[2])
-    return describe_unsupported(inputs.q.dtype, *sizes, args.window, args.offset) or describe_unsupported_device(
-        inputs.q, dim
-    )
+    return describe_unsupported(inputs.q.dtype, *sizes, args.offset) or describe_unsupported_device(inputs.q, dim)
 
 
 def run_gated_processor_kernel(inputs: AttentionInputs, args: CdapeArgs) -> Tensor:
@@ -96,7 +92,7 @@ def run_gated_processor_kernel(inputs: AttentionInputs, args: CdapeArgs) -> Tens
 
     assert inputs.row_bias is not None
     assert inputs.key_bias is not None
-    return attend_with_gates(args._replace(window=None), inputs.row_bias, inputs.key_bias)
+    return attend_with_gates(args, inputs.row_bias, inputs.key_bias)
 
 
 def collect_kernel_args(inputs: AttentionInputs, bias: Tensor | None) -> CdapeArgs:

@@ -59,7 +59,7 @@ HEAD_TILE_KERNELS = {"scores": _scores_kernel, "attend_bwd": _attend_bwd_kernel}
 """Kernels whose programs process a tile of all heads."""
 PRODUCT_KERNELS = {"multiply_map": _multiply_map_kernel, "multiply_transposed": _multiply_transposed_kernel}
 FLOAT32_POINTERS = (
-    "sinks_ptr",
+    *("sinks_ptr", "offsets_ptr"),
     *("logits_ptr", "bias_contributions_ptr", "bias_ptr", "b2_ptr", "stats_ptr", "sums_ptr"),
     *("dbias_contributions_ptr", "dbias_ptr", "dedge_ptr", "dw_ptr"),
 )
@@ -98,6 +98,7 @@ def _build_attend_config(
     odd: bool = False,
     documents: bool = False,
     sinks: bool = False,
+    offsets: bool = False,
     residue: bool = False,
 ) -> KernelConfig:
     """Build the configuration of an attend kernel. `odd`: the columns are not a multiple of 16, as with a window."""
@@ -106,10 +107,12 @@ def _build_attend_config(
     constants = _add_document_starts(attend_constants(dim, tile, 12), documents)
     if name == "attend_fwd" and not sinks:
         constants = constants | {"sinks_ptr": None}
+    if name == "attend_fwd" and not offsets:
+        constants = constants | {"offsets_ptr": None}
     if name == "attend_fwd" and not residue:
         constants = constants | {"residue_ptr": None}
     suffix = " decode" if rows == DECODE_ROWS else " odd" if odd else " documents" if documents else ""
-    suffix += " sinks" if sinks else " residue" if residue else ""
+    suffix += " offsets" if offsets else " sinks" if sinks else " residue" if residue else ""
     aligned = () if odd or rows == DECODE_ROWS else ("C",)
     return KernelConfig(
         name=f"{name}{suffix} d={dim} {dtype_name}",
@@ -185,6 +188,7 @@ def list_configurations() -> Iterator[KernelConfig]:
         for name in ATTEND_KERNELS:
             yield _build_attend_config(name, dim, "bf16", ROWS, documents=True)
         yield _build_attend_config("attend_fwd", dim, "bf16", ROWS, sinks=True)
+    yield _build_attend_config("attend_fwd", 64, "bf16", ROWS, sinks=True, offsets=True)
     yield _build_attend_config("attend_fwd", 64, "bf16", ROWS, residue=True)
     for heads, dim in ((12, 64), (16, 64), (32, 80)):
         for name in HEAD_TILE_KERNELS:

@@ -340,11 +340,28 @@ def forward(
     return attended
 
 
-def average_values(problem: CdapeProblem, chunk: Chunk, logits: Tensor, v: Tensor, attended: AttentionOutput) -> None:
-    """Write a chunk's output and softmax statistics, from its logits [B, H, R, C]."""
+def average_values(
+    problem: CdapeProblem,
+    chunk: Chunk,
+    logits: Tensor,
+    v: Tensor,
+    attended: AttentionOutput,
+    offsets: Tensor | None = None,
+) -> None:
+    """Write a chunk's output and softmax statistics, from its logits [B, H, R, C].
+
+    Args:
+        offsets: what the logits of all rows lack, float32 [B, H, all rows], which matters beside sinks, or None.
+    """
     residue = None if attended.residue is None else chunk.slice_rows(attended.residue)
     outputs = (chunk.slice_rows(attended.output), residue, attended.stats[..., chunk.first :])
-    tensors = (logits, chunk.slice_columns(v), *outputs, problem.sinks)
+    tensors = (
+        logits,
+        chunk.slice_columns(v),
+        *outputs,
+        problem.sinks,
+        None if offsets is None else offsets[..., chunk.first :],
+    )
     launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, tensors)
 
 
@@ -477,13 +494,19 @@ def backward(
 
     for index, chunk in enumerate(chunks):
         differentiate_chunk(chunk, is_first=index == 0)
-    return dq, sums.k, sums.v, None if problem.sinks is None else _differentiate_sinks(problem.sinks, stats, means)
+    return dq, sums.k, sums.v, None if problem.sinks is None else differentiate_sinks(problem.sinks, stats, means)
 
 
-def _differentiate_sinks(sinks: Tensor, stats: Tensor, means: Tensor) -> Tensor:
-    """Return the gradient of the sinks, [H]: as for any key P ∘ (0 − Σ P ∘ dP), summed over all rows."""
+def differentiate_sinks(sinks: Tensor, stats: Tensor, means: Tensor, offsets: Tensor | None = None) -> Tensor:
+    """Return the gradient of the sinks, [H]: as for any key P ∘ (0 − Σ P ∘ dP), summed over all rows.
+
+    Args:
+        sinks, stats, means: the sinks [H], statistics of the softmax [2, B, H, R], and Σ P ∘ dP of each row [B, H, R].
+        offsets: what the rows' logits lack, [B, H, R], or None.
+    """
     maximum, total = stats
-    probabilities = torch.exp2(sinks[:, None] / math.log(2) - maximum) / total
+    logits = sinks[:, None] if offsets is None else sinks[:, None] - offsets
+    probabilities = torch.exp2(logits / math.log(2) - maximum) / total
     return -(probabilities * means).sum((0, 2))
 
 

@@ -1,7 +1,8 @@
 """Bias of gates before a processor: a term of the row plus a term of the column, in the form that CUDA kernels read.
 
 Conv1's part of such a bias is a vector of the row plus a vector of the column, unless some taps are outside of what the
-row sees. E has the exceptions: 3p columns of each row, its first p and the 2p around its last one (i − p + 1 … i + p).
+row sees. E has the exceptions: 4p columns of each row, the 2p around the first that it sees, f (f − p … f + p − 1), and
+the 2p around its last (i − p + 1 … i + p).
 
 B batch, H heads, R query rows, C key columns, D processor width, k kernel size, p = k//2. The kernels pad H to 16 and D
 to 32.
@@ -36,7 +37,7 @@ class GateTerms(NamedTuple):
     columns: Tensor
     """[B, C + p, D]."""
     edge: Tensor
-    """Values of E, the sums of both, [B, R, 3p, D]."""
+    """Values of E, the sums of both, [B, R, 4p, D]."""
 
 
 def compute_gate_terms(
@@ -45,6 +46,7 @@ def compute_gate_terms(
     bias_weight: Tensor,
     constant: Tensor,
     offset: int,
+    window: int | None,
     document_starts: Tensor | None,
 ) -> GateTerms:
     """Compute the terms of a call in differentiable PyTorch.
@@ -55,6 +57,7 @@ def compute_gate_terms(
         bias_weight: bias half of Conv1, [D, H, k].
         constant: Conv1's constant, [D].
         offset: column of the first row.
+        window: number of columns that a row sees at most, or None.
         document_starts: first column of each row's document, int32 [B, R], or None.
     """
     width, heads, size = bias_weight.shape
@@ -66,36 +69,40 @@ def compute_gate_terms(
     of_columns = neighbours.mT.reshape(batch, columns + padding, size * heads) @ by_tap
     if not padding:
         return GateTerms(rows, of_columns, rows[:, :, None][:, :, :0])  # differentiable, as with taps
-    taken, is_seen = _find_exceptions(num_rows, offset, padding, document_starts, keys.device)
+    taken, is_seen = _find_exceptions(num_rows, offset, padding, window, document_starts, keys.device)
     # Sequences by an index, whose gradients are added up in a fixed order, unlike those of `gather`.
     sequences = torch.arange(batch, device=keys.device)[:, None, None, None]
-    bias = (keys[sequences, taken] + row_bias.mT[:, :, None, None]) * is_seen[..., None]  # [B, R, 3p, k, H]
-    edge = bias.reshape(batch, num_rows, 3 * padding, size * heads) @ by_tap + constant
+    bias = (keys[sequences, taken] + row_bias.mT[:, :, None, None]) * is_seen[..., None]  # [B, R, 4p, k, H]
+    edge = bias.reshape(batch, num_rows, 4 * padding, size * heads) @ by_tap + constant
     return GateTerms(rows, of_columns, edge)
 
 
 def _find_exceptions(
-    num_rows: int, offset: int, padding: int, document_starts: Tensor | None, device: torch.device
+    num_rows: int, offset: int, padding: int, window: int | None, document_starts: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the columns that the taps of E read, [1 or B, R, 3p, k], and whether the row sees them.
+    """Return the columns that the taps of E read, [1 or B, R, 4p, k], and whether the row sees them.
 
     Where it does not, the column is any that exists.
     """
     if document_starts is None:
-        return _find_whole_exceptions(num_rows, offset, padding, device)
-    return _locate_taps(document_starts[..., None].long(), offset, padding)
+        return _find_exceptions_of_one_document(num_rows, offset, padding, window, device)
+    return _locate_taps(document_starts[..., None].long(), offset, padding, window)
 
 
 @lru_cache(maxsize=64)
-def _find_whole_exceptions(num_rows: int, offset: int, padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _find_exceptions_of_one_document(
+    num_rows: int, offset: int, padding: int, window: int | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):
-        return _locate_taps(torch.zeros(1, num_rows, 1, dtype=torch.int64, device=device), offset, padding)
+        return _locate_taps(torch.zeros(1, num_rows, 1, dtype=torch.int64, device=device), offset, padding, window)
 
 
-def _locate_taps(first: Tensor, offset: int, padding: int) -> tuple[Tensor, Tensor]:
+def _locate_taps(first: Tensor, offset: int, padding: int, window: int | None) -> tuple[Tensor, Tensor]:
     device, num_rows = first.device, first.shape[1]
     last = torch.arange(offset, offset + num_rows, device=device)[None, :, None]
-    begin = first + torch.arange(padding, device=device)
+    if window is not None:
+        first = torch.maximum(first, last - window + 1)
+    begin = first + torch.arange(-padding, padding, device=device)
     end = last + torch.arange(1 - padding, padding + 1, device=device)
     places = torch.cat([begin, end.expand(len(first), -1, -1)], 2)
     taken = places[..., None] + torch.arange(-padding, padding + 1, device=device)
@@ -114,9 +121,12 @@ class GateOperands(NamedTuple):
     columns: Tensor
     """[B, front + C + back, 32]."""
     edge: Tensor
-    """[B, R, 3p, 32]."""
+    """[B, R, 4p, 32]."""
     bias: Tensor
-    """Bias of the logits by column, [B, 16, front + C + back]. The softmax cancels a bias of the row."""
+    """Bias of the logits by column, [B, 16, front + C + back].
+
+    The softmax cancels a bias of the row, unless it has a sink (`compute_row_offsets`).
+    """
 
     @property
     def inputs(self) -> GateInputs:
@@ -132,28 +142,46 @@ class GateOperands(NamedTuple):
 
 
 def build_gate_operands(
-    terms: GateTerms, row_bias: Tensor, key_bias: Tensor, first: int, last: int, right: int, *, residual_bias: bool
+    terms: GateTerms,
+    row_bias: Tensor,
+    key_bias: Tensor,
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+    *,
+    residual_bias: bool,
 ) -> GateOperands:
-    """Build the operands of the chunk of rows first … last − 1, whose maps have columns 0 … right − 1.
+    """Build the operands of a chunk.
 
     Args:
         terms, row_bias, key_bias: as in `compute_gate_terms`.
+        rows: first row of the chunk, and the one after its last.
+        columns: first column of the chunk's maps, and the one after their last.
         residual_bias: True if the bias is also added to the logits.
     """
-    padding, widths = terms.edge.shape[2] // 3, (0, WIDTH - terms.rows.shape[2])
+    (first, last), (left, right) = rows, columns
+    padding, widths = terms.edge.shape[2] // 4, (0, WIDTH - terms.rows.shape[2])
     origin = terms.rows[:, first : first + 1]
-    rows, edge = terms.rows[:, first:last] - origin, terms.edge[:, first:last]
+    of_rows, edge = terms.rows[:, first:last] - origin, terms.edge[:, first:last]
     # A block's tiles may begin left of column 0, and end behind the row that follows its last.
     around = (MAX_TILE_COLUMNS, BLOCK_ROWS + MAX_TILE_COLUMNS)
-    columns = F.pad((terms.columns[:, : right + padding] + origin).float(), (*widths, *around))
+    of_columns = F.pad((terms.columns[:, left : right + padding] + origin).float(), (*widths, *around))
     if residual_bias:
-        bias = (key_bias[..., :right] + row_bias[..., first : first + 1]).float()
+        bias = (key_bias[..., left:right] + row_bias[..., first : first + 1]).float()
         bias = F.pad(bias, (*around, 0, HEADS - bias.shape[1]))
         bias = F.pad(bias, (0, -bias.shape[2] % 4))
     else:
-        entries = sum(around) + right
-        bias = rows.new_zeros(len(rows), HEADS, entries + -entries % 4, dtype=torch.float32)
-    return GateOperands(F.pad(rows.float(), widths), columns, F.pad(edge.float(), widths), bias)
+        entries = sum(around) + right - left
+        bias = of_rows.new_zeros(len(of_rows), HEADS, entries + -entries % 4, dtype=torch.float32)
+    return GateOperands(F.pad(of_rows.float(), widths), of_columns, F.pad(edge.float(), widths), bias)
+
+
+def compute_row_offsets(row_bias: Tensor, chunk_rows: int) -> Tensor:
+    """Return what the kernels leave out of the logits of each row, float32 [B, H, R].
+
+    It is the row's bias relative to that of the first row of its chunk.
+    """
+    origins = row_bias[..., ::chunk_rows].repeat_interleave(chunk_rows, 2)[..., : row_bias.shape[2]]
+    return (row_bias - origins).float()
 
 
 class GateSums(NamedTuple):

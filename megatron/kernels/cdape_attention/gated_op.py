@@ -20,9 +20,18 @@ from megatron.kernels.cdape_attention.gate_terms import (
     GateTerms,
     build_gate_operands,
     compute_gate_terms,
+    compute_row_offsets,
     unpack_gate_sums,
 )
-from megatron.kernels.cdape_attention.geometry import HEADS, WIDTH, KernelFamily, KernelForm, MixerKernel, choose_kernel
+from megatron.kernels.cdape_attention.geometry import (
+    ELEMENTS,
+    HEADS,
+    WIDTH,
+    KernelFamily,
+    KernelForm,
+    MixerKernel,
+    choose_kernel,
+)
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands, unpack_weights
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights, unpack_gradients
 from megatron.kernels.cuda.launch import launch_kernel
@@ -38,17 +47,11 @@ def describe_unsupported(
     width: int,
     kernel_size: int,
     columns: int,
-    window: int | None,
     offset: int = 0,
 ) -> str | None:
-    """Explain why the kernels do not take a call on any GPU, or return None if they do.
-
-    float16 is left out because its bias would have to saturate before Conv1, which a sum of two terms cannot.
-    """
-    if dtype != torch.bfloat16:
+    """Explain why the kernels do not take a call on any GPU, or return None if they do."""
+    if dtype not in ELEMENTS:
         return f"a gate's bias before a processor in {dtype}"
-    if window is not None and window < columns:
-        return "a gate's bias before a processor in a window"
     shape = get_weight_shape(heads, width, kernel_size, False)
     # With fewer heads and widths the kernels are padded, and still faster than row blocks.
     padded = get_weight_shape(max(heads, HEADS), max(width, WIDTH), shape.kernel_size, False)
@@ -87,20 +90,32 @@ class GatedCall:
     scale: float
     chunk_rows: int
 
+    @property
+    def is_local(self) -> bool:
+        """True if some rows may not see position 0."""
+        problem = self.problem
+        return problem.document_starts is not None or problem.window < problem.offset + problem.rows
+
+    def find_sink_offsets(self) -> Tensor | None:
+        """Return what the rows' logits lack, which matters beside a sink, float32 [B, H, R], or None."""
+        if self.problem.sinks is None or not self.residual_bias:
+            return None
+        return compute_row_offsets(self.row_bias, self.chunk_rows)
+
     def choose_kernel(self, family: KernelFamily, like: Tensor) -> MixerKernel:
-        is_local = self.problem.document_starts is not None
-        size = self.problem.shape.kernel_size
-        form = KernelForm(size, like.shape[3], like.dtype, is_local, is_gated=True)
+        form = KernelForm(self.problem.shape.kernel_size, like.shape[3], like.dtype, self.is_local, is_gated=True)
         kernel = choose_kernel(family, form, get_arch(like))
         assert kernel is not None  # as `describe_unsupported_device` says
         return kernel
 
     def build_inputs(self, chunk: driver.Chunk, scaled: Tensor, k: Tensor) -> mixer_forward.LogitInputs:
         gates = build_gate_operands(
-            *(self.terms, self.row_bias, self.key_bias, chunk.first, chunk.last, chunk.right),
+            *(self.terms, self.row_bias, self.key_bias, (chunk.first, chunk.last), (chunk.left, chunk.right)),
             residual_bias=self.residual_bias,
         )
-        return driver.build_logit_inputs(self.problem, chunk, scaled, k, gates)
+        # The kernel is chosen for the whole call, so all chunks or none have spans.
+        spans = mixer.Spans(self.problem.window, chunk.left, chunk.document_starts) if self.is_local else None
+        return driver.build_logit_inputs(self.problem, chunk, scaled, k, gates)._replace(spans=spans)
 
 
 def attend_with_gates(args: CdapeArgs, row_bias: Tensor, key_bias: Tensor, *, chunk: int | None = None) -> Tensor:
@@ -110,7 +125,7 @@ def attend_with_gates(args: CdapeArgs, row_bias: Tensor, key_bias: Tensor, *, ch
     both halves.
 
     Args:
-        args: arguments that `describe_unsupported` and `describe_unsupported_device` take, without sinks.
+        args: arguments that `describe_unsupported` and `describe_unsupported_device` take.
         row_bias: [B, H, R], float32 or float64.
         key_bias: [B, H, C], alike.
         chunk: query rows per chunk; None chooses them by shape.
@@ -123,9 +138,9 @@ def attend_with_gates(args: CdapeArgs, row_bias: Tensor, key_bias: Tensor, *, ch
     """
     batch, heads, rows, dim = args.q.shape
     columns = args.offset + rows
+    if args.bias is not None:
+        raise ValueError("a bias of gates does not go with a table")
     check_shapes(args._replace(w1=args.w1[:, :heads]))
-    if args.bias is not None or args.sinks is not None:
-        raise ValueError("a bias of gates does not go with a table or sinks")
     if args.w1.shape[1] != 2 * heads or row_bias.shape != (batch, heads, rows) or key_bias.shape[2] < columns:
         raise ValueError(
             f"w1 is {list(args.w1.shape)}, row_bias {list(row_bias.shape)} and key_bias {list(key_bias.shape)}; "
@@ -135,9 +150,13 @@ def attend_with_gates(args: CdapeArgs, row_bias: Tensor, key_bias: Tensor, *, ch
     if chunk is None:
         chunk = choose_chunk_rows(batch, heads, rows, columns, args.q.dtype, get_device_properties(args.q))
     scale = dim**-0.5 if args.scale is None else args.scale
-    tensors = (args.q, args.k, args.v, row_bias, key_bias[:, :, :columns], args.w1, args.b1, args.w2, args.b2)
-    needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    options = (args.offset, args.document_starts, args.residual_bias, scale, min(chunk, rows), needs_gradients)
+    # The kernels leave out b2: raising all keys' logits equals lowering the sink.
+    sinks = None if args.sinks is None else args.sinks - args.b2.float()
+    weights = args.w1, args.b1, args.w2, args.b2
+    tensors = (args.q, args.k, args.v, row_bias, key_bias[:, :, :columns], *weights, sinks)
+    needs_gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    spans = args.offset, args.window, args.document_starts
+    options = (*spans, args.residual_bias, scale, min(chunk, rows), needs_gradients)
     output: Tensor = get_uncompiled_apply(_AttendWithGates)(*tensors, *options)
     return output
 
@@ -155,7 +174,9 @@ class _AttendWithGates(torch.autograd.Function):
         b1: Tensor,
         w2: Tensor,
         b2: Tensor,
+        sinks: Tensor | None,
         offset: int,
+        window: int | None,
         document_starts: Tensor | None,
         residual_bias: bool,
         scale: float,
@@ -165,30 +186,30 @@ class _AttendWithGates(torch.autograd.Function):
         scaled = torch.mul(q, scale, out=q.new_empty(q.shape))
         k, v = k.contiguous(), v.contiguous()
         weights, biases = (w1, b1, w2, b2), (row_bias.double(), key_bias.double())
-        terms = _compute_terms(*biases, w1, b1, offset, document_starts)
-        problem = _describe_problem(scaled, weights, offset, document_starts)
+        terms = _compute_terms(*biases, w1, b1, offset, window, document_starts)
+        problem = _describe_problem(scaled, weights, sinks, offset, window, document_starts)
         call = GatedCall(problem, terms, *biases, residual_bias, scale, chunk)
         with launch_context(q):
             output, stats, residue = _forward(call, scaled, k, v, needs_gradients=needs_gradients)
-        ctx.save_for_backward(scaled, k, v, stats, output, residue, row_bias, key_bias, *weights, document_starts)
-        ctx.offset, ctx.options = offset, (residual_bias, scale, chunk)
-        # Packed weights and their fragments; documents are among the saved tensors.
-        ctx.problem = replace(problem, document_starts=None)
+        saved = (scaled, k, v, stats, output, residue, row_bias, key_bias, *weights, sinks, document_starts)
+        ctx.save_for_backward(*saved)
+        ctx.spans, ctx.options = (offset, window), (residual_bias, scale, chunk)
+        # Packed weights and their fragments; documents and sinks are among the saved tensors.
+        ctx.problem = replace(problem, document_starts=None, sinks=None)
         return output
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        scaled, k, v, stats, output, residue, row_bias, key_bias, *weights, document_starts = ctx.saved_tensors
-        w1, b1, w2, b2 = weights
-        offset, heads = ctx.offset, scaled.shape[1]
+        scaled, k, v, stats, output, residue, row_bias, key_bias, *weights, sinks, document_starts = ctx.saved_tensors
+        (w1, b1, w2, b2), heads = weights, scaled.shape[1]
         biases = row_bias.double(), key_bias.double()
         if dout.stride() != output.stride():
             dout = torch.empty_like(output).copy_(dout)
         with torch.enable_grad():  # the terms again, as a function of what they are computed from
             leaves = [x.detach().requires_grad_() for x in (*biases, w1, b1)]
             row, key, weight, constant = leaves
-            terms = _compute_terms(row, key, weight, constant, offset, document_starts)
-        problem = replace(ctx.problem, document_starts=document_starts)
+            terms = _compute_terms(row, key, weight, constant, *ctx.spans, document_starts)
+        problem = replace(ctx.problem, document_starts=document_starts, sinks=sinks)
         constants = GateTerms(*(x.detach() for x in terms))
         call = GatedCall(problem, constants, *biases, *ctx.options)
         with launch_context(scaled):
@@ -202,18 +223,29 @@ class _AttendWithGates(torch.autograd.Function):
             call.problem.shape, found.patches, no_bias, no_constant, (w1.dtype, b1.dtype, w2.dtype, b2.dtype)
         )
         dw1[:, :heads] = dscores_weight
-        gradients = (drow.to(row_bias.dtype), dkey.to(key_bias.dtype), dw1, db1, dw2, db2)
-        return (found.q, found.k.view(k.shape).to(k.dtype), found.v.view(v.shape).to(v.dtype), *gradients, *(None,) * 6)
+        gradients = (drow.to(row_bias.dtype), dkey.to(key_bias.dtype), dw1, db1, dw2, db2, found.sinks)
+        return (found.q, found.k.view(k.shape).to(k.dtype), found.v.view(v.shape).to(v.dtype), *gradients, *(None,) * 7)
 
 
 def _compute_terms(
-    row_bias: Tensor, key_bias: Tensor, w1: Tensor, b1: Tensor, offset: int, document_starts: Tensor | None
+    row_bias: Tensor,
+    key_bias: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    offset: int,
+    window: int | None,
+    document_starts: Tensor | None,
 ) -> GateTerms:
-    return compute_gate_terms(row_bias, key_bias, w1[:, row_bias.shape[1] :, 0], b1, offset, document_starts)
+    return compute_gate_terms(row_bias, key_bias, w1[:, row_bias.shape[1] :, 0], b1, offset, window, document_starts)
 
 
 def _describe_problem(
-    scaled: Tensor, weights: tuple[Tensor, Tensor, Tensor, Tensor], offset: int, document_starts: Tensor | None
+    scaled: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor, Tensor],
+    sinks: Tensor | None,
+    offset: int,
+    window: int | None,
+    document_starts: Tensor | None,
 ) -> driver.CdapeProblem:
     (w1, b1, w2, b2), (_, heads, rows, _) = weights, scaled.shape
     shape = get_weight_shape(heads, w1.shape[0], w1.shape[3], False)
@@ -221,7 +253,8 @@ def _describe_problem(
     none = packed.b2.new_empty(1, 0, 0)  # in place of tables
     return driver.CdapeProblem(
         *(none, packed.b2.new_empty(heads, 0), PackedWeights(*(x[0] for x in packed)), shape, rows, offset),
-        *(driver.NO_WINDOW_INT32, scaled.dtype, document_starts),
+        *(driver.NO_WINDOW_INT32 if window is None else window, scaled.dtype, document_starts),
+        sinks=sinks,
         uses_mixer=True,
         operands=MixerOperands(none, none, none, packed, shape, offset + rows),
     )
@@ -229,12 +262,12 @@ def _describe_problem(
 
 def _forward(call: GatedCall, scaled: Tensor, k: Tensor, v: Tensor, *, needs_gradients: bool) -> driver.AttentionOutput:
     attended = driver.allocate_output(scaled, needs_residue=needs_gradients)
-    kernel = call.choose_kernel(mixer_forward.KERNELS, k)
+    kernel, offsets = call.choose_kernel(mixer_forward.KERNELS, k), call.find_sink_offsets()
 
     def attend(chunk: driver.Chunk) -> None:
         """Process a chunk. A separate function, so that its maps are freed before the next ones."""
         logits = mixer_forward.compute_logits(call.build_inputs(chunk, scaled, k), kernel, launch_kernel)
-        driver.average_values(call.problem, chunk, logits, v, attended)
+        driver.average_values(call.problem, chunk, logits, v, attended, offsets)
 
     for chunk in driver.iter_chunks(call.problem, call.chunk_rows):
         attend(chunk)
@@ -253,9 +286,11 @@ class GateGradients(NamedTuple):
     columns: GateSums
     """Sums over each column's rows, those of hidden values for p more columns."""
     edge: Tensor
-    """Gradient of E, [B, R, 3p, D]."""
+    """Gradient of E, [B, R, 4p, D]."""
     patches: Tensor
     """Gradients of both weights, [1, 2, KC, DP]."""
+    sinks: Tensor | None
+    """[H], or None without sinks."""
 
 
 def _backward(
@@ -288,7 +323,7 @@ def _backward(
         assert found.rows is not None
         drows[:, chunk.first : chunk.last] = found.rows
         dedge[:, chunk.first : chunk.last] = found.edge
-        dcolumns[:, : chunk.right] += found.tables.unflatten(0, (batch, -1)).sum(1)
+        dcolumns[:, chunk.left : chunk.right] += found.tables.unflatten(0, (batch, -1)).sum(1)
         own = found.weights.sum(0)
         dweights = own if dweights is None else dweights.add_(own)
 
@@ -298,7 +333,10 @@ def _backward(
     by_column = unpack_gate_sums(dcolumns, shape.width, heads)
     # Of the columns before p, all hidden values are in E.
     hidden = torch.nn.functional.pad(by_column.hidden, (0, 0, problem.padding, 0))
+    dsinks = None
+    if problem.sinks is not None:
+        dsinks = driver.differentiate_sinks(problem.sinks, attended.stats, means, call.find_sink_offsets())
     return GateGradients(
         *(dq, dk, dv, unpack_gate_sums(drows, shape.width, heads), by_column._replace(hidden=hidden)),
-        *(dedge[..., : shape.width], unpack_weights(dweights[None], shape)),
+        *(dedge[..., : shape.width], unpack_weights(dweights[None], shape), dsinks),
     )

@@ -134,7 +134,7 @@ class MixerGradients(NamedTuple):
     A call with gates has gradients of hidden values from column p on, and of logits, by column.
     """
     edge: Tensor
-    """Gradient of E, [B, R, p, 32]; a call with gates has 3p columns."""
+    """Gradient of E, [B, R, p, 32]; a call with gates has 4p columns."""
     weights: Tensor
     """Gradients of both weights, [programs, 2 · k · 512], see `unpack_weights`."""
     rows: Tensor | None = None

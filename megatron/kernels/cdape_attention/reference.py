@@ -36,7 +36,7 @@ def reference(
     The key axis is padded with zeros. Arguments and result are those of `op.cdape_attention`, in any floating type
     including float64. `saturate_like` is the type whose largest value bounds the hidden map, q's if None: float64 can
     then compute the exact result for float16. With `row_bias` [B, H, R] and `key_bias` [B, H, C] the bias is their sum,
-    as in `gated_op.attend_with_gates`.
+    as in `gated_op.attend_with_gates`, and does not saturate.
     """
     q, k, v, bias, w1, b1, w2, b2, offset, window, document_starts, residual_bias, sinks, scale = args
     rows, columns, dtype = q.shape[2], k.shape[2], q.dtype
@@ -54,10 +54,11 @@ def reference(
     bias_map = None
     if bias is not None:
         bias_map = bias[:, distance.clamp(min=0)]
+        seen_by_conv1 = saturate(bias_map, limited)
     elif row_bias is not None and key_bias is not None:
-        bias_map = row_bias[..., None] + key_bias[..., None, :]
+        bias_map = seen_by_conv1 = row_bias[..., None] + key_bias[..., None, :]
     if bias_map is not None:
-        visible_bias = saturate(bias_map, limited).to(dtype).expand_as(scores).masked_fill(~visible, 0)
+        visible_bias = seen_by_conv1.to(dtype).expand_as(scores).masked_fill(~visible, 0)
         channels = torch.cat([channels, visible_bias], dim=1)
     # Padded on the right by p more than the convolution needs, so that hidden values there are computed.
     hidden = F.conv2d(F.pad(channels, (padding, 2 * padding)), w1.to(dtype), b1.to(dtype))

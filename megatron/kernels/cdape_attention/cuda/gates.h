@@ -2,8 +2,8 @@
 // sequences, and is no function of the distance.
 //
 // Conv1's part of it is a vector of the row plus a vector of the column, with which hidden values begin, except where
-// some taps are outside of what the row sees: E has those values, of the row's first p columns and of the 2p columns
-// around its last (i - p + 1 ... i + p), in this order.
+// some taps are outside of what the row sees: E has those values, of the 2p columns around the row's first one f
+// (f - p ... f + p - 1) and of the 2p around its last (i - p + 1 ... i + p), in this order.
 //
 // The gradients of these vectors are sums of what a block has for each pixel, over its columns and over its rows. Both
 // add up the same rounded numbers, because the terms are differences of large sums, with which their errors would not

@@ -30,7 +30,8 @@ struct Geometry {
   static constexpr bool GATED = GATED_;  // the bias is a term of the row and one of the column, see gates.h
   static constexpr bool HAS_PROLOGUE = !LOCAL && PADDING_ > 0;  // makes what is left of column 2p
   static constexpr bool HAS_EDGES = LOCAL || GATED;             // E holds within tiles, where rows do not see all columns
-  static constexpr int EDGE = GATED ? 3 * PADDING_ : PADDING_;  // columns of E
+  static constexpr int EDGE = GATED ? 4 * PADDING_ : PADDING_;  // columns of E
+  static constexpr int FIRST_EDGE = GATED ? PADDING_ : 0;       // of these, the column that a row sees first
   static constexpr int PADDING = PADDING_, TAPS = 2 * PADDING + 1, COLUMNS = COLUMNS_;
   static constexpr int ROW_TILES = ROW_TILES_, ROWS = 16 * ROW_TILES, RUNS = COLUMNS / 8, WARPS = ROW_TILES * RUNS;
   static constexpr int HEADS = HEADS_, PAIRS = HEADS / 2, WIDTH = WIDTH_;

@@ -22,7 +22,7 @@ struct LogitInputs {
   const void* bias;   // float32 [H, bias_stride]: entry bias_front + n is added to the logits at distance n
   int table_group;    // of the distance of row 0 and column p + 7
   int bias_front, bias_stride;  // bias_front + position is a multiple of 4
-  // GATED: instead of the tables by distance. `edge` is [R, 3p, 32], and entry j of `bias` is added at column j.
+  // GATED: instead of the tables by distance. `edge` is [R, 4p, 32], and entry j of `bias` is added at column j.
   GateInputs gates;
 
   KERNEL_CODE void select_sequence(int index) {
@@ -260,7 +260,7 @@ struct Logits {
       if constexpr (EDGE) {
         UNROLL_FOR (int step = 0; step < T::STEPS; step++) {
           f32 part[2][4];
-          T::load_edge(part, c.in.edge, c.in.scores.rows, c.first_row + 16 * row_tile, jj - BEGIN,
+          T::load_edge(part, c.in.edge, c.in.scores.rows, c.first_row + 16 * row_tile, G::FIRST_EDGE + jj - BEGIN,
                        slice * T::STEPS + step);
           UNROLL_FOR (int n = 0; n < 2; n++)
             UNROLL_FOR (int x = 0; x < 4; x++) hidden[2 * step + n][x] = part[n][x];

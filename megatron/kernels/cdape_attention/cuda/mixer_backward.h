@@ -32,7 +32,7 @@ struct MixerBackwardArgs {
   int table_front, dtable_rows;
   // Bytes from one sequence to the next; of both maps.
   long long q_batch, k_batch, map_batch, edge_batch, dscores_batch;
-  // GATED: instead of the table. E and its gradient are [R, 3p, 32]; row j of `dtables` [programs, C, 48] is of the
+  // GATED: instead of the table. E and its gradient are [R, 4p, 32]; row j of `dtables` [programs, C, 48] is of the
   // hidden values of column j + p and the logits of column j, with the channels of `drows`, see GateSums.
   GateInputs gates;
   void* drows;  // float32 [R, 48]
@@ -354,7 +354,8 @@ struct MixerBackward {
       UNROLL_FOR (int step = 0; step < 2; step++) {  // half of the width at a time
         f32 hidden[2][4], gradient[2][4];
         if constexpr (EDGE)
-          T::load_edge(hidden, c.args.edge, c.args.scores.rows, c.first_row + 16 * row_tile, jj - BEGIN, step);
+          T::load_edge(hidden, c.args.edge, c.args.scores.rows, c.first_row + 16 * row_tile, G::FIRST_EDGE + jj - BEGIN,
+                       step);
         else if constexpr (G::GATED) Gates::begin_hidden(hidden, st.rows, columns, jj, step);
         else T::load_entries(hidden, entries, jj, step);
         if constexpr (BEGINS && PADDING > 0)
@@ -385,7 +386,7 @@ struct MixerBackward {
         if constexpr (SCORES) {
           if constexpr (BEGINS && PADDING > 0)
             if (has_begin) store_edge(gradient, c, places, hidden_column + jj, step);
-          if constexpr (EDGE) store_edge(gradient, c, row_tile, jj - BEGIN, step);
+          if constexpr (EDGE) store_edge(gradient, c, row_tile, G::FIRST_EDGE + jj - BEGIN, step);
           u32 a[4] = {before[0][0], before[0][1], before[1][0], before[1][1]};
           UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
             UNROLL_FOR (int n = 0; n < 2; n++) {

@@ -31,12 +31,13 @@ struct Tables {
   }
 
   // The same where rows have edges of their own: where the hidden values of a column of rows g and g + 8 stand in the
-  // rows' documents and, with gates, before their last column.
+  // rows' documents and, with gates, around the columns that they see.
   struct Places {
     i32 of_row[2];    // the row's E
     i32 document[2];  // where its document begins
     i32 row[2];       // in the chunk
-    i32 last[2];      // GATED: the last column that the row sees
+    i32 first[2];     // GATED: the columns that the row sees
+    i32 last[2];
   };
   static KERNEL_CODE void find_places(Places& places, const ScoreInputs& in, int first_row) {
     i32 g = lane_id() / 4;
@@ -46,6 +47,8 @@ struct Tables {
       places.document[r] = in.find_lanes_document(row);
       if constexpr (G::GATED) {
         places.of_row[r] = row;
+        places.first[r] = places.document[r];
+        if constexpr (G::LOCAL) places.first[r] = in.find_lanes_first(places.row[r]);
         places.last[r] = places.row[r] + in.position;
       } else {
         places.of_row[r] = row - places.document[r] + (in.position - in.edge_position);
@@ -56,23 +59,29 @@ struct Tables {
     return places.document[r] <= i32(column);
   }
   static KERNEL_CODE pred is_at_begin(const Places& places, int r, int column) {
-    return places.document[r] <= i32(column) && places.document[r] > i32(column - G::PADDING);
+    if constexpr (G::GATED)
+      return places.first[r] <= i32(column + G::PADDING) && places.first[r] > i32(column - G::PADDING);
+    return is_inside(places, r, column) && places.document[r] > i32(column - G::PADDING);
   }
   static KERNEL_CODE pred is_at_edge(const Places& places, int r, int column) {
     if constexpr (!G::GATED) return is_at_begin(places, r, column);
     pred is_at_end = places.last[r] < i32(column + G::PADDING) && places.last[r] >= i32(column - G::PADDING);
-    return is_at_begin(places, r, column) || (is_at_end && is_inside(places, r, column));
+    return (is_at_begin(places, r, column) || is_at_end) && is_inside(places, r, column);
   }
   // Whether a hidden value of a run's 8 columns from `column` on, of 16 rows from `first_row` on, may be at an edge.
   static KERNEL_CODE bool has_edge(const ScoreInputs& in, int first_row, int column) {
-    const bool has_begin = G::LOCAL && column < in.find_document(first_row + 15) + G::PADDING;
+    bool has_begin = false;
+    if constexpr (G::LOCAL)
+      has_begin = column < (G::GATED ? in.find_first(first_row + 15) : in.find_document(first_row + 15)) + G::PADDING;
     return has_begin || (G::GATED && column + 7 > in.position + first_row - G::PADDING);
   }
-  // The offset of a column's first p widths, or what is nearest, in an array [rows, EDGE, D] of E or its gradient.
+  // The offset of a lane's widths of a column, or of the nearest one of E, in an array [rows, EDGE, D] of E or its
+  // gradient.
   static KERNEL_CODE i32 locate_edge(i32 row, const Places& places, int r, int column, int step) {
     i32 place = i32(column) - places.document[r];
     if constexpr (G::GATED)
-      place = select(is_at_begin(places, r, column), place, i32(column + 2 * G::PADDING - 1) - places.last[r]);
+      place = select(is_at_begin(places, r, column), i32(column + G::PADDING) - places.first[r],
+                     i32(column + 3 * G::PADDING - 1) - places.last[r]);
     place = minimum(maximum(place, i32(0)), i32(G::EDGE - 1));
     return row * EDGE_BYTES + place * COLUMN_BYTES + lane_id() % 4 * 16 + step * 64;
   }
