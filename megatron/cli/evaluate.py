@@ -174,7 +174,11 @@ DEFAULT_PORT = 8800
 def report(
     results: Annotated[
         list[Path],
-        typer.Argument(metavar="RESULTS…", help="results.json files, or folders that contain one.", show_default=False),
+        typer.Argument(
+            metavar="RESULTS…",
+            help="results.json files, folders that contain one, or folders of saved records (sweep.records).",
+            show_default=False,
+        ),
     ],
     output: Annotated[
         Path | None,

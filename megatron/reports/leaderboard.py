@@ -308,8 +308,8 @@ class LeaderboardReport:
     def _explain_columns(self) -> Iterator[str]:
         """Yield the sentences above the table, which explain its columns."""
         has_intervals = any(column.mean_variances for column in self.ranked_columns)
-        interval = ", with its 95% interval over seeds in parentheses" if has_intervals else ""
-        yield f"Methods are sorted by their mean rank over the contests; rank 1 is the best{interval}."
+        interval = "; parentheses contain the 95% interval of a rank over seeds" if has_intervals else ""
+        yield f"Methods are sorted by their mean rank over the contests, the best first{interval}."
         if self.text is not None:
             yield (
                 f"Perplexity is measured at the training length (1×, {self.text.train_length:,} tokens) and at "

@@ -54,10 +54,10 @@ def _answer_who_extrapolates(board: LeaderboardReport) -> Iterator[str]:
         return
     holding = [method for method in changes if changes[method] <= MAX_EXTRAPOLATION_RATIO]
     holding.sort(key=lambda method: text.cells[method, last].mean)
-    limit = f"{MAX_EXTRAPOLATION_RATIO - 1:.0%}"
+    limit, named = f"{MAX_EXTRAPOLATION_RATIO - 1:.0%}", f" ({_name_methods(holding)})" if holding else ""
     yield (
         f"{len(holding)} of {len(changes)} methods hold: their perplexity at {board.largest} is at most {limit} "
-        f"above that at the training length ({_name_methods(holding)})."
+        f"above that at the training length{named}."
     )
     value = text.metric.format_value(text.cells[best, last].mean)
     yield f"{best} has the lowest mean perplexity at {board.largest}, {value}."
