@@ -117,6 +117,16 @@ def measure_gain(table: ComparisonTable, method: str, base_length: int, length: 
     )
 
 
+def measure_gains(table: ComparisonTable) -> list[ContextGain]:
+    """Measure the gains of all methods up to the largest length. Empty if the table cannot show them."""
+    base_length = find_base_length(table)
+    if base_length is None:
+        return []
+    length = round(table.x_values[-1])
+    gains = (measure_gain(table, method, base_length, length) for method in table.methods)
+    return [gain for gain in gains if gain is not None and gain.method not in table.trivial_baselines]
+
+
 def _get_loss(record: Record) -> float:
     return math.log(record.value) if record.nll is None else record.nll
 
@@ -180,11 +190,7 @@ def _build_context_table(
     table: ComparisonTable, tables: Sequence[ComparisonTable], base_length: int
 ) -> TextTable | None:
     length = round(table.x_values[-1])
-    measured = [
-        gain
-        for method in table.methods
-        if method not in table.trivial_baselines and (gain := measure_gain(table, method, base_length, length))
-    ]
+    measured = measure_gains(table)
     if not measured:
         return None
     found = find_bound(table, tables, base_length, length)

@@ -1,6 +1,7 @@
 """Page of what is known: its table is current, and its first sentence still holds."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -43,3 +44,20 @@ def test_only_trained_models_are_listed(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"steps": 3}')
     (trainings,) = card_page.list_trainings(tmp_path)
     assert trainings.format_row() == "| `a.json` | 2 | 0.00M | 64 | 0.64M | 2 |"
+
+
+def test_use_of_context_is_counted_by_verdict() -> None:
+    """Two methods with known losses at twice and 32 times the training length: one gains half a nat, one nothing."""
+    records = [
+        Record(
+            method=method, train_length=64, length=length, protocol="last", metric="perplexity", value=math.exp(nll),
+            nll=nll, tokens=640, seed=1, targets=64, blocks=10, target_digest="same",
+            block_sums=[64 * (nll + 0.1 * block) for block in range(-4, 5)] + [64 * nll], run=f"runs/{method}",
+        )
+        for method, losses in {"gains": (2.0, 1.5), "flat": (2.0, 2.0)}.items()
+        for length, nll in zip((128, 2048), losses, strict=True)
+    ]  # fmt: skip
+    text = " ".join(card_page.describe_use_of_context(records).split())
+    assert "from 128 to 2,048 bytes" in text
+    assert "of 2 methods, 1 use it, 1 ignore it, 0 are hurt by it, and 0 are undecided" in text
+    assert card_page.describe_use_of_context(records[:1]) == ""

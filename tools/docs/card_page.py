@@ -1,16 +1,20 @@
-"""Table of docs/card.md, written by `make docs`: the trainings behind the records of docs/results."""
+"""Generated parts of docs/card.md, written by `make docs`: what was trained, and whether far context is used."""
 
-from collections.abc import Iterable, Iterator
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.reports import context_gain
+from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.records import Record, read_records
 from megatron.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path("docs/card.md")
 RESULTS = ROOT / "docs" / "results"
-BEGIN, END = "<!-- table: make docs -->\n", "<!-- end of table -->\n"
+LEADERBOARD = RESULTS / "zoo.json"
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,29 @@ def render_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def describe_use_of_context(records: Sequence[Record]) -> str:
+    """Describe how many methods of a leaderboard use the context beyond the training length."""
+    gains = [gain for table in build_comparison_tables(records) for gain in context_gain.measure_gains(table)]
+    if not gains:
+        return ""
+    counts = Counter(gain.verdict for gain in gains)
+    first = gains[0]
+    text = (
+        f"Measured on the leaderboard's text, from {first.base_length:,} to {first.length:,} bytes of context "
+        f"([definition](evaluation.md#use-of-context)): of {len(gains)} methods, {counts[context_gain.USED]} use it, "
+        f"{counts[context_gain.IGNORED]} ignore it, {counts[context_gain.HURT]} are hurt by it, and "
+        f"{counts[context_gain.UNDECIDED]} are undecided. [context.md](results/context.md) has a bound from a model "
+        "trained at the long length."
+    )
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
 def render_page() -> str:
-    """Render the page with a new table."""
-    before, rest = (ROOT / PAGE).read_text(encoding="utf-8").split(BEGIN)
-    return before + BEGIN + render_table() + END + rest.split(END, maxsplit=1)[1]
+    """Render the page with new generated parts, which are between comments with their names."""
+    page = (ROOT / PAGE).read_text(encoding="utf-8")
+    parts = {"trainings": render_table(), "context": describe_use_of_context(read_records(LEADERBOARD))}
+    for name, text in parts.items():
+        begin, end = f"<!-- {name}: make docs -->\n", f"<!-- end of {name} -->\n"
+        before, rest = page.split(begin)
+        page = before + begin + text + end + rest.split(end)[1]
+    return page

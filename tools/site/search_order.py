@@ -14,7 +14,7 @@ BOOSTS = {"api": 0.2, "commands": 1.0, "keys": 0.5, "kernels": 0.3, "notebooks":
 """Boosts of the pages of a folder."""
 PAGE_BOOSTS = {
     **{LOG: 0.02, "about.md": 0.5, "architecture.md": 0.5, "contributing.md": 0.5, "configuration.md": 1.0},
-    **{"gallery.md": 1.0, "reading.md": 0.5},
+    **{"card.md": 1.0, "claims.md": 1.0, "gallery.md": 1.0, "reading.md": 0.5},
 }
 GUIDE_BOOST = 4.0
 """Boost of all other pages of docs/, the guides."""
