@@ -125,7 +125,7 @@ def main() -> None:
     versions = list_versions(python)
     print(", ".join(f"{name} {number}" for name, number in versions.items()), flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        print("exchanging checkpoints with the pinned versions: six trainings, a minute or two", flush=True)
+        print("exchanging checkpoints with the pinned versions: six short trainings", flush=True)
         exchange = compare_checkpoints(python, Path(sys.executable), Path(folder))
         print(f"checkpoints: losses differ by at most {max(exchange.values()):.1e}", flush=True)
         tests = run_tests(python, Path(folder))
