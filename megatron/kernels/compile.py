@@ -52,8 +52,8 @@ BUDGETED_TRITON = "3.7.1"
 OTHER_TRITON_ALLOWANCE = 64
 """Bytes by which spills may exceed a budget with another version of Triton.
 
-With Triton 3.9, CDAPE's mix_bwd spills up to 48 bytes more than its budget. With 16 heads and five taps on sm_90 it
-spills 28 bytes, and with 3.7.1 none. Both versions of ptxas give the same counts, so Triton's code differs. One row or
+With Triton 3.9, CDAPE's mix_bwd spills 28 to 64 bytes on sm_90 with 16 heads and five taps or with 32 heads; with 3.7.1
+it spills none there. Both versions of ptxas give the same counts, so Triton's code differs. With 16 heads, one row or
 eight warps avoid the spills, but took 1.4 and 2.5 times as long on an H200 (docs/results/gpu_tiles.json, three taps).
 """
 SPILL_BUDGET_FLOAT32 = 2048
