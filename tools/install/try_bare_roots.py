@@ -92,7 +92,7 @@ def copy_files(lines: str, folder: Path) -> None:
 
 
 def describe(root: BareRoot, python: str, commit: str | None, results: list[Finished]) -> dict[str, Any]:
-    """Return the record of one step."""
+    """Return the record of one step. `commit` is the one that the root's files are from."""
     version = root.run("python3 --version 2>/dev/null || echo none; cat /etc/debian_version").printed
     load = f"{os.cpu_count()} cores, load {os.getloadavg()[1]:.0f}"
     commands = [{**each.to_json(), "printed": keep_last_lines(each.printed)} for each in results]
@@ -100,7 +100,7 @@ def describe(root: BareRoot, python: str, commit: str | None, results: list[Fini
     return {
         **found,
         "date": date.today().isoformat(),
-        "commit": describe_commit(),
+        "commit": commit,
         "machine": load,
         "commands": commands,
     }
