@@ -33,6 +33,13 @@ def test_triton_version_matches_torch() -> None:
     assert of_triton[0].specifier.contains(version)
 
 
+def test_spills_were_counted_with_the_pinned_triton() -> None:
+    """A new pin needs `python -m megatron.kernels.compile` again, and its budgets."""
+    source = (ROOT / "megatron/kernels/compile.py").read_text(encoding="utf-8")
+    (version,) = (specifier.version for specifier in pinned(ROOT / "requirements.txt")["triton"].specifier)
+    assert f'\nBUDGETED_TRITON = "{version}"\n' in source
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_every_requirement_is_bounded(file: str) -> None:
     """Every requirement has an upper bound, so that new releases of other projects are not installed silently."""

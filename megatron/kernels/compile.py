@@ -45,7 +45,16 @@ FIRST_WITH_WARP_GROUPS = 90
 SPILL_BUDGET = 0
 """Maximum spills of a thread, in bytes written or read, unless the op's aot_configs.py sets more and gives a reason.
 
-Tiles that are too large for the registers spill far more: 4 to 10 KB (docs/log.md). The budgets apply to Triton 3.7.1.
+Tiles that are too large for the registers spill far more: 4 to 10 KB (docs/log.md).
+"""
+BUDGETED_TRITON = "3.7.1"
+"""Version of Triton for which the spills were counted: the pinned one."""
+OTHER_TRITON_ALLOWANCE = 64
+"""Bytes by which spills may exceed a budget with another version of Triton.
+
+With Triton 3.9, CDAPE's mix_bwd spills 28 to 64 bytes on sm_90 with 16 heads and five taps or with 32 heads; with 3.7.1
+it spills none there. Both versions of ptxas give the same counts, so Triton's code differs. With 16 heads, one row or
+eight warps avoid the spills, but took 1.4 and 2.5 times as long on an H200 (docs/results/gpu_tiles.json, three taps).
 """
 SPILL_BUDGET_FLOAT32 = 2048
 """Spill budget for float32 products, whose operands need twice the registers, and for the widest processors.
@@ -96,9 +105,10 @@ class KernelConfig:
             return f"needs {used.shared} bytes of shared memory; the chip has {SHARED_LIMIT[arch]}"
         if used.uninitialized_reads:
             return f"is miscompiled: {used.uninitialized_reads} instructions read uninitialized uniform registers"
-        if max(used.spill_stores, used.spill_loads) > self.spill_budget:
+        budget = self.spill_budget + (0 if triton.__version__ == BUDGETED_TRITON else OTHER_TRITON_ALLOWANCE)
+        if max(used.spill_stores, used.spill_loads) > budget:
             spilled = f"{used.spill_stores} bytes written and {used.spill_loads} read"
-            return f"spills registers: {spilled} per thread; the budget is {self.spill_budget}"
+            return f"spills registers: {spilled} per thread; the budget is {budget}"
         return None
 
 

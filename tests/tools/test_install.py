@@ -4,12 +4,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import forked
 import pytest
 
 from tools.install import exchange, try_bare_roots, versions
+from tools.install.bare_root import BareRoot, Finished
 from tools.install.try_bare_roots import add_to_record, copy_files, read_definition
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,6 +78,19 @@ def test_a_record_of_bare_roots_keeps_other_pythons(tmp_path: Path) -> None:
     lines = [line for line in page.splitlines() if "`make" in line]
     assert [line.split(" | ")[4] for line in lines] == ["5 s", "1,234 s"]
     assert "## Python 3.11.1 on Debian 13: quickstart\n\n```\nquickstart done\n```" in page
+
+
+def test_a_record_of_a_bare_root_names_the_commit_that_was_cloned() -> None:
+    """The checkout may have moved on since, or have uncommitted changes, which a clone does not get."""
+
+    class Root:
+        def run(self, command: str) -> Finished:
+            return Finished(command, 0.1, 0, ["Python 3.13.5", "13.8"])
+
+    done = Finished("make test", 9.04, 0, ["3% left in total", "all passed"])
+    found = try_bare_roots.describe(cast(BareRoot, Root()), "3.13", "abc", [done])
+    assert (found["commit"], found["python"], found["debian"]) == ("abc", "3.13.5", "13.8")
+    assert found["commands"] == [{"command": "make test", "seconds": 9.0, "exit_code": 0, "printed": ["all passed"]}]
 
 
 def test_the_table_of_versions_names_failed_tests() -> None:

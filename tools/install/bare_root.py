@@ -17,8 +17,11 @@ MIRROR = "http://deb.debian.org/debian"
 USER = "newcomer"
 USER_ID = 1000
 HOME = f"/home/{USER}"
-PASSED_ON = ("http_proxy", "https_proxy", "no_proxy", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_DEFAULT_TIMEOUT")
-"""Variables of the network that programs in a root get from this process, if they are set."""
+PASSED_ON = (
+    *("http_proxy", "https_proxy", "no_proxy", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_DEFAULT_TIMEOUT"),
+    "PYTEST_XDIST_AUTO_NUM_WORKERS",
+)
+"""Variables that programs in a root get from this process, if they are set: the network, and pytest's processes."""
 CERTIFICATES = "/etc/ssl/certs/of-this-machine.crt"
 TRUSTED = ("PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "GIT_SSL_CAINFO")
 """Variables that name a file of certificates. A root gets a copy of the file, for networks with their own."""
@@ -76,6 +79,7 @@ class BareRoot:
         if not (folder / "etc" / "debian_version").exists():
             if folder.exists() and any(folder.iterdir()):
                 raise SystemExit(f"error: {folder} contains something else than a Debian; choose an empty folder")
+            print(f"building Debian {release} in {folder} (a minute or more)", flush=True)
             done = subprocess.run(
                 ["debootstrap", "--variant=minbase", release, folder, MIRROR], capture_output=True, text=True
             )

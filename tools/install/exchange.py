@@ -48,6 +48,7 @@ def compare_checkpoints(first: Path, second: Path, folder: Path) -> dict[str, fl
 
 def train(python: Path, folder: Path, run: Path, steps: int) -> None:
     """Train or resume a run up to a step."""
+    print(f"{python}: training to step {steps}{', from a checkpoint' if run.exists() else ''}", flush=True)
     load = [f"load={run}"] if run.exists() else []
     data = [f"{name}_data_paths=[corpus/{name}_text_document]" for name in ("train", "valid")]
     run_command(python, folder, "train", "cdape_kerple_log", *KEYS, *data, f"save={run}", f"train_iters={steps}", *load)

@@ -5,6 +5,7 @@
 
 Each Python is the one of a Debian release, except those given by `--python`, which are copied into Debian 12. Needs
 root and debootstrap. The exit code is 1 if a command fails. A record keeps the results of other Pythons and steps.
+With `--folder`, a later call continues in the same root: it updates the clone and keeps the packages installed there.
 """
 
 import json
@@ -34,7 +35,7 @@ LIBRARIES = [
     *("libsqlite3-0", "libssl3", "libuuid1", "zlib1g"),
 ]
 """Debian 12's packages that a Python built elsewhere loads, as in the image python:3.12-slim-bookworm."""
-MAKE_STEPS = ("quickstart", "test-fast", "test")
+MAKE_STEPS = ("setup-dev", "quickstart", "test-fast", "test")
 IMAGE_STEP = "image"
 DRY_RUN = (
     "train 125M cdape_kerple_log task=mqar task_length=64 device=cpu num_gpus=1 precision=bf16 "
@@ -47,8 +48,12 @@ def run_make_steps(root: BareRoot, python: str, steps: list[str], *, has_own: bo
     """Clone the project and run targets of its Makefile as a user. Yield each command's step and result."""
     compiler = ["g++", "python3-dev"] if python == "3.14" else []
     yield steps[0], root.add_packages(NEEDED + (LIBRARIES if has_own else DEBIAN_PYTHON) + compiler)
-    clone = f"rm -rf farfield && git clone --quiet {root.add_repository(ROOT)} farfield"
-    yield steps[0], root.run(clone)
+    repository = root.add_repository(ROOT)
+    update = f"git -C farfield fetch --quiet {repository} HEAD && git -C farfield reset --quiet --hard FETCH_HEAD"
+    yield (
+        steps[0],
+        root.run(f"if test -d farfield; then {update}; else git clone --quiet {repository} farfield; fi"),
+    )
     for step in steps:
         yield step, root.run(f"make {step}", working_folder="/home/newcomer/farfield")
 
@@ -87,7 +92,7 @@ def copy_files(lines: str, folder: Path) -> None:
 
 
 def describe(root: BareRoot, python: str, commit: str | None, results: list[Finished]) -> dict[str, Any]:
-    """Return the record of one step."""
+    """Return the record of one step. `commit` is the one that the root's files are from."""
     version = root.run("python3 --version 2>/dev/null || echo none; cat /etc/debian_version").printed
     load = f"{os.cpu_count()} cores, load {os.getloadavg()[1]:.0f}"
     commands = [{**each.to_json(), "printed": keep_last_lines(each.printed)} for each in results]
@@ -95,7 +100,7 @@ def describe(root: BareRoot, python: str, commit: str | None, results: list[Fini
     return {
         **found,
         "date": date.today().isoformat(),
-        "commit": describe_commit(),
+        "commit": commit,
         "machine": load,
         "commands": commands,
     }
@@ -145,7 +150,9 @@ def main() -> None:
     parser.add_argument(
         "steps", nargs="+", choices=(*MAKE_STEPS, IMAGE_STEP), metavar="STEP", help=", ".join((*MAKE_STEPS, IMAGE_STEP))
     )
-    parser.add_argument("--folder", type=Path, help="folder of the root, which is kept; by default temporary")
+    parser.add_argument(
+        "--folder", type=Path, help="folder of the root, which is kept and used again; by default temporary"
+    )
     parser.add_argument("--python", type=Path, help="folder of a Python to copy to /usr/local; needed for 3.12")
     parser.add_argument("--wheels", type=Path, help="folder of wheels that pip also looks at, such as a CPU torch")
     parser.add_argument(

@@ -72,7 +72,7 @@ def run_tests(python: Path, folder: Path) -> dict[str, Any]:
     Return the counts of passed and skipped tests, the names of failed ones and the duration in seconds.
     """
     report = folder / "tests.xml"
-    options = ("-q", "-p", "no:cacheprovider", f"--junitxml={report}")
+    options = ("-n", "auto", "--dist", "worksteal", "-p", "no:cacheprovider", f"--junitxml={report}")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
     started = time.monotonic()
@@ -125,6 +125,7 @@ def main() -> None:
     versions = list_versions(python)
     print(", ".join(f"{name} {number}" for name, number in versions.items()), flush=True)
     with tempfile.TemporaryDirectory() as folder:
+        print("exchanging checkpoints with the pinned versions: six short trainings", flush=True)
         exchange = compare_checkpoints(python, Path(sys.executable), Path(folder))
         print(f"checkpoints: losses differ by at most {max(exchange.values()):.1e}", flush=True)
         tests = run_tests(python, Path(folder))

@@ -40,13 +40,14 @@ DECODE_ROWS = 1
 SPILL_BUDGETS = {
     (False, False): SPILL_BUDGET,
     (False, True): 24,
-    (True, False): 16,
-    (True, True): 96,
+    (True, False): 80,
+    (True, True): 104,
 }
 """Spill budgets in bytes, by whether a processor has more than three taps and whether rows are packed documents.
 
-Only mix_bwd on sm_80 spills: one or two registers, and with documents a row of contributions. It keeps this row for the
-next whole tile while it processes other tiles. Loading it again would read 8 KB more per tile.
+Only mix_bwd on sm_80 spills: up to four registers (19 with four heads and seven taps), and with documents a row of
+contributions. It keeps this row for the next whole tile while it processes other tiles. Loading it again would read
+8 KB more per tile.
 """
 PROCESSOR_KERNELS = {
     "mix_fwd": _processor_fwd_kernel,
