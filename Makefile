@@ -167,6 +167,7 @@ $(VENV)/.docs: $(VENV)/.runtime requirements-docs.txt
 site-version: $(VENV)/.docs
 	@test -n "$(VERSION)" || { echo "error: VERSION is missing: make site-version VERSION=1.2 LATEST=latest" >&2; exit 2; }
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --push --update-aliases "$(VERSION)" $(LATEST)
+	@test -n "$(LATEST)" || git cat-file -e gh-pages:index.html 2>/dev/null || $(BIN)/mike set-default --push "$(VERSION)"
 	@test -z "$(LATEST)" || $(BIN)/mike set-default --push "$(LATEST)"
 
 site: $(VENV)/.docs

@@ -114,6 +114,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.position.numerics",
         "megatron.distributed",
         "megatron.checkpoint",
+        "megatron.evaluation.harness",
+        "megatron.evaluation.harness_tasks",
+        "lm_eval",
         *OURS,
     ),
     "megatron/reports": (
@@ -141,6 +144,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.attention",
         "megatron.checkpoint",
         "lm_eval",
+        "datasets",
+        "huggingface_hub",
         "readline",
         *OURS,
     ),

@@ -16,7 +16,9 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import lcm
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +258,7 @@ READ_ONLY_WITH: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("trackio_project", "trackio_space"), ("use_trackio", bool)),
     "tensorboard_dir": ("use_tensorboard", bool),
     **dict.fromkeys(("eval_at_start", "eval_lengths", "valid_data_sets"), ("eval_interval", bool)),
+    "harness": ("harness.tasks", bool),
     "warmup": ("lr_warmup_iters", lambda steps: steps is None),
     "slurm": ("launcher", lambda launcher: launcher == "slurm"),
     "fp16": ("precision", lambda precision: precision == "fp16"),
@@ -275,7 +278,8 @@ def _note_unread(config: Config, layers: ConfigLayers) -> None:
     """
     values = config.to_flat()
     for key, (other_key, is_read_with) in READ_ONLY_WITH.items():
-        if is_read_with(values[other_key]):
+        other_value: Any = reduce(getitem, other_key.split("."), values)
+        if is_read_with(other_value):
             continue
         unread: dict[int, list[KeyPath]] = {}
         for path, setting in layers.values.items():
@@ -288,7 +292,7 @@ def _note_unread(config: Config, layers: ConfigLayers) -> None:
             names = ", ".join(map(".".join, paths))
             layers.notes.append(
                 f"{layers.values[paths[0]].where}: {names} {'has' if len(paths) == 1 else 'have'} no effect: "
-                f"{other_key} is {format_value(values[other_key])}"
+                f"{other_key} is {format_value(other_value)}"
             )
 
 

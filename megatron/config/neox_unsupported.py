@@ -149,7 +149,10 @@ IGNORED = (
         "mup_base_hidden_size, mup_base_num_attention_heads and mup_base_num_layers define the base model",
     ),
     Ignored(_GENERATION_KEYS, _GENERATION),
-    Ignored(("eval_results_prefix", "eval_tasks"), "`./deepy.py evaluate` evaluates a run"),
+    Ignored(
+        ("eval_results_prefix", "eval_tasks"),
+        "`./deepy.py evaluate` evaluates a run, and harness.tasks names tasks to evaluate during training",
+    ),
 )
 
 _QUANTIZED = "gradients and parameters are communicated without quantization; leave it out"

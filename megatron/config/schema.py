@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -259,6 +260,14 @@ UNION_MEMBER = re.compile(r"(constrained-)?(int|float|str|bool)|(literal|list|di
 """Suffix that pydantic appends to an error's location if a value may have several types."""
 
 
+def _is_not_finite(value: Any) -> bool:
+    """Return True for infinity and NaN, also as text of the command line."""
+    try:
+        return not isinstance(value, int) and not math.isfinite(float(value))
+    except (TypeError, ValueError):
+        return False
+
+
 def _list_valid_values(error: dict[str, Any], key: ConfigKey | None) -> str:
     error_type, context = error["type"], error.get("ctx", {})
     if error_type in EXPECTED_TYPES:
@@ -269,6 +278,8 @@ def _list_valid_values(error: dict[str, Any], key: ConfigKey | None) -> str:
         if error_type == "list_type" and key is not None and isinstance(value, str | int | float):
             text += f", written [{format_value(value)}]"
         return text
+    if error_type == "finite_number" or (error_type in BOUND_MESSAGES and _is_not_finite(error["input"])):
+        return "it must be a finite number"  # every bound is also violated by NaN
     if error_type in BOUND_MESSAGES:
         words, bound_name = BOUND_MESSAGES[error_type]
         return f"it must be {words} {context[bound_name]:.15g}"  # all digits: 4294967295, not 4.29497e+09

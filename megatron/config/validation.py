@@ -333,6 +333,21 @@ def _validate_logging(config: Config) -> Iterator[ConfigProblem]:
     yield from find_logging_conflicts(config.logging)
 
 
+def _validate_harness(config: Config) -> Iterator[ConfigProblem]:
+    """Yield conflicts between tasks of lm-evaluation-harness during training and other keys."""
+    if not config.logging.harness.tasks:
+        return
+    key, remedy = "harness.tasks", "evaluate its checkpoints with ./deepy.py evaluate --tasks instead"
+    if config.data.task is not None:
+        yield key, f"{key}: a run on the task {config.data.task} has no tokenizer and cannot read these tasks"
+    for name, reason in (
+        ("pipe_parallel_size", "their texts differ in length, but pipeline stages exchange equal shapes"),
+        ("context_parallel_size", "their texts are padded, but context parallelism divides rows without padding"),
+    ):
+        if (size := getattr(config.launch, name)) > 1:
+            yield key, f"{key}: not supported with {name} {size}: {reason}; {remedy}"
+
+
 def _validate_launch(config: Config) -> Iterator[ConfigProblem]:
     yield from find_launch_conflicts(config.launch)
 
@@ -391,6 +406,7 @@ VALIDATORS: tuple[Callable[[Config], Iterator[ConfigProblem]], ...] = (
     _validate_data,
     _validate_task,
     _validate_logging,
+    _validate_harness,
     _validate_launch,
     _validate_run,
 )

@@ -109,7 +109,7 @@ def export_model(
     total_bytes = sum(path.stat().st_size for path in target.iterdir())
     log(
         f"{target}: {weights.num_parameters:,} parameters in {dtype}, {total_bytes / 1e6:,.1f} MB, step "
-        f"{run.trainer_state.step:,}"
+        f"{run.trainer_state.step:,}" + (f", as {family.architecture} of transformers" if native else "")
     )
     flag = "" if native else ", trust_remote_code=True"
     log(f"load it with AutoModelForCausalLM.from_pretrained({str(target)!r}{flag})")

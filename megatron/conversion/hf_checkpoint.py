@@ -59,9 +59,10 @@ IMPORTABLE_FAMILIES = {**HF_FAMILIES, FARFIELD.model_type: FARFIELD}
 UNSUPPORTED_MODEL_TYPES = {
     "gemma3": "it has image input; save its text model, whose model_type is gemma3_text, on its own",
     "ministral3": "its attention temperature and rotation are not supported",
-    "phimoe": "mixtures of experts are not supported",
-    "granitemoe": "mixtures of experts are not supported",
-    "qwen3_moe": "mixtures of experts are not supported",
+    **dict.fromkeys(
+        ("mixtral", "phimoe", "granitemoe", "qwen2_moe", "qwen3_moe", "olmoe", "llama4_text", "deepseek_v3"),
+        "mixtures of experts are not supported",
+    ),
     "gpt_oss": "mixtures of experts are not supported; its attention is supported (configs/position/gpt_oss.yml)",
 }
 """Related families that cannot be imported, with the reason."""

@@ -246,18 +246,30 @@ def build_rope_parameters(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_layer_windows(
-    hf_config: HFConfigReader, default_types: Sequence[str], window: Any, num_layers: int
-) -> dict[str, Any]:
-    """Return `attention_window` for a mix of windowed and full-attention layers, or no key if no layer has a window.
+def read_interval_windows(
+    hf_config: HFConfigReader, num_layers: int, interval: int, default_window: int
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the type of each layer, and `attention_window`, of a family whose layers have a window at intervals.
 
     Args:
         hf_config: reader of config.json.
-        default_types: layer types without layer_types.
-        window: window size in tokens; None if windows are disabled.
         num_layers: number of layers.
+        interval: without layer_types, every layer of this number has no window, and the others have one.
+        default_window: window size in tokens without sliding_window.
     """
+    default_types = [LAYER_TYPES[(layer + 1) % interval == 0] for layer in range(num_layers)]
     types = read_layer_types(hf_config, default_types, num_layers)
+    return types, build_layer_windows(hf_config, types, read_required_window(hf_config, types, default_window))
+
+
+def build_layer_windows(hf_config: HFConfigReader, types: Sequence[str], window: Any) -> dict[str, Any]:
+    """Return `attention_window` of layers of these types, or no key if no layer has a window.
+
+    Args:
+        hf_config: reader of config.json.
+        types: types of the layers.
+        window: window size in tokens; None if windows are disabled.
+    """
     if window is None or WINDOWED not in types:
         return {}
     if type(window) is not int or window < 1:
@@ -307,7 +319,7 @@ def combine_rotations(
 
 
 def write_layer_types(config: Config) -> tuple[list[str], int | None]:
-    """Return `layer_types`, and the window of the layers that have one, as `read_layer_windows` reads them."""
+    """Return `layer_types`, and the window of the layers that have one, as `build_layer_windows` reads them."""
     windows = [config.position.for_layer(layer).window for layer in range(config.model.num_layers)]
     types = [FULL if window is None else WINDOWED for window in windows]
     return types, next((window for window in windows if window is not None), None)
@@ -331,9 +343,25 @@ def find_window_conflict(config: Config) -> str | None:
 
 def find_rotation_conflict(config: Config) -> str | None:
     """Return the conflict of a family that rotates layers with a window by other angles, or None."""
-    if "rotary_local" not in config.position.encodings:
-        return None
+    return find_pattern_conflict(config, "rotary_local") if "rotary_local" in config.position.encodings else None
+
+
+def find_pattern_conflict(config: Config, windowed: str, full: str = "rotary") -> str | None:
+    """Return the conflict of a family whose layers with and without a window have these encodings, or None."""
     layers = [config.position.for_layer(layer) for layer in range(config.model.num_layers)]
-    if any((own.encoding == "rotary_local") != (own.window is not None) for own in layers):
-        return "layers must have pos_emb rotary_local with a window, or pos_emb rotary without one"
+    if any((own.encoding, own.window is None) not in ((windowed, False), (full, True)) for own in layers):
+        return f"layers must have pos_emb {windowed} with a window, or pos_emb {full} without one"
     return None
+
+
+def find_window_pattern(config: Config, family: str) -> str | None:
+    """Return the conflict of a family that has the same window in all layers, or None."""
+    if isinstance(config.position.attention_window, list):
+        return f"attention_window is a pattern of layers; {family} has the same window in all layers"
+    return None
+
+
+def list_supported_encodings(config: Config, *encodings: str) -> tuple[Any, ...]:
+    """Return the values of `pos_emb` that a family supports whose layers may have any of these encodings."""
+    pos_emb = config.position.pos_emb
+    return (pos_emb, *encodings) if set(config.position.encodings) <= set(encodings) else encodings

@@ -196,13 +196,14 @@ def pad_left(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[
     return torch.tensor(tokens, device=device), torch.tensor(paddings, device=device)[:, None]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def decode_tokens(
     model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int, choose_token: ChooseToken
 ) -> Iterator[Tensor]:
     """Continue prompts token by token. A caller can close the iterator early.
 
     Randomized positions are drawn once for the prompt and all steps together, as training draws them for a sequence.
+    No tensor is an inference tensor, so that a model can be trained afterwards.
 
     Args:
         model: model in evaluation mode.

@@ -13,7 +13,7 @@ lm_eval.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron.data.tokenizers import Tokenizer
 from megatron.evaluation.forward_passes import choose_batch_tokens, pad_left
-from megatron.evaluation.text_generator import TextGenerator
+from megatron.evaluation.text_generator import Completion, TextGenerator
 from megatron.model.gpt import GPT
 from megatron.options.commands import GenerationOptions
 from megatron.utils.errors import RunError, is_out_of_memory
@@ -60,6 +60,27 @@ class RequestCounts:
     """Hash of the requests, independent of the model that answers them."""
 
 
+@dataclass(frozen=True)
+class RequestDivision:
+    """Division of requests among processes that all make the same calls.
+
+    Args:
+        index, size: this process computes every `size`-th request, from `index` on.
+        exchange: gathers the answers of all processes, by the number of the request.
+    """
+
+    index: int = 0
+    size: int = 1
+    exchange: Callable[[dict[int, Any]], Sequence[dict[int, Any]]] = lambda answers: [answers]
+
+    def gather(self, answers: dict[int, Any], count: int) -> list[Any]:
+        """Return the answers of all processes to `count` requests, in their order."""
+        merged: dict[int, Any] = {}
+        for part in self.exchange(answers):
+            merged |= part
+        return [merged[number] for number in range(count)]
+
+
 class HarnessModel(TemplateLM):
     """Trained model that implements the harness's model interface.
 
@@ -68,7 +89,8 @@ class HarnessModel(TemplateLM):
         tokenizer: tokenizer that the model was trained with.
         max_length: maximum input length in tokens.
         batch_tokens: tokens per forward pass, padding included; the default of the device if None.
-        after: called after every batch with the number of answered requests and the total of this type.
+        after: called after every batch with the number of answered requests and the total of this process and type.
+        division: division of requests among the processes of a run; by default one process computes all.
     """
 
     def __init__(
@@ -79,12 +101,14 @@ class HarnessModel(TemplateLM):
         *,
         batch_tokens: int | None = None,
         after: Callable[[int, int], None] | None = None,
+        division: RequestDivision | None = None,
     ) -> None:
         super().__init__()
         self.model, self._tokenizer, self.max_length = model, tokenizer, max_length
         self._device = next(model.parameters()).device
         self.batch_tokens = choose_batch_tokens(self._device, batch_tokens)
         self._after = after or (lambda done, total: None)
+        self._division = division or RequestDivision()
         self.request_counts: dict[str, RequestCounts] = {}
         """Statistics by task name."""
         self._token_counts: list[tuple[int, bool]] = []
@@ -131,28 +155,31 @@ class HarnessModel(TemplateLM):
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        texts, counts = [""] * len(requests), [(0, False)] * len(requests)
         by_options: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             by_options.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
-        done = 0
+        answers: dict[int, tuple[str, tuple[int, bool]]] = {}
         for numbers in by_options.values():
             options = self._read_generation_options(requests[numbers[0]])
             max_context = self.max_length - options.maximum_tokens
             contexts = [self.tok_encode(requests[number].args[0]) or [self.prefix_token_id] for number in numbers]
-            generator = TextGenerator(self.model, self._tokenizer, options)
-            for completion, _ in generator.generate([context[-max_context:] for context in contexts]):
-                if completion.finish_reason is not None:
-                    number = numbers[completion.prompt_index]
-                    texts[number] = completion.text
-                    counts[number] = (
-                        max(len(completion.tokens), 1),
-                        len(contexts[completion.prompt_index]) > max_context,
-                    )
-                    done += 1
-                    self._after(done, len(requests))
-        self._record_requests(requests, counts)
-        return texts
+            own = range(self._division.index, len(numbers), self._division.size)
+            for completion in self._complete([context[-max_context:] for context in contexts], own, options):
+                is_truncated = len(contexts[completion.prompt_index]) > max_context
+                count = (max(len(completion.tokens), 1), is_truncated)
+                answers[numbers[completion.prompt_index]] = (completion.text, count)
+                self._after(len(answers), -(-len(requests) // self._division.size))
+        gathered = self._division.gather(answers, len(requests))
+        self._record_requests(requests, [count for _, count in gathered])
+        return [text for text, _ in gathered]
+
+    def _complete(
+        self, contexts: Sequence[Sequence[int]], own: Sequence[int], options: GenerationOptions
+    ) -> Iterator[Completion]:
+        """Yield the finished completions of the contexts with indices in `own`."""
+        for completion, _ in TextGenerator(self.model, self._tokenizer, options).generate(contexts, own):
+            if completion.finish_reason is not None:
+                yield completion
 
     def _read_generation_options(self, request: Instance) -> GenerationOptions:
         """Read the generation options of a task.
@@ -207,16 +234,15 @@ class HarnessModel(TemplateLM):
                     "use larger --lengths"
                 )
             rows.setdefault(tuple([*context, *continuation][-self.max_length - 1 : -1]), []).append(number)
-        answers: list[LoglikelihoodAnswer | None] = [None] * len(requests)
-        done = 0
-        for batch in self._iter_batches(sorted(rows, key=len, reverse=True)):
+        answers: dict[int, LoglikelihoodAnswer] = {}
+        own = sorted(rows, key=len, reverse=True)[self._division.index :: self._division.size]
+        total = sum(len(rows[row]) for row in own)
+        for batch in self._iter_batches(own):
             continuations = [[requests[number][2] for number in rows[row]] for row in batch]
             for row, row_answers in zip(batch, self._score_rows(batch, continuations), strict=True):
-                for number, answer in zip(rows[row], row_answers, strict=True):
-                    answers[number] = answer
-                done += len(rows[row])
-            self._after(done, len(requests))
-        return [answer for answer in answers if answer is not None]
+                answers.update(zip(rows[row], row_answers, strict=True))
+            self._after(len(answers), total)
+        return self._division.gather(answers, len(requests))
 
     def _iter_batches(self, rows: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
         """Yield batches of consecutive rows that fit in a forward pass. Rows are sorted by length, longest first."""
@@ -229,19 +255,28 @@ class HarnessModel(TemplateLM):
     def _score_rows(
         self, rows: Sequence[tuple[int, ...]], continuations: Sequence[list[list[int]]]
     ) -> list[list[LoglikelihoodAnswer]]:
-        """Score the continuations at the end of each row. A batch that does not fit in memory is split in half."""
+        """Score the continuations at the end of each row. A batch that does not fit in memory is split in half.
+
+        A model that is divided among processes is not called again, because the others would not call theirs.
+        """
         try:
             return self._forward(rows, continuations)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            if len(rows) == 1:
-                raise RunError(f"{len(rows[0]):,} tokens do not fit the memory of {self._device}") from None
+            if len(rows) == 1 or self._is_divided:
+                batch = "" if len(rows) == 1 else f"{len(rows):,} texts of "
+                raise RunError(f"{batch}{len(rows[0]):,} tokens do not fit the memory of {self._device}") from None
         half = len(rows) // 2
         first = self._score_rows(rows[:half], continuations[:half])
         return first + self._score_rows(rows[half:], continuations[half:])
 
-    @torch.inference_mode()
+    @property
+    def _is_divided(self) -> bool:
+        """True if the processes of a run must call the model together."""
+        return self.model.groups.mesh.tensor.size > 1 or self.model.is_divided_by_zero_3
+
+    @torch.no_grad()
     def _forward(
         self, rows: Sequence[tuple[int, ...]], continuations: Sequence[list[list[int]]]
     ) -> list[list[LoglikelihoodAnswer]]:
@@ -260,3 +295,35 @@ class HarnessModel(TemplateLM):
                 row_answers.append(LoglikelihoodAnswer(float(log_probs.double().sum()), is_greedy))
             answers.append(row_answers)
         return answers
+
+
+class RequestChecker(HarnessModel):
+    """Model interface that checks requests without computing answers: their errors, before a run trains for hours."""
+
+    def check(self, tasks: Iterable[Any], limit: int | None) -> None:
+        """Check the requests of tasks.
+
+        Args:
+            tasks: tasks of the harness.
+            limit: number of documents per task, or None for all.
+
+        Raises:
+            RunError: a request cannot be answered at this length, or needs an unsupported feature.
+        """
+        for task in tasks:
+            task.build_all_requests(limit=limit, rank=0, world_size=1)
+            by_type: dict[str, list[Instance]] = {}
+            for request in task.instances:
+                by_type.setdefault(request.request_type, []).append(request)
+            for request_type, requests in by_type.items():
+                getattr(self, request_type)(requests)
+
+    def _complete(
+        self, contexts: Sequence[Sequence[int]], own: Sequence[int], options: GenerationOptions
+    ) -> Iterator[Completion]:
+        return (Completion(index) for index in own)
+
+    def _score_rows(
+        self, rows: Sequence[tuple[int, ...]], continuations: Sequence[list[list[int]]]
+    ) -> list[list[LoglikelihoodAnswer]]:
+        return [[LoglikelihoodAnswer(0.0, greedy=False)] * len(of_row) for of_row in continuations]

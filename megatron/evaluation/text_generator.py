@@ -54,13 +54,16 @@ class TextGenerator:
         """Tokenize a prompt. An empty prompt becomes an end-of-document token, as at the start of training."""
         return self.tokenizer.encode_with_bos(prompt) or [self.tokenizer.eod]
 
-    def generate(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[Completion, str]]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], selected: Sequence[int] | None = None
+    ) -> Iterator[tuple[Completion, str]]:
         """Continue prompts, in batches.
 
         Each prompt has its own random numbers, determined by the seed and the prompt's index.
 
         Args:
             prompts: at least one token for each prompt.
+            selected: indices of the prompts to continue; all if None.
 
         Yields:
             A completion and its new piece of text. The last piece, which may be empty, has a finish reason. Pieces of
@@ -70,7 +73,9 @@ class TextGenerator:
             UserError: the model has too few positions.
             RunError: a logit is NaN.
         """
-        for indices in group_prompts(self.model, [len(prompt) for prompt in prompts], self.options.batch_size):
+        chosen = range(len(prompts)) if selected is None else selected
+        for group in group_prompts(self.model, [len(prompts[index]) for index in chosen], self.options.batch_size):
+            indices = [chosen[position] for position in group]
             yield from self._generate_group(indices, [prompts[index] for index in indices])
 
     def _generate_group(

@@ -41,7 +41,7 @@ REFRESH_SECONDS = 5.0
 """Interval between updates, in seconds."""
 UNKNOWN = "–"
 """Cell without a value."""
-_STATES = {"start": "starting", "validate": "validating", "save": "saving"}
+_STATES = {"start": "starting", "validate": "validating", "harness": "evaluating", "save": "saving"}
 """States of a running run by the phase of its heartbeat; a run in any other phase is training."""
 
 ValueT = TypeVar("ValueT")
@@ -53,7 +53,7 @@ class RunStatus:
 
     run: str
     state: str
-    """starting, training, validating, saving, finished, diverged, or stopped."""
+    """starting, training, validating, evaluating, saving, finished, diverged, imported, or stopped."""
     step: int
     train_iters: int | None
     loss: float | None
@@ -161,6 +161,8 @@ def read_status(run: Path) -> RunStatus:
         state, step = DIVERGED_KIND, max(step, int(records[-1]["step"]))
     elif train_iters is not None and step >= train_iters:
         state = "finished"
+    elif train_iters is None and saved == [0] and not records and not problems.lines:
+        state = "imported"  # every training has train_iters
     return RunStatus(
         str(run), state, step, train_iters, _finite(last.get("loss")),
         _finite(valid[-1].get("loss")) if valid else None, _finite(last.get("tokens_per_second")),

@@ -46,8 +46,8 @@ def _parse_corpus_split(value: Any) -> Any:
         return None
     try:
         train, valid, test = (float(part) for part in value.split(","))
-    except ValueError as error:
-        raise UserError(f"--split is {value!r}; expected three fractions such as 0.9,0.05,0.05, or none") from error
+    except ValueError:
+        raise PydanticCustomError("split", "expected three fractions such as 0.9,0.05,0.05, or none") from None
     return [train, valid, test]
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from megatron.options.model import MAX_LENGTH
@@ -62,7 +62,21 @@ class LengthOptions(ConfigSection):
     def _parse_lengths(cls, values: Any) -> Any:
         if not isinstance(values, dict) or not isinstance(values.get("lengths"), str):
             return values
-        return {name: value for name, value in values.items() if name != "lengths"} | parse_lengths(values["lengths"])
+        try:
+            parsed = parse_lengths(values["lengths"])
+        except UserError:
+            return values  # rejected by `_reject_text`, whose error names the key and where it was set
+        return {name: value for name, value in values.items() if name != "lengths"} | parsed
+
+    @field_validator("lengths", mode="before", check_fields=False)
+    @classmethod
+    def _reject_text(cls, value: Any) -> Any:
+        if isinstance(value, str) and value:
+            try:
+                parse_lengths(value)
+            except UserError as error:
+                raise PydanticCustomError("lengths", str(error).removeprefix("lengths: ")) from None
+        return value
 
 
 LENGTHS_METAVAR = "128,256,… | 1x,2x,…"

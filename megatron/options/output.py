@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, create_model
 
+from megatron.options.model import MAX_LENGTH
 from megatron.options.section import MAX_STEPS, CommaSeparated, ConfigSection, config_field
 
 
@@ -73,6 +74,43 @@ class ProfileOptions(_ProfiledSteps):  # type: ignore[valid-type,misc]
         return range(0) if first is None or last is None else range(first, last + 1)
 
 
+class HarnessOptions(ConfigSection):
+    """Tasks of lm-evaluation-harness that are evaluated during training, on a small number of documents."""
+
+    tasks: Annotated[list[str], CommaSeparated] = config_field(
+        list, "names of tasks, groups or tags, with * as a wildcard; none if empty", policy="output"
+    )
+    interval: int = config_field(
+        1000, "steps between evaluations; the last step is always evaluated", ge=1, le=MAX_STEPS, policy="output"
+    )
+    at_start: bool = config_field(False, "also evaluate before the first step", policy="output")
+    limit: int | None = config_field(
+        100,
+        "use only the first documents of each task, up to this number; null for all",
+        ge=1,
+        le=MAX_STEPS,
+        policy="output",
+    )
+    num_fewshot: int | None = config_field(
+        None,
+        "solved examples before each question; the task's own number if absent",
+        ge=0,
+        le=MAX_STEPS,
+        policy="output",
+    )
+    length: int | None = config_field(
+        None, "maximum number of tokens in the model's context; the training length if absent", ge=1, le=MAX_LENGTH,
+        policy="output",
+    )  # fmt: skip
+    include_path: str | None = config_field(None, "folder with tasks of your own (YAML files)", policy="output")
+    metadata: str | None = config_field(
+        None, "metadata for tasks that generate their texts, as the option --metadata of evaluate", policy="output"
+    )
+    download: bool = config_field(
+        False, "download data of tasks that are not on this machine, instead of raising an error", policy="output"
+    )
+
+
 class LoggingOptions(ConfigSection):
     """Logging during training."""
 
@@ -103,6 +141,9 @@ class LoggingOptions(ConfigSection):
         policy="output",
     )
     profile: ProfileOptions = config_field(ProfileOptions, "steps to profile (docs/monitoring.md)")
+    harness: HarnessOptions = config_field(
+        HarnessOptions, "tasks of lm-evaluation-harness during training (docs/monitoring.md)"
+    )
     memory_snapshot: int | None = config_field(
         None,
         "step after which a snapshot of GPU memory is written, with the allocation history from the start; an earlier "

@@ -14,6 +14,7 @@ is built. A checkpoint cannot cause a file to run.
 import ast
 import difflib
 import hashlib
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -132,6 +133,8 @@ class MethodFacts:
             return None
         expected = _OPTION_TYPES[allowed[0]]
         valid = isinstance(value, expected) or (expected is float and isinstance(value, int))
+        if valid and isinstance(value, float) and not math.isfinite(value):
+            return f"is {value}; it must be a finite number"
         if valid and (expected is bool or not isinstance(value, bool)):
             return None
         return f"is {'null' if value is None else repr(value)}; it must be of type {allowed[0]}"

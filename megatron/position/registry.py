@@ -9,6 +9,7 @@ H heads, N distances, T tokens, d head dimension, D hidden size.
 import difflib
 import importlib
 import inspect
+import math
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
@@ -145,6 +146,8 @@ def _check_options(method: type[PositionModule], name: str, options: Mapping[str
         if not valid or (isinstance(value, bool) and expected is not bool):
             shown = "null" if value is None else repr(value)
             raise OptionError(option, f"is {shown}; it must be of type {expected.__name__}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise OptionError(option, f"is {value}; it must be a finite number")
         if expected in MAX_OPTION and not abs(value) <= MAX_OPTION[expected]:
             raise OptionError(option, f"is {value}; it must be at most {MAX_OPTION[expected]:,}")
 

@@ -223,7 +223,7 @@ def plan_rehearsal(
         raise UserError(f"--vocabulary is {vocab_size}, but the data have {known_size} tokens")
     size = known_size or vocab_size or GPT2_VOCAB_SIZE
     keys: dict[str, object] = {"launcher": "auto", "hostfile": None, "device": "cuda", "num_gpus": per_node}
-    keys |= {"profile": {}, "memory_snapshot": None}  # meaningless on a device that computes nothing
+    keys |= {"profile": {}, "memory_snapshot": None, "harness": {}}  # meaningless on a device that computes nothing
     synthetic_splits: tuple[Split, ...] = ()
     if missing is not None:
         notes.append(f"a synthetic corpus with a vocabulary of {size:,} tokens is used instead (--vocabulary)")
@@ -306,6 +306,8 @@ def _describe_changes(run: RehearsedRun) -> list[str]:
     asked = (run.requested or run.config).logging
     if asked.profile.steps or asked.memory_snapshot is not None:
         notes.append("profile, memory_snapshot: disabled, because the null device computes nothing")
+    if asked.harness.tasks:
+        notes.append("harness.tasks: not evaluated, because the null device computes nothing")
     if training.gradient_accumulation_steps > run.micro_batches:
         notes.append(
             f"{run.micro_batches} of the {training.gradient_accumulation_steps} micro-batches of a step are rehearsed; "

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from megatron.checkpoint import layout as checkpoints
 from megatron.checkpoint.manifest import find_latest_valid, load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import read_config
+from megatron.config.schema import KeyPath
 from megatron.config.stages import build_stages, find_writing_stage
 from megatron.config.yaml_files import format_value
 from megatron.data.blend import compute_sequence_range
@@ -225,7 +228,10 @@ def estimate_work(
     for member in sweep.members:
         key = member.variant, member.benchmark
         if key not in scoring:
-            scoring[key] = {name: _build_scoring(member, options) for name, options in member.evaluations.items()}
+            scoring[key] = {
+                name: _build_scoring(member, options, partial(_locate_option, sweep, member.get_evaluation_path(name)))
+                for name, options in member.evaluations.items()
+            }
             for note in dict.fromkeys(estimate.note for estimate in scoring[key].values()):
                 if note is not None:
                     log(f"{', '.join(filter(None, key))}: {note}")
@@ -285,7 +291,23 @@ def check_member_starts(members: Iterable[SweepMember], *, in_queue: bool) -> No
         read.append(data)
 
 
-def _build_scoring(member: SweepMember, options: EvaluationOptions) -> EvalEstimate:
+OPTION_NAME = re.compile(r"(?:--)?([a-z][\w-]*)(?=[ :])")
+"""Pattern for the option at the start of an error of an evaluation."""
+
+
+def _locate_option(sweep: Sweep, path: KeyPath, problem: str) -> str:
+    """Return an error of an evaluation with the key of the sweep file at fault, and where it was set."""
+    option = OPTION_NAME.match(problem)
+    name = "" if option is None else option[1].replace("-", "_")
+    if option is None or name not in EvaluationOptions.model_fields:
+        return f"{sweep.locate(path)}: {'.'.join(path)}: {problem}"
+    key = (*path, name)
+    return f"{sweep.locate(key)}: {'.'.join(key)}{problem[option.end() :]}"
+
+
+def _build_scoring(
+    member: SweepMember, options: EvaluationOptions, locate_problem: Callable[[str], str]
+) -> EvalEstimate:
     from megatron.evaluation.run import estimate_untrained
     from megatron.model.build import check_position_options
 
@@ -295,7 +317,10 @@ def _build_scoring(member: SweepMember, options: EvaluationOptions) -> EvalEstim
             check_position_options(stage_config.model, stage_config.position)
     except UserError as error:
         raise UserError(f"sweep.variants.{member.variant}: {error}") from None
-    return estimate_untrained(member.name, config, options)
+    try:
+        return estimate_untrained(member.name, config, options)
+    except UserError as error:
+        raise UserError(locate_problem(str(error))) from None
 
 
 def _estimate_member(member: SweepMember, finished_steps: int, scoring: dict[str | None, EvalEstimate]) -> MemberWork:

@@ -83,7 +83,9 @@ def suggest_comparison(sweep: Sweep, records: Sequence[Record], failures: Sequen
         return None
     command = shlex.join([PROGRAM, "report", str(sweep.output_folder), "--against", methods[0]])
     has_seeds = len({record.seed for record in records if record.method == methods[0]}) > 1
-    says = f"shows which differences from {methods[0]} are significant" if has_seeds else f"compares with {methods[0]}"
+    says = f"adds ratios to {methods[0]} at each length"
+    if has_seeds:
+        says = f"shows which differences from {methods[0]} are significant"
     return f"next: {command} {says}"
 
 

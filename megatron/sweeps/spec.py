@@ -78,6 +78,11 @@ class SweepMember:
         evaluations.update(self.further_evaluations)
         return evaluations
 
+    def get_evaluation_path(self, evaluation: str | None) -> KeyPath:
+        """Return the path of the keys of an evaluation in the sweep file."""
+        training = ("sweep",) if self.benchmark is None else ("sweep", "benchmarks", self.benchmark)
+        return (*training, "evaluate") if evaluation is None else (*training, "evaluations", evaluation)
+
     def get_method(self, evaluation: str | None) -> str:
         """Return the method name in an evaluation's records.
 
@@ -142,6 +147,8 @@ class Sweep:
     members: tuple[SweepMember, ...]
     notes: tuple[str, ...]
     texts: dict[str, str]  # the files it was read from, for the report
+    locate: Callable[[KeyPath], str]
+    """Function that returns where a key was set, as `file:line` or the command line."""
 
     @property
     def output_folder(self) -> Path:
@@ -191,7 +198,7 @@ def read_sweep(
     for training in trainings:
         members += _build_training(training, options, setters, locate, notes)
     texts = {document.source: Path(document.source).read_text(encoding="utf-8") for document in documents}
-    return Sweep(options, tuple(members), tuple(dict.fromkeys(notes)), texts)
+    return Sweep(options, tuple(members), tuple(dict.fromkeys(notes)), texts, locate)
 
 
 @dataclass(frozen=True)

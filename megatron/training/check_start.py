@@ -35,6 +35,7 @@ from megatron.data.blend import MAX_SHOWN, list_corpora, list_dataset_slices, li
 from megatron.options.data import SPLITS, CorpusName, DataOptions, Split, list_corpus_names
 from megatron.options.section import MAX_STEPS
 from megatron.training.check_resources import check_disk
+from megatron.training.harness_loading import check_harness_package, check_task_requests, load_training_tasks
 from megatron.training.metrics_log import HEARTBEAT_FILE, METRICS_FILE
 from megatron.training.reporters import check_reporters
 from megatron.training.resolve_run import ResolvedRun
@@ -194,6 +195,7 @@ def check_environment(config: Config, *, reads_data: bool = True, has_own_python
     check_disk(config)
     if has_own_python:
         check_reporters(config)
+        check_harness_package(config)
 
 
 @dataclass(frozen=True)
@@ -276,6 +278,10 @@ def check_start(
         started.model, started.position, vocab_size, groups=build_single_process_groups(), device="meta"
     )
     check_eval_lengths(started, model.max_length)
+    if has_own_python and config.logging.harness.tasks:
+        tasks = load_training_tasks(config)
+        if plan is not None:
+            check_task_requests(config, tasks, plan.vocabulary, model)
     if started.model.attention_backend != "auto" or started.launch.device == "cpu":
         check_equal_calls(started, model)  # the choice of `auto` on a GPU is not known yet
     return StartCheck(config, data_notes, plan, model, missing, has_own_python)

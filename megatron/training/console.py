@@ -6,7 +6,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from megatron.training.metrics_log import TrainRecord, ValidationRecord
+from megatron.training.metrics_log import TaskRecord, TrainRecord, ValidationRecord
 from megatron.utils.formatting import (
     format_approximate_duration,
     format_decimal,
@@ -92,6 +92,19 @@ def format_validation_record(record: ValidationRecord, train_iters: int) -> str:
     )
 
 
+def format_task_record(record: TaskRecord, train_iters: int) -> str:
+    """Format the evaluation on a task as one line, with standard errors in parentheses."""
+    width = len(str(train_iters))
+    values = [
+        f"{name} {value:.4g}" + (f" ({record.stderrs[name]:.2g})" if name in record.stderrs else "")
+        for name, value in record.values.items()
+    ]
+    return (
+        f"step {record.step:>{width}}/{train_iters}  {record.task} {'  '.join(values) or 'has no values'}  "
+        f"{record.requests:,} requests"
+    )
+
+
 class ConsoleReporter:
     """Reporter that prints lines, and on a terminal keeps a progress bar below them.
 
@@ -166,14 +179,14 @@ class ConsoleReporter:
             time_left = f", {format_approximate_duration(left)} left" if step > self._first_step else ""
             self._log_progress(f"step {step}/{self.train_iters} is done{time_left}")
 
-    def show_validation(self, split: str, done: int, total: int) -> None:
-        """Report that `done` of the `total` micro-batches of a validation are finished; 0 starts it."""
+    def show_validation(self, split: str, done: int, total: int, unit: str = "batches") -> None:
+        """Report that `done` of the `total` batches of a validation, or requests of tasks, are finished; 0 starts."""
         if self._bar is not None:
             self._bar.update(self._task, description=f"{split} {done}/{total}" if done < total else "training")
         if done == 0:
             self._last_line_time = self._clock()
         elif done < total:
-            self._log_progress(f"{split}: {done} of {total} batches")
+            self._log_progress(f"{split}: {done} of {total} {unit}")
 
     def train(self, record: TrainRecord) -> None:
         self._estimate, self._has_record = None, True  # this line reports the time left as well
@@ -181,8 +194,11 @@ class ConsoleReporter:
         if (norms := format_norms(record)) is not None:
             self.log(norms)
 
-    def evaluation(self, record: ValidationRecord) -> None:
-        self.log(format_validation_record(record, self.train_iters))
+    def evaluation(self, record: ValidationRecord | TaskRecord) -> None:
+        if isinstance(record, TaskRecord):
+            self.log(format_task_record(record, self.train_iters))
+        else:
+            self.log(format_validation_record(record, self.train_iters))
 
     def close(self) -> None:
         if self._bar is not None:

@@ -1,4 +1,4 @@
-"""Records of a run: training intervals, validations, and the end of a run whose loss stayed bad.
+"""Records of a run: training intervals, validations, tasks, and the end of a run whose loss stayed bad.
 
 They are stored in the run's metrics.jsonl, one JSON object per line. Everything that reads them, or the run's
 heartbeat.json, reads them here, without torch.
@@ -85,6 +85,31 @@ class ValidationRecord:
 
     def as_dict(self) -> dict[str, Any]:
         return {"kind": self.split, **{k: v for k, v in asdict(self).items() if k != "split"}}
+
+
+HARNESS_KIND = "harness/"
+"""Beginning of the kind of a record of lm-evaluation-harness, before the name of the task."""
+
+
+@dataclass(frozen=True)
+class TaskRecord:
+    """Evaluation on a task of lm-evaluation-harness, or on a group that has its own score."""
+
+    step: int
+    task: str
+    values: dict[str, float]
+    """Values by metric, as in records of `evaluate --tasks`, with a filter or text length as a suffix: `f1/strict`."""
+    stderrs: dict[str, float]
+    """Standard errors of those values for which they are known."""
+    tokens: int  # scored or generated
+    requests: int
+    seconds: float  # for all tasks together
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return one number per key, so that values and errors are scalars of the record."""
+        counts = {"tokens": self.tokens, "requests": self.requests, "seconds": self.seconds}
+        errors = {f"{name}_stderr": error for name, error in self.stderrs.items()}
+        return {"kind": f"{HARNESS_KIND}{self.task}", "step": self.step, **self.values, **errors, **counts}
 
 
 @dataclass(frozen=True)

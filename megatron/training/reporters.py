@@ -19,6 +19,7 @@ from megatron.training.metrics_log import (
     METRICS_FILE,
     UNREADABLE_FILE,
     DivergenceRecord,
+    TaskRecord,
     TrainRecord,
     ValidationRecord,
     describe_damage,
@@ -35,11 +36,15 @@ NO_TENSORBOARD = (
 )
 
 
+RunRecord = TrainRecord | ValidationRecord | TaskRecord | DivergenceRecord
+"""Record that reporters accept."""
+
+
 class Reporter(Protocol):
     """Output of records."""
 
     def train(self, record: TrainRecord) -> None: ...
-    def evaluation(self, record: ValidationRecord) -> None: ...
+    def evaluation(self, record: ValidationRecord | TaskRecord) -> None: ...
     def divergence(self, record: DivergenceRecord) -> None: ...
     def close(self) -> None: ...
 
@@ -128,7 +133,7 @@ class JsonLines:
     def train(self, record: TrainRecord) -> None:
         self._write(record.as_dict())
 
-    def evaluation(self, record: ValidationRecord) -> None:
+    def evaluation(self, record: ValidationRecord | TaskRecord) -> None:
         self._write(record.as_dict())
 
     def divergence(self, record: DivergenceRecord) -> None:
@@ -170,8 +175,9 @@ class TensorBoard:
     def train(self, record: TrainRecord) -> None:
         self._scalars("train", record.as_dict())
 
-    def evaluation(self, record: ValidationRecord) -> None:
-        self._scalars(record.split, record.as_dict())
+    def evaluation(self, record: ValidationRecord | TaskRecord) -> None:
+        values = record.as_dict()
+        self._scalars(values["kind"], values)
 
     def divergence(self, record: DivergenceRecord) -> None:
         with self._describe_errors():
@@ -195,13 +201,13 @@ class TensorBoard:
             raise RunError(f"{self._folder}: cannot be written ({error.strerror or error})") from None
 
 
-def report_to_all(reporters: Sequence[Reporter], record: TrainRecord | ValidationRecord | DivergenceRecord) -> None:
+def report_to_all(reporters: Sequence[Reporter], record: RunRecord) -> None:
     """Pass a record to every reporter."""
     for reporter in reporters:
         match record:
             case TrainRecord():
                 reporter.train(record)
-            case ValidationRecord():
+            case ValidationRecord() | TaskRecord():
                 reporter.evaluation(record)
             case DivergenceRecord():
                 reporter.divergence(record)

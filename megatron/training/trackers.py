@@ -20,6 +20,7 @@ from megatron.options.output import LoggingOptions
 from megatron.training.metrics_log import (
     DIVERGED_KIND,
     DivergenceRecord,
+    TaskRecord,
     TrainRecord,
     ValidationRecord,
     list_scalars,
@@ -96,8 +97,9 @@ class Tracker:
     def train(self, record: TrainRecord) -> None:
         self._log("train", record.as_dict())
 
-    def evaluation(self, record: ValidationRecord) -> None:
-        self._log(record.split, record.as_dict())
+    def evaluation(self, record: ValidationRecord | TaskRecord) -> None:
+        values = record.as_dict()
+        self._log(values["kind"], values)
 
     def _log(self, group: str, values: Mapping[str, Any]) -> None:
         self._log_scalars(values["step"], {f"{group}/{name}": value for name, value in list_scalars(values).items()})

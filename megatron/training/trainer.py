@@ -4,6 +4,7 @@
     for each step:                    gradient accumulation, then one optimizer step (engine.py)
         every log_interval            a record to console, metrics.jsonl, TensorBoard, wandb
         every eval_interval           the loss on held-out sequences (validate.py)
+        every harness.interval        tasks of lm-evaluation-harness (harness_runner.py)
         every checkpoint_factor       a checkpoint (megatron.checkpoint.saver), also after each of extra_save_iters
 
 A run ends after train_iters steps; after a signal, with a checkpoint of the last complete step; or with an error if the
@@ -30,6 +31,7 @@ from megatron.data.torch_data import Batch
 from megatron.distributed import rng
 from megatron.training import summary
 from megatron.training.graph_trial import build_graphs, plan_graph_trial
+from megatron.training.harness_runner import HarnessRunner
 from megatron.training.loss_guard import ContinueRun, LossGuard, Rollback, StopRun
 from megatron.training.metrics import IntervalMetrics
 from megatron.training.metrics_log import DivergenceRecord
@@ -146,6 +148,7 @@ class Trainer:
         )
         self.guard = LossGuard(config, run.engine, groups, self._list_checkpoints, rollback)
         self.validator = Validator(run, self.watchdog)
+        self.harness = None if run.harness_tasks is None else HarnessRunner(run, run.harness_tasks, self.watchdog)
         self.is_graph_trial_due, self._graph_note = plan_graph_trial(config, groups.device)
         """True until the trial of CUDA graphs, before this process's second step (`graph_trial.py`)."""
         self.has_stepped = False
@@ -225,6 +228,8 @@ class Trainer:
             self._save_checkpoint()
             if training.eval_interval and training.eval_at_start:
                 self.validator.validate(0)
+            if self.harness is not None and config.logging.harness.at_start:
+                self.harness.evaluate(0)
         while self.data_position.step < self.run.stage.end_step:
             if self.profiler is not None:
                 self.profiler.begin_step(self.data_position.step + 1)
@@ -241,6 +246,10 @@ class Trainer:
             if training.eval_interval and (is_last or self._is_due(training.eval_interval)):
                 self.interval.pause()
                 self.validator.validate(step)
+                self.interval.resume()
+            if self.harness is not None and (is_last or self._is_due(config.logging.harness.interval)):
+                self.interval.pause()
+                self.harness.evaluate(step)
                 self.interval.resume()
             if self._is_due(checkpoint.checkpoint_factor) or step in checkpoint.extra_save_iters:
                 self._save_checkpoint()

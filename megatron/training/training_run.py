@@ -38,12 +38,13 @@ from megatron.model.build import build_model
 from megatron.model.device_dtype import get_torch_dtype
 from megatron.training.console import ConsoleReporter
 from megatron.training.engine import Engine
+from megatron.training.harness_loading import check_task_requests, load_tasks_on_all_ranks
 from megatron.training.loss_guard import Rollback
 from megatron.training.metrics import find_peak_tflops
-from megatron.training.metrics_log import METRICS_FILE, DivergenceRecord, TrainRecord, ValidationRecord
+from megatron.training.metrics_log import METRICS_FILE
 from megatron.training.optimizer import format_parameter_groups, merge_grouped_weights
 from megatron.training.profiler import begin_memory_history
-from megatron.training.reporters import Reporter, archive_damaged_lines, build_reporters, report_to_all
+from megatron.training.reporters import Reporter, RunRecord, archive_damaged_lines, build_reporters, report_to_all
 from megatron.training.schedule import LearningRateSchedule, build_schedule, describe_rate_jump
 from megatron.training.start_plan import (
     DataPosition,
@@ -141,6 +142,8 @@ class TrainingRun:
     resume: ResumePlan
     stage: Stage
     vocabulary: Vocabulary
+    harness_tasks: Any
+    """Loaded tasks of lm-evaluation-harness that are evaluated during training, or None."""
     datasets: Datasets
     data_position: DataPosition
     engine: Engine
@@ -186,7 +189,7 @@ class TrainingRun:
         )
         return trainer_state.collect(self.data_position, EngineCounters(self.engine.deepspeed), *parts)
 
-    def report(self, record: TrainRecord | ValidationRecord | DivergenceRecord) -> None:
+    def report(self, record: RunRecord) -> None:
         """Pass a record to all reporters. Raises MissingFolderError if the run's folder does not exist any more."""
         self.session.check_folder()
         report_to_all(self.reporters, record)
@@ -281,6 +284,7 @@ def build_components(
     )
 
     reporter = console if groups.is_main else ConsoleReporter(None, training.train_iters)
+    tasks = load_tasks_on_all_ranks(plan.requested, groups, reporter.log)
     for note in (*resume.notes, *plan.notes, *datasets.notes, *_describe_rate_jump(config, resume)):
         reporter.log(note)
     if datasets.valid is None and not datasets.extra_valid_sets and training.eval_interval and training.eval_iters != 0:
@@ -298,6 +302,8 @@ def build_components(
     )
     model = build_model(config.model, config.position, plan.vocabulary.size, groups=groups, seed=seed, target=target)
     check_eval_lengths(config, model.max_length)
+    if tasks is not None:
+        check_task_requests(plan.requested, tasks, plan.vocabulary, model)
     for note in (*model.backend_choice.lines, *resume.load_weights(config, model)):
         reporter.log(note)
     # Count before ZeRO divides the parameters among processes.
@@ -312,6 +318,7 @@ def build_components(
         resume=resume,
         stage=resume.stage,
         vocabulary=plan.vocabulary,
+        harness_tasks=tasks,
         datasets=datasets,
         data_position=position,
         engine=Engine(config, model, groups),

@@ -1,17 +1,23 @@
 """Combined configuration: one owner per key, saving and reloading, architecture."""
 
+import importlib
+import inspect
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import get_args
 
 import pytest
 from pydantic import ValidationError
 
+from megatron import options
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.execution import resolve_batch_size
 from megatron.config.load import load_config, read_config
-from megatron.config.schema import SECTIONS, Config, list_config_keys, map_key_owners
+from megatron.config.schema import SECTIONS, Config, list_config_keys, map_key_owners, parse_section
+from megatron.config.yaml_files import format_value
 from megatron.options.section import ChangePolicy, ConfigSection, read_docstring
 from megatron.utils.errors import UserError
 
@@ -46,6 +52,35 @@ def test_every_key_is_documented_and_defaults_are_valid():
     for key in list_config_keys().values():
         assert len(key.doc) > 4, key.name
     assert small().to_flat()["hidden_dropout"] == 0.0
+
+
+def list_float_options() -> list[tuple[type[ConfigSection], str]]:
+    """Return every option and key that is a number, or a list of numbers, with its section."""
+    modules = [importlib.import_module(f"megatron.options.{each.name}") for each in iter_modules(options.__path__)]
+    sections = {value for module in modules for value in vars(module).values() if inspect.isclass(value)}
+    return [
+        (section, name)
+        for section in sections
+        if issubclass(section, ConfigSection)
+        for name, field in section.model_fields.items()
+        if "float" in str(field.annotation) and "dict" not in str(field.annotation)
+    ]
+
+
+def test_numbers_are_finite() -> None:
+    """Every option and key rejects NaN and infinity, whatever its bounds, and says so."""
+    floats = list_float_options()
+    assert {"figure_width", "delta", "lr", "temperature", "min_loss_scale"} <= {name for _, name in floats}
+    for section, name in floats:
+        for value in (math.nan, math.inf, -math.inf):
+            problems = ""
+            for given in (value, [value]):
+                with pytest.raises(UserError) as error:
+                    parse_section(section, {name: given})
+                problems += str(error.value)
+            assert f"{name} is {format_value(value)}; it must be a finite number" in problems, (section, problems)
+    with pytest.raises(UserError, match="option base of rotary is nan; it must be a finite number"):
+        small("pos_emb=rotary", "pos_emb_options.base=.nan")
 
 
 def test_a_copy_with_other_keys_is_as_if_they_had_been_given() -> None:

@@ -109,6 +109,7 @@ def test_native(architecture: str, tmp_path: Path) -> None:
     target = export_model(run, tmp_path / "native", native=True, max_shard_size="30KB", log=lines.append)
     assert json.loads((target / "config.json").read_text())["architectures"] == [architecture]
     assert not list(target.glob("*.py"))
+    assert lines[0].endswith(f", as {architecture} of transformers")
     assert any("drift" in line for line in lines) == (architecture != "GPT2LMHeadModel")
     import transformers
 

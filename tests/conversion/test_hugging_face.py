@@ -152,6 +152,7 @@ REFUSED = {
     "llama": [
         ({"model_type": "gemini"}, "unknown model_type 'gemini'"),
         ({"model_type": "gemma3"}, "'gemma3' cannot be imported: it has image input; save its text model"),
+        ({"model_type": "mixtral"}, "'mixtral' cannot be imported: mixtures of experts are not supported"),
         ({"model_type": "ministral3"}, "'ministral3' cannot be imported: its attention temperature"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu': expected silu, gelu"),
         ({"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu': unknown activation"),

@@ -248,6 +248,8 @@ def test_groups_limits_examples_and_a_folder_that_keeps_perplexities(place: Path
     output = out.getvalue()
     assert re.search(r"asked: \d of 3 requests were truncated on the left to 12 tokens", output)
     assert "Task accuracy in %, trained at 12 tokens, protocol both, 1-shot\n" in output
+    lengths = given(place, run, "choices", limit=3, num_fewshot=1, lengths=LENGTHS)
+    assert len({record.target_digest for record in lengths}) == 1  # each length has the same examples
     given(place, run, "texts", output=tmp_path)
     assert {record.protocol for record in read_records(tmp_path / "results.json")} == {"both, 1-shot", "texts, 0-shot"}
 

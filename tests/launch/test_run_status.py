@@ -53,11 +53,25 @@ def test_a_diverged_run_is_reported(tmp_path: Path) -> None:
     assert (read_status(run).state, read_status(run).step) == ("diverged", 33)
 
 
+def test_an_imported_model_is_not_a_stopped_run(tmp_path: Path) -> None:
+    """A folder with initial weights and no key of training was never trained; a killed run has such keys."""
+    run = tmp_path / "imported"
+    (run / "checkpoints" / "step_0000000").mkdir(parents=True)
+    (run / "config.yml").write_text("num_layers: 1\npos_emb: rotary\n")
+    assert (read_status(run).state, read_status(run).problems) == ("imported", ())
+    (run / "config.yml").write_text("num_layers: 1\npos_emb: rotary\ntrain_iters: 5\n")
+    assert read_status(run).state == "stopped"
+
+
 def test_a_fresh_heartbeat_is_life(tmp_path: Path) -> None:
     found = read_status(make(tmp_path / "a", time=time.time(), step=35, phase="validate"))
     assert (found.state, found.phase, found.step, found.seconds_left) == ("validating", "validate", 35, 70.0)
     old = read_status(make(tmp_path / "b", time=time.time() - 100, step=35, phase="validate"))
     assert (old.state, old.phase, old.step) == ("stopped", None, 30)
+
+
+def test_an_evaluation_of_tasks_has_a_state(tmp_path: Path) -> None:
+    assert read_status(make(tmp_path / "a", time=time.time(), step=35, phase="harness")).state == "evaluating"
 
 
 @pytest.mark.parametrize("phase", ["data", "reduce", "forward and backward", "step", "report"])

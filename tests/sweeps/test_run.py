@@ -288,8 +288,8 @@ def test_its_last_line_is_a_command_to_resume(trainer: Trainer) -> None:
     _, output = run()
     page, hint = output.splitlines()[-2:]
     assert page.startswith("open my out/report.html in a browser;")
-    command, _, rest = hint.removeprefix("next: ").partition(" compares ")
-    assert rest == "with rotary"  # more seeds allow significance
+    command, _, rest = hint.removeprefix("next: ").partition(" adds ")
+    assert rest == "ratios to rotary at each length"  # more seeds allow significance
     assert command == "./deepy.py report 'my out' --against rotary"
     console = Console(record=True, width=200)
     combine_results([Path("my out")], console, against="rotary")

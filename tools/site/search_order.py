@@ -1,4 +1,4 @@
-"""Order of the search results: guides before results and reference, and the log last.
+"""Order of the search results: boosts favor guides over results and reference, and all of them over the log.
 
 The site's search multiplies the score of a page by its boost, and shows its tags. `check_search_order` asks the built
 index some questions of readers, with the analyzers of lunr, which the site's search uses.
@@ -96,7 +96,7 @@ class SearchIndex:
 
 
 def check_search_order(site: Path, questions: Mapping[str, str] = QUESTIONS) -> None:
-    """Check that each question finds its guide first, and that the log is never first.
+    """Check that each question finds its guide first.
 
     Args:
         site: folder of the built site.

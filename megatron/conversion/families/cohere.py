@@ -13,27 +13,27 @@ from typing import Any
 from megatron.config.schema import Config
 from megatron.conversion.families.llama import (
     ACTIVATION_TO_HF,
-    check_full_rotation,
+    find_llama_conflict,
     map_llama_weights,
     read_llama_keys,
     write_llama_keys,
 )
 from megatron.conversion.hf_config import HFConfigReader
 from megatron.conversion.hf_layers import (
-    LAYER_TYPES,
     ROPE_DIFFERENCE,
+    WINDOWED,
+    find_pattern_conflict,
     find_window_conflict,
-    read_layer_types,
-    read_layer_windows,
+    read_interval_windows,
     write_layer_types,
 )
-from megatron.conversion.model_family import ModelFamily, WeightMapping, check_equal_biases
+from megatron.conversion.model_family import ModelFamily, WeightMapping
 
 DEFAULTS: dict[str, Any] = {
     "hidden_size": 8192, "intermediate_size": 22528, "num_hidden_layers": 40, "num_attention_heads": 64,
     "max_position_embeddings": 8192, "tie_word_embeddings": True,
 }  # fmt: skip
-DEFAULT_SCALE, DEFAULT_BASE, DEFAULT_PATTERN = 0.0625, 500_000.0, 4
+DEFAULT_SCALE, DEFAULT_BASE, DEFAULT_PATTERN, DEFAULT_WINDOW = 0.0625, 500_000.0, 4, 4096
 
 
 def _read_common_keys(hf_config: HFConfigReader, default_base: float) -> dict[str, Any]:
@@ -64,11 +64,8 @@ def _cohere_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
 def _cohere2_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
     keys = _read_common_keys(hf_config, default_base=10_000.0)
     pattern = hf_config.get_positive_int("sliding_window_pattern", DEFAULT_PATTERN)
-    types = [LAYER_TYPES[(layer + 1) % pattern == 0] for layer in range(keys["num_layers"])]  # default
-    types = read_layer_types(hf_config, types, keys["num_layers"])
-    window = hf_config.get_positive_int("sliding_window", 4096)
-    windows = read_layer_windows(hf_config, types, window, keys["num_layers"])
-    encodings = ["rotary" if each == LAYER_TYPES[0] else "none" for each in types]
+    types, windows = read_interval_windows(hf_config, keys["num_layers"], pattern, DEFAULT_WINDOW)
+    encodings = ["rotary" if each == WINDOWED else "none" for each in types]
     return {
         **keys,
         "pos_emb": encodings,
@@ -98,15 +95,9 @@ def _cohere2_supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
     }
 
 
-def _find_conflict(config: Config) -> str | None:
-    return check_full_rotation(config) or check_equal_biases(config)
-
-
 def _find_cohere2_conflict(config: Config) -> str | None:
-    layers = [config.position.for_layer(layer) for layer in range(config.model.num_layers)]
-    if any((own.encoding, own.window is None) not in (("rotary", False), ("none", True)) for own in layers):
-        return "layers must have pos_emb rotary with a window, or pos_emb none without one"
-    return _find_conflict(config) or find_window_conflict(config)
+    conflict = find_pattern_conflict(config, "rotary", "none")
+    return conflict or find_llama_conflict(config) or find_window_conflict(config)
 
 
 def _cohere_to_hf_keys(config: Config) -> dict[str, Any]:
@@ -122,7 +113,7 @@ def _cohere_to_hf_keys(config: Config) -> dict[str, Any]:
 
 def _cohere2_to_hf_keys(config: Config) -> dict[str, Any]:
     types, window = write_layer_types(config)
-    return {**_cohere_to_hf_keys(config), "layer_types": types, "sliding_window": window or 4096}
+    return {**_cohere_to_hf_keys(config), "layer_types": types, "sliding_window": window or DEFAULT_WINDOW}
 
 
 def _weight_mappings(config: Config) -> Iterator[WeightMapping]:
@@ -139,7 +130,7 @@ COHERE = ModelFamily(
     known_difference=ROPE_DIFFERENCE,
     weight_mappings=_weight_mappings,
     ignored_pattern=r".*\brotary_emb\.inv_freq",
-    find_other_conflict=_find_conflict,
+    find_other_conflict=find_llama_conflict,
     multipliers=("logits",),
 )
 COHERE2 = replace(

@@ -13,7 +13,7 @@ from typing import Any
 from megatron.config.schema import Config
 from megatron.conversion.families.llama import (
     LLAMA_NORMS,
-    check_full_rotation,
+    find_llama_conflict,
     list_supported_values,
     map_llama_weights,
     read_llama_keys,
@@ -26,14 +26,13 @@ from megatron.conversion.hf_layers import (
     combine_rotations,
     find_rotation_conflict,
     find_window_conflict,
+    list_supported_encodings,
+    read_interval_windows,
     read_layer_rope_options,
-    read_layer_types,
-    read_layer_windows,
-    read_required_window,
     write_layer_rope_parameters,
     write_layer_types,
 )
-from megatron.conversion.model_family import AddOne, ModelFamily, check_equal_biases
+from megatron.conversion.model_family import AddOne, ModelFamily
 from megatron.options.model import head_dim
 
 ACTIVATION = "gelu_pytorch_tanh"
@@ -47,7 +46,9 @@ GEMMA2_DEFAULTS = {
     "num_key_value_heads": 4,
 }  # fmt: skip
 GEMMA3_DEFAULTS = {**GEMMA2_DEFAULTS, "max_position_embeddings": 131_072}
-DEFAULT_SCALAR, DEFAULT_WINDOW, GEMMA3_PATTERN = 256, 4096, 6
+DEFAULT_SCALAR, DEFAULT_WINDOW = 256, 4096
+GEMMA2_PATTERN, GEMMA3_PATTERN = 2, 6
+"""Default intervals of layers without a window."""
 LOCAL_BASE, FULL_BASE = 10_000.0, 1_000_000.0
 """Default bases of the angles in Gemma 3's layers with and without a window."""
 GEMMA2_NORMS = {
@@ -86,16 +87,14 @@ def _gemma_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
 
 def _gemma2_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
     keys = _read_common_keys(hf_config, GEMMA2_DEFAULTS, "hidden_activation")
-    types = [LAYER_TYPES[layer % 2] for layer in range(keys["num_layers"])]  # default without layer_types
-    types = read_layer_types(hf_config, types, keys["num_layers"])
-    window = read_required_window(hf_config, types, DEFAULT_WINDOW)
+    _, windows = read_interval_windows(hf_config, keys["num_layers"], GEMMA2_PATTERN, DEFAULT_WINDOW)
     return {
         **keys,
         "norm_placement": "sandwich",
         "attn_logit_softcapping": _read_cap(hf_config, "attn_logit_softcapping", 50.0),
         "final_logit_softcapping": _read_cap(hf_config, "final_logit_softcapping", 30.0),
         **_read_scalar(hf_config, keys),
-        **read_layer_windows(hf_config, types, window, keys["num_layers"]),
+        **windows,
     }
 
 
@@ -107,10 +106,8 @@ def _gemma3_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
         hf_config, LAYER_TYPES, (LOCAL_BASE, FULL_BASE), ("rope_local_base_freq", "rope_theta")
     )
     keys = _read_common_keys(hf_config, GEMMA3_DEFAULTS, "hidden_activation", full)
-    num_layers = keys["num_layers"]
     pattern = hf_config.get_positive_int("sliding_window_pattern", GEMMA3_PATTERN)
-    types = [LAYER_TYPES[(layer + 1) % pattern == 0] for layer in range(num_layers)]  # default without layer_types
-    types = read_layer_types(hf_config, types, num_layers)
+    types, windows = read_interval_windows(hf_config, keys["num_layers"], pattern, DEFAULT_WINDOW)
     cap = hf_config.get("final_logit_softcapping")
     return {
         **keys,
@@ -119,7 +116,7 @@ def _gemma3_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
         "final_logit_softcapping": None if cap is None else _read_cap(hf_config, "final_logit_softcapping", 1.0),
         **_read_scalar(hf_config, keys),
         **combine_rotations(hf_config, types, local, full),
-        **read_layer_windows(hf_config, types, read_required_window(hf_config, types, DEFAULT_WINDOW), num_layers),
+        **windows,
     }
 
 
@@ -151,11 +148,9 @@ def _gemma2_supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
 
 
 def _gemma3_supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
-    position = config.position
-    is_supported = set(position.encodings) <= {"rotary", "rotary_local"}
     return {
         **_gemma2_supported_values(config),
-        "pos_emb": (position.pos_emb if is_supported else "rotary", "rotary_local"),
+        "pos_emb": list_supported_encodings(config, "rotary", "rotary_local"),
         "use_qk_layernorm": (True,),
         "qk_norm": (None, "rmsnorm"),
         "qk_layernorm_over_heads": (False,),
@@ -169,7 +164,7 @@ def _find_conflict(config: Config) -> str | None:
         return f"embedding_multiplier is {model.embedding_multiplier:g}; Gemma uses the square root of hidden_size"
     if model.query_pre_attn_scalar is not None and not model.query_pre_attn_scalar.is_integer():
         return f"query_pre_attn_scalar is {model.query_pre_attn_scalar:g}; Gemma uses an integer"
-    return check_full_rotation(config) or check_equal_biases(config)
+    return find_llama_conflict(config)
 
 
 def _to_hf_keys(config: Config) -> dict[str, Any]:

@@ -126,7 +126,8 @@ def check_full_rotation(config: Config) -> str | None:
     return None if fraction == 1 else f"pos_emb_options.fraction is {fraction}; this family rotates whole heads"
 
 
-def _find_llama_conflict(config: Config) -> str | None:
+def find_llama_conflict(config: Config) -> str | None:
+    """Return the conflict of a family that rotates whole heads and has equal bias settings, or None."""
     return check_full_rotation(config) or check_equal_biases(config)
 
 
@@ -215,5 +216,5 @@ LLAMA = ModelFamily(
     known_difference=ROPE_DIFFERENCE,
     weight_mappings=lambda config: map_llama_weights(config, LLAMA_NORMS),
     ignored_pattern=r".*\brotary_emb\.inv_freq",
-    find_other_conflict=_find_llama_conflict,
+    find_other_conflict=find_llama_conflict,
 )

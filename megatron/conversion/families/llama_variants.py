@@ -12,7 +12,7 @@ from typing import Any
 from megatron.config.schema import Config
 from megatron.conversion.families.llama import (
     LLAMA,
-    check_full_rotation,
+    find_llama_conflict,
     list_supported_values,
     read_llama_keys,
     write_llama_keys,
@@ -21,11 +21,13 @@ from megatron.conversion.hf_config import HFConfigReader
 from megatron.conversion.hf_layers import (
     FULL,
     WINDOWED,
+    build_layer_windows,
     find_window_conflict,
-    read_layer_windows,
+    find_window_pattern,
+    list_supported_encodings,
+    read_layer_types,
     write_layer_types,
 )
-from megatron.conversion.model_family import check_equal_biases
 from megatron.model.mup import get_multipliers
 from megatron.options.model import head_dim
 
@@ -57,9 +59,7 @@ def _mistral_supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
 
 
 def _mistral_find_conflict(config: Config) -> str | None:
-    if isinstance(config.position.attention_window, list):
-        return "attention_window is a pattern of layers; Mistral has the same window in all layers"
-    return check_full_rotation(config) or check_equal_biases(config)
+    return find_window_pattern(config, "Mistral") or find_llama_conflict(config)
 
 
 MISTRAL = replace(
@@ -126,7 +126,8 @@ def _smollm3_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
     types = [FULL if each == "rotary" else WINDOWED for each in encodings]
     window = None if hf_config.is_null("sliding_window") else hf_config.get("sliding_window")
     hf_config.get("max_window_layers")  # copied from Qwen's configuration; has no effect
-    windows = read_layer_windows(hf_config, types, window if has_windows else None, num_layers)
+    types = read_layer_types(hf_config, types, num_layers)
+    windows = build_layer_windows(hf_config, types, window if has_windows else None)
     return {
         **keys,
         "pos_emb": encodings,
@@ -138,12 +139,10 @@ def _smollm3_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
 
 
 def _smollm3_supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
-    position = config.position
-    is_ours = set(position.encodings) <= {"rotary", "none"}
     return {
         **list_supported_values(config),
-        "pos_emb": (position.pos_emb if is_ours else "rotary", "none"),
-        "attention_window": (position.attention_window,),
+        "pos_emb": list_supported_encodings(config, "rotary", "none"),
+        "attention_window": (config.position.attention_window,),
     }
 
 
@@ -164,7 +163,7 @@ def _smollm3_to_hf_keys(config: Config) -> dict[str, Any]:
 
 
 def _smollm3_find_conflict(config: Config) -> str | None:
-    return check_full_rotation(config) or check_equal_biases(config) or find_window_conflict(config)
+    return find_llama_conflict(config) or find_window_conflict(config)
 
 
 SMOLLM3 = replace(

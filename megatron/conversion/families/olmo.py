@@ -11,7 +11,7 @@ from typing import Any
 from megatron.config.schema import Config
 from megatron.conversion.families.llama import (
     LLAMA,
-    check_full_rotation,
+    find_llama_conflict,
     list_supported_values,
     map_llama_weights,
     read_llama_keys,
@@ -23,14 +23,12 @@ from megatron.conversion.hf_layers import (
     combine_rotations,
     find_rotation_conflict,
     find_window_conflict,
+    list_supported_encodings,
+    read_interval_windows,
     read_layer_rope_options,
-    read_layer_types,
-    read_layer_windows,
-    read_required_window,
     write_layer_rope_parameters,
     write_layer_types,
 )
-from megatron.conversion.model_family import check_equal_biases
 
 NORMS = {
     "post_self_attn_layernorm": "post_attention_layernorm",
@@ -60,13 +58,11 @@ def _olmo3_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
         hf_config, LAYER_TYPES, (DEFAULT_BASE, DEFAULT_BASE), ("rope_theta", "rope_theta")
     )
     keys = _read_common_keys(hf_config, full)
-    num_layers = keys["num_layers"]
-    types = [LAYER_TYPES[(layer + 1) % PATTERN == 0] for layer in range(num_layers)]
-    types = read_layer_types(hf_config, types, num_layers)
+    types, windows = read_interval_windows(hf_config, keys["num_layers"], PATTERN, DEFAULT_WINDOW)
     return {
         **keys,
         **combine_rotations(hf_config, types, local, full),
-        **read_layer_windows(hf_config, types, read_required_window(hf_config, types, DEFAULT_WINDOW), num_layers),
+        **windows,
     }
 
 
@@ -82,12 +78,10 @@ def _supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
 
 
 def _olmo3_supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
-    position = config.position
-    is_supported = set(position.encodings) <= {"rotary", "rotary_local"}
     return {
         **_supported_values(config),
-        "pos_emb": (position.pos_emb if is_supported else "rotary", "rotary_local"),
-        "attention_window": (position.attention_window,),
+        "pos_emb": list_supported_encodings(config, "rotary", "rotary_local"),
+        "attention_window": (config.position.attention_window,),
         "head_dim": (None,),
     }
 
@@ -106,12 +100,8 @@ def _olmo3_to_hf_keys(config: Config) -> dict[str, Any]:
     }
 
 
-def _find_conflict(config: Config) -> str | None:
-    return check_full_rotation(config) or check_equal_biases(config)
-
-
 def _find_olmo3_conflict(config: Config) -> str | None:
-    return _find_conflict(config) or find_window_conflict(config) or find_rotation_conflict(config)
+    return find_llama_conflict(config) or find_window_conflict(config) or find_rotation_conflict(config)
 
 
 OLMO2 = replace(
@@ -122,7 +112,6 @@ OLMO2 = replace(
     supported_values=_supported_values,
     to_hf_keys=_to_hf_keys,
     weight_mappings=lambda config: map_llama_weights(config, NORMS),
-    find_other_conflict=_find_conflict,
 )
 OLMO3 = replace(
     OLMO2,

@@ -23,6 +23,7 @@ from megatron.conversion.hf_layers import (
     build_rope_parameters,
     check_rope_scaling,
     compute_length_ratio,
+    find_window_pattern,
     read_rope_options,
 )
 from megatron.conversion.model_family import check_equal_biases
@@ -64,8 +65,8 @@ def _supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
 
 def _find_conflict(config: Config) -> str | None:
     options = config.position.pos_emb_options
-    if isinstance(config.position.attention_window, list):
-        return "attention_window is a pattern of layers; Phi-3 has the same window in all layers"
+    if (conflict := find_window_pattern(config, "Phi-3")) is not None:
+        return conflict
     if options.get("scaling") == "longrope":
         ratio = compute_length_ratio(config.model.seq_length, options["original_length"])
         factor, attention_factor = options.get("factor"), options.get("attention_factor")

@@ -12,6 +12,7 @@ from megatron.config.schema import Config
 from megatron.conversion.families.llama import (
     LLAMA,
     check_full_rotation,
+    find_llama_conflict,
     list_supported_values,
     read_llama_keys,
     write_llama_keys,
@@ -20,13 +21,12 @@ from megatron.conversion.hf_config import HFConfigReader
 from megatron.conversion.hf_layers import (
     FULL,
     WINDOWED,
+    build_layer_windows,
     find_window_conflict,
     read_layer_types,
-    read_layer_windows,
     read_required_window,
     write_layer_types,
 )
-from megatron.conversion.model_family import check_equal_biases
 from megatron.options.model import has_qkv_bias
 
 QWEN2_DEFAULTS = {"intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768}
@@ -47,7 +47,7 @@ def _read_windows(hf_config: HFConfigReader, num_layers: int) -> dict[str, Any]:
     if not has_windows and WINDOWED in types:
         raise hf_config.value_error("layer_types", f"{WINDOWED} needs use_sliding_window: true")
     window = read_required_window(hf_config, types, DEFAULT_WINDOW) if has_windows else None
-    return read_layer_windows(hf_config, types, window, num_layers)
+    return build_layer_windows(hf_config, types, window)
 
 
 def _write_windows(config: Config) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _qwen3_supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
 
 
 def _find_qwen3_conflict(config: Config) -> str | None:
-    return check_full_rotation(config) or check_equal_biases(config) or find_window_conflict(config)
+    return find_llama_conflict(config) or find_window_conflict(config)
 
 
 def _qwen3_to_hf_keys(config: Config) -> dict[str, Any]:
