@@ -85,7 +85,7 @@ def _describe_rows(corpus: CorpusInfo) -> list[str]:
     from megatron.data.indexed_dataset import open_indexed
 
     largest = max(corpus.splits, key=lambda split: corpus.splits[split].tokens)
-    lengths = open_indexed(corpus.prefix(largest)).lengths
+    lengths = open_indexed(corpus.get_dataset_prefix(largest)).lengths
     shares = [(length, compute_crossing_fraction(lengths, length)) for length in ROW_LENGTHS]
     percentages = [(length, f"{share:.0%}") for length, share in shares if share is not None]
     parts = [f"{percentage} of {length:,}-token rows" for length, percentage in percentages if percentage != "0%"]
@@ -119,12 +119,12 @@ def _print_summary(console: Console, corpus: CorpusInfo) -> None:
     for note in corpus.notes:
         _print_note(console, note)
     keys = {"train": "train_data_paths", "valid": "valid_data_paths", "test": "test_data_paths"}
-    paths = [f"{keys[split]}=[{corpus.prefix(split)}]" for split in corpus.splits if split in keys]
+    paths = [f"{keys[split]}=[{corpus.get_dataset_prefix(split)}]" for split in corpus.splits if split in keys]
     if not paths:
         from megatron.data.blend import compute_sequence_range
 
         (split, size), *_ = corpus.splits.items()
-        paths = [f"data_path={corpus.prefix(split)}"]
+        paths = [f"data_path={corpus.get_dataset_prefix(split)}"]
         default = DataOptions.model_fields["split"].default
         ranges = (compute_sequence_range(default, part, size.documents) for part in SPLITS)
         if any(taken is None or taken[0] == taken[1] for taken in ranges):

@@ -85,7 +85,7 @@ def export_model(
     torch_dtype, max_shard_bytes = _parse_dtype(dtype), _parse_size(max_shard_size)
     run, target = open_run(source), Path(target)
     family = _find_native_family(run) if native else FARFIELD
-    if (reason := family.unsupported_reason(run.config)) is not None:
+    if (reason := family.describe_unsupported(run.config)) is not None:
         raise UserError(f"{run.name}: cannot be exported: {reason}")
     replaced_version = read_folder_version(target)
     _check_target(target, overwrite)

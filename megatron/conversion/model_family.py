@@ -1,7 +1,7 @@
 """Published model family: names in its files, and which of our models it can represent.
 
     family.from_hf_config(hf_config)       their config.json → our keys
-    family.unsupported_reason(config)      why the family does not support a configuration, or None
+    family.describe_unsupported(config)      why the family does not support a configuration, or None
     family.to_hf_config(config, …)         our configuration → their config.json
     family.weight_mappings(config)         table of weights, for both directions
 
@@ -201,7 +201,7 @@ class ModelFamily:
     multipliers: tuple[str, ...] = ()
     """Fields of `Multipliers` (`model/mup.py`) that may differ from 1."""
 
-    def unsupported_reason(self, config: Config) -> str | None:
+    def describe_unsupported(self, config: Config) -> str | None:
         """Return why the family does not support a configuration exactly, or None if it does."""
         options = {**config.model.model_dump(), **config.position.model_dump()}
         for key, values in {**COMMON_SUPPORTED_VALUES, **self.supported_values(config)}.items():
@@ -218,7 +218,7 @@ class ModelFamily:
         """Return the content of config.json.
 
         Args:
-            config: our configuration, for which `unsupported_reason` returns None.
+            config: our configuration, for which `describe_unsupported` returns None.
             num_embeddings: rows of the embedding, including padding.
             extra_keys: additional keys, such as bos_token_id and eos_token_id.
         """

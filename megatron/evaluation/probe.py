@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from megatron.data.load_tokenizer import Vocabulary, vocabulary_from_tokenizer
+from megatron.data.load_tokenizer import Vocabulary, build_vocabulary
 from megatron.data.tokenizers import Tokenizer
 from megatron.evaluation.eval_target import ScoringContext, count_flops_by_length
 from megatron.evaluation.loss_records import summarize_losses
@@ -210,7 +210,7 @@ class RepeatedTokens(Probe):
         num_copied, *more = options.targets or [DEFAULT_NUM_COPIED]
         if more:
             raise UserError("targets: protocol repeated copies one number of tokens; expected one number")
-        return cls(lengths, num_sequences, vocabulary_from_tokenizer(tokenizer), num_copied)
+        return cls(lengths, num_sequences, build_vocabulary(tokenizer), num_copied)
 
     @property
     def num_scored_tokens(self) -> int:

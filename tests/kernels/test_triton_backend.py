@@ -41,7 +41,9 @@ from megatron.utils.errors import UserError
 from tools.rounding import assert_within_rounding
 
 SHAPE = AttentionDims(num_heads=3, head_dim=16, hidden_size=48, train_length=16, max_length=16)
-SUPPORTED = [pair for pair in MAPPED if TritonBackend(EagerBackend()).unsupported_reason(*build(*pair, SHAPE)) is None]
+SUPPORTED = [
+    pair for pair in MAPPED if TritonBackend(EagerBackend()).describe_unsupported(*build(*pair, SHAPE)) is None
+]
 ABLE = [
     (encoding, processor)
     for encoding, processor in SUPPORTED
@@ -300,7 +302,7 @@ def test_a_bias_for_which_there_is_no_kernel_is_refused() -> None:
         def dense(self, query, key, like, heads):
             raise AssertionError("not asked for")
 
-    assert "not a function of the distance" in (TritonBackend(Unused()).unsupported_reason(Other(SHAPE), None) or "")
+    assert "not a function of the distance" in (TritonBackend(Unused()).describe_unsupported(Other(SHAPE), None) or "")
 
 
 @pytest.mark.parametrize("encoding", ["kerple_log", "fire"])

@@ -85,7 +85,7 @@ def find_unsupported_combination(
 class AttentionBackend(Protocol):
     """Implementation of weights·v, with the weights of `megatron.attention.reference.compute_weights`."""
 
-    def unsupported_reason(
+    def describe_unsupported(
         self,
         encoding: Encoding,
         processor: Processor | None,

@@ -11,7 +11,7 @@ from megatron.position.encoding import ScoreTerms
 from megatron.position.processor import Processor
 
 
-def processor_unsupported_reason(
+def describe_unsupported_processor(
     processor: Processor, *, max_width: int | None = None, max_kernel_size: int | None = None
 ) -> str | None:
     """Explain why no kernel supports the processor; None if one does.
@@ -31,7 +31,7 @@ def processor_unsupported_reason(
     return None
 
 
-def processor_fallback_reason(inputs: AttentionInputs) -> str | None:
+def describe_processor_fallback(inputs: AttentionInputs) -> str | None:
     """Explain why no kernel supports these rows of a supported combination; None if one does."""
     if inputs.query.sampled is not None:
         return "randomized positions"
@@ -58,11 +58,11 @@ def run_processor_kernel(kernel: Callable[..., Tensor], inputs: AttentionInputs,
     return kernel(args)
 
 
-def gated_processor_fallback_reason(inputs: AttentionInputs, table: ScoreTerms) -> str | None:
+def describe_gated_processor_fallback(inputs: AttentionInputs, table: ScoreTerms) -> str | None:
     """Explain why no kernel supports these rows of a processor on gates; None if one does.
 
     Args:
-        inputs: rows that `processor_fallback_reason` takes.
+        inputs: rows that `describe_processor_fallback` takes.
         table: the encoding's table over their distances; empty if it has none.
     """
     from megatron.kernels.cdape_attention.gated_op import describe_unfit_device, describe_unsupported

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination
 from megatron.attention.backends.fused_processor import (
-    processor_fallback_reason,
-    processor_unsupported_reason,
+    describe_processor_fallback,
+    describe_unsupported_processor,
     run_processor_kernel,
 )
 from megatron.attention.inputs import AttentionInputs, pad_values
@@ -38,18 +38,18 @@ class NativeBackend:
     def __init__(self, fallback: AttentionBackend, *, is_requested: bool) -> None:
         self.fallback, self.is_requested = fallback, is_requested
 
-    def unsupported_reason(
+    def describe_unsupported(
         self,
         encoding: Encoding,
         processor: Processor | None,
         softcap: float | None = None,
         softmax_type: str = "vanilla",
     ) -> str | None:
-        reason = self.combination_unsupported_reason(encoding, processor, softcap, softmax_type)
+        reason = self.describe_unsupported_combination(encoding, processor, softcap, softmax_type)
         return reason or cpu.unavailable_reason()
 
     @staticmethod
-    def combination_unsupported_reason(
+    def describe_unsupported_combination(
         encoding: Encoding,
         processor: Processor | None,
         softcap: float | None = None,
@@ -59,11 +59,11 @@ class NativeBackend:
         reason = find_unsupported_combination("native", encoding, processor, softcap, softmax_type)
         if reason is not None or processor is None:
             return reason
-        return processor_unsupported_reason(processor, max_kernel_size=cpu.MAX_KERNEL_SIZE)
+        return describe_unsupported_processor(processor, max_kernel_size=cpu.MAX_KERNEL_SIZE)
 
     @pad_values
     def __call__(self, inputs: AttentionInputs) -> Tensor:
-        reason = _fallback_reason(inputs)
+        reason = _describe_fallback(inputs)
         if reason is not None:
             if self.is_requested:
                 _warn_fallback(reason)
@@ -75,12 +75,12 @@ class NativeBackend:
         return run_processor_kernel(cpu.cdape_attention, inputs, table.bias)
 
 
-def _fallback_reason(inputs: AttentionInputs) -> str | None:
+def _describe_fallback(inputs: AttentionInputs) -> str | None:
     if inputs.q.device.type != "cpu":
         return "a model on a GPU"
     if inputs.q.dtype != torch.float32:
         return str(inputs.q.dtype)
-    return processor_fallback_reason(inputs)
+    return describe_processor_fallback(inputs)
 
 
 @cache

@@ -42,7 +42,7 @@ class EagerBackend:
 
     supports_document_starts = True
 
-    def unsupported_reason(
+    def describe_unsupported(
         self,
         encoding: Encoding,
         processor: Processor | None,
@@ -68,7 +68,7 @@ class ChunkedBackend:
     def __init__(self, block_size: int, *, recompute: bool = True) -> None:
         self.block_size, self.recompute = block_size, recompute
 
-    def unsupported_reason(
+    def describe_unsupported(
         self,
         encoding: Encoding,
         processor: Processor | None,
@@ -136,7 +136,7 @@ class RowBlockBackend:
         self.saving_with_processor = ChunkedBackend(block_size, recompute=False)
         self.saving_without_processor = ChunkedBackend(max(block_size, MIN_ROWS_SAVED), recompute=False)
 
-    def unsupported_reason(
+    def describe_unsupported(
         self,
         encoding: Encoding,
         processor: Processor | None,
@@ -160,7 +160,7 @@ class SdpaBackend:
 
     supports_document_starts = True
 
-    def unsupported_reason(
+    def describe_unsupported(
         self,
         encoding: Encoding,
         processor: Processor | None,

@@ -30,9 +30,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination
 from megatron.attention.backends.fused_processor import (
-    gated_processor_fallback_reason,
-    processor_fallback_reason,
-    processor_unsupported_reason,
+    describe_gated_processor_fallback,
+    describe_processor_fallback,
+    describe_unsupported_processor,
     run_gated_processor_kernel,
     run_processor_kernel,
 )
@@ -73,7 +73,7 @@ class TritonBackend:
     def __init__(self, fallback: AttentionBackend) -> None:
         self.fallback = fallback
 
-    def unsupported_reason(
+    def describe_unsupported(
         self,
         encoding: Encoding,
         processor: Processor | None,
@@ -89,14 +89,14 @@ class TritonBackend:
         if reason := find_unsupported_combination("triton", encoding, processor, softcap, softmax_type):
             return reason
         if type(encoding).overrides_hook("dense"):
-            return _fire_unsupported_reason(encoding)
+            return _describe_unsupported_fire(encoding)
         if processor is None:
             return None
         from megatron.kernels.cdape_attention.op import MAX_PROCESSOR_WIDTH
 
-        return processor_unsupported_reason(processor, max_width=MAX_PROCESSOR_WIDTH)
+        return describe_unsupported_processor(processor, max_width=MAX_PROCESSOR_WIDTH)
 
-    def fallback_reason(self, inputs: AttentionInputs) -> str | None:
+    def describe_fallback(self, inputs: AttentionInputs) -> str | None:
         """Explain why these rows of a supported combination fall back to row blocks; None if they do not."""
         table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
         return select_kernel(inputs, table)[1] or None
@@ -169,9 +169,9 @@ class TritonBackend:
             case KernelChoice.GATED_PROCESSOR:
                 return run_gated_processor_kernel(inputs)
             case KernelChoice.MATRIX:
-                return attend_with_bias_matrix(inputs, table.bias, _fire_parameters(inputs.encoding))
+                return attend_with_bias_matrix(inputs, table.bias, _get_fire_parameters(inputs.encoding))
             case KernelChoice.PROCESSED_MATRIX:
-                fire = _fire_parameters(inputs.encoding)
+                fire = _get_fire_parameters(inputs.encoding)
                 assert fire is not None
                 return self.fallback(use_fire_kernel(inputs, fire))
             case KernelChoice.PYTORCH:
@@ -201,7 +201,7 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> tuple[KernelCho
         inputs: inputs of the call.
         table: the encoding's table over the distances of these rows; empty if it has none.
     """
-    fire, reason = _fire_parameters(inputs.encoding), _describe_unfit(inputs.q)
+    fire, reason = _get_fire_parameters(inputs.encoding), _describe_unfit(inputs.q)
     if reason is not None:
         return KernelChoice.PYTORCH, reason
     if inputs.query.sampled is not None:
@@ -211,9 +211,9 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> tuple[KernelCho
     if inputs.processor is not None:
         if fire is not None:
             return KernelChoice.PROCESSED_MATRIX, ""
-        choice, reason = KernelChoice.FUSED_PROCESSOR, processor_fallback_reason(inputs)
+        choice, reason = KernelChoice.FUSED_PROCESSOR, describe_processor_fallback(inputs)
         if reason is None and inputs.key_bias is not None:
-            choice, reason = KernelChoice.GATED_PROCESSOR, gated_processor_fallback_reason(inputs, table)
+            choice, reason = KernelChoice.GATED_PROCESSOR, describe_gated_processor_fallback(inputs, table)
         return (choice, "") if reason is None else (KernelChoice.PYTORCH, reason)
     if inputs.key_bias is not None and (fire is not None or inputs.dropout):
         return KernelChoice.PYTORCH, "a gate's bias with a network's bias or with attention_dropout"
@@ -248,15 +248,15 @@ def _warn_fallback(reason: str) -> None:
     logger.warning("attention_backend triton: %s is left to PyTorch's row blocks", reason)
 
 
-def _fire_parameters(encoding: Encoding) -> FireParameters | None:
+def _get_fire_parameters(encoding: Encoding) -> FireParameters | None:
     parameters = encoding.kernel_parameters()
     return parameters if isinstance(parameters, FireParameters) else None
 
 
-def _fire_unsupported_reason(encoding: Encoding) -> str | None:
+def _describe_unsupported_fire(encoding: Encoding) -> str | None:
     from megatron.kernels.bias.configs import MAX_HEADS, MAX_WIDTH
 
-    fire = _fire_parameters(encoding)
+    fire = _get_fire_parameters(encoding)
     if fire is None:
         return "it cannot compute a bias that is not a function of the distance"
     heads, width = fire.weight2.shape

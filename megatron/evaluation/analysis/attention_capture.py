@@ -33,14 +33,14 @@ class CapturingBackend:
     def __init__(self, backend: AttentionBackend, layer: int, hook: AttentionHook) -> None:
         self.backend, self.layer, self.hook = backend, layer, hook
 
-    def unsupported_reason(
+    def describe_unsupported(
         self,
         encoding: Encoding,
         processor: Processor | None,
         softcap: float | None = None,
         softmax_type: str = "vanilla",
     ) -> str | None:
-        return self.backend.unsupported_reason(encoding, processor, softcap, softmax_type)
+        return self.backend.describe_unsupported(encoding, processor, softcap, softmax_type)
 
     def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
         self.hook(self.layer, inputs)
