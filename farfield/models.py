@@ -338,7 +338,7 @@ class TokenLosses:
     def perplexity(self) -> float:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
-    def by_position(self) -> np.ndarray:
+    def average_by_position(self) -> np.ndarray:
         """Return the mean loss at each target position of the window, float64 [targets]."""
         mean: np.ndarray = self.losses.mean(axis=0)
         return mean

@@ -17,7 +17,7 @@ from forked import Forked
 from permissions import unprivileged, unreadable
 
 from megatron.config.method_names import list_processor_values
-from megatron.config.reference import lookup_keys
+from megatron.config.reference import find_keys
 from megatron.position.catalog import list_encodings
 from megatron.utils.progress import IMPORTING
 
@@ -481,7 +481,7 @@ def test_keys(tmp_path, inside):
 def test_keys_are_readable_in_80_columns(tmp_path, inside):
     """Keys are readable in 80 columns: each has its own line, and its description has nearly the full width."""
     lines = inside("keys", "zero", COLUMNS="80", cwd=tmp_path).stdout.splitlines()
-    found = lookup_keys("zero")
+    found = find_keys("zero")
     assert [line for line in lines if line and not line.startswith(" ")] == [row[0] for row in found]
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())
@@ -534,7 +534,7 @@ def test_unexpected_error_is_one_line_and_the_traceback_is_in_a_file(tmp_path, m
     def broken(pattern: str) -> None:
         raise ZeroDivisionError("by\nzero")
 
-    monkeypatch.setattr("megatron.config.reference.lookup_keys", broken)
+    monkeypatch.setattr("megatron.config.reference.find_keys", broken)
     done = inside("keys", cwd=tmp_path)
     assert done.returncode == 1
     found = re.fullmatch(r"error: ZeroDivisionError: by zero; the traceback is in (\S+)\n", done.stderr)

@@ -5,12 +5,12 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron.cli.arguments import print_notes, print_to_stderr, with_options
+from megatron.cli.arguments import add_section_options, print_notes, print_to_stderr
 from megatron.options.commands import ExportOptions, ImportOptions
 from megatron.utils.errors import UserError
 
 
-@with_options(ImportOptions)
+@add_section_options(ImportOptions)
 def import_(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Model folder or checkpoint.", show_default=False)],
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder to create.", show_default=False)],
@@ -58,7 +58,7 @@ def import_(
     )
 
 
-@with_options(ExportOptions)
+@add_section_options(ExportOptions)
 def export(
     run: Annotated[
         str,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron.cli.arguments import with_options
+from megatron.cli.arguments import add_section_options
 from megatron.options.data import SPLITS, CorpusOptions, DataOptions
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron.data.corpus_metadata import CorpusInfo
 
 
-@with_options(CorpusOptions)
+@add_section_options(CorpusOptions)
 def prepare(
     sources: Annotated[
         list[str],

@@ -22,7 +22,7 @@ def keys(
         return
     from rich.markup import escape
 
-    matches = reference.lookup_keys(pattern)
+    matches = reference.find_keys(pattern)
     if not matches:
         hint = reference.find_nearest_key(pattern) or "`./deepy.py keys` lists all"
         raise UserError(f"no key contains {pattern!r}; {hint}")

@@ -341,7 +341,7 @@ def _resolve_batch_sizes(before: Config, after: Config, changes: Mapping[str, An
 
 def _describe_changes(before: Config, after: Config) -> tuple[str, ...]:
     policies: tuple[ChangePolicy, ...] = ("architecture", "context", "data", "numerics", "schedule", "machine")
-    old, new = before.keys_by_policy(*policies), after.keys_by_policy(*policies)
+    old, new = before.get_keys_by_policy(*policies), after.get_keys_by_policy(*policies)
     lines = []
     for key, value in new.items():
         if value == old.get(key) or key in (MICRO_BATCH_KEY, ACCUMULATION_KEY):

@@ -308,7 +308,7 @@ def combine_rotations(
 
 def write_layer_types(config: Config) -> tuple[list[str], int | None]:
     """Return `layer_types`, and the window of the layers that have one, as `read_layer_windows` reads them."""
-    windows = [config.position.for_layer(layer).window for layer in range(config.model.num_layers)]
+    windows = [config.position.get_layer_options(layer).window for layer in range(config.model.num_layers)]
     types = [FULL if window is None else WINDOWED for window in windows]
     return types, next((window for window in windows if window is not None), None)
 
@@ -333,7 +333,7 @@ def find_rotation_conflict(config: Config) -> str | None:
     """Return the conflict of a family that rotates layers with a window by other angles, or None."""
     if "rotary_local" not in config.position.encodings:
         return None
-    layers = [config.position.for_layer(layer) for layer in range(config.model.num_layers)]
+    layers = [config.position.get_layer_options(layer) for layer in range(config.model.num_layers)]
     if any((own.encoding == "rotary_local") != (own.window is not None) for own in layers):
         return "layers must have pos_emb rotary_local with a window, or pos_emb rotary without one"
     return None

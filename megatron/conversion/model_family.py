@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron.config.schema import Config
 from megatron.conversion.hf_config import HFConfigReader
 from megatron.model.mup import get_multipliers
-from megatron.options.model import has_qkv_bias, num_kv_heads
+from megatron.options.model import get_num_kv_heads, has_qkv_bias
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -285,7 +285,7 @@ def map_linear_layers(
 
 def has_grouped_queries(config: Config) -> bool:
     """Return True if there are fewer key and value heads than query heads."""
-    return num_kv_heads(config.model) != config.model.num_attention_heads
+    return get_num_kv_heads(config.model) != config.model.num_attention_heads
 
 
 def check_equal_biases(config: Config) -> str | None:

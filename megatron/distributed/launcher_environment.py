@@ -149,7 +149,7 @@ def read_launcher_environment(environment: Environment = os.environ) -> LaunchCo
     )
 
 
-def in_slurm_job(environment: Environment = os.environ) -> bool:
+def is_in_slurm_job(environment: Environment = os.environ) -> bool:
     """Return True if this process is part of a SLURM job, including its batch script."""
     return SRUN.job[0] in environment
 

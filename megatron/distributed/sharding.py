@@ -61,7 +61,7 @@ def is_counted_on_this_rank(parameter: nn.Parameter, mesh: Mesh) -> bool:
     return not is_replica(parameter) and (get_shard_spec(parameter) is not None or mesh.tensor.index == 0)
 
 
-def full_numel(parameter: nn.Parameter, mesh: Mesh) -> int:
+def count_all_elements(parameter: nn.Parameter, mesh: Mesh) -> int:
     """Return the number of elements of a parameter over tensor-parallel and ZeRO-3 ranks, copies counted once."""
     size: int = getattr(parameter, "ds_numel", parameter.numel())
     return size * mesh.tensor.size if get_shard_spec(parameter) is not None else size

@@ -116,12 +116,12 @@ def _read_shared_tokens(model: nn.Module, batch: TaskBatch, num_logits: int, dev
     if not isinstance(model, GPT) or model.end_of_document is not None:
         return None
     try:
-        cache = model.new_kv_cache(length)
+        cache = model.create_kv_cache(length)
     except UserError:
         return None
     with torch.inference_mode():
         tokens = torch.from_numpy(batch.tokens[:1, :num_shared]).to(device)
-        model.hidden_states(tokens, num_logits=1, kv_cache=cache)
+        model.compute_hidden_states(tokens, num_logits=1, kv_cache=cache)
     return cache
 
 
@@ -153,7 +153,7 @@ def compute_accuracies(
         means = draw_bootstrap_means(sums[None].astype(np.float64), counts)
         draws = None if means is None else means[0]
         value, tokens = float(sums.sum() / counts.sum()), int(num_counted.sum())
-        record = Record(metric=metric, value=value, tokens=tokens, **_interval_fields(draws), **record_fields)
+        record = Record(metric=metric, value=value, tokens=tokens, **_build_interval_fields(draws), **record_fields)
         samples.append(AccuracySample(record, draws))
     return samples
 
@@ -175,7 +175,7 @@ def _add_change_interval(record: Record, draws: Mapping[tuple[str, int], np.ndar
     base = None if record.change_from is None else draws[record.metric, record.change_from]
     if own is None or base is None:
         return record
-    return record.replace(**_interval_fields(own - _unpair_draws(base, 1), "change_"))
+    return record.replace(**_build_interval_fields(own - _unpair_draws(base, 1), "change_"))
 
 
 def _unpair_draws(draws: np.ndarray, shift: int) -> np.ndarray:
@@ -187,7 +187,7 @@ def _unpair_draws(draws: np.ndarray, shift: int) -> np.ndarray:
     return np.roll(draws, shift)
 
 
-def _interval_fields(draws: np.ndarray | None, prefix: str = "") -> dict[str, Any]:
+def _build_interval_fields(draws: np.ndarray | None, prefix: str = "") -> dict[str, Any]:
     if draws is None:
         return {}
     low, high = compute_percentile_interval(draws)
@@ -212,7 +212,7 @@ def _build_mean_record(samples: Sequence[AccuracySample]) -> list[Record]:
         "value": sum(record.value for record in records) / len(records),
         "tokens": sum(record.tokens for record in records),
         "nll": None if records[-1].nll is None else sum(record.nll or 0.0 for record in records) / len(records),
-        **(_interval_fields(np.mean(draws, axis=0)) if all_have_draws else {"low": None, "high": None}),
+        **(_build_interval_fields(np.mean(draws, axis=0)) if all_have_draws else {"low": None, "high": None}),
         "seconds": None,
         "cpu_seconds": None,
         "remark": f"Mean over the lengths {lengths}. {records[-1].remark}",

@@ -84,7 +84,7 @@ class TokenSampler:
     top_k: int = 0
     top_p: float = 1.0
 
-    def probabilities(self, logits: Tensor) -> Tensor:
+    def compute_probabilities(self, logits: Tensor) -> Tensor:
         """Compute the sampled distribution, float64 [B, v], from logits [B, V]. The temperature must not be 0.
 
         Raises:
@@ -117,7 +117,7 @@ class TokenSampler:
         """
         if self.temperature == 0:
             return self._drop_padding(logits).argmax(-1)
-        cumulative = self.probabilities(logits).cumsum(-1)
+        cumulative = self.compute_probabilities(logits).cumsum(-1)
         total = cumulative[:, -1]
         # First token with a larger cumulative sum, guarded against rounding past the last token with nonzero
         # probability.
@@ -208,7 +208,7 @@ def decode_tokens(
     check_prompt_length(model, prompt_length, max_new_tokens)
     tokens, paddings = pad_left(prompts, device)
     is_padded = bool(paddings.any())
-    cache = model.new_kv_cache(prompt_length + max_new_tokens - 1)
+    cache = model.create_kv_cache(prompt_length + max_new_tokens - 1)
     for _ in range(max_new_tokens):
         mask = torch.arange(cache.length + tokens.shape[1], device=device) >= paddings if is_padded else None
         next_tokens = choose_token(model(tokens, num_logits=1, attention_mask=mask, kv_cache=cache)[:, -1])

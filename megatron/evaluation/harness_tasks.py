@@ -273,7 +273,7 @@ def build_task_records(
                 continue  # already part of the record of the perplexity per byte
             if (
                 metric_name not in METRICS
-                or METRICS[metric_name].invalid_reason(value) is not None
+                or METRICS[metric_name].describe_invalid(value) is not None
                 or not math.isfinite(value)
             ):
                 log(f"{protocol}: {metric} = {value:.6g} does not fit in a record")

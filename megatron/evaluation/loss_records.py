@@ -23,7 +23,7 @@ from megatron.evaluation.key_tokens import KeyTokenFile
 from megatron.evaluation.protocols import ScoringPlan, TargetSet
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_curves, draw_bootstrap_means
-from megatron.reports.metrics import MAX_NLL, clamped_exp
+from megatron.reports.metrics import MAX_NLL, compute_clamped_exp
 from megatron.reports.records import Record
 from megatron.utils.errors import RunError, UserError
 
@@ -180,7 +180,7 @@ class RecordBuilder:
             **scored.record_fields,
             "length": scored.length,
             "targets": self.target_set.num_scored[scored.length],
-            "windows": self.plan.num_windows(scored.length),
+            "windows": self.plan.count_windows(scored.length),
         }
         self.summaries.append(LengthSummary(summary, sums, fields))
         if "position" in self.measures:
@@ -216,29 +216,31 @@ class RecordBuilder:
         """
         first = summaries[0]
         for index, (summary, sums, fields) in enumerate(summaries):
-            optional = self._block_fields(sums, counts)
+            optional = self._build_block_fields(sums, counts)
             if draws is not None:
-                optional |= _interval_fields("", map(clamped_exp, compute_percentile_interval(draws[index])))
+                optional |= _build_interval_fields(
+                    "", map(compute_clamped_exp, compute_percentile_interval(draws[index]))
+                )
             if index > 0:
-                change = clamped_exp(summary.nll - first.summary.nll)
+                change = compute_clamped_exp(summary.nll - first.summary.nll)
                 optional |= {"change": change, "change_from": first.record_fields["length"]}
                 if draws is not None:
-                    optional |= _interval_fields(
-                        "change_", map(clamped_exp, compute_percentile_interval(draws[index] - draws[0]))
+                    optional |= _build_interval_fields(
+                        "change_", map(compute_clamped_exp, compute_percentile_interval(draws[index] - draws[0]))
                     )
             if metric == "perplexity":
-                optional["bits_per_byte"] = self._bits_per_byte(summary)
+                optional["bits_per_byte"] = self._compute_bits_per_byte(summary)
             yield Record(
                 **{**self.record_fields, **fields},
                 metric=metric,
-                value=clamped_exp(summary.nll),
+                value=compute_clamped_exp(summary.nll),
                 tokens=summary.tokens,
                 nll=summary.nll,
                 stderr=summary.stderr,
                 **optional,
             )
 
-    def _block_fields(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
+    def _build_block_fields(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
         """Return the record fields on blocks, which are used to compare methods."""
         if not 2 <= self.target_set.blocks <= MAX_BLOCKS:
             return {}
@@ -285,7 +287,7 @@ class RecordBuilder:
             tokens = int(counts[:, index].sum())
             nll = float(sums[:, index].sum() / tokens)
             interval: dict[str, Any] = (
-                {} if draws is None else _interval_fields("", compute_percentile_interval(draws[:, index]))
+                {} if draws is None else _build_interval_fields("", compute_percentile_interval(draws[:, index]))
             )
             yield Record(
                 **{**self.record_fields, **fields, "flops": None, "seconds": None, "cpu_seconds": None},
@@ -314,7 +316,7 @@ class RecordBuilder:
                 if draws is not None:
                     full, local = draws[index], draws[0]  # with the whole context, and without
                     gains = local - full if metric == "log_ratio" else np.exp(local) - np.exp(full)
-                    interval = _interval_fields("", compute_percentile_interval(gains))
+                    interval = _build_interval_fields("", compute_percentile_interval(gains))
                 yield Record(**shared, metric=metric, value=value, **interval)
 
     def _build_position_records(self, scored: ScoredLength, fields: Mapping[str, Any]) -> Iterator[Record]:
@@ -329,7 +331,9 @@ class RecordBuilder:
                 continue
             summary, draws = summarize_losses(sums, counts), draw_bootstrap_means(sums[None], counts)
             interval: dict[str, Any] = (
-                {} if draws is None else _interval_fields("", map(clamped_exp, compute_percentile_interval(draws[0])))
+                {}
+                if draws is None
+                else _build_interval_fields("", map(compute_clamped_exp, compute_percentile_interval(draws[0])))
             )
             yield Record(
                 **self.record_fields,
@@ -337,14 +341,14 @@ class RecordBuilder:
                 axis="position",
                 place=float(end),
                 metric="perplexity",
-                value=clamped_exp(summary.nll),
+                value=compute_clamped_exp(summary.nll),
                 tokens=summary.tokens,
                 nll=summary.nll,
                 stderr=summary.stderr,
                 **interval,
             )
 
-    def _bits_per_byte(self, summary: LossSummary) -> float | None:
+    def _compute_bits_per_byte(self, summary: LossSummary) -> float | None:
         return summary.nll * summary.tokens / math.log(2) / self.tokens.num_bytes if self.tokens.num_bytes else None
 
 
@@ -399,6 +403,6 @@ def smooth_by_position(values: np.ndarray, positions: np.ndarray, width: int) ->
     return sums[:, positions + after] - sums[:, positions - before - 1]
 
 
-def _interval_fields(prefix: str, ends: Iterable[float]) -> dict[str, float]:
+def _build_interval_fields(prefix: str, ends: Iterable[float]) -> dict[str, float]:
     low, high = ends
     return {f"{prefix}low": low, f"{prefix}high": high}

@@ -161,7 +161,7 @@ def _score_cell(
         if np.ptp(counts) > 0:
             optional["block_tokens"] = counts.astype(int).tolist()
         draws = draw_bootstrap_means(sums[None], counts.astype(np.int64))
-        optional |= {} if draws is None else _interval_fields(draws[0])
+        optional |= {} if draws is None else _build_interval_fields(draws[0])
         records.append(
             Record(
                 **fields,
@@ -241,12 +241,12 @@ def _build_length_records(
             "cpu_seconds": sum(record.cpu_seconds or 0.0 for record in records),
         }  # fmt: skip
         if draws is not None:
-            fields |= _interval_fields(draws[index])
+            fields |= _build_interval_fields(draws[index])
         if index > 0:
             change = records[-1].metric_info.compute_change(float(scores[index]), float(scores[0]))
             fields |= {"change": change, "change_from": first_length}
             if draws is not None:
-                fields |= _interval_fields(draws[index] - draws[0], "change_")
+                fields |= _build_interval_fields(draws[index] - draws[0], "change_")
         yield records[-1].replace(**fields)
 
 
@@ -265,7 +265,7 @@ def _build_effective_record(
     value = float(find_effective_lengths(lengths, scores, threshold)[0])
     interval: dict[str, Any] = {"low": None, "high": None}
     if draws is not None:
-        interval = _interval_fields(find_effective_lengths(lengths, draws, threshold))
+        interval = _build_interval_fields(find_effective_lengths(lengths, draws, threshold))
     below = [
         length for length, score in zip(lengths, scores[:, 0], strict=True)
         if length < value and score < threshold - SCORE_TOLERANCE
@@ -306,7 +306,7 @@ def _build_mean_record(
         f"{record.remark or ''}".strip(),
     }  # fmt: skip
     if draws is not None:
-        fields |= _interval_fields(draws.mean(axis=0))
+        fields |= _build_interval_fields(draws.mean(axis=0))
     return record.replace(**fields)
 
 
@@ -320,6 +320,6 @@ def find_effective_lengths(lengths: Sequence[int], scores: np.ndarray, threshold
     return np.where(scores >= threshold - SCORE_TOLERANCE, np.array(lengths)[:, None], 0).max(axis=0)
 
 
-def _interval_fields(draws: np.ndarray, prefix: str = "") -> dict[str, Any]:
+def _build_interval_fields(draws: np.ndarray, prefix: str = "") -> dict[str, Any]:
     low, high = compute_percentile_interval(draws)
     return {f"{prefix}low": low, f"{prefix}high": high}

@@ -148,7 +148,7 @@ class Probe(ABC):
                 scoring.progress(length, done, total)
                 place = {"axis": self.axis, "place": float(axis_value)}
                 fields: dict[str, Any] = {"metric": "loss", "length": length, "flops": flops, **place}
-                records.append(Record(**shared, **fields, **stop_stopwatch(), **_loss_fields(losses)))
+                records.append(Record(**shared, **fields, **stop_stopwatch(), **_build_loss_fields(losses)))
         return records
 
     def build_baseline_records(self) -> list[Record]:
@@ -172,7 +172,7 @@ class Probe(ABC):
         }
 
 
-def _loss_fields(losses: np.ndarray) -> dict[str, Any]:
+def _build_loss_fields(losses: np.ndarray) -> dict[str, Any]:
     """Return the record fields of losses [N, targets], with sequences as independent samples."""
     sums, counts = losses.sum(axis=1), np.full(len(losses), losses.shape[1])
     summary, draws = summarize_losses(sums, counts), draw_bootstrap_means(sums[None], counts)

@@ -83,7 +83,7 @@ class TaskEval:
     lengths: tuple[int, ...]  # input lengths, ascending
     num_sequences: int  # per length
 
-    def _seed_generator(self, *numbers: int) -> np.random.Generator:
+    def _build_generator(self, *numbers: int) -> np.random.Generator:
         """Return a random generator whose seed depends only on the task and the given numbers."""
         name = hashlib.blake2b(self.task_config.label.encode(), digest_size=8).digest()
         return np.random.Generator(np.random.PCG64([TASK_SEED, int.from_bytes(name, "big"), *numbers]))
@@ -91,7 +91,7 @@ class TaskEval:
     def sample_batch(self, length: int, *, fitting: bool = False) -> TaskBatch:
         """Sample the test sequences of a length, or other sequences to which trivial baselines are fitted."""
         task = self.task_config.task
-        generator = self._seed_generator(length, int(fitting))
+        generator = self._build_generator(length, int(fitting))
         count = self.num_sequences
         if fitting:
             count = max(1, min(NUM_FITTING_SEQUENCES, MAX_FITTING_TOKENS // task.get_sequence_length(length)))
@@ -235,7 +235,7 @@ class TaskDepthEval(TaskEval):
         return score_needle_map(needle_map, loaded, self.count_flops(loaded.model), scoring)
 
     def _sample_batch_at_depth(self, length: int, depth: float) -> TaskBatch:
-        generator = self._seed_generator(length, 2, round(depth * 1e9))
+        generator = self._build_generator(length, 2, round(depth * 1e9))
         return self.task_config.task.sample_batch_at_depth(generator, self.num_sequences, length, depth)
 
 

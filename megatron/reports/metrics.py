@@ -90,7 +90,7 @@ class Metric:
         """Return a key that sorts the best values first."""
         return value if self.better == "lower" else -value
 
-    def invalid_reason(self, value: float) -> str | None:
+    def describe_invalid(self, value: float) -> str | None:
         """Return the reason why a value is outside the metric's range, or None."""
         if value < self.min_value or value > self.max_value:
             lower_text = f"at least {self.min_value:g}"
@@ -347,7 +347,7 @@ def get_metric(name: str) -> Metric:
     return METRICS[name]
 
 
-def clamped_exp(nats: float) -> float:
+def compute_clamped_exp(nats: float) -> float:
     """Return exp of a loss in nats, limited to the largest reportable perplexity; interval ends may exceed it."""
     return math.exp(min(nats, MAX_NLL))
 

@@ -172,7 +172,7 @@ def _estimate_least(
     except UserError as error:
         raise _UnknownMethodError from error
     if gpu_memory is None:
-        estimates = [estimate.without_maps() for estimate in estimates]
+        estimates = [estimate.drop_score_matrices() for estimate in estimates]
     return min(estimates, key=count_certain_bytes)
 
 

@@ -93,11 +93,11 @@ class Tracker:
             if record["kind"] != DIVERGED_KIND:
                 self._log(record["kind"], record)
 
-    def train(self, record: TrainRecord) -> None:
-        self._log("train", record.as_dict())
+    def report_training(self, record: TrainRecord) -> None:
+        self._log("train", record.to_dict())
 
-    def evaluation(self, record: ValidationRecord) -> None:
-        self._log(record.split, record.as_dict())
+    def report_validation(self, record: ValidationRecord) -> None:
+        self._log(record.split, record.to_dict())
 
     def _log(self, group: str, values: Mapping[str, Any]) -> None:
         self._log_scalars(values["step"], {f"{group}/{name}": value for name, value in list_scalars(values).items()})
@@ -148,7 +148,7 @@ class WeightsAndBiases(Tracker):
     def _log_scalars(self, step: int, scalars: dict[str, float]) -> None:
         self._run.log({STEP_METRIC: step, **scalars})
 
-    def divergence(self, record: DivergenceRecord) -> None:
+    def report_divergence(self, record: DivergenceRecord) -> None:
         self._run.summary["diverged"] = f"step {record.step}: {record.reason}"
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ class Trackio(Tracker):
         with _drop_output():
             self._run.log(scalars, step=step)
 
-    def divergence(self, record: DivergenceRecord) -> None:
+    def report_divergence(self, record: DivergenceRecord) -> None:
         with _drop_output():
             self._run.alert(title="diverged", text=record.reason, step=record.step)
 

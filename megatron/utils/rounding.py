@@ -69,7 +69,7 @@ class RoundingMode(TorchDispatchMode):
         """Return a perturbed sum x of a number of terms, the sum of whose magnitudes is `sizes`."""
         return x + torch.sqrt(torch.as_tensor(terms, device=x.device)) * sizes * self.draw_noise(x)
 
-    def factor(self, x: Tensor) -> Tensor:
+    def round_factor(self, x: Tensor) -> Tensor:
         """Round a factor of a product to the type.
 
         Values that the type represents exactly, such as inputs, are unchanged.
@@ -83,7 +83,7 @@ class RoundingMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if packet in RULES_BY_OP:
             found = RULES_BY_OP[packet](self, func, args, kwargs)
-            return tree_map(self.factor, found) if self.rounds_every_op else found
+            return tree_map(self.round_factor, found) if self.rounds_every_op else found
         out = func(*args, **kwargs)
         if not out.is_floating_point():
             return out
@@ -91,7 +91,7 @@ class RoundingMode(TorchDispatchMode):
             raise NotImplementedError(f"{func} has no rounding rule in {__file__}")
         disturbed = self.perturb(out, UNITS_BY_OP[packet])
         if self.rounds_every_op:
-            disturbed = self.factor(disturbed)
+            disturbed = self.round_factor(disturbed)
         return out.copy_(disturbed) if func._schema.is_mutable else disturbed
 
 
@@ -130,27 +130,27 @@ def _cumsum(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> 
 
 
 def _product(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
-    a, b = (mode.factor(x) for x in args)
+    a, b = (mode.round_factor(x) for x in args)
     out = mode.perturb_sum(func(a, b), a.shape[-1], func(a.abs(), b.abs()))
-    return mode.factor(out) if mode.stored else out
+    return mode.round_factor(out) if mode.stored else out
 
 
 def _addmm(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     c, a, b = args
-    a, b = mode.factor(a), mode.factor(b)
+    a, b = mode.round_factor(a), mode.round_factor(b)
     return mode.perturb_sum(func(c, a, b), a.shape[-1] + 1, func(c.abs(), a.abs(), b.abs()))
 
 
 def _convolution(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     x, weight, bias, *rest = args
-    x, weight = mode.factor(x), mode.factor(weight)
+    x, weight = mode.round_factor(x), mode.round_factor(weight)
     sizes = func(x.abs(), weight.abs(), None if bias is None else bias.abs(), *rest)
     return mode.perturb_sum(func(x, weight, bias, *rest), weight[0].numel() + 1, sizes)
 
 
 def _convolution_backward(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Tensor | None, ...]:
     gradient, x, weight, *rest = args
-    narrow, x, weight = mode.factor(gradient), mode.factor(x), mode.factor(weight)
+    narrow, x, weight = mode.round_factor(gradient), mode.round_factor(x), mode.round_factor(weight)
     found = list(func(narrow, x, weight, *rest))
     if found[2] is not None:  # the gradient of the constant is a sum, not a product
         found[2] = gradient.sum((0, *range(2, gradient.dim())))

@@ -84,13 +84,13 @@ def test_page_has_notes_on_some_keys():
 
 
 def test_lookup():
-    assert [row[0] for row in reference.lookup_keys("rotary-pct")] == ["rotary_pct"]
-    assert reference.lookup_keys("rotary-pct")[0][3] == "sets pos_emb_options.fraction of rotary"
-    found = {row[0]: row for row in reference.lookup_keys("num_layers")}
+    assert [row[0] for row in reference.find_keys("rotary-pct")] == ["rotary_pct"]
+    assert reference.find_keys("rotary-pct")[0][3] == "sets pos_emb_options.fraction of rotary"
+    found = {row[0]: row for row in reference.find_keys("num_layers")}
     assert found["num_layers"][1:3] == ("required", "whole number")
-    assert reference.lookup_keys("zero-init")[0][::3] == (
+    assert reference.find_keys("zero-init")[0][::3] == (
         "score_processor_options.zero_init",
         "an option of cdape and dape; see ./deepy.py positions",
     )
-    assert reference.lookup_keys("no such thing") == []
-    assert len(reference.lookup_keys("")) == len(list_config_keys())
+    assert reference.find_keys("no such thing") == []
+    assert len(reference.find_keys("")) == len(list_config_keys())

@@ -127,7 +127,7 @@ def test_strided_with_stride_one_is_the_sliding_window(running_mean: RunningMean
         assert record.nll == pytest.approx(statistics.fmean(losses), abs=ROUNDING)
         assert (record.windows, record.blocks) == (record.tokens, record.tokens // 11)
     # One window of L per token costs L times as much as non-overlapping windows.
-    assert found[1].flops == pytest.approx(running_mean.flops_per_token(11) / 3 * 11 * found[1].tokens)
+    assert found[1].flops == pytest.approx(running_mean.count_flops_per_token(11) / 3 * 11 * found[1].tokens)
 
 
 def test_sums_of_blocks_are_kept_for_comparisons(running_mean: RunningMean, tmp_path) -> None:

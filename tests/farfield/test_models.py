@@ -41,7 +41,7 @@ def test_losses_match_the_logits(model: farfield.Model) -> None:
     np.testing.assert_allclose(scores.losses[1], expected.numpy(), rtol=1e-5)
     assert scores.tokens[1].tolist() == window[1:].tolist()
     assert scores.perplexity == pytest.approx(math.exp(scores.losses.mean()))
-    assert scores.by_position()[3] == pytest.approx(scores.losses[:, 3].mean())
+    assert scores.average_by_position()[3] == pytest.approx(scores.losses[:, 3].mean())
 
 
 def test_the_last_targets_of_a_window_have_the_others_before_them(model: farfield.Model) -> None:

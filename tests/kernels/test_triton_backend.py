@@ -385,7 +385,7 @@ def test_a_model_trains_and_decodes_through_it(encoding: str, processor: str, re
         assert (mine - gradient).abs().max() <= TOLERANCE * max(gradient.abs().max().item(), largest / 100)
     gpt.eval()
     with torch.no_grad():
-        cache, whole = gpt.new_kv_cache(12), gpt(x)
+        cache, whole = gpt.create_kv_cache(12), gpt(x)
         parts = torch.cat([gpt(part, kv_cache=cache) for part in x.split([7, 1, 4], dim=1)], dim=1)
     torch.testing.assert_close(parts, whole, rtol=10 * TOLERANCE, atol=10 * TOLERANCE)
 

@@ -160,7 +160,7 @@ def plan_case(case: Case, backend: str) -> tuple[RehearsedRun, MemoryEstimate]:
     """Return the rehearsed run of a case, and the memory estimate of the measured rank."""
     config = load_config(case.configs.split(), [*case.keys, *BACKENDS[backend]]).config
     run = plan_rehearsal(config, case.gpus, None, VOCABULARY)
-    stage = run.sizes.coordinates(case.rank)["pipeline"]
+    stage = run.sizes.get_coordinates(case.rank)["pipeline"]
     estimate = estimate_memory(
         run.config, run.sizes, run.vocab_size, pipeline_stage=stage, gpu_bytes=get_gpu_model(CARD).memory
     )

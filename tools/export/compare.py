@@ -113,7 +113,7 @@ def read_exports(
 
 def get_export_folder_name(case: ExportCase) -> str:
     """Return the name of an export's folder: the names of its methods, shared by cases with the same exported code."""
-    position = case.config().position
+    position = case.build_config().position
     return "_".join(sorted({*position.encodings, *position.processors, *position.temperatures} - {"none"})) or "none"
 
 

@@ -103,7 +103,7 @@ def _find_conflict(config: Config) -> str | None:
 
 
 def _find_cohere2_conflict(config: Config) -> str | None:
-    layers = [config.position.for_layer(layer) for layer in range(config.model.num_layers)]
+    layers = [config.position.get_layer_options(layer) for layer in range(config.model.num_layers)]
     if any((own.encoding, own.window is None) not in (("rotary", False), ("none", True)) for own in layers):
         return "layers must have pos_emb rotary with a window, or pos_emb none without one"
     return _find_conflict(config) or find_window_conflict(config)

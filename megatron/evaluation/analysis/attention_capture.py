@@ -69,7 +69,7 @@ def run_forward(model: GPT, tokens: np.ndarray, hook: AttentionHook) -> None:
     """Run a forward pass over one window of tokens [L], and call the hook for each layer."""
     device = next(model.parameters()).device
     with capture_attention(model, hook):
-        model.hidden_states(torch.from_numpy(tokens.astype(np.int64))[None].to(device))
+        model.compute_hidden_states(torch.from_numpy(tokens.astype(np.int64))[None].to(device))
 
 
 def slice_from_row(inputs: AttentionInputs, first: int) -> AttentionInputs:

@@ -103,17 +103,17 @@ class BiasSeries:
 
     def sum_first(self, count: int) -> float:
         """Return the sum of the first `count` terms."""
-        return _exp(torch.logsumexp(self.bias[:count], 0).item())
+        return _compute_exp(torch.logsumexp(self.bias[:count], 0).item())
 
     @property
     def total(self) -> tuple[float, float]:
         """Lower and upper bound of Σ b_t over all t."""
         log_sum = torch.logsumexp(self.bias, 0).item()
         low, high = self.tail.log_remainder_bounds(len(self.bias))
-        return _exp(_log_add(log_sum, low)), _exp(_log_add(log_sum, high))
+        return _compute_exp(_log_add(log_sum, low)), _compute_exp(_log_add(log_sum, high))
 
 
-def _exp(x: float) -> float:
+def _compute_exp(x: float) -> float:
     """Return exp(x), or infinity on overflow."""
     return math.inf if x > 709 else math.exp(x)
 

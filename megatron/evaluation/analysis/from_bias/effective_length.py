@@ -16,7 +16,7 @@ from megatron.evaluation.analysis.analysis import Analysis, AnalysisContext, Blo
 from megatron.evaluation.analysis.bias_series import compute_terms, to_float64
 from megatron.position.encoding import Encoding
 from megatron.reports.charts import Chart
-from megatron.reports.curve_chart import HorizontalAxis, Line, build_line_chart
+from megatron.reports.curve_chart import ChartLine, HorizontalAxis, build_line_chart
 
 THRESHOLD = -2.0
 MAX_PLOTTED_DISTANCE = 20_480
@@ -140,7 +140,7 @@ def _build_chart(results: Mapping[str, EffectiveLengthResult], names: Sequence[s
         lengths = [length for _, heads in result for length in heads]
         counts = count_heads_within([length for length in lengths if length is not None], distances)
         shares = [100 * count / len(lengths) for count in counts]
-        lines.append(Line(name, list(zip(distances, shares, strict=True)), style=names.index(name)))
+        lines.append(ChartLine(name, list(zip(distances, shares, strict=True)), style=names.index(name)))
     return build_line_chart(
         "effective_length_chart",
         "Heads whose bias is below −2 at that distance",
