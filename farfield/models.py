@@ -308,7 +308,7 @@ class Model:
             tokens = np.zeros((0, 0))
         is_whole = tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not tokens.size)
         if not is_whole or (tokens.size and not 0 <= tokens.min() <= tokens.max() < size):
-            expected = f"tokens must be a list of whole numbers from 0 to {size - 1:,}"
+            expected = f"tokens must be a list of integers from 0 to {size - 1:,}"
             raise UserError(f"{name} is {describe_value(value)}; {others}{expected}")
         return tokens.astype(np.int64)
 

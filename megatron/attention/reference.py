@@ -366,7 +366,7 @@ def apply_weights(weights: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
 
 
 def compute_attention(inputs: AttentionInputs) -> Tensor:
-    """Compute attention of all rows at once with the whole score map materialized: [B, h, R, d]."""
+    """Compute attention of all rows at once with the full score matrix materialized: [B, h, R, d]."""
     output = apply_weights(compute_weights(inputs), inputs.v, inputs.dropout)
     processor = inputs.processor
     if processor is not None and processor.overrides("process_output"):

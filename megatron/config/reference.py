@@ -132,7 +132,7 @@ METHODS = {
 
 
 def describe_type(annotation: Any) -> str:
-    """Describe a type in words: `whole number`, `text or null`, `a · b · c`."""
+    """Describe a type in words: `integer`, `text or null`, `a · b · c`."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, UnionType):
         return " or ".join("null" if part is NoneType else describe_type(part) for part in inner)
@@ -145,7 +145,7 @@ def describe_type(annotation: Any) -> str:
         return f"list of ({kind})" if " or " in kind else f"list of {kind if '·' in kind else f'{kind}s'}"
     if origin is dict:
         return "mapping"
-    return {int: "whole number", float: "number", bool: "true or false", str: "text", list: "list"}.get(
+    return {int: "integer", float: "number", bool: "true or false", str: "text", list: "list"}.get(
         annotation, "mapping"
     )
 

@@ -232,13 +232,13 @@ def get_default_value(key: str) -> Any:
 SectionT = TypeVar("SectionT", bound=ConfigSection)
 
 EXPECTED_TYPES = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
     "float_type": "a number",
     "finite_number": "a finite number",
     "bool_type": "true or false",
     "string_type": "text",
-    "int_parsing": "a whole number",
+    "int_parsing": "an integer",
     "float_parsing": "a number",
     "bool_parsing": "true or false",
     "list_type": "a list",
@@ -264,7 +264,7 @@ def _list_valid_values(error: dict[str, Any], key: ConfigKey | None) -> str:
     if error_type in EXPECTED_TYPES:
         text = f"it must be {EXPECTED_TYPES[error_type]}"
         value = error["input"]
-        if isinstance(value, float) and value.is_integer() and EXPECTED_TYPES[error_type] == "a whole number":
+        if isinstance(value, float) and value.is_integer() and EXPECTED_TYPES[error_type] == "an integer":
             text += f", written {int(value)}"
         if error_type == "list_type" and key is not None and isinstance(value, str | int | float):
             text += f", written [{format_value(value)}]"

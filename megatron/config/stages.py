@@ -161,7 +161,7 @@ def _find_end_problems(entry: Mapping[str, Any], last_end: dict[str, float], *, 
     for key in given:
         value = entry[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1 or value < 1:
-            yield f"{key} is {format_value(value)}; it must be a whole number, at least 1"
+            yield f"{key} is {format_value(value)}; it must be an integer, at least 1"
         elif key == UNTIL and value > MAX_STEPS:
             yield f"{key} is {format_value(value)}; it must be at most {MAX_STEPS}"
         elif value <= last_end[key]:

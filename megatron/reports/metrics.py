@@ -59,7 +59,7 @@ class Metric:
     length_summary: tuple[str, str] | None = None
     """Both header lines of its column if a value summarizes several lengths; its record names the largest length."""
     is_count: bool = False
-    """True if values are whole numbers."""
+    """True if values are integers."""
     plot_scale: Literal["linear", "logarithmic"] = "linear"
     """Scale of plots. A logarithmic scale applies only if values differ by more than a factor of 4."""
 

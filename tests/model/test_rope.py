@@ -248,7 +248,7 @@ def test_only_rotary_layers_of_a_pattern_are_scaled() -> None:
         ({}, "longrope:nowhere.json", "nowhere.json"),
         ({}, "selfextend:4", "rope selfextend:4: neighbors is missing, as in selfextend:8,256"),
         ({}, "selfextend:9,4", "option group of rotary is 9; it must be at most neighbors 4"),
-        ({}, "rerope:2.5", "rope rerope:2.5: neighbors is 2.5; it must be a whole number"),
+        ({}, "rerope:2.5", "rope rerope:2.5: neighbors is 2.5; it must be an integer"),
         ({}, "rerope:4,5", "rope rerope:4,5: '5' must be OPTION=VALUE"),
         ({}, "pi", "rope pi: the factor is missing; it must be at least 1, as in pi:8"),
         ({}, "ntk:0.5", "rope ntk:0.5: factor is 0.5; it must be at least 1"),

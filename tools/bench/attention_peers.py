@@ -165,7 +165,7 @@ def build_exact_attention(problem: AttentionProblem) -> Attention:
 
 
 def _attend_with_recompute(inputs: AttentionInputs) -> Tensor:
-    """Recompute score maps in the backward pass, so that memory is linear in the length."""
+    """Recompute score matrices in the backward pass, so that memory is linear in the length."""
     return checkpoint(attend_as_fused, inputs, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -226,7 +226,7 @@ def _compute_bias(encoding: Encoding, n: Tensor) -> Tensor:
 
 
 def _build_handwritten(problem: AttentionProblem) -> Attention:
-    """Return attention with whole score maps, which the compiler may fuse."""
+    """Return attention with full score matrices, which the compiler may fuse."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))

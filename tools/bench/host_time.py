@@ -335,7 +335,7 @@ def main() -> None:
     parser.add_argument("--gpu", default="h100", help="emulated GPU (h100)")
     parser.add_argument("--no-flagship", action="store_true", help="skip the flagship")
     parser.add_argument(
-        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+        "--json", type=parse_output_path, help="output file of the record; its page is written next to it"
     )
     parser.add_argument("--case", type=Path, help="internal: measure the case of this file")
     arguments = parser.parse_args()

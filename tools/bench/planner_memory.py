@@ -312,7 +312,7 @@ def main() -> None:
     parser.add_argument("--measured", type=Path, help="record whose peaks are reused")
     parser.add_argument("--processes", type=int, default=1, help="number of ranks trained at a time, up to 8 GB each")
     parser.add_argument(
-        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+        "--json", type=parse_output_path, help="output file of the record; its page is written next to it"
     )
     arguments = parser.parse_args()
     cases = [case for case in CASES if (arguments.only or "") in " ".join((case.name, *case.keys))]

@@ -161,7 +161,7 @@ def main() -> None:
     """Export, read and compare all cases, and write the record."""
     parser = ToolParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+        "--json", type=parse_output_path, help="output file of the record; its page is written next to it"
     )
     parser.add_argument("--python", default=sys.executable, help="Python interpreter that reads the exports")
     arguments = parser.parse_args()

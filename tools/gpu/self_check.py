@@ -75,7 +75,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dim", type=int_at_least(2), default=64, help="head dimension")
     parser.add_argument("--width", type=int_at_least(1), help="width of the cdape processor; by default 32")
     parser.add_argument(
-        "--json", type=parse_record_path, help="output file of the records; the page is written beside it"
+        "--json", type=parse_record_path, help="output file of the records; the page is written next to it"
     )
     arguments = parser.parse_args()
     if arguments.width is not None and not set(arguments.methods) <= set(METHODS):

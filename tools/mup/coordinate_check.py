@@ -218,7 +218,7 @@ def parse_arguments() -> Any:
     parser.add_argument("--seeds", type=int_at_least(1), default=3)
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument(
-        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+        "--json", type=parse_output_path, help="output file of the record; its page is written next to it"
     )
     parser.add_argument("--png", type=parse_output_path, help="output file of the plot")
     return parser.parse_args()

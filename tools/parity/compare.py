@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--every", type=int_at_least(1), default=1, help="each layout runs every nth method, in turn")
     parser.add_argument("--layouts", help="only layouts whose description contains this text")
     parser.add_argument(
-        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+        "--json", type=parse_output_path, help="output file of the record; its page is written next to it"
     )
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.methods if name not in METHODS]:

@@ -13,7 +13,7 @@ FOLDER = "commands"
 EXAMPLES = "[bold]Examples[/]"
 TYPES = {
     "<str>": "text",
-    "<int range>": "whole number",
+    "<int range>": "integer",
     "<float range>": "number",
     "<path>": "path",
     "<list[str]>": "text, repeatable",

@@ -1,7 +1,7 @@
-"""Interface of an attention backend, limits on keeping score maps, and document masks.
+"""Interface of an attention backend, limits on keeping score matrices, and document masks.
 
-The limits concern score maps kept for the backward pass. Document masks include which backends and methods compute all
-documents of a row at once, and masks prepared before the layers.
+The limits concern score matrices kept for the backward pass. Document masks include which backends and methods compute
+all documents of a row at once, and masks prepared before the layers.
 
 This module does not import torch at run time, so that the memory planner can read the limits.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatron.position.processor import Processor
 
 MAX_KEYS_SAVED = 1024
-"""Maximum number of keys up to which `auto` keeps score maps in training: for small maps this is faster than
+"""Maximum number of keys up to which `auto` keeps score matrices in training: for small maps this is faster than
 recomputation."""
 
 MIN_ROWS_SAVED = 128

@@ -1,6 +1,6 @@
 """Attention in plain PyTorch.
 
-It uses the whole score map, blocks of query rows with their causal columns, or fused attention.
+It uses the full score matrix, blocks of query rows with their causal columns, or fused attention.
 
 Blocks halve the work. If they are recomputed in the backward pass, only q, k, v, the table over distances and the
 output are kept: memory linear in T. If they are kept, they take half of the memory of the whole map.
@@ -38,7 +38,7 @@ MAX_PACKED_HEAD_DIM = 256
 
 
 class EagerBackend:
-    """The reference: materializes the whole score map. Memory grows as T². All other backends are tested against it."""
+    """Reference that materializes the full score matrix, so memory grows as T². Tests compare other backends with it."""
 
     supports_document_starts = True
 
@@ -56,7 +56,7 @@ class EagerBackend:
 
 
 class ChunkedBackend:
-    """Blocks of query rows, one after another; the whole score map never exists.
+    """Blocks of query rows, one after another; the full score matrix never exists.
 
     Args:
         block_size: rows per block.

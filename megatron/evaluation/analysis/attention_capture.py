@@ -24,7 +24,7 @@ AttentionHook = Callable[[int, AttentionInputs], None]
 """Callback that receives a layer's index, from 0, and its attention inputs."""
 
 MAX_BLOCK_ELEMENTS = 1 << 20
-"""Maximum number of elements in a block of score maps, over all heads."""
+"""Maximum number of elements in a block of score matrices, over all heads."""
 
 
 class CapturingBackend:
@@ -98,5 +98,5 @@ def compute_attention_weights(block: AttentionInputs) -> torch.Tensor:
 
 
 def choose_block_size(inputs: AttentionInputs) -> int:
-    """Return the number of rows per block that bounds the size of score maps."""
+    """Return the number of rows per block that bounds the size of score matrices."""
     return max(1, MAX_BLOCK_ELEMENTS // (inputs.q.shape[0] * inputs.q.shape[1] * inputs.key.length))

@@ -51,7 +51,7 @@ def compute_terms(encoding: Encoding, distances: Tensor, row: int | None = None)
 
     Args:
         encoding: result of `to_float64`.
-        distances: whole numbers, float64 [N].
+        distances: integers, float64 [N].
         row: position i of the query, for an encoding whose bias depends on it. Its distances are then 0 … i, in this
             order, and `distances` is ignored.
     """
@@ -142,7 +142,7 @@ def sum_bias_series(encoding: Encoding, window: int | None = None, num_terms: in
 
 
 MAX_FIELD = 2**53
-"""Largest receptive field that is searched for; larger whole numbers are not exact in float64."""
+"""Largest receptive field that is searched for; larger integers are not exact in float64."""
 TIE_TOLERANCE = 1e-12
 """Relative difference below which sums are equal. Sums of 2^16 float64 terms are more accurate than this."""
 PLOTTED_EPSILONS: tuple[float, ...] = tuple(torch.linspace(1, 0, 50, dtype=torch.float64).tolist())
@@ -154,7 +154,7 @@ class ReceptiveField:
     """Receptive field, or its bounds."""
 
     low: float
-    """Lower bound: a whole number, or infinity if the series diverges."""
+    """Lower bound: an integer, or infinity if the series diverges."""
     high: float
     """Upper bound: equal to `low` if the field is known exactly; infinity if only a lower bound is known."""
 

@@ -25,7 +25,7 @@ class BinaryMultiplication(TransductionTask):
     def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
         if length > 2:
             inputs, first, second = sample_number_pairs(generator, count, length)
-            # Convolution before carries: whole numbers below n, which the FFT computes with an error of less than ½.
+            # Convolution before carries: integers below n, which the FFT computes with an error of less than ½.
             first, second = (np.fft.rfft(number, 2 * length) for number in (first, second))
             sums = np.rint(np.fft.irfft(first * second, 2 * length)[:, :length]).astype(np.int64)
             return inputs, terminate_bits(propagate_carries(sums), length)

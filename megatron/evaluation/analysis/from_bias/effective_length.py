@@ -37,7 +37,7 @@ def compute_effective_lengths(encoding: Encoding, window: int | None = None) -> 
         window: number of most recent keys that a token attends to, as if the bias were −∞ from this distance on.
 
     Returns:
-        A whole number; infinity if the bias stays above −2 at every distance up to 2^53; or None if it increases
+        An integer; infinity if the bias stays above −2 at every distance up to 2^53; or None if it increases
         anywhere up to 20,480, or is not a function of the distance.
     """
     max_length = math.inf if window is None else window
