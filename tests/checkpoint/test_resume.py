@@ -317,4 +317,4 @@ def test_a_start_reads_the_stored_configuration_and_the_tokenizer_once(
     assert reads == ["load_tokenizer_from_files"]
     reads.clear()
     train(tiny_config(corpus, tmp_path / "branch", load=str(trained), train_iters=5))
-    assert sorted(reads) == ["read_yaml", "load_tokenizer_from_files"]
+    assert sorted(reads) == ["load_tokenizer_from_files", "read_yaml"]

@@ -38,7 +38,7 @@ MAX_PACKED_HEAD_DIM = 256
 
 
 class EagerBackend:
-    """Reference that materializes the full score matrix, so memory grows as T². Tests compare other backends with it."""
+    """Reference that materializes the full score matrix, so memory grows as T². Tests compare others with it."""
 
     supports_document_starts = True
 
