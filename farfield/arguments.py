@@ -39,7 +39,7 @@ def to_integer(name: str, value: Any, least: int, largest: int | None = None) ->
         number = None
     if number is None or number < least or (largest is not None and number > largest):
         bounds = f"at least {least:,}" if largest is None else f"from {least:,} to {largest:,}"
-        raise UserError(f"{name} is {describe_value(value)}; it must be a whole number, {bounds}")
+        raise UserError(f"{name} is {describe_value(value)}; it must be an integer, {bounds}")
     return number
 
 

@@ -308,7 +308,7 @@ class Model:
             tokens = np.zeros((0, 0))
         is_whole = tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not tokens.size)
         if not is_whole or (tokens.size and not 0 <= tokens.min() <= tokens.max() < size):
-            expected = f"tokens must be a list of whole numbers from 0 to {size - 1:,}"
+            expected = f"tokens must be a list of integers from 0 to {size - 1:,}"
             raise UserError(f"{name} is {describe_value(value)}; {others}{expected}")
         return tokens.astype(np.int64)
 
@@ -338,7 +338,7 @@ class TokenLosses:
     def perplexity(self) -> float:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
-    def by_position(self) -> np.ndarray:
+    def average_by_position(self) -> np.ndarray:
         """Return the mean loss at each target position of the window, float64 [targets]."""
         mean: np.ndarray = self.losses.mean(axis=0)
         return mean

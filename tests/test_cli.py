@@ -17,7 +17,7 @@ from forked import Forked
 from permissions import unprivileged, unreadable
 
 from megatron.config.method_names import list_processor_values
-from megatron.config.reference import lookup_keys
+from megatron.config.reference import find_keys
 from megatron.position.catalog import list_encodings
 from megatron.utils.progress import IMPORTING
 
@@ -137,7 +137,7 @@ MISTAKES = {
     ("train", "162M", "local_setup", "device=cuda", "num_gpus=99"): "is not train_micro_batch_size_per_gpu 32 ×",
     ("train", "tiny", "num_gpus=2", "train_data_paths=[data/none]", "save=runs/none"): "no dataset data/none",
     ("evaluate",): "Missing argument",
-    ("evaluate", "run", "--window", "nonsense"): "--window is nonsense; it must be a whole number",
+    ("evaluate", "run", "--window", "nonsense"): "--window is nonsense; it must be an integer",
     ("evaluate", "run", "--windows", "0"): "--windows is 0; it must be at least 1",
     ("--window", "nonsense"): "it after its command: ./deepy.py evaluate … --window nonsense (see ./deepy.py --help)",
     ("evaluate", "nowhere"): "nowhere: no such folder",
@@ -190,7 +190,7 @@ MISTAKES = {
     ("evaluate", "run", "--tasks", "piqa", "--windows", "3"): "--windows applies to texts only, but --tasks is",
     ("analyze",): "no run given; expected a run folder, or a configuration with --config",
     ("analyze", "run", "--only", "kernel"): "--only: unknown analysis 'kernel'; did you mean kernels? choose from",
-    ("analyze", "run", "--layers", "a"): "error: item 1 of --layers is a; it must be a whole number",
+    ("analyze", "run", "--layers", "a"): "error: item 1 of --layers is a; it must be an integer",
     ("analyze", "run", "--lengths", "16,99999999"): "too few for the largest length; 99,999,999",
     ("analyze", "run", "--windows", "0"): "--windows is 0; it must be at least 1",
     ("analyze", "--config", "tiny.yml pos_emb=alibis", "-o", "out"): "alibi",
@@ -253,7 +253,7 @@ MISTAKES = {
     ("train", "train_iters", "=5", "tiny"): "train_iters =5: write key=value without spaces: train_iters=5",
     ("train", "tiny", "train_iters=-1"): "command line: train_iters is -1; it must be at least 1",
     ("train", "tiny", "--dry-run", "save=/proc/a/b"): "save is /proc/a/b, which cannot be written to",
-    ("train", "tiny", "train_iters=2020-01-01"): "train_iters is 2020-01-01; it must be a whole number",
+    ("train", "tiny", "train_iters=2020-01-01"): "train_iters is 2020-01-01; it must be an integer",
     ("status", "data"): "data: contains no run",
     ("nonsense",): "No such command 'nonsense'",
 }
@@ -481,7 +481,7 @@ def test_keys(tmp_path, inside):
 def test_keys_are_readable_in_80_columns(tmp_path, inside):
     """Keys are readable in 80 columns: each has its own line, and its description has nearly the full width."""
     lines = inside("keys", "zero", COLUMNS="80", cwd=tmp_path).stdout.splitlines()
-    found = lookup_keys("zero")
+    found = find_keys("zero")
     assert [line for line in lines if line and not line.startswith(" ")] == [row[0] for row in found]
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())
@@ -534,7 +534,7 @@ def test_unexpected_error_is_one_line_and_the_traceback_is_in_a_file(tmp_path, m
     def broken(pattern: str) -> None:
         raise ZeroDivisionError("by\nzero")
 
-    monkeypatch.setattr("megatron.config.reference.lookup_keys", broken)
+    monkeypatch.setattr("megatron.config.reference.find_keys", broken)
     done = inside("keys", cwd=tmp_path)
     assert done.returncode == 1
     found = re.fullmatch(r"error: ZeroDivisionError: by zero; the traceback is in (\S+)\n", done.stderr)

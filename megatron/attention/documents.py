@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron.attention.segments import ALL_SEQUENCES, SampleFunction, Segment, no_sampling
+from megatron.attention.segments import ALL_SEQUENCES, SampleFunction, Segment, skip_sampling
 from megatron.position.token_range import SampledPositions, TokenRange
 
 
@@ -67,7 +67,7 @@ def check_document_starts(starts: Tensor, batch: int, length: int) -> None:
         raise ValueError("document_starts must contain the column of the first token of each token's document")
 
 
-def split_documents(starts: Tensor, past: int = 0, sample: SampleFunction = no_sampling) -> tuple[Segment, ...]:
+def split_documents(starts: Tensor, past: int = 0, sample: SampleFunction = skip_sampling) -> tuple[Segment, ...]:
     """Return a segment for each document that has a token at column P or later.
 
     If all rows are divided equally, a segment covers all rows together.

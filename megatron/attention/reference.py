@@ -309,7 +309,7 @@ def _compute_logits(inputs: AttentionInputs) -> Tensor:
     visible = compute_visible_mask(inputs)
     if inputs.processor is not None:
         contribution = inputs.bias_contribution
-        rows = None if contribution is None else contribution.for_rows(inputs.query, inputs.key.length)
+        rows = None if contribution is None else contribution.select_rows(inputs.query, inputs.key.length)
         # If a row's logits depend on nothing before its first visible key, the mask is sufficient.
         edge = {}
         if inputs.document_starts is not None and inputs.processor.left_context > 0:
@@ -366,7 +366,7 @@ def apply_weights(weights: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
 
 
 def compute_attention(inputs: AttentionInputs) -> Tensor:
-    """Compute attention of all rows at once with the whole score map materialized: [B, h, R, d]."""
+    """Compute attention of all rows at once with the full score matrix materialized: [B, h, R, d]."""
     output = apply_weights(compute_weights(inputs), inputs.v, inputs.dropout)
     processor = inputs.processor
     if processor is not None and processor.overrides("process_output"):

@@ -96,7 +96,7 @@ def _select(x: Tensor, sequences: Tensor | slice, dim: int, start: int, length: 
     return x if start == 0 and length == x.shape[dim] else x.narrow(dim, start, length)
 
 
-def no_sampling(length: int) -> None:
+def skip_sampling(length: int) -> None:
     """Return None: positions are the indices themselves."""
 
 
@@ -104,7 +104,7 @@ def build_segments(
     length: int,
     mask: Tensor | None = None,
     past: int = 0,
-    sample: SampleFunction = no_sampling,
+    sample: SampleFunction = skip_sampling,
     capacity: int | None = None,
 ) -> tuple[Segment, ...]:
     """Build the segments of a batch.
@@ -200,7 +200,7 @@ def _build_padded_segments(
     left_padding = (mask.cumsum(dim=1) == 0).sum(dim=1)
     # No token sees padding after it, so that may stay, but it must not count if positions are sampled.
     right_padding = (mask.flip(1).cumsum(dim=1) == 0).sum(dim=1)
-    if sample is no_sampling:
+    if sample is skip_sampling:
         right_padding = torch.zeros_like(left_padding)
     for num_left, num_right in torch.stack([left_padding, right_padding], dim=1).unique(dim=0).tolist():
         first, end = max(num_left - past, 0), length - num_right

@@ -79,12 +79,12 @@ def check_architecture(config: Config, checkpoint: Path, stored: Config, *, fine
     Raises:
         UserError: names the first key that differs, with both values.
     """
-    new = {**config.architecture_keys(), **canonicalize_position_options(config.position)}
-    old = {**stored.architecture_keys(), **canonicalize_position_options(stored.position)}
+    new = {**config.get_architecture_keys(), **canonicalize_position_options(config.position)}
+    old = {**stored.get_architecture_keys(), **canonicalize_position_options(stored.position)}
     free: set[str] = set()
     if finetune:
         free.update(
-            config.keys_by_policy("context"),
+            config.get_keys_by_policy("context"),
             list_other_encoding_keys(config, stored),
             list_other_temperature_keys(config),
         )
@@ -121,7 +121,7 @@ def check_optimizer(config: Config, checkpoint: Path, stored: Config) -> None:
 
 def _list_changes(config: Config, stored: Config, *policies: ChangePolicy) -> Iterator[tuple[str, str, str]]:
     """Yield the keys of the given policies that differ, with the stored and the new value."""
-    new, old = config.keys_by_policy(*policies), stored.keys_by_policy(*policies)
+    new, old = config.get_keys_by_policy(*policies), stored.get_keys_by_policy(*policies)
     return ((key, _format_setting(old[key]), _format_setting(new[key])) for key in new if new[key] != old[key])
 
 

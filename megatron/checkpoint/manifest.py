@@ -65,7 +65,7 @@ def compute_checksums(checkpoint: Path, paths: Iterable[Path]) -> dict[str, File
     for path in paths:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-        entries[path.relative_to(checkpoint).as_posix()] = FileChecksum(path.stat().st_size, _crc32(path))
+        entries[path.relative_to(checkpoint).as_posix()] = FileChecksum(path.stat().st_size, _compute_crc32(path))
     return entries
 
 
@@ -172,7 +172,7 @@ def find_difference(
             return f"{name} has {size:,} bytes instead of {expected:,}"
     for name in sorted(entries, key=lambda name: (-entries[name].bytes, name))[rank::world_size] if checksums else ():
         try:
-            checksum = _crc32(folder / name)
+            checksum = _compute_crc32(folder / name)
         except OSError as error:
             return f"{name} cannot be read ({describe_cause(error)})"
         if checksum != entries[name].crc32:
@@ -222,7 +222,7 @@ def read_manifest(path: Path) -> dict[str, FileChecksum] | None:
         return None
 
 
-def _crc32(path: Path) -> str:
+def _compute_crc32(path: Path) -> str:
     """Return the CRC-32 of a file. Reading and computing release the GIL."""
     value = 0
     with open(path, "rb", buffering=0) as file:

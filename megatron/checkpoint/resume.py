@@ -204,7 +204,7 @@ def plan_resume(
 
     Raises:
         UserError: `load` has no checkpoint; `save` has checkpoints that this run would not continue; or the
-            checkpoint's model differs (`Config.architecture_keys`), with the key and both values.
+            checkpoint's model differs (`Config.get_architecture_keys`), with the key and both values.
         RunError: the requested checkpoint is damaged, or all checkpoints are.
     """
     options = config.checkpoint

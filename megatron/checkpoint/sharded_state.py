@@ -357,7 +357,7 @@ class ShardedStateReader:
         Raises RunError if the file is missing or damaged.
         """
         sizes = self.state.sizes
-        rank = mesh.rank if mesh.sizes == sizes else sizes.first_rank_of_data(mesh.data.index)
+        rank = mesh.rank if mesh.sizes == sizes else sizes.find_first_rank_of_data(mesh.data.index)
         if rank is None:
             return False
         path = get_rank_path(self.checkpoint, STATES, rank)

@@ -16,7 +16,7 @@ from megatron.cli.show import checkpoints, keys, positions, status, tasks, what_
 from megatron.cli.train import plan, rehearse, sweep, train
 from megatron.options.section import read_docstring
 from megatron.utils.errors import UserError
-from megatron.utils.project import PROGRAM, name_program
+from megatron.utils.project import PROGRAM, replace_program_name
 
 COMMANDS: tuple[tuple[Callable[..., Any], str], ...] = (
     (train, "docs/training.md"),
@@ -83,14 +83,14 @@ EMPTY_OPTIONS = ("-p", "--prompt")
 
 def format_help(text: str) -> str:
     """Format help for rich: wrap paragraphs to the terminal and keep indented lines."""
-    blocks = inspect.cleandoc(name_program(text)).split("\n\n")
+    blocks = inspect.cleandoc(replace_program_name(text)).split("\n\n")
     return "\n\n".join(block if block.startswith(" ") else " ".join(block.splitlines()) for block in blocks)
 
 
 app = typer.Typer(
     cls=Commands,
     name="deepy.py",
-    help=name_program("""Pretrain GPTs that extrapolate to lengths they were never trained on.
+    help=replace_program_name("""Pretrain GPTs that extrapolate to lengths they were never trained on.
 
     From text to a table in three steps:
 
@@ -109,7 +109,7 @@ app = typer.Typer(
 )
 
 
-def name_command(function: Callable[..., Any]) -> str:
+def get_command_name(function: Callable[..., Any]) -> str:
     """Return the name of a function's command."""
     return function.__name__.rstrip("_").replace("_", "-")
 
@@ -117,7 +117,7 @@ def name_command(function: Callable[..., Any]) -> str:
 def add_command(function: Callable[..., Any], page: str) -> None:
     """Add a command whose help is the function's docstring."""
     text = f"{format_help(read_docstring(function))}\n\nMore: {page}"
-    app.command(name_command(function), cls=Command, help=text)(function)
+    app.command(get_command_name(function), cls=Command, help=text)(function)
 
 
 for function, page in COMMANDS:
@@ -158,7 +158,7 @@ def _describe_device() -> str:
 
 
 @app.callback()
-def before_any_command(
+def handle_global_options(
     version: Annotated[
         bool,
         typer.Option(

@@ -79,7 +79,7 @@ ConfigFolder = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON array instead of a table.")]
 
 
-def with_options(section: type[ConfigSection], exclude: Sequence[str] = ()) -> Callable[..., Any]:
+def add_section_options(section: type[ConfigSection], exclude: Sequence[str] = ()) -> Callable[..., Any]:
     """Add one option per key of a section to a command that takes `**options`, with type, bounds, default and help."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron.cli.arguments import print_notes, print_to_stderr, with_options
+from megatron.cli.arguments import add_section_options, print_notes, print_to_stderr
 from megatron.options.commands import ExportOptions, ImportOptions
 from megatron.options.data import SPLITS, CorpusOptions, DataOptions
 from megatron.utils.errors import UserError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron.data.corpus_metadata import CorpusInfo
 
 
-@with_options(ImportOptions)
+@add_section_options(ImportOptions)
 def import_(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Model folder or checkpoint.", show_default=False)],
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder to create.", show_default=False)],
@@ -67,7 +67,7 @@ def import_(
     )
 
 
-@with_options(ExportOptions)
+@add_section_options(ExportOptions)
 def export(
     run: Annotated[
         str,
@@ -130,7 +130,7 @@ def check_refresh_options(request: ExportOptions, folder: Path | None) -> None:
             raise UserError(f"{name} is {value}, which --refresh does not change; omit it")
 
 
-@with_options(CorpusOptions)
+@add_section_options(CorpusOptions)
 def prepare(
     sources: Annotated[
         list[str],
@@ -198,7 +198,7 @@ def _describe_rows(corpus: CorpusInfo) -> list[str]:
     from megatron.data.indexed_dataset import open_indexed
 
     largest = max(corpus.splits, key=lambda split: corpus.splits[split].tokens)
-    lengths = open_indexed(corpus.prefix(largest)).lengths
+    lengths = open_indexed(corpus.get_dataset_prefix(largest)).lengths
     shares = [(length, compute_crossing_fraction(lengths, length)) for length in ROW_LENGTHS]
     percentages = [(length, f"{share:.0%}") for length, share in shares if share is not None]
     parts = [f"{percentage} of {length:,}-token rows" for length, percentage in percentages if percentage != "0%"]
@@ -232,12 +232,12 @@ def _print_summary(console: Console, corpus: CorpusInfo) -> None:
     for note in corpus.notes:
         _print_note(console, note)
     keys = {"train": "train_data_paths", "valid": "valid_data_paths", "test": "test_data_paths"}
-    paths = [f"{keys[split]}=[{corpus.prefix(split)}]" for split in corpus.splits if split in keys]
+    paths = [f"{keys[split]}=[{corpus.get_dataset_prefix(split)}]" for split in corpus.splits if split in keys]
     if not paths:
         from megatron.data.blend import compute_sequence_range
 
         (split, size), *_ = corpus.splits.items()
-        paths = [f"data_path={corpus.prefix(split)}"]
+        paths = [f"data_path={corpus.get_dataset_prefix(split)}"]
         default = DataOptions.model_fields["split"].default
         ranges = (compute_sequence_range(default, part, size.documents) for part in SPLITS)
         if any(taken is None or taken[0] == taken[1] for taken in ranges):

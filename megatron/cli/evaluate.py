@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron.cli.arguments import open_clean_console, print_to_stderr, with_options
+from megatron.cli.arguments import add_section_options, open_clean_console, print_to_stderr
 from megatron.options.commands import AnalysisOptions, GenerationOptions, ReportOptions
 from megatron.options.evaluation import EvaluationOptions, TaskOptions
 from megatron.utils.errors import UserError, forbid_exits
 
 
-@with_options(TaskOptions)
-@with_options(EvaluationOptions, exclude=("multiples",))
+@add_section_options(TaskOptions)
+@add_section_options(EvaluationOptions, exclude=("multiples",))
 def evaluate(
     runs: Annotated[list[str], typer.Argument(metavar="RUN…", help="Run folders or checkpoints.", show_default=False)],
     output: Annotated[
@@ -66,7 +66,7 @@ def evaluate(
         evaluate_tasks(runs, parse_section(TaskOptions, task_options), request, output=output, console=console)
 
 
-@with_options(AnalysisOptions, exclude=("multiples",))
+@add_section_options(AnalysisOptions, exclude=("multiples",))
 def analyze(
     runs: Annotated[
         list[str] | None, typer.Argument(metavar="RUN…", help="Run folders or checkpoints.", show_default=False)
@@ -116,7 +116,7 @@ def analyze(
         run_analyses(runs or (), request, configs=config or (), output=output, console=console)
 
 
-@with_options(GenerationOptions)
+@add_section_options(GenerationOptions)
 def generate(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint.", show_default=False)],
     prompt: Annotated[
@@ -170,7 +170,7 @@ def generate(
 DEFAULT_PORT = 8800
 
 
-@with_options(ReportOptions)
+@add_section_options(ReportOptions)
 def report(
     results: Annotated[
         list[Path],

@@ -32,8 +32,8 @@ from megatron.utils.errors import (
     to_path_error,
 )
 from megatron.utils.output import redirect_to_null, set_ascii_fallback
-from megatron.utils.project import name_program
-from megatron.utils.signals import StoppedBySignal, describe_signal, exit_on_signal, raising_on_signals
+from megatron.utils.project import replace_program_name
+from megatron.utils.signals import StoppedBySignal, describe_signal, exit_on_signal, raise_on_signals
 
 BROKEN_PIPE_EXIT_CODE = 128 + signal.SIGPIPE
 
@@ -68,7 +68,7 @@ def run_command(app: Any, name: str) -> int:
     _prepare_streams()
     _prepare_terminal_size()
     _print_own_warnings()
-    with raising_on_signals(replacing=(exit_on_signal,)):
+    with raise_on_signals(replacing=(exit_on_signal,)):
         try:
             return _run_app(app, name)
         except (KeyboardInterrupt, StoppedBySignal) as error:
@@ -128,7 +128,7 @@ def _run_app(app: Any, name: str) -> int:
 
 def _print_error(message: str) -> None:
     with suppress(OSError):  # the terminal may be closed
-        for line in name_program(message).splitlines() or [""]:
+        for line in replace_program_name(message).splitlines() or [""]:
             print(f"error: {line}", file=sys.stderr)
 
 

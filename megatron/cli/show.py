@@ -15,7 +15,7 @@ from megatron.utils.errors import UserError
 from megatron.utils.formatting import format_quantity
 
 if TYPE_CHECKING:
-    from megatron.training.batch_contents import BatchHistory, BatchRow, Reading
+    from megatron.training.batch_contents import BatchHistory, BatchRow, StepAttempt
 
 
 def keys(
@@ -32,7 +32,7 @@ def keys(
         return
     from rich.markup import escape
 
-    matches = reference.lookup_keys(pattern)
+    matches = reference.find_keys(pattern)
     if not matches:
         hint = reference.find_nearest_key(pattern) or "`./deepy.py keys` lists all"
         raise UserError(f"no key contains {pattern!r}; {hint}")
@@ -213,12 +213,12 @@ def what_was_in(
 
         history = BatchHistory(run)
         for step in wanted:
-            for reading in history.find_readings(step):
-                described = describe_reading(history, reading, rank, limit)
+            for attempt in history.find_attempts(step):
+                described = describe_attempt(history, attempt, rank, limit)
                 if as_json:
                     found.append(described)
                 else:
-                    print("\n".join(format_reading(described)), flush=True)
+                    print("\n".join(format_attempt(described)), flush=True)
     if as_json:
         print(json.dumps(found, indent=2))
 
@@ -239,28 +239,28 @@ def parse_steps(texts: list[str]) -> list[int]:
     return list(steps)
 
 
-def describe_reading(history: BatchHistory, reading: Reading, rank: int | None, limit: int) -> dict[str, Any]:
+def describe_attempt(history: BatchHistory, attempt: StepAttempt, rank: int | None, limit: int) -> dict[str, Any]:
     """Return a batch as plain values: its step, loss and rows with their documents. limit: characters of a text."""
-    order = reading.order
+    order = attempt.order
     if rank is not None and rank >= order.num_ranks:
-        raise UserError(f"--rank {rank}: step {reading.step} has data-parallel ranks 0 to {order.num_ranks - 1}")
-    loss = None if reading.is_rolled_back else history.find_loss(reading.step)
+        raise UserError(f"--rank {rank}: step {attempt.step} has data-parallel ranks 0 to {order.num_ranks - 1}")
+    loss = None if attempt.is_rolled_back else history.find_loss(attempt.step)
     return {
-        "step": reading.step,
-        "rolled_back": reading.is_rolled_back,
-        "note": reading.note,
+        "step": attempt.step,
+        "rolled_back": attempt.is_rolled_back,
+        "note": attempt.note,
         "loss": None if loss is None else loss[0],
         "loss_steps": None if loss is None else list(loss[1:]),
         "data_ranks": order.num_ranks,
-        "samples_before": reading.samples,
-        "rows": [_describe_row(reading, row, limit) for row in order.read_rows(reading.samples, rank)],
+        "samples_before": attempt.samples,
+        "rows": [_describe_row(attempt, row, limit) for row in order.read_rows(attempt.samples, rank)],
     }
 
 
-def _describe_row(reading: Reading, row: BatchRow, limit: int) -> dict[str, Any]:
+def _describe_row(attempt: StepAttempt, row: BatchRow, limit: int) -> dict[str, Any]:
     from megatron.data.gpt_dataset import list_document_parts
 
-    order = reading.order
+    order = attempt.order
     values: dict[str, Any] = {
         "rank": row.rank,
         "micro_batch": row.micro_batch,
@@ -295,7 +295,7 @@ def escape_control_characters(text: str) -> str:
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
-def format_reading(described: dict[str, Any]) -> Iterator[str]:
+def format_attempt(described: dict[str, Any]) -> Iterator[str]:
     """Yield the lines that show a batch."""
     loss = "loss not recorded"
     if described["rolled_back"]:

@@ -9,11 +9,11 @@ import typer
 from megatron.cli.arguments import (
     Arguments,
     ConfigFolder,
+    add_section_options,
     load_config_arguments,
     print_notes,
     print_to_stderr,
     split_arguments,
-    with_options,
 )
 from megatron.options.commands import PlanOptions, RehearseOptions
 
@@ -62,7 +62,7 @@ def train(
 GPT2_VOCAB_SIZE = 50257
 
 
-@with_options(PlanOptions)
+@add_section_options(PlanOptions)
 def plan(
     arguments: Arguments,
     conf_dir: ConfigFolder = None,
@@ -119,7 +119,7 @@ def _find_vocab_size(config: Config, vocab_size: int | None) -> int:
     return GPT2_VOCAB_SIZE
 
 
-@with_options(RehearseOptions)
+@add_section_options(RehearseOptions)
 def rehearse(
     arguments: Arguments,
     conf_dir: ConfigFolder = None,

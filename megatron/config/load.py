@@ -39,7 +39,7 @@ from megatron.config.stages import ENDS
 from megatron.config.validation import describe_unknown_method, validate_config
 from megatron.config.yaml_files import YamlDocument, format_value, parse_scalar, read_yaml
 from megatron.options.data import DataOptions
-from megatron.options.model import GATED_ACTIVATIONS, MAX_SIZE, ModelOptions, ffn_hidden_size
+from megatron.options.model import GATED_ACTIVATIONS, MAX_SIZE, ModelOptions, get_ffn_hidden_size
 from megatron.options.training import SCHEDULE_KEYS
 from megatron.position.catalog import list_encodings
 from megatron.utils.errors import UserError
@@ -139,7 +139,7 @@ def find_config(name: str | os.PathLike[str], search: Sequence[str | os.PathLike
     """
     text = os.fspath(name)
     direct_paths = [Path(text + suffix) for suffix in CONFIG_SUFFIXES]
-    folders = [_config_folder(folder) for folder in search] if search is not None else _list_config_folders()
+    folders = [_resolve_config_folder(folder) for folder in search] if search is not None else _list_config_folders()
     in_folders = [path for folder in folders for path in (folder / (text + suffix) for suffix in CONFIG_SUFFIXES)]
     for path in [*in_folders, *direct_paths] if search is not None else [*direct_paths, *in_folders]:
         if path.is_file():
@@ -172,7 +172,7 @@ def _suggest_config(stem: str, config_names: set[str]) -> str:
     return f"; {hint}" if hint else ""
 
 
-def _config_folder(folder: str | os.PathLike[str]) -> Path:
+def _resolve_config_folder(folder: str | os.PathLike[str]) -> Path:
     path = Path(folder)
     if not path.is_dir() and path.name == SHIPPED_CONFIGS.name:
         path = SHIPPED_CONFIGS  # `-d configs` from any directory
@@ -303,7 +303,7 @@ def _note_gated_width(model: ModelOptions, layers: ConfigLayers) -> None:
         where = layers.locate(("intermediate_size",)) or layers.locate(("activation",))
         layers.notes.append(
             f"{where}: with activation {model.activation}, {size} gives a feed-forward width of "
-            f"{ffn_hidden_size(model)} (a third), as in GPT-NeoX"
+            f"{get_ffn_hidden_size(model)} (a third), as in GPT-NeoX"
         )
 
 

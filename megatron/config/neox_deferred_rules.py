@@ -99,7 +99,7 @@ class MethodOptionAlias(DeferredRule):
     def describe(self, name: str) -> str:
         return f"sets {', and '.join(option.describe(name) for option in self.options)}"
 
-    def reference_rows(self) -> list[list[str]]:
+    def build_reference_rows(self) -> list[list[str]]:
         options = ", and ".join(option.describe(self.key, code="`") for option in self.options)
         return [[f"`{self.key}`", f"sets {options}; no effect on others"]]
 
@@ -137,7 +137,7 @@ class FractionOf(DeferredRule):
     def describe(self, name: str) -> str:
         return f"sets {self.farfield_key} = {name} × {self.base_key}"
 
-    def reference_rows(self) -> list[list[str]]:
+    def build_reference_rows(self) -> list[list[str]]:
         return [[f"`{self.key}`", f"`{self.farfield_key}` = {self.key} × `{self.base_key}`"]]
 
 
@@ -168,7 +168,7 @@ class ValueSwitch(DeferredRule):
         meanings = " and ".join(f"{old} to {new}" for old, new in self.values.items())
         return f"true changes {self.farfield_key} from {meanings} here"
 
-    def reference_rows(self) -> list[list[str]]:
+    def build_reference_rows(self) -> list[list[str]]:
         return [
             [f"`{self.key}`", f"true: `{self.farfield_key}: {new}` instead of `{self.farfield_key}: {old}`"]
             for old, new in self.values.items()
@@ -225,7 +225,7 @@ class StepSwitch(DeferredRule):
         meanings = (f"{farfield_key} = {step.describe()} ({step.default})" for farfield_key, step in self.steps.items())
         return f"true means {' and '.join(meanings)} here"
 
-    def reference_rows(self) -> list[list[str]]:
+    def build_reference_rows(self) -> list[list[str]]:
         meanings = (
             f"`{farfield_key}` = {step.describe()} ({step.default})" for farfield_key, step in self.steps.items()
         )
@@ -250,7 +250,7 @@ class StepKeyRule(DeferredRule):
     def describe(self, name: str) -> str:
         return f"read with {' and '.join(self.switches)}"
 
-    def reference_rows(self) -> list[list[str]]:
+    def build_reference_rows(self) -> list[list[str]]:
         return [[f"`{self.step.key}`", f"read with {format_code(self.switches)}"]]
 
 
@@ -289,7 +289,7 @@ class WindowSize(DeferredRule):
     def describe(self, name: str) -> str:
         return f"[n, 0] sets {self.farfield_key} to n + 1 here"
 
-    def reference_rows(self) -> list[list[str]]:
+    def build_reference_rows(self) -> list[list[str]]:
         return [[f"`{self.key}`", f"`{self.farfield_key}`: [n, 0] is n + 1, counting the token itself"]]
 
 
@@ -353,7 +353,7 @@ class LayerFrequency(DeferredRule):
     def describe(self, name: str) -> str:
         return f"n sets {self.farfield_key} to {format_value(self.other)} in every n-th layer here"
 
-    def reference_rows(self) -> list[list[str]]:
+    def build_reference_rows(self) -> list[list[str]]:
         other = format_value(self.other)
         return [
             [
@@ -427,5 +427,5 @@ class JointSwitches(NeoxRule):
         others = " and ".join(key for key in self.keys if key != name)
         return f"together with {others} is {self._describe(self.on_value)}"
 
-    def reference_rows(self) -> list[list[str]]:
+    def build_reference_rows(self) -> list[list[str]]:
         return [[format_code(self.keys), f"together: `{self.farfield_key}`, {self.on_value} or {self.off_value}"]]

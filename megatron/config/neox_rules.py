@@ -47,7 +47,7 @@ class NeoxRule(KeyRule):
         """Describe the handling of a key in one line."""
         raise NotImplementedError
 
-    def reference_rows(self) -> list[list[str]]:
+    def build_reference_rows(self) -> list[list[str]]:
         """Return the rows of the rule in the tables of `docs/configuration.md`."""
         raise NotImplementedError
 
@@ -109,7 +109,7 @@ class Alias(OneKeyRule):
     def describe(self, name: str) -> str:
         return f"is {self.farfield_key}{self._describe_values()} here"
 
-    def reference_rows(self) -> list[list[str]]:
+    def build_reference_rows(self) -> list[list[str]]:
         return [[f"`{self.key}`", f"`{self.farfield_key}`{self._describe_values()}"]]
 
     def _describe_offset(self) -> str:
@@ -140,7 +140,7 @@ class Ignored(NeoxRule):
     def describe(self, name: str) -> str:
         return f"no effect: {self.reason}"
 
-    def reference_rows(self) -> list[list[str]]:
+    def build_reference_rows(self) -> list[list[str]]:
         return [[format_code(self.keys), self.reason]]
 
 
@@ -165,7 +165,7 @@ class Unsupported(NeoxRule):
     def describe(self, name: str) -> str:
         return f"not supported: {self.advice}"
 
-    def reference_rows(self) -> list[list[str]]:
+    def build_reference_rows(self) -> list[list[str]]:
         accepted = [format_value(value) for value in self.accepted_values if value is not None]
         return [[format_code(self.keys), self.advice, " · ".join(accepted)]]
 
@@ -205,7 +205,7 @@ class ValidatedNoop(DeferredRule):
     def describe(self, name: str) -> str:
         return f"no effect: {self.reason}"
 
-    def reference_rows(self) -> list[list[str]]:
+    def build_reference_rows(self) -> list[list[str]]:
         return [[f"`{self.key}`", f"{self.reason}; rejected if it would have an effect"]]
 
 
@@ -245,7 +245,7 @@ class PositionAlias(ValueRule):
     decays: bool = False
     """True if the encoding has parameters, to which GPT-NeoX applies weight decay."""
 
-    def farfield_keys(self) -> dict[KeyPath, Any]:
+    def get_farfield_keys(self) -> dict[KeyPath, Any]:
         """Return our keys as paths, with their values."""
         values = {
             "pos_emb": self.encoding,
@@ -264,9 +264,9 @@ class PositionAlias(ValueRule):
         )
         meaning += ", decay_positions: true" if self.decays else ""
         layers.notes.append(f"{setting.where}: pos_emb {setting.value} is {meaning} here")
-        yield from self.farfield_keys().items()
+        yield from self.get_farfield_keys().items()
 
     def describe(self, code: str = "") -> str:
         """Describe our keys and values in one line. code: delimiter around each."""
-        values = {".".join(path): value for path, value in self.farfield_keys().items() if value is not False}
+        values = {".".join(path): value for path, value in self.get_farfield_keys().items() if value is not False}
         return ", ".join(f"{code}{key}: {format_value(value)}{code}" for key, value in values.items())

@@ -82,7 +82,7 @@ def override_position(
         position = _scale_rotary(model, position, rope)
     if window is not None:
         if not isinstance(window, int) or window < 1:
-            raise UserError(f"window is {window!r}; it must be a whole number, at least 1")
+            raise UserError(f"window is {window!r}; it must be an integer, at least 1")
         position = position.replace(attention_window=window)
     if attention_mask is not None:
         position = position.replace(attention_mask=attention_mask)
@@ -159,7 +159,7 @@ def parse_rope(text: str) -> dict[str, Any]:
             if option not in parts:
                 raise UserError(f"rope {text}: {option} is missing, as in {ROPE_EXAMPLES[scaling]}")
             if not isinstance(parts[option], int):
-                raise UserError(f"rope {text}: {option} is {parts[option]!r}; it must be a whole number")
+                raise UserError(f"rope {text}: {option} is {parts[option]!r}; it must be an integer")
         return {"scaling": scaling, **parts}
     if parts.get("factor", 0) < 1:
         given = f"factor is {parts['factor']}" if "factor" in parts else "the factor is missing"

@@ -132,7 +132,7 @@ METHODS = {
 
 
 def describe_type(annotation: Any) -> str:
-    """Describe a type in words: `whole number`, `text or null`, `a · b · c`."""
+    """Describe a type in words: `integer`, `text or null`, `a · b · c`."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, UnionType):
         return " or ".join("null" if part is NoneType else describe_type(part) for part in inner)
@@ -145,17 +145,17 @@ def describe_type(annotation: Any) -> str:
         return f"list of ({kind})" if " or " in kind else f"list of {kind if '·' in kind else f'{kind}s'}"
     if origin is dict:
         return "mapping"
-    return {int: "whole number", float: "number", bool: "true or false", str: "text", list: "list"}.get(
+    return {int: "integer", float: "number", bool: "true or false", str: "text", list: "list"}.get(
         annotation, "mapping"
     )
 
 
 def describe_default(key: ConfigKey) -> str:
     """Return the default as written in YAML, or `required`."""
-    return "" if key.opens else _default(key.field)
+    return "" if key.opens else _format_field_default(key.field)
 
 
-def _default(field: FieldInfo) -> str:
+def _format_field_default(field: FieldInfo) -> str:
     if field.default_factory is not None:
         default = field.default_factory()  # type: ignore[call-arg]
         return "" if isinstance(default, ConfigSection) else format_value(default)
@@ -180,7 +180,7 @@ def _format_section(name: str) -> str:
 
 def _format_options(introduction: str, sections: dict[str, type[ConfigSection]]) -> str:
     rows = [
-        [f"`{path}.{name}`", _default(field), describe_type(field.annotation), field.description or ""]
+        [f"`{path}.{name}`", _format_field_default(field), describe_type(field.annotation), field.description or ""]
         for path, section in sections.items()
         for name, field in section.model_fields.items()
     ]
@@ -226,7 +226,7 @@ def _format_unsupported() -> str:
 
 
 def _list_rule_rows(rules: Iterable[NeoxRule]) -> list[list[str]]:
-    return [row for rule in rules for row in rule.reference_rows()]
+    return [row for rule in rules for row in rule.build_reference_rows()]
 
 
 def build_reference() -> str:
@@ -245,7 +245,7 @@ def build_reference() -> str:
     )
 
 
-def lookup_keys(pattern: str) -> list[tuple[str, str, str, str]]:
+def find_keys(pattern: str) -> list[tuple[str, str, str, str]]:
     """Return the keys whose name or description contains a text: (key, default, values, meaning).
 
     Our keys come first, then position encodings and score processors by all their names, their options, and the keys of
@@ -259,8 +259,8 @@ def lookup_keys(pattern: str) -> list[tuple[str, str, str, str]]:
     ]
     if not text:
         return rows
-    rows += _lookup_methods(text)
-    rows += [row for row in _lookup_method_options() if text in row[0]]
+    rows += _find_methods(text)
+    rows += [row for row in _list_method_options() if text in row[0]]
     return rows + [(name, "", "", rule.describe(name)) for name, rule in neox_keys.RULES.items() if text in name]
 
 
@@ -270,7 +270,7 @@ def find_nearest_key(pattern: str) -> str:
     return suggest_names(pattern.replace("-", "_"), [*own_names, *neox_keys.RULES], max_suggestions=3)
 
 
-def _lookup_methods(text: str) -> list[tuple[str, str, str, str]]:
+def _find_methods(text: str) -> list[tuple[str, str, str, str]]:
     """Find methods with a name that contains a text: `rope` finds `pos_emb: rotary`."""
     rows = []
     for key, list_methods in METHODS.items():
@@ -283,7 +283,7 @@ def _lookup_methods(text: str) -> list[tuple[str, str, str, str]]:
     return rows + [(f"pos_emb: {name}", "", "", alias.describe()) for name, alias in aliases]
 
 
-def _lookup_method_options() -> list[tuple[str, str, str, str]]:
+def _list_method_options() -> list[tuple[str, str, str, str]]:
     methods_by_option: dict[str, list[str]] = {}
     for key, list_methods in METHODS.items():
         for method in list_methods():

@@ -83,7 +83,7 @@ class Config(BaseModel):
             sections[name] = sections[name].model_dump(exclude_unset=True) | values
         return Config.model_validate(sections)
 
-    def keys_by_policy(self, *policies: ChangePolicy, defaults: bool = True) -> dict[str, Any]:
+    def get_keys_by_policy(self, *policies: ChangePolicy, defaults: bool = True) -> dict[str, Any]:
         """Return the keys of some policies with their values; nested keys have dotted names.
 
         defaults: include keys that have their default.
@@ -99,14 +99,14 @@ class Config(BaseModel):
                     values[key.name] = value
         return values
 
-    def architecture_keys(self) -> dict[str, Any]:
+    def get_architecture_keys(self) -> dict[str, Any]:
         """Return the keys that determine which function the trained weights compute.
 
         A resumed run must agree in all of them.
         """
-        return self.keys_by_policy("architecture", "context")
+        return self.get_keys_by_policy("architecture", "context")
 
-    def training_fingerprint(self, *, defaults: bool = True) -> dict[str, Any]:
+    def get_training_fingerprint(self, *, defaults: bool = True) -> dict[str, Any]:
         """Return the keys that decide the training; runs that agree in them differ by rounding only.
 
         defaults: include keys that have their default.
@@ -114,7 +114,7 @@ class Config(BaseModel):
         policies: tuple[ChangePolicy, ...] = (
             "architecture", "context", "initialization", "data", "numerics", "schedule"
         )  # fmt: skip
-        return self.keys_by_policy(*policies, defaults=defaults)
+        return self.get_keys_by_policy(*policies, defaults=defaults)
 
     def compute_training_digest(self, **circumstances: Any) -> str:
         """Return a hash of the training without its seed. Runs with equal digests differ only in their seeds.
@@ -123,7 +123,7 @@ class Config(BaseModel):
 
         circumstances: facts outside the configuration that decide the training; None is left out.
         """
-        keys = {key: value for key, value in self.training_fingerprint(defaults=False).items() if key != "seed"}
+        keys = {key: value for key, value in self.get_training_fingerprint(defaults=False).items() if key != "seed"}
         decisive = keys | {name: fact for name, fact in circumstances.items() if fact is not None}
         return hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -233,13 +233,13 @@ def get_default_value(key: str) -> Any:
 SectionT = TypeVar("SectionT", bound=ConfigSection)
 
 EXPECTED_TYPES = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
     "float_type": "a number",
     "finite_number": "a finite number",
     "bool_type": "true or false",
     "string_type": "text",
-    "int_parsing": "a whole number",
+    "int_parsing": "an integer",
     "float_parsing": "a number",
     "bool_parsing": "true or false",
     "list_type": "a list",
@@ -273,7 +273,7 @@ def _list_valid_values(error: dict[str, Any], key: ConfigKey | None) -> str:
     if error_type in EXPECTED_TYPES:
         text = f"it must be {EXPECTED_TYPES[error_type]}"
         value = error["input"]
-        if isinstance(value, float) and value.is_integer() and EXPECTED_TYPES[error_type] == "a whole number":
+        if isinstance(value, float) and value.is_integer() and EXPECTED_TYPES[error_type] == "an integer":
             text += f", written {int(value)}"
         if error_type == "list_type" and key is not None and isinstance(value, str | int | float):
             text += f", written [{format_value(value)}]"

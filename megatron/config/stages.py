@@ -162,7 +162,7 @@ def _find_end_problems(entry: Mapping[str, Any], last_end: dict[str, float], *, 
     for key in given:
         value = entry[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1 or value < 1:
-            yield f"{key} is {format_value(value)}; it must be a whole number, at least 1"
+            yield f"{key} is {format_value(value)}; it must be an integer, at least 1"
         elif key == UNTIL and value > MAX_STEPS:
             yield f"{key} is {format_value(value)}; it must be at most {MAX_STEPS}"
         elif value <= last_end[key]:
@@ -343,7 +343,7 @@ def _resolve_batch_sizes(before: Config, after: Config, changes: Mapping[str, An
 def _list_changes(before: Config, after: Config) -> list[str]:
     """List the changed keys of two configurations as `key: old → new`."""
     policies: tuple[ChangePolicy, ...] = ("architecture", "context", "data", "numerics", "schedule", "machine")
-    old, new = before.keys_by_policy(*policies), after.keys_by_policy(*policies)
+    old, new = before.get_keys_by_policy(*policies), after.get_keys_by_policy(*policies)
     lines = []
     for key, value in new.items():
         if value == old.get(key) or key in (MICRO_BATCH_KEY, ACCUMULATION_KEY):

@@ -173,7 +173,7 @@ def _validate_attention_backend(config: Config) -> Iterator[ConfigProblem]:
     """Reject an explicit backend that does not support the method, as declared in the method's file."""
     backend, found = config.model.attention_backend, set()
     for layer in range(min(config.position.period, config.model.num_layers)):
-        own = config.position.for_layer(layer)
+        own = config.position.get_layer_options(layer)
         names = (own.encoding, own.processor, own.softmax)
         known = own.encoding in list_encodings() and own.processor in ("none", *list_processors())
         if not known or names in found:

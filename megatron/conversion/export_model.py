@@ -38,7 +38,7 @@ from megatron.conversion.model_family import HF_CONFIG_FILE, ModelFamily, Weight
 from megatron.conversion.modeling_code import add_content_digest, bundle_modeling_code
 from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
-from megatron.options.model import padded_vocab_size
+from megatron.options.model import get_padded_vocab_size
 from megatron.utils.atomic_directory import atomic_directory, describe_write_errors, read_folder_version
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError, UserError, describe_cause
@@ -85,7 +85,7 @@ def export_model(
     torch_dtype, max_shard_bytes = _parse_dtype(dtype), _parse_size(max_shard_size)
     run, target = open_run(source), Path(target)
     family = _find_native_family(run) if native else FARFIELD
-    if (reason := family.unsupported_reason(run.config)) is not None:
+    if (reason := family.describe_unsupported(run.config)) is not None:
         raise UserError(f"{run.name}: cannot be exported: {reason}")
     replaced_version = read_folder_version(target)
     _check_target(target, overwrite)
@@ -155,7 +155,7 @@ def _write_configs(
     auto_map_keys: dict[str, Any],
 ) -> None:
     """Write config.json and generation_config.json. Vocabulary padding is never sampled."""
-    num_embeddings = padded_vocab_size(run.config.model, tokenizer.vocab_size)
+    num_embeddings = get_padded_vocab_size(run.config.model, tokenizer.vocab_size)
     common_keys = {
         "eos_token_id": tokenizer.eod,
         **padding_keys,

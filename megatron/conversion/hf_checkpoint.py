@@ -83,7 +83,7 @@ def get_family(model_type: Any, source: str) -> ModelFamily:
 
 def find_exact_family(config: Config) -> tuple[ModelFamily | None, dict[str, str]]:
     """Return the family that represents a configuration exactly, and the reasons of those that do not."""
-    reasons = {name: family.unsupported_reason(config) for name, family in HF_FAMILIES.items()}
+    reasons = {name: family.describe_unsupported(config) for name, family in HF_FAMILIES.items()}
     matching_family = next((HF_FAMILIES[name] for name, reason in reasons.items() if reason is None), None)
     return matching_family, {name: reason for name, reason in reasons.items() if reason is not None}
 

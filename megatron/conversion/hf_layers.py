@@ -320,7 +320,7 @@ def combine_rotations(
 
 def write_layer_types(config: Config) -> tuple[list[str], int | None]:
     """Return `layer_types`, and the window of the layers that have one, as `build_layer_windows` reads them."""
-    windows = [config.position.for_layer(layer).window for layer in range(config.model.num_layers)]
+    windows = [config.position.get_layer_options(layer).window for layer in range(config.model.num_layers)]
     types = [FULL if window is None else WINDOWED for window in windows]
     return types, next((window for window in windows if window is not None), None)
 
@@ -348,7 +348,7 @@ def find_rotation_conflict(config: Config) -> str | None:
 
 def find_pattern_conflict(config: Config, windowed: str, full: str = "rotary") -> str | None:
     """Return the conflict of a family whose layers with and without a window have these encodings, or None."""
-    layers = [config.position.for_layer(layer) for layer in range(config.model.num_layers)]
+    layers = [config.position.get_layer_options(layer) for layer in range(config.model.num_layers)]
     if any((own.encoding, own.window is None) not in ((windowed, False), (full, True)) for own in layers):
         return f"layers must have pos_emb {windowed} with a window, or pos_emb {full} without one"
     return None

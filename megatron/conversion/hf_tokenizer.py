@@ -74,7 +74,7 @@ def _write_json_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer.json"
     hf_tokenizer = hf.Tokenizer.from_file(str(path))
     expected_prefix = [] if tokenizer.bos is None else [tokenizer.bos]
-    if tokenizer.added_prefix() != expected_prefix:  # the run's setting differs from the file's
+    if tokenizer.get_prefix_tokens() != expected_prefix:  # the run's setting differs from the file's
         content = json.loads(path.read_text(encoding="utf-8"))
         content["post_processor"] = _build_post_processor(hf_tokenizer, tokenizer.bos)
         path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")

@@ -21,7 +21,7 @@ from megatron.conversion.hf_checkpoint import read_hf_source
 from megatron.conversion.model_family import HF_CONFIG_FILE, ModelSource, WeightReader
 from megatron.conversion.neox_checkpoint import find_neox_checkpoint, read_neox_source
 from megatron.data.load_tokenizer import save_tokenizer
-from megatron.data.tokenizers import Tokenizer, tokenizer_from_files
+from megatron.data.tokenizers import Tokenizer, load_tokenizer_from_files
 from megatron.options.data import TokenizerType
 from megatron.planning.model_costs import count_parameters
 from megatron.utils.atomic_directory import atomic_directory, describe_write_errors
@@ -138,7 +138,7 @@ def resolve_tokenizer(
     Raises UserError if there is no tokenizer or its files are invalid.
     """
     if tokenizer_type is not None:
-        return tokenizer_from_files(tokenizer_type, vocab_file, merge_file, end_token=end_token, bos=add_bos)
+        return load_tokenizer_from_files(tokenizer_type, vocab_file, merge_file, end_token=end_token, bos=add_bos)
     if vocab_file is not None or merge_file is not None:
         raise UserError("vocab_file: specify its tokenizer type with --tokenizer")
     files_by_type = dict(HF_TOKENIZER_FILES)
@@ -151,7 +151,7 @@ def resolve_tokenizer(
         ):
             if all((source.tokenizer_folder / file).is_file() for file in files):
                 bos = _resolve_bos(source.tokenizer_folder, candidate_type, add_bos)
-                return tokenizer_from_files(
+                return load_tokenizer_from_files(
                     candidate_type, *(source.tokenizer_folder / file for file in files), end_token=end_token, bos=bos
                 )
     names = "; ".join(" and ".join(files) for _, files in HF_TOKENIZER_FILES)
@@ -171,7 +171,7 @@ def _read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def _resolve_bos(folder: Path, tokenizer_type: str, add_bos: bool | None) -> bool | str | None:
-    """Return `bos` of `tokenizer_from_files`, following transformers.
+    """Return `bos` of `load_tokenizer_from_files`, following transformers.
 
     A tokenizer.json defines its prefix itself, except for classes that ignore it; for other files `add_bos_token`
     decides.

@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron.checkpoint.trained_run import TrainedRun
 from megatron.conversion.model_family import ModelFamily
 from megatron.data.tokenizers import Tokenizer
-from megatron.options.model import ffn_hidden_size
+from megatron.options.model import get_ffn_hidden_size
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables
 from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.html_page import render_template
@@ -81,7 +81,7 @@ def _list_settings(run: TrainedRun, tokenizer: Tokenizer) -> list[tuple[str, str
         "temperature options": position.attention_temperature_options,
     }
     rows = [
-        ("shape", f"{architecture}, feed-forward {ffn_hidden_size(model):,}, {model.activation}, {model.norm}"),
+        ("shape", f"{architecture}, feed-forward {get_ffn_hidden_size(model):,}, {model.activation}, {model.norm}"),
         *(
             (title, ", ".join(f"{name} = {value}" for name, value in chosen.items()))
             for title, chosen in options.items()

@@ -3,7 +3,7 @@
 A family defines names in its files, and which of our models it can represent:
 
     family.from_hf_config(hf_config)       their config.json → our keys
-    family.unsupported_reason(config)      why the family does not support a configuration, or None
+    family.describe_unsupported(config)      why the family does not support a configuration, or None
     family.to_hf_config(config, …)         our configuration → their config.json
     family.weight_mappings(config)         table of weights, for both directions
 
@@ -27,7 +27,7 @@ from megatron.config.schema import Config, describe_validation_error
 from megatron.config.validation import validate_config
 from megatron.conversion.hf_config import HFConfigReader
 from megatron.model.mup import get_multipliers
-from megatron.options.model import has_qkv_bias, num_kv_heads
+from megatron.options.model import get_num_kv_heads, has_qkv_bias
 from megatron.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class ModelFamily:
     multipliers: tuple[str, ...] = ()
     """Fields of `Multipliers` (`model/mup.py`) that may differ from 1."""
 
-    def unsupported_reason(self, config: Config) -> str | None:
+    def describe_unsupported(self, config: Config) -> str | None:
         """Return why the family does not support a configuration exactly, or None if it does."""
         options = {**config.model.model_dump(), **config.position.model_dump()}
         for key, values in {**COMMON_SUPPORTED_VALUES, **self.supported_values(config)}.items():
@@ -225,7 +225,7 @@ class ModelFamily:
         """Return the content of config.json.
 
         Args:
-            config: our configuration, for which `unsupported_reason` returns None.
+            config: our configuration, for which `describe_unsupported` returns None.
             num_embeddings: rows of the embedding, including padding.
             extra_keys: additional keys, such as bos_token_id and eos_token_id.
         """
@@ -292,7 +292,7 @@ def map_linear_layers(
 
 def has_grouped_queries(config: Config) -> bool:
     """Return True if there are fewer key and value heads than query heads."""
-    return num_kv_heads(config.model) != config.model.num_attention_heads
+    return get_num_kv_heads(config.model) != config.model.num_attention_heads
 
 
 def check_equal_biases(config: Config) -> str | None:

@@ -30,7 +30,7 @@ from megatron.conversion.neox_weights import (
     list_neox_encoding_weights,
     list_neox_weights,
 )
-from megatron.options.model import GATED_ACTIVATIONS, compute_intermediate_size, ffn_hidden_size
+from megatron.options.model import GATED_ACTIVATIONS, compute_intermediate_size, get_ffn_hidden_size
 from megatron.utils.errors import RunError, UserError, shorten_text
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def read_neox_source(checkpoint: Path, configs: Sequence[Path] = ()) -> ModelSou
     if (activation := config.model.activation) in GATED_ACTIVATIONS:
         ffn_size = _read_gated_ffn_size(checkpoint)
         keys["intermediate_size"] = compute_intermediate_size(ffn_size, activation)
-        if (configured_size := ffn_hidden_size(config.model)) != ffn_size:
+        if (configured_size := get_ffn_hidden_size(config.model)) != ffn_size:
             notes = (
                 *notes,
                 f"{checkpoint}: using the feed-forward width of its weights, {ffn_size}, not {configured_size}",

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.config.schema import Config
 from megatron.conversion.hf_checkpoint import LazyTensors, add_state_dict, load_torch_file
 from megatron.conversion.model_family import EMBEDDING_WEIGHT, OUTPUT_WEIGHT, SeparateQKV
-from megatron.options.model import GATED_ACTIVATIONS, num_kv_heads
+from megatron.options.model import GATED_ACTIVATIONS, get_num_kv_heads
 from megatron.utils.errors import RunError
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ def _list_module(
 def _list_layer_modules(config: Config) -> Iterator[tuple[str, tuple[str, ...], Merge, Merge]]:
     """Yield the modules of a layer: our name, their names in all versions, and the merge functions."""
     model = config.model
-    num_heads, kv_heads = model.num_attention_heads, num_kv_heads(model)
+    num_heads, kv_heads = model.num_attention_heads, get_num_kv_heads(model)
     head_dim = model.hidden_size // num_heads
     grouped = partial(concat_grouped_qkv, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim)
     merge_qkv: Merge = concat_shards if kv_heads == num_heads else grouped

@@ -132,7 +132,7 @@ class CorpusInfo:
     notes: list[str]  # notes for the user: skipped files, or a vocabulary smaller than requested
     reused: bool = False  # the corpus already existed
 
-    def prefix(self, split: str) -> Path:
+    def get_dataset_prefix(self, split: str) -> Path:
         """Return the dataset prefix of a split, as used by `train_data_paths`."""
         return self.folder / split_basename(split)
 
@@ -222,7 +222,7 @@ def _describe_problem(error: ValidationError) -> str:
 
 def compute_file_digest(path: Path) -> FileDigest:
     """Return the current size and checksum of a file."""
-    return FileDigest(size=path.stat().st_size, sha256=_sha256(path))
+    return FileDigest(size=path.stat().st_size, sha256=_compute_sha256(path))
 
 
 def check_files(folder: Path, metadata: CorpusMetadata, names: Iterable[str], *, content: bool) -> None:
@@ -243,7 +243,7 @@ def check_files(folder: Path, metadata: CorpusMetadata, names: Iterable[str], *,
             changed = stat.st_size != recorded.size
             problem = f"size is {stat.st_size} bytes, but was {recorded.size} when the corpus was made"
             if content and not changed:
-                changed = _cached_sha256(path, stat.st_size, stat.st_mtime_ns) != recorded.sha256
+                changed = _compute_cached_sha256(path, stat.st_size, stat.st_mtime_ns) != recorded.sha256
                 problem = "changed since the corpus was made (different checksum)"
         except OSError as error:
             raise RunError(f"{path}: cannot be read: {error.strerror}") from None
@@ -251,14 +251,14 @@ def check_files(folder: Path, metadata: CorpusMetadata, names: Iterable[str], *,
             raise RunError(f"{path}: {problem}; restore it or {PREPARE_AGAIN}")
 
 
-def _sha256(path: Path) -> str:
+def _compute_sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @cache
-def _cached_sha256(path: Path, size: int, modified: int) -> str:
-    return _sha256(path)
+def _compute_cached_sha256(path: Path, size: int, modified: int) -> str:
+    return _compute_sha256(path)
 
 
 assert tuple(TOKENIZER_FILES) == get_args(TokenizerType)

@@ -19,7 +19,7 @@ from megatron.data.blend import list_all_prefixes
 from megatron.data.corpus_metadata import MAX_CHECKSUM_BYTES, TOKENIZER_FILE, TOKENIZER_FILES, read_tokenizer_folder
 from megatron.data.indexed_dataset import SAMPLED_TOKENS, IndexedTokens, check_dataset_content, find_corpus_metadata
 from megatron.data.tasks.task_config import read_task_config
-from megatron.data.tokenizers import ByteTokenizer, Tokenizer, tokenizer_from_files
+from megatron.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer_from_files
 from megatron.options.data import DataOptions
 from megatron.utils.atomic_directory import atomic_directory, describe_write_errors, read_folder_version
 from megatron.utils.errors import FarfieldError, RunError, UserError
@@ -37,7 +37,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     described = read_tokenizer_folder(folder)
     metadata = described.metadata
     paths = (folder / name for name in metadata.files)
-    tokenizer = tokenizer_from_files(metadata.type, *paths, end_token=metadata.end_token, bos=False)
+    tokenizer = load_tokenizer_from_files(metadata.type, *paths, end_token=metadata.end_token, bos=False)
     tokenizer.bos = metadata.bos
     if tokenizer.checksum != metadata.checksum:
         files = ", ".join(metadata.files)
@@ -64,13 +64,13 @@ def load_data_tokenizer(data: DataOptions) -> Tokenizer:
         return load_tokenizer(corpora[0])
     if data.tokenizer_type is None:
         raise UserError("tokenizer_type: the data have no corpus.json; specify the tokenizer that made them")
-    return tokenizer_from_config(data)
+    return load_tokenizer_from_config(data)
 
 
-def tokenizer_from_config(data: DataOptions) -> Tokenizer:
-    """Load the tokenizer named by the configuration. Raises UserError as `tokenizer_from_files` does."""
+def load_tokenizer_from_config(data: DataOptions) -> Tokenizer:
+    """Load the tokenizer named by the configuration. Raises UserError as `load_tokenizer_from_files` does."""
     assert data.tokenizer_type is not None
-    return tokenizer_from_files(
+    return load_tokenizer_from_files(
         data.tokenizer_type, data.vocab_file, data.merge_file, end_token=data.end_token, bos=data.add_bos
     )
 
@@ -90,7 +90,7 @@ class Vocabulary:
     """Tokenizer with this vocabulary, or None for a task."""
 
 
-def vocabulary_from_tokenizer(tokenizer: Tokenizer) -> Vocabulary:
+def build_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
     return Vocabulary(tokenizer.vocab_size, tokenizer.name, tokenizer.eod, tokenizer.bos, tokenizer)
 
 
@@ -130,7 +130,7 @@ def read_vocabulary(data: DataOptions) -> Vocabulary:
             if sibling is not None:
                 vocabularies[prefix] = vocabularies[sibling]
             else:
-                vocabularies[prefix] = vocabulary_from_tokenizer(load_tokenizer(prefix.parent))
+                vocabularies[prefix] = build_vocabulary(load_tokenizer(prefix.parent))
     if vocabularies:
         (first, expected), *others = vocabularies.items()
         for prefix, other in others:
@@ -148,14 +148,14 @@ def read_vocabulary(data: DataOptions) -> Vocabulary:
     has_files = data.vocab_file is not None or data.merge_file is not None
     if vocabularies and not has_files and data.tokenizer_type == expected.name.split("-")[0]:
         return expected
-    tokenizer = tokenizer_from_config(data)
+    tokenizer = load_tokenizer_from_config(data)
     if vocabularies and tokenizer.name != expected.name:
         raise UserError(
             f"tokenizer_type: {tokenizer.name} does not match the data: {first} was made by {expected.name}"
         )
     if vocabularies and data.add_bos is not None and tokenizer.bos != expected.bos:
         raise UserError(f"add_bos: {data.add_bos} does not match the data: {first} begins {_describe_bos(expected)}")
-    return expected if vocabularies else vocabulary_from_tokenizer(tokenizer)
+    return expected if vocabularies else build_vocabulary(tokenizer)
 
 
 def _describe_bos(vocabulary: Vocabulary) -> str:
@@ -243,7 +243,7 @@ def _load_remaining_data_tokenizer(data: DataOptions) -> Tokenizer:
     except UserError:
         if data.tokenizer_type is None:
             raise
-        return tokenizer_from_config(data)
+        return load_tokenizer_from_config(data)
 
 
 def check_token_range(name: str, token_range: tuple[int, int], dtype: np.dtype, vocabulary: Vocabulary) -> None:

@@ -182,7 +182,7 @@ class GPTDatasetBuilder:
                 if self.groups.world_size > 1:
                     return self._build_in(temporary, num_samples, seed)
                 self._check_tokens()
-                return CheckedGPTDataset(*self._arguments(num_samples, seed, temporary))
+                return CheckedGPTDataset(*self._get_arguments(num_samples, seed, temporary))
         except OSError as error:
             raise RunError(
                 f"{tempfile.gettempdir()}: cannot write the sample index: {describe_cause(error)}; "
@@ -195,7 +195,7 @@ class GPTDatasetBuilder:
         if (problem := self.groups.gather_objects(problem)[0]) is not None:
             raise problem
         try:
-            return IndexedGPTDataset(read_sample_index(folder), *self._arguments(num_samples, seed, None))
+            return IndexedGPTDataset(read_sample_index(folder), *self._get_arguments(num_samples, seed, None))
         except FileNotFoundError:
             raise RunError(
                 f"{folder}: not every process can see the sample index; set data_cache to a shared folder"
@@ -203,7 +203,7 @@ class GPTDatasetBuilder:
         except UNREADABLE as error:  # on a rank that cannot see the first rank's repair
             raise RunError(f"{folder}: damaged sample index ({error}); delete the folder") from None
 
-    def _arguments(self, num_samples: int, seed: int, folder: Path | None) -> tuple[Any, ...]:
+    def _get_arguments(self, num_samples: int, seed: int, folder: Path | None) -> tuple[Any, ...]:
         """Return the arguments of a GPTDataset; it writes its index to `folder`."""
         indices = np.arange(self.dataset_slice.first, self.dataset_slice.last, dtype=np.int32)
         return self.dataset, self.prefix, indices, num_samples, self.split, self.build_config(seed, folder)
@@ -225,7 +225,7 @@ class GPTDatasetBuilder:
             self._check_tokens()  # once: the index depends on the files' sizes and times, and on the vocabulary
             # Another run that builds the same index builds identical files.
             with atomic_directory(folder, replaces=damaged_version, on_conflict="discard") as new:
-                write_sample_index(new, lambda folder: GPTDataset(*self._arguments(num_samples, seed, folder)))
+                write_sample_index(new, lambda folder: GPTDataset(*self._get_arguments(num_samples, seed, folder)))
         except OSError as error:
             return RunError(f"{folder}: cannot write the sample index: {describe_cause(error)}")
         except FarfieldError as error:

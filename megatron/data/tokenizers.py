@@ -59,7 +59,7 @@ class Tokenizer(ABC):
 
     def __init__(self, files: dict[str, Path]) -> None:
         self.files = files
-        self.checksum = _checksum(self.type, files)
+        self.checksum = _compute_checksum(self.type, files)
 
     @property
     def name(self) -> str:
@@ -88,7 +88,7 @@ class Tokenizer(ABC):
         """Return the token ids of a text, preceded by `bos` if the tokenizer has one."""
         return [*([] if self.bos is None else [self.bos]), *self.encode(text)]
 
-    def added_prefix(self) -> list[int]:
+    def get_prefix_tokens(self) -> list[int]:
         """Return the tokens that the tokenizer's own files add before a text."""
         return []
 
@@ -108,7 +108,7 @@ class Tokenizer(ABC):
         return [np.asarray(self.encode(text), dtype=np.int64) for text in texts]
 
     def copy_files(self, folder: Path) -> None:
-        """Copy the tokenizer's files to a folder, under the names that `tokenizer_from_files` expects."""
+        """Copy the tokenizer's files to a folder, under the names that `load_tokenizer_from_files` expects."""
         for name, path in self.files.items():
             shutil.copyfile(path, folder / name)
 
@@ -143,7 +143,7 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             self._tokenizer = hf.Tokenizer.from_file(str(vocab_file))
         except Exception as error:  # the library raises plain Exception
-            raise UserError(f"{vocab_file}: not a Hugging Face tokenizer.json: {_first_line(error)}") from None
+            raise UserError(f"{vocab_file}: not a Hugging Face tokenizer.json: {_get_first_line(error)}") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._has_regex = b'"Regex"' in vocab_file.read_bytes()
@@ -154,7 +154,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def token_to_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 
-    def added_prefix(self) -> list[int]:
+    def get_prefix_tokens(self) -> list[int]:
         if self._tokenizer.num_special_tokens_to_add(is_pair=False) == 0:
             return []
         for text in ("a", "0", " ", *islice(self._tokenizer.get_vocab(), 20)):
@@ -168,14 +168,14 @@ class HuggingFaceTokenizer(Tokenizer):
         return []
 
     def encode(self, text: str) -> list[int]:
-        with self._regex_errors():
+        with self._catch_regex_panics():
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        with self._regex_errors():
+        with self._catch_regex_panics():
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def _regex_errors(self) -> AbstractContextManager[None]:
+    def _catch_regex_panics(self) -> AbstractContextManager[None]:
         """Return a context that handles panics if the file has regular expressions.
 
         They may exceed the library's limits.
@@ -183,7 +183,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return _translate_panics(self.files["tokenizer.json"]) if self._has_regex else nullcontext()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        with self._regex_errors():
+        with self._catch_regex_panics():
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
@@ -203,7 +203,7 @@ def _translate_panics(file: Path) -> Iterator[None]:
             panicked = type(error).__name__ == "PanicException"
             if panicked:
                 raise UserError(
-                    f"{file}: cannot apply its regular expressions to a text: {_first_line(error)}"
+                    f"{file}: cannot apply its regular expressions to a text: {_get_first_line(error)}"
                 ) from None
             raise
         finally:
@@ -225,7 +225,9 @@ class GPT2Tokenizer(Tokenizer):
             ids, merges = hf.models.BPE.read_file(str(vocab_file), str(merge_file))
             self._tokenizer = hf.Tokenizer(hf.models.BPE(ids, merges))
         except Exception as error:  # the library raises plain Exception
-            raise UserError(f"{vocab_file}, {merge_file}: not GPT-2 vocab and merges: {_first_line(error)}") from None
+            raise UserError(
+                f"{vocab_file}, {merge_file}: not GPT-2 vocab and merges: {_get_first_line(error)}"
+            ) from None
         self._tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = hf.decoders.ByteLevel()
         self.vocab_size = _check_vocab_size(ids, vocab_file)
@@ -256,7 +258,7 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self._tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(vocab_file))
         except Exception as error:  # RuntimeError or OSError, depending on the damage
-            raise UserError(f"{vocab_file}: not a SentencePiece model: {_first_line(error)}") from None
+            raise UserError(f"{vocab_file}: not a SentencePiece model: {_get_first_line(error)}") from None
         self.vocab_size = self._tokenizer.get_piece_size()
         pieces = {self._tokenizer.id_to_piece(i): i for i in range(self.vocab_size)}
         eos, self._pieces = self._tokenizer.eos_id(), pieces
@@ -278,7 +280,7 @@ TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
 }
 
 
-def tokenizer_from_files(
+def load_tokenizer_from_files(
     type: str,
     vocab_file: str | Path | None = None,
     merge_file: str | Path | None = None,
@@ -323,11 +325,11 @@ def tokenizer_from_files(
 
 
 def _find_bos(tokenizer: Tokenizer, bos: bool | str | None) -> int | None:
-    """Return the token to add before every text (see `tokenizer_from_files`)."""
+    """Return the token to add before every text (see `load_tokenizer_from_files`)."""
     if bos is False:
         return None
     if bos is None:
-        prefix = tokenizer.added_prefix()
+        prefix = tokenizer.get_prefix_tokens()
         if len(prefix) > 1:
             raise UserError(
                 f"add_bos: the file of tokenizer {tokenizer.name} adds {len(prefix)} tokens before a text, but at most "
@@ -335,7 +337,7 @@ def _find_bos(tokenizer: Tokenizer, bos: bool | str | None) -> int | None:
             )
         return prefix[0] if prefix else None
     names = BEGINNING_OF_TEXT if bos is True else (bos,)
-    if bos is True and (prefix := tokenizer.added_prefix()):
+    if bos is True and (prefix := tokenizer.get_prefix_tokens()):
         return prefix[0]
     for name in names:
         if (token := tokenizer.token_to_id(name)) is not None:
@@ -393,7 +395,7 @@ def _check_vocab_size(ids: dict[str, int], path: Path) -> int:
     return size
 
 
-def _checksum(type: str, files: dict[str, Path]) -> str:
+def _compute_checksum(type: str, files: dict[str, Path]) -> str:
     digest = hashlib.sha256(type.encode())
     for name, path in files.items():
         try:
@@ -403,5 +405,5 @@ def _checksum(type: str, files: dict[str, Path]) -> str:
     return digest.hexdigest()
 
 
-def _first_line(error: BaseException) -> str:
+def _get_first_line(error: BaseException) -> str:
     return " ".join(str(error).split())

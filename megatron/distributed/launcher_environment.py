@@ -149,7 +149,7 @@ def read_launcher_environment(environment: Environment = os.environ) -> LaunchCo
     )
 
 
-def in_slurm_job(environment: Environment = os.environ) -> bool:
+def is_in_slurm_job(environment: Environment = os.environ) -> bool:
     """Return True if this process is part of a SLURM job, including its batch script."""
     return SRUN.job[0] in environment
 
@@ -195,7 +195,7 @@ def _read_number(name: str, environment: Environment) -> int:
     try:
         return int(environment[name])
     except ValueError:
-        raise UserError(f"environment: {name} is {environment[name]!r}; it must be a whole number") from None
+        raise UserError(f"environment: {name} is {environment[name]!r}; it must be an integer") from None
 
 
 def _read_local_world_size(launcher: LauncherVariables, environment: Environment) -> int | None:

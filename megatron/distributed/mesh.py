@@ -58,14 +58,14 @@ class ParallelSizes:
         """Total number of ranks."""
         return self.tensor * self.context * self.data * self.pipeline
 
-    def coordinates(self, rank: int) -> dict[Dimension, int]:
+    def get_coordinates(self, rank: int) -> dict[Dimension, int]:
         """Return the coordinate of a rank along each dimension."""
         coordinates: dict[Dimension, int] = {}
         for dimension in DIMENSION_ORDER:
             rank, coordinates[dimension] = divmod(rank, getattr(self, dimension))
         return coordinates
 
-    def first_rank_of_data(self, data: int) -> int | None:
+    def find_first_rank_of_data(self, data: int) -> int | None:
         """Return the first rank that reads the sequences of a data index; None if the index is out of range."""
         return self.tensor * self.context * data if data < self.data else None
 
@@ -73,7 +73,7 @@ class ParallelSizes:
         """Return all ranks in groups whose members differ only in these dimensions, in rank order."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            coordinates = self.coordinates(rank)
+            coordinates = self.get_coordinates(rank)
             groups.setdefault(tuple(coordinates[d] for d in DIMENSION_ORDER if d not in dimensions), []).append(rank)
         return [tuple(group) for group in groups.values()]
 
@@ -111,31 +111,31 @@ class Mesh:
     @cached_property
     def tensor(self) -> Axis:
         """Axis of ranks that share each layer."""
-        return self.axis("tensor")
+        return self.get_axis("tensor")
 
     @cached_property
     def context(self) -> Axis:
         """Axis of ranks that share each sequence."""
-        return self.axis("context")
+        return self.get_axis("context")
 
     @cached_property
     def data(self) -> Axis:
         """Axis of ranks that read different sequences. Its index determines batches and seeds."""
-        return self.axis("data")
+        return self.get_axis("data")
 
     @cached_property
     def pipeline(self) -> Axis:
         """Axis of ranks that hold different layers."""
-        return self.axis("pipeline")
+        return self.get_axis("pipeline")
 
     @cached_property
     def dp_cp(self) -> Axis:
         """Axis data × context of ranks that divide the tokens of a batch."""
-        return self.axis("context", "data")
+        return self.get_axis("context", "data")
 
-    def axis(self, *dimensions: Dimension) -> Axis:
+    def get_axis(self, *dimensions: Dimension) -> Axis:
         """Return the axis of these dimensions combined, the faster one first."""
-        coordinates, index, size = self.sizes.coordinates(self.rank), 0, 1
+        coordinates, index, size = self.sizes.get_coordinates(self.rank), 0, 1
         for dimension in (d for d in DIMENSION_ORDER if d in dimensions):
             index += size * coordinates[dimension]
             size *= getattr(self.sizes, dimension)

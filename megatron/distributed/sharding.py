@@ -66,7 +66,7 @@ def is_counted_on_this_rank(parameter: nn.Parameter, mesh: Mesh) -> bool:
     return not is_replica(parameter) and (get_shard_spec(parameter) is not None or mesh.tensor.index == 0)
 
 
-def full_numel(parameter: nn.Parameter, mesh: Mesh) -> int:
+def count_all_elements(parameter: nn.Parameter, mesh: Mesh) -> int:
     """Return the number of elements of a parameter over tensor-parallel and ZeRO-3 ranks, copies counted once."""
     size: int = getattr(parameter, "ds_numel", parameter.numel())
     return size * mesh.tensor.size if get_shard_spec(parameter) is not None else size
@@ -109,7 +109,7 @@ def all_gather(x: Tensor, dim: int, groups: ProcessGroups, dimension: Dimension,
         reduce_grad: True if each rank uses the whole tensor differently, so that the gradient is the sum over ranks.
             False if all ranks use it alike, and each already has the whole gradient.
     """
-    size = groups.mesh.axis(dimension).size
+    size = groups.mesh.get_axis(dimension).size
     if size == 1:
         return x
     order = list_chunk_owners(size) if dimension == "context" else tuple((rank, 0) for rank in range(size))

@@ -117,12 +117,12 @@ def _read_shared_tokens(model: nn.Module, batch: TaskBatch, num_logits: int, dev
     if not isinstance(model, GPT) or model.end_of_document is not None:
         return None
     try:
-        cache = model.new_kv_cache(length)
+        cache = model.create_kv_cache(length)
     except UserError:
         return None
     with torch.inference_mode():
         tokens = torch.from_numpy(batch.tokens[:1, :num_shared]).to(device)
-        model.hidden_states(tokens, num_logits=1, kv_cache=cache)
+        model.compute_hidden_states(tokens, num_logits=1, kv_cache=cache)
     return cache
 
 

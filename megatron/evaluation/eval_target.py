@@ -125,7 +125,7 @@ def limit_lengths(lengths: Iterable[int], max_length: int | None, reason: str | 
 
 def count_forward_flops(model: GPT, length: int, num_sequences: int) -> float:
     """Return the FLOPs of scoring `num_sequences` sequences: a third of forward plus backward."""
-    return model.flops_per_token(length) / 3 * length * num_sequences
+    return model.count_flops_per_token(length) / 3 * length * num_sequences
 
 
 def count_flops_by_length(model: GPT, num_sequences: Mapping[int, int]) -> dict[int, float]:

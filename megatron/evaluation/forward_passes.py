@@ -96,7 +96,7 @@ class TokenSampler:
     top_k: int = 0
     top_p: float = 1.0
 
-    def probabilities(self, logits: Tensor) -> Tensor:
+    def compute_probabilities(self, logits: Tensor) -> Tensor:
         """Compute the sampled distribution, float64 [B, v], from logits [B, V]. The temperature must not be 0.
 
         Raises:
@@ -129,7 +129,7 @@ class TokenSampler:
         """
         if self.temperature == 0:
             return self._drop_padding(logits).argmax(-1)
-        cumulative = self.probabilities(logits).cumsum(-1)
+        cumulative = self.compute_probabilities(logits).cumsum(-1)
         total = cumulative[:, -1]
         # First token with a larger cumulative sum, guarded against rounding past the last token with nonzero
         # probability.
@@ -221,7 +221,7 @@ def decode_tokens(
     check_prompt_length(model, prompt_length, max_new_tokens)
     tokens, paddings = pad_left(prompts, device)
     is_padded = bool(paddings.any())
-    cache = model.new_kv_cache(prompt_length + max_new_tokens - 1)
+    cache = model.create_kv_cache(prompt_length + max_new_tokens - 1)
     for _ in range(max_new_tokens):
         mask = torch.arange(cache.length + tokens.shape[1], device=device) >= paddings if is_padded else None
         next_tokens = choose_token(model(tokens, num_logits=1, attention_mask=mask, kv_cache=cache)[:, -1])
@@ -242,14 +242,14 @@ class CapturingBackend:
     def __init__(self, backend: AttentionBackend, layer: int, hook: AttentionHook) -> None:
         self.backend, self.layer, self.hook = backend, layer, hook
 
-    def unsupported_reason(
+    def describe_unsupported(
         self,
         encoding: Encoding,
         processor: Processor | None,
         softcap: float | None = None,
         softmax_type: str = "vanilla",
     ) -> str | None:
-        return self.backend.unsupported_reason(encoding, processor, softcap, softmax_type)
+        return self.backend.describe_unsupported(encoding, processor, softcap, softmax_type)
 
     def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
         self.hook(self.layer, inputs)
@@ -278,7 +278,7 @@ def run_forward(model: GPT, tokens: np.ndarray, hook: AttentionHook) -> None:
     """Run a forward pass over one window of tokens [L], and call the hook for each layer."""
     device = next(model.parameters()).device
     with capture_attention(model, hook):
-        model.hidden_states(torch.from_numpy(tokens.astype(np.int64))[None].to(device))
+        model.compute_hidden_states(torch.from_numpy(tokens.astype(np.int64))[None].to(device))
 
 
 def slice_from_row(inputs: AttentionInputs, first: int) -> AttentionInputs:

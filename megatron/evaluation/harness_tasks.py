@@ -313,7 +313,7 @@ def build_task_records(
                 continue  # already part of the record of the perplexity per byte
             if (
                 value.metric not in METRICS
-                or METRICS[value.metric].invalid_reason(value.value) is not None
+                or METRICS[value.metric].describe_invalid(value.value) is not None
                 or not math.isfinite(value.value)
             ):
                 log(f"{protocol}: {value.metric} = {value.value:.6g} does not fit in a record")

@@ -22,8 +22,8 @@ from megatron.evaluation.eval_target import ProgressCallback, ScoringContext
 from megatron.evaluation.provenance import (
     assign_distinct_names,
     describe_machine,
+    list_method_names,
     list_software_versions,
-    name_methods,
 )
 from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
 from megatron.options.evaluation import EvaluationOptions
@@ -184,7 +184,7 @@ def build_run_jobs(
     ]
 
 
-def name_runs(runs: Sequence[TrainedRun], **overrides: Any) -> list[str]:
+def list_run_names(runs: Sequence[TrainedRun], **overrides: Any) -> list[str]:
     """Return distinct method names of the runs (`provenance.assign_distinct_names`)."""
     return assign_distinct_names([run.config for run in runs], [run.name for run in runs], **overrides)
 
@@ -257,9 +257,9 @@ def build_eval_jobs(
     """
     runs, options = request.runs, request.options
     overrides = list_overrides(options)
-    distinct_names = names or name_runs(runs, **overrides)
+    distinct_names = names or list_run_names(runs, **overrides)
     if names is None:
-        names = name_methods([run.config for run in runs], **overrides)
+        names = list_method_names([run.config for run in runs], **overrides)
     work_items = [
         WorkItem(f"{name} seed {run.config.training.seed}", "evaluate", work)
         for run, name, (work, _) in zip(runs, distinct_names, costs, strict=True)

@@ -107,7 +107,7 @@ class KeyTokenFile:
     def select(self, plan: ScoringPlan, target_set: TargetSet) -> np.ndarray:
         """Return a mask of the key tokens among the targets, bool [blocks, targets]."""
         assert self.tokens is not None
-        positions = plan.target_positions(target_set, target_set.lengths[0])
+        positions = plan.locate_targets(target_set, target_set.lengths[0])
         return np.isin(positions, np.array(self.tokens.positions))
 
     def find(
@@ -142,7 +142,7 @@ class KeyTokenFile:
                 f"{long_length:,} tokens over {short_length:,} with log p > {self.beta:g}; use more windows, another "
                 "reference, or a smaller key_alpha"
             )
-        positions = plan.target_positions(target_set, short_length)
+        positions = plan.locate_targets(target_set, short_length)
         self.tokens = KeyTokens(
             format=FORMAT,
             alpha=self.alpha,
@@ -220,7 +220,7 @@ def _check_key_tokens(path: Path, tokens: KeyTokens, text: EvalText, plan: Scori
         UserError: they belong to other targets.
     """
     (target_set,) = plan.target_sets
-    positions = plan.target_positions(target_set, target_set.lengths[0])
+    positions = plan.locate_targets(target_set, target_set.lengths[0])
     for what, theirs, ours in (
         ("tokenizer", tokens.tokenizer, text.vocabulary.name),
         ("text (digest)", tokens.text_digest, text.digest),

@@ -22,7 +22,7 @@ import numpy as np
 from megatron.evaluation.key_tokens import KeyTokenFile
 from megatron.evaluation.protocols import ScoringPlan, TargetSet
 from megatron.options.evaluation import EvaluationOptions
-from megatron.reports.metrics import MAX_NLL, clamped_exp
+from megatron.reports.metrics import MAX_NLL, compute_clamped_exp
 from megatron.reports.records import Record
 from megatron.reports.uncertainty import build_interval_fields, draw_bootstrap_curves, draw_bootstrap_means
 from megatron.utils.errors import RunError, UserError
@@ -180,7 +180,7 @@ class RecordBuilder:
             **scored.record_fields,
             "length": scored.length,
             "targets": self.target_set.num_scored[scored.length],
-            "windows": self.plan.num_windows(scored.length),
+            "windows": self.plan.count_windows(scored.length),
         }
         self.summaries.append(LengthSummary(summary, sums, fields))
         if "position" in self.measures:
@@ -216,27 +216,27 @@ class RecordBuilder:
         """
         first = summaries[0]
         for index, (summary, sums, fields) in enumerate(summaries):
-            optional = self._block_fields(sums, counts)
+            optional = self._build_block_fields(sums, counts)
             if draws is not None:
-                optional |= build_interval_fields(draws[index], transform=clamped_exp)
+                optional |= build_interval_fields(draws[index], transform=compute_clamped_exp)
             if index > 0:
-                change = clamped_exp(summary.nll - first.summary.nll)
+                change = compute_clamped_exp(summary.nll - first.summary.nll)
                 optional |= {"change": change, "change_from": first.record_fields["length"]}
                 if draws is not None:
-                    optional |= build_interval_fields(draws[index] - draws[0], "change_", clamped_exp)
+                    optional |= build_interval_fields(draws[index] - draws[0], "change_", compute_clamped_exp)
             if metric == "perplexity":
-                optional["bits_per_byte"] = self._bits_per_byte(summary)
+                optional["bits_per_byte"] = self._compute_bits_per_byte(summary)
             yield Record(
                 **{**self.record_fields, **fields},
                 metric=metric,
-                value=clamped_exp(summary.nll),
+                value=compute_clamped_exp(summary.nll),
                 tokens=summary.tokens,
                 nll=summary.nll,
                 stderr=summary.stderr,
                 **optional,
             )
 
-    def _block_fields(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
+    def _build_block_fields(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
         """Return the record fields on blocks, which are used to compare methods."""
         if not 2 <= self.target_set.blocks <= MAX_BLOCKS:
             return {}
@@ -324,21 +324,23 @@ class RecordBuilder:
             if not counts.any():
                 continue
             summary, draws = summarize_losses(sums, counts), draw_bootstrap_means(sums[None], counts)
-            interval: dict[str, Any] = {} if draws is None else build_interval_fields(draws[0], transform=clamped_exp)
+            interval: dict[str, Any] = (
+                {} if draws is None else build_interval_fields(draws[0], transform=compute_clamped_exp)
+            )
             yield Record(
                 **self.record_fields,
                 **fields,
                 axis="position",
                 place=float(end),
                 metric="perplexity",
-                value=clamped_exp(summary.nll),
+                value=compute_clamped_exp(summary.nll),
                 tokens=summary.tokens,
                 nll=summary.nll,
                 stderr=summary.stderr,
                 **interval,
             )
 
-    def _bits_per_byte(self, summary: LossSummary) -> float | None:
+    def _compute_bits_per_byte(self, summary: LossSummary) -> float | None:
         return summary.nll * summary.tokens / math.log(2) / self.tokens.num_bytes if self.tokens.num_bytes else None
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from megatron.data.load_tokenizer import vocabulary_from_tokenizer
+from megatron.data.load_tokenizer import build_vocabulary
 from megatron.data.tasks.task import TaskBatch
 from megatron.data.tokenizers import Tokenizer
 from megatron.evaluation.eval_target import ScoringContext
@@ -64,7 +64,7 @@ class Passkey(Probe):
         depths: Sequence[float] = DEPTHS,
         effective_score: float = DEFAULT_EFFECTIVE_SCORE,
     ) -> None:
-        super().__init__(lengths, num_sequences, vocabulary_from_tokenizer(tokenizer))
+        super().__init__(lengths, num_sequences, build_vocabulary(tokenizer))
         self.tokenizer, self.depths, self.effective_score = tokenizer, tuple(depths), effective_score
         generator = np.random.Generator(np.random.PCG64(PROBE_SEED))
         keys = [f"{key:05d}" for key in generator.permutation(100_000)[: KEYS_PER_SEQUENCE * num_sequences].tolist()]

@@ -94,7 +94,7 @@ def find_target_tokens(
     Raises:
         RunError: no token is left to score.
     """
-    positions = plan.target_positions(target_set, target_set.lengths[0])
+    positions = plan.locate_targets(target_set, target_set.lengths[0])
     eod, labels = text.vocabulary.eod, np.asarray(text.tokens[positions])
     loss_mask = np.ones(labels.shape, dtype=bool)
     if eod_mask_loss:
@@ -166,7 +166,7 @@ def evaluate_perplexity(
         def report_windows(count: int, length: int = length, before: float = done) -> None:
             nonlocal num_finished
             num_finished += count
-            scoring.progress(length, before + flops[length] * num_finished / plan.num_windows(length), total)
+            scoring.progress(length, before + flops[length] * num_finished / plan.count_windows(length), total)
 
         stop_stopwatch = start_stopwatch()
         losses = compute_window_losses(
@@ -174,7 +174,7 @@ def evaluate_perplexity(
             text.tokens,
             plan.starts[length],
             length,
-            plan.num_scored(length),
+            plan.count_scored(length),
             batch_tokens=scoring.batch_tokens,
             on_batch_done=report_windows,
         )

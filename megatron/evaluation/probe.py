@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from megatron.data.load_tokenizer import Vocabulary, vocabulary_from_tokenizer
+from megatron.data.load_tokenizer import Vocabulary, build_vocabulary
 from megatron.data.tokenizers import Tokenizer
 from megatron.evaluation.eval_target import ScoringContext, count_flops_by_length
 from megatron.evaluation.loss_records import summarize_losses
@@ -148,7 +148,7 @@ class Probe(ABC):
                 scoring.progress(length, done, total)
                 place = {"axis": self.axis, "place": float(axis_value)}
                 fields: dict[str, Any] = {"metric": "loss", "length": length, "flops": flops, **place}
-                records.append(Record(**shared, **fields, **stop_stopwatch(), **_loss_fields(losses)))
+                records.append(Record(**shared, **fields, **stop_stopwatch(), **_build_loss_fields(losses)))
         return records
 
     def build_baseline_records(self) -> list[Record]:
@@ -172,7 +172,7 @@ class Probe(ABC):
         }
 
 
-def _loss_fields(losses: np.ndarray) -> dict[str, Any]:
+def _build_loss_fields(losses: np.ndarray) -> dict[str, Any]:
     """Return the record fields of losses [N, targets], with sequences as independent samples."""
     sums, counts = losses.sum(axis=1), np.full(len(losses), losses.shape[1])
     summary, draws = summarize_losses(sums, counts), draw_bootstrap_means(sums[None], counts)
@@ -210,7 +210,7 @@ class RepeatedTokens(Probe):
         num_copied, *more = options.targets or [DEFAULT_NUM_COPIED]
         if more:
             raise UserError("targets: protocol repeated copies one number of tokens; expected one number")
-        return cls(lengths, num_sequences, vocabulary_from_tokenizer(tokenizer), num_copied)
+        return cls(lengths, num_sequences, build_vocabulary(tokenizer), num_copied)
 
     @property
     def num_scored_tokens(self) -> int:

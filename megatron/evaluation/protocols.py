@@ -100,14 +100,14 @@ class ScoringPlan:
         """Lengths, ascending."""
         return tuple(self.starts)
 
-    def num_windows(self, length: int) -> int:
+    def count_windows(self, length: int) -> int:
         return len(self.starts[length])
 
-    def num_scored(self, length: int) -> int:
+    def count_scored(self, length: int) -> int:
         """Return the number of scored targets at the end of each window of a length."""
         return max(targets.num_scored[length] for targets in self.target_sets if length in targets.num_scored)
 
-    def target_positions(self, target_set: TargetSet, length: int) -> np.ndarray:
+    def locate_targets(self, target_set: TargetSet, length: int) -> np.ndarray:
         """Return the stream positions of a target set, int64 [blocks, targets]. They are the same for every length."""
         ends = self.starts[length][:, None] + length
         return target_set.select_values(ends + np.arange(1 - target_set.num_scored[length], 1), length)
@@ -118,7 +118,7 @@ class ScoringPlan:
         Raises:
             UserError: the model supports none of the lengths.
         """
-        return count_flops_by_length(model, {length: self.num_windows(length) for length in self.lengths})
+        return count_flops_by_length(model, {length: self.count_windows(length) for length in self.lengths})
 
 
 def choose_default_targets(train_length: int, lengths: Sequence[int]) -> int:

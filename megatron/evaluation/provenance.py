@@ -62,7 +62,7 @@ def format_method_name(position: PositionOptions, evaluated: PositionOptions | N
     evaluated = evaluated or position
     period = lcm(position.period, evaluated.period)
     layers = zip(list_layer_positions(position, period), list_layer_positions(evaluated, period), strict=True)
-    masks = _name_mask(position, evaluated)
+    masks = _list_mask_names(position, evaluated)
     is_pattern = period > 1  # settings common to all layers then appear once, at the end
     names = [_format_layer_name(*pair, [] if is_pattern else masks) for pair in layers]
     groups = [(name, len(list(group))) for name, group in groupby(find_period(names))]
@@ -70,7 +70,7 @@ def format_method_name(position: PositionOptions, evaluated: PositionOptions | N
     return f"{whole} ({', '.join(masks)})" if is_pattern and masks else whole
 
 
-def _name_mask(position: PositionOptions, evaluated: PositionOptions) -> list[str]:
+def _list_mask_names(position: PositionOptions, evaluated: PositionOptions) -> list[str]:
     if evaluated.attention_mask != position.attention_mask:
         return [f"attention_mask={evaluated.attention_mask} at evaluation"]
     return [] if position.attention_mask == "causal" else [f"attention_mask={position.attention_mask}"]
@@ -87,7 +87,7 @@ def _format_layer_name(position: PositionOptions, evaluated: PositionOptions, ma
         options += ["continuous"] if position.continuous_positions else []
     for key, (before, now) in {
         "window": (position.window, evaluated.window),
-        "temperature": (_name_temperature(position), _name_temperature(evaluated)),
+        "temperature": (_get_temperature_name(position), _get_temperature_name(evaluated)),
     }.items():
         if before != now:
             options.append(f"{key}={now or 'none'} at evaluation")
@@ -105,7 +105,7 @@ def _format_layer_name(position: PositionOptions, evaluated: PositionOptions, ma
     return f"{_format_name(position.processor, options)}+{name}"
 
 
-def _name_temperature(position: PositionOptions) -> str | None:
+def _get_temperature_name(position: PositionOptions) -> str | None:
     from megatron.position.registry import load_temperature_class
 
     name = position.temperature
@@ -115,7 +115,7 @@ def _name_temperature(position: PositionOptions) -> str | None:
     return _format_name(name, options)
 
 
-def name_methods(configs: Sequence[Config], **overrides: Any) -> list[str]:
+def list_method_names(configs: Sequence[Config], **overrides: Any) -> list[str]:
     """Return the name of each run's method.
 
     Args:
@@ -133,8 +133,8 @@ def assign_distinct_names(configs: Sequence[Config], runs: Sequence[str], **over
     Args:
         overrides: position options changed at evaluation (`override_position`).
     """
-    names = name_methods(configs, **overrides)
-    fingerprints = [{**config.training_fingerprint(), "seed": None} for config in configs]
+    names = list_method_names(configs, **overrides)
+    fingerprints = [{**config.get_training_fingerprint(), "seed": None} for config in configs]
     distinct_names = []
     for index, name in enumerate(names):
         namesakes = [other for other in range(len(names)) if names[other] == name]

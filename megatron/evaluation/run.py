@@ -119,7 +119,7 @@ class TextEval:
         for start in self.plan.starts[length].tolist():
             window = torch.from_numpy(np.asarray(self.text.tokens[start : start + length]).astype(np.int64))
             own = torch.arange(1, length + 1) - find_document_starts(window, eod)
-            seen.append(float(own[-self.plan.num_scored(length) :].double().mean()))
+            seen.append(float(own[-self.plan.count_scored(length) :].double().mean()))
         how = "as" if trained == "document" else "unlike"
         return (
             f"documents are masked from each other, {how} in training: at length {length:,} a scored token sees "

@@ -83,7 +83,7 @@ class TaskEval:
     lengths: tuple[int, ...]  # input lengths, ascending
     num_sequences: int  # per length
 
-    def _seed_generator(self, *numbers: int) -> np.random.Generator:
+    def _build_generator(self, *numbers: int) -> np.random.Generator:
         """Return a random generator whose seed depends only on the task and the given numbers."""
         name = hashlib.blake2b(self.task_config.label.encode(), digest_size=8).digest()
         return np.random.Generator(np.random.PCG64([TASK_SEED, int.from_bytes(name, "big"), *numbers]))
@@ -91,10 +91,10 @@ class TaskEval:
     def sample_batch(self, length: int, *, fitting: bool = False) -> TaskBatch:
         """Sample the test sequences of a length, or other sequences to which trivial baselines are fitted."""
         task = self.task_config.task
-        generator = self._seed_generator(length, int(fitting))
+        generator = self._build_generator(length, int(fitting))
         count = self.num_sequences
         if fitting:
-            count = max(1, min(NUM_FITTING_SEQUENCES, MAX_FITTING_TOKENS // task.sequence_length(length)))
+            count = max(1, min(NUM_FITTING_SEQUENCES, MAX_FITTING_TOKENS // task.get_sequence_length(length)))
         return task.sample_batch(generator, count, length)
 
     @cached_property
@@ -126,12 +126,12 @@ class TaskEval:
             return {**self.record_fields, "max_length": None}
         if model.max_length is None:
             return self.record_fields
-        longest = max(n for n in range(1, model.max_length) if task.sequence_length(n) <= model.max_length)
+        longest = max(n for n in range(1, model.max_length) if task.get_sequence_length(n) <= model.max_length)
         return {**self.record_fields, "max_length": longest}
 
     @property
     def sequence_lengths(self) -> Sequence[int]:
-        return [self.task_config.task.sequence_length(length) for length in self.lengths]
+        return [self.task_config.task.get_sequence_length(length) for length in self.lengths]
 
     def count_flops(self, model: GPT) -> dict[int, float]:
         tokens = dict(zip(self.lengths, self.sequence_lengths, strict=True))
@@ -187,7 +187,7 @@ class TaskEval:
                 fields = shared | {"method": f"{TRIVIAL_BASELINE_PREFIX}{name}"}
                 exact_match = task.scores_exact_match
                 samples.setdefault(name, []).extend(compute_accuracies(correct, batch, fields, exact_match=exact_match))
-            for name, value in task.baseline_accuracies(length).items():
+            for name, value in task.get_baseline_accuracies(length).items():
                 fields = shared | {
                     "method": f"{TRIVIAL_BASELINE_PREFIX}{name}",
                     "metric": "accuracy",
@@ -235,7 +235,7 @@ class TaskDepthEval(TaskEval):
         return score_needle_map(needle_map, loaded, self.count_flops(loaded.model), scoring)
 
     def _sample_batch_at_depth(self, length: int, depth: float) -> TaskBatch:
-        generator = self._seed_generator(length, 2, round(depth * 1e9))
+        generator = self._build_generator(length, 2, round(depth * 1e9))
         return self.task_config.task.sample_batch_at_depth(generator, self.num_sequences, length, depth)
 
 
@@ -297,7 +297,7 @@ def build_task_eval(options: EvaluationOptions, configs: Sequence[Config]) -> Ta
         raise UserError(f"depths: the task {task_config.label} does not support depths; omit it")
     if depths is None and options.effective_score is not None:
         raise UserError("effective_score: only for needle maps; add depths")
-    reasons = {length: task_config.task.unsupported_length_reason(length) for length in lengths}
+    reasons = {length: task_config.task.describe_unsupported_length(length) for length in lengths}
     for length, reason in reasons.items():
         if reason is not None and (are_given or all(reasons.values())):
             raise UserError(f"lengths: {length} is not valid for the task {task_config.label}: {reason}")

@@ -20,7 +20,7 @@ from megatron.data.corpus.tokenize_worker import ChunkEncoder, encode_chunks, it
 from megatron.data.corpus_metadata import CORPUS_FILE, read_corpus, split_basename
 from megatron.data.datasets import load_token_stream
 from megatron.data.indexed_dataset import find_corpus_metadata
-from megatron.data.load_tokenizer import Vocabulary, load_run_tokenizer, read_vocabulary, vocabulary_from_tokenizer
+from megatron.data.load_tokenizer import Vocabulary, build_vocabulary, load_run_tokenizer, read_vocabulary
 from megatron.data.tokenizers import Tokenizer
 from megatron.options.data import DataOptions, Split
 from megatron.utils.errors import UserError
@@ -70,7 +70,7 @@ def load_text(
     """
     if data is not None and _is_text_file(Path(data)):
         tokenizer = _load_own_tokenizer(name, config, data, tokenizer_name, run)
-        vocabulary = vocabulary_from_tokenizer(tokenizer)
+        vocabulary = build_vocabulary(tokenizer)
         source = str(data)
     else:
         options, split = _choose_split(name, config, data, tokenizer_name, run)

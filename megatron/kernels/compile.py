@@ -99,7 +99,7 @@ class KernelConfig:
     arches: tuple[int, ...] = field(default=(80, 90))
     spill_budget: int = SPILL_BUDGET
 
-    def exceeded_limit(self, used: KernelResources, arch: int) -> str | None:
+    def describe_exceeded_limit(self, used: KernelResources, arch: int) -> str | None:
         """Describe the first limit of compute capability `arch` that the usage exceeds, or return None."""
         if used.shared > SHARED_LIMIT[arch]:
             return f"needs {used.shared} bytes of shared memory; the chip has {SHARED_LIMIT[arch]}"
@@ -279,7 +279,7 @@ def measure_ops(
             raise RuntimeError(f"two configurations have the name {key}")
         rows[key] = asdict(used)
         print(f"{key}: {', '.join(f'{name} {value}' for name, value in rows[key].items())}", flush=True)
-        if (complaint := config.exceeded_limit(used, arch)) is not None:
+        if (complaint := config.describe_exceeded_limit(used, arch)) is not None:
             complaints.append(f"{key} {complaint}")
     return rows, complaints
 

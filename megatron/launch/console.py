@@ -27,7 +27,7 @@ from megatron.utils.errors import (
     to_path_error,
 )
 from megatron.utils.output import ASCII_FALLBACK, redirect_to_null
-from megatron.utils.signals import StoppedBySignal, cleanup_on_signal, describe_signal
+from megatron.utils.signals import StoppedBySignal, clean_up_on_signal, describe_signal
 
 DEFAULT_WIDTH = 120  # for files and pipes
 
@@ -108,7 +108,7 @@ def temporary_log() -> Iterator[Path]:
     os.close(descriptor)
     log = Path(name)
     try:
-        with cleanup_on_signal(lambda: log.unlink(missing_ok=True)):
+        with clean_up_on_signal(lambda: log.unlink(missing_ok=True)):
             yield log
     except UnexpectedError:
         raise

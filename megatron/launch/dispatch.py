@@ -13,7 +13,7 @@ from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import (
     LaunchContext,
     describe_job,
-    in_slurm_job,
+    is_in_slurm_job,
     read_launcher_environment,
 )
 from megatron.launch import local_launcher, slurm, ssh_launcher
@@ -35,7 +35,7 @@ PrintNotes = Callable[[Iterable[str]], object]
 
 def uses_slurm(launch: LaunchOptions) -> bool:
     """Return True if work should be submitted to SLURM; False within a job, which does the work itself."""
-    return launch.launcher == "slurm" and not in_slurm_job()
+    return launch.launcher == "slurm" and not is_in_slurm_job()
 
 
 def uses_ssh(launch: LaunchOptions) -> bool:

@@ -23,7 +23,7 @@ from megatron.launch.run_status import RunStatus, find_runs, format_status_cells
 from megatron.options.commands import ReportOptions
 from megatron.reports.charts import Chart
 from megatron.reports.combine import build_sections
-from megatron.reports.curve_chart import HorizontalAxis, Line, build_line_chart
+from megatron.reports.curve_chart import ChartLine, HorizontalAxis, build_line_chart
 from megatron.reports.records import RESULTS_FILE, Record
 from megatron.reports.report import ReportSection, TrainingSection, render_report
 from megatron.reports.table_formats import TextTable
@@ -136,7 +136,7 @@ def _build_loss_chart(curves: dict[str, CurveReader]) -> Chart | None:
     last = max((curve.losses[-1][0] for curve in curves.values() if curve.losses), default=0)
     for style, (name, curve) in enumerate(curves.items()):
         if curve.losses:
-            lines.append(Line(name, _downsample(curve.losses), style=style))
+            lines.append(ChartLine(name, _downsample(curve.losses), style=style))
             shown += [loss for step, loss in curve.losses if step >= START_FRACTION * last or len(curve.losses) < 3]
     if not lines:
         return None
@@ -152,7 +152,7 @@ def _build_loss_chart(curves: dict[str, CurveReader]) -> Chart | None:
 
 def _build_speed_chart(curves: dict[str, CurveReader]) -> Chart | None:
     lines = [
-        Line(name, _downsample(curve.speeds), style=style)
+        ChartLine(name, _downsample(curve.speeds), style=style)
         for style, (name, curve) in enumerate(curves.items())
         if curve.speeds
     ]
@@ -163,7 +163,7 @@ def _build_speed_chart(curves: dict[str, CurveReader]) -> Chart | None:
 
 
 def _build_chart(
-    name: str, title: str, y_title: str, lines: list[Line], limits: tuple[float, float], note: str
+    name: str, title: str, y_title: str, lines: list[ChartLine], limits: tuple[float, float], note: str
 ) -> Chart:
     steps = [step for line in lines for step, _ in line.points]
     ends = "; ".join(f"{line.name} {line.points[-1][1]:,.4g} at step {line.points[-1][0]:,.0f}" for line in lines[:8])
@@ -235,7 +235,7 @@ class LivePage:
             files += [folder / RESULTS_FILE for folder in (*self.folders, *runs)]
             alive = tuple(is_alive(run) for run in runs)
             is_live = any(alive) or any(map(is_sweep_running, self.folders))
-            state = (is_live, alive, *((path, *_stat(path)) for path in files))
+            state = (is_live, alive, *((path, *_stat_file(path)) for path in files))
             if state != self._state:
                 self._text = self._render(runs, is_live)
                 self._state = state
@@ -273,7 +273,7 @@ def _sort_as_results(runs: Sequence[Path], records: Sequence[Record]) -> list[Pa
     return sorted(runs, key=lambda run: order.get(run.resolve(), len(order)))
 
 
-def _stat(path: Path) -> tuple[int, int]:
+def _stat_file(path: Path) -> tuple[int, int]:
     try:
         status = path.stat()
     except OSError:

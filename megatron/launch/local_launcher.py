@@ -30,7 +30,7 @@ from megatron.training.metrics_log import read_heartbeat
 from megatron.training.resolve_run import ResolvedRun
 from megatron.utils.atomic_io import make_folder, remove_empty_folders
 from megatron.utils.errors import FarfieldWarning, RunError, UserError
-from megatron.utils.signals import StoppedBySignal, cleanup_on_signal, end_with_parent
+from megatron.utils.signals import StoppedBySignal, clean_up_on_signal, exit_with_parent
 
 if TYPE_CHECKING:
     from megatron.training.trainer import TrainingHooks
@@ -55,7 +55,7 @@ def train_on_this_machine(
         UserError: the data do not match the configuration; no files are left behind.
         RunError: an error while running.
     """
-    end_with_parent()
+    exit_with_parent()
     config, world_size = resolved.config, resolved.world_size
     assert world_size is not None, "a dry run is not for training"
     check_environment(config)
@@ -141,7 +141,7 @@ def open_run_log(config: Config, is_main: bool) -> Iterator[Path]:
             remove_empty_folders(created)
 
     try:
-        with cleanup_on_signal(leave_nothing):
+        with clean_up_on_signal(leave_nothing):
             _begin_log(log, is_main)
             yield log
     except (UserError, KeyboardInterrupt, StoppedBySignal):  # user errors, or stopped before any result

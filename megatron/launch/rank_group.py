@@ -3,7 +3,7 @@
 The children are ranks on this machine, or connections to hosts that monitor their own ranks (`ssh_launcher.py`).
 
 Each rank has its own session, so that a keyboard interrupt reaches only the launcher, which forwards it to all ranks.
-The ranks exit even if the launcher is killed (`end_with_parent` in `megatron/utils/signals.py`).
+The ranks exit even if the launcher is killed (`exit_with_parent` in `megatron/utils/signals.py`).
 
 torch.distributed.elastic.multiprocessing offers much of this. It is not used because importing torch delays the
 launcher's first line by several seconds, and because it supports neither our errors nor ranks that save before exiting.
@@ -135,7 +135,7 @@ class RankGroup:
 
         Returns and raises as `run_ranks`.
         """
-        with self._forwarding_signals():
+        with self._forward_signals():
             try:
                 self.start()
                 signaled_at_start = bool(self.first_signal)
@@ -206,7 +206,7 @@ class RankGroup:
         ]
 
     @contextmanager
-    def _forwarding_signals(self) -> Iterator[None]:
+    def _forward_signals(self) -> Iterator[None]:
         """Forward signals of this process to the children: the first as SIGTERM, a second one as SIGKILL."""
         handlers: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():  # only the main thread may install handlers

@@ -152,7 +152,7 @@ def read_status(run: Path) -> RunStatus:
     valid = [record for record in records if record.get("kind") == "valid"]
     last: dict[str, Any] = train[-1] if train else {}
     alive = _is_alive(run, beat)
-    reached = _finite(beat.get("step")) if alive else None
+    reached = _get_finite(beat.get("step")) if alive else None
     step = max(last.get("step", 0), *saved, int(reached or 0))
     state, phase = "stopped", str(beat.get("phase", "start")) if alive else None
     if phase is not None:
@@ -164,14 +164,14 @@ def read_status(run: Path) -> RunStatus:
     elif train_iters is None and saved == [0] and not records and not problems.lines:
         state = "imported"  # every training has train_iters
     return RunStatus(
-        str(run), state, step, train_iters, _finite(last.get("loss")),
-        _finite(valid[-1].get("loss")) if valid else None, _finite(last.get("tokens_per_second")),
-        _finite(last.get("mfu")), _finite(last.get("seconds_left")) if alive else None, saved[-1] if saved else None,
-        tuple(problems.lines), phase,
+        str(run), state, step, train_iters, _get_finite(last.get("loss")),
+        _get_finite(valid[-1].get("loss")) if valid else None, _get_finite(last.get("tokens_per_second")),
+        _get_finite(last.get("mfu")), _get_finite(last.get("seconds_left")) if alive else None,
+        saved[-1] if saved else None, tuple(problems.lines), phase,
     )  # fmt: skip
 
 
-def _finite(value: object) -> float | None:
+def _get_finite(value: object) -> float | None:
     """Return a finite number unchanged, or None for any other value in a file."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e300:
         return None
@@ -191,7 +191,7 @@ def _is_alive(run: Path, beat: dict[str, Any]) -> bool:
 
     On this machine, a released lock overrides the heartbeat, which a killed run leaves behind.
     """
-    held, at = run_folder.is_lock_held(run / LOCK), _finite(beat.get("time"))
+    held, at = run_folder.is_lock_held(run / LOCK), _get_finite(beat.get("time"))
     if held or at is None or time.time() - at >= MAX_HEARTBEAT_AGE:
         return bool(held)
     return held is None or beat.get("host") != socket.gethostname()

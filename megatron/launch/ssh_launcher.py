@@ -37,7 +37,7 @@ from megatron.training.resolve_run import resolve_run
 from megatron.utils.atomic_directory import temporary_folder
 from megatron.utils.errors import FarfieldError, RunError, UserError
 from megatron.utils.project import PACKAGES_FOLDER
-from megatron.utils.signals import end_with_parent
+from megatron.utils.signals import exit_with_parent
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=8")
 FORWARDED_VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_", "HF_", "FARFIELD_METHODS")
@@ -131,7 +131,7 @@ def train_over_ssh(config: Config, hosts: Sequence[Host]) -> int:
         UserError: a host rejects the run.
         RunError: root cause of a failure, with the host's name if it could not be reached.
     """
-    end_with_parent()
+    exit_with_parent()
     if config.checkpoint.save is None:
         raise UserError("a run on several hosts requires save, a folder shared by all of them")
     with open_run_log(config, True) as log, temporary_folder("ssh") as folder:

@@ -25,7 +25,7 @@ from megatron.utils.errors import FarfieldError, HangError, RunError
 from megatron.utils.imports import pause_garbage_collection
 from megatron.utils.output import GuardedStream
 from megatron.utils.progress import IMPORTING, WaitAnnouncer
-from megatron.utils.signals import end_with_parent
+from megatron.utils.signals import exit_with_parent
 
 if TYPE_CHECKING:
     from megatron.training.trainer import TrainingHooks
@@ -110,7 +110,7 @@ def _freeze_imports() -> None:
 
 def main(arguments: list[str]) -> int:
     """Entry point of a started process, with the arguments `JOB LOG RANK`."""
-    end_with_parent()
+    exit_with_parent()
     job, log, rank_info = Path(arguments[0]), Path(arguments[1]), RankInfo.from_environment()
 
     def exit_process(error: HangError, is_reporter: bool) -> None:

@@ -18,10 +18,10 @@ import torch
 from megatron.attention.backends.backend import AttentionBackend, can_mask_documents
 from megatron.attention.backends.registry import (
     REUSED_BACKENDS,
-    find_fallback_reason,
+    describe_fallback,
+    explain_row_blocks,
     get_default_backend,
     list_candidates,
-    row_blocks_reason,
     select_backend,
 )
 from megatron.attention.check.check_result import (
@@ -39,7 +39,7 @@ from megatron.attention.check.check_result import (
 from megatron.attention.check.float64_reference import CheckedDocuments
 from megatron.attention.check.problem import CheckProblem, build_problem
 from megatron.attention.check.trials import DeviceLostError, free_memory, try_backends
-from megatron.attention.segments import SampleFunction, concatenate_ranges, no_sampling, select_chunks
+from megatron.attention.segments import SampleFunction, concatenate_ranges, select_chunks, skip_sampling
 from megatron.distributed.mesh import list_context_chunks
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import get_tensor_parallel_heads
@@ -181,7 +181,7 @@ def _choose_backend(
     combination = (encoding, processor, model.attn_logit_softcapping, layer_type.position.softmax)
     if name != "auto" or target is None or target.device.type not in CHECKED_DEVICES:
         backend = select_backend(name, model.attention_chunk_rows, *combination)
-        reason = row_blocks_reason(name, *combination)
+        reason = explain_row_blocks(name, *combination)
         return BackendChoice((backend,), None if name == "auto" else name, row_blocks_reason=reason)
     candidates = list_candidates(model.attention_chunk_rows, *combination)
     default = get_default_backend(*combination)
@@ -193,7 +193,7 @@ def _choose_backend(
     elif len(candidates) == 1:
         why = "no other backend supports this model"
     if why is not None:
-        line = f"attention: {row_blocks_reason(name, *combination) or default}; {why}"
+        line = f"attention: {explain_row_blocks(name, *combination) or default}; {why}"
         return BackendChoice((candidates[default],), default, (line,))
     with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []), torch.enable_grad():
         return _choose_by_check(model, layer_type, groups, target, candidates, default)
@@ -328,7 +328,7 @@ def _describe_documents(
     if starts is None:
         return None
     masked = can_mask_documents(layer_type.encoding, backend, layer_type.processor, randomized=limit is not None)
-    sample: SampleFunction = no_sampling
+    sample: SampleFunction = skip_sampling
     if limit is not None:
         continuous = layer_type.position.continuous_positions
         sample = lambda length: sample_positions(length, limit, length, continuous=continuous)  # noqa: E731
@@ -351,7 +351,7 @@ def _check(
     tried: dict[str, AttentionBackend] = {}
     for name, backend in candidates.items():
         known = None if earlier is None else earlier.get_trial(name)
-        left_out = next(filter(None, (find_fallback_reason(backend, rows) for rows in inputs)), None)
+        left_out = next(filter(None, (describe_fallback(backend, rows) for rows in inputs)), None)
         if known is not None and known.is_final and not known.is_correct:
             rejected.append(known)
         elif left_out is not None:

@@ -37,7 +37,7 @@ from megatron.model.layer import (
     build_norm,
     build_qk_norm,
 )
-from megatron.model.layer_config import transformer_config
+from megatron.model.layer_config import build_transformer_config
 from megatron.model.mup import MupScaling, get_multipliers
 from megatron.model.parameter_groups import list_roles
 from megatron.model.position_modules import (
@@ -50,12 +50,12 @@ from megatron.model.position_modules import (
 )
 from megatron.options.model import (
     ModelOptions,
+    get_head_dim,
+    get_norm_epsilon,
     get_output_gate_size,
+    get_padded_vocab_size,
+    get_qk_norm,
     has_qkv_bias,
-    head_dim,
-    norm_epsilon,
-    padded_vocab_size,
-    qk_norm,
 )
 from megatron.options.position import PositionOptions, find_indivisible_sizes, find_model_conflicts
 from megatron.position.encoding import Encoding
@@ -231,7 +231,7 @@ def _select_norm(model: ModelOptions) -> type:
     return norm
 
 
-def _layer_spec(
+def _build_layer_spec(
     model: ModelOptions, layer_attention: LayerAttention, multiplier: float, layer_index: int, groups: ProcessGroups
 ) -> ModuleSpec:
     """Build the spec of megatron-core's GPT layer with our layer class and our attention.
@@ -248,7 +248,7 @@ def _layer_spec(
         "multiplier": multiplier,
     }
     if model.norm_placement != "pre":
-        epsilon = norm_epsilon(model, model.norm)
+        epsilon = get_norm_epsilon(model, model.norm)
         build_post_norm = partial(build_norm, model.norm, model.hidden_size, epsilon, bias=model.layernorm_bias)
         spec.params["build_post_norm"] = build_post_norm
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = _select_norm(model)
@@ -265,14 +265,14 @@ def _layer_spec(
     attention.module, attention.params = BiasedSelfAttention, {**attention.params, **biases}
     attention.params["output_gates"] = get_output_gate_size(model)
     attention.params["recomputes"] = model.checkpoint_activations == "selective"
-    if (layer_type := qk_norm(model)) is not None:
+    if (layer_type := get_qk_norm(model)) is not None:
 
         def build_norm_of_heads(num_heads: int) -> nn.Module:
-            epsilon, over_heads = norm_epsilon(model, layer_type), model.qk_layernorm_over_heads
+            epsilon, over_heads = get_norm_epsilon(model, layer_type), model.qk_layernorm_over_heads
             return build_qk_norm(
                 layer_type,
                 num_heads,
-                head_dim(model),
+                get_head_dim(model),
                 epsilon,
                 groups,
                 bias=model.layernorm_bias,
@@ -369,15 +369,15 @@ def _build_gpt(
             own.softmax,
             build_softmax_sink(own.softmax, model.num_attention_heads),
         )
-        layers.append(_layer_spec(model, layer_attention, multipliers.residual, layer, groups))
+        layers.append(_build_layer_spec(model, layer_attention, multipliers.residual, layer, groups))
         own_encoding = None if shared else encoding
         _register_gradient_sums(own_encoding, (processor, layer_attention.temperature, layer_attention.sink), groups)
     for encoding in shared.values():
         _register_gradient_sums(encoding, (), groups)
     gpt = GPT(
-        config=transformer_config(model, mup, dtype, groups.mesh.sizes),
+        config=build_transformer_config(model, mup, dtype, groups.mesh.sizes),
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=_select_norm(model)),
-        vocab_size=padded_vocab_size(model, vocab_size),
+        vocab_size=get_padded_vocab_size(model, vocab_size),
         max_sequence_length=build_attention_dims(model).max_length,
         position_embedding_type="none",
         share_embeddings_and_output_weights=not model.no_weight_tying,

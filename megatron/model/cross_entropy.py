@@ -36,7 +36,7 @@ class CrossEntropy:
         """Compute the loss of each token, float32 [B, T], from hidden states [T, B, D]."""
         if can_compile(self.config, hidden):
             return self._compute_compiled(hidden, labels)[0]
-        return self._cross_entropy(soft_cap(self.compute_logits(hidden).float(), self.softcap), labels)
+        return self._compute_cross_entropy(soft_cap(self.compute_logits(hidden).float(), self.softcap), labels)
 
     def compute_losses_and_log_z(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Compute the loss and log Z of each token, [2, B, T]. Log Z is the sum of the loss and the label's logit."""
@@ -44,7 +44,7 @@ class CrossEntropy:
             return torch.stack(self._compute_compiled(hidden, labels))
         logits = soft_cap(self.compute_logits(hidden).float(), self.softcap)
         of_labels = select_label_logits(logits, labels, self.groups)  # first, because the loss may overwrite the logits
-        losses = self._cross_entropy(logits, labels)
+        losses = self._compute_cross_entropy(logits, labels)
         return torch.stack([losses, losses + of_labels])
 
     def _compute_compiled(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ class CrossEntropy:
             log_z, of_labels = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
         return log_z - of_labels, log_z
 
-    def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _compute_cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Compute the loss of each token [B, T] from this rank's logits [T, B, V] in float32."""
         if self.groups.mesh.tensor.size > 1:
             return vocab_parallel_cross_entropy(logits, labels.t().contiguous()).t()

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from megatron.attention.segments import Segment, add_position_embeddings
 from megatron.distributed.mesh import Axis, NumberT, get_pipeline_layer_range
 from megatron.distributed.process_groups import ProcessGroups
-from megatron.distributed.sharding import full_numel, is_replica, mark_replica
+from megatron.distributed.sharding import count_all_elements, is_replica, mark_replica
 from megatron.model.attention import AttentionContext, PositionedAttention
 from megatron.model.backend_choice import BackendChoice
 from megatron.model.core_modules import GPTModel
@@ -115,10 +115,10 @@ class GPT(GPTModel):
             prefixes.append("position.")
         self.off_stage_prefixes = tuple(prefixes)
         if not self.is_first_stage:
-            for _, parameter in self.replicated_parameters():
+            for _, parameter in self.list_replicated_parameters():
                 mark_replica(parameter)
 
-    def replicated_parameters(self) -> Iterator[tuple[Literal["ends", "pipeline"], nn.Parameter]]:
+    def list_replicated_parameters(self) -> Iterator[tuple[Literal["ends", "pipeline"], nn.Parameter]]:
         """Yield the parameters of this stage that other stages also hold, and which stages: the first and last, or all.
 
         Their gradients must be summed after every backward pass.
@@ -146,7 +146,7 @@ class GPT(GPTModel):
         shared: list[Any] = [*([] if self.position is None else [self.position]), *self.positions.values()]
         return min((each.max_length for each in shared if each.max_length is not None), default=None)
 
-    def new_kv_cache(self, length: int) -> KVCache:
+    def create_kv_cache(self, length: int) -> KVCache:
         """Return an empty cache with room for `length` tokens.
 
         Raises:
@@ -203,7 +203,7 @@ class GPT(GPTModel):
             num_logits: number of last positions to score, or None for all.
             attention_mask: bool [B, T], False for padding; with a cache [B, all tokens so far]. A sequence padded on
                 the left gives the same results as alone. Outputs of padding tokens are meaningless.
-            kv_cache: cache of earlier tokens, see `new_kv_cache`; the new tokens are added to it.
+            kv_cache: cache of earlier tokens, see `create_kv_cache`; the new tokens are added to it.
             position_seed: seed of randomized positions; None uses fixed positions for each sequence length.
             document_starts: int64 [B, all tokens of a row so far] on the CPU, the column at which each token's document
                 begins. Documents are masked, so that each gives the same results as alone. None for one document per
@@ -227,7 +227,7 @@ class GPT(GPTModel):
             raise RuntimeError("context parallelism needs whole sequences without padding, cache or position ids")
         if num_logits is not None and num_logits < 1:
             raise UserError(f"num_logits is {num_logits}; it must be at least 1")
-        hidden = self.hidden_states(
+        hidden = self.compute_hidden_states(
             tokens, num_logits, attention_mask, kv_cache, position_seed, document_starts, position_ids
         )
         if not self.is_last_stage:
@@ -235,7 +235,7 @@ class GPT(GPTModel):
         scored = labels if labels is None or num_logits is None else labels[:, -num_logits:]
         return self._score(hidden, scored, with_log_z=with_log_z)
 
-    def hidden_states(
+    def compute_hidden_states(
         self,
         tokens: Tensor,
         num_logits: int | None = None,
@@ -291,14 +291,14 @@ class GPT(GPTModel):
         if self.multipliers.logits != 1.0:
             hidden = hidden * self.multipliers.logits
         if labels is None:
-            logits = soft_cap(self._logits(hidden), self.logit_softcap)
+            logits = soft_cap(self._compute_logits(hidden), self.logit_softcap)
             return rearrange(gather_vocabulary(logits, self.groups), "t b v -> b t v")
         vocabulary = self.vocab_size // self.groups.mesh.tensor.size
-        entropy = CrossEntropy(self._logits, self.config, self.groups, self.logit_softcap)
+        entropy = CrossEntropy(self._compute_logits, self.config, self.groups, self.logit_softcap)
         compute_losses = entropy.compute_losses_and_log_z if with_log_z else entropy.compute_losses
         return chunked_cross_entropy(compute_losses, hidden, labels, vocabulary, self.max_logits)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def _compute_logits(self, hidden: Tensor) -> Tensor:
         """Compute the logits of this rank's vocabulary shard, [T, B, V], before the soft cap."""
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         weight = self.output_layer.weight if tied is None else tied
@@ -348,7 +348,7 @@ class GPT(GPTModel):
 
     def num_parameters(self) -> int:
         """Count trainable parameters, including position parameters and vocabulary padding. All ranks must call it."""
-        num_local = sum(full_numel(p, self.groups.mesh) for p in self.parameters() if not is_replica(p))
+        num_local = sum(count_all_elements(p, self.groups.mesh) for p in self.parameters() if not is_replica(p))
         return self._sum_over_stages(num_local)
 
     def _sum_over_stages(self, local: NumberT) -> NumberT:
@@ -358,14 +358,14 @@ class GPT(GPTModel):
             return local
         return self.groups.all_reduce_sum(local if mesh.tensor.index == mesh.dp_cp.index == 0 else type(local)(0))[0]
 
-    def flops_per_token(self, length: int) -> float:
+    def count_flops_per_token(self, length: int) -> float:
         """Return forward and backward FLOPs per token at a sequence length, counting only unmasked scores.
 
         A matrix product costs 2 FLOPs per multiply-add, and the backward pass costs twice the forward pass: 6 FLOPs per
         weight. Each score (b, h, i, j ≤ i) adds 4·d for q·k and p·v (more if rotated queries are longer than d), plus
         the FLOPs that the encoding's contextual terms and the score processor report. All ranks must call this.
         """
-        forward = 2.0 * sum(full_numel(p, self.groups.mesh) for p in self._matrices())
+        forward = 2.0 * sum(count_all_elements(p, self.groups.mesh) for p in self._list_matrices())
         for layer in self.local_layers:
             attention: PositionedAttention = layer.self_attention.core_attention
             seen = min(attention.window or length, length)
@@ -377,7 +377,7 @@ class GPT(GPTModel):
             forward += per_score * scores + attention.encoding.product_flops(scores)
         return 3.0 * self._sum_over_stages(forward)
 
-    def _matrices(self) -> list[torch.nn.Parameter]:
+    def _list_matrices(self) -> list[torch.nn.Parameter]:
         """Return the weights that multiply every token.
 
         These are linear layers and the output layer, but not the embedding table.

@@ -29,7 +29,7 @@ class KVCache:
     Use it without gradients. The gates themselves are stored instead of their sums, because sums restart when keys are
     dropped.
 
-        cache = gpt.new_kv_cache(length)          room for `length` tokens
+        cache = gpt.create_kv_cache(length)          room for `length` tokens
         gpt(prompt, kv_cache=cache)               all its tokens at once, or in chunks
         gpt(token, kv_cache=cache)                one token at a time
 

@@ -94,12 +94,12 @@ class NormOverHeads(nn.Module):
             return F.layer_norm(flat, (self.size,), self.weight, self.bias, self.epsilon).view_as(x)
         values = promote_to_float32(flat)
         if self.centers:
-            values = values - self._mean(values)
-        values = values * torch.rsqrt(self._mean(values.square()) + self.epsilon)
+            values = values - self._compute_mean(values)
+        values = values * torch.rsqrt(self._compute_mean(values.square()) + self.epsilon)
         values = values.to(x.dtype) * self.weight
         return (values if self.bias is None else values + self.bias).view_as(x)
 
-    def _mean(self, values: Tensor) -> Tensor:
+    def _compute_mean(self, values: Tensor) -> Tensor:
         """Return the mean over the last dimension of all ranks. Ranks use it differently, so its gradient is summed."""
         sums = all_gather(values.sum(-1, keepdim=True), values.dim() - 1, self.groups, "tensor", reduce_grad=True)
         return sums.sum(-1, keepdim=True) / self.size
@@ -381,7 +381,10 @@ class GPTLayer(TransformerLayer):
         attention, drops = self.self_attention, self.training and self.hidden_dropout > 0
         compiles = attention.can_compile(hidden) and not drops  # compiled dropout would draw different numbers
         rotation = attention.core_attention.get_rotation(hidden, context) if compiles else None
-        begin, end = (choose_region(part, compiles=compiles) for part in (GPTLayer._begin, GPTLayer._end))
+        begin, end = (
+            choose_region(part, compiles=compiles)
+            for part in (GPTLayer._run_before_attention, GPTLayer._run_after_attention)
+        )
         heads_first = compiles and attention.uses_heads_first_layout(hidden)
         normed, heads, output_gate = begin(self, hidden, rotation, heads_first)
         attended = attention.attend(normed, heads, output_gate, context, rotation)
@@ -391,7 +394,7 @@ class GPTLayer(TransformerLayer):
         output: Tensor = end(self, hidden, normed, attended)
         return output
 
-    def _begin(
+    def _run_before_attention(
         self, hidden: Tensor, rotation: Rotation | None, heads_first: bool
     ) -> tuple[Tensor | None, Heads, Tensor | None]:
         """Compute the region before attention.
@@ -403,7 +406,7 @@ class GPTLayer(TransformerLayer):
         heads, output_gate = self.self_attention.project(normed, rotation, heads_first=heads_first)
         return normed if self.saves_norm_output else None, heads, output_gate
 
-    def _end(self, hidden: Tensor, normed: Tensor | None, attended: Tensor) -> Tensor:
+    def _run_after_attention(self, hidden: Tensor, normed: Tensor | None, attended: Tensor) -> Tensor:
         """Compute the region after attention, from the output projection to the layer's output."""
         projected = self.self_attention.linear_proj(attended)
         after_attention = self._add(projected, hidden, self.post_self_attn_layernorm)

@@ -28,10 +28,10 @@ from megatron.options.model import (
     GATED_ACTIVATIONS,
     InitMethod,
     ModelOptions,
-    ffn_hidden_size,
-    head_dim,
-    norm_epsilon,
-    num_kv_heads,
+    get_ffn_hidden_size,
+    get_head_dim,
+    get_norm_epsilon,
+    get_num_kv_heads,
 )
 from megatron.position.numerics import soft_cap
 
@@ -163,7 +163,7 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 
-def transformer_config(
+def build_transformer_config(
     model: ModelOptions, mup: MupScaling | None, dtype: torch.dtype, sizes: ParallelSizes
 ) -> LayerConfig:
     """Return megatron-core's configuration of a model.
@@ -180,11 +180,11 @@ def transformer_config(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
-        num_query_groups=num_kv_heads(model),
-        kv_channels=head_dim(model),
-        ffn_hidden_size=ffn_hidden_size(model),
+        num_query_groups=get_num_kv_heads(model),
+        kv_channels=get_head_dim(model),
+        ffn_hidden_size=get_ffn_hidden_size(model),
         normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
-        layernorm_epsilon=norm_epsilon(model, model.norm),
+        layernorm_epsilon=get_norm_epsilon(model, model.norm),
         activation_func=ACTIVATIONS[model.activation],
         gated_linear_unit=model.activation in GATED_ACTIVATIONS,
         add_bias_linear=model.use_bias_in_mlp,  # `SelfAttention` has its own setting

@@ -46,7 +46,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.options.model import ModelOptions, head_dim
+from megatron.options.model import ModelOptions, get_head_dim
 
 ParameterRole = Literal["embedding", "hidden", "heads", "layer", "last norm"]
 """Row of the table for a parameter: `hidden` sums over hidden units, `heads` over heads, `layer` is the rest of a
@@ -140,7 +140,7 @@ def get_multipliers(model: ModelOptions) -> Multipliers:
     if scaling is not None:
         return scaling.multipliers
     scalar = model.query_pre_attn_scalar
-    query = 1.0 if scalar is None else math.sqrt(head_dim(model) / scalar)
+    query = 1.0 if scalar is None else math.sqrt(get_head_dim(model) / scalar)
     return Multipliers(
         embedding=model.embedding_multiplier,
         query=query,

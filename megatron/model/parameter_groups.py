@@ -100,7 +100,7 @@ _ROLES_OF_MODULES: dict[str, ParameterRole] = {
 }
 
 
-def parameter_groups(
+def build_parameter_groups(
     model: nn.Module, weight_decay: float, algorithm: Algorithm = "AdamW", *, decay_positions: bool = False
 ) -> list[dict[str, Any]]:
     """Build the parameter groups for the optimizer.

@@ -30,8 +30,8 @@ from megatron.attention.segments import (
     build_segments,
     concatenate_ranges,
     has_no_hidden_keys,
-    no_sampling,
     select_chunks,
+    skip_sampling,
 )
 from megatron.distributed.mesh import list_context_chunks
 from megatron.distributed.process_groups import ProcessGroups
@@ -140,12 +140,12 @@ class SegmentBuilder:
         """Build the segments that describe the positions of this rank's `length` tokens."""
         if kv_cache is not None:
             kv_cache.check_capacity(length)
-            sample_cached = no_sampling if kv_cache.sampled is None else lambda _: kv_cache.sampled
+            sample_cached = skip_sampling if kv_cache.sampled is None else lambda _: kv_cache.sampled
             return build_segments(length, mask, kv_cache.length, sample_cached, kv_cache.capacity)
         context = self.groups.mesh.context
         if context.size == 1:
             sample: SampleFunction = (
-                no_sampling if self.randomized is None else lambda tokens: self.sample_positions(tokens, seed)
+                skip_sampling if self.randomized is None else lambda tokens: self.sample_positions(tokens, seed)
             )
             return build_segments(length, mask, sample=sample)
         total = length * context.size
@@ -174,7 +174,7 @@ class SegmentBuilder:
         if self.masks_documents:
             segments = mask_documents(starts, past, device)
         else:
-            segments = split_documents(starts, past, no_sampling if self.randomized is None else sample)
+            segments = split_documents(starts, past, skip_sampling if self.randomized is None else sample)
         chunks = list_context_chunks(length * context.size, context)
         columns = torch.cat([torch.arange(past + first, past + first + size) for first, size in chunks])
         capacity = None if kv_cache is None else kv_cache.capacity

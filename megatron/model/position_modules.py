@@ -51,7 +51,7 @@ def list_layer_positions(position: PositionOptions, num_layers: int) -> list[Pos
     for layer in range(num_layers):
         key = tuple(values[layer % len(values)] for values in patterns.values())
         if key not in kinds:
-            kinds[key] = _select_options(position.for_layer(layer))
+            kinds[key] = _select_options(position.get_layer_options(layer))
         positions.append(kinds[key])
     for name in ("pos_emb_options", "score_processor_options", "attention_temperature_options"):
         for option in getattr(position, name):

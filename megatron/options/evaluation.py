@@ -110,7 +110,7 @@ MAX_DEPTHS = 1001
 
 
 def _parse_depths(parts: Any) -> Any:
-    """Parse depths in ascending order: fractions, or a whole number above 1 of evenly spaced depths from 0 to 1."""
+    """Parse depths in ascending order: fractions, or an integer above 1 of evenly spaced depths from 0 to 1."""
     if not isinstance(parts, list):
         return parts
     if len(parts) == 1 and isinstance(parts[0], int) and parts[0] > 1:

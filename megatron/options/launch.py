@@ -60,7 +60,7 @@ class SlurmOptions(ConfigSection):
     )
     options: list[Word] = config_field(list, "additional options passed to sbatch: --mail-type=END", policy="machine")
 
-    def time_limit_seconds(self) -> int | None:
+    def get_time_limit_seconds(self) -> int | None:
         """Return `time` in seconds, or None if it is absent."""
         if self.time is None or (match := TIME_LIMIT_PATTERN.fullmatch(self.time)) is None:
             return None
@@ -145,7 +145,7 @@ def find_launch_conflicts(launch: LaunchOptions) -> Iterator[tuple[str, str]]:
         yield "launcher", "launcher slurm needs num_gpus, the number of processes and GPUs per node"
     if launch.launcher == "ssh" and launch.hostfile is None:
         yield "launcher", "launcher ssh needs hostfile, a file with a line NAME slots=8 for each machine"
-    limit = slurm.time_limit_seconds()
+    limit = slurm.get_time_limit_seconds()
     if limit is not None and slurm.signal_seconds >= limit:
         yield (
             "slurm.signal_seconds",

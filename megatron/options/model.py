@@ -226,12 +226,12 @@ class ModelOptions(ConfigSection):
     )
 
 
-def num_kv_heads(model: ModelOptions) -> int:
+def get_num_kv_heads(model: ModelOptions) -> int:
     """Return the number of key and value heads."""
     return model.num_kv_heads or model.num_attention_heads
 
 
-def head_dim(model: ModelOptions) -> int:
+def get_head_dim(model: ModelOptions) -> int:
     """Return the size of a head."""
     return model.head_dim or model.hidden_size // model.num_attention_heads
 
@@ -240,7 +240,7 @@ def get_attention_sizes(model: ModelOptions) -> dict[str, int]:
     """Return the sizes for building encodings, processors and temperatures: the fields of `AttentionDims`."""
     return {
         "num_heads": model.num_attention_heads,
-        "head_dim": head_dim(model),
+        "head_dim": get_head_dim(model),
         "hidden_size": model.hidden_size,
         "train_length": model.seq_length,
         "max_length": model.max_position_embeddings or model.seq_length,
@@ -249,7 +249,7 @@ def get_attention_sizes(model: ModelOptions) -> dict[str, int]:
 
 def get_q_hidden_size(model: ModelOptions) -> int:
     """Return the width of a token's queries and attention output: hidden_size unless head_dim is set."""
-    return head_dim(model) * model.num_attention_heads
+    return get_head_dim(model) * model.num_attention_heads
 
 
 def get_kv_hidden_size(model: ModelOptions) -> int:
@@ -257,7 +257,7 @@ def get_kv_hidden_size(model: ModelOptions) -> int:
 
     Equal to that of its queries unless grouped.
     """
-    return head_dim(model) * num_kv_heads(model)
+    return get_head_dim(model) * get_num_kv_heads(model)
 
 
 def get_output_gate_size(model: ModelOptions) -> int:
@@ -267,7 +267,7 @@ def get_output_gate_size(model: ModelOptions) -> int:
     return get_q_hidden_size(model) if model.attention_output_gate else 0
 
 
-def qk_norm(model: ModelOptions) -> str | None:
+def get_qk_norm(model: ModelOptions) -> str | None:
     """Return the kind of norm of queries and keys, layernorm or rmsnorm, or None if they are not normalized."""
     return (model.qk_norm or model.norm) if model.use_qk_layernorm else None
 
@@ -279,7 +279,7 @@ def list_norm_parts(model: ModelOptions, norm: str | None) -> tuple[str, ...]:
     return ("weight", "bias") if norm == "layernorm" and model.layernorm_bias else ("weight",)
 
 
-def norm_epsilon(model: ModelOptions, norm: str) -> float:
+def get_norm_epsilon(model: ModelOptions, norm: str) -> float:
     """Return the epsilon of a kind of norm."""
     return model.layernorm_epsilon if norm == "layernorm" else model.rms_norm_epsilon
 
@@ -298,7 +298,7 @@ rows, one third for each half (ParallelMLP in GPT-NeoX's transformer.py). Gated 
 """
 
 
-def ffn_hidden_size(model: ModelOptions) -> int:
+def get_ffn_hidden_size(model: ModelOptions) -> int:
     """Return the width of the feed-forward layer, the input of its second matrix."""
     size = model.intermediate_size or 4 * model.hidden_size
     width = size // GATED_RATIO if model.activation in GATED_ACTIVATIONS else size
@@ -320,7 +320,7 @@ def count_scored_at_once(length: int, batch_size: int, vocab_size: int, max_logi
     return length if length * batch_size * vocab_size <= max_logits else max(max_logits // (batch_size * vocab_size), 1)
 
 
-def padded_vocab_size(model: ModelOptions, vocab_size: int) -> int:
+def get_padded_vocab_size(model: ModelOptions, vocab_size: int) -> int:
     """Return the rows of the embedding: the vocabulary size, rounded up."""
     multiple = model.make_vocab_size_divisible_by
     return -(-vocab_size // multiple) * multiple

@@ -17,10 +17,10 @@ from megatron.options.model import (
     GATED_RATIO,
     MAX_LENGTH,
     ModelOptions,
-    ffn_hidden_size,
+    get_ffn_hidden_size,
+    get_num_kv_heads,
+    get_qk_norm,
     has_qkv_bias,
-    num_kv_heads,
-    qk_norm,
 )
 from megatron.options.section import ConfigSection, config_field
 
@@ -222,7 +222,7 @@ class PositionOptions(ConfigSection):
         """Number of layers after which all patterns repeat; 1 if all layers are alike."""
         return lcm(*map(len, self.list_patterns().values()))
 
-    def for_layer(self, layer: int) -> "PositionOptions":
+    def get_layer_options(self, layer: int) -> "PositionOptions":
         """Return the options of one layer, counted from 0; the same object if no key is a list."""
         patterns = self.list_patterns()
         return (
@@ -239,7 +239,7 @@ def find_model_conflicts(model: ModelOptions, position: PositionOptions) -> Iter
         yield (
             "num_kv_heads",
             f"num_attention_heads {heads} is not divisible by num_kv_heads {model.num_kv_heads}; "
-            f"use {_nearest_divisor(heads, model.num_kv_heads)}",
+            f"use {_find_nearest_divisor(heads, model.num_kv_heads)}",
         )
     if model.use_bias_in_attn_linear and not has_qkv_bias(model):
         yield (
@@ -247,7 +247,7 @@ def find_model_conflicts(model: ModelOptions, position: PositionOptions) -> Iter
             "use_bias_in_qkv: false needs use_bias_in_attn_linear: false; a bias in the output projection alone is "
             "not supported",
         )
-    if ffn_hidden_size(model) == 0:
+    if get_ffn_hidden_size(model) == 0:
         yield (
             "intermediate_size",
             f"intermediate_size {model.intermediate_size} leaves no width with activation {model.activation}, which "
@@ -263,7 +263,7 @@ def find_model_conflicts(model: ModelOptions, position: PositionOptions) -> Iter
     for key in ("qk_norm", "qk_layernorm_over_heads"):
         if getattr(model, key) and not model.use_qk_layernorm:
             yield key, f"{key}: {_format_value(getattr(model, key))} needs use_qk_layernorm: true"
-    if not model.layernorm_bias and "layernorm" not in (model.norm, qk_norm(model)):
+    if not model.layernorm_bias and "layernorm" not in (model.norm, get_qk_norm(model)):
         yield "layernorm_bias", "layernorm_bias: false needs layernorm; rmsnorm never has a bias"
     if model.checkpoint_num_layers > model.num_layers:
         yield (
@@ -286,7 +286,7 @@ def _find_pattern_conflicts(model: ModelOptions, position: PositionOptions) -> I
             yield (
                 key,
                 f"{key} is a pattern of {length} layers, which does not divide num_layers {layers}; use a pattern of "
-                f"{_nearest_divisor(layers, length)} layers, or a value for each layer",
+                f"{_find_nearest_divisor(layers, length)} layers, or a value for each layer",
             )
 
 
@@ -333,10 +333,10 @@ def find_indivisible_sizes(
     """
     sizes = (
         ("num_attention_heads", model.num_attention_heads),
-        ("num_kv_heads", num_kv_heads(model)),
+        ("num_kv_heads", get_num_kv_heads(model)),
         (
             "a third of intermediate_size," if model.activation in GATED_ACTIVATIONS else "intermediate_size",
-            ffn_hidden_size(model),
+            get_ffn_hidden_size(model),
         ),
         ("make_vocab_size_divisible_by", model.make_vocab_size_divisible_by),
     )
@@ -345,12 +345,15 @@ def find_indivisible_sizes(
         common = gcd(*(size for _, size in sizes))
         yield (
             "model_parallel_size",
-            f"{name} {value} is not divisible by model_parallel_size {tensor}; use {_nearest_divisor(common, tensor)}",
+            f"{name} {value} is not divisible by model_parallel_size {tensor}; "
+            f"use {_find_nearest_divisor(common, tensor)}",
         )
     length = model.seq_length
     if context > 1 and length % (2 * context):
         advice = (
-            f"use {_nearest_divisor(length // 2, context)}" if length % 2 == 0 else "an odd length cannot be divided"
+            f"use {_find_nearest_divisor(length // 2, context)}"
+            if length % 2 == 0
+            else "an odd length cannot be divided"
         )
         yield (
             "context_parallel_size",
@@ -374,6 +377,6 @@ def _format_value(value: object) -> str:
     return "true" if value is True else str(value)
 
 
-def _nearest_divisor(number: int, size: int) -> int:
+def _find_nearest_divisor(number: int, size: int) -> int:
     """Return the divisor of `number` nearest to `size`; of two, the smaller."""
     return min((d for d in range(1, min(number, 2 * size) + 1) if number % d == 0), key=lambda d: abs(d - size))

@@ -30,13 +30,13 @@ from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, ParallelSizes, list_context_chunks
 from megatron.options.model import (
     GATED_ACTIVATIONS,
-    ffn_hidden_size,
+    get_ffn_hidden_size,
+    get_head_dim,
     get_kv_hidden_size,
+    get_num_kv_heads,
     get_output_gate_size,
     get_q_hidden_size,
-    head_dim,
-    num_kv_heads,
-    qk_norm,
+    get_qk_norm,
 )
 from megatron.planning.attention_memory import ATTENTION_MEMORY
 from megatron.planning.model_costs import count_temperature_parameters, plan_encoding, plan_processor
@@ -124,8 +124,8 @@ class _LayerEstimator:
         self.learns_scale = count_temperature_parameters(model, config.position) > 0
         self.micro_batch_size = config.training.train_micro_batch_size_per_gpu
         self.bytes_per_element = BYTES_PER_ELEMENT[config.training.compute_dtype]
-        self.hidden_size, self.ffn_size = model.hidden_size, ffn_hidden_size(model)
-        self.head_dim, self.local_q_size = head_dim(model), get_q_hidden_size(model) // sizes.tensor
+        self.hidden_size, self.ffn_size = model.hidden_size, get_ffn_hidden_size(model)
+        self.head_dim, self.local_q_size = get_head_dim(model), get_q_hidden_size(model) // sizes.tensor
         self.num_heads = model.num_attention_heads
         self.num_tokens = self.micro_batch_size * model.seq_length // sizes.context
         self.shares_rows = self.processor is not None and sizes.tensor > 1
@@ -178,14 +178,14 @@ class _LayerEstimator:
             get_q_hidden_size(self.model) if self.shares_rows else part
         )  # of the keys and values that attention reads
         gathers = self.sizes.context > 1 or self.shares_rows
-        has_grouped_queries = num_kv_heads(self.model) < self.num_heads
+        has_grouped_queries = get_num_kv_heads(self.model) < self.num_heads
         rotates, numbers = self.encoding.facts.rotates_qk, self.encoding.count_qk_numbers()
         # Context-parallel ranks concatenate the rows of two chunks; a view would also retain the keys.
         query_is_view = not (self.attention.copies_query or rotates or gathers or self.scales_queries)
         # Queries, keys and values share one tensor, which stays allocated while a view of it is saved.
         keeps_mixed = not gathers and not has_grouped_queries and not self.attention.copies_keys
         size = 3 * n * part * b if keeps_mixed else 0
-        if has_grouped_queries and query_is_view and num_kv_heads(self.model) == self.sizes.tensor:
+        if has_grouped_queries and query_is_view and get_num_kv_heads(self.model) == self.sizes.tensor:
             size += (
                 n * (part + 2 * get_kv_hidden_size(self.model) // self.sizes.tensor) * b
             )  # with one group: in the shared tensor too
@@ -225,7 +225,7 @@ class _LayerEstimator:
         """
         q_bytes = self.num_tokens * self.local_q_size * self.bytes_per_element
         k_bytes = self.num_tokens * get_kv_hidden_size(self.model) // self.sizes.tensor * self.bytes_per_element
-        has_grouped_queries = num_kv_heads(self.model) < self.num_heads
+        has_grouped_queries = get_num_kv_heads(self.model) < self.num_heads
         if self.encoding.facts.rotates_qk:
             if not (gathers or has_grouped_queries or self.attention.copies_keys):
                 return q_bytes  # rotated queries and keys share storage, and attention reads the keys
@@ -249,7 +249,7 @@ class _LayerEstimator:
             keeps_mixed: True if the tensor that contains queries, keys and values is saved anyway.
             is_read: True if attention reads the norms' output itself, not a copy of it.
         """
-        kind, model, per_token = qk_norm(self.model), self.model, self.num_tokens * self.bytes_per_element
+        kind, model, per_token = get_qk_norm(self.model), self.model, self.num_tokens * self.bytes_per_element
         if kind is None:
             return 0
         q_bytes, k_bytes = (
@@ -261,7 +261,7 @@ class _LayerEstimator:
             size += q_bytes + k_bytes  # their input, without the values
         elif not in_float32:
             size += 0 if keeps_mixed else q_bytes + 2 * k_bytes
-            size += q_bytes if num_kv_heads(model) < self.num_heads else 0  # copied out of their groups
+            size += q_bytes if get_num_kv_heads(model) < self.num_heads else 0  # copied out of their groups
         if is_read:
             size += (0 if self.attention.copies_keys else k_bytes) + (0 if self.attention.copies_query else q_bytes)
         return size

@@ -25,7 +25,7 @@ from dataclasses import replace
 
 from megatron.attention.backends.backend import find_unsupported_method
 from megatron.config.schema import Config
-from megatron.options.model import head_dim
+from megatron.options.model import get_head_dim
 from megatron.planning.model_costs import (
     PlannedEncoding,
     PlannedProcessor,
@@ -325,7 +325,7 @@ def list_common_backends(config: Config) -> list[str]:
         list_backends(
             plan_encoding(own.position),
             plan_processor(own.position),
-            head_dim(own.model),
+            get_head_dim(own.model),
             has_softcap=own.model.attn_logit_softcapping is not None,
             softmax_type=own.position.softmax,
         )

@@ -43,7 +43,7 @@ from typing import Any
 
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, ParallelSizes
-from megatron.options.model import count_scored_at_once, padded_vocab_size
+from megatron.options.model import count_scored_at_once, get_padded_vocab_size
 from megatron.planning import activations
 from megatron.planning.activations import BYTES_PER_ELEMENT, DEFAULT_GPU_BYTES
 from megatron.planning.model_costs import (
@@ -130,7 +130,7 @@ class MemoryEstimate:
         """Return the largest value of a component (`PARTS`) over all moments."""
         return max(getattr(moment, part) for moment in self.moments)
 
-    def without_maps(self) -> "MemoryEstimate":
+    def drop_score_matrices(self) -> "MemoryEstimate":
         """Return a lower bound for any attention backend: the estimate without saved or temporary score matrices."""
         moments = tuple(
             replace(
@@ -205,7 +205,7 @@ class _StageMemory:
         self.micro_batch_size = config.training.train_micro_batch_size_per_gpu
         self.num_tokens = self.micro_batch_size * model.seq_length // sizes.context
         self.hidden_bytes = self.num_tokens * model.hidden_size * self.bytes_per_element
-        self.local_vocab_size = padded_vocab_size(model, vocab_size) // sizes.tensor
+        self.local_vocab_size = get_padded_vocab_size(model, vocab_size) // sizes.tensor
         self.is_first, self.is_last = pipeline_stage == 0, pipeline_stage == sizes.pipeline - 1
         self.num_layers = sum(count for _, count in kinds)
         self.num_micro_batches = config.training.gradient_accumulation_steps

@@ -1,9 +1,10 @@
 """Costs of a model: parameters and floating-point operations, including the position encoding and score processor.
 
 Each method declares its costs in its file (`megatron/position/facts.py`), which is read without importing it. A test
-builds every method and compares. FLOPs are those that a run reports as TFLOP/s and MFU (`GPT.flops_per_token`; a test
-compares the two). A matrix product counts 2 per multiply-add, the backward pass twice the forward pass, and scores only
-if a token may attend to the key. Recomputation in the backward pass is not counted, because it makes no progress.
+builds every method and compares. FLOPs are those that a run reports as TFLOP/s and MFU (a test compares them with
+`GPT.count_flops_per_token`). A matrix product counts 2 per multiply-add, the backward pass twice the forward pass, and
+scores only if a token may attend to the key. Recomputation in the backward pass is not counted, because it makes no
+progress.
 """
 
 from collections.abc import Callable
@@ -16,15 +17,15 @@ from megatron.model.position_modules import build_attention_dims, list_layer_pos
 from megatron.options.model import (
     GATED_ACTIVATIONS,
     ModelOptions,
-    ffn_hidden_size,
+    get_ffn_hidden_size,
+    get_head_dim,
     get_kv_hidden_size,
     get_output_gate_size,
+    get_padded_vocab_size,
     get_q_hidden_size,
+    get_qk_norm,
     has_qkv_bias,
-    head_dim,
     list_norm_parts,
-    padded_vocab_size,
-    qk_norm,
 )
 from megatron.options.position import PositionOptions
 from megatron.position.catalog import (
@@ -219,7 +220,7 @@ def list_layer_weights(model: ModelOptions) -> tuple[Shapes, ...]:
     feed-forward weight (two matrices if gated); second one.
     """
     size, q_size, kv_size = model.hidden_size, get_q_hidden_size(model), get_kv_hidden_size(model)
-    inner = ffn_hidden_size(model)
+    inner = get_ffn_hidden_size(model)
     num_inner = 2 if model.activation in GATED_ACTIVATIONS else 1
     gates = get_output_gate_size(model)
     return (
@@ -251,18 +252,18 @@ def count_layer_parameters(config: Config, tensor_parallel_size: int) -> int:
     config: configuration whose layers are all alike (`count_layer_types`).
     """
     model, position = config.model, config.position
-    hidden_size, ffn_size = model.hidden_size, ffn_hidden_size(model)
+    hidden_size, ffn_size = model.hidden_size, get_ffn_hidden_size(model)
     fc1_size = ffn_size * (2 if model.activation in GATED_ACTIVATIONS else 1)
     norm_parameters = hidden_size * len(list_norm_parts(model, model.norm))
     total_norm_parameters = norm_parameters * count_layer_norms(model)
     qkv_size = get_q_hidden_size(model) + 2 * get_kv_hidden_size(model)
     matrices = sum(list_layer_matrices(model))
     sharded_biases = (qkv_size if has_qkv_bias(model) else 0) + (fc1_size if model.use_bias_in_mlp else 0)
-    qk_norm_vectors = len(list_norm_parts(model, qk_norm(model)))
+    qk_norm_vectors = len(list_norm_parts(model, get_qk_norm(model)))
     if model.qk_layernorm_over_heads:
         sharded_biases += qk_norm_vectors * (get_q_hidden_size(model) + get_kv_hidden_size(model))
     else:
-        total_norm_parameters += qk_norm_vectors * 2 * head_dim(model)
+        total_norm_parameters += qk_norm_vectors * 2 * get_head_dim(model)
     replicated_biases = (hidden_size if model.use_bias_in_attn_linear else 0) + (
         hidden_size if model.use_bias_in_mlp else 0
     )
@@ -286,7 +287,7 @@ def count_rank_parameters(config: Config, sizes: ParallelSizes, vocab_size: int,
     """
     model, position = config.model, config.position
     is_first, is_last = pipeline_stage == 0, pipeline_stage == sizes.pipeline - 1
-    embedding_parameters = padded_vocab_size(model, vocab_size) * model.hidden_size // sizes.tensor
+    embedding_parameters = get_padded_vocab_size(model, vocab_size) * model.hidden_size // sizes.tensor
     stage = Axis(pipeline_stage, sizes.pipeline)
     count = sum(
         num_layers * count_layer_parameters(own, sizes.tensor) for own, num_layers in count_layer_types(config, stage)
@@ -353,7 +354,7 @@ def estimate_forward_flops(config: Config, vocab_size: int, pipeline_stage: Axis
 def _estimate_layer_flops(config: Config, vocab_size: int) -> ForwardFlops:
     """Estimate the FLOPs of a model whose layers are all alike."""
     model, position = config.model, config.position
-    hidden_size, ffn_size, seq_length = model.hidden_size, ffn_hidden_size(model), model.seq_length
+    hidden_size, ffn_size, seq_length = model.hidden_size, get_ffn_hidden_size(model), model.seq_length
     fc1_size = ffn_size * (2 if model.activation in GATED_ACTIVATIONS else 1)
     max_keys = min(position.window or seq_length, seq_length)
     keys_per_token = (
@@ -379,6 +380,6 @@ def _estimate_layer_flops(config: Config, vocab_size: int) -> ForwardFlops:
         processor=0.0
         if processor_cost is None
         else processor_cost.flops_per_score(build_attention_dims(model)) * keys_per_token,
-        output=2.0 * padded_vocab_size(model, vocab_size) * hidden_size,
+        output=2.0 * get_padded_vocab_size(model, vocab_size) * hidden_size,
         num_layers=model.num_layers,
     )

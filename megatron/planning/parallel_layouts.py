@@ -74,11 +74,11 @@ def find_fastest_layouts(config: Config, vocab_size: int, cluster: Cluster) -> l
     best: dict[ParallelSizes, ParallelLayout] = {}
     for layout in iter_layouts(config, vocab_size, cluster):
         if layout.memory.fits(cluster.gpu.gib):
-            best[layout.sizes] = min(layout, best.get(layout.sizes, layout), key=_layout_sort_key)
-    return sorted(best.values(), key=_layout_sort_key)
+            best[layout.sizes] = min(layout, best.get(layout.sizes, layout), key=_get_sort_key)
+    return sorted(best.values(), key=_get_sort_key)
 
 
-def _layout_sort_key(layout: ParallelLayout) -> tuple[float, ...]:
+def _get_sort_key(layout: ParallelLayout) -> tuple[float, ...]:
     """Return a sort key: step time to four digits, larger micro-batch, less memory.
 
     In practice a larger micro-batch is faster.
@@ -114,7 +114,7 @@ def iter_layouts(config: Config, vocab_size: int, cluster: Cluster) -> Iterator[
             )
             if any(check_divisible(zero_config)) or resolve_zero(zero_config)[1]:
                 continue
-            for micro_batch_size in _powers_of_two(min(replica_batch_size, MAX_MICRO_BATCH)):
+            for micro_batch_size in _list_powers_of_two(min(replica_batch_size, MAX_MICRO_BATCH)):
                 if replica_batch_size % micro_batch_size or replica_batch_size // micro_batch_size < sizes.pipeline:
                     continue
                 batch_options = {
@@ -166,17 +166,17 @@ def _get_global_batch_size(config: Config, num_gpus: int) -> int:
 def _iter_mesh_sizes(cluster: Cluster) -> Iterator[ParallelSizes]:
     """Yield all meshes whose tensor ranks share a node."""
     num_gpus = cluster.num_gpus
-    for tensor in _divisors(num_gpus):
+    for tensor in _list_divisors(num_gpus):
         if cluster.gpus_per_node % tensor:
             continue
-        for context in _divisors(num_gpus // tensor):
-            for pipeline in _divisors(num_gpus // tensor // context):
+        for context in _list_divisors(num_gpus // tensor):
+            for pipeline in _list_divisors(num_gpus // tensor // context):
                 yield ParallelSizes.from_world_size(num_gpus, tensor=tensor, context=context, pipeline=pipeline)
 
 
-def _divisors(value: int) -> list[int]:
+def _list_divisors(value: int) -> list[int]:
     return [d for d in range(1, value + 1) if value % d == 0]
 
 
-def _powers_of_two(max_value: int) -> list[int]:
+def _list_powers_of_two(max_value: int) -> list[int]:
     return [2**i for i in range(max_value.bit_length())]

@@ -1,4 +1,4 @@
-"""Memory of attention in plain PyTorch: the whole score map, or row blocks, kept or recomputed."""
+"""Memory of attention in plain PyTorch: the full score matrix, or row blocks, kept or recomputed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -187,7 +187,7 @@ def _estimate_blocks(shape: AttentionShape, blocks: list[RowBlocks], *, is_eager
         workspace.append(block.num_scores * per_score + (added_to if index < len(blocks) - 1 else 0))
         workspace.append(block.num_scores_before * per_score + (added_to if block.count > 1 else 0))
     return AttentionMemory(
-        saved_bytes=_table_bytes(shape, blocks, is_eager=is_eager),
+        saved_bytes=_count_table_bytes(shape, blocks, is_eager=is_eager),
         saved_map_bytes=sum(block.total_scores * map_bytes for block in blocks if block.is_saved),
         workspace_bytes=max(workspace),
         workspace_map_bytes=max(block.num_scores * work_bytes for block in blocks),
@@ -196,7 +196,7 @@ def _estimate_blocks(shape: AttentionShape, blocks: list[RowBlocks], *, is_eager
     )
 
 
-def _table_bytes(shape: AttentionShape, blocks: list[RowBlocks], *, is_eager: bool) -> int:
+def _count_table_bytes(shape: AttentionShape, blocks: list[RowBlocks], *, is_eager: bool) -> int:
     """Return the bytes per distance, independent of the batch.
 
     These are the encoding's tables and the processor's share of the bias.

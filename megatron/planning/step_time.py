@@ -43,7 +43,7 @@ from functools import cache
 from megatron.config.schema import Config
 from megatron.distributed.hardware import GpuSpec
 from megatron.distributed.mesh import Axis, ParallelSizes
-from megatron.options.model import MAX_LOGITS, get_kv_hidden_size, padded_vocab_size
+from megatron.options.model import MAX_LOGITS, get_kv_hidden_size, get_padded_vocab_size
 from megatron.planning import activations
 from megatron.planning.activations import BYTES_PER_ELEMENT
 from megatron.planning.memory_estimate import MUON_MATRICES_AT_ONCE
@@ -234,7 +234,7 @@ class _StageEstimator:
         self.num_recomputed_passes = int(config.model.checkpoint_activations is True)
         self.num_attention_passes = int(config.model.checkpoint_activations is not False)
         """Recomputed forward passes: of whole layers, and of attention."""
-        logits = self.num_tokens * padded_vocab_size(config.model, vocab_size) // sizes.tensor
+        logits = self.num_tokens * get_padded_vocab_size(config.model, vocab_size) // sizes.tensor
         self.num_recomputed_logits = 1 if logits > MAX_LOGITS else 0
         has_processor = [plan_processor(own.position) is not None for own, _ in self.layer_types]
         self.num_processors = sum(count for has, (_, count) in zip(has_processor, self.layer_types, strict=True) if has)

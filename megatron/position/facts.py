@@ -3,7 +3,7 @@
 Planning a run must not import torch, but encodings are torch modules. So declarations are expressions in the class body
 that use only this module and Python's builtins. `catalog.py` evaluates them without importing the file.
 
-H heads, D hidden size, d head dimension, N distances, R rows and C columns of a score map.
+H heads, D hidden size, d head dimension, N distances, R rows and C columns of a score matrix.
 """
 
 from collections.abc import Callable, Mapping

@@ -29,7 +29,7 @@ class BiasContribution(NamedTuple):
     edge: Tensor
     """float32 [W, N, p]: the first columns of rows 0 … N − 1, which depend on the left edge and not only on n."""
 
-    def for_rows(self, query: TokenRange, num_columns: int) -> Tensor:
+    def select_rows(self, query: TokenRange, num_columns: int) -> Tensor:
         """Return [W, R, num_columns + p], W innermost.
 
         It is for query rows, keys 0 … num_columns − 1 and p columns after them.
@@ -128,8 +128,8 @@ class Processor(PositionModule):
             visible: bool, broadcastable to [B, 1, R, C]; False if the key is in the future, padding, or in another
                 document. Such entries count as zero, like columns outside the triangle.
             heads: the h heads of the result; all heads are read.
-            bias_contribution: `BiasContribution.for_rows(…)` of these rows, [W, R, C + left_context], precomputed from
-                the bias.
+            bias_contribution: `BiasContribution.select_rows(…)` of these rows, [W, R, C + left_context], precomputed
+                from the bias.
             first_columns: int [B, R], the column at which each row's document begins. Passed to a processor with a left
                 context if a row has several documents. Columns before it are outside the row's sequence, as columns
                 before 0 are.

@@ -144,7 +144,7 @@ class RotaryScaling:
             return math.floor(self._get_value("share") * half + 1e-9)
         return sum(base ** (-m / half) * self._get_value("original_length") >= 2 * math.pi for m in range(half))
 
-    def frequencies(self, plain: Tensor, base: float, length: int = 0) -> Tensor:
+    def compute_frequencies(self, plain: Tensor, base: float, length: int = 0) -> Tensor:
         """Return the scaled frequencies, float64 [half].
 
         Args:
@@ -174,10 +174,10 @@ class RotaryScaling:
                 low, high = self._get_value("low_freq_factor"), self._get_value("high_freq_factor")
                 unscaled = ((turns - low) / (high - low)).clamp(0, 1)
             case _:
-                unscaled = 1 - self._ramp(plain, base)
+                unscaled = 1 - self._compute_ramp(plain, base)
         return plain * (unscaled + (1 - unscaled) / self._get_value("factor"))
 
-    def _ramp(self, plain: Tensor, base: float) -> Tensor:
+    def _compute_ramp(self, plain: Tensor, base: float) -> Tensor:
         """Return a ramp from 0 to 1 over the pairs, float64 [half].
 
         It is 0 for pairs with many periods in the original length, and 1 for those with few.

@@ -83,7 +83,7 @@ def power_tail(exponent: float, rate: float = 1.0, inner: float = 1.0, *, decay_
             term *= -(exponent + k) / (k + 1) * math.exp(-log_u)
         return -exponent * log_u + math.log(x) + math.log(total)
 
-    start = 0.0 if inner == 1 else _root(10 * max(1.0, exponent) / rate, inner)
+    start = 0.0 if inner == 1 else _compute_root(10 * max(1.0, exponent) / rate, inner)
     reason = (
         f"n^(−{decay:.4g})" if decay_name is None else f"n^(−{decay_name}), and {decay_name} = {decay:.4g} is above 1"
     )
@@ -100,7 +100,7 @@ def exponential_tail(rate: float, exponent: float = 1.0) -> SeriesTail:
         a = 1 / exponent
         return _log_upper_gamma(a, rate * x**exponent) + math.log(a) - a * math.log(rate)
 
-    start = _root((exponent - 1) / (exponent * rate), exponent) if exponent > 1 else 0.0
+    start = _compute_root((exponent - 1) / (exponent * rate), exponent) if exponent > 1 else 0.0
     power = "n" if exponent == 1 else f"n^{exponent:.4g}"
     return SeriesTail(True, f"b = exp(−{rate:.4g}·{power}) falls faster than any power of n", log_integral, start)
 
@@ -118,7 +118,7 @@ def squared_log_tail(rate: float = 1.0, offset: float = 1.0) -> SeriesTail:
     return SeriesTail(True, f"b = {b} falls faster than any power of n", log_integral, start)
 
 
-def _root(value: float, exponent: float) -> float:
+def _compute_root(value: float, exponent: float) -> float:
     """Return value^(1/exponent), or infinity if it overflows."""
     logarithm = math.log(value) / exponent
     return math.exp(logarithm) if logarithm < 700 else math.inf

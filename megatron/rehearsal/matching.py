@@ -260,7 +260,7 @@ def _merge_repeated(mismatches: Sequence[Mismatch]) -> list[Mismatch]:
     """Merge equal mismatches of groups of equal size into one that states the number of other groups."""
     groups: dict[tuple[object, ...], list[Mismatch]] = defaultdict(list)
     for mismatch in mismatches:
-        shape = (mismatch.kind, len(mismatch.communicator.ranks), mismatch.index, _without_ranks(mismatch.message))
+        shape = (mismatch.kind, len(mismatch.communicator.ranks), mismatch.index, _drop_ranks(mismatch.message))
         groups[shape].append(mismatch)
     merged = []
     for first, *others in groups.values():
@@ -269,5 +269,5 @@ def _merge_repeated(mismatches: Sequence[Mismatch]) -> list[Mismatch]:
     return merged
 
 
-def _without_ranks(message: str) -> str:
+def _drop_ranks(message: str) -> str:
     return re.sub(r"(root|to|from) rank \d+|ranks? [\d,…-]+", "", message)

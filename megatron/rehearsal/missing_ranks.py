@@ -9,11 +9,11 @@ from them, with the code of a real run.
 The states that a rehearsal saves are almost all zeros. Those of a large model would fill the disk of the machine.
 Blocks of zeros are therefore left as holes: the file has its full size and reads as usual (`SaveHooks.open_file`).
 
-`without_weight_values` makes weights without values, which use neither host memory nor time: the null device ignores
-their values. A run initializes its weights on the host in float32, so that every device starts with the same values,
-and moves them to its device. For 2.7 billion parameters this would waste 11 GB and a minute. Here the tensors exist
-with their shapes and types, in pages that are never touched. The report states the host memory that the run really
-needs (`report.py`).
+`skip_weight_initialization` makes weights without values, which use neither host memory nor time: the null device
+ignores their values. A run initializes its weights on the host in float32, so that every device starts with the same
+values, and moves them to its device. For 2.7 billion parameters this would waste 11 GB and a minute. Here the tensors
+exist with their shapes and types, in pages that are never touched. The report states the host memory that the run
+really needs (`report.py`).
 """
 
 import json
@@ -93,7 +93,7 @@ def is_zero(block: bytes | memoryview) -> bool:
     return not any(view[:16]) and view[16:] == view[:-16]
 
 
-def crc32_with_zeros(checksum: int, size: int) -> int:
+def extend_crc32_with_zeros(checksum: int, size: int) -> int:
     """Return the CRC-32 of data with this checksum followed by `size` zeros.
 
     A zero byte shifts the register, which is linear over bits, so `size` zeros are a power of one matrix (as in zlib's
@@ -284,7 +284,7 @@ def _write_zeros(path: Path, tensors: Sequence[tuple[str, int]], metadata: dict[
         file.write(beginning)
         file.skip(offset)
     assert os.path.getsize(path) == len(beginning) + offset
-    return FileChecksum(len(beginning) + offset, f"{crc32_with_zeros(zlib.crc32(beginning), offset):08x}")
+    return FileChecksum(len(beginning) + offset, f"{extend_crc32_with_zeros(zlib.crc32(beginning), offset):08x}")
 
 
 MIN_ELEMENTS = 1 << 16
@@ -292,7 +292,7 @@ MIN_ELEMENTS = 1 << 16
 
 
 @contextmanager
-def without_weight_values() -> Iterator[None]:
+def skip_weight_initialization() -> Iterator[None]:
     """Build models without initializing weights.
 
     Large floating-point tensors are converted or moved without their contents.
@@ -310,9 +310,9 @@ def without_weight_values() -> Iterator[None]:
 
     with (
         mock.patch.object(layers, "_initialize_affine_weight_cpu", mark_divided),
-        mock.patch.object(Tensor, "to", _without_values(Tensor.to)),
-        mock.patch.object(Tensor, "bfloat16", _without_values(Tensor.bfloat16)),
-        mock.patch.object(Tensor, "half", _without_values(Tensor.half)),
+        mock.patch.object(Tensor, "to", _drop_values(Tensor.to)),
+        mock.patch.object(Tensor, "bfloat16", _drop_values(Tensor.bfloat16)),
+        mock.patch.object(Tensor, "half", _drop_values(Tensor.half)),
     ):
         yield
 
@@ -334,7 +334,7 @@ def _reserve_zeros(size: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, 4 * size, flags=flags), dtype=torch.float32)
 
 
-def _without_values(convert: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _drop_values(convert: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a conversion that drops the contents of large floating-point tensors of the host."""
 
     def convert_shape(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:

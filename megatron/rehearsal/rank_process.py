@@ -152,14 +152,14 @@ def run_rank_job(job: RankJob) -> RankResult:
     from megatron.config.load import load_config
     from megatron.distributed.hardware import LocalHardware, count_cores
     from megatron.launch.dispatch import launch_training
-    from megatron.rehearsal.missing_ranks import without_weight_values
+    from megatron.rehearsal.missing_ranks import skip_weight_initialization
 
     result = RankResult(job.rank)
     rank_hooks = RankHooks(job, result)
     memory = rank_hooks.memory
     # A model whose weights have no values needs little host memory; the real requirement is reported.
     hardware = LocalHardware(job.devices, count_cores(), memory=None)
-    with _collect_warnings(result.warnings), without_weight_values():
+    with _collect_warnings(result.warnings), skip_weight_initialization():
         try:
             launch_training(
                 lambda silent: load_config([job.config]),
@@ -321,7 +321,7 @@ class RankHooks:
 def main(arguments: list[str]) -> int:
     """Run the job described by the file `JOB`. Return 2 if this process does not run on the null device."""
     from megatron.rehearsal.null_device.recorder import load_library
-    from megatron.utils.signals import end_with_parent, install_exit_handlers
+    from megatron.utils.signals import exit_with_parent, install_exit_handlers
 
     try:
         load_library()
@@ -329,7 +329,7 @@ def main(arguments: list[str]) -> int:
         print(f"error: a rehearsed rank needs the null device: {error}", file=sys.stderr)
         return 2
     install_exit_handlers()
-    end_with_parent()
+    exit_with_parent()
     threading.current_thread().name = "rank"
     job = RankJob(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
     result = run_rank_job(job)

@@ -31,7 +31,7 @@ from megatron.rehearsal.roles import Ledger, RankRole, choose_roles, list_stages
 from megatron.utils.atomic_directory import temporary_folder
 from megatron.utils.errors import RunError, UserError
 from megatron.utils.imports import SAFE_PATH_VARIABLE
-from megatron.utils.signals import cleanup_on_signal, get_parent_variable
+from megatron.utils.signals import clean_up_on_signal, get_parent_variable
 
 TRAIN, RESUME = "train", "resume"
 POLL_SECONDS = 0.05
@@ -161,7 +161,7 @@ class _Execution:
     def execute(self) -> None:
         """Run both actions and add their findings to the rehearsal."""
         rehearsal = self._rehearsal
-        with cleanup_on_signal(self._end_processes):
+        with clean_up_on_signal(self._end_processes):
             try:
                 config = self._run.build_config(self._folder)
                 can_save = self._can_save()

@@ -131,7 +131,7 @@ class RehearsalReport:
     def estimate_planned_memory(self, rank: int) -> int | None:
         """Return the bytes that `plan` estimates for a rank's pipeline stage, or None if its method is unknown."""
         run = self.rehearsal.run
-        stage = run.sizes.coordinates(rank)["pipeline"]
+        stage = run.sizes.get_coordinates(rank)["pipeline"]
         backend = self.rehearsal.train_traces[rank].result.attention_backend  # passed its self-check
         try:
             return estimate_memory(
@@ -241,7 +241,7 @@ class RehearsalReport:
             job["script"] = "\n".join(line for line in script if not line.startswith("# "))
         except FarfieldError as error:
             job["error"] = str(error)
-        limit = config.launch.slurm.time_limit_seconds()
+        limit = config.launch.slurm.get_time_limit_seconds()
         if limit is not None and self.step_seconds is not None:
             usable = max(limit - config.launch.slurm.signal_seconds, 1)
             seconds = [config.training.train_iters * step for step in self.step_seconds]
@@ -324,7 +324,7 @@ class RehearsalReport:
         return {
             "rank": rank,
             "stands_for": list(represented_ranks),
-            "coordinates": dict(rehearsal.run.sizes.coordinates(rank)),
+            "coordinates": dict(rehearsal.run.sizes.get_coordinates(rank)),
             "verdict": self.judge(rank),
             "peak_allocated": allocated,
             "peak_reserved": reserved,

@@ -39,7 +39,7 @@ class RankRole:
 
         For example: `stage 1, tensor 0, data 3`.
         """
-        coordinates = sizes.coordinates(self.rank)
+        coordinates = sizes.get_coordinates(self.rank)
         names = {"pipeline": "stage"}
         parts = [
             f"{names.get(dimension, dimension)} {coordinates[dimension]}"
@@ -71,7 +71,7 @@ def choose_roles(sizes: ParallelSizes, selection: str | Sequence[int] = "roles")
     for stage in list_stages(sizes):
         candidates = [rank for rank in stage if rank in represented]
         for rank in stage if candidates else ():
-            represented[min(candidates, key=lambda other: _distance(sizes, rank, other))].append(rank)
+            represented[min(candidates, key=lambda other: _compute_distance(sizes, rank, other))].append(rank)
     return [RankRole(rank, tuple(represented[rank])) for rank in chosen]
 
 
@@ -80,11 +80,11 @@ def list_stages(sizes: ParallelSizes) -> list[tuple[int, ...]]:
     return sizes.list_groups(*INNER_DIMENSIONS)
 
 
-def _distance(sizes: ParallelSizes, one: int, other: int) -> tuple[float, int]:
+def _compute_distance(sizes: ParallelSizes, one: int, other: int) -> tuple[float, int]:
     """Return the distance between two ranks of a stage in a mesh with edges of length 1. The lower rank breaks ties."""
     if one == other:
         return (-1.0, other)
-    first, second = sizes.coordinates(one), sizes.coordinates(other)
+    first, second = sizes.get_coordinates(one), sizes.get_coordinates(other)
     edges = ((d, getattr(sizes, d) - 1) for d in INNER_DIMENSIONS)
     return (sum(abs(first[d] - second[d]) / edge for d, edge in edges if edge), other)
 
@@ -105,7 +105,7 @@ def parse_rank_selection(text: str) -> str | list[int]:
 
 def find_varying_dimensions(sizes: ParallelSizes, ranks: Sequence[int]) -> frozenset[Dimension]:
     """Return the mesh dimensions along which these ranks differ."""
-    coordinates = [sizes.coordinates(rank) for rank in ranks]
+    coordinates = [sizes.get_coordinates(rank) for rank in ranks]
     return frozenset(d for d in DIMENSION_ORDER if len({place[d] for place in coordinates}) > 1)
 
 
@@ -125,7 +125,7 @@ def translate_rank(
         is_relative: True to keep the distance (the next rank of a ring); False to keep the position in the group (its
             first rank). Pipeline stages always keep their position.
     """
-    place, origin, goal = (sizes.coordinates(rank) for rank in (member, source, target))
+    place, origin, goal = (sizes.get_coordinates(rank) for rank in (member, source, target))
     rank, stride = 0, 1
     for dimension in DIMENSION_ORDER:
         size = getattr(sizes, dimension)

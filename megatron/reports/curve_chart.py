@@ -231,7 +231,7 @@ def _select_separate_labels(ticks: Sequence[tuple[float, str, str]], width: floa
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """Function drawn as a line."""
 
     name: str
@@ -243,10 +243,10 @@ class Line:
     """Index of its color and dash pattern."""
 
 
-def build_median_line(name: str, x_values: Sequence[float], curves: Sequence[Sequence[float]], style: int) -> Line:
+def build_median_line(name: str, x_values: Sequence[float], curves: Sequence[Sequence[float]], style: int) -> ChartLine:
     """Build a line of the median of curves at each x, with a band from the 10% to the 90% quantile."""
     low, middle, high = np.quantile(np.array(curves, dtype=float), [0.1, 0.5, 0.9], axis=0).tolist()
-    return Line(name, list(zip(x_values, middle, strict=True)), list(zip(low, high, strict=True)), style)
+    return ChartLine(name, list(zip(x_values, middle, strict=True)), list(zip(low, high, strict=True)), style)
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ def build_line_chart(
     alt_text: str,
     axis: HorizontalAxis,
     y_title: str,
-    lines: Sequence[Line],
+    lines: Sequence[ChartLine],
     *,
     y_limits: tuple[float, float],
     y_format: Callable[[float], str] = format_number,

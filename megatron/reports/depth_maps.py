@@ -95,7 +95,7 @@ class DepthMap:
         high = min(self.metric.max_value, float(np.nanmax(values)))
         return low, self.metric.max_value if np.isfinite(self.metric.max_value) else max(high, low + 1e-9)
 
-    def get_shade(self, value: float, num_shades: int) -> int:
+    def compute_shade_index(self, value: float, num_shades: int) -> int:
         """Return the shade of a value, from 0 for the worst to `num_shades` − 1 for the best."""
         low, high = self.scale
         share = (value - low) / (high - low)
@@ -117,7 +117,7 @@ class DepthMap:
         cell = self.get_cell(method, depth, length)
         if cell is None:
             return self._get_missing_text(method, length)
-        return f"{cell.mean_text} {SHADES[self.get_shade(cell.mean, len(SHADES))]}".rstrip()
+        return f"{cell.mean_text} {SHADES[self.compute_shade_index(cell.mean, len(SHADES))]}".rstrip()
 
     def _get_missing_text(self, method: str, length: int) -> str:
         max_lengths = (table.max_lengths.get(method) for table in self.tables)
@@ -141,7 +141,7 @@ class DepthMap:
         if cell is None:
             return HtmlCell(self._get_missing_text(method, length))
         note = " – ".join(cell.interval_texts) or None
-        return HtmlCell(cell.mean_text, note, f"shade{self.get_shade(cell.mean, NUM_HTML_SHADES)}")
+        return HtmlCell(cell.mean_text, note, f"shade{self.compute_shade_index(cell.mean, NUM_HTML_SHADES)}")
 
     def list_html_maps(self) -> list[HtmlMap]:
         return [self._build_html_map(method) for method in self.methods]
@@ -151,7 +151,9 @@ class DepthMap:
         squares: dict[int, list[str]] = {}
         for (row, column), value in np.ndenumerate(values):
             if np.isfinite(value):
-                squares.setdefault(self.get_shade(value, NUM_HTML_SHADES), []).append(f"M{column} {row}h1v1h-1z")
+                squares.setdefault(self.compute_shade_index(value, NUM_HTML_SHADES), []).append(
+                    f"M{column} {row}h1v1h-1z"
+                )
         num_seen = sum(length <= self.tables[0].train_length for length in self.lengths)
         return HtmlMap(
             method,

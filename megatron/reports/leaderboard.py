@@ -96,7 +96,7 @@ def find_text_table(tables: Sequence[ComparisonTable]) -> ComparisonTable | None
     return max(candidates, key=lambda table: len(table.methods), default=None)
 
 
-def find_readings(tables: Sequence[ComparisonTable]) -> dict[str, str]:
+def find_attempts(tables: Sequence[ComparisonTable]) -> dict[str, str]:
     """Find methods all of whose runs belong to an earlier method: further evaluations of the same trained models.
 
     Returns:
@@ -159,7 +159,7 @@ class LeaderboardReport:
         self.ranked_columns = build_ranked_columns(tables)
         baselines = {method for table in tables for method in table.trivial_baselines}
         methods = [m for m in dict.fromkeys(m for table in tables for m in table.methods) if m not in baselines]
-        self.readings = find_readings(tables)
+        self.readings = find_attempts(tables)
         """Methods that are further evaluations of the trained models of another → that method; they are not ranked."""
         self.ranking, self.ranks = rank_methods(self.ranked_columns, methods, self.readings)
         self.text = find_text_table(tables)

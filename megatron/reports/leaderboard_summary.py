@@ -54,7 +54,7 @@ def _answer_who_extrapolates(board: LeaderboardReport) -> Iterator[str]:
         return
     holding = [method for method in changes if changes[method] <= MAX_EXTRAPOLATION_RATIO]
     holding.sort(key=lambda method: text.cells[method, last].mean)
-    limit, named = f"{MAX_EXTRAPOLATION_RATIO - 1:.0%}", f" ({_name_methods(holding)})" if holding else ""
+    limit, named = f"{MAX_EXTRAPOLATION_RATIO - 1:.0%}", f" ({_join_method_names(holding)})" if holding else ""
     yield (
         f"{len(holding)} of {len(changes)} methods hold: their perplexity at {board.largest} is at most {limit} "
         f"above that at the training length{named}."
@@ -74,10 +74,11 @@ def _answer_who_extrapolates(board: LeaderboardReport) -> Iterator[str]:
             ended.setdefault(text.max_lengths[method], []).append(method)
     for max_length, methods in ended.items():
         whose = "its maximum length is" if len(methods) == 1 else "their maximum length is"
-        yield f"{_name_methods(methods)} cannot be evaluated at this length, because {whose} {max_length:,} tokens."
+        names = _join_method_names(methods)
+        yield f"{names} cannot be evaluated at this length, because {whose} {max_length:,} tokens."
     unknown = [method for method in missing if not text.ends_before(method, last)]
     if unknown:
-        yield f"No result at this length: {_name_methods(unknown)}."
+        yield f"No result at this length: {_join_method_names(unknown)}."
     num_partial = sum(text.cells[method, last].partial_num_seeds is not None for method in changes)
     if num_partial:
         yield (
@@ -96,14 +97,14 @@ def _compare_with_best(board: LeaderboardReport) -> str:
         return "No other method shares two seeds with it, so no difference was tested."
     worse = sorted((m for m, found in tested.items() if found.verdict == "worse"), key=lambda m: tested[m].change)
     close = sorted((m for m in tested if m not in worse), key=lambda m: tested[m].change)
-    named = _name_methods([f"{method} {_format_change(tested[method])}" for method in close])
+    named = _join_method_names([f"{method} {_format_change(tested[method])}" for method in close])
     if not worse:
         return f"In tests over seeds, none of {len(tested)} other methods is significantly worse: {named}."
     is_or_are = "is" if len(worse) == 1 else "are"
     rest = f"; the others are not: {named}" if close else ""
     return (
         f"In tests over seeds, {len(worse)} of {len(tested)} other methods {is_or_are} significantly worse "
-        f"({_name_methods(worse)}){rest}."
+        f"({_join_method_names(worse)}){rest}."
     )
 
 
@@ -126,9 +127,8 @@ def _answer_what_helps(board: LeaderboardReport) -> Iterator[str]:
             some = sorted((pair for pair in tested.items() if pair[1].verdict == verdict), key=lambda p: p[1].change)
             named = [f"{ablation.name} on {ablation.base} {_format_change(found)}" for ablation, found in some]
             if named:
-                effects.append(
-                    f"significantly {verb} perplexity in {len(named)} of {len(tested)} cases ({_name_methods(named)})"
-                )
+                names = _join_method_names(named)
+                effects.append(f"significantly {verb} perplexity in {len(named)} of {len(tested)} cases ({names})")
         rest = len(tested) - sum(found.verdict in ("better", "worse") for found in tested.values())
         effects += [f"makes no significant difference in {rest} of {len(tested)}"] if rest else []
         yield (
@@ -150,7 +150,7 @@ def _answer_costs(board: LeaderboardReport) -> Iterator[str]:
     if cheap:
         yield (
             f"Methods {good}, and that are at most 10% slower than {baseline} in training and in scoring at "
-            f"{board.largest}: {_name_methods(cheap)}."
+            f"{board.largest}: {_join_method_names(cheap)}."
         )
     else:
         yield (
@@ -193,7 +193,7 @@ def _describe_winner(ranked_column: RankedColumn) -> str:
         ranked_column.scores, key=lambda method: ranked_column.metric.get_sort_key(ranked_column.scores[method])
     )
     top = [method for method in order if ranked_column.scores[method] == ranked_column.scores[order[0]]]
-    names = _name_methods(top) if len(top) <= MAX_TIED else f"{len(top)} methods tie"
+    names = _join_method_names(top) if len(top) <= MAX_TIED else f"{len(top)} methods tie"
     text = f"Best in {ranked_column.title}: {names}, with {ranked_column.format_score(order[0])}"
     if ranked_column.floor is None:
         return f"{text}."
@@ -202,7 +202,7 @@ def _describe_winner(ranked_column: RankedColumn) -> str:
     return f"{text}; {len(learned)} of {len(order)} beat the best trivial baseline ({floor})."
 
 
-def _name_methods(names: Sequence[str]) -> str:
+def _join_method_names(names: Sequence[str]) -> str:
     """Join names in a sentence: a, b and c, or the first ones and the number of others."""
     if not names:
         return "none"

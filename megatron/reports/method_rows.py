@@ -31,7 +31,7 @@ class _Model(NamedTuple):
     training_digest: str | None
 
     @classmethod
-    def of(cls, record: Record) -> "_Model":
+    def from_record(cls, record: Record) -> "_Model":
         return cls(record.method, record.run, record.seed, record.step, record.training_digest)
 
     @property
@@ -55,13 +55,15 @@ def disambiguate_methods(records: Sequence[Record]) -> list[Record]:
     """Return the records with distinct names for distinct trainings: rotary [runs/a], rotary [runs/b]."""
     rows: dict[str, dict[Hashable, set[_Model]]] = {}
     for record in records:
-        rows.setdefault(record.method, {}).setdefault(get_table_key(record), set()).add(_Model.of(record))
+        rows.setdefault(record.method, {}).setdefault(get_table_key(record), set()).add(_Model.from_record(record))
     labels: dict[_Model, str] = {}
     for tables in rows.values():
         if not all(map(_are_seeds_of_one_method, tables.values())):
             labels |= _label_models(sorted(set().union(*tables.values()), key=repr))
     return [
-        record.replace(method=f"{record.method} [{label}]") if (label := labels.get(_Model.of(record))) else record
+        record.replace(method=f"{record.method} [{label}]")
+        if (label := labels.get(_Model.from_record(record)))
+        else record
         for record in records
     ]
 
@@ -74,7 +76,7 @@ def list_unverified_methods(records: Iterable[Record]) -> list[str]:
     models: dict[str, set[_Model]] = {}
     for record in records:
         if record.run is not None:
-            models.setdefault(record.method, set()).add(_Model.of(record))
+            models.setdefault(record.method, set()).add(_Model.from_record(record))
     return [
         method
         for method, own in models.items()

@@ -59,7 +59,7 @@ class Metric:
     length_summary: tuple[str, str] | None = None
     """Both header lines of its column if a value summarizes several lengths; its record names the largest length."""
     is_count: bool = False
-    """True if values are whole numbers."""
+    """True if values are integers."""
     plot_scale: Literal["linear", "logarithmic"] = "linear"
     """Scale of plots. A logarithmic scale applies only if values differ by more than a factor of 4."""
 
@@ -90,7 +90,7 @@ class Metric:
         """Return a key that sorts the best values first."""
         return value if self.better == "lower" else -value
 
-    def invalid_reason(self, value: float) -> str | None:
+    def describe_invalid(self, value: float) -> str | None:
         """Return the reason why a value is outside the metric's range, or None."""
         if value < self.min_value or value > self.max_value:
             lower_text = f"at least {self.min_value:g}"
@@ -357,7 +357,7 @@ def get_metric(name: str) -> Metric:
     return METRICS[name]
 
 
-def clamped_exp(nats: float) -> float:
+def compute_clamped_exp(nats: float) -> float:
     """Return exp of a loss in nats, limited to the largest reportable perplexity; interval ends may exceed it."""
     return math.exp(min(nats, MAX_NLL))
 

@@ -212,7 +212,7 @@ def compute_rank_agreement(published: PublishedTable, table: ComparisonTable) ->
         records_per_method = _select_shared_seeds(table, methods, length_here)
         if not records_per_method[0]:
             continue
-        tau = kendall_tau(
+        tau = compute_kendall_tau(
             list(published_values.values()),
             [statistics.fmean(record.value for record in method_records) for method_records in records_per_method],
         )
@@ -220,13 +220,13 @@ def compute_rank_agreement(published: PublishedTable, table: ComparisonTable) ->
         interval = None
         if samples is not None:
             interval = compute_percentile_interval(
-                np.array([kendall_tau(list(published_values.values()), list(sample)) for sample in samples.T])
+                np.array([compute_kendall_tau(list(published_values.values()), list(sample)) for sample in samples.T])
             )
         agreements.append(RankAgreement(length_ratio, methods, tau, interval, len(records_per_method[0])))
     return agreements
 
 
-def kendall_tau(values: Sequence[float], other_values: Sequence[float]) -> float:
+def compute_kendall_tau(values: Sequence[float], other_values: Sequence[float]) -> float:
     """Return Kendall's τ-b of two rankings, or 0 if one of them has only ties."""
     from scipy import stats  # imports slowly (about one second)
 

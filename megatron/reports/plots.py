@@ -254,7 +254,7 @@ def _draw_depth_map(axes: Axes, depth_map: DepthMap, method: str, style: PlotSty
     if values.size <= MAX_WRITTEN_CELLS:
         for (row, column), value in np.ndenumerate(values):
             if np.isfinite(value):
-                is_light = depth_map.get_shade(value, 2) == 1
+                is_light = depth_map.compute_shade_index(value, 2) == 1
                 axes.text(
                     column, row, depth_map.metric.format_tick(value), ha="center", va="center",
                     fontsize=style.cell_size,

@@ -97,7 +97,7 @@ def build_ranked_columns(tables: Sequence[ComparisonTable]) -> list[RankedColumn
         name, dataset = table.metric.name, table.records[0].dataset
         if table.axis.name != "length" or len(set(table.methods) - set(table.trivial_baselines)) < 2:
             continue
-        task = _name_task(table, tables)
+        task = _get_task_name(table, tables)
         last = table.x_values[-1]
         if name == "perplexity" and len(table.x_values) > 1:
             title = f"perplexity at {format_multiple(last / table.train_length)}"
@@ -110,7 +110,7 @@ def build_ranked_columns(tables: Sequence[ComparisonTable]) -> list[RankedColumn
     return ranked_columns
 
 
-def _name_task(table: ComparisonTable, tables: Sequence[ComparisonTable]) -> str:
+def _get_task_name(table: ComparisonTable, tables: Sequence[ComparisonTable]) -> str:
     """Return the name of a task, with its options if another table has the same task with other options."""
     names = [(other.records[0].dataset or other.protocol).removeprefix("task ") for other in (table, *tables)]
     short = names[0].partition("(")[0]
@@ -179,7 +179,7 @@ def rank_methods(
 
 
 @dataclass(frozen=True)
-class Rank:
+class MethodRank:
     """Place of a method in the leaderboard, from 1, with its 95% interval from the uncertainty of means over seeds."""
 
     value: int
@@ -194,7 +194,7 @@ class Rank:
 
 def estimate_ranks(
     ranked_columns: Sequence[RankedColumn], mean_ranks: Mapping[str, Mapping[str, float]]
-) -> dict[str, Rank]:
+) -> dict[str, MethodRank]:
     """Compute the rank of each ranked method, and its interval, from drawn scores of all contests.
 
     Args:
@@ -218,5 +218,5 @@ def estimate_ranks(
         low, high = np.quantile(places[:, index], (0.025, 0.975), method="nearest")
         value = 1 + sum(other < means[method] for other in means.values())
         has_seeds = any(method in column.mean_variances for column in ranked_columns)
-        ranks[method] = Rank(value, (min(value, int(low)), max(value, int(high))) if has_seeds else None)
+        ranks[method] = MethodRank(value, (min(value, int(low)), max(value, int(high))) if has_seeds else None)
     return ranks

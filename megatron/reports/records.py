@@ -159,7 +159,7 @@ class Record(BaseModel):
         if not axis.min_value <= self.x_value <= axis.max_value:
             raise ValueError(f"place must be between {axis.min_value:g} and {axis.max_value:g}, not {self.x_value:g}")
         for value in (self.value, self.low, self.high):
-            if value is not None and (reason := metric.invalid_reason(value)) is not None:
+            if value is not None and (reason := metric.describe_invalid(value)) is not None:
                 raise ValueError(f"{reason}, not {value:g}")
         for name in ("change", "change_low", "change_high"):
             change = getattr(self, name)
@@ -226,7 +226,7 @@ class Record(BaseModel):
 
     def to_row(self) -> dict[str, Any]:
         """Return the record as a dictionary for files, keyed by metric name and without unknown fields."""
-        file_names = _file_field_names(self.metric)
+        file_names = _get_file_field_names(self.metric)
         fields = self.model_dump(exclude_none=True, exclude={"metric"})
         return {
             file_names.get(field, field): value
@@ -244,9 +244,9 @@ def record_from_row(row: dict[str, Any]) -> Record:
     metric_names = [name for name in METRICS if name in row]
     if len(metric_names) > 1:
         raise UserError(f"values of {' and '.join(metric_names)}; expected one metric per record")
-    file_names = _file_field_names(metric_names[0]) if metric_names else {}
+    file_names = _get_file_field_names(metric_names[0]) if metric_names else {}
     fields = {file_name: field for field, file_name in file_names.items()}
-    columns = _file_columns(metric_names or METRICS)
+    columns = _list_file_columns(metric_names or METRICS)
     for name in row:
         if name not in columns:
             hint = suggest_names(name, columns) or f"fields are {', '.join(columns)}"
@@ -267,17 +267,17 @@ def record_from_row(row: dict[str, Any]) -> Record:
         raise UserError(f"{name} = {row.get(name)!r}: {reason.lower()}") from error
 
 
-def _file_field_names(metric: str) -> dict[str, str]:
+def _get_file_field_names(metric: str) -> dict[str, str]:
     """Map the fields of the value and its interval to their names in files."""
     return {"value": metric, "low": f"{metric}_low", "high": f"{metric}_high"}
 
 
-def _file_columns(metric_names: Iterable[str]) -> list[str]:
+def _list_file_columns(metric_names: Iterable[str]) -> list[str]:
     """Return all field names in files that contain these metrics."""
     columns: list[str] = []
     for field in Record.model_fields:
         if field != "metric":
-            columns += dict.fromkeys(_file_field_names(metric).get(field, field) for metric in metric_names)
+            columns += dict.fromkeys(_get_file_field_names(metric).get(field, field) for metric in metric_names)
     return columns
 
 
@@ -331,7 +331,7 @@ def read_records(path: str | Path) -> list[Record]:
     except ValueError as error:
         raise UserError(f"{path}: not JSON ({error})") from error
     if not isinstance(content, list):
-        raise UserError(f"{path}: expected a list of records, not {_json_type_name(content)}")
+        raise UserError(f"{path}: expected a list of records, not {_get_json_type_name(content)}")
     return [_parse_record(path, index, item) for index, item in enumerate(content, start=1)]
 
 
@@ -344,7 +344,7 @@ def format_records_csv(records: Sequence[Record]) -> str:
     text = io.StringIO()
     columns = [
         name
-        for name in _file_columns(dict.fromkeys(record.metric for record in records) or METRICS)
+        for name in _list_file_columns(dict.fromkeys(record.metric for record in records) or METRICS)
         if name not in NON_TABULAR_FIELDS
     ]
     writer = csv.DictWriter(text, fieldnames=columns, lineterminator="\n", extrasaction="ignore")
@@ -355,14 +355,14 @@ def format_records_csv(records: Sequence[Record]) -> str:
 
 def _parse_record(path: Path, index: int, item: Any) -> Record:
     if not isinstance(item, dict):
-        raise UserError(f"{path}: record {index}: expected an object, not {_json_type_name(item)}")
+        raise UserError(f"{path}: record {index}: expected an object, not {_get_json_type_name(item)}")
     try:
         return record_from_row(item)
     except UserError as error:
         raise UserError(f"{path}: record {index}: {error}") from error
 
 
-def _json_type_name(value: Any) -> str:
+def _get_json_type_name(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", type(None): "null", bool: "a boolean"}
     return names.get(type(value), "a number")
 

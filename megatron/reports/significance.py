@@ -26,7 +26,7 @@ import numpy as np
 
 from megatron.reports.axes import join_headers
 from megatron.reports.comparison_table import ComparisonTable, format_partial_seeds, pair_by_seed
-from megatron.reports.metrics import Metric, clamped_exp
+from megatron.reports.metrics import Metric, compute_clamped_exp
 from megatron.reports.records import Record
 from megatron.reports.table_formats import TextTable
 from megatron.reports.uncertainty import (
@@ -239,7 +239,7 @@ def bootstrap_ratio_interval(record: Record, against_record: Record) -> tuple[fl
     if samples is None:
         return None
     low, high = compute_percentile_interval(samples[0] - samples[1])
-    return clamped_exp(low), clamped_exp(high)
+    return compute_clamped_exp(low), compute_clamped_exp(high)
 
 
 def _run_t_test(differences: Sequence[float], variances: Sequence[SeedVariance], size: float) -> TTest:

@@ -198,7 +198,7 @@ class LatexTable:
         Args:
             label: words separated by hyphens; also the source of the command names.
         """
-        command = "".join(word.capitalize() for word in re.sub(r"\d", _spell_digit, label).split("-"))
+        command = "".join(word.capitalize() for word in re.sub(r"\d", _spell_out_digit, label).split("-"))
         lines = [rf"\providecommand{{\caption{command}}}{{{escape_latex(self.title)}.}}"]
         if self.notes:
             lines.append(rf"\providecommand{{\notes{command}}}{{{escape_latex(' '.join(self.notes))}}}")
@@ -242,7 +242,7 @@ def _build_label(text: str) -> str:
     return "-".join(re.findall(r"[a-z0-9]+", text.lower())) or "results"
 
 
-def _spell_digit(match: re.Match[str]) -> str:
+def _spell_out_digit(match: re.Match[str]) -> str:
     """Spell a digit, because names of LaTeX commands have letters only."""
     return f"-{_DIGIT_WORDS[int(match[0])]}-"
 

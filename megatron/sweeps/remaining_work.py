@@ -62,11 +62,11 @@ def find_finished_step(member: SweepMember) -> int:
     checkpoint = find_latest_valid(member.folder)
     if checkpoint is None:
         return 0
-    checkpoint_config = load_checkpoint_config(checkpoint).training_fingerprint()
+    checkpoint_config = load_checkpoint_config(checkpoint).get_training_fingerprint()
     trainer_state = TrainerState.read(checkpoint)
     step = trainer_state.step
     stages = build_stages(member.resolved_config)
-    member_config = find_writing_stage(stages, step).config.training_fingerprint()
+    member_config = find_writing_stage(stages, step).config.get_training_fingerprint()
     differing = [key for key, value in member_config.items() if checkpoint_config.get(key) != value]
     if differing:
         changes = ", ".join(
@@ -95,10 +95,10 @@ def find_member_divergence(member: SweepMember) -> RunFailure | None:
     if divergence is None:
         return None
     try:
-        run_config = read_config(member.folder / checkpoints.CONFIG).training_fingerprint()
+        run_config = read_config(member.folder / checkpoints.CONFIG).get_training_fingerprint()
     except FarfieldError:
         return None
-    member_config = member.resolved_config.training_fingerprint()
+    member_config = member.resolved_config.get_training_fingerprint()
     if any(run_config.get(key) != value for key, value in member_config.items()):
         return None
     step, reason = divergence
@@ -331,7 +331,7 @@ def _estimate_member(member: SweepMember, finished_steps: int, scoring: dict[str
         stage_config = stage.config
         lengths = list_sequence_lengths(stage_config.data, stage_config.model.seq_length)
         sequences = max(0, stage.end_step - max(stage.first_step, done)) * (stage_config.training.train_batch_size or 0)
-        flops += sequences * sum(model.flops_per_token(length) * length for length in lengths) / len(lengths)
+        flops += sequences * sum(model.count_flops_per_token(length) * length for length in lengths) / len(lengths)
     left = max(0, training.train_iters - finished_steps)
     is_evaluated = {name: left == 0 and read_evaluated_records(member, name) is not None for name in scoring}
     kind = "" if member.benchmark is None else f" {member.benchmark}"  # small models reach fewer FLOP/s

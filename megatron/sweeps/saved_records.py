@@ -88,7 +88,7 @@ def compute_member_digest(member: SweepMember) -> str:
     """
     config = member.resolved_config
     training = {
-        key: value for key, value in config.training_fingerprint(defaults=False).items() if "data_path" not in key
+        key: value for key, value in config.get_training_fingerprint(defaults=False).items() if "data_path" not in key
     }
     corpora = [_describe_corpora(stage.data) for stage in (config, *list_stage_configs(config))]
     methods = sorted(compute_user_method_digests(config.position).values())

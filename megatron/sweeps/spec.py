@@ -42,7 +42,7 @@ from megatron.distributed.hardware import LocalHardware
 from megatron.launch.dispatch import uses_slurm
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.sweep import BRANCH, SEEDS, FurtherEvaluationOptions, SweepOptions
-from megatron.sweeps.validation import find_sweep_problems, reject_owned_keys
+from megatron.sweeps.validation import check_no_owned_keys, find_sweep_problems
 from megatron.training.check_start import resolve_data
 from megatron.training.resolve_run import ResolvedRun, resolve_remote_run, resolve_run
 from megatron.utils.errors import UserError
@@ -176,12 +176,12 @@ def read_sweep(
     settings = json.loads(json.dumps(sweep_keys))
     for text in own:
         _apply_override(settings, text)
-    reject_owned_keys([split_override(text)[0].replace("-", "_") for text in common], lambda _: COMMAND_LINE)
+    check_no_owned_keys([split_override(text)[0].replace("-", "_") for text in common], lambda _: COMMAND_LINE)
     locate = _build_locator(setters, own)
     options = find_sweep_problems(settings, locate)
     shared = [_select_part(document, ()) for document in documents]
     for document in shared:
-        reject_owned_keys(list(document.values), lambda name, document=document: document.locate((name,)))  # type: ignore[misc]
+        check_no_owned_keys(list(document.values), lambda name, document=document: document.locate((name,)))  # type: ignore[misc]
 
     trainings = [_Training(None, shared, common, options.evaluate, options.evaluations)]
     for name, benchmark in options.benchmarks.items():
@@ -332,7 +332,7 @@ def find_ablations(sweep: Sweep) -> list[tuple[str, str, str]]:
     if sweep.options.leaderboard is None:
         return []
     configs = {
-        member.variant: {**member.config.training_fingerprint(), "seed": None}
+        member.variant: {**member.config.get_training_fingerprint(), "seed": None}
         for member in sweep.members
         if member.benchmark is None
     }

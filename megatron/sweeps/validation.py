@@ -67,7 +67,7 @@ def find_sweep_problems(values: dict[str, Any], locate: Callable[[KeyPath], str]
     return options
 
 
-def reject_owned_keys(names: Sequence[str], locate: Callable[[str], str]) -> None:
+def check_no_owned_keys(names: Sequence[str], locate: Callable[[str], str]) -> None:
     """Reject ordinary keys that a sweep sets itself; `locate` returns where one was set. Raises UserError."""
     for name in names:
         if (instead := SWEEP_OWNED_KEYS.get(name.replace("-", "_"))) is not None:

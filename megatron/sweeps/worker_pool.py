@@ -31,9 +31,9 @@ from megatron.utils.progress import ProgressMeter, WorkItem
 from megatron.utils.project import join_python_path
 from megatron.utils.signals import (
     StoppedBySignal,
-    end_with_parent,
+    exit_with_parent,
     get_parent_variable,
-    raising_on_signals,
+    raise_on_signals,
 )
 
 UPDATE_SECONDS = 0.5
@@ -204,11 +204,11 @@ class _MessageMeter:
 
 def main(descriptor: int) -> None:
     """Run members received from the pipe until it is closed."""
-    end_with_parent()
+    exit_with_parent()
     connection = Connection(descriptor)
     meter = _MessageMeter(connection)
     try:
-        with raising_on_signals():
+        with raise_on_signals():
             while True:
                 member, work = pickle.loads(connection.recv_bytes())
                 meter.send("outcome", _run_to_outcome(member, work, meter))

@@ -151,7 +151,7 @@ class DataOrder:
 
 
 @dataclass(frozen=True)
-class Reading:
+class StepAttempt:
     """One attempt at a step: the batch that it read."""
 
     step: int
@@ -192,7 +192,7 @@ class BatchHistory:
         first = max((each for each in self._losses if each < step), default=0) + 1
         return self._losses[last], first, last
 
-    def find_readings(self, step: int) -> list[Reading]:
+    def find_attempts(self, step: int) -> list[StepAttempt]:
         """Return the attempts at a step whose batches are known; the last one belongs to the model.
 
         Raises:
@@ -207,7 +207,7 @@ class BatchHistory:
             return [self._read_after_last_checkpoint(step)]
         return self._read_before(step, self._checkpoints[index], self._checkpoints[index - 1] if index else None)
 
-    def _read_before(self, step: int, later: Path, earlier: Path | None) -> list[Reading]:
+    def _read_before(self, step: int, later: Path, earlier: Path | None) -> list[StepAttempt]:
         """Return the attempts at a step between two checkpoints. `earlier` is None if there is none before the step."""
         order, state = self._open_order(later), TrainerState.read(later)
         before = TrainerState() if earlier is None else TrainerState.read(earlier)
@@ -230,10 +230,10 @@ class BatchHistory:
         factor = options.checkpoint_factor
         is_spared = earlier is None or before.step in options.extra_save_iters
         may_lack = is_spared and bool(factor) and state.step - before.step > (factor or 0)
-        reading = Reading(step, order, order.count_samples_before(step))
+        attempt = StepAttempt(step, order, order.count_samples_before(step))
         if not skipped:
             note = f"assumes that the data did not change at checkpoints deleted between {since} and {later.name}"
-            return [replace(reading, note=note) if may_lack else reading]
+            return [replace(attempt, note=note) if may_lack else attempt]
         if earlier is None or may_lack:
             raise RunError(
                 f"step {step}: unknown batch; the run rolled back between {since} and {later.name}, to a checkpoint "
@@ -242,11 +242,11 @@ class BatchHistory:
         attempts = state.rollbacks - before.rollbacks
         if attempts > 1:
             note = f"{attempts} attempts after {since} were rolled back; the batches of each are not recorded"
-            return [replace(reading, note=note)]
+            return [replace(attempt, note=note)]
         if step > before.step + skipped // order.batch_size:
-            return [reading]
+            return [attempt]
         read = before.consumed_samples + (step - 1 - before.step) * order.batch_size
-        return [Reading(step, order, read, is_rolled_back=True), reading]
+        return [StepAttempt(step, order, read, is_rolled_back=True), attempt]
 
     def _open_order(self, checkpoint: Path) -> DataOrder:
         """Return the order of the data in which a checkpoint was trained."""
@@ -260,7 +260,7 @@ class BatchHistory:
             self._orders[checkpoint] = DataOrder(config, position, state.consumed_samples)
         return self._orders[checkpoint]
 
-    def _read_after_last_checkpoint(self, step: int) -> Reading:
+    def _read_after_last_checkpoint(self, step: int) -> StepAttempt:
         last = self._checkpoints[-1] if self._checkpoints else None
         if self._next is None:
             self._next = self._plan_next_order(last)
@@ -275,7 +275,7 @@ class BatchHistory:
             notes.append(f"the last recorded step is {reached}")
         if order.config.training.on_bad_loss == "rollback" and last is not None:
             notes.append(f"rollbacks are recorded by checkpoints: assumes that there was none to {name} since it")
-        return Reading(step, order, order.count_samples_before(step), note="; ".join(notes) or None)
+        return StepAttempt(step, order, order.count_samples_before(step), note="; ".join(notes) or None)
 
     def _plan_next_order(self, last: Path | None) -> DataOrder:
         """Return the order of the data from the run's newest checkpoint, or from its start, to the end of the stage."""

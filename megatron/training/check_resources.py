@@ -7,7 +7,7 @@ Farfield rejects only configurations that exceed a lower bound:
     GPU memory          planned memory of a rank (planning/memory_estimate.py) × `CERTAIN_FRACTION`, for the cheapest
                         backend that attention_backend allows. Weights and optimizer states are always resident and
                         counted exactly, so they are not scaled down. The limit is the largest GPU of the machine.
-    host memory         on a CPU: the same for the ranks of this machine, without score maps, because CPU backends
+    host memory         on a CPU: the same for the ranks of this machine, without score matrices, because CPU backends
                         differ. With GPUs: the model while it is built, once over all ranks, or the offloaded states.
     disk                float32 weights and states of as many checkpoints as exist at one time, against the free bytes
                         of the file system of `save`. Existing checkpoints count as used; the space of those that will
@@ -173,7 +173,7 @@ def _estimate_least(
     except UserError as error:
         raise _UnknownMethodError from error
     if gpu_memory is None:
-        estimates = [estimate.without_maps() for estimate in estimates]
+        estimates = [estimate.drop_score_matrices() for estimate in estimates]
     return min(estimates, key=count_certain_bytes)
 
 

@@ -154,14 +154,14 @@ class ConsoleReporter:
             self._bar.update(self._task, completed=step, step=step, left=left)
             self._bar.start()
 
-    def micro_step(self, done: int, total: int) -> None:
+    def report_micro_step(self, done: int, total: int) -> None:
         """Report that `done` of the `total` micro-batches of the next step are finished."""
         if self._bar is not None and done < total:
             self._bar.update(self._task, description=f"training {done}/{total}", completed=self._step + done / total)
         if not self._has_record and 0 < done < total:
             self._log_progress(f"step {self._step + 1}/{self.train_iters}: {done} of {total} micro-batches")
 
-    def step(self, step: int) -> None:
+    def report_step(self, step: int) -> None:
         """Report that a step is finished."""
         self._step = step
         now = self._clock()
@@ -188,13 +188,13 @@ class ConsoleReporter:
         elif done < total:
             self._log_progress(f"{split}: {done} of {total} {unit}")
 
-    def train(self, record: TrainRecord) -> None:
+    def report_training(self, record: TrainRecord) -> None:
         self._estimate, self._has_record = None, True  # this line reports the time left as well
         self.log(format_train_record(record, self.train_iters))
         if (norms := format_norms(record)) is not None:
             self.log(norms)
 
-    def evaluation(self, record: ValidationRecord | TaskRecord) -> None:
+    def report_validation(self, record: ValidationRecord | TaskRecord) -> None:
         if isinstance(record, TaskRecord):
             self.log(format_task_record(record, self.train_iters))
         else:

@@ -26,7 +26,7 @@ from megatron.distributed.process_groups import ModelParallelUnit, ProcessGroups
 from megatron.distributed.sharding import all_reduce_sum_, is_counted_on_this_rank
 from megatron.model.device_dtype import get_torch_dtype
 from megatron.model.gpt import GPT
-from megatron.model.parameter_groups import parameter_groups
+from megatron.model.parameter_groups import build_parameter_groups
 from megatron.training.graphed_model import GraphedModel
 from megatron.training.optimizer import build_optimizer, label_parameters, list_grouped_weights
 from megatron.training.pipeline import PipelineSchedule
@@ -61,7 +61,7 @@ class Engine:
         self.is_plain_optimizer = self.precision == "fp32" and self.stage == 0
         if self.stage == 3:
             check_equal_calls(config, model)
-        param_groups = parameter_groups(
+        param_groups = build_parameter_groups(
             model,
             config.optimizer.weight_decay,
             config.optimizer.optimizer.algorithm,

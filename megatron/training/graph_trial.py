@@ -218,7 +218,7 @@ def _try_graphs(
         # results.
         allowed = 0.0 if requires_exactness else SAFETY_FACTOR * max(own, epsilon * size)
         if not difference <= allowed:
-            name = "the losses" if number == 0 else "the gradient of " + _name(graphed, number - 1)
+            name = "the losses" if number == 0 else "the gradient of " + _get_name(graphed, number - 1)
             return None, GraphTrial(f"{name} differs from the eager result by {difference:.2g} of {size:.2g}")
     del expected
     graph_seconds = _measure_seconds(replay, capture)
@@ -227,7 +227,7 @@ def _try_graphs(
     return graphed, GraphTrial(None, eager_seconds, graph_seconds, is_exact, kept, is_memory_short)
 
 
-def _name(graphed: GraphedModel, number: int) -> str:
+def _get_name(graphed: GraphedModel, number: int) -> str:
     parameter = graphed.used[number]
     return next(name for name, each in graphed.model.named_parameters() if each is parameter)
 

@@ -95,7 +95,7 @@ class StacksFile:
                 self._file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
         return self._file
 
-    def listen(self) -> None:
+    def install_handler(self) -> None:
         """Register a handler that writes the stacks on `DUMP_SIGNAL`, unless the signal already has another handler."""
         if self.path is not None and signal.getsignal(DUMP_SIGNAL) is signal.SIG_DFL:
             faulthandler.register(DUMP_SIGNAL, file=self.open(), all_threads=True)

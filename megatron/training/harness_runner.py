@@ -75,7 +75,7 @@ class HarnessRunner:
         show_progress(1, 1)
         seconds = time.perf_counter() - start_time
         for record in _build_records(results, adapter.request_counts, step, seconds):
-            run.console.evaluation(record)
+            run.console.report_validation(record)
             run.report(record)
 
 

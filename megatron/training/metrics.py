@@ -16,7 +16,7 @@ from megatron.distributed.hardware import find_gpu_spec
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.device_dtype import get_torch_dtype
-from megatron.training.metrics_log import TrainRecord, perplexity
+from megatron.training.metrics_log import TrainRecord, compute_perplexity
 from megatron.training.rank_times import ForwardTimer, RankTimes, compare_ranks, exchange_times
 
 
@@ -162,7 +162,7 @@ class IntervalMetrics:
         record = TrainRecord(
             step=step,
             loss=loss,
-            perplexity=None if loss is None else perplexity(loss),
+            perplexity=None if loss is None else compute_perplexity(loss),
             learning_rate=learning_rate,
             grad_norm=norm,
             tokens_per_second=self.tokens / seconds,

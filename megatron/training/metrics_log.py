@@ -23,7 +23,7 @@ HEARTBEAT_FILE = "heartbeat.json"
 """File in the run's folder with the position of the first rank, updated every few seconds while the run is alive."""
 
 
-def perplexity(loss: float) -> float:
+def compute_perplexity(loss: float) -> float:
     """Return exp(loss), or infinity if that exceeds the range of a float."""
     return math.exp(loss) if loss < 700 else math.inf if loss >= 700 else math.nan
 
@@ -57,7 +57,7 @@ class TrainRecord:
     cpu_ms_per_step: float | None = None  # CPU time of the first rank; on GPUs the host's work per step
     z_loss: float | None = None  # mean over the interval's steps, including the coefficient; None without z-loss
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {"kind": "train", **asdict(self)}
 
 
@@ -83,7 +83,7 @@ class ValidationRecord:
     tokens: int
     seconds: float
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {"kind": self.split, **{k: v for k, v in asdict(self).items() if k != "split"}}
 
 
@@ -105,7 +105,7 @@ class TaskRecord:
     requests: int
     seconds: float  # for all tasks together
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return one number per key, so that values and errors are scalars of the record."""
         counts = {"tokens": self.tokens, "requests": self.requests, "seconds": self.seconds}
         errors = {f"{name}_stderr": error for name, error in self.stderrs.items()}
@@ -119,7 +119,7 @@ class DivergenceRecord:
     step: int
     reason: str
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {"kind": DIVERGED_KIND, **asdict(self)}
 
 

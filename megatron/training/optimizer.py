@@ -21,8 +21,8 @@ from megatron.checkpoint.engine_state import OptimizerShard, is_replicated, list
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import ProcessGroups
-from megatron.distributed.sharding import full_numel, is_counted_on_this_rank, is_replica
-from megatron.model.parameter_groups import find_model_parts, parameter_groups
+from megatron.distributed.sharding import count_all_elements, is_counted_on_this_rank, is_replica
+from megatron.model.parameter_groups import build_parameter_groups, find_model_parts
 from megatron.options.training import OptimizerOptions
 from megatron.training.projected_optimizers import MuonWithAdamW, ProjectedAdamW, ProjectedLion, ProjectedOptimizer
 
@@ -85,7 +85,7 @@ def list_grouped_weights(groups: Iterable[dict[str, Any]], model: nn.Module, mes
     return merge_grouped_weights(
         GroupedWeights(
             group["name"], group["algorithm"], group["lr_scale"], group["eps_scale"], group["weight_decay"],
-            re.sub(r"\.\d+\.", ".*.", names[id(parameter)]), 1, full_numel(parameter, mesh),
+            re.sub(r"\.\d+\.", ".*.", names[id(parameter)]), 1, count_all_elements(parameter, mesh),
         )
         for group in groups
         for parameter in group["params"]
@@ -146,7 +146,7 @@ def format_parameter_groups(weights: Sequence[GroupedWeights]) -> list[str]:
 
 def describe_parameter_groups(config: Config, model: nn.Module) -> list[str]:
     """Return the table of a model's parameters under the optimizer of a configuration."""
-    groups = parameter_groups(
+    groups = build_parameter_groups(
         model,
         config.optimizer.weight_decay,
         config.optimizer.optimizer.algorithm,

@@ -94,9 +94,11 @@ class PipelineSchedule:
             group=groups.group("pipeline"),
         )
         stage.in_flight = count_in_flight(mesh.pipeline, training.gradient_accumulation_steps)
-        self.schedule = Schedule1F1B(stage, training.gradient_accumulation_steps, loss_fn=self._loss, scale_grads=False)
+        self.schedule = Schedule1F1B(
+            stage, training.gradient_accumulation_steps, loss_fn=self._compute_loss, scale_grads=False
+        )
 
-    def _loss(self, losses: Tensor, mask: Tensor) -> Tensor:
+    def _compute_loss(self, losses: Tensor, mask: Tensor) -> Tensor:
         if not self.z_coefficient:
             return (losses * mask).sum() * self._factor
         of_tokens, log_z = losses * mask
@@ -115,7 +117,7 @@ class PipelineSchedule:
         losses: list[Tensor] = []
         args, kwargs = self._collect_inputs(micro_batches, position_seed)
         self.schedule.step(*args, losses=losses, return_outputs=False, **kwargs)
-        for stages, parameter in self.gpt.replicated_parameters():
+        for stages, parameter in self.gpt.list_replicated_parameters():
             all_reduce_sum_(_get_gradient(parameter), self.groups, stages)
         return self._sums[0].clone() if self.z_coefficient else self._sum_losses(losses) / factor
 

@@ -253,7 +253,7 @@ class MuonWithAdamW(ProjectedAdamW):
                 assert piece.values is not None
                 piece.values.copy_(result.reshape(-1).narrow(0, piece.start, piece.values.numel()))
 
-    def _complete(self, pieces: Sequence["_Piece"]) -> list[Tensor | None]:
+    def _complete(self, pieces: Sequence["_MatrixShard"]) -> list[Tensor | None]:
         """Return this tensor-parallel rank's whole shard of each matrix.
 
         Matrices of which it updates no elements are None.
@@ -307,7 +307,7 @@ class MuonWithAdamW(ProjectedAdamW):
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _MatrixShard:
     """Elements of one matrix that this rank updates, within its tensor-parallel shard."""
 
     matrix: HiddenMatrix
@@ -319,14 +319,14 @@ class _Piece:
     """Flat view of the update, or None if this rank has no elements of it."""
 
 
-def list_pieces(matrices: Sequence[HiddenMatrix], updates: Sequence[Tensor], axis: Axis) -> list[_Piece]:
+def list_pieces(matrices: Sequence[HiddenMatrix], updates: Sequence[Tensor], axis: Axis) -> list[_MatrixShard]:
     """List the elements of each matrix that this rank updates; see `MuonWithAdamW._orthogonalize_group`.
 
     `axis` is the axis of the ranks among which ZeRO divides optimizer states.
     """
     if updates[0].dim() == 2:
         pairs = zip(matrices, updates, strict=True)
-        return [_Piece(matrix, False, 0, update.view(-1)) for matrix, update in pairs]
+        return [_MatrixShard(matrix, False, 0, update.view(-1)) for matrix, update in pairs]
     (flat,) = updates
     size, position, pieces = flat.numel(), 0, []
     first = axis.index * size
@@ -334,17 +334,17 @@ def list_pieces(matrices: Sequence[HiddenMatrix], updates: Sequence[Tensor], axi
         stop = position + matrix.parameter.numel()
         low, high = max(position, first), min(stop, first + size)
         values = flat.narrow(0, low - first, high - low) if high > low else None
-        pieces.append(_Piece(matrix, position // size != (stop - 1) // size, low - position, values))
+        pieces.append(_MatrixShard(matrix, position // size != (stop - 1) // size, low - position, values))
         position = stop
     return pieces
 
 
-def batch_by_size(pieces: Sequence[_Piece], tensor_ranks: int) -> Iterator[list[_Piece]]:
+def batch_by_size(pieces: Sequence[_MatrixShard], tensor_ranks: int) -> Iterator[list[_MatrixShard]]:
     """Batch pieces of matrices so that a batch has at most `MUON_MATRICES_AT_ONCE` elements.
 
     All ranks get the same batches.
     """
-    batch: list[_Piece] = []
+    batch: list[_MatrixShard] = []
     elements = 0
     for piece in pieces:
         numel = piece.matrix.parameter.numel() * tensor_ranks

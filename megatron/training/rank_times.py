@@ -42,7 +42,7 @@ class ForwardTimer:
         self._is_cuda, self._is_waiting = device.type == "cuda", False
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self._is_cuda else []
         self._has_events, self._start_time = False, 0.0
-        self._hooks = [model.register_forward_pre_hook(self._begin), model.register_forward_hook(self._end)]
+        self._hooks = [model.register_forward_pre_hook(self._start), model.register_forward_hook(self._stop)]
 
     def begin_step(self) -> None:
         """Start a step, whose first pass will be timed."""
@@ -64,14 +64,14 @@ class ForwardTimer:
         for hook in self._hooks:
             hook.remove()
 
-    def _begin(self, module: nn.Module, *inputs: Any) -> None:
+    def _start(self, module: nn.Module, *inputs: Any) -> None:
         if self._is_waiting and module.training:
             if self._is_cuda:
                 self._events[0].record()
             else:
                 self._start_time = time.perf_counter()
 
-    def _end(self, module: nn.Module, *inputs_and_outputs: Any) -> None:
+    def _stop(self, module: nn.Module, *inputs_and_outputs: Any) -> None:
         if not (self._is_waiting and module.training):
             return
         self._is_waiting = False

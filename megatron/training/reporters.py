@@ -43,9 +43,9 @@ RunRecord = TrainRecord | ValidationRecord | TaskRecord | DivergenceRecord
 class Reporter(Protocol):
     """Output of records."""
 
-    def train(self, record: TrainRecord) -> None: ...
-    def evaluation(self, record: ValidationRecord | TaskRecord) -> None: ...
-    def divergence(self, record: DivergenceRecord) -> None: ...
+    def report_training(self, record: TrainRecord) -> None: ...
+    def report_validation(self, record: ValidationRecord | TaskRecord) -> None: ...
+    def report_divergence(self, record: DivergenceRecord) -> None: ...
     def close(self) -> None: ...
 
 
@@ -130,14 +130,14 @@ class JsonLines:
         except OSError as error:
             raise RunError(f"{path}: cannot be written ({error.strerror or error})") from None
 
-    def train(self, record: TrainRecord) -> None:
-        self._write(record.as_dict())
+    def report_training(self, record: TrainRecord) -> None:
+        self._write(record.to_dict())
 
-    def evaluation(self, record: ValidationRecord | TaskRecord) -> None:
-        self._write(record.as_dict())
+    def report_validation(self, record: ValidationRecord | TaskRecord) -> None:
+        self._write(record.to_dict())
 
-    def divergence(self, record: DivergenceRecord) -> None:
-        self._write(record.as_dict())
+    def report_divergence(self, record: DivergenceRecord) -> None:
+        self._write(record.to_dict())
 
     def _write(self, values: dict[str, Any]) -> None:
         try:
@@ -172,18 +172,18 @@ class TensorBoard:
         except OSError as error:
             raise RunError(f"{folder}: cannot be written ({error.strerror or error})") from None
 
-    def train(self, record: TrainRecord) -> None:
-        self._scalars("train", record.as_dict())
+    def report_training(self, record: TrainRecord) -> None:
+        self._write_scalars("train", record.to_dict())
 
-    def evaluation(self, record: ValidationRecord | TaskRecord) -> None:
-        values = record.as_dict()
-        self._scalars(values["kind"], values)
+    def report_validation(self, record: ValidationRecord | TaskRecord) -> None:
+        values = record.to_dict()
+        self._write_scalars(values["kind"], values)
 
-    def divergence(self, record: DivergenceRecord) -> None:
+    def report_divergence(self, record: DivergenceRecord) -> None:
         with self._describe_errors():
             self._writer.add_text("diverged", record.reason, record.step)
 
-    def _scalars(self, group: str, values: dict[str, Any]) -> None:
+    def _write_scalars(self, group: str, values: dict[str, Any]) -> None:
         with self._describe_errors():
             for name, value in list_scalars(values).items():
                 self._writer.add_scalar(f"{group}/{name}", value, values["step"])
@@ -206,8 +206,8 @@ def report_to_all(reporters: Sequence[Reporter], record: RunRecord) -> None:
     for reporter in reporters:
         match record:
             case TrainRecord():
-                reporter.train(record)
+                reporter.report_training(record)
             case ValidationRecord() | TaskRecord():
-                reporter.evaluation(record)
+                reporter.report_validation(record)
             case DivergenceRecord():
-                reporter.divergence(record)
+                reporter.report_divergence(record)

@@ -21,7 +21,7 @@ from megatron.data.load_tokenizer import read_vocabulary
 from megatron.data.torch_data import ValidationDataset
 from megatron.distributed.launcher_environment import describe_job
 from megatron.distributed.mesh import Axis, ParallelSizes, get_pipeline_layer_range
-from megatron.options.model import ffn_hidden_size
+from megatron.options.model import get_ffn_hidden_size
 from megatron.planning.memory_estimate import estimate_memory
 from megatron.training.check_resources import find_start_step
 from megatron.training.metrics import measure_matmul_tflops
@@ -44,7 +44,7 @@ def estimate_seconds(run: TrainingRun, step: int) -> float:
         training.compute_dtype,
         rows=training.train_micro_batch_size_per_gpu * model.seq_length,
         inner=model.hidden_size,
-        columns=ffn_hidden_size(model),
+        columns=get_ffn_hidden_size(model),
     )
     lengths = run.datasets.lengths
     flops_per_sequence = sum(length * run.flops_per_token[length] for length in lengths) / len(lengths)

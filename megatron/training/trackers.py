@@ -94,11 +94,11 @@ class Tracker:
             if record["kind"] != DIVERGED_KIND:
                 self._log(record["kind"], record)
 
-    def train(self, record: TrainRecord) -> None:
-        self._log("train", record.as_dict())
+    def report_training(self, record: TrainRecord) -> None:
+        self._log("train", record.to_dict())
 
-    def evaluation(self, record: ValidationRecord | TaskRecord) -> None:
-        values = record.as_dict()
+    def report_validation(self, record: ValidationRecord | TaskRecord) -> None:
+        values = record.to_dict()
         self._log(values["kind"], values)
 
     def _log(self, group: str, values: Mapping[str, Any]) -> None:
@@ -150,7 +150,7 @@ class WeightsAndBiases(Tracker):
     def _log_scalars(self, step: int, scalars: dict[str, float]) -> None:
         self._run.log({STEP_METRIC: step, **scalars})
 
-    def divergence(self, record: DivergenceRecord) -> None:
+    def report_divergence(self, record: DivergenceRecord) -> None:
         self._run.summary["diverged"] = f"step {record.step}: {record.reason}"
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ class Trackio(Tracker):
         with _drop_output():
             self._run.log(scalars, step=step)
 
-    def divergence(self, record: DivergenceRecord) -> None:
+    def report_divergence(self, record: DivergenceRecord) -> None:
         with _drop_output():
             self._run.alert(title="diverged", text=record.reason, step=record.step)
 

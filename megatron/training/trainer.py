@@ -189,7 +189,7 @@ class Trainer:
                 signum = round(run.groups.all_reduce_max(stop.signal or 0))
                 run.console.log(summary.describe_stop(run.config, self.data_position.step, checkpoint, signum))
             elif not is_tested:
-                test = self.validator.test(self.data_position.step)
+                test = self.validator.run_test(self.data_position.step)
             if self.guard.num_rollbacks:
                 line = summary.describe_rollbacks(self.guard.num_rollbacks, self.data_position.skipped_samples)
                 run.console.log(line)
@@ -291,7 +291,7 @@ class Trainer:
 
         def show_progress(done: int) -> None:
             self.watchdog.enter_phase("forward and backward", step)
-            run.console.micro_step(done, num_micro_batches)
+            run.console.report_micro_step(done, num_micro_batches)
 
         loss = engine.forward_backward(
             micro_batches,
@@ -319,7 +319,7 @@ class Trainer:
         self.has_stepped = True
         if has_loss or engine.skipped:
             self._check_loss(loss)
-        run.console.step(self.data_position.step)
+        run.console.report_step(self.data_position.step)
         return True
 
     def _try_graphs(self, batch: Batch) -> None:
@@ -374,7 +374,7 @@ class Trainer:
         )
         if self.norms is not None:
             record = replace(record, param_norm=self.norms.param_norm, update_norm=self.norms.update_norm)
-        run.console.train(record)
+        run.console.report_training(record)
         run.report(record)
 
     def _save_checkpoint(self) -> None:

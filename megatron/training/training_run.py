@@ -308,7 +308,7 @@ def build_components(
         reporter.log(note)
     # Count before ZeRO divides the parameters among processes.
     lengths = {*datasets.lengths, *(stage.config.model.seq_length for stage in resume.stages[1:])}
-    flops_per_token = {length: model.flops_per_token(length) for length in sorted(lengths)}
+    flops_per_token = {length: model.count_flops_per_token(length) for length in sorted(lengths)}
     parameters = model.num_parameters()
     rng.seed_torch(rng.derive_seed(training.seed, "dropout", groups.mesh))
     return TrainingRun(

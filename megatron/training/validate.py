@@ -22,7 +22,7 @@ from megatron.data.torch_data import PaddedDataset, build_dataloader
 from megatron.distributed import rng
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.training.engine import Engine
-from megatron.training.metrics_log import ValidationRecord, has_logged_record, perplexity
+from megatron.training.metrics_log import ValidationRecord, compute_perplexity, has_logged_record
 from megatron.training.training_run import TrainingRun
 from megatron.training.watchdog import Watchdog
 
@@ -83,7 +83,7 @@ def validate(
         step=step,
         split=name,
         loss=loss,
-        perplexity=perplexity(loss),
+        perplexity=compute_perplexity(loss),
         tokens=round(all_counted),
         seconds=time.perf_counter() - start_time,
     )
@@ -105,7 +105,7 @@ class Validator:
         for name, dataset in datasets.extra_valid_sets.items():
             self._report(name, dataset, step)
 
-    def test(self, step: int) -> ValidationRecord | None:
+    def run_test(self, step: int) -> ValidationRecord | None:
         """Report and return the loss on the test text, or None without text or scored tokens.
 
         All processes must call this.
@@ -125,7 +125,7 @@ class Validator:
         if record.tokens == 0:
             run.console.log(f"step {step}: no token of {name} is scored, so it has no loss")
             return None
-        run.console.evaluation(record)
+        run.console.report_validation(record)
         run.report(record)
         return record
 

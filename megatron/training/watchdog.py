@@ -180,7 +180,7 @@ class Watchdog:
                 self._stacks.archive_earlier_folder()
             self._processes = self.groups.gather_objects((socket.gethostname(), os.getpid()))
             path = "" if self._stacks.path is None else str(self._stacks.path.absolute())
-            self._stacks.listen()
+            self._stacks.install_handler()
             self._reporter = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", HANG_REPORTER, str(self.groups.rank), f"{self._limit:.0f}",
                  path],

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megatron.utils.errors import RunError, describe_cause
-from megatron.utils.signals import cleanup_on_signal
+from megatron.utils.signals import clean_up_on_signal
 
 DISK_FULL_ERRORS = {os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 """System error messages for a full disk. Errors of libraries may contain only the message (`errors.describe_cause`)."""
@@ -109,7 +109,7 @@ def atomic_directory(
     keep = False
     try:
         (work / "new").mkdir(exist_ok=True)  # mkdir sets default permissions; mkdtemp's are for the owner only
-        with cleanup_on_signal(
+        with clean_up_on_signal(
             lambda: _clean_work_folder(
                 work, target, keep=should_keep_after is not None and should_keep_after(KeyboardInterrupt())
             )
@@ -261,7 +261,7 @@ def temporary_folder(purpose: str) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
     try:
-        with cleanup_on_signal(remove):
+        with clean_up_on_signal(remove):
             yield folder
     finally:
         remove()

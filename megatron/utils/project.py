@@ -24,7 +24,7 @@ FOREIGN_FOLDER = ("megatron", "core")
 """megatron-core's folder in site-packages."""
 
 
-def name_program(text: str) -> str:
+def replace_program_name(text: str) -> str:
     """Return a text that names `./deepy.py` with the command of this installation instead."""
     return text.replace("./deepy.py", PROGRAM)
 

@@ -4,7 +4,7 @@ From the start of a command to its end, one of three handlers is active:
 
 1. `exit_on_signal` before any work has started: the process exits with a message.
 
-2. `raise_on_signal` while a command runs (inside `raising_on_signals`): an exception ends it, so that child processes
+2. `raise_on_signal` while a command runs (inside `raise_on_signals`): an exception ends it, so that child processes
 are stopped and temporary files removed.
 
 3. `GracefulStop` during training: the first signal lets the step finish and be saved. A second one is passed to the
@@ -12,12 +12,12 @@ previous handler. A second SIGHUP is ignored, because a hang-up (a closed termin
 
 Python runs a handler between two of its own instructions, so an import, or work in C, may delay it for long. If handler
 2 has not raised its exception within `MAX_EXCEPTION_DELAY`, a thread calls the functions registered by
-`cleanup_on_signal` and ends the process. `acknowledge_signals` makes a thread print a line immediately.
+`clean_up_on_signal` and ends the process. `acknowledge_signals` makes a thread print a line immediately.
 
 A signal that is ignored at the start (SIGHUP under nohup) stays ignored.
 
 Some processes must not outlive the one that started them, however it ended: the ranks of a run, and the training runs
-of a sweep. The parent passes `get_parent_variable()` in the environment. The child calls `end_with_parent` first, and
+of a sweep. The parent passes `get_parent_variable()` in the environment. The child calls `exit_with_parent` first, and
 then receives SIGHUP when the parent ends, even by SIGKILL. Training responds by saving after its step. The system
 passes a child from one of its parent's dying threads to the next, and sends the signal each time. So the signal must be
 one whose repetition has no effect: SIGHUP, not SIGTERM, which ends a run immediately if repeated.
@@ -79,7 +79,7 @@ def exit_on_signal(signum: int, frame: FrameType | None) -> None:
 
 
 def install_exit_handlers() -> None:
-    """Install `exit_on_signal` as the handler, until `raising_on_signals` replaces it."""
+    """Install `exit_on_signal` as the handler, until `raise_on_signals` replaces it."""
     for number in HANDLED_SIGNALS:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, exit_on_signal)
@@ -110,7 +110,7 @@ _cleanups: list[Callable[[], object]] = []
 
 
 @contextmanager
-def cleanup_on_signal(clean_up: Callable[[], object]) -> Iterator[None]:
+def clean_up_on_signal(clean_up: Callable[[], object]) -> Iterator[None]:
     """Call `clean_up` from a thread if the process must be ended inside this context without an exception."""
     _cleanups.append(clean_up)
     try:
@@ -130,7 +130,7 @@ def _end_process(signum: int, standard_error: int) -> NoReturn:
 
 
 @contextmanager
-def _forcing_exit(standard_error: int) -> Iterator[None]:
+def _force_exit(standard_error: int) -> Iterator[None]:
     """End the process `MAX_EXCEPTION_DELAY` after a signal whose exception has not been raised by then.
 
     A thread reads signal numbers from a socket that the system writes to immediately, whatever the main thread does
@@ -165,7 +165,7 @@ def _forcing_exit(standard_error: int) -> Iterator[None]:
 
 
 _forced_exit_descriptor = -1
-"""Descriptor to which the system writes signals for `_forcing_exit` while it is active."""
+"""Descriptor to which the system writes signals for `_force_exit` while it is active."""
 
 
 _standard_error: int | None = None
@@ -174,7 +174,7 @@ file."""
 
 
 @contextmanager
-def raising_on_signals(replacing: tuple[Any, ...] = ()) -> Iterator[None]:
+def raise_on_signals(replacing: tuple[Any, ...] = ()) -> Iterator[None]:
     """Convert signals to exceptions: KeyboardInterrupt for SIGINT, StoppedBySignal for the others.
 
     Args:
@@ -192,7 +192,7 @@ def raising_on_signals(replacing: tuple[Any, ...] = ()) -> Iterator[None]:
     for signum in handlers:
         signal.signal(signum, raise_on_signal)
     try:
-        with _forcing_exit(standard_error):
+        with _force_exit(standard_error):
             yield
     finally:
         for signum, handler in handlers.items():
@@ -333,7 +333,7 @@ def get_parent_variable() -> dict[str, str]:
     return {PARENT_VARIABLE: str(os.getpid())}
 
 
-def end_with_parent() -> None:
+def exit_with_parent() -> None:
     """Request SIGHUP on Linux when the process that bound this one ends. Does nothing without such a process.
 
     The signal is received even if the parent ignores it (nohup): bound processes have their own sessions, so it does

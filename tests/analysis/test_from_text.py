@@ -293,7 +293,7 @@ def test_every_kind_of_method_is_looked_at(encoding: str, processor: str) -> Non
 def test_fields_of_a_known_distribution() -> None:
     mass = AttentionMass(torch.tensor([[[0.5, 0.25, 0.125, 0.0625]]], dtype=torch.float64), num_queries=1)
     assert mass.mass_beyond.item() == 0.0625
-    assert [mass.receptive_field(0, 0, share) for share in (0.6, 0.5, 0.2, 0.07, 0.0625, 0.01)] == [
+    assert [mass.compute_receptive_field(0, 0, share) for share in (0.6, 0.5, 0.2, 0.07, 0.0625, 0.01)] == [
         1,
         2,
         3,

@@ -96,7 +96,7 @@ def test_rows_with_first_keys_equal_each_document_alone(encoding, processor, len
     span = TokenRange(0, total)
     restarted = restart_positions(document_starts.long(), torch.arange(total), torch.device("cpu"))
     backends = [EagerBackend(), ChunkedBackend(data.draw(st.integers(1, 7))), RowBlockBackend(4)]
-    if SdpaBackend().unsupported_reason(e, p) is None:
+    if SdpaBackend().describe_unsupported(e, p) is None:
         backends.append(SdpaBackend())
     for backend in backends:
         (q, k), v = rotate_segments(qkv[0], qkv[1], e, (), restarted), qkv[2]
@@ -123,7 +123,7 @@ def test_nothing_of_a_document_reaches_another(encoding, processor, first: int, 
         x[:, :, first + second :] -= 50
     middle = slice(first, first + second)
     backends = [EagerBackend(), ChunkedBackend(3)]
-    if SdpaBackend().unsupported_reason(e, p) is None:
+    if SdpaBackend().describe_unsupported(e, p) is None:
         backends.append(SdpaBackend())
     for backend in backends:
         here, there = (
@@ -179,7 +179,7 @@ def test_a_packed_row_equals_its_separate_documents(encoding: str, processor: st
         assert_equal_in_float64(found, expected)
     with torch.inference_mode():
         assert_equal_in_float64(gpt(tokens, num_logits=9, document_starts=starts), alone[0][:, -9:])
-        cache, outputs = gpt.new_kv_cache(LENGTH), []
+        cache, outputs = gpt.create_kv_cache(LENGTH), []
         for start, stop in ((0, 2), (2, 13), (13, 14), (14, LENGTH)):
             outputs.append(gpt(tokens[:, start:stop], kv_cache=cache, document_starts=starts[:, :stop]))
         assert_equal_in_float64(torch.cat(outputs, dim=1), alone[0])
@@ -231,7 +231,7 @@ def test_documents_are_found_in_the_tokens(encoding: str, processor: str) -> Non
         [torch.cat([row.new_zeros(n), row[: LENGTH - n]]) for n, row in zip(padding, tokens, strict=True)]
     )
     mask = torch.arange(LENGTH) >= padding[:, None]
-    whole, cache, pieces = gpt(padded, attention_mask=mask), gpt.new_kv_cache(LENGTH), []
+    whole, cache, pieces = gpt(padded, attention_mask=mask), gpt.create_kv_cache(LENGTH), []
     for start, stop in ((0, 7), (7, 8), (8, LENGTH)):
         pieces.append(gpt(padded[:, start:stop], attention_mask=mask[:, :stop], kv_cache=cache))
     for logits in (whole, torch.cat(pieces, dim=1)):

@@ -137,18 +137,18 @@ def test_it_equals_eager_in_the_output_and_all_gradients(
 def test_it_rejects_biases_other_than_of_the_distance(pair, complaint, monkeypatch) -> None:
     backend = FlexBackend(EagerBackend())
     if not torch.cuda.is_available():
-        assert backend.unsupported_reason(*build(*pair)) == "it needs a CUDA device"
+        assert backend.describe_unsupported(*build(*pair)) == "it needs a CUDA device"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert backend.unsupported_reason(*build(*pair)) == complaint
+    assert backend.describe_unsupported(*build(*pair)) == complaint
     able = complaint is None or pair == ("none", "none")
-    assert (backend.unsupported_reason(*build(*pair), softcap=50.0) is None) == able
+    assert (backend.describe_unsupported(*build(*pair), softcap=50.0) is None) == able
 
 
 def test_it_is_not_used_for_deterministic_runs(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert "not deterministic (deterministic: true)" in (
-        FlexBackend(EagerBackend()).unsupported_reason(*build("alibi", "none")) or ""
+        FlexBackend(EagerBackend()).describe_unsupported(*build("alibi", "none")) or ""
     )
 
 

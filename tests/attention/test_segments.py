@@ -36,7 +36,7 @@ def assert_each_alike(found: Tensor, sequences: list[Tensor], alone: GPT) -> Non
 def test_padded_on_the_left(encoding: str, processor: str) -> None:
     gpt, (sequences, batch, mask) = small_gpt(LENGTH, encoding, processor), padded()
     assert_each_alike(gpt(batch, attention_mask=mask), sequences, gpt)
-    cache, outputs = gpt.new_kv_cache(LENGTH), []
+    cache, outputs = gpt.create_kv_cache(LENGTH), []
     for start, stop in ((0, 5), (5, 6), (6, 12), (12, 17), (17, 18)):  # the first two may be all padding
         outputs.append(gpt(batch[:, start:stop], kv_cache=cache, attention_mask=mask[:, :stop]))
     assert_each_alike(torch.cat(outputs, dim=1), sequences, gpt)

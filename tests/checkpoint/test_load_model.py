@@ -42,7 +42,7 @@ def test_it_scores_as_it_did_in_training(corpus: Path, tmp_path: Path, stage: in
     loaded = load_model(tmp_path)
     assert not loaded.model.training
     assert loaded.trainer_state["step"] == 4
-    assert loaded.config.architecture_keys() == config.architecture_keys()
+    assert loaded.config.get_architecture_keys() == config.get_architecture_keys()
     assert loaded.checkpoint == run
 
     order = SampleOrder(seed=1234, valid_samples=8)

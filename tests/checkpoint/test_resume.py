@@ -312,9 +312,9 @@ def test_a_start_reads_the_stored_configuration_and_the_tokenizer_once(
         monkeypatch.setattr(module, name, lambda *args, **keys: (reads.append(name), usual(*args, **keys))[1])
 
     count(manifest, "read_yaml")
-    count(load_tokenizer, "tokenizer_from_files")
+    count(load_tokenizer, "load_tokenizer_from_files")
     train(tiny_config(corpus, tmp_path / "fresh", train_iters=1))
-    assert reads == ["tokenizer_from_files"]
+    assert reads == ["load_tokenizer_from_files"]
     reads.clear()
     train(tiny_config(corpus, tmp_path / "branch", load=str(trained), train_iters=5))
-    assert sorted(reads) == ["read_yaml", "tokenizer_from_files"]
+    assert sorted(reads) == ["load_tokenizer_from_files", "read_yaml"]

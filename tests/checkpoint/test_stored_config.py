@@ -17,7 +17,7 @@ from megatron.config.schema import list_config_keys
 from megatron.conversion.export_model import HFWeights
 from megatron.conversion.families.farfield import FARFIELD
 from megatron.launch.console import run_console
-from megatron.options.model import ffn_hidden_size
+from megatron.options.model import get_ffn_hidden_size
 from megatron.training.train import train
 from megatron.utils.errors import RunError
 from tools.rounding import compute_tolerance, count_gpt_sums
@@ -42,10 +42,10 @@ def test_gated_layers_keep_their_width() -> None:
     """Until format 3, intermediate_size was the width of gated layers itself, or 4 × hidden_size by default."""
     three = load_model(FORMATS / "3" / "step_0000002")  # written by commit bc16b4e: geglu, intermediate_size 12
     assert three.config.model.intermediate_size == 36
-    assert ffn_hidden_size(three.config.model) == 12
+    assert get_ffn_hidden_size(three.config.model) == 12
     assert three.model.state_dict()["decoder.layers.0.mlp.linear_fc2.weight"].shape == (16, 12)
     two = load_checkpoint_config(FORMATS / "2" / "step_0000002").model  # swiglu, no intermediate_size
-    assert (two.intermediate_size, ffn_hidden_size(two)) == (3 * 64, 64)
+    assert (two.intermediate_size, get_ffn_hidden_size(two)) == (3 * 64, 64)
 
 
 FOUR = FORMATS / "4" / "step_0000002"

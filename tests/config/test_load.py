@@ -200,10 +200,10 @@ def test_all_problems_at_once_each_with_its_place(write):
     assert found[0].startswith("bad.yml:1: unknown key 'num_layrs'; did you mean num_layers")
     expected = [
         r"^bad\.yml:2: norm is layrnorm; did you mean layernorm\? choose from layernorm, rmsnorm",
-        r"^bad\.yml:3: train_iters is 100000.0; it must be a whole number, written 100000$",
+        r"^bad\.yml:3: train_iters is 100000.0; it must be an integer, written 100000$",
         r"^bad\.yml:4: hidden_dropout is 2; it must be less than 1$",
         r"^bad\.yml:5: weight_decay is true; it must be a number$",
-        r"^command line: seed is x; it must be a whole number$",
+        r"^command line: seed is x; it must be an integer$",
     ]
     for pattern in expected:
         assert any(re.search(pattern, line) for line in found), (pattern, found)

@@ -61,7 +61,7 @@ def test_names_of_the_field_lead_to_ours(name, key, ours):
     with pytest.raises(UserError, match=rf"^{name}: no such configuration file, .*; '{name}' is '{ours}' here$"):
         load_config([name])
     if name.islower():
-        assert f"{key}: {ours}" in [row[0] for row in reference.lookup_keys(name)]
+        assert f"{key}: {ours}" in [row[0] for row in reference.find_keys(name)]
 
 
 def test_methods_of_each_kind_are_suggested_for_the_other():
@@ -74,7 +74,7 @@ def test_methods_of_each_kind_are_suggested_for_the_other():
 def test_names_of_other_projects_are_reported_with_the_file():
     with pytest.raises(UserError, match=r"kerple_capev2: no such .*; it is a value: pos_emb=kerple_capev2"):
         load_config(["kerple_capev2"])
-    rows = {row[0]: row[3] for row in reference.lookup_keys("kerple_capev2")}
+    rows = {row[0]: row[3] for row in reference.find_keys("kerple_capev2")}
     meaning = "pos_emb: kerple_log, score_processor: cdape, pos_emb_per_layer: true, decay_positions: true"
     assert rows == {"pos_emb: kerple_capev2": meaning}
 

@@ -17,7 +17,7 @@ from megatron.config.load import LoadedConfig, load_config
 from megatron.config.schema import list_config_keys
 from megatron.distributed.hardware import LocalHardware
 from megatron.model.build import check_position_options
-from megatron.options.model import ffn_hidden_size
+from megatron.options.model import get_ffn_hidden_size
 from megatron.options.training import OptimizerChoice
 from megatron.position import catalog, registry
 from megatron.position.facts import AttentionDims
@@ -367,11 +367,11 @@ def test_layer_patterns_match_megatron(overrides, encodings, windows) -> None:
     settings = {name: ast.literal_eval(value) for name, _, value in (text.partition("=") for text in overrides)}
     if (frequency := settings.get("no_rope_freq")) is not None:
         theirs = TransformerConfig(num_layers=12, hidden_size=12, num_attention_heads=2, no_rope_freq=frequency)
-        assert [int(position.for_layer(layer).encoding == "none") for layer in range(12)] == theirs.no_rope_freq
+        assert [int(position.get_layer_options(layer).encoding == "none") for layer in range(12)] == theirs.no_rope_freq
     if (frequency := settings.get("window_attn_skip_freq")) is not None:
         size = settings.get("window_size") or ("attention_window" in settings and (8, 0)) or None
         theirs = [is_layer_window_attention(size, frequency, number) for number in range(1, 13)]
-        assert [position.for_layer(layer).window is not None for layer in range(12)] == theirs
+        assert [position.get_layer_options(layer).window is not None for layer in range(12)] == theirs
 
 
 @pytest.mark.parametrize(
@@ -491,14 +491,14 @@ def test_scaling_by_layer_has_no_effect_without_a_bias(read, method: str) -> Non
 )
 def test_a_gated_layer_has_the_width_of_gpt_neox(read, keys: dict[str, int], width: int) -> None:
     loaded = read({**SMALL, **keys, "activation": "swiglu"})
-    assert ffn_hidden_size(loaded.config.model) == width
+    assert get_ffn_hidden_size(loaded.config.model) == width
     assert any(f"gives a feed-forward width of {width} (a third), as in GPT-NeoX" in note for note in loaded.notes)
     theirs = loaded.config.model.intermediate_size or 4 * 24
     rows, multiple = int(theirs * 2 / 3), keys.get("mlp_multiple_of", 1)
     inner = multiple * ((rows // 2 + multiple - 1) // multiple)  # as in ParallelMLP
     assert inner == width
     plain = read({**SMALL, "activation": "gelu"}).config.model
-    assert ffn_hidden_size(plain) == 96
+    assert get_ffn_hidden_size(plain) == 96
 
 
 def test_a_gated_layer_without_a_width_is_refused(read) -> None:

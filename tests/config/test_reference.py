@@ -65,32 +65,32 @@ def test_page_has_every_key_of_the_stock_configurations():
 
 def test_page_has_notes_on_some_keys():
     """The page states essential facts about some keys. They are written here by hand, independently of the tables."""
-    assert rows("model")["num_layers"][:3] == ["`num_layers`", "required", "whole number"]
+    assert rows("model")["num_layers"][:3] == ["`num_layers`", "required", "integer"]
     assert rows("model")["num_layers"][3] == "architecture"
     assert rows("model")["seq_length"][3] == "context"
     assert rows("data")["data_cache"][3] == "machine"
     assert rows("data")["split"][:3] == ["`split`", "969,30,1", "text"]
-    assert rows("data")["num_workers"][:3] == ["`num_workers`", "0", "whole number"]
-    assert rows("launch")["num_gpus"][2] == "whole number or null"
+    assert rows("data")["num_workers"][:3] == ["`num_workers`", "0", "integer"]
+    assert rows("launch")["num_gpus"][2] == "integer or null"
     assert rows("optimizer")["optimizer.params.lr"][2] == "number"
     assert rows()["rotary_pct"][1].startswith("sets `pos_emb_options.fraction` of rotary")
     assert rows()["kerple_capev2"][1] == (
         "`pos_emb: kerple_log`, `score_processor: cdape`, `pos_emb_per_layer: true`, `decay_positions: true`"
     )
     assert rows()["rope"][1] == "`pos_emb: rotary`"
-    assert rows("model")["num_kv_heads"][:3] == ["`num_kv_heads`", "null", "whole number or null"]
+    assert rows("model")["num_kv_heads"][:3] == ["`num_kv_heads`", "null", "integer or null"]
     assert rows()["bias_gelu_fusion"][1] == "true: `activation: gelu_tanh` instead of `activation: gelu`"
     assert "flash" not in rows()
 
 
 def test_lookup():
-    assert [row[0] for row in reference.lookup_keys("rotary-pct")] == ["rotary_pct"]
-    assert reference.lookup_keys("rotary-pct")[0][3] == "sets pos_emb_options.fraction of rotary"
-    found = {row[0]: row for row in reference.lookup_keys("num_layers")}
-    assert found["num_layers"][1:3] == ("required", "whole number")
-    assert reference.lookup_keys("zero-init")[0][::3] == (
+    assert [row[0] for row in reference.find_keys("rotary-pct")] == ["rotary_pct"]
+    assert reference.find_keys("rotary-pct")[0][3] == "sets pos_emb_options.fraction of rotary"
+    found = {row[0]: row for row in reference.find_keys("num_layers")}
+    assert found["num_layers"][1:3] == ("required", "integer")
+    assert reference.find_keys("zero-init")[0][::3] == (
         "score_processor_options.zero_init",
         "an option of cdape and dape; see ./deepy.py positions",
     )
-    assert reference.lookup_keys("no such thing") == []
-    assert len(reference.lookup_keys("")) == len(list_config_keys())
+    assert reference.find_keys("no such thing") == []
+    assert len(reference.find_keys("")) == len(list_config_keys())

@@ -155,7 +155,7 @@ def test_configuration_is_frozen():
     ],
 )  # fmt: skip
 def test_architecture_depends_on_keys_that_determine_the_function(change):
-    assert small(change).architecture_keys() != small().architecture_keys()
+    assert small(change).get_architecture_keys() != small().get_architecture_keys()
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_architecture_depends_on_keys_that_determine_the_function(change):
     ],
 )  # fmt: skip
 def test_architecture_ignores_other_keys(change):
-    assert small(change).architecture_keys() == small().architecture_keys()
+    assert small(change).get_architecture_keys() == small().get_architecture_keys()
 
 
 def test_no_section_has_a_secret():
@@ -180,23 +180,24 @@ def test_no_section_has_a_secret():
 
 def test_every_leaf_has_one_role():
     config = small()
-    of_policies = [config.keys_by_policy(policy) for policy in get_args(ChangePolicy)]
+    of_policies = [config.get_keys_by_policy(policy) for policy in get_args(ChangePolicy)]
     assert sorted(name for found in of_policies for name in found) == sorted(
         k.name for k in list_config_keys().values() if not k.opens
     )
-    assert config.keys_by_policy("schedule")["optimizer.params.lr"] == config.optimizer.optimizer.params.lr
+    assert config.get_keys_by_policy("schedule")["optimizer.params.lr"] == config.optimizer.optimizer.params.lr
 
 
 @pytest.mark.parametrize("change", ["hidden_dropout=0.5", "fp16.loss_scale=8", "lr=1", "seq_length=32", "split='9,1'"])
 def test_training_digest_depends_on_relevant_keys(change):
-    assert small(change).training_fingerprint() != small().training_fingerprint()
+    assert small(change).get_training_fingerprint() != small().get_training_fingerprint()
     assert small(change).compute_training_digest() != small().compute_training_digest()
 
 
 @pytest.mark.parametrize("change", ["attention_backend=eager", "num_gpus=2", "log_interval=7", "save=x"])
 def test_training_digest_does_not_depend_on_the_machine(change):
     assert (
-        small(change, "train_batch_size=8").training_fingerprint() == small("train_batch_size=8").training_fingerprint()
+        small(change, "train_batch_size=8").get_training_fingerprint()
+        == small("train_batch_size=8").get_training_fingerprint()
     )
 
 

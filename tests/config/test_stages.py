@@ -55,7 +55,7 @@ def test_a_stage_can_set_its_batch_size() -> None:
         ("[{until: 9, seq_length: 32}]", "there is only one stage"),
         ("[{}, {seq_length: 32}]", "stage 1: its end is missing; set until (a step) or until_tokens"),
         ("[{until: 9, until_tokens: 9}, {}]", "stage 1: until and until_tokens exclude each other"),
-        ("[{until: 2.5}, {}]", "stage 1: until is 2.5; it must be a whole number, at least 1"),
+        ("[{until: 2.5}, {}]", "stage 1: until is 2.5; it must be an integer, at least 1"),
         ("[{until: 9}, {until: 9}, {}]", "stage 2: until 9 is not after the end of an earlier stage, 9"),
         ("[{until: 9}, {num_layers: 2}]", "stage 2: num_layers: a stage cannot change it; it can change seq_length, "),
         ("[{until: 9}, {context_parallel_size: 2}]", "stage 2: context_parallel_size: a stage cannot change it"),

@@ -73,7 +73,7 @@ def logits(run: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", ROUND, ids=lambda case: case.title)
 def test_exported_and_imported(case: ExportCase, tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", case.config(), build_gpt(case, 257))
+    run = write_run(tmp_path / "run", case.build_config(), build_gpt(case, 257))
     import_model(export_model(run, tmp_path / "export", log=lambda line: None), tmp_path / "again")
     assert torch.equal(logits(tmp_path / "again"), logits(run))
     again = open_run(tmp_path / "again")
@@ -83,7 +83,7 @@ def test_exported_and_imported(case: ExportCase, tmp_path: Path) -> None:
 def test_changed_weights_are_rejected(tmp_path: Path) -> None:
     """A flipped bit in a weight is detected by its checksum."""
     case = next(iter(list_architecture_cases()))
-    run = write_run(tmp_path / "run", case.config(), build_gpt(case, 257))
+    run = write_run(tmp_path / "run", case.build_config(), build_gpt(case, 257))
     target = export_model(run, tmp_path / "export", max_shard_size="30KB", log=lambda line: None)
     weights = sorted(target.glob("*.safetensors"))[-1]
     content = bytearray(weights.read_bytes())
@@ -104,7 +104,7 @@ def test_changed_weights_are_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", NATIVE)
 def test_native(architecture: str, tmp_path: Path) -> None:
     case = ExportCase(architecture, {**NATIVE[architecture], "hidden_size": NATIVE_WIDTH, "score_processor": "none"})
-    run = write_run(tmp_path / "run", case.config(), build_gpt(case, 257))
+    run = write_run(tmp_path / "run", case.build_config(), build_gpt(case, 257))
     lines: list[str] = []
     target = export_model(run, tmp_path / "native", native=True, max_shard_size="30KB", log=lines.append)
     assert json.loads((target / "config.json").read_text())["architectures"] == [architecture]
@@ -123,28 +123,28 @@ def test_native(architecture: str, tmp_path: Path) -> None:
 
 def test_no_native_model(tmp_path: Path) -> None:
     case = ExportCase("cdape", {"pos_emb": "rotary", "score_processor": "cdape"})
-    run = write_run(tmp_path / "run", case.config(), build_gpt(case, 257))
+    run = write_run(tmp_path / "run", case.build_config(), build_gpt(case, 257))
     with pytest.raises(
         UserError,
         match=r"--native: no native transformers model .*/run .* rotary: score_processor is cdape; omit --native",
     ):
         export_model(run, tmp_path / "native", native=True)
     case = ExportCase("rmsnorm", {"pos_emb": "rotary", "norm": "rmsnorm"})
-    run = write_run(tmp_path / "other", case.config(), build_gpt(case, 257))
+    run = write_run(tmp_path / "other", case.build_config(), build_gpt(case, 257))
     with pytest.raises(UserError, match=r"gpt_neox: norm is rmsnorm; .*, llama: activation is gelu"):
         export_model(run, tmp_path / "native", native=True)
     for title, keys in {"neox": NATIVE["GPTNeoXForCausalLM"], "llama": LLAMA}.items():
         case = ExportCase(title, {**keys, "pos_emb_options": {"scaling": "hope"}})
-        run = write_run(tmp_path / title, case.config(), build_gpt(case, 257))
+        run = write_run(tmp_path / title, case.build_config(), build_gpt(case, 257))
         with pytest.raises(UserError, match=r"pos_emb_options\.scaling is hope"):
             export_model(run, tmp_path / "native", native=True)
     case = ExportCase("dynamic", {"pos_emb": "rotary", "pos_emb_options": {"scaling": "dynamic", "factor": 1.0}})
-    run = write_run(tmp_path / "dynamic", case.config(), build_gpt(case, 257))
+    run = write_run(tmp_path / "dynamic", case.build_config(), build_gpt(case, 257))
     with pytest.raises(UserError, match=r"dynamic: cannot be exported: .* does not know the final length of a text"):
         export_model(run, tmp_path / "native")
     keys = {**NATIVE["GPT2LMHeadModel"], "use_mup": True, "mup_base_hidden_size": 12, "mup_base_num_attention_heads": 3}
     case = ExportCase("muP", keys)
-    run = write_run(tmp_path / "mup", case.config(), build_gpt(case, 257))
+    run = write_run(tmp_path / "mup", case.build_config(), build_gpt(case, 257))
     with pytest.raises(
         UserError, match=r"gpt2: use_mup is true and multiplies by 0\.7071 \(query\); not supported by GPT2LMHeadModel"
     ):
@@ -156,7 +156,7 @@ def test_no_native_model(tmp_path: Path) -> None:
 def test_the_tokenizer_comes_back(kind: str, tmp_path: Path) -> None:
     tokenizer = open_tokenizers(write_tokenizers(tmp_path))[kind]
     case = ExportCase("alibi", {"pos_emb": "alibi"})
-    run = write_run(tmp_path / "run", case.config(), build_gpt(case, tokenizer.vocab_size), tokenizer)
+    run = write_run(tmp_path / "run", case.build_config(), build_gpt(case, tokenizer.vocab_size), tokenizer)
     import_model(export_model(run, tmp_path / "export", log=lambda line: None), tmp_path / "again")
     again = open_run(tmp_path / "again")
     assert again.tokenizer_name == tokenizer.name
@@ -164,7 +164,7 @@ def test_the_tokenizer_comes_back(kind: str, tmp_path: Path) -> None:
 
 
 def test_every_encoding_and_processor_is_among_them() -> None:
-    sections = [case.config().position for case in ROUND]
+    sections = [case.build_config().position for case in ROUND]
     assert {name for each in sections for name in each.encodings} == set(list_encodings())
     assert {name for each in sections for name in each.processors} >= {"none", *list_processors()}
     assert {name for each in sections for name in each.temperatures} == {"none", *list_temperatures()}

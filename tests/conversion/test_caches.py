@@ -51,7 +51,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     transformers.utils.logging.disable_progress_bar()
     folder, found = tmp_path_factory.mktemp("caches"), {}
     for name, case in CASES.items():
-        run = write_run(folder / f"{name}_run", case.config(), build_gpt(case, VOCABULARY))
+        run = write_run(folder / f"{name}_run", case.build_config(), build_gpt(case, VOCABULARY))
         exported: Path = export_model(run, folder / name, log=lambda line: None)
         found[name] = transformers.AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True)
     return found

@@ -80,11 +80,13 @@ def test_there_and_back_bit_for_bit(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_configuration_there_and_back(name: str) -> None:
     family, config, _ = read(name)
-    assert family.unsupported_reason(config) is None
+    assert family.describe_unsupported(config) is None
     found, reasons = find_exact_family(config)
     assert found is not None
     assert (found is family) or family.model_type in ("opt", "qwen2") or name == "mistral, yarn, tied, no window"
-    assert set(reasons) == {other for other, each in HF_FAMILIES.items() if each.unsupported_reason(config) is not None}
+    assert set(reasons) == {
+        other for other, each in HF_FAMILIES.items() if each.describe_unsupported(config) is not None
+    }
     values = json.loads(json.dumps(family.to_hf_config(config, ROWS, eos_token_id=0)))
     reader = HFConfigReader(values, name)
     again = Config.from_flat(family.from_hf_config(reader))
@@ -177,4 +179,4 @@ def test_transformers_loads_exports(name: str, tmp_path: Path) -> None:
 def test_unsupported_features_of_a_family_are_reported(name: str, keys: dict[str, object], reason: str) -> None:
     family, config, _ = read(name)
     with pytest.raises(AssertionError, match=reason):
-        raise AssertionError(family.unsupported_reason(config.replace(**keys)))
+        raise AssertionError(family.describe_unsupported(config.replace(**keys)))

@@ -49,7 +49,7 @@ def test_the_same_logits(name: str, tmp_path: Path) -> None:
     tokens = torch.randint(ROWS, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         ours = loaded.model(tokens)
-        cache = loaded.model.new_kv_cache(LENGTH)
+        cache = loaded.model.create_kv_cache(LENGTH)
         steps = torch.cat([loaded.model(part, kv_cache=cache) for part in tokens.split([30, 1, 17], 1)], 1)
     reference = logits_of(theirs, tokens)
     assert reference.abs().max() > 1

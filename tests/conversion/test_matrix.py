@@ -21,7 +21,7 @@ _NAMES = [*list_encodings(), "none", *list_processors()]
 
 
 def _is_chosen(case: ExportCase) -> bool:
-    position = case.config().position
+    position = case.build_config().position
     return (_NAMES.index(position.pos_emb) + _NAMES[::-1].index(position.score_processor)) % 2 == 0
 
 
@@ -50,8 +50,8 @@ def test_nan_exceeds_rounding() -> None:
 
 def test_every_method_is_among_them() -> None:
     for cases in (EVERY_METHOD, CHOSEN):
-        pairs = {(case.config().position.pos_emb, case.config().position.score_processor) for case in cases}
+        pairs = {(case.build_config().position.pos_emb, case.build_config().position.score_processor) for case in cases}
         assert len(pairs) == len(cases)
         assert {encoding for encoding, _ in pairs} == set(list_encodings())
         assert {processor for _, processor in pairs} == {"none", *list_processors()}
-    assert any(case.config().position.randomized_positions for case in list_position_cases())
+    assert any(case.build_config().position.randomized_positions for case in list_position_cases())

@@ -102,7 +102,7 @@ def test_random_options_beyond_the_original_length(family: str, seed: int, tmp_p
     model = load_model(run).model
     tokens = torch.randint(ROWS, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
-        cache = model.new_kv_cache(LENGTH)
+        cache = model.create_kv_cache(LENGTH)
         steps = torch.cat([model(part, kv_cache=cache) for part in tokens.split([20, 1, 1, LENGTH - 22], 1)], 1)
         for length in (20, LENGTH):
             reference = logits_of(theirs, tokens[:, :length])
@@ -149,6 +149,6 @@ def test_longrope_within_the_original_length(tmp_path: Path) -> None:
     model = load_model(import_model(tmp_path / "source", tmp_path / "run")[0].run).model
     tokens = torch.randint(ROWS, (2, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        cache = model.new_kv_cache(24)
+        cache = model.create_kv_cache(24)
         steps = torch.cat([model(part, kv_cache=cache) for part in tokens.split([20, 1, 3], 1)], 1)
     assert_close_in_rounding(steps, logits_of(theirs, tokens), TERMS, SUMS + ANGLES)

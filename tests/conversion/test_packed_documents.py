@@ -35,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[GPT, Any
     for name, keys in CASES.items():
         case = ExportCase(name, keys)
         gpt = build_gpt(case, VOCABULARY)
-        run = write_run(folder / f"{name}_run", case.config(), gpt)
+        run = write_run(folder / f"{name}_run", case.build_config(), gpt)
         exported = export_model(run, folder / name, log=lambda line: None)
         found[name] = gpt, transformers.AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True)
     return found
@@ -178,7 +178,7 @@ def test_a_native_export_states_the_lack_of_document_masking(tmp_path: Path) -> 
     keys = {"pos_emb": "rotary", "norm": "rmsnorm", "activation": "swiglu", "no_weight_tying": True}
     keys |= {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False, "attention_mask": "document"}
     case, lines = ExportCase("llama", keys), []
-    run = write_run(tmp_path / "run", case.config(), build_gpt(case, VOCABULARY))
+    run = write_run(tmp_path / "run", case.build_config(), build_gpt(case, VOCABULARY))
     folder = export_model(run, tmp_path / "native", native=True, log=lines.append)
     words = "LlamaForCausalLM treats a row as one document"
     assert any(words in line for line in lines)

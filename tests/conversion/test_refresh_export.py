@@ -29,7 +29,7 @@ def quiet() -> None:
 def write_export(folder: Path, keys: dict[str, Any], tokenizer: Any = None) -> Path:
     case = ExportCase("model", keys)
     size = 257 if tokenizer is None else tokenizer.vocab_size
-    run = write_run(folder / "run", case.config(), build_gpt(case, size), tokenizer)
+    run = write_run(folder / "run", case.build_config(), build_gpt(case, size), tokenizer)
     return export_model(run, folder / "export", log=lambda line: None)
 
 

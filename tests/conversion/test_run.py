@@ -29,7 +29,7 @@ from tools.export.cases import ExportCase, build_gpt, write_run
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     case = ExportCase("fire", {"pos_emb": "fire", "pos_emb_per_layer": True, "no_weight_tying": True})
-    return write_run(tmp_path_factory.mktemp("runs") / "fire", case.config(), build_gpt(case, 257))
+    return write_run(tmp_path_factory.mktemp("runs") / "fire", case.build_config(), build_gpt(case, 257))
 
 
 def test_weights_are_the_same_bytes_under_other_names(run: Path, tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_the_card(run: Path, tmp_path: Path) -> None:
     assert "not stated" not in page
     assert RESULTS_FILE not in page
     case = ExportCase("pattern", {"pos_emb": ["rotary", "none"], "attention_window": [9, None]})
-    run = write_run(tmp_path / "pattern", case.config(), build_gpt(case, 257))
+    run = write_run(tmp_path / "pattern", case.build_config(), build_gpt(case, 257))
     target = export_model(run, tmp_path / "exported pattern", log=lambda line: None)
     page = (target / "README.md").read_text()
     assert yaml.safe_load(page.split("---")[1])["tags"][2:] == ["rotary", "none"]
@@ -121,7 +121,7 @@ def test_targets_that_are_something_else(run: Path, tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
     case = ExportCase("alibi", {"pos_emb": "alibi"})
-    run = write_run(tmp_path / "run", case.config(), build_gpt(case, 257))
+    run = write_run(tmp_path / "run", case.build_config(), build_gpt(case, 257))
     checkpoint = layout.resolve_checkpoint_path(run)
     manifest.write_manifest(
         checkpoint, manifest.compute_checksums(checkpoint, [checkpoint / name for name in manifest.MODEL_FILES])

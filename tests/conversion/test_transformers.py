@@ -35,7 +35,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[GPT, Path]:
     """The project's model, and its export in shards of a few kilobytes."""
     folder = tmp_path_factory.mktemp("run")
     gpt = build_gpt(CASE, VOCABULARY)
-    run = write_run(folder / "run", CASE.config(), gpt)
+    run = write_run(folder / "run", CASE.build_config(), gpt)
     return gpt, export_model(run, folder / "export", max_shard_size="20KB", log=lambda line: None)
 
 
@@ -219,7 +219,7 @@ def test_exports_in_folders_of_one_name_keep_their_own_code(transformers: Any, t
     for place, keys in {"a": {"pos_emb": "kerple_log"}, "b": {"pos_emb": "rotary"}, "c": {"pos_emb": "alibi"}}.items():
         case = ExportCase(place, keys)
         gpt = build_gpt(case, VOCABULARY)
-        run = write_run(tmp_path / place / "run", case.config(), gpt)
+        run = write_run(tmp_path / place / "run", case.build_config(), gpt)
         models[place] = gpt, load(transformers, export_model(run, tmp_path / place / "model", log=lambda line: None))
     with torch.no_grad():
         for gpt, model in models.values():
@@ -232,7 +232,9 @@ def test_exports_in_folders_of_one_name_keep_their_own_code(transformers: Any, t
 def test_padded_rows_match_single_rows_with_random_positions(transformers: Any, tmp_path: Path, side: str) -> None:
     case = ExportCase("randomized", {"pos_emb": "rotary", "randomized_positions": 64})
     gpt = build_gpt(case, VOCABULARY)
-    folder = export_model(write_run(tmp_path / "run", case.config(), gpt), tmp_path / "export", log=lambda line: None)
+    folder = export_model(
+        write_run(tmp_path / "run", case.build_config(), gpt), tmp_path / "export", log=lambda line: None
+    )
     model = load(transformers, folder)
     longest = max(map(len, PROMPTS)) + 2
     before = [{"left": longest - n, "right": 0, "both": (longest - n) // 2}[side] for n in map(len, PROMPTS)]
@@ -264,7 +266,7 @@ def test_transformers_warns_only_beyond_the_last_position(
 ) -> None:
     """Inputs longer than the training length cause no warning, unless the model has no positions for them."""
     case = ExportCase("far", keys)
-    run = write_run(tmp_path / "run", case.config(), build_gpt(case, VOCABULARY))
+    run = write_run(tmp_path / "run", case.build_config(), build_gpt(case, VOCABULARY))
     folder = export_model(run, tmp_path / "export", log=lambda line: None)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     model = load(transformers, folder)

@@ -15,7 +15,7 @@ from megatron.conversion.import_model import resolve_tokenizer
 from megatron.conversion.model_family import ModelSource
 from megatron.data.corpus.prepare import prepare_corpus
 from megatron.data.load_tokenizer import load_run_tokenizer, read_vocabulary, save_tokenizer
-from megatron.data.tokenizers import Tokenizer, tokenizer_from_files
+from megatron.data.tokenizers import Tokenizer, load_tokenizer_from_files
 from megatron.evaluation.harness import HarnessModel
 from megatron.evaluation.text_generator import TextGenerator
 from megatron.options.commands import GenerationOptions
@@ -147,7 +147,7 @@ def prepared(folder: Path, output: Path, **keys: Any) -> Path:
 def test_documents_begin_with_the_token(tmp_path: Path, add_bos: bool | None) -> None:
     write_style("Llama 3", tmp_path)
     corpus = prepared(tmp_path, tmp_path / "corpus", add_bos=add_bos)
-    tokenizer = tokenizer_from_files("HFTokenizer", tmp_path / "tokenizer.json", bos=add_bos)
+    tokenizer = load_tokenizer_from_files("HFTokenizer", tmp_path / "tokenizer.json", bos=add_bos)
     assert tokenizer.bos == (0 if add_bos is None else None)
     prefix = next(corpus.glob("*.bin")).with_suffix("")
     found = np.memmap(f"{prefix}.bin", dtype=np.uint16)
@@ -172,7 +172,7 @@ def test_invalid_begin_tokens_are_rejected(tmp_path: Path) -> None:
     byte_level(tmp_path, ["<|endoftext|>"], None)
     path = tmp_path / "tokenizer.json"
     with pytest.raises(UserError, match=r"add_bos: tokenizer HFTokenizer-\w+ has no beginning-of-text token"):
-        tokenizer_from_files("HFTokenizer", path, bos=True)
+        load_tokenizer_from_files("HFTokenizer", path, bos=True)
     content = json.loads(path.read_text())
     first = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
     content["post_processor"] = {
@@ -182,18 +182,18 @@ def test_invalid_begin_tokens_are_rejected(tmp_path: Path) -> None:
     }  # fmt: skip
     path.write_text(json.dumps(content))
     with pytest.raises(UserError, match="adds 2 tokens before a text, but at most one is supported; use false"):
-        tokenizer_from_files("HFTokenizer", path)
-    assert tokenizer_from_files("HFTokenizer", path, bos=False).bos is None
+        load_tokenizer_from_files("HFTokenizer", path)
+    assert load_tokenizer_from_files("HFTokenizer", path, bos=False).bos is None
 
 
 def test_an_end_of_an_unusual_name_is_named(tmp_path: Path) -> None:
     byte_level(tmp_path, ["<|fin|>"], None)
     path = tmp_path / "tokenizer.json"
     with pytest.raises(UserError, match=r"no end-of-document token found; looked for .*; set it with end_token"):
-        tokenizer_from_files("HFTokenizer", path)
+        load_tokenizer_from_files("HFTokenizer", path)
     with pytest.raises(UserError, match=r"end_token: .* has no token '<\|fim\|>'; did you mean <\|fin\|>"):
-        tokenizer_from_files("HFTokenizer", path, end_token="<|fim|>")
-    tokenizer = tokenizer_from_files("HFTokenizer", path, end_token="<|fin|>")
+        load_tokenizer_from_files("HFTokenizer", path, end_token="<|fim|>")
+    tokenizer = load_tokenizer_from_files("HFTokenizer", path, end_token="<|fin|>")
     assert tokenizer.eod == 0
     copy: Tokenizer = load_run_tokenizer(save_tokenizer(tokenizer, tmp_path / "run").parent, DataOptions(), None)
     assert (copy.eod, copy.end_token) == (0, "<|fin|>")

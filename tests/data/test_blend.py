@@ -169,14 +169,17 @@ def test_folders_and_lists_expand_to_datasets(dataset: Dataset, texts: Path, tmp
     divided = str(corpus.folder)
     everything = DataOptions(**{f"{split}_data_paths": [str(tmp_path / "all")] for split in ("train", "valid", "test")})
     for split in ("train", "valid", "test"):
-        assert list_split_prefixes(everything, split) == [corpus.prefix(split), whole.prefix("all")]
+        assert list_split_prefixes(everything, split) == [
+            corpus.get_dataset_prefix(split),
+            whole.get_dataset_prefix("all"),
+        ]
         one = DataOptions(**{f"{split}_data_paths": [divided]})
-        assert list_split_prefixes(one, split) == [corpus.prefix(split)]
-    assert list_split_prefixes(DataOptions(data_path=str(whole.folder)), "valid") == [whole.prefix("all")]
+        assert list_split_prefixes(one, split) == [corpus.get_dataset_prefix(split)]
+    assert list_split_prefixes(DataOptions(data_path=str(whole.folder)), "valid") == [whole.get_dataset_prefix("all")]
     shards = [dataset(f"shards/{name}", documents(20, 5)) for name in ("b", "a")]
     first, second = (Path(shard) for shard in shards)
     assert list_corpora(DataOptions(train_data_paths=[shards, divided]), "train") == [
-        [first, second], [corpus.prefix("train")],
+        [first, second], [corpus.get_dataset_prefix("train")],
     ]  # fmt: skip
     for data_path in (str(tmp_path / "shards"), shards[::-1]):
         data = DataOptions(data_path=data_path, split="8,1,1")

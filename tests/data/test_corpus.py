@@ -22,7 +22,7 @@ from megatron.data.corpus.recipe import read_corpus_recipe
 from megatron.data.corpus.sources import scan_sources
 from megatron.data.corpus_metadata import read_corpus
 from megatron.data.load_tokenizer import load_tokenizer
-from megatron.data.tokenizers import tokenizer_from_files
+from megatron.data.tokenizers import load_tokenizer_from_files
 from megatron.options.data import CorpusOptions
 from megatron.utils.errors import RunError, UserError
 
@@ -36,7 +36,7 @@ def everything(corpus, reader):
     tokenizer = load_tokenizer(corpus.folder)
     result = {}
     for split in corpus.splits:
-        documents = reader(corpus.prefix(split))
+        documents = reader(corpus.get_dataset_prefix(split))
         assert all(document[-1] == tokenizer.eod for document in documents)
         result[split] = [tokenizer.decode(document[:-1]) for document in documents]
     return result
@@ -47,7 +47,7 @@ def check_counts(corpus, texts, reader):
         size = corpus.splits[split]
         assert size.documents == len(documents)
         assert size.bytes == sum(len(text.encode()) for text in documents)
-        assert size.tokens == sum(map(len, reader(corpus.prefix(split))))
+        assert size.tokens == sum(map(len, reader(corpus.get_dataset_prefix(split))))
 
 
 @pytest.fixture
@@ -66,16 +66,16 @@ def test_a_folder_of_texts_becomes_three_datasets(texts, tmp_path, reader, expec
     assert (corpus.vocab_size, corpus.eod, corpus.tokenizer, corpus.reused) == (257, 256, "bytes", False)
     assert read_corpus(tmp_path / "out") == corpus
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "texts"]  # no temporary folder is left
-    assert os.path.getsize(f"{corpus.prefix('train')}.bin") == 2 * corpus.splits["train"].tokens
+    assert os.path.getsize(f"{corpus.get_dataset_prefix('train')}.bin") == 2 * corpus.splits["train"].tokens
 
 
 def test_megatron_core_reads_written_datasets(texts, tmp_path, reader):
     from megatron.data.core_datasets import IndexedDataset
 
     corpus = prepare([str(texts)], tmp_path / "out", split=None)
-    dataset = IndexedDataset(str(corpus.prefix("all")))
-    assert corpus.prefix("all").name == "text_document"
-    assert [document.tolist() for document in dataset] == reader(corpus.prefix("all"))
+    dataset = IndexedDataset(str(corpus.get_dataset_prefix("all")))
+    assert corpus.get_dataset_prefix("all").name == "text_document"
+    assert [document.tolist() for document in dataset] == reader(corpus.get_dataset_prefix("all"))
     assert dataset.document_indices.tolist() == list(range(len(dataset) + 1))
 
 
@@ -125,7 +125,7 @@ def test_large_vocabularies_are_stored_as_int32(texts, tmp_path, reader):
     path = tmp_path / "large.json"
     hf.Tokenizer(hf.models.WordLevel(words, unk_token="?")).save(str(path))
     corpus = prepare([str(texts / "deep")], tmp_path / "out", tokenizer="HFTokenizer", vocab_file=path, split=None)
-    assert sorted(reader(corpus.prefix("all"))) == [[70_000, 70_001], [70_002, 70_001]]
+    assert sorted(reader(corpus.get_dataset_prefix("all"))) == [[70_000, 70_001], [70_002, 70_001]]
     assert load_tokenizer(corpus.folder).vocab_size == corpus.vocab_size == 70_003
     path.unlink()  # the folder does not depend on its sources
     assert load_tokenizer(corpus.folder).encode("w17") == [17]
@@ -135,7 +135,7 @@ def test_long_documents_become_several_sequences(texts, tmp_path, monkeypatch, r
     whole = prepare([str(texts)], tmp_path / "a", split=None)
     monkeypatch.setattr("megatron.data.corpus.writer.MAX_SEQUENCE_TOKENS", 7)
     pieces = prepare([str(texts)], tmp_path / "b", split=None)
-    assert reader(whole.prefix("all")) == reader(pieces.prefix("all"))  # same documents
+    assert reader(whole.get_dataset_prefix("all")) == reader(pieces.get_dataset_prefix("all"))  # same documents
     assert (tmp_path / "a/text_document.bin").read_bytes() == (tmp_path / "b/text_document.bin").read_bytes()
     assert os.path.getsize(tmp_path / "b/text_document.idx") > os.path.getsize(tmp_path / "a/text_document.idx")
 
@@ -467,10 +467,10 @@ def test_a_file_that_pythons_library_names_twice_is_read_once(tmp_path, monkeypa
 
 def test_python_is_prepared_reproducibly(tmp_path, reader):
     corpus = prepare(["python"], tmp_path / "python")
-    tokenizer = tokenizer_from_files("bytes")
+    tokenizer = load_tokenizer_from_files("bytes")
     again = prepare(["python"], tmp_path / "again", workers=2)
     assert contents(again.folder) == contents(corpus.folder)
-    valid = [tokenizer.decode(document[:-1]) for document in reader(corpus.prefix("valid"))]
+    valid = [tokenizer.decode(document[:-1]) for document in reader(corpus.get_dataset_prefix("valid"))]
     assert sum("def " in text for text in valid) > len(valid) / 2
     assert sum(size.tokens for size in corpus.splits.values()) > 5_000_000
     assert corpus.splits["test"].tokens > 100_000

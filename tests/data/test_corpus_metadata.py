@@ -156,9 +156,9 @@ def test_an_index_of_other_documents_of_the_same_size_is_noticed(original, tmp_p
     corpus = prepare([str(lines)], tmp_path / "two", split=None)
     lines.write_text('{"text": "abcdefgh"}\n{"text": "abcd"}\n')
     other = prepare([str(lines)], tmp_path / "three", split=None)
-    shutil.copyfile(f"{other.prefix('all')}.idx", f"{corpus.prefix('all')}.idx")
+    shutil.copyfile(f"{other.get_dataset_prefix('all')}.idx", f"{corpus.get_dataset_prefix('all')}.idx")
     with pytest.raises(RunError, match=r"two/text_document\.idx: changed since the corpus was made"):
-        load_token_stream(DataOptions(data_path=str(corpus.prefix("all")), split="0,0,1"), "test")
+        load_token_stream(DataOptions(data_path=str(corpus.get_dataset_prefix("all")), split="0,0,1"), "test")
     shutil.copyfile(folder / "test_text_document.bin", folder / "train_text_document.bin")
     with pytest.raises(RunError, match=r"train_text_document\.bin: size is \d+ bytes, but was"):
         train_on(folder)
@@ -186,7 +186,7 @@ def test_flipped_tokens_are_noticed_before_they_are_used(corpus, tmp_path, cache
 
 def test_a_content_is_read_once(bpe, tmp_path, monkeypatch):
     read = []
-    monkeypatch.setattr(metadata_module, "_sha256", lambda path: read.append(path.name) or "0" * 64)
+    monkeypatch.setattr(metadata_module, "_compute_sha256", lambda path: read.append(path.name) or "0" * 64)
     folder = bpe
     for name in os.listdir(folder):
         if name != CORPUS_FILE:
@@ -196,7 +196,7 @@ def test_a_content_is_read_once(bpe, tmp_path, monkeypatch):
     assert sorted(read) == ["train_text_document.bin", "train_text_document.idx"]
     monkeypatch.setattr("megatron.data.indexed_dataset.MAX_CHECKSUM_BYTES", 100)  # left to `prepare`
     monkeypatch.setattr(
-        "megatron.data.corpus_metadata._cached_sha256", lambda path, *_: read.append(path.name) or "0" * 64
+        "megatron.data.corpus_metadata._compute_cached_sha256", lambda path, *_: read.append(path.name) or "0" * 64
     )
     train_on(folder)
     assert set(read[2:]) == {"train_text_document.idx"}

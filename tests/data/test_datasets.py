@@ -198,12 +198,12 @@ def test_writing_into_a_sample_changes_no_other(dataset, words):
 def test_vocabulary_comes_from_the_corpus_or_from_the_keys(texts, dataset, words):
     folder = texts.parent
     corpus = prepare([str(texts)], folder / "bytes", split=None)
-    prefix = str(corpus.prefix("all"))
+    prefix = str(corpus.get_dataset_prefix("all"))
     found = read_vocabulary(DataOptions(data_path=prefix))
     assert (found.size, found.name, found.eod) == (257, "bytes", 256)
     assert read_vocabulary(DataOptions(data_path=prefix + ".bin", tokenizer_type="bytes")) == found
     other = prepare([str(texts)], folder / "bpe", split=None, tokenizer="bpe", vocab_size=270)
-    learned = str(other.prefix("all"))
+    learned = str(other.get_dataset_prefix("all"))
     assert read_vocabulary(DataOptions(data_path=learned)).name == other.tokenizer
     assert read_vocabulary(DataOptions(data_path=learned, tokenizer_type="HFTokenizer")).size == 270
     given_file = {"tokenizer_type": "HFTokenizer", "vocab_file": str(folder / "bpe/tokenizer.json")}

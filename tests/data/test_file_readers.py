@@ -71,7 +71,7 @@ def test_a_table_makes_the_corpus_of_its_texts(
     (tmp_path / "lines" / "x.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
     lines = prepare([str(tmp_path / "lines" / "x.jsonl")], tmp_path / "of_lines", split=None)
     rows = prepare([str(tmp_path / name)], tmp_path / "of_rows", split=None, workers=2)
-    assert reader(rows.prefix("all")) == reader(lines.prefix("all"))
+    assert reader(rows.get_dataset_prefix("all")) == reader(lines.get_dataset_prefix("all"))
     assert rows.splits == lines.splits
     assert prepare([str(tmp_path / name)], tmp_path / "of_rows", split=None).reused
 
@@ -106,9 +106,9 @@ def test_unreadable_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_limits_select_the_first_documents(tmp_path: Path, reader: Callable[[Path], list[list[int]]]) -> None:
     write_parquet(tmp_path / "a.parquet", table())
     source, out = [str(tmp_path / "a.parquet")], tmp_path / "out"
-    whole = reader(prepare(source, tmp_path / "whole", split=None).prefix("all"))
+    whole = reader(prepare(source, tmp_path / "whole", split=None).get_dataset_prefix("all"))
     few = prepare(source, out, split=None, documents=20)
-    assert reader(few.prefix("all")) == whole[: sum(bool(text) for text in TEXTS[:20])]
+    assert reader(few.get_dataset_prefix("all")) == whole[: sum(bool(text) for text in TEXTS[:20])]
     with pytest.raises(UserError, match=r"contains a corpus made with other settings \(documents 20, not None"):
         prepare(source, out, split=None)
     assert prepare(source, out, split=None, documents=20).reused
@@ -116,10 +116,10 @@ def test_limits_select_the_first_documents(tmp_path: Path, reader: Callable[[Pat
         corpus = prepare(source, out, split=None, tokens=tokens, workers=workers, overwrite=True)
         sizes = [len(document) for document in whole]
         needed = next((n for n in range(len(sizes) + 1) if sum(sizes[:n]) >= tokens), len(sizes))
-        assert reader(corpus.prefix("all")) == whole[:needed]
+        assert reader(corpus.get_dataset_prefix("all")) == whole[:needed]
     # The fractions are those of the selected documents.
     divided = prepare(source, out, split=(0.5, 0.25, 0.25), documents=12, overwrite=True)
-    assert [len(reader(divided.prefix(split))) for split in ("train", "valid", "test")] != [25, 13, 12]
+    assert [len(reader(divided.get_dataset_prefix(split))) for split in ("train", "valid", "test")] != [25, 13, 12]
     assert sum(size.documents for size in divided.splits.values()) == sum(bool(text) for text in TEXTS[:12])
     assert load_tokenizer(out).name == read_corpus(out).tokenizer
     (tmp_path / "lone.txt").write_text("a\nb\nc\n")

@@ -202,7 +202,7 @@ def test_a_dataset_is_downloaded_once_and_resumes(
     tmp_path: Path, source: str, stream: Stream, reader: Callable[[Path], list[list[int]]]
 ) -> None:
     pytest.importorskip("datasets", reason="requirements-eval.txt is not installed")
-    whole = reader(prepare([source], tmp_path / "whole", split=None).prefix("all"))
+    whole = reader(prepare([source], tmp_path / "whole", split=None).get_dataset_prefix("all"))
     stream.reach = 120
     with pytest.raises(
         UnfinishedError, match=r"hf:some/name:en: stopped after 120 documents: ConnectionError: the netw"
@@ -211,9 +211,11 @@ def test_a_dataset_is_downloaded_once_and_resumes(
     stream.reach = 10**9
     corpus = prepare(["hf:some/name:en"], tmp_path / "out")
     assert stream.fetched == list(range(400))
-    kept = [tuple(document) for split in ("train", "valid", "test") for document in reader(corpus.prefix(split))]
+    kept = [
+        tuple(document) for split in ("train", "valid", "test") for document in reader(corpus.get_dataset_prefix(split))
+    ]
     assert sorted(kept) == sorted(tuple(document) for document in whole)
-    assert len(reader(corpus.prefix("valid"))) == pytest.approx(20, abs=4)  # of 400, without the empty ones
+    assert len(reader(corpus.get_dataset_prefix("valid"))) == pytest.approx(20, abs=4)  # of 400, without the empty ones
     assert names(tmp_path) == ["many.jsonl", "out", "whole"]
     assert prepare(["hf:some/name:en"], tmp_path / "out").reused
     with pytest.raises(UserError, match=r"contains a corpus made from .*sources"):
@@ -225,9 +227,9 @@ def test_a_limit_fetches_no_more(
     tmp_path: Path, source: str, stream: Stream, limit: dict[str, int], reader: Callable[[Path], list[list[int]]]
 ) -> None:
     pytest.importorskip("datasets", reason="requirements-eval.txt is not installed")
-    expected = reader(prepare([source], tmp_path / "whole", split=None, **limit).prefix("all"))
+    expected = reader(prepare([source], tmp_path / "whole", split=None, **limit).get_dataset_prefix("all"))
     found = prepare(["hf:some/name"], tmp_path / "out", split=None, workers=1, **limit)
-    assert reader(found.prefix("all")) == expected
+    assert reader(found.get_dataset_prefix("all")) == expected
     assert len(stream.fetched) == len(set(stream.fetched)) < 300
 
 
@@ -253,12 +255,12 @@ def test_a_local_folder_through_the_library(
         (folder / f"{split}.jsonl").write_text("\n".join(json.dumps({"body": text, "n": 1}) for text in texts))
     out = tmp_path / "out"
     test = prepare([f"hf:{folder}"], out, column="body", hf_split="test", split=None)
-    assert reader(test.prefix("all")) == [[*text.encode(), 256] for text in ("held\u2028out", "é")]
+    assert reader(test.get_dataset_prefix("all")) == [[*text.encode(), 256] for text in ("held\u2028out", "é")]
     # After a kill during reading, texts read before are not read again.
     train = {"column": "body", "split": None, "overwrite": True, "workers": 1}
     killed(lambda: prepare([f"hf:{folder}"], out, **train, progress=Interrupting("tokenizing", 4, die)))
     found = prepare([f"hf:{folder}"], out, **train)
-    assert reader(found.prefix("all")) == [[*text.encode(), 256] for text in DOCUMENTS if text]
+    assert reader(found.get_dataset_prefix("all")) == [[*text.encode(), 256] for text in DOCUMENTS if text]
     for source, split, message in (
         (f"hf:{folder}", "valid", r"--hf-split valid\): Bad split: valid. Available splits: \['train', 'test'\]"),
         (f"hf:{folder}:en", "train", "BuilderConfig 'en' not found"),

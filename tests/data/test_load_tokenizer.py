@@ -9,7 +9,7 @@ from corpora import prepare
 from tokenizer_files import SAMPLE, open_tokenizers, write_tokenizers
 
 from megatron.data.load_tokenizer import load_run_tokenizer, load_tokenizer, save_tokenizer
-from megatron.data.tokenizers import Tokenizer, tokenizer_from_files
+from megatron.data.tokenizers import Tokenizer, load_tokenizer_from_files
 from megatron.options.data import DataOptions
 from megatron.utils.errors import RunError, UserError
 
@@ -87,7 +87,7 @@ def test_runs_without_a_tokenizer_use_that_of_their_data(tmp_path: Path, all_tok
         UserError, match=r"has no copy of its tokenizer, and none could be loaded from its data: train_data"
     ):
         load_run_tokenizer(tmp_path, data, "HFTokenizer-1")
-    named = tokenizer_from_files("GPT2BPETokenizer", *all_tokenizers["GPT2BPETokenizer"].files.values())
+    named = load_tokenizer_from_files("GPT2BPETokenizer", *all_tokenizers["GPT2BPETokenizer"].files.values())
     files = dict(zip(("vocab_file", "merge_file"), map(str, named.files.values()), strict=True))
     assert (
         load_run_tokenizer(None, data.replace(tokenizer_type=named.type, **files), named.name).metadata

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizer_files import SAMPLE, open_tokenizers, write_tokenizers
 
 from megatron.data.load_tokenizer import load_tokenizer
-from megatron.data.tokenizers import END_OF_DOCUMENT, tokenizer_from_files, train_bpe
+from megatron.data.tokenizers import END_OF_DOCUMENT, load_tokenizer_from_files, train_bpe
 from megatron.utils.errors import UserError
 
 
@@ -48,7 +48,7 @@ def test_batches_encode_as_single_texts_do(all_tokenizers, kind):
 
 
 def test_bytes_are_the_utf8_bytes():
-    tokenizer = tokenizer_from_files("bytes")
+    tokenizer = load_tokenizer_from_files("bytes")
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.name) == (257, 256, "bytes")
     assert tokenizer.encode("aß") == [97, 0xC3, 0x9F]
     assert tokenizer.decode([97, 256, 0xC3]) == "a\ufffd"  # no end token; bad bytes are marked
@@ -87,16 +87,20 @@ def test_training_is_deterministic_across_processes(tmp_path, files):
 def test_the_end_of_documents_is_found_by_its_names(tmp_path, eod):
     path = tmp_path / "tokenizer.json"
     hf.Tokenizer(hf.models.WordLevel({"a": 0, "b": 5, eod: 3}, unk_token="a")).save(str(path))
-    tokenizer = tokenizer_from_files("HFTokenizer", path)
+    tokenizer = load_tokenizer_from_files("HFTokenizer", path)
     assert (tokenizer.eod, tokenizer.vocab_size) == (3, 6)  # ids may have gaps
 
 
 def test_names_distinguish_tokenizers(all_tokenizers, tmp_path, files):
     assert len({tokenizer.name for tokenizer in all_tokenizers.values()}) == 4
     all_tokenizers["HFTokenizer"].copy_files(tmp_path)
-    assert tokenizer_from_files("HFTokenizer", tmp_path / "tokenizer.json").name == all_tokenizers["HFTokenizer"].name
+    assert (
+        load_tokenizer_from_files("HFTokenizer", tmp_path / "tokenizer.json").name == all_tokenizers["HFTokenizer"].name
+    )
     train_bpe(SAMPLE, 290, tmp_path / "tokenizer.json")
-    assert tokenizer_from_files("HFTokenizer", tmp_path / "tokenizer.json").name != all_tokenizers["HFTokenizer"].name
+    assert (
+        load_tokenizer_from_files("HFTokenizer", tmp_path / "tokenizer.json").name != all_tokenizers["HFTokenizer"].name
+    )
 
 
 def test_errors_name_the_cause(tmp_path, files):
@@ -123,7 +127,7 @@ def test_errors_name_the_cause(tmp_path, files):
         (("bytes", broken), "vocab_file: .*: tokenizer bytes has no such file"),
     ]:
         with pytest.raises(UserError, match=message) as error:
-            tokenizer_from_files(*arguments)
+            load_tokenizer_from_files(*arguments)
         assert "\n" not in str(error.value)
     with pytest.raises(UserError, match=r"vocab_size: 256 is too small.*257"):
         train_bpe(SAMPLE, 256, tmp_path / "small.json")
@@ -143,7 +147,7 @@ def test_damaged_files_work_or_are_rejected_in_one_line(tmp_path, all_tokenizers
                 damaged[place] = rng.integers(32, 127)  # printable, because data that are not text are rejected at once
             (tmp_path / name).write_bytes(damaged[: rng.integers(1, len(damaged))] if turn % 3 == 0 else damaged)
         try:
-            tokenizer = tokenizer_from_files(kind, *(tmp_path / name for name in whole))
+            tokenizer = load_tokenizer_from_files(kind, *(tmp_path / name for name in whole))
         except UserError as error:
             refused += 1
             assert "\n" not in str(error)  # noqa: PT017
@@ -159,7 +163,7 @@ def test_ids_beyond_all_memory_are_refused(tmp_path):
     hf.Tokenizer(hf.models.WordLevel({"a": 0, "</s>": 4_321}, unk_token="a")).save(str(path))
     path.write_text(path.read_text().replace("4321", "4000000000"))  # a serialized form would count up to this id
     with pytest.raises(UserError, match=r"tokenizer\.json: a token has id 4000000000; at most 16,777,216 tokens"):
-        tokenizer_from_files("HFTokenizer", path)
+        load_tokenizer_from_files("HFTokenizer", path)
 
 
 def test_an_exponential_regex_is_reported_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -169,7 +173,7 @@ def test_an_exponential_regex_is_reported_in_one_line(tmp_path: Path, capfd: pyt
     alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
     made.train_from_iterator(["abc"], hf.trainers.BpeTrainer(special_tokens=["</s>"], initial_alphabet=alphabet))
     made.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = tokenizer_from_files("HFTokenizer", tmp_path / "tokenizer.json")
+    tokenizer = load_tokenizer_from_files("HFTokenizer", tmp_path / "tokenizer.json")
     assert tokenizer.encode("aab")
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
         with pytest.raises(UserError, match=r"tokenizer.json: cannot apply its regular expressions to a text: Onig"):

@@ -35,10 +35,10 @@ def test_coordinates_match_explicit_counts(sizes: ParallelSizes) -> None:
     counted = points(sizes)
     assert sizes.world_size == len(counted)
     for rank, point in enumerate(counted):
-        assert sizes.coordinates(rank) == point
+        assert sizes.get_coordinates(rank) == point
         mesh = Mesh(rank, sizes)
         for name in DIMENSION_ORDER:
-            assert getattr(mesh, name) == mesh.axis(name) == Axis(point[name], getattr(sizes, name))
+            assert getattr(mesh, name) == mesh.get_axis(name) == Axis(point[name], getattr(sizes, name))
 
 
 @given(meshes, chosen)
@@ -52,7 +52,7 @@ def test_groups_differ_in_their_dimensions_alone(sizes: ParallelSizes, dimension
         mesh = Mesh(rank, sizes)
         members = tuple(other for other in range(sizes.world_size) if alike(rank, other))
         assert mesh.list_members(*dimensions) == members
-        assert mesh.axis(*dimensions) == Axis(members.index(rank), len(members))
+        assert mesh.get_axis(*dimensions) == Axis(members.index(rank), len(members))
     assert sorted(rank for group in sizes.list_groups(*dimensions) for rank in group) == list(range(sizes.world_size))
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from megatron.distributed.mesh import Axis, Mesh, ParallelSizes
 from megatron.distributed.sharding import (
     ShardSpec,
-    full_numel,
+    count_all_elements,
     get_shard_spec,
     is_counted_on_this_rank,
     mark_replica,
@@ -39,9 +39,9 @@ def test_elements_over_all_ranks() -> None:
     mesh = Mesh(1, ParallelSizes(tensor=4, data=2))
     part, copy = nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(5))
     part.tensor_model_parallel, part.partition_dim, part.partition_stride = True, 0, 1
-    assert (full_numel(part, mesh), full_numel(copy, mesh)) == (24, 5)
+    assert (count_all_elements(part, mesh), count_all_elements(copy, mesh)) == (24, 5)
     copy.ds_numel = 11  # ZeRO-3 stores only a shard
-    assert full_numel(copy, mesh) == 11
+    assert count_all_elements(copy, mesh) == 11
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.sampled_from([0, 1]))

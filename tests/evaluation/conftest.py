@@ -40,7 +40,7 @@ class RunningMean(nn.Module):
         logits = self.output(vectors[:, -num_logits:])
         return nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, -num_logits:], reduction="none")
 
-    def flops_per_token(self, length: int) -> float:
+    def count_flops_per_token(self, length: int) -> float:
         return 3.0 * length
 
     def num_parameters(self) -> int:

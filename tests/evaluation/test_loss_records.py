@@ -131,7 +131,7 @@ def test_strided_with_stride_one_is_the_sliding_window(running_mean: RunningMean
         assert record.nll == pytest.approx(statistics.fmean(losses), abs=ROUNDING)
         assert (record.windows, record.blocks) == (record.tokens, record.tokens // 11)
     # One window of L per token costs L times as much as non-overlapping windows.
-    assert found[1].flops == pytest.approx(running_mean.flops_per_token(11) / 3 * 11 * found[1].tokens)
+    assert found[1].flops == pytest.approx(running_mean.count_flops_per_token(11) / 3 * 11 * found[1].tokens)
 
 
 class Copier(RunningMean):

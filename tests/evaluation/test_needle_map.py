@@ -62,7 +62,7 @@ class KeyReader(nn.Module):
                 logits[row, number, key[number] + is_wrong] = 20.0
         return logits
 
-    def flops_per_token(self, length: int) -> float:
+    def count_flops_per_token(self, length: int) -> float:
         return 3.0
 
     def num_parameters(self) -> int:
@@ -159,13 +159,13 @@ def test_shared_prefixes_are_computed_once(position: dict, monkeypatch: pytest.M
         PositionOptions(**position), 257, seed=3,
     ).eval()  # fmt: skip
     num_read: list[int] = []
-    hidden_states = model.hidden_states
+    hidden_states = model.compute_hidden_states
 
     def count_tokens(tokens: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         num_read.append(tokens.numel())
         return hidden_states(tokens, *args, **kwargs)
 
-    monkeypatch.setattr(model, "hidden_states", count_tokens)
+    monkeypatch.setattr(model, "compute_hidden_states", count_tokens)
     probe = Passkey((140, 250), 3, BYTES, (0.0, 0.5, 1.0))
     shared = probe.score(loaded(model), ScoringContext())  # type: ignore[arg-type]
     num_shared = sum(num_read)
@@ -233,7 +233,7 @@ class Recall(Task):
     def answer_ids(self) -> range:
         return range(2, 10)
 
-    def sequence_length(self, length: int) -> int:
+    def get_sequence_length(self, length: int) -> int:
         return length
 
     def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
@@ -265,7 +265,7 @@ class Near(nn.Module):
             logits[row, -1, line[at + 1] if len(line) - at <= self.reach else 2] = 9.0
         return logits
 
-    def flops_per_token(self, length: int) -> float:
+    def count_flops_per_token(self, length: int) -> float:
         return 3.0
 
     def num_parameters(self) -> int:

@@ -49,7 +49,7 @@ class Copier(nn.Module):
                     losses[row, number] = 0.01
         return losses
 
-    def flops_per_token(self, length: int) -> float:
+    def count_flops_per_token(self, length: int) -> float:
         return 3.0
 
     def num_parameters(self) -> int:

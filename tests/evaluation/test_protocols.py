@@ -28,7 +28,7 @@ def test_last(lengths: list[int], stream: int, targets: int, windows: int | None
         return
     assert plan.lengths == tuple(sorted(set(lengths)))
     (cut,) = plan.target_sets
-    reference = plan.target_positions(cut, plan.lengths[0])
+    reference = plan.locate_targets(cut, plan.lengths[0])
     assert reference.shape == (cut.blocks, targets)
     assert len(np.unique(reference)) == reference.size  # no token counts twice
     for length in plan.lengths:
@@ -37,7 +37,7 @@ def test_last(lengths: list[int], stream: int, targets: int, windows: int | None
         assert (starts + length).max() <= stream - 1  # the last label is a token of the stream
         # The window's labels are positions start + 1 … start + length; the last ones are scored.
         by_hand = [[s + length - targets + 1 + i for i in range(targets)] for s in starts.tolist()]
-        assert plan.target_positions(cut, length).tolist() == by_hand == reference.tolist()
+        assert plan.locate_targets(cut, length).tolist() == by_hand == reference.tolist()
     if windows is not None:
         assert cut.blocks == windows
 
@@ -52,9 +52,9 @@ def test_strided(lengths: list[int], more: int, stride: int) -> None:
     # From the first token with a full largest window, each once and in order, at every length.
     first = max(lengths) - stride + 1
     for length in plan.lengths:
-        assert plan.target_positions(cut, length).ravel().tolist() == list(range(first, first + scored))
+        assert plan.locate_targets(cut, length).ravel().tolist() == list(range(first, first + scored))
         assert (plan.starts[length] >= 0).all()
-        assert plan.num_windows(length) * stride == scored
+        assert plan.count_windows(length) * stride == scored
     assert stream - 1 - (first + scored - 1) < max(cut.targets, stride)  # the remainder is shorter than a block
 
 
@@ -62,9 +62,9 @@ def test_several_targets_share_their_windows() -> None:
     plan = build_scoring_plan(1001, [10, 40, 100], "last", targets=[40, 10], windows=4)
     small, large = plan.target_sets
     assert (small.lengths, large.lengths) == ((10, 40, 100), (40, 100))
-    assert [plan.num_scored(length) for length in plan.lengths] == [10, 40, 40]
+    assert [plan.count_scored(length) for length in plan.lengths] == [10, 40, 40]
     for length in large.lengths:
-        assert np.array_equal(plan.target_positions(large, length)[:, -10:], plan.target_positions(small, length))
+        assert np.array_equal(plan.locate_targets(large, length)[:, -10:], plan.locate_targets(small, length))
     rows = np.arange(4 * 40).reshape(4, 40)
     assert small.select_values(rows, 100).tolist() == rows[:, 30:].tolist()
     assert large.select_values(rows, 100).tolist() == rows.tolist()
@@ -81,10 +81,10 @@ def test_nonoverlapping(lengths: list[int], stream: int) -> None:
     plan = build_scoring_plan(stream, lengths, "nonoverlapping")
     scored = (stream - 1) // span * span
     for length in plan.lengths:
-        assert plan.num_windows(length) == scored // length
-        assert plan.num_scored(length) == length
+        assert plan.count_windows(length) == scored // length
+        assert plan.count_scored(length) == length
         # The targets are positions 1, 2, 3, … of the stream, each once and in order, at any length.
-        assert plan.target_positions(plan.target_sets[0], length).ravel().tolist() == list(range(1, scored + 1))
+        assert plan.locate_targets(plan.target_sets[0], length).ravel().tolist() == list(range(1, scored + 1))
 
 
 @given(lengths=lengths, more=st.integers(0, 300), min_context=st.integers(1, 12))
@@ -99,7 +99,7 @@ def test_overlapping(lengths: list[int], more: int, min_context: int) -> None:
     assert cut.blocks * cut.targets == scored
     for length in plan.lengths:
         # Position p has p − start earlier tokens in its window: at least min_context, and no target is missing.
-        assert plan.target_positions(cut, length).ravel().tolist() == list(range(min_context, min_context + scored))
+        assert plan.locate_targets(cut, length).ravel().tolist() == list(range(min_context, min_context + scored))
         assert plan.starts[length].tolist() == list(range(0, scored, steps[length]))
         assert (plan.starts[length] + length).max() <= stream - 1
     if min_context == 1:
@@ -115,7 +115,7 @@ def test_windows_spread_over_the_whole_stream() -> None:
 
 def test_nonoverlapping_windows_match_the_largest_length() -> None:
     plan = build_scoring_plan(1000, [8, 32], "nonoverlapping", windows=3)
-    assert (plan.num_windows(32), plan.num_windows(8), plan.target_sets[0].blocks) == (3, 12, 3)
+    assert (plan.count_windows(32), plan.count_windows(8), plan.target_sets[0].blocks) == (3, 12, 3)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ class Oracle(nn.Module):
             logits[sequence].scatter_(1, label[:, None], -5.0 if row < self.wrong else 5.0)
         return logits[:, -num_logits:]
 
-    def flops_per_token(self, length: int) -> float:
+    def count_flops_per_token(self, length: int) -> float:
         return 1.0 * length
 
     def num_parameters(self) -> int:

@@ -41,7 +41,7 @@ def test_losses_match_the_logits(model: farfield.Model) -> None:
     np.testing.assert_allclose(scores.losses[1], expected.numpy(), rtol=1e-5)
     assert scores.tokens[1].tolist() == window[1:].tolist()
     assert scores.perplexity == pytest.approx(math.exp(scores.losses.mean()))
-    assert scores.by_position()[3] == pytest.approx(scores.losses[:, 3].mean())
+    assert scores.average_by_position()[3] == pytest.approx(scores.losses[:, 3].mean())
 
 
 def test_the_last_targets_of_a_window_have_the_others_before_them(model: farfield.Model) -> None:
@@ -116,9 +116,9 @@ def test_texts_consist_of_the_likeliest_tokens(model: farfield.Model) -> None:
     ("ask", "reported"),
     [
         (lambda model: model.score("1 2", 64), "the text has 2 tokens; a window of 64 needs 65"),
-        (lambda model: model.score(TEXT, 16, stride=17), "stride is 17; it must be a whole number, from 1 to 16"),
-        (lambda model: model.score([1, 2.5, 3], 1), "tokens must be a list of whole numbers from 0 to 60"),
-        (lambda model: model.score([1, 99, 3], 1), "tokens must be a list of whole numbers from 0 to 60"),
+        (lambda model: model.score(TEXT, 16, stride=17), "stride is 17; it must be an integer, from 1 to 16"),
+        (lambda model: model.score([1, 2.5, 3], 1), "tokens must be a list of integers from 0 to 60"),
+        (lambda model: model.score([1, 99, 3], 1), "tokens must be a list of integers from 0 to 60"),
         (lambda model: model.generate("1", top_p=3), "top_p is 3; it must be at most 1"),
         (lambda model: model.generate("1", top_q=3), "there is no option top_q; did you mean top_p? choose from "),
         (
@@ -128,13 +128,13 @@ def test_texts_consist_of_the_likeliest_tokens(model: farfield.Model) -> None:
         (lambda model: model.generate("1", stop=""), "stop is ''; it must be a list"),
         (lambda model: model.generate(None), "prompt is None; it must be a string or a list of strings"),
         (lambda model: model.generate([1, 2]), "prompt is 1; it must be a string"),
-        (lambda model: model.decode([99]), "tokens must be a list of whole numbers from 0 to 60"),
-        (lambda model: model.score(TEXT, 6.5), "length is 6.5; it must be a whole number, at least 1"),
-        (lambda model: model.score(TEXT, True), "length is True; it must be a whole number"),
-        (lambda model: model.score([[1, 2], [3]]), "tokens must be a list of whole numbers from 0 to 60"),
+        (lambda model: model.decode([99]), "tokens must be a list of integers from 0 to 60"),
+        (lambda model: model.score(TEXT, 6.5), "length is 6.5; it must be an integer, at least 1"),
+        (lambda model: model.score(TEXT, True), "length is True; it must be an integer"),
+        (lambda model: model.score([[1, 2], [3]]), "tokens must be a list of integers from 0 to 60"),
         (lambda model: model.attention_maps("1 2", 0), "layers is 0; it must be a list of layers"),
-        (lambda model: model.attention_maps("1 2", [0.5]), "a layer is 0.5; it must be a whole number"),
-        (lambda model: model.bias_table(10**12), "length is 1000000000000; it must be a whole number, from 1 to"),
+        (lambda model: model.attention_maps("1 2", [0.5]), "a layer is 0.5; it must be an integer"),
+        (lambda model: model.bias_table(10**12), "length is 1000000000000; it must be an integer, from 1 to"),
         (lambda model: farfield.load("x", precision="fp33"), "precision is fp33; did you mean fp32?"),
         (lambda model: farfield.load("x", rope=5), "rope is 5; it must be a string"),
         (lambda model: farfield.evaluate(5), "runs is 5; it must be a path, or a list of paths"),
@@ -143,10 +143,10 @@ def test_texts_consist_of_the_likeliest_tokens(model: farfield.Model) -> None:
         (lambda model: farfield.train(["x.yml"]), "files is (['x.yml'],); it must be a path"),
         (lambda model: farfield.sweep(), "name the files of the sweep"),
         (lambda model: model.generate("1", window=3), "window is an option of farfield.load"),
-        (lambda model: model.attention_maps("1 2", [2]), "a layer is 2; it must be a whole number, from 0 to 1"),
+        (lambda model: model.attention_maps("1 2", [2]), "a layer is 2; it must be an integer, from 0 to 1"),
         (lambda model: model.attention_maps("1 2", []), "layers is empty; list layers"),
         (lambda model: model.attention_maps(""), "the text has no tokens"),
-        (lambda model: model.bias_table(0), "length is 0; it must be a whole number, from 1 to"),
+        (lambda model: model.bias_table(0), "length is 0; it must be an integer, from 1 to"),
         (lambda model: model.attention_maps(np.zeros(40_000, dtype=int)), "GiB; the limit is 4 GiB; use fewer layers"),
         (lambda model: farfield.load("nowhere"), "nowhere: no such folder"),
     ],

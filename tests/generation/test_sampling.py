@@ -40,7 +40,7 @@ def defined(logits: list[float], temperature: float, top_k: int, top_p: float) -
 def test_probabilities_match_the_definitions(logits: list[int], temperature: float, top_k: int, top_p: float) -> None:
     values = [value / 10 for value in logits]
     sampling = TokenSampler(len(values), temperature, top_k, top_p)
-    found = sampling.probabilities(torch.tensor([[*values, 1e3, 1e3]], dtype=torch.float64))[0]
+    found = sampling.compute_probabilities(torch.tensor([[*values, 1e3, 1e3]], dtype=torch.float64))[0]
     assert found.tolist() == pytest.approx(defined(values, temperature, top_k, top_p), abs=ROUNDING)
 
 

@@ -96,7 +96,7 @@ def test_another_triton_may_spill_a_little_more(
 ) -> None:
     monkeypatch.setattr(compiler.triton, "__version__", version)
     config = replace(next(iter(list_configurations())), spill_budget=16)
-    complaint = config.exceeded_limit(KernelResources(0, 255, 0, spilled, 0), 80)
+    complaint = config.describe_exceeded_limit(KernelResources(0, 255, 0, spilled, 0), 80)
     assert (complaint is None) == (budget is None)
     assert complaint is None or complaint.endswith(f"; the budget is {budget}")
 

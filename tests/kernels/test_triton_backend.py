@@ -41,7 +41,9 @@ from megatron.utils.errors import UserError
 from tools.rounding import assert_within_rounding
 
 SHAPE = AttentionDims(num_heads=3, head_dim=16, hidden_size=48, train_length=16, max_length=16)
-SUPPORTED = [pair for pair in MAPPED if TritonBackend(EagerBackend()).unsupported_reason(*build(*pair, SHAPE)) is None]
+SUPPORTED = [
+    pair for pair in MAPPED if TritonBackend(EagerBackend()).describe_unsupported(*build(*pair, SHAPE)) is None
+]
 ABLE = [
     (encoding, processor)
     for encoding, processor in SUPPORTED
@@ -300,7 +302,7 @@ def test_a_bias_for_which_there_is_no_kernel_is_refused() -> None:
         def dense(self, query, key, like, heads):
             raise AssertionError("not asked for")
 
-    assert "not a function of the distance" in (TritonBackend(Unused()).unsupported_reason(Other(SHAPE), None) or "")
+    assert "not a function of the distance" in (TritonBackend(Unused()).describe_unsupported(Other(SHAPE), None) or "")
 
 
 @pytest.mark.parametrize("encoding", ["kerple_log", "fire"])
@@ -383,7 +385,7 @@ def test_a_model_trains_and_decodes_through_it(encoding: str, processor: str, re
         assert (mine - gradient).abs().max() <= TOLERANCE * max(gradient.abs().max().item(), largest / 100)
     gpt.eval()
     with torch.no_grad():
-        cache, whole = gpt.new_kv_cache(12), gpt(x)
+        cache, whole = gpt.create_kv_cache(12), gpt(x)
         parts = torch.cat([gpt(part, kv_cache=cache) for part in x.split([7, 1, 4], dim=1)], dim=1)
     torch.testing.assert_close(parts, whole, rtol=10 * TOLERANCE, atol=10 * TOLERANCE)
 

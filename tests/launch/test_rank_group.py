@@ -270,7 +270,7 @@ def test_an_error_while_ending_after_a_signal_is_reported(tmp_path: Path):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG")
 def test_ranks_end_when_the_launcher_is_killed_outright(tmp_path: Path):
-    code = f"from megatron.utils.signals import end_with_parent\nend_with_parent()\n{READY}time.sleep(60)"
+    code = f"from megatron.utils.signals import exit_with_parent\nend_with_parent()\n{READY}time.sleep(60)"
     process, pids = launch(tmp_path, code)
     process.kill()
     process.communicate(timeout=60)
@@ -284,9 +284,9 @@ def test_a_multithreaded_parent_ends_a_run_once(tmp_path: Path):
     child = f"""
 import signal, sys, time
 signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
-from megatron.utils.signals import end_with_parent
+from megatron.utils.signals import exit_with_parent
 from megatron.utils.signals import GracefulStop
-end_with_parent()
+exit_with_parent()
 with GracefulStop() as stop:
     print("ready", flush=True)
     while stop.signal is None:

@@ -14,7 +14,7 @@ import pytest
 from megatron.config.load import load_config
 from megatron.data.corpus.sources import RawDocument
 from megatron.data.corpus.tokenize_worker import Chunk, ChunkEncoder, encode_chunks
-from megatron.data.tokenizers import tokenizer_from_files
+from megatron.data.tokenizers import load_tokenizer_from_files
 from megatron.distributed.launcher_environment import ADDRESS, RankInfo
 from megatron.launch import rank_group
 from megatron.rehearsal import rehearse
@@ -58,7 +58,7 @@ def test_the_command_line_needs_no_python_that_adds_its_folder(traps: Path) -> N
 
 def test_processes_that_tokenize(traps: Path) -> None:
     """Traps are avoided by the first tokenizing process and by multiprocessing's resource tracker."""
-    tokenizer = tokenizer_from_files("bytes")
+    tokenizer = load_tokenizer_from_files("bytes")
     chunk = Chunk([RawDocument("here", "here", "text", b"text", 4)], [0], 4)
     (encoded,) = encode_chunks(ChunkEncoder(tokenizer, np.uint16, "text"), [chunk], 2)
     assert encoded.lengths == [5]

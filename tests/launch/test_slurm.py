@@ -221,4 +221,4 @@ def test_invalid_values_are_rejected_with_their_line(keys: list[str], message: s
 def test_slurms_forms_of_a_time(text: str, seconds: int) -> None:
     """Time formats of sbatch's manual: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on."""
     time = f"slurm.time='{text}'"
-    assert load_config([], [*SMALL, time]).config.launch.slurm.time_limit_seconds() == seconds
+    assert load_config([], [*SMALL, time]).config.launch.slurm.get_time_limit_seconds() == seconds

@@ -27,7 +27,7 @@ def tokens(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
 @torch.inference_mode()
 def decoded(gpt: GPT, x: torch.Tensor, steps: list[int]) -> torch.Tensor:
     """Return the logits of all tokens, read in steps of the given sizes and then one by one."""
-    cache, outputs = gpt.new_kv_cache(x.shape[1]), []
+    cache, outputs = gpt.create_kv_cache(x.shape[1]), []
     while cache.length < x.shape[1]:
         size = steps[len(outputs)] if len(outputs) < len(steps) else 1
         part = x[:, cache.length : cache.length + size]
@@ -83,26 +83,26 @@ def test_cache_memory_grows_with_its_tokens(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("megatron.model.kv_cache.MIN_CAPACITY", 4)
     gpt, x = small_gpt(LENGTH, "rotary", "cdape"), tokens()
     with torch.inference_mode():
-        cache = gpt.new_kv_cache(10**9)
+        cache = gpt.create_kv_cache(10**9)
         parts = [gpt(x[:, start : start + 2], kv_cache=cache) for start in range(0, LENGTH, 2)]
         assert_close_in_rounding(torch.cat(parts, dim=1), gpt(x), TERMS, SUMS)
 
 
 def test_unsupported_cache_operations_raise_an_error() -> None:
     gpt = small_gpt(LENGTH, "alibi", "none")
-    cache = gpt.new_kv_cache(5)
+    cache = gpt.create_kv_cache(5)
     with torch.no_grad():
         gpt(tokens(1, 4), kv_cache=cache)
         with pytest.raises(UserError, match="room for 5 tokens; 4 are in it and 2 more"):
             gpt(tokens(1, 2), kv_cache=cache)
     with pytest.raises(RuntimeError, match="inference"):
-        gpt(tokens(1, 1), kv_cache=gpt.new_kv_cache(5))
+        gpt(tokens(1, 1), kv_cache=gpt.create_kv_cache(5))
     with pytest.raises(UserError, match="at least 1 token, not 0"):
-        gpt.new_kv_cache(0)
+        gpt.create_kv_cache(0)
     with pytest.raises(UserError, match="num_logits is 0"):
         gpt(tokens(1, 4), num_logits=0)
     model = ModelOptions(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=LENGTH)
     with pytest.raises(UserError, match="'foo': choose from auto, sdpa, triton, native, flex, eager, chunked"):
         build_model(model, PositionOptions(pos_emb="none"), VOCABULARY, backend="foo")
     with pytest.raises(UserError, match="has 46 positions, but the requested sequence length is 47"):
-        small_gpt(LENGTH, "learned", "none").new_kv_cache(47)
+        small_gpt(LENGTH, "learned", "none").create_kv_cache(47)

@@ -8,8 +8,8 @@ import torch
 from models import build_model
 from torch.nn import functional as F
 
-from megatron.model.parameter_groups import parameter_groups
-from megatron.options.model import ModelOptions, padded_vocab_size
+from megatron.model.parameter_groups import build_parameter_groups
+from megatron.options.model import ModelOptions, get_padded_vocab_size
 from megatron.options.position import PositionOptions
 from megatron.utils.errors import UserError
 from tools.bench.plain_gpt import PlainGPT
@@ -60,7 +60,7 @@ def test_equals_a_plain_pytorch_gpt(method: str) -> None:
     with torch.no_grad():
         for parameter in gpt.parameters():  # biases too, to detect swapped ones
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    plain = PlainGPT(2, 24, 3, 20, padded_vocab_size(options(), VOCABULARY), method)
+    plain = PlainGPT(2, 24, 3, 20, get_padded_vocab_size(options(), VOCABULARY), method)
     _copy_into_plain(gpt, plain)
     x = tokens()
     assert_close_in_rounding(gpt(x), plain(x), TERMS, SUMS)
@@ -132,7 +132,7 @@ def test_the_last_layer_computes_only_scored_positions(
 def test_a_prompt_that_is_scored_at_its_end_fills_the_cache_whole() -> None:
     gpt = build_model(options(), position("kerple_log", "cdape"), VOCABULARY, seed=3)
     x = tokens()
-    cache = gpt.new_kv_cache(20)
+    cache = gpt.create_kv_cache(20)
     assert_close_in_rounding(gpt(x[:, :12], num_logits=1, kv_cache=cache), gpt(x[:, :12])[:, -1:], TERMS, SUMS)
     assert_close_in_rounding(gpt(x[:, 12:], num_logits=2, kv_cache=cache), gpt(x)[:, -2:], TERMS, SUMS)
 
@@ -244,7 +244,7 @@ def test_weights_depend_on_the_seed_alone() -> None:
 
 def test_parameter_groups_cover_every_parameter_once() -> None:
     gpt = build_model(options(), position("kerple_power", "cdape", pos_emb_per_layer=True), VOCABULARY, seed=3)
-    groups = parameter_groups(gpt, 0.1)
+    groups = build_parameter_groups(gpt, 0.1)
     ids = [id(p) for group in groups for p in group["params"]]
     assert sorted(ids) == sorted(id(p) for p in gpt.parameters())
     names = {id(p): name for name, p in gpt.named_parameters()}
@@ -276,7 +276,7 @@ def test_parameter_count_and_flops_are_the_closed_formulas() -> None:
     assert gpt.num_parameters() == layers * (block + cdape) + 2 * width + 2 * padded * width + 32 * heads
     matrices = layers * 12 * width**2 + padded * width
     per_score = layers * (4 * width + 4 * k * heads * w)
-    assert gpt.flops_per_token(length) == 3 * (2 * matrices + per_score * (length + 1) / 2)
+    assert gpt.count_flops_per_token(length) == 3 * (2 * matrices + per_score * (length + 1) / 2)
 
 
 @pytest.mark.parametrize(("name", "products"), [("alibi", 0), ("transformer_xl", 4.5), ("cope", 64)])
@@ -285,10 +285,10 @@ def test_flops_of_contextual_terms_and_windows(name: str, products: float) -> No
     gpt = build_model(options(), position(name, attention_window=5), VOCABULARY, seed=3)
     free = build_model(options(), position("none", attention_window=5), VOCABULARY, seed=3)
     layers = 2
-    extra = gpt.flops_per_token(20) - free.flops_per_token(20)
+    extra = gpt.count_flops_per_token(20) - free.count_flops_per_token(20)
     assert extra == pytest.approx(3 * layers * 2 * 24 * products)
     whole = build_model(options(), position("none"), VOCABULARY, seed=3)
-    difference = whole.flops_per_token(20) - free.flops_per_token(20)
+    difference = whole.count_flops_per_token(20) - free.count_flops_per_token(20)
     assert difference == pytest.approx(3 * layers * 4 * 24 * (10.5 - 4.5))
 
 

@@ -82,7 +82,7 @@ def test_every_backend(backend: str) -> None:
 def test_the_cache_holds_the_groups_alone() -> None:
     grouped, full = (gpt.eval() for gpt in twins(2, ("rotary", "cdape")))
     x = torch.randint(VOCABULARY, (2, LENGTH))
-    caches = [gpt.new_kv_cache(LENGTH) for gpt in (grouped, full)]
+    caches = [gpt.create_kv_cache(LENGTH) for gpt in (grouped, full)]
     ours, theirs = (
         torch.cat([gpt(part, kv_cache=cache) for part in x.split([7, 1, 1, 9], 1)], 1)
         for gpt, cache in zip((grouped, full), caches, strict=True)

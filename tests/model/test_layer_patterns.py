@@ -136,13 +136,13 @@ def test_the_cache_keeps_windows_and_computes_the_same(name: str, monkeypatch: p
     mask[0, :8] = False
     padded = gpt(x, attention_mask=mask)
     for attention_mask, logits in ((None, wanted), (mask, padded)):
-        cache, found, stop = gpt.new_kv_cache(LENGTH), [], 0
+        cache, found, stop = gpt.create_kv_cache(LENGTH), [], 0
         for part in x.split([9, 1, 1, 1, 4, 1, 1, 1, 3], 1):
             stop += part.shape[1]
             given = None if attention_mask is None else attention_mask[:, :stop]
             found.append(gpt(part, kv_cache=cache, attention_mask=given))
         assert_close_in_rounding(torch.cat(found, 1)[mask], logits[mask], TERMS, SUMS)
-    whole = build(**{**MIXED[name], "attention_window": None}).new_kv_cache(LENGTH)
+    whole = build(**{**MIXED[name], "attention_window": None}).create_kv_cache(LENGTH)
     build(**{**MIXED[name], "attention_window": None})(x, kv_cache=whole)
     assert cache.count_bytes() < whole.count_bytes()
 
@@ -156,7 +156,7 @@ def test_documents_are_read_as_if_alone(backend: str, monkeypatch: pytest.Monkey
     starts = torch.tensor([[0] * 9 + [9] * 13])
     alone = torch.cat([gpt(x[:, :9]), gpt(x[:, 9:])], 1)
     assert_close_in_rounding(gpt(x, document_starts=starts), alone, TERMS, SUMS)
-    cache, found, stop = gpt.new_kv_cache(LENGTH), [], 0
+    cache, found, stop = gpt.create_kv_cache(LENGTH), [], 0
     for part in x.split([12, 1, 1, 5, 1, 2], 1):
         stop += part.shape[1]
         found.append(gpt(part, kv_cache=cache, document_starts=starts[:, :stop]))

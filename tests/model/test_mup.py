@@ -13,7 +13,7 @@ from models import VOCABULARY, build_model
 from torch import nn
 
 from megatron.model.mup import MupScaling
-from megatron.model.parameter_groups import parameter_groups
+from megatron.model.parameter_groups import build_parameter_groups
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions, find_model_conflicts
 from megatron.position.processors.cdape import Cdape
@@ -34,7 +34,7 @@ def options(**keys: Any) -> ModelOptions:
 def test_at_the_base_models_shapes_nothing_changes() -> None:
     plain, mup = (build_model(options(**keys), CDAPE, VOCABULARY, seed=1) for keys in ({}, WIDE))
     assert torch.equal(plain(TOKENS), mup(TOKENS))
-    one, other = (parameter_groups(model, 0.1) for model in (plain, mup))
+    one, other = (build_parameter_groups(model, 0.1) for model in (plain, mup))
     assert [{**group, "params": None} for group in one] == [{**group, "params": None} for group in other]
 
 
@@ -61,13 +61,13 @@ def test_rules_match_the_papers() -> None:
         processor.hidden.weight: (depth / 4, 0.4, 1 / (4 * 3**0.75), 1 / math.sqrt(3 * 2 * 8 * 3) / 2),
         processor.output.weight: (depth, 0.1, 1 / (4 * 3**0.75), 1 / math.sqrt(3 * 32 * 3)),
     }
-    found = {p: group for group in parameter_groups(gpt, 0.1) for p in group["params"]}
+    found = {p: group for group in build_parameter_groups(gpt, 0.1) for p in group["params"]}
     for parameter, (lr, decay, eps, deviation) in expected.items():
         group = found[parameter]
         assert (group["lr_scale"], group["weight_decay"], group["eps_scale"]) == pytest.approx((lr, decay, eps))
         if deviation is not None:
             assert float(parameter.std()) == pytest.approx(deviation, rel=0.1)
-    muon = {p: group for group in parameter_groups(gpt, 0.1, "Muon") for p in group["params"]}
+    muon = {p: group for group in build_parameter_groups(gpt, 0.1, "Muon") for p in group["params"]}
     group = muon[layer.mlp.linear_fc1.weight]
     assert (group["lr_scale"], group["weight_decay"]) == pytest.approx((depth / 2, 0.2))
     assert muon[processor.hidden.weight]["lr_scale"] == pytest.approx(depth / 4)

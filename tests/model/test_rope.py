@@ -73,7 +73,7 @@ def test_frequencies_match_transformers(rope: str | dict[str, Any], parameters: 
         frequencies, amplitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](theirs, "cpu", seq_len=length)
         # Exponent, power, inverse and scaling, each rounded in float32; an exponent has the size of ln base.
         rtol = 2**-24 * (4 + 2 * math.log(base * 8))
-        torch.testing.assert_close(ours.frequencies(length=length).float(), frequencies, rtol=rtol, atol=0)
+        torch.testing.assert_close(ours.compute_frequencies(length=length).float(), frequencies, rtol=rtol, atol=0)
         assert ours.scaling.amplitude == pytest.approx(amplitude, rel=1e-12)
 
 
@@ -101,7 +101,7 @@ def test_longrope_reads_the_factors_of_transformers(kind: str, tmp_path: Path) -
     theirs = LlamaConfig(**keys, rope_parameters=parameters)
     for length in (100, trained, trained + 1, 5000):
         frequencies, amplitude = ROPE_INIT_FUNCTIONS["longrope"](theirs, "cpu", seq_len=length)
-        torch.testing.assert_close(ours.frequencies(length=length).float(), frequencies, rtol=2e-6, atol=0)
+        torch.testing.assert_close(ours.compute_frequencies(length=length).float(), frequencies, rtol=2e-6, atol=0)
         assert ours.scaling.amplitude == pytest.approx(amplitude, rel=1e-12)
     assert re.fullmatch("longrope:[0-9a-f]{8}", format_rope(changed.pos_emb_options))
 
@@ -130,7 +130,7 @@ def test_longrope_decodes_as_it_reads(tmp_path: Path) -> None:
     file = tmp_path / "factors.json"
     file.write_text(json.dumps({"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1, 2, 4, 8], "factor": 4}))
     gpt, x = rotary_gpt(f"longrope:{file}"), tokens()
-    whole, cache, parts = gpt(x), gpt.new_kv_cache(LENGTH), []
+    whole, cache, parts = gpt(x), gpt.create_kv_cache(LENGTH), []
     for size in (7, 1, 18):
         parts.append(gpt(x[:, cache.length : cache.length + size], kv_cache=cache))
     assert_close_in_rounding(torch.cat(parts, dim=1), whole, TERMS, SUMS)
@@ -168,7 +168,7 @@ def test_decoding_padding_and_the_last_tokens_are_the_whole(rope: str) -> None:
     gpt, x = rotary_gpt(rope), tokens()
     whole = gpt(x)
     assert (whole - rotary_gpt(None)(x)).abs().max() > 1e-3
-    cache, parts = gpt.new_kv_cache(LENGTH), []
+    cache, parts = gpt.create_kv_cache(LENGTH), []
     for size in (7, 1, 6, 1, 1, 10):
         parts.append(gpt(x[:, cache.length : cache.length + size], kv_cache=cache))
     assert_close_in_rounding(torch.cat(parts, dim=1), whole, TERMS, SUMS)
@@ -189,7 +189,7 @@ def test_dynamic_reads_a_text_that_grows_by_the_length_that_it_may_reach() -> No
     """
     gpt, plain, x = rotary_gpt("dynamic"), rotary_gpt(None), tokens()
     assert torch.equal(gpt(x[:, :TRAINED]), plain(x[:, :TRAINED]))
-    cache = gpt.new_kv_cache(20)
+    cache = gpt.create_kv_cache(20)
     assert_close_in_rounding(gpt(x[:, :8], kv_cache=cache), rotary_gpt("ntk:2")(x[:, :8]), TERMS, SUMS)
     prompts = [x[0, :14].tolist(), x[1, :9].tolist()]
 
@@ -225,7 +225,7 @@ def test_only_rotary_layers_of_a_pattern_are_scaled() -> None:
     gpt = rotary_gpt("pi:4", pos_emb=["rotary", "none"])
     plain = rotary_gpt(None, pos_emb=["rotary", "none"])
     turning = [model.local_layers[0].self_attention.core_attention.encoding for model in (gpt, plain)]
-    assert torch.equal(turning[0].frequencies() * 4, turning[1].frequencies())
+    assert torch.equal(turning[0].compute_frequencies() * 4, turning[1].compute_frequencies())
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_only_rotary_layers_of_a_pattern_are_scaled() -> None:
         ({}, "longrope:nowhere.json", "nowhere.json"),
         ({}, "selfextend:4", "rope selfextend:4: neighbors is missing, as in selfextend:8,256"),
         ({}, "selfextend:9,4", "option group of rotary is 9; it must be at most neighbors 4"),
-        ({}, "rerope:2.5", "rope rerope:2.5: neighbors is 2.5; it must be a whole number"),
+        ({}, "rerope:2.5", "rope rerope:2.5: neighbors is 2.5; it must be an integer"),
         ({}, "rerope:4,5", "rope rerope:4,5: '5' must be OPTION=VALUE"),
         ({}, "pi", "rope pi: the factor is missing; it must be at least 1, as in pi:8"),
         ({}, "ntk:0.5", "rope ntk:0.5: factor is 0.5; it must be at least 1"),

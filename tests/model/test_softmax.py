@@ -13,7 +13,7 @@ from megatron.attention.softmax import compute_stick_breaking
 from megatron.model.attention import AttentionContext
 from megatron.model.gpt import GPT
 from megatron.model.layer import apply_gate
-from megatron.model.parameter_groups import find_model_parts, parameter_groups
+from megatron.model.parameter_groups import build_parameter_groups, find_model_parts
 from megatron.options.model import ModelOptions
 from megatron.options.position import SOFTMAX_TYPES, PositionOptions
 from megatron.utils.errors import UserError
@@ -195,7 +195,7 @@ def test_a_gate_multiplies_the_attention_output(kind: Any, gates: int) -> None:
     factors = torch.sigmoid(hidden @ module.linear_gate.weight.T).repeat_interleave(24 // gates, dim=-1)
     expected = (seen[0] * factors) @ module.linear_proj.weight.T
     torch.testing.assert_close(output, expected)
-    groups = parameter_groups(gpt, 0.1, "Muon")
+    groups = build_parameter_groups(gpt, 0.1, "Muon")
     own = next(group for group in groups if any(p is module.linear_gate.weight for p in group["params"]))
     assert own["algorithm"] == "Muon"
     parts = find_model_parts(gpt)
@@ -213,7 +213,7 @@ def test_sinks_start_as_off_by_one_without_random_numbers() -> None:
     x = tokens()
     assert torch.equal(built["learnable"](x), built["off-by-one"](x))
     (group,) = [
-        g for g in parameter_groups(built["learnable"], 0.1) if any(p is weights[min(own)] for p in g["params"])
+        g for g in build_parameter_groups(built["learnable"], 0.1) if any(p is weights[min(own)] for p in g["params"])
     ]
     assert group["weight_decay"] == 0
     assert {find_model_parts(built["learnable"])[name] for name in own} == {"attention"}

@@ -8,7 +8,7 @@ from models import build_model
 from torch import Tensor
 
 from megatron.model.gpt import GPT
-from megatron.model.parameter_groups import parameter_groups
+from megatron.model.parameter_groups import build_parameter_groups
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
 from megatron.utils.errors import UserError
@@ -148,7 +148,7 @@ def test_every_backend_and_the_cache_compute_the_same(pair: tuple[str, str]) -> 
         gpt = built(5, *pair, attention_backend=backend, **keys).eval()
         assert_close_in_rounding(gpt(x), wanted, TERMS, SUMS)
         assert_close_in_rounding(gpt(x, attention_mask=mask)[:, 4:], padded[:, 4:], TERMS, SUMS)
-        cache = gpt.new_kv_cache(LENGTH)
+        cache = gpt.create_kv_cache(LENGTH)
         parts = [gpt(part, kv_cache=cache) for part in x.split([7, 1, 1, 9], 1)]
         assert_close_in_rounding(torch.cat(parts, 1), wanted, TERMS, SUMS)
 
@@ -156,7 +156,7 @@ def test_every_backend_and_the_cache_compute_the_same(pair: tuple[str, str]) -> 
 def test_norms_of_queries_and_keys_are_not_decayed() -> None:
     gpt = built(**PER_HEAD, norm_placement="sandwich")
     names = {id(p): name for name, p in gpt.named_parameters()}
-    groups = {group["name"]: {names[id(p)] for p in group["params"]} for group in parameter_groups(gpt, 0.1)}
+    groups = {group["name"]: {names[id(p)] for p in group["params"]} for group in build_parameter_groups(gpt, 0.1)}
     norms = {name for name in names.values() if "norm" in name}
     assert len(norms) == 2 * (4 + 2) * 2 + 2
     assert norms <= groups["not decayed"]

@@ -10,7 +10,7 @@ from models import SUMS, TERMS, VOCABULARY, build_model, check_masked_documents,
 from megatron.attention.segments import build_segments
 from megatron.model.attention import AttentionContext
 from megatron.model.gpt import GPT
-from megatron.model.parameter_groups import find_model_parts, parameter_groups
+from megatron.model.parameter_groups import build_parameter_groups, find_model_parts
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
 from megatron.position import registry
@@ -139,7 +139,7 @@ def test_its_parameters_are_not_decayed_and_stepped_by_adamw_beside_muon() -> No
     assert {tuple(p.shape) for p in own.values()} == {(3,)}
     assert len(own) == 2
     for algorithm in ("AdamW", "Muon", "Lion"):
-        groups = parameter_groups(gpt, 0.1, algorithm)
+        groups = build_parameter_groups(gpt, 0.1, algorithm)
         of_own = [group for group in groups if any(p is q for p in group["params"] for q in own.values())]
         assert [group["weight_decay"] for group in of_own] == [0.0]
         assert [group["algorithm"] for group in of_own] == ["Lion" if algorithm == "Lion" else "AdamW"]

@@ -15,7 +15,7 @@ def check(**keys: Any) -> None:
     config = tiny_config(Path(), **keys)
     gpt = build_model(config.model, config.position, VOCABULARY, device="meta")
     assert estimate_forward_flops(config, VOCABULARY).training_flops_per_token == pytest.approx(
-        gpt.flops_per_token(config.model.seq_length), rel=1e-12
+        gpt.count_flops_per_token(config.model.seq_length), rel=1e-12
     )
 
 

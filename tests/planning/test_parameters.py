@@ -14,7 +14,7 @@ from megatron.config.load import load_config
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, Mesh, ParallelSizes, get_pipeline_layer_range
 from megatron.distributed.process_groups import ProcessGroups
-from megatron.distributed.sharding import full_numel, get_shard_spec
+from megatron.distributed.sharding import count_all_elements, get_shard_spec
 from megatron.model import build
 from megatron.options.position import SOFTMAX_TYPES
 from megatron.planning.model_costs import count_layer_types, count_parameters, count_rank_parameters
@@ -70,7 +70,10 @@ def test_shipped_models(name: str) -> None:
     for tensor in (2, 4):
         parts = {p: p.numel() // (1 if get_shard_spec(p) is None else tensor) for p in gpt.parameters()}
         assert count_rank_parameters(config, ParallelSizes(tensor=tensor), VOCABULARY) == sum(parts.values())
-        assert full_numel(gpt.embedding.word_embeddings.weight, Mesh(0, ParallelSizes(tensor=tensor))) % tensor == 0
+        assert (
+            count_all_elements(gpt.embedding.word_embeddings.weight, Mesh(0, ParallelSizes(tensor=tensor))) % tensor
+            == 0
+        )
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -138,7 +138,7 @@ def test_the_bias_share_from_a_table_equals_the_convolution_of_the_bias(k: int, 
     used = build_causal_mask(TokenRange(p, length), TokenRange(0, length + p))  # inputs of all visible outputs
     for start in range(length):
         rows = TokenRange(start, length - start)
-        ours = share.for_rows(rows, length)
+        ours = share.select_rows(rows, length)
         torch.testing.assert_close(ours.where(used[start:], 0), exact[:, start:].where(used[start:], 0))
 
 

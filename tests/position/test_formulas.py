@@ -8,7 +8,7 @@ import torch
 
 from megatron.attention.reference import build_distances
 from megatron.position import registry
-from megatron.position.encodings.alibi import slopes
+from megatron.position.encodings.alibi import compute_slopes
 from megatron.position.facts import AttentionDims
 from megatron.position.token_range import ALL_HEADS, TokenRange
 from tools.rounding import assert_close_in_rounding
@@ -55,9 +55,9 @@ def test_alibi_power_of_two() -> None:
 
 def test_alibi_other_head_counts_follow_the_released_rule() -> None:
     # 12 heads: the slopes of 8 heads, then every other slope of 16 heads, starting with the first
-    assert slopes(12) == [2.0**-h for h in range(1, 9)] + [2.0 ** (-h / 2) for h in (1, 3, 5, 7)]
+    assert compute_slopes(12) == [2.0**-h for h in range(1, 9)] + [2.0 ** (-h / 2) for h in (1, 3, 5, 7)]
     for heads in range(1, 70):
-        assert len(slopes(heads)) == heads
+        assert len(compute_slopes(heads)) == heads
 
 
 def _t5_bucket(distance: int, buckets: int, longest: int) -> int:
@@ -76,14 +76,14 @@ def _t5_bucket(distance: int, buckets: int, longest: int) -> int:
 @pytest.mark.parametrize(("buckets", "longest"), [(32, 128), (32, 200), (8, 64)])
 def test_t5_buckets(buckets: int, longest: int) -> None:
     encoding = _build("t5", num_buckets=buckets, max_distance=longest)
-    ours = encoding.buckets(build_distances(4 * longest)).tolist()
+    ours = encoding.compute_buckets(build_distances(4 * longest)).tolist()
     assert ours == [_t5_bucket(d, buckets, longest) for d in range(4 * longest)]
     bias = encoding.table(build_distances(10)).bias
     assert torch.equal(bias, encoding.bias.value.t()[:, ours[:10]])
 
 
 def test_t5_bucket_edges_match_published_ones() -> None:
-    ours = _build("t5").buckets(build_distances(1000))
+    ours = _build("t5").compute_buckets(build_distances(1000))
     assert ours[:17].tolist() == list(range(17))
     assert ours[127] == ours[128] == ours[999] == 31
     assert ours[112] == 30
@@ -429,7 +429,7 @@ def test_rotary_scaling(scaling: str, options: dict[str, float]) -> None:
         "rotary", AttentionDims(2, 32, 64, 16, 16), {"base": base, "scaling": scaling, **options}
     )
     exact = [_scaled_frequency(scaling, m, half, base, options, place + 5) for m in range(half)]
-    np.testing.assert_allclose(encoding.frequencies(length=place + 5).numpy(), exact, rtol=1e-14)
+    np.testing.assert_allclose(encoding.compute_frequencies(length=place + 5).numpy(), exact, rtol=1e-14)
     is_one = scaling == "linear" or options.get("original_length") == 2000
     assert len({round(f * base ** (m / half), 6) for m, f in enumerate(exact)}) > (0 if is_one else 1)
     amplitude = options.get("attention_factor", 0.1 * math.log(options["factor"]) + 1) if scaling == "yarn" else 1.0

@@ -9,11 +9,11 @@ from position_methods import build
 from torch import Tensor
 
 from megatron.attention.reference import add_row_and_key_bias, sum_gates
-from megatron.model.parameter_groups import parameter_groups
+from megatron.model.parameter_groups import build_parameter_groups
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
 from megatron.position import registry
-from megatron.position.encodings.alibi import slopes
+from megatron.position.encodings.alibi import compute_slopes
 from megatron.position.facts import AttentionDims
 from megatron.position.token_range import ALL_HEADS, TokenRange
 
@@ -100,7 +100,7 @@ def test_positions_are_decayed_on_request_except_biases() -> None:
     for name in ("kerple_log", "t5", "fire", "fox", "learned"):
         gpt = build_model(model, PositionOptions(pos_emb=name), VOCABULARY, seed=3)
         names = {id(parameter): weight for weight, parameter in gpt.position.named_parameters()}
-        groups = parameter_groups(gpt, 0.1, decay_positions=True)
+        groups = build_parameter_groups(gpt, 0.1, decay_positions=True)
         own = [(names[id(p)], group) for group in groups for p in group["params"] if id(p) in names]
         decayed[name] = {weight for weight, group in own if group["weight_decay"] == 0.1}
     assert decayed == {
@@ -118,7 +118,7 @@ def test_its_projection_is_decayed_and_grows_with_the_model() -> None:
     position = PositionOptions(pos_emb="fox", pos_emb_per_layer=True)
     gpt = build_model(ModelOptions(**sizes, **mup, hidden_size=32), position, VOCABULARY, seed=3)
     forget = gpt.decoder.layers[0].self_attention.core_attention.position.forget
-    groups = parameter_groups(gpt, 0.1)
+    groups = build_parameter_groups(gpt, 0.1)
     of_weight, of_bias = (
         next(group for group in groups if any(p is parameter for p in group["params"]))
         for parameter in (forget.weight, forget.bias)
@@ -134,7 +134,7 @@ def test_a_cache_has_one_float32_for_each_token_and_head() -> None:
         caches = []
         for name in ("none", "fox"):
             gpt = small_gpt(26, name, "none")
-            caches.append(gpt.new_kv_cache(26))
+            caches.append(gpt.create_kv_cache(26))
             gpt(torch.zeros(2, 20, dtype=torch.int64), kv_cache=caches[-1])
     without, with_gates = (cache.count_bytes() for cache in caches)
     assert with_gates - without == 2 * 2 * 3 * 26 * 4  # layers, sequences, heads, capacity, bytes
@@ -171,7 +171,7 @@ def test_grape_a_against_a_loop(gates: str, normalize: bool) -> None:
         return math.log1p(math.exp(x))
 
     for h in range(3):
-        rate = slopes(3)[h] * softplus(float(encoding.omega.value[h]))
+        rate = compute_slopes(3)[h] * softplus(float(encoding.omega.value[h]))
         for i in range(6):
             for j in range(i + 1):
                 gate = softplus(float(vectors["u"][h] @ k[0, h, j]) / math.sqrt(8))

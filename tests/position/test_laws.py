@@ -156,7 +156,7 @@ def test_skipping_blocks_outside_the_window_changes_nothing(encoding, processor,
     span = TokenRange(0, length)
     rows = inputs_of(q, k, v, span, span, e, p, window=window)
     assert_close_in_rounding(ChunkedBackend(block)(rows), EagerBackend()(rows), TERMS, SUMS)
-    if SdpaBackend().unsupported_reason(e, p) is None:
+    if SdpaBackend().describe_unsupported(e, p) is None:
         assert_close_in_rounding(SdpaBackend()(rows), EagerBackend()(rows), TERMS, SUMS)
 
 

@@ -165,9 +165,9 @@ def test_fope_is_a_fourier_series_of_the_frequencies_that_turn() -> None:
     kept = int((theta >= 2 * math.pi / 300).sum())
     assert 1 < kept < half
     encoding = registry.build_encoding("fope", dims, {"gain": 0.5})
-    by_cos, by_sin = (each.double().numpy() for each in encoding.coefficients())
+    by_cos, by_sin = (each.double().numpy() for each in encoding.compute_coefficients())
     deviation = 0.5 * math.sqrt(2 / (kept * (kept + HEADS)))
-    many = registry.build_encoding("fope", AttentionDims(64, D, 64 * D, 300, 300), {"gain": 0.5}).coefficients()
+    many = registry.build_encoding("fope", AttentionDims(64, D, 64 * D, 300, 300), {"gain": 0.5}).compute_coefficients()
     noise = torch.stack(many) - torch.eye(kept)
     assert abs(float(noise.std()) / (0.5 * math.sqrt(2 / (kept * (kept + 64)))) - 1) < 0.1
     assert 0 < np.abs(by_cos[0] - np.eye(kept)).max() < 5 * deviation
@@ -187,9 +187,9 @@ def test_fope_is_a_fourier_series_of_the_frequencies_that_turn() -> None:
     released = [registry.build_encoding("fope", replace(dims, layer=layer), options) for layer in (0, 1)]
     turned, kept = D // 4, int((theta >= 2 * math.pi / 4000).sum())
     assert kept > turned, "the case says something"
-    by_cos, by_sin = (each.double().numpy() for each in released[1].coefficients())
+    by_cos, by_sin = (each.double().numpy() for each in released[1].compute_coefficients())
     assert by_cos.shape == (HEADS, kept, turned)
-    assert not np.array_equal(by_cos, released[0].coefficients()[0].numpy()), "layers draw their own"
+    assert not np.array_equal(by_cos, released[0].compute_coefficients()[0].numpy()), "layers draw their own"
 
     def turn_released(x, place, h):
         cos, sin = np.ones(half), np.ones(half)  # the other pairs are multiplied by [1, −1; 1, 1]
@@ -199,7 +199,7 @@ def test_fope_is_a_fourier_series_of_the_frequencies_that_turn() -> None:
 
     exact = _exact_scores(lambda a, b, i, j, h: turn_released(a, i, h) @ turn_released(b, j, h), q, k)
     _assert_close(_scores(released[1], q, k), exact, atol=1e-12)
-    silent = registry.build_encoding("fope", dims, {**options, "gain": 0.0}).coefficients()[0][0]
+    silent = registry.build_encoding("fope", dims, {**options, "gain": 0.0}).compute_coefficients()[0][0]
     step = -(-kept // turned)  # a pair's own frequency is at step positions after the last
     own = [(pair * step, pair) for pair in range(turned) if pair * step < kept]
     assert silent.nonzero().tolist() == [list(each) for each in own]

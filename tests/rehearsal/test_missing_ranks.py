@@ -22,8 +22,8 @@ from megatron.rehearsal.missing_ranks import (
     SparseFile,
     StageParameter,
     complete_checkpoint,
-    crc32_with_zeros,
     divide_unwritten,
+    extend_crc32_with_zeros,
     is_zero,
     read_pieces,
     read_stage_parameters,
@@ -115,7 +115,7 @@ def test_parameters_of_a_stage_are_written_down(tmp_path):
 @pytest.mark.parametrize("size", [0, 1, 5, 4096, 1_000_003])
 def test_unused_checksum_of_zeros(size):
     for beginning in (b"", b"\0", b"header", bytes(range(256))):
-        assert crc32_with_zeros(zlib.crc32(beginning), size) == zlib.crc32(beginning + b"\0" * size)
+        assert extend_crc32_with_zeros(zlib.crc32(beginning), size) == zlib.crc32(beginning + b"\0" * size)
 
 
 def test_files_without_their_zeros_read_as_if_they_had_them(tmp_path):

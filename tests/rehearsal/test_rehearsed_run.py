@@ -25,8 +25,8 @@ def test_the_rehearsed_configuration_is_the_runs_but_for_its_length_and_its_plac
     config = run.build_config(tmp_path)
     changed = {
         key
-        for key, value in run.config.keys_by_policy("architecture", "context", "initialization", "numerics").items()
-        if config.keys_by_policy("architecture", "context", "initialization", "numerics")[key] != value
+        for key, value in run.config.get_keys_by_policy("architecture", "context", "initialization", "numerics").items()
+        if config.get_keys_by_policy("architecture", "context", "initialization", "numerics")[key] != value
     }
     assert changed == set()
     assert config.training.train_iters == STEPS

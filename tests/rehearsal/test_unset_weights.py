@@ -6,7 +6,7 @@ from models import build_model
 from megatron.distributed.sharding import get_shard_spec
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
-from megatron.rehearsal.missing_ranks import MIN_ELEMENTS, ZeroStagingBuffers, without_weight_values
+from megatron.rehearsal.missing_ranks import MIN_ELEMENTS, ZeroStagingBuffers, skip_weight_initialization
 
 OPTIONS = ModelOptions(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32, activation="swiglu")
 
@@ -17,7 +17,7 @@ def describe(model):
 
 def test_a_model_is_divided_as_if_its_weights_were_drawn():
     drawn = build_model(OPTIONS, PositionOptions(pos_emb="kerple_log"), 5000)
-    with without_weight_values():
+    with skip_weight_initialization():
         unset = build_model(OPTIONS, PositionOptions(pos_emb="kerple_log"), 5000)
     assert describe(unset) == describe(drawn)
     assert sum(get_shard_spec(p) is not None for p in unset.parameters()) >= 10
@@ -28,7 +28,7 @@ def test_a_model_is_divided_as_if_its_weights_were_drawn():
 
 def test_large_weights_change_their_type_without_contents():
     large, small = torch.ones(MIN_ELEMENTS), torch.ones(8)
-    with without_weight_values():
+    with skip_weight_initialization():
         assert (large.bfloat16().dtype, large.bfloat16().shape) == (torch.bfloat16, large.shape)
         assert torch.equal(small.bfloat16(), torch.ones(8, dtype=torch.bfloat16))
         assert large.to("cpu") is large

@@ -5,15 +5,15 @@ from itertools import pairwise
 
 import pytest
 
-from megatron.reports.curve_chart import HorizontalAxis, Line, build_line_chart, build_median_line
+from megatron.reports.curve_chart import ChartLine, HorizontalAxis, build_line_chart, build_median_line
 from megatron.reports.html_page import TEMPLATES_FOLDER
 
 
 def test_lines_are_at_their_values() -> None:
     axis = HorizontalAxis("distance", 0.0, 99.0, "log1p")
     lines = [
-        Line("a", [(0.0, -1.0), (9.0, -math.inf), (99.0, math.nan)], style=3),
-        Line("b", [(9.0, -2.0), (99.0, 0.5)], [(-3.0, -1.0), (0.0, 1.0)]),
+        ChartLine("a", [(0.0, -1.0), (9.0, -math.inf), (99.0, math.nan)], style=3),
+        ChartLine("b", [(9.0, -2.0), (99.0, 0.5)], [(-3.0, -1.0), (0.0, 1.0)]),
     ]
     chart = build_line_chart("id", "Title", "in words", axis, "bias", lines, y_limits=(-4.0, 0.0), mark=(9.0, "here"))
     assert [place.share for place in chart.x_positions] == pytest.approx([0.0, 0.5, 1.0])
@@ -32,7 +32,7 @@ def test_lines_are_at_their_values() -> None:
 
 def test_a_line_to_a_value_beyond_the_axis_is_cut_off_on_its_way_there() -> None:
     """A line to a value beyond the axis is clipped; a line along the edge would suggest values at the edge."""
-    lines = [Line("a", [(0.0, 4.0), (10.0, 3.0), (20.0, 2.0), (30.0, 1.0)])]
+    lines = [ChartLine("a", [(0.0, 4.0), (10.0, 3.0), (20.0, 2.0), (30.0, 1.0)])]
     chart = build_line_chart("id", "", "", HorizontalAxis("step", 0.0, 30.0), "loss", lines, y_limits=(1.0, 2.0))
     points = [point.split(",") for point in chart.list_shapes(chart.series[0])["line"].split()]
     heights = [float(y) for _, y in points]
@@ -49,14 +49,14 @@ def test_a_line_to_a_value_beyond_the_axis_is_cut_off_on_its_way_there() -> None
 
 def test_lines_without_a_number_leave_the_chart_empty() -> None:
     """Lines without numbers, as in a diverged run, leave the chart empty."""
-    lines = [Line("a", [(0.0, math.nan), (1.0, math.nan)])]
+    lines = [ChartLine("a", [(0.0, math.nan), (1.0, math.nan)])]
     chart = build_line_chart("id", "", "", HorizontalAxis("x", 0.0, 1.0), "bias", lines, y_limits=(0.0, 1.0))
     assert chart.clip_note == ""
     assert chart.list_shapes(chart.series[0])["line"] == ""
 
 
 def test_a_value_without_an_end_falls_steeply_and_stays_a_number() -> None:
-    lines = [Line("a", [(0.0, -1.0), (1.0, -math.inf)], [(-2.0, 0.0), (-math.inf, -1.0)])]
+    lines = [ChartLine("a", [(0.0, -1.0), (1.0, -math.inf)], [(-2.0, 0.0), (-math.inf, -1.0)])]
     chart = build_line_chart("id", "", "", HorizontalAxis("x", 0.0, 1.0), "bias", lines, y_limits=(-4.0, 0.0))
     shapes = chart.list_shapes(chart.series[0])
     assert "inf" not in shapes["line"] + shapes["band"] + str(chart.data["series"][0]["points"][1][1])
@@ -64,7 +64,7 @@ def test_a_value_without_an_end_falls_steeply_and_stays_a_number() -> None:
 
 
 def test_a_line_of_one_point_is_its_marker() -> None:
-    lines = [Line("a", [(20.0, 3.0)]), Line("b", [(10.0, 3.0), (20.0, 2.0)], style=1)]
+    lines = [ChartLine("a", [(20.0, 3.0)]), ChartLine("b", [(10.0, 3.0), (20.0, 2.0)], style=1)]
     chart = build_line_chart("id", "", "", HorizontalAxis("step", 0.0, 20.0), "loss", lines, y_limits=(2.0, 3.0))
     alone, line = map(chart.list_shapes, chart.series)
     ((marker, x, _),) = alone["markers"]
@@ -80,7 +80,7 @@ def test_an_axis_may_fall() -> None:
 
 
 def test_of_many_lines_some_evenly_spaced_are_in_colour() -> None:
-    lines = [Line(f"head {head}", [(0.0, head), (1.0, head)], style=head) for head in range(24)]
+    lines = [ChartLine(f"head {head}", [(0.0, head), (1.0, head)], style=head) for head in range(24)]
     chart = build_line_chart("id", "", "", HorizontalAxis("x", 0.0, 1.0), "y", lines, y_limits=(0.0, 23.0))
     assert [s.name for s in chart.series if s.is_drawn] == [f"head {head}" for head in range(0, 24, 3)]
     assert [s.is_drawn for s in chart.series] == [True] * 8 + [False] * 16, "the legend begins with them"

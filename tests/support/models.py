@@ -65,7 +65,7 @@ def check_reading_in_parts(gpt: GPT, x: Tensor, *, has_sampled_positions: bool) 
         has_sampled_positions: True if positions are randomized, so that shorter sequences have others.
     """
     whole, length = gpt(x), x.shape[1]
-    cache, parts = gpt.new_kv_cache(length), []
+    cache, parts = gpt.create_kv_cache(length), []
     for size in (7, 1, 6, 1, 1, 10):
         parts.append(gpt(x[:, cache.length : cache.length + size], kv_cache=cache))
     assert_close_in_rounding(torch.cat(parts, dim=1), whole, TERMS, SUMS)

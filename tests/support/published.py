@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from megatron.data.tokenizers import train_bpe
 
 LENGTH, WIDTH, LAYERS, ROWS, TOKENS = 48, 32, 2, 304, 290
-"""Sizes of all models; the number of tokens is that of the tokenizer beside them."""
+"""Sizes of all models; the number of tokens is that of the tokenizer next to them."""
 
 SHAPE = {"hidden_size": WIDTH, "num_attention_heads": 4, "num_hidden_layers": LAYERS, "vocab_size": ROWS}
 OF_NEOX = {**SHAPE, "intermediate_size": 80, "max_position_embeddings": LENGTH}

@@ -54,7 +54,7 @@ def gradients(
         losses.mean().backward()
     return {
         "parameters": gpt.num_parameters(),
-        "flops": gpt.flops_per_token(length),
+        "flops": gpt.count_flops_per_token(length),
         "logits": logits,
         "losses": losses.detach(),
         "gradients": {name: (p.grad, *_division(p)) for name, p in gpt.named_parameters()},

@@ -5,7 +5,7 @@ from pathlib import Path
 import sentencepiece
 import tokenizers as hf
 
-from megatron.data.tokenizers import Tokenizer, tokenizer_from_files, train_bpe
+from megatron.data.tokenizers import Tokenizer, load_tokenizer_from_files, train_bpe
 
 SAMPLE = ["def encode(text):\n    return list(text.encode('utf-8'))\n", "Grüße, 東京!\n", "the the then there\n" * 9]
 
@@ -28,8 +28,8 @@ def write_tokenizers(folder: Path) -> Path:
 def open_tokenizers(files: Path) -> dict[str, Tokenizer]:
     """Open the tokenizers written by `write_tokenizers`, and `bytes`, by type."""
     return {
-        "bytes": tokenizer_from_files("bytes"),
-        "HFTokenizer": tokenizer_from_files("HFTokenizer", files / "tokenizer.json"),
-        "GPT2BPETokenizer": tokenizer_from_files("GPT2BPETokenizer", files / "vocab.json", files / "merges.txt"),
-        "SPMTokenizer": tokenizer_from_files("SPMTokenizer", files / "spm.model"),
+        "bytes": load_tokenizer_from_files("bytes"),
+        "HFTokenizer": load_tokenizer_from_files("HFTokenizer", files / "tokenizer.json"),
+        "GPT2BPETokenizer": load_tokenizer_from_files("GPT2BPETokenizer", files / "vocab.json", files / "merges.txt"),
+        "SPMTokenizer": load_tokenizer_from_files("SPMTokenizer", files / "spm.model"),
     }

@@ -46,8 +46,8 @@ def test_a_run_that_several_need_is_one_run() -> None:
     trained: dict[Path, dict[str, object]] = {}
     for sweep in sweeps.values():
         for member in sweep.members:
-            assert trained.setdefault(member.folder, member.config.training_fingerprint()) == (
-                member.config.training_fingerprint()
+            assert trained.setdefault(member.folder, member.config.get_training_fingerprint()) == (
+                member.config.get_training_fingerprint()
             )
 
 

@@ -46,10 +46,10 @@ def test_work_counts_the_lengths_that_are_drawn(members) -> None:
     model = build_model(config.model, config.position, 1, groups=build_single_process_groups(), device="meta")
     output: list[str] = []
     found = estimate_work(members, dict.fromkeys(members.members, 0), output.append)
-    of_sequence = [length * model.flops_per_token(length) for length in (8, 10, 12)]
+    of_sequence = [length * model.count_flops_per_token(length) for length in (8, 10, 12)]
     for each in found.values():
         assert each.training.work == pytest.approx(5 * 4 * sum(of_sequence) / 3)
-        asked = sum(length * model.flops_per_token(length) for length in (12, 24))
+        asked = sum(length * model.count_flops_per_token(length) for length in (12, 24))
         assert each.evaluations[None].work == pytest.approx(6 * asked / 3)
     assert output == []
 

@@ -13,7 +13,7 @@ MARKS = "0123456789+"
 def drawn(length: int, count: int = 200, **options: object) -> TaskBatch:
     task = task_config.build_task("addition", options)
     batch = task.sample_batch(np.random.default_rng(length), count, length)
-    assert batch.tokens.shape == (count, task.sequence_length(length))
+    assert batch.tokens.shape == (count, task.get_sequence_length(length))
     assert batch.tokens.max() < task.vocab_size
     return batch
 
@@ -100,6 +100,6 @@ def test_rejected_options() -> None:
     with pytest.raises(UserError, match="are redundant"):
         task_config.build_task("addition", {"index_hints": True, "positions": "coupled"})
     task = task_config.build_task("addition", {"index_hints": True, "max_digits": 9})
-    assert task.unsupported_length_reason(9) is None
-    assert task.unsupported_length_reason(10) == "numbers have at most 9 digits (task_options.max_digits)"
-    assert task_config.build_task("addition").unsupported_length_reason(1000) is None
+    assert task.describe_unsupported_length(9) is None
+    assert task.describe_unsupported_length(10) == "numbers have at most 9 digits (task_options.max_digits)"
+    assert task_config.build_task("addition").describe_unsupported_length(1000) is None

@@ -15,7 +15,7 @@ def written(name: str, count: int, length: int, **options: object) -> list[tuple
     task = task_config.build_task(name, options)
     assert isinstance(task, StringTask)
     drawn = task.sample_batch(np.random.default_rng(length), count, length)
-    assert drawn.tokens.shape == (count, task.sequence_length(length))
+    assert drawn.tokens.shape == (count, task.get_sequence_length(length))
     assert (drawn.loss_mask == drawn.accuracy_mask).all()
     lines = []
     for tokens, labels, asked in zip(drawn.tokens, drawn.labels, drawn.loss_mask, strict=True):
@@ -60,8 +60,8 @@ def test_all_positions_are_requested_equally_often() -> None:
 
 def test_lengths_without_an_input() -> None:
     lookup = task_config.build_task("ngram_lookup", {"letters": 2, "ngram": 2, "answer": 1})
-    assert [length for length in range(40) if lookup.unsupported_length_reason(length) is None] == list(range(3, 17))
-    assert task_config.build_task("copy_string").unsupported_length_reason(0) is not None
+    assert [length for length in range(40) if lookup.describe_unsupported_length(length) is None] == list(range(3, 17))
+    assert task_config.build_task("copy_string").describe_unsupported_length(0) is not None
 
 
 @pytest.mark.parametrize("length", [1, 2, 12, 61])

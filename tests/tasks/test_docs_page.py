@@ -27,7 +27,7 @@ def test_every_task_has_its_row(name: str) -> None:
         assert ("†" in row[0]) == task.permutation_invariant
         assert row[1] == task.chomsky_level
         assert row[2] == f"{task.num_input_symbols}, {task.num_output_symbols}"
-        assert COUNTS[row[3]] == task.output_length(7)
+        assert COUNTS[row[3]] == task.get_output_length(7)
         assert (row[6] == "to the terminator") == task.has_terminator
     else:
         defaults = {option: field.default for option, field in type(task).model_fields.items()}

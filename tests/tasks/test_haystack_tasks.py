@@ -22,7 +22,7 @@ NEEDLES = {
 def drawn(name: str, length: int, count: int = 200, seed: int = 0, **options: object) -> TaskBatch:
     task = task_config.build_task(name, options)
     batch = task.sample_batch(np.random.default_rng([seed, length]), count, length)
-    assert batch.tokens.shape == batch.labels.shape == (count, task.sequence_length(length))
+    assert batch.tokens.shape == batch.labels.shape == (count, task.get_sequence_length(length))
     assert (batch.loss_mask == batch.accuracy_mask).all()
     assert batch.tokens.min() >= 0
     assert batch.tokens.max() < task.vocab_size
@@ -96,7 +96,7 @@ def test_needles_at_a_depth(name: str, options: dict[str, object]) -> None:
     first_value, mark = task.answer_ids.start, task.answer_ids.stop
     for depth in (0.0, 0.3, 0.5, 1.0):
         batch = task.sample_batch_at_depth(np.random.default_rng(3), 50, length, depth)
-        assert batch.tokens.shape == (50, task.sequence_length(length))
+        assert batch.tokens.shape == (50, task.get_sequence_length(length))
         check_reading(batch)
         expected = round(depth * (length - 2 * num_values))
         for tokens, labels, asked in zip(*(array.tolist() for array in batch[:3]), strict=True):
@@ -199,19 +199,19 @@ def test_impossible_options_are_refused(name: str, options: dict[str, object], w
 )
 def test_lengths(name: str, options: dict[str, object], lengths: range, supported: list[int]) -> None:
     task = task_config.build_task(name, options)
-    found = [length for length in lengths if task.unsupported_length_reason(length) is None]
+    found = [length for length in lengths if task.describe_unsupported_length(length) is None]
     if name == "frequent_words":  # counts of the ranks 2 … 5, from the formula
         weights = [rank**-2.0 for rank in range(1, 66)]
         counts = [[int(n * weight / sum(weights)) for weight in weights[1:5]] for n in lengths]
         supported = [n for n, each in zip(lengths, counts, strict=True) if each == sorted(set(each), reverse=True)]
     assert found == supported
-    assert task.unsupported_length_reason(lengths[0]) is not None
+    assert task.describe_unsupported_length(lengths[0]) is not None
 
 
 def test_chances() -> None:
     """Chance levels, stated in words, are estimated by sampling."""
-    assert task_config.build_task("niah_multivalue").baseline_accuracies(64) == {"one of the needles' values": 0.25}
-    assert task_config.build_task("niah_single").baseline_accuracies(64) == {}
+    assert task_config.build_task("niah_multivalue").get_baseline_accuracies(64) == {"one of the needles' values": 0.25}
+    assert task_config.build_task("niah_single").get_baseline_accuracies(64) == {}
     generator = np.random.default_rng(0)
     for name, length in (("common_words", 60), ("frequent_words", 64)):
         batch = drawn(name, length, 4000)
@@ -221,5 +221,5 @@ def test_chances() -> None:
             for answer in labels[mask].tolist():
                 rights.append(left[generator.integers(len(left))] == answer)
                 left = [token for token in left if token != answer]
-        (chance,) = task_config.build_task(name).baseline_accuracies(length).values()
+        (chance,) = task_config.build_task(name).get_baseline_accuracies(length).values()
         assert abs(np.mean(rights) - chance) < 5 * (chance / len(rights)) ** 0.5

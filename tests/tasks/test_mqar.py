@@ -81,5 +81,5 @@ def test_impossible_options_are_refused(options: dict[str, float], why: str) -> 
 
 def test_lengths() -> None:
     task = task_config.build_task("mqar", {"pairs": 4})
-    assert [length for length in range(1, 24) if task.unsupported_length_reason(length) is None] == [16, 18, 20, 22]
-    assert task.baseline_accuracies(64) == {"one of the sequence's values": 0.25}
+    assert [length for length in range(1, 24) if task.describe_unsupported_length(length) is None] == [16, 18, 20, 22]
+    assert task.get_baseline_accuracies(64) == {"one of the sequence's values": 0.25}

@@ -63,7 +63,7 @@ def test_sequences(length: int) -> None:
     task = task_config.build_task("scan")
     batch = task.sample_batch(np.random.default_rng(0), 300, length)
     symbols = [*WORDS, *ACTIONS, "$", "|", "."]
-    assert batch.tokens.shape == (300, task.sequence_length(length))
+    assert batch.tokens.shape == (300, task.get_sequence_length(length))
     for tokens, labels, mask in zip(batch.tokens, batch.labels, batch.loss_mask, strict=True):
         read, wanted = ([symbols[token] for token in row] for row in (tokens, labels[mask]))
         command = [word for word in read[1:10] if word != "·"]
@@ -74,7 +74,7 @@ def test_sequences(length: int) -> None:
 
 
 def test_training_draws_every_command_as_often() -> None:
-    assert task_config.build_task("scan").unsupported_length_reason(23) is not None
+    assert task_config.build_task("scan").describe_unsupported_length(23) is not None
     config = task_config.TaskConfig("scan", task_config.build_task("scan"), 1, 22)
     assert config.lengths == tuple(range(1, 23))
     assert config.length_weights is not None

@@ -13,7 +13,7 @@ def test_a_memory_of_one_bit_answers_flip_flop(ignore: float) -> None:
     task = task_config.build_task("flip_flop", {"ignore": ignore})
     for length in (4, 6, 64, 512):
         batch = task.sample_batch(np.random.default_rng(length), 100, length)
-        assert batch.tokens.shape == (100, task.sequence_length(length)) == (100, length)
+        assert batch.tokens.shape == (100, task.get_sequence_length(length)) == (100, length)
         for tokens, labels, mask in zip(batch.tokens.tolist(), batch.labels.tolist(), batch.loss_mask, strict=True):
             memory = None
             assert (tokens[0], tokens[-2]) == (0, 1)
@@ -26,7 +26,7 @@ def test_a_memory_of_one_bit_answers_flip_flop(ignore: float) -> None:
                 assert not mask[place + 1]
                 if instruction == 1:
                     assert labels[place] == bit == memory
-    assert [n for n in range(1, 9) if task.unsupported_length_reason(n) is None] == [4, 6, 8]
+    assert [n for n in range(1, 9) if task.describe_unsupported_length(n) is None] == [4, 6, 8]
 
 
 def test_flip_flop_has_the_distribution_of_the_paper() -> None:

@@ -37,8 +37,8 @@ def test_outputs_match_the_solver(name: str) -> None:
     checked = 0
     for length in [*range(1, 41), 61, 100, 257, 500]:
         inputs, outputs = sampled(name, 400 if length <= 8 else 60, length)
-        assert inputs.shape[1] == kind.input_length(length)
-        assert outputs.shape == (len(inputs), kind.output_length(length))
+        assert inputs.shape[1] == kind.get_input_length(length)
+        assert outputs.shape == (len(inputs), kind.get_output_length(length))
         assert inputs.min() >= 0
         assert inputs.max() < kind.num_input_symbols
         for row, wanted in zip(inputs.tolist(), outputs.tolist(), strict=True):
@@ -92,7 +92,7 @@ def test_layout(name: str, compute: int) -> None:
         drawn = kind.sample_batch(np.random.default_rng(5), 20, length)
         inputs, outputs = kind.sample_strings(np.random.default_rng(5), 20, length)
         read, asked = inputs.shape[1], outputs.shape[1]
-        assert drawn.tokens.shape == (20, kind.sequence_length(length)) == (20, read + compute * read + asked)
+        assert drawn.tokens.shape == (20, kind.get_sequence_length(length)) == (20, read + compute * read + asked)
         assert (drawn.tokens[:, :read] == inputs).all()
         assert (drawn.tokens[:, read : read + compute * read] == kind.num_input_symbols + 1).all()
         assert (drawn.tokens[:, -asked:] == kind.num_input_symbols).all()
@@ -189,7 +189,7 @@ def test_stacks_are_as_often_of_each_size() -> None:
 @settings(deadline=None, max_examples=60)
 def test_any_shape_is_drawn_and_repeats(name: str, length: int, count: int, seed: int) -> None:
     one, other = (task(name).sample_batch(np.random.default_rng(seed), count, length) for _ in range(2))
-    assert one.tokens.shape == (count, task(name).sequence_length(length))
+    assert one.tokens.shape == (count, task(name).get_sequence_length(length))
     assert all((a == b).all() for a, b in zip(one[:4], other[:4], strict=True))
     assert one.position_ids is other.position_ids is None
     assert one.tokens.dtype == one.labels.dtype == np.int64

@@ -115,7 +115,7 @@ def test_a_cpu_has_the_triton_peer_in_the_interpreter_only(monkeypatch: pytest.M
     """A CPU has the Triton peer only in the interpreter; otherwise the backend would silently use row blocks for CPU
     tensors.
     """
-    monkeypatch.setattr("tools.bench.attention_peers.TritonBackend.unsupported_reason", lambda *_: None)
+    monkeypatch.setattr("tools.bench.attention_peers.TritonBackend.describe_unsupported", lambda *_: None)
     for interpreted in (False, True):
         monkeypatch.setattr("tools.bench.attention_peers.is_interpreted", lambda here=interpreted: here)
         assert ("triton" in build_peers(PROBLEMS["biased_attention"])) == interpreted

@@ -12,7 +12,7 @@ from rich.console import Console
 from tiny_runs import losses, records, tiny_config, train_with_processes, write_corpora
 
 from megatron.checkpoint import layout
-from megatron.cli.show import describe_reading, escape_control_characters, parse_steps, what_was_in
+from megatron.cli.show import describe_attempt, escape_control_characters, parse_steps, what_was_in
 from megatron.config.schema import Config
 from megatron.data.indexed_dataset import open_indexed
 from megatron.data.torch_data import build_dataloader
@@ -51,8 +51,8 @@ def run_training(config: Config) -> None:
 def find_batches(run: Path, step: int, rank: int = 0) -> list[list[Micro]]:
     """Return the token ids that the stored state gives for each attempt at a step, and check their documents."""
     history, found = BatchHistory(run), []
-    for reading in history.find_readings(step):
-        rows = describe_reading(history, reading, rank, 10_000)["rows"]
+    for attempt in history.find_attempts(step):
+        rows = describe_attempt(history, attempt, rank, 10_000)["rows"]
         micro_batches: list[Micro] = [[] for _ in range(rows[-1]["micro_batch"] + 1)]
         for row in rows:
             micro_batches[row["micro_batch"]].append(row["token_ids"] if "task" in row else read_documents(row))
@@ -145,7 +145,7 @@ def test_a_resume_with_another_batch_size(corpus: Path, tmp_path: Path, read: li
     assert [find_batches(tmp_path, step) for step in range(1, 9)] == [[batch] for batch in read]
     shutil.rmtree(tmp_path / "checkpoints" / layout.format_checkpoint_name(4))
     with pytest.raises(RunError, match="batch size changed between step_0000002 and step_0000006"):
-        BatchHistory(tmp_path).find_readings(3)
+        BatchHistory(tmp_path).find_attempts(3)
 
 
 def test_a_rollback_shows_both_attempts(
@@ -167,15 +167,15 @@ def test_a_rollback_shows_both_attempts(
     assert find_batches(tmp_path, 6) == [first[5], again[1]]
     assert find_batches(tmp_path, 7) == [again[2]]
     assert find_batches(tmp_path, 12) == [again[7]]
-    assert [reading.is_rolled_back for reading in BatchHistory(tmp_path).find_readings(6)] == [True, False]
+    assert [attempt.is_rolled_back for attempt in BatchHistory(tmp_path).find_attempts(6)] == [True, False]
     checkpoints = tmp_path / "checkpoints"
     shutil.rmtree(checkpoints / layout.format_checkpoint_name(12))
-    (note,) = (reading.note for reading in BatchHistory(tmp_path).find_readings(9))
+    (note,) = (attempt.note for attempt in BatchHistory(tmp_path).find_attempts(9))
     assert note is not None
     assert "assumes that there was none to step_0000008" in note
     shutil.rmtree(checkpoints / layout.format_checkpoint_name(4))
     with pytest.raises(RunError, match="rolled back between its start and step_0000008"):
-        BatchHistory(tmp_path).find_readings(5)
+        BatchHistory(tmp_path).find_attempts(5)
 
 
 @pytest.mark.slow
@@ -183,13 +183,13 @@ def test_two_data_ranks(corpus: Path, tmp_path: Path) -> None:
     """Each rank's rows are those of its data loader, and the text they train on gives one process's losses."""
     run, keys = tmp_path / "run", {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "num_workers": 0}
     assert train_with_processes(tmp_path / "job", [tiny_config(corpus, run, num_gpus=2, **keys)]) == [None]
-    (reading,) = BatchHistory(run).find_readings(3)
-    assert (reading.order.num_ranks, reading.samples) == (2, 16)
+    (attempt,) = BatchHistory(run).find_attempts(3)
+    assert (attempt.order.num_ranks, attempt.samples) == (2, 16)
     for rank in (0, 1):
         mesh = Mesh(rank, ParallelSizes(data=2))
-        dataset = reading.order.datasets.train
+        dataset = attempt.order.datasets.train
         assert dataset is not None
-        batches = build_dataloader(dataset, micro_batch_size=2, mesh=mesh, start=reading.samples)
+        batches = build_dataloader(dataset, micro_batch_size=2, mesh=mesh, start=attempt.samples)
         assert find_batches(run, 3, rank) == [[next(batches)["tokens"].tolist() for _ in range(2)]]
     run_training(tiny_config(corpus, tmp_path / "one", **keys))
     assert losses(run) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)  # 4 steps, float32 sums in another order

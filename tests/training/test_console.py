@@ -55,9 +55,9 @@ def test_the_bar_is_as_wide_as_the_terminal_and_stays_below_output(
         reporter = ConsoleReporter(user, 10)
         reporter.begin(0, 7200.0)
         for step, line in enumerate(output, start=1):
-            reporter.micro_step(0, 2)
-            reporter.micro_step(1, 2)
-            reporter.step(step)
+            reporter.report_micro_step(0, 2)
+            reporter.report_micro_step(1, 2)
+            reporter.report_step(step)
             reporter.log(line)
         reporter.show_validation("valid", 3, 9)
         user.print("last")
@@ -77,7 +77,7 @@ def test_the_first_steps_correct_the_estimate_once() -> None:
     reporter.begin(0, estimate=60.0)
     for step, seconds in ((1, 30.0), (2, 3.0), (3, 3.0), (4, 3.0), (5, 3.0)):  # the first step compiles and allocates
         clock.now += seconds
-        reporter.step(step)
+        reporter.report_step(step)
     assert stream.getvalue() == "step 1/1000 is done\nat the speed of the first steps: about 50 min left\n"
 
 
@@ -87,11 +87,11 @@ def test_slow_first_steps_report_progress() -> None:
     reporter.begin(0)
     for step in range(1, 4):
         for done in range(8):
-            reporter.micro_step(done, 8)
+            reporter.report_micro_step(done, 8)
             clock.now += 4
-        reporter.step(step)
+        reporter.report_step(step)
         if step == 2:
-            reporter.train(RECORD)
+            reporter.report_training(RECORD)
     lines = stream.getvalue().splitlines()
     assert [line for line in lines if "loss" not in line] == [
         *(f"step 1/20: {done} of 8 micro-batches" for done in (3, 6)),
@@ -104,20 +104,20 @@ def test_steps_of_one_micro_batch_report_completion() -> None:
     stream, clock, reporter = plain(100)
     reporter.begin(0)
     for step in (1, 2):
-        reporter.micro_step(0, 1)
+        reporter.report_micro_step(0, 1)
         clock.now += 12
-        reporter.micro_step(1, 1)
-        reporter.step(step)
+        reporter.report_micro_step(1, 1)
+        reporter.report_step(step)
     assert stream.getvalue() == "step 1/100 is done\nstep 2/100 is done, about 20 min left\n"
 
 
 def test_a_record_determines_the_remaining_time_without_correction() -> None:
     stream, clock, reporter = plain(1000)
     reporter.begin(0, estimate=60.0)
-    reporter.step(1)
-    reporter.train(RECORD)
+    reporter.report_step(1)
+    reporter.report_training(RECORD)
     clock.now += 30
-    reporter.step(2)
+    reporter.report_step(2)
     assert len(stream.getvalue().splitlines()) == 1
 
 
@@ -155,7 +155,7 @@ def test_a_run_prints_a_summary_at_start_and_end(corpus: Path, tmp_path: Path, m
     model = build_model(config.model, config.position, 61, device="meta")
     stream = io.StringIO()
     # At a millionth of a step's FLOPs per second, two steps take two million seconds.
-    step = model.flops_per_token(16) * 8 * 16
+    step = model.count_flops_per_token(16) * 8 * 16
     monkeypatch.setattr(summary, "measure_matmul_tflops", lambda *place, **shape: step / 1e6)
     result = train(config, Console(file=stream, width=300))
     first, _, epochs, _, last = stream.getvalue().splitlines()

@@ -19,7 +19,7 @@ from megatron.config.schema import Config
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import Axis, Mesh, ParallelSizes
 from megatron.distributed.process_groups import init_distributed
-from megatron.model.parameter_groups import parameter_groups
+from megatron.model.parameter_groups import build_parameter_groups
 from megatron.position import registry
 from megatron.position.bounded_parameter import BoundedParameter
 from megatron.training.engine import Engine, build_deepspeed_config
@@ -90,7 +90,7 @@ def plain(
     model = gpt(config).train()
     eps = config.optimizer.optimizer.params.eps
     optimizer = torch.optim.AdamW(
-        parameter_groups(model, config.optimizer.weight_decay), lr=lr, betas=(0.9, 0.95), eps=eps
+        build_parameter_groups(model, config.optimizer.weight_decay), lr=lr, betas=(0.9, 0.95), eps=eps
     )
     losses, norms = [], []
     for step in range(steps):

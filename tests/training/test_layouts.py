@@ -99,7 +99,7 @@ def shrink(case: ParityCase) -> ParityCase:
 
 def alone(case: ParityCase) -> ParityCase:
     """Return the case in one process, with the whole batch at once."""
-    return replace(case.alone(), micro_batch=BATCH)
+    return replace(case.to_single_process(), micro_batch=BATCH)
 
 
 TWO, FOUR = ([shrink(case) for case in cases] for cases in (TWO, FOUR))
@@ -110,7 +110,7 @@ def trained(cases: list[ParityCase], folder: Path) -> list[CaseResult]:
     """Return the results of the first rank of each case, run with as many forked ranks as needed."""
     world = cases[0].layout.sizes.world_size
     folder.mkdir()
-    (folder / "job.json").write_text(json.dumps([case.as_json() for case in cases]), encoding="utf-8")
+    (folder / "job.json").write_text(json.dumps([case.to_json() for case in cases]), encoding="utf-8")
     ranks = [
         Forked(RANK_SCRIPT, str(folder), str(rank), str(world), output=folder / f"{rank}.txt") for rank in range(world)
     ]

@@ -21,7 +21,7 @@ from megatron.config.validation import validate_config
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import Axis, ParallelSizes
 from megatron.distributed.process_groups import init_distributed
-from megatron.model.parameter_groups import HiddenMatrix, list_hidden_matrices, parameter_groups
+from megatron.model.parameter_groups import HiddenMatrix, build_parameter_groups, list_hidden_matrices
 from megatron.options.training import OptimizerChoice
 from megatron.training.engine import Engine
 from megatron.training.projected_optimizers import COEFFICIENTS, ProjectedLion, list_pieces, orthogonalize
@@ -122,7 +122,9 @@ def step_by_hand(model: nn.Module, config: Config, lr: float) -> dict[str, Tenso
     params, algorithm = config.optimizer.optimizer.params, config.optimizer.optimizer.type
     is_muon = algorithm == "Muon"
     hidden = {id(matrix.parameter): matrix for matrix in list_hidden_matrices(model)} if is_muon else {}
-    groups = {id(p): g for g in parameter_groups(model, 0.2, config.optimizer.optimizer.algorithm) for p in g["params"]}
+    groups = {
+        id(p): g for g in build_parameter_groups(model, 0.2, config.optimizer.optimizer.algorithm) for p in g["params"]
+    }
     first = {id(p): torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()}
     second = {id(p): torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()}
     for number, batch in enumerate(BATCHES, start=1):

@@ -22,8 +22,8 @@ from megatron.training.metrics_log import (
     DivergenceRecord,
     TrainRecord,
     ValidationRecord,
+    compute_perplexity,
     list_scalars,
-    perplexity,
 )
 from megatron.training.reporters import JsonLines, TensorBoard, archive_damaged_lines, build_reporters
 from megatron.utils.errors import RunError, UserError
@@ -53,13 +53,13 @@ def test_metrics_continue_without_a_future_that_did_not_happen(tmp_path: Path) -
     path = tmp_path / "run" / "metrics.jsonl"
     first = JsonLines(path, 0)
     for step in (1, 2, 3):
-        first.train(record(step))
-        first.evaluation(ValidationRecord(**{**VALID.__dict__, "step": step}))
+        first.report_training(record(step))
+        first.report_validation(ValidationRecord(**{**VALID.__dict__, "step": step}))
     first.close()
     with open(path, "a") as file:
         file.write('{"kind": "train", "st')  # a crash in the middle of a line
     second = JsonLines(path, 2)
-    second.train(record(3, loss=1.0))
+    second.report_training(record(3, loss=1.0))
     second.close()
     assert [(r["kind"], r["step"]) for r in read(path)] == [
         ("train", 1), ("valid", 1), ("train", 2), ("valid", 2), ("train", 3)
@@ -77,7 +77,7 @@ def test_damaged_lines_are_kept_and_reported(tmp_path: Path) -> None:
     assert archive_damaged_lines(tmp_path) == []
     reporter = JsonLines(path, 0)
     for step in (1, 2, 3):
-        reporter.train(record(step))
+        reporter.report_training(record(step))
     reporter.close()
     whole = path.read_text()
     path.write_text(whole + '{"kind": "train", "st')
@@ -93,7 +93,7 @@ def test_damaged_lines_are_kept_and_reported(tmp_path: Path) -> None:
 
 def test_json_has_no_infinity(tmp_path: Path) -> None:
     reporter = JsonLines(tmp_path / "metrics.jsonl", 0)
-    reporter.train(record(1, loss=None, perplexity=math.inf, grad_norm=math.nan))
+    reporter.report_training(record(1, loss=None, perplexity=math.inf, grad_norm=math.nan))
     reporter.close()
     (values,) = read(tmp_path / "metrics.jsonl")
     assert values["loss"] is values["perplexity"] is values["grad_norm"] is None
@@ -111,8 +111,8 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
 
     reporter = TensorBoard(str(tmp_path), 0)
     for step in (1, 2):
-        reporter.train(record(step, loss=3.0 - step))
-    reporter.evaluation(VALID)
+        reporter.report_training(record(step, loss=3.0 - step))
+    reporter.report_validation(VALID)
     reporter.close()
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]
@@ -153,8 +153,8 @@ def test_wandb_is_offline_by_default_and_keeps_its_run(tmp_path: Path, wandb: ty
         )
         reporters = build_reporters(chosen, 2)
         for reporter in reporters:
-            reporter.train(record(1))
-            reporter.evaluation(VALID)
+            reporter.report_training(record(1))
+            reporter.report_validation(VALID)
             reporter.close()
         assert wandb.inits[-1]["mode"] == mode
     one, two = wandb.inits
@@ -162,7 +162,7 @@ def test_wandb_is_offline_by_default_and_keeps_its_run(tmp_path: Path, wandb: ty
     assert one["project"] == "farfield"
     assert one["group"] == "g"
     assert one["config"]["num_layers"] == 2
-    assert wandb.run.logged[0] == {"step": 1, **{f"train/{k}": v for k, v in list_scalars(record(1).as_dict()).items()}}
+    assert wandb.run.logged[0] == {"step": 1, **{f"train/{k}": v for k, v in list_scalars(record(1).to_dict()).items()}}
     assert (wandb.run.logged[1]["step"], wandb.run.logged[1]["valid/loss"]) == (2, 2.5)
     assert wandb.run.finished
 
@@ -177,8 +177,8 @@ def test_wandb_gets_a_new_run_without_the_steps_that_were_given_up(
         reporters = build_reporters(chosen, first_step, output.append)
         for reporter in reporters:
             for step in steps:
-                reporter.train(record(step, loss=float(10 * len(wandb.inits))))
-            reporter.evaluation(ValidationRecord(**{**VALID.__dict__, "step": steps[-1]}))
+                reporter.report_training(record(step, loss=float(10 * len(wandb.inits))))
+            reporter.report_validation(ValidationRecord(**{**VALID.__dict__, "step": steps[-1]}))
             reporter.close()
         assert wandb.run.metrics == {"step": None, "*": "step"}
         return [(values["step"], values.get("train/loss", "valid")) for values in wandb.run.logged]
@@ -222,7 +222,7 @@ def test_trackio_is_local_continues_its_run_and_prints_nothing(
         reporters = build_reporters(chosen, first_step, output.append)
         for reporter in reporters:
             for step in steps:
-                reporter.train(record(step))
+                reporter.report_training(record(step))
             reporter.close()
     assert [values["step"] for values in run.logged] == [1, 2, 3, 1, 2]
     assert run.logged[0]["train/loss"] == 2.0
@@ -233,7 +233,7 @@ def test_trackio_is_local_continues_its_run_and_prints_nothing(
     assert output == ["use_trackio: discarding the steps after 1; Trackio starts a new run without them"]
     assert capsys.readouterr().out == ""
     for reporter in build_reporters(chosen, 2):
-        reporter.divergence(DivergenceRecord(step=2, reason="the loss is not finite"))
+        reporter.report_divergence(DivergenceRecord(step=2, reason="the loss is not finite"))
     assert run.logged[-1] == {"title": "diverged", "text": "the loss is not finite", "step": 2}
 
 
@@ -248,8 +248,8 @@ def test_trackio_itself_stores_the_numbers(tmp_path: Path) -> None:
         "chosen = config(folder / 'run', use_trackio=True, use_tensorboard=False)\n"
         "for first, last in ((0, 2), (2, 3)):\n"
         "    for reporter in build_reporters(chosen, first):\n"
-        "        [reporter.train(record(step, loss=float(step))) for step in range(first + 1, last + 1)]\n"
-        "        reporter.evaluation(VALID); reporter.close()\n"
+        "        [reporter.report_training(record(step, loss=float(step))) for step in range(first + 1, last + 1)]\n"
+        "        reporter.report_validation(VALID); reporter.close()\n"
     )
     paths = os.pathsep.join(["tests/training", "tests/support", *filter(None, sys.path)])
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": paths}
@@ -301,13 +301,13 @@ def test_a_pipe_gets_plain_lines_and_markup_is_not_read() -> None:
     stream = io.StringIO()
     reporter = ConsoleReporter(Console(file=stream, width=40), 10)
     reporter.begin(0)
-    reporter.step(1)
+    reporter.report_step(1)
     reporter.log("[red]a path with [brackets] and more than forty characters in one line")
     reporter.close()
     assert stream.getvalue() == "[red]a path with [brackets] and more than forty characters in one line\n"
 
 
 def test_perplexity_never_fails() -> None:
-    assert perplexity(0.0) == 1.0
-    assert perplexity(1e4) == math.inf
-    assert math.isnan(perplexity(math.nan))
+    assert compute_perplexity(0.0) == 1.0
+    assert compute_perplexity(1e4) == math.inf
+    assert math.isnan(compute_perplexity(math.nan))

@@ -61,7 +61,7 @@ def test_speed_counts_processed_tokens(tmp_path: Path) -> None:
     assert [found[step]["tokens"] for step in range(1, 9)] == [4 * sum(lengths[:step]) for step in range(1, 9)]
     model = load_model(tmp_path / "run").model
     for step, length in enumerate(lengths, start=1):
-        expected = found[step]["tokens_per_second"] * model.flops_per_token(length) / 1e12
+        expected = found[step]["tokens_per_second"] * model.count_flops_per_token(length) / 1e12
         assert found[step]["tflops"] == pytest.approx(expected)
 
 

@@ -120,7 +120,7 @@ def test_the_flops_that_are_reported_are_the_models(corpus: Path, tmp_path: Path
     train(tiny_config(corpus, tmp_path))
     loaded = load_model(tmp_path)
     record = records(tmp_path)[4]
-    expected = record["tokens_per_second"] * loaded.model.flops_per_token(16) / 1e12
+    expected = record["tokens_per_second"] * loaded.model.count_flops_per_token(16) / 1e12
     assert record["tflops"] == pytest.approx(expected)
 
 
@@ -228,7 +228,7 @@ def test_a_signal_saves_after_the_step_and_the_run_resumes(
 
     before = signal.getsignal(number)
     with monkeypatch.context() as patched:
-        patched.setattr(Engine, "step", step)
+        patched.setattr(Engine, "report_step", step)
         text, result = printed(tiny_config(corpus, tmp_path / "run"))
     assert signal.getsignal(number) == before
     assert (result.step, result.signal, result.exit_code) == (2, number, 128 + number)

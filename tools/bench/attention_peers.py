@@ -138,10 +138,10 @@ def build_peers(problem: AttentionProblem) -> dict[str, Attention]:
         found["kept"] = _wrap_backend(problem, RowBlockBackend(CHUNK_ROWS))
     native = NativeBackend(ChunkedBackend(CHUNK_ROWS), is_requested=True)
     on_host = problem.device == "cpu" and problem.dtype == torch.float32
-    if on_host and native.unsupported_reason(*problem.methods) is None:
+    if on_host and native.describe_unsupported(*problem.methods) is None:
         found["native"] = _wrap_backend(problem, native)
     here = problem.device != "cpu" or is_interpreted()
-    if here and problem.dtype != torch.float64 and ours.unsupported_reason(*problem.methods) is None:
+    if here and problem.dtype != torch.float64 and ours.describe_unsupported(*problem.methods) is None:
         found["triton"] = _wrap_backend(problem, ours)
     if problem.op == "cdape":
         if problem.device != "cpu":
@@ -165,7 +165,7 @@ def build_exact_attention(problem: AttentionProblem) -> Attention:
 
 
 def _attend_with_recompute(inputs: AttentionInputs) -> Tensor:
-    """Recompute score maps in the backward pass, so that memory is linear in the length."""
+    """Recompute score matrices in the backward pass, so that memory is linear in the length."""
     return checkpoint(attend_as_fused, inputs, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -226,7 +226,7 @@ def _compute_bias(encoding: Encoding, n: Tensor) -> Tensor:
 
 
 def _build_handwritten(problem: AttentionProblem) -> Attention:
-    """Return attention with whole score maps, which the compiler may fuse."""
+    """Return attention with full score matrices, which the compiler may fuse."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))

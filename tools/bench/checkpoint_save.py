@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="125M")
     parser.add_argument("--rounds", type=int_at_least(1), default=5)
     parser.add_argument(
-        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+        "--json", type=parse_output_path, help="output file of the record; its page is written next to it"
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:

@@ -75,7 +75,7 @@ def main() -> None:
     parser = ToolParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--length", type=int_at_least(8), default=4096, help="sequence length in tokens")
     parser.add_argument(
-        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+        "--json", type=parse_output_path, help="output file of the record; its page is written next to it"
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -127,7 +127,7 @@ def main() -> None:
     parser = ToolParser(description=__doc__.partition("\n")[0])
     parser.add_argument("prefix", help="dataset without the extension .bin or .idx")
     parser.add_argument(
-        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+        "--json", type=parse_output_path, help="output file of the record; its page is written next to it"
     )
     arguments = parser.parse_args()
     lengths = np.asarray(open_indexed(arguments.prefix).lengths)

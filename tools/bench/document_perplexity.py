@@ -168,7 +168,7 @@ def main() -> None:
         "--seed", type=int_at_least(0), default=1234, help="seed of training and of the order of documents"
     )
     parser.add_argument(
-        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+        "--json", type=parse_output_path, help="output file of the record; its page is written next to it"
     )
     arguments = parser.parse_args()
     from megatron.data.document_starts import compute_crossing_fraction

@@ -203,11 +203,11 @@ def measure_case(case: Case) -> list[dict[str, Any]]:
 
 def measure_flagship(case: Case) -> list[dict[str, Any]]:
     """Measure the flagship's first rank: cost of a micro-batch and of the optimizer step."""
-    from megatron.rehearsal.missing_ranks import without_weight_values
+    from megatron.rehearsal.missing_ranks import skip_weight_initialization
     from megatron.utils.signals import GracefulStop
 
     with ExitStack() as stack:
-        stack.enter_context(without_weight_values())
+        stack.enter_context(skip_weight_initialization())
         values = {
             "train_data_paths": f"[{case.corpus}]", "num_gpus": 8, "nodes": FLAGSHIP_RANKS // 8,
             "attention_backend": "triton",
@@ -335,7 +335,7 @@ def main() -> None:
     parser.add_argument("--gpu", default="h100", help="emulated GPU (h100)")
     parser.add_argument("--no-flagship", action="store_true", help="skip the flagship")
     parser.add_argument(
-        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+        "--json", type=parse_output_path, help="output file of the record; its page is written next to it"
     )
     parser.add_argument("--case", type=Path, help="internal: measure the case of this file")
     arguments = parser.parse_args()

@@ -160,7 +160,7 @@ def plan_case(case: Case, backend: str) -> tuple[RehearsedRun, MemoryEstimate]:
     """Return the rehearsed run of a case, and the memory estimate of the measured rank."""
     config = load_config(case.configs.split(), [*case.keys, *BACKENDS[backend]]).config
     run = plan_rehearsal(config, case.gpus, None, VOCABULARY)
-    stage = run.sizes.coordinates(case.rank)["pipeline"]
+    stage = run.sizes.get_coordinates(case.rank)["pipeline"]
     estimate = estimate_memory(
         run.config, run.sizes, run.vocab_size, pipeline_stage=stage, gpu_bytes=get_gpu_model(CARD).memory
     )
@@ -312,7 +312,7 @@ def main() -> None:
     parser.add_argument("--measured", type=Path, help="record whose peaks are reused")
     parser.add_argument("--processes", type=int, default=1, help="number of ranks trained at a time, up to 8 GB each")
     parser.add_argument(
-        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+        "--json", type=parse_output_path, help="output file of the record; its page is written next to it"
     )
     arguments = parser.parse_args()
     cases = [case for case in CASES if (arguments.only or "") in " ".join((case.name, *case.keys))]

@@ -147,7 +147,7 @@ def measure_kernels(run: Callable[[], None]) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
-def work(arguments: argparse.Namespace, count: int) -> None:
+def measure_share(arguments: argparse.Namespace, count: int) -> None:
     """Compile and measure the candidates at a place of the lists, and write their records into the shared folder."""
     place, folder, lengths = arguments.place, arguments.worker, arguments.lengths
     heads, dim = arguments.heads, arguments.dim
@@ -204,7 +204,7 @@ def main() -> None:
     arguments = parse_arguments()
     count = max(map(len, CANDIDATES.values()))
     if arguments.worker is not None:
-        work(arguments, count)
+        measure_share(arguments, count)
         return
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *sys.argv, "--worker", folder, "--place"]

@@ -138,7 +138,7 @@ def build_farfield(problem: StepProblem, peer: str) -> Candidate:
         return Candidate(_choose_kernels(method, _build_layer_step(problem, gpt, width)))
     launch = _launch_as_graphs(gpt) if peer != method else gpt
     step = _build_model_step(problem, gpt, lambda x, y: launch(x, labels=y).mean())
-    return Candidate(_choose_kernels(method, step), gpt.flops_per_token(problem.length))
+    return Candidate(_choose_kernels(method, step), gpt.count_flops_per_token(problem.length))
 
 
 def _launch_as_graphs(gpt: torch.nn.Module) -> Callable[..., torch.Tensor]:

@@ -128,13 +128,13 @@ def build_encoding_panels(encoding: Encoding) -> tuple[list[Panel], str]:
     return panels or _build_mask_panels(encoding), note
 
 
-def _limit_length(encoding: Encoding, wanted: int) -> int:
+def _choose_length(encoding: Encoding, wanted: int) -> int:
     return min(wanted, encoding.max_length or wanted)
 
 
 def _list_last_rows(encoding: Encoding) -> tuple[int, ...]:
     """List the query rows to draw: the last row of training and the last row overall."""
-    return tuple(sorted({_limit_length(encoding, SHAPE.train_length) - 1, _limit_length(encoding, MAX_DISTANCE) - 1}))
+    return tuple(sorted({_choose_length(encoding, SHAPE.train_length) - 1, _choose_length(encoding, MAX_DISTANCE) - 1}))
 
 
 def _mask_future(square: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def _build_embed_panels(encoding: Encoding) -> list[Panel]:
 
     They are near 1 for similar positions and near 0 for unrelated ones.
     """
-    vectors = encoding.embed(TokenRange(0, _limit_length(encoding, MAX_DISTANCE)), LIKE)
+    vectors = encoding.embed(TokenRange(0, _choose_length(encoding, MAX_DISTANCE)), LIKE)
     unit = vectors / vectors.norm(dim=-1, keepdim=True)
     lines = {f"from i = {row:,}": (unit[: row + 1] @ unit[row]).flip(0) for row in _list_last_rows(encoding)}
     square = unit[:MAP_SIZE] @ unit[:MAP_SIZE].T
@@ -187,10 +187,10 @@ def _build_rotate_panels(encoding: Encoding) -> list[Panel]:
 def _build_term_panels(encoding: Encoding) -> list[Panel]:
     """Build panels of bias and weight over the distance, and of the factors exp(bias) and weight over (i, j)."""
     toeplitz = type(encoding).overrides_hook("table")
-    far = _limit_length(encoding, MAX_DISTANCE)
+    far = _choose_length(encoding, MAX_DISTANCE)
     rows = (far - 1,) if toeplitz else _list_last_rows(encoding)
     heads = CURVE_HEADS if toeplitz else MAP_HEADS
-    side = TokenRange(0, _limit_length(encoding, MAP_SIZE))
+    side = TokenRange(0, _choose_length(encoding, MAP_SIZE))
 
     def at(query: TokenRange, key: TokenRange, which: str) -> Tensor | None:
         return getattr(compute_dense_terms(encoding, query, key, LIKE), which)
@@ -248,11 +248,11 @@ def _randomize_zero_terms(encoding: Encoding) -> str:
 
 def _build_contextual_panels(encoding: Encoding) -> list[Panel]:
     """Build panels of the contextual terms for queries and keys from N(0, 1)."""
-    far = _limit_length(encoding, MAX_DISTANCE)
+    far = _choose_length(encoding, MAX_DISTANCE)
     lines = _split_heads(
         _compute_contextual_rows(encoding, TokenRange(far - 1, 1), ALL_HEADS)[:, 0].flip(-1), MAP_HEADS
     )
-    side = TokenRange(0, _limit_length(encoding, MAP_SIZE))
+    side = TokenRange(0, _choose_length(encoding, MAP_SIZE))
     head = MAP_HEADS[0]
     square = _compute_contextual_rows(encoding, side, slice(head, head + 1))[0]
     return [

@@ -320,7 +320,7 @@ The formula is followed by the parameters with their initial values and the boun
 `r1 [H] ~ U(0, r1_below) ≥ 0.01` is one number per head, drawn uniformly between 0 and the option `r1_below` and never
 below 0.01; `in [0.01, 2]` bounds both sides. N(0, std²) is a normal distribution with standard deviation `std`. Set
 options in `pos_emb_options`, `score_processor_options` or `attention_temperature_options`. "Toeplitz" means that the
-bias is constant along every diagonal of the score map, because it depends on n = i − j alone.
+bias is constant along every diagonal of the score matrix, because it depends on n = i − j alone.
 """
 
 

@@ -42,7 +42,7 @@ class ExportCase:
     title: str
     keys: dict[str, Any] = field(default_factory=dict)
 
-    def config(self) -> Config:
+    def build_config(self) -> Config:
         return Config.from_flat(
             {
                 "num_layers": LAYERS,
@@ -173,7 +173,7 @@ def list_architecture_cases() -> Iterator[ExportCase]:
 
 def build_gpt(case: ExportCase, vocabulary: int) -> GPT:
     """Build the case's model with random weights, including norms and biases."""
-    config = case.config()
+    config = case.build_config()
     gpt = build_model(config.model, config.position, vocabulary, groups=build_single_process_groups(), seed=11).eval()
     generator = torch.Generator().manual_seed(12)
     with torch.no_grad():
@@ -226,12 +226,12 @@ def write_case(case: ExportCase, folder: Path) -> Path:
     """Write the case's run, and the expected results for `reader.py` beside it. Return the run."""
     tokenizer = ByteTokenizer()
     gpt = build_gpt(case, tokenizer.vocab_size)
-    run = write_run(folder / "run", case.config(), gpt, tokenizer)
+    run = write_run(folder / "run", case.build_config(), gpt, tokenizer)
     save_file(compute_expected_logits(gpt), folder / "expected.safetensors")
     facts = {
         "title": case.title,
         "lengths": LENGTHS,
-        "cached": case.config().position.randomized_positions is None,
+        "cached": case.build_config().position.randomized_positions is None,
         "tokens": [sequence[0].tolist() for sequence in draw_sequences()],
     }
     (folder / "case.json").write_text(json.dumps(facts), encoding="utf-8")

@@ -113,7 +113,7 @@ def read_exports(
 
 def get_export_folder_name(case: ExportCase) -> str:
     """Return the name of an export's folder: the names of its methods, shared by cases with the same exported code."""
-    position = case.config().position
+    position = case.build_config().position
     return "_".join(sorted({*position.encodings, *position.processors, *position.temperatures} - {"none"})) or "none"
 
 
@@ -161,7 +161,7 @@ def main() -> None:
     """Export, read and compare all cases, and write the record."""
     parser = ToolParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+        "--json", type=parse_output_path, help="output file of the record; its page is written next to it"
     )
     parser.add_argument("--python", default=sys.executable, help="Python interpreter that reads the exports")
     arguments = parser.parse_args()

@@ -25,7 +25,7 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 
-def relative_difference(found: Tensor, expected: Tensor) -> float:
+def compute_relative_difference(found: Tensor, expected: Tensor) -> float:
     """Return the largest difference, relative to the largest logit."""
     return float((found - expected).abs().max() / expected.abs().max())
 
@@ -57,24 +57,28 @@ def measure_differences(folder: Path) -> dict[str, float]:
 
     def of_padded(logits: Tensor) -> float:
         pairs = zip(rows, logits, strict=True)
-        return max(relative_difference(found[-row.shape[1] :], expected[str(row.shape[1])][0]) for row, found in pairs)
+        return max(
+            compute_relative_difference(found[-row.shape[1] :], expected[str(row.shape[1])][0]) for row, found in pairs
+        )
 
     positions = torch.cat([torch.arange(row.shape[1]) for row in rows])[None]
 
     def of_packed(logits: Tensor) -> float:
         parts = logits.split([row.shape[1] for row in rows], dim=1)
         pairs = zip(rows, parts, strict=True)
-        return max(relative_difference(found, expected[str(row.shape[1])]) for row, found in pairs)
+        return max(compute_relative_difference(found, expected[str(row.shape[1])]) for row, found in pairs)
 
     found = {
-        "1x whole": relative_difference(model(shortest).logits, expected[str(shortest.shape[1])]),
-        "4x whole": relative_difference(model(longest).logits, expected[str(longest.shape[1])]),
+        "1x whole": compute_relative_difference(model(shortest).logits, expected[str(shortest.shape[1])]),
+        "4x whole": compute_relative_difference(model(longest).logits, expected[str(longest.shape[1])]),
         "padded whole": of_padded(model(batch, attention_mask=mask).logits),
         "packed": of_packed(model(torch.cat(rows, dim=1), position_ids=positions).logits),
     }
     if case["cached"]:
-        found["1x cached"] = relative_difference(run_in_chunks(model, shortest), expected[str(shortest.shape[1])])
-        found["4x cached"] = relative_difference(run_in_chunks(model, longest), expected[str(longest.shape[1])])
+        found["1x cached"] = compute_relative_difference(
+            run_in_chunks(model, shortest), expected[str(shortest.shape[1])]
+        )
+        found["4x cached"] = compute_relative_difference(run_in_chunks(model, longest), expected[str(longest.shape[1])])
         found["padded cached"] = of_padded(run_in_chunks(model, batch, mask))
     else:
         try:

@@ -155,7 +155,7 @@ def main() -> None:
     """Install the versions, read the exports, run the tests and write the record."""
     parser = ToolParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+        "--json", type=parse_output_path, help="output file of the record; its page is written next to it"
     )
     parser.add_argument("--versions", nargs="+", default=VERSIONS, metavar="VERSION", help=f"{', '.join(VERSIONS)}")
     parser.add_argument("--packages", type=Path, help="folder for the installed versions; by default temporary")

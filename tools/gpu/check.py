@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument(
         "--json",
         type=parse_record_path,
-        help="output file, with the page beside it; by default docs/results/gpu_check.json",
+        help="output file, with the page next to it; by default docs/results/gpu_check.json",
     )
     parser.add_argument("--rehearse", action="store_true", help="run small versions on a CPU with Triton's interpreter")
     parser.add_argument("--parts", nargs="+", choices=names, help="run only these parts")

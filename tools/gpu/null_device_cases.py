@@ -170,7 +170,9 @@ def list_feature_cases(overlays: Sequence[str] = OVERLAYS, features: Sequence[st
     """List the cases for every overlay × backend × feature."""
     return [
         Case(
-            f"{overlay}-{backend}-{feature}", overlay, {"attention_backend": backend, **_feature_keys(overlay, feature)}
+            f"{overlay}-{backend}-{feature}",
+            overlay,
+            {"attention_backend": backend, **_get_feature_keys(overlay, feature)},
         )
         for overlay in overlays
         for backend in BACKENDS
@@ -178,7 +180,7 @@ def list_feature_cases(overlays: Sequence[str] = OVERLAYS, features: Sequence[st
     ]
 
 
-def _feature_keys(overlay: str, feature: str) -> dict[str, Any]:
+def _get_feature_keys(overlay: str, feature: str) -> dict[str, Any]:
     """Return a feature's keys. The range of randomized positions must cover the sequence length."""
     keys = FEATURES[feature]
     return (
@@ -261,7 +263,7 @@ def run_case(case: Case, corpus: Path, run: Path, world_size: int = 1) -> Outcom
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before, start_time, error, trace = read_counters(), time.perf_counter(), "", ""
-    with _listen() as recorder:
+    with _collect_messages() as recorder:
         try:
             train(build_config(case, corpus, run, world_size), Console(file=io.StringIO(), width=200))
         except FarfieldError as refusal:
@@ -304,7 +306,7 @@ FOREIGN = re.compile(r"site-packages/(?!torch/|triton/)")
 
 
 @contextmanager
-def _listen() -> Iterator[_MessageRecorder]:
+def _collect_messages() -> Iterator[_MessageRecorder]:
     """Collect Python warnings, the project's log messages and C++ messages, and keep them off the terminal."""
     from megatron.model.layer_config import ignore_compiler_warnings
 

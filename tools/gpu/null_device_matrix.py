@@ -179,7 +179,7 @@ def main() -> None:
     )
     parser.add_argument("--overlays", type=comma_separated(OVERLAYS), help="overlays to run; by default all")
     parser.add_argument(
-        "--page", type=parse_output_path, help="output file of the page; the record is written beside it (.json)"
+        "--page", type=parse_output_path, help="output file of the page; the record is written next to it (.json)"
     )
     arguments = parser.parse_args()
     record: dict[str, Any] = {**collect_provenance(__file__, "cpu"), "gpu": arguments.gpu}

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from megatron.attention.backends.registry import find_fallback_reason, list_candidates  # noqa: E402
+from megatron.attention.backends.registry import describe_fallback, list_candidates  # noqa: E402
 from megatron.attention.check.check_result import BackendTrial  # noqa: E402
 from megatron.attention.check.problem import build_problem  # noqa: E402
 from megatron.attention.check.trials import try_backends  # noqa: E402
@@ -75,7 +75,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dim", type=int_at_least(2), default=64, help="head dimension")
     parser.add_argument("--width", type=int_at_least(1), help="width of the cdape processor; by default 32")
     parser.add_argument(
-        "--json", type=parse_record_path, help="output file of the records; the page is written beside it"
+        "--json", type=parse_record_path, help="output file of the records; the page is written next to it"
     )
     arguments = parser.parse_args()
     if arguments.width is not None and not set(arguments.methods) <= set(METHODS):
@@ -165,7 +165,7 @@ def _check_layer(layer: LayerMethod, dtype: str, length: int, arguments: argpars
     )
     candidates = list_candidates(CHUNK_ROWS, problem.encoding, problem.processor, None, layer.softmax)
     (inputs,) = problem.list_inputs()
-    left = {backend: find_fallback_reason(candidates[backend], inputs) for backend in candidates}
+    left = {backend: describe_fallback(candidates[backend], inputs) for backend in candidates}
     trials = [BackendTrial(backend, f"leaves {why} to row blocks") for backend, why in left.items() if why is not None]
     tried = {backend: candidates[backend] for backend, why in left.items() if why is None}
     if len(candidates) == 1:  # as in a run with no alternatives

@@ -124,8 +124,8 @@ def render_page(rows: list[dict[str, Any]]) -> str:
 
 Each row is a command in a bare Debian (`debootstrap --variant=minbase`) with the packages in its first row and nothing
 else, as a user who is not root. `tools/install/try_bare_roots.py` builds the system, runs the commands and writes this
-page. `image` is what `apptainer.def` does in its sections, with the Python of `--python` instead of a base image. The
-last lines that each step printed follow. Other work ran on the same machine, as the load shows.
+page. `image` runs the sections of `apptainer.def` with the Python of `--python` instead of a base image. The last lines
+that each step printed follow. Other work ran on the same machine, as the load shows.
 
 | Python | Debian | step | command | time | exit code | machine | recorded |
 |---|---|---|---|--:|--:|---|---|
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--python", type=Path, help="folder of a Python to copy to /usr/local; needed for 3.12")
     parser.add_argument("--wheels", type=Path, help="folder of wheels that pip also looks at, such as a CPU torch")
     parser.add_argument(
-        "--json", type=parse_output_path, help="record to add the results to; a page is written beside it"
+        "--json", type=parse_output_path, help="record to add the results to; a page is written next to it"
     )
     arguments = parser.parse_args()
     if arguments.release == "3.12" and arguments.python is None:

@@ -114,7 +114,7 @@ def main() -> None:
     parser = ToolParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("environment", type=Path, help="folder of the environment")
     parser.add_argument("--name", required=True, help="name of the row in the record")
-    parser.add_argument("--json", type=parse_output_path, help="record to add the row to; a page is written beside it")
+    parser.add_argument("--json", type=parse_output_path, help="record to add the row to; a page is written next to it")
     arguments = parser.parse_args()
     python = arguments.environment.absolute() / "bin" / "python"
     if not python.exists():

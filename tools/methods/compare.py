@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("clones", type=Path, help="folder of clones")
     parser.add_argument("--only", nargs="+", choices=PUBLISHED, help="files of published/; by default all")
     parser.add_argument(
-        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+        "--json", type=parse_output_path, help="output file of the record; its page is written next to it"
     )
     arguments = parser.parse_args()
     earlier = {}

@@ -43,7 +43,7 @@ from torch import Tensor, nn  # noqa: E402
 from megatron.config.schema import Config  # noqa: E402
 from megatron.distributed.process_groups import build_single_process_groups  # noqa: E402
 from megatron.model.build import build_model  # noqa: E402
-from megatron.model.parameter_groups import parameter_groups  # noqa: E402
+from megatron.model.parameter_groups import build_parameter_groups  # noqa: E402
 from megatron.position.encodings.fox import ForgetGate  # noqa: E402
 from megatron.training.optimizer import build_optimizer  # noqa: E402
 from tools.records import collect_provenance, format_provenance, write_record  # noqa: E402
@@ -80,7 +80,7 @@ def measure_changes(config: Config, steps: int, lr: float, seed: int) -> list[Co
     model = build_model(
         config.model, config.position, VOCABULARY, groups=build_single_process_groups(), seed=seed
     ).train()
-    groups = parameter_groups(model, config.optimizer.weight_decay, config.optimizer.optimizer.algorithm)
+    groups = build_parameter_groups(model, config.optimizer.weight_decay, config.optimizer.optimizer.algorithm)
     optimizer = build_optimizer(groups, config.optimizer)
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
@@ -218,7 +218,7 @@ def parse_arguments() -> Any:
     parser.add_argument("--seeds", type=int_at_least(1), default=3)
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument(
-        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+        "--json", type=parse_output_path, help="output file of the record; its page is written next to it"
     )
     parser.add_argument("--png", type=parse_output_path, help="output file of the plot")
     return parser.parse_args()

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from megatron.evaluation.analysis.analysis import Figure, Table
 from megatron.evaluation.analysis.run import PageSection, render_analysis_page
 from megatron.reports.charts import Chart
-from megatron.reports.curve_chart import HorizontalAxis, Line, build_line_chart
+from megatron.reports.curve_chart import ChartLine, HorizontalAxis, build_line_chart
 from megatron.reports.leaderboard import Ablation, Leaderboard
 from megatron.reports.records import Record, RunFailure
 from megatron.reports.report import ReportSection, render_report
@@ -196,12 +196,12 @@ def write_fake_pages(folder: Path) -> list[Path]:
     ablations = tuple(Ablation("cdape", name, name.removeprefix("cdape+")) for name in sixty if name[:6] == "cdape+")
     failure = RunFailure("failed_method", 1, "the loss is not finite: <nan>", 7, 512)
     pages = {
-        "report_3": [ReportSection(None, fake_records(["rotary", "kerple_log", "cdape+kerple_log"], seed=3))],
-        "report_30": [ReportSection("Thirty methods", fake_records(sixty[:30]), failures=[failure]),
-                      ReportSection("Three seeds", fake_seeds(["rotary", "alibi", "t5"]))],
+        "report_3": [ReportSection(None, build_fake_records(["rotary", "kerple_log", "cdape+kerple_log"], seed=3))],
+        "report_30": [ReportSection("Thirty methods", build_fake_records(sixty[:30]), failures=[failure]),
+                      ReportSection("Three seeds", build_fake_seeds(["rotary", "alibi", "t5"]))],
         "report_60": [
-            ReportSection("All methods", [*fake_records(sixty), *fake_needles(sixty[:12])], failures=[failure],
-                          own_seeds=True, leaderboard=Leaderboard("method_1", ablations, 6))
+            ReportSection("All methods", [*build_fake_records(sixty), *build_fake_needles(sixty[:12])],
+                          failures=[failure], own_seeds=True, leaderboard=Leaderboard("method_1", ablations, 6))
         ],
     }  # fmt: skip
     command = "./deepy.py report runs/zoo/results.json runs/a/rather/long/path/to/results.json -o report.html"
@@ -215,8 +215,9 @@ def write_fake_pages(folder: Path) -> list[Path]:
     return paths
 
 
-def fake_records(methods: Sequence[str], seed: int = 0, lengths: Sequence[int] = (512, 1024, 2048, 4096, 8192, 16384)
-                    ) -> list[Record]:  # fmt: skip
+def build_fake_records(
+    methods: Sequence[str], seed: int = 0, lengths: Sequence[int] = (512, 1024, 2048, 4096, 8192, 16384)
+) -> list[Record]:
     """Build synthetic perplexities over lengths with intervals.
 
     Every seventh method diverges; every eleventh has few positions.
@@ -245,16 +246,16 @@ def fake_records(methods: Sequence[str], seed: int = 0, lengths: Sequence[int] =
     return records
 
 
-def fake_seeds(methods: Sequence[str]) -> list[Record]:
+def build_fake_seeds(methods: Sequence[str]) -> list[Record]:
     """Build synthetic records with three seeds per method."""
     return [
         record.replace(seed=seed, run=f"runs/{record.method}/{seed}", value=record.value * (1 + 0.03 * seed))
         for seed in range(3)
-        for record in fake_records(methods, seed=9)
+        for record in build_fake_records(methods, seed=9)
     ]
 
 
-def fake_needles(methods: Sequence[str]) -> list[Record]:
+def build_fake_needles(methods: Sequence[str]) -> list[Record]:
     """Build synthetic accuracies over depth and length."""
     random_numbers = random.Random(5)
     return [
@@ -275,7 +276,7 @@ def render_fake_analysis() -> str:
 
     def build_chart(number: int, name: str) -> Chart:
         lines = [
-            Line(f"head {head}", [(n, -n * 2.0**-head if n < 5000 else -math.inf) for n in distances], style=head)
+            ChartLine(f"head {head}", [(n, -n * 2.0**-head if n < 5000 else -math.inf) for n in distances], style=head)
             for head in range(40)
         ]
         axis = HorizontalAxis("distance", 0.0, distances[-1], "log1p")

@@ -169,7 +169,7 @@ class ParityCase:
     micro_batch: int = 1
     """Number of sequences."""
 
-    def config(self) -> Config:
+    def build_config(self) -> Config:
         """Build the configuration of the case; the caller provides the data."""
         layout = self.layout
         return Config.from_flat(
@@ -199,15 +199,15 @@ class ParityCase:
             }
         )
 
-    def alone(self) -> "ParityCase":
+    def to_single_process(self) -> "ParityCase":
         """Return the same case in one process, one sequence at a time."""
         return replace(self, layout=Layout(), micro_batch=1)
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
-    def of_json(values: dict[str, Any]) -> "ParityCase":
+    def from_json(values: dict[str, Any]) -> "ParityCase":
         return ParityCase(**{**values, "layout": Layout(**values["layout"])})
 
 

@@ -38,20 +38,20 @@ def compute_error_ratio(found: CaseResult, alone: CaseResult, precision: str) ->
     of = {"losses": (*found["losses"], found["valid"]), "norms": tuple(found["norms"])}
     by = {"losses": (*alone["losses"], alone["valid"]), "norms": tuple(alone["norms"])}
     error_ratio = {
-        kind: max(_relative_difference(a, b) for a, b in zip(of[kind], by[kind], strict=True)) / size
+        kind: max(_compute_relative_difference(a, b) for a, b in zip(of[kind], by[kind], strict=True)) / size
         for kind, size in zip(of, allowed, strict=True)
     }
     same = found["parameters"] == alone["parameters"] and math.isclose(found["flops"], alone["flops"], rel_tol=1e-12)
     return error_ratio if same else dict.fromkeys(error_ratio, math.inf)
 
 
-def _relative_difference(a: float, b: float) -> float:
+def _compute_relative_difference(a: float, b: float) -> float:
     return abs(a / b - 1) if math.isfinite(a) else math.inf
 
 
 def train_cases(cases: Sequence[ParityCase], world_size: int, folder: Path) -> dict[ParityCase, CaseResult]:
     """Return the first rank's results of each case."""
-    first, *_ = run_ranks(RANK_SCRIPT, folder, world_size, [case.as_json() for case in cases])
+    first, *_ = run_ranks(RANK_SCRIPT, folder, world_size, [case.to_json() for case in cases])
     return dict(zip(cases, first, strict=True))
 
 
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--every", type=int_at_least(1), default=1, help="each layout runs every nth method, in turn")
     parser.add_argument("--layouts", help="only layouts whose description contains this text")
     parser.add_argument(
-        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+        "--json", type=parse_output_path, help="output file of the record; its page is written next to it"
     )
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.methods if name not in METHODS]:
@@ -138,11 +138,11 @@ def main() -> None:
             ]
             for world in worlds
         }
-        single = list(dict.fromkeys(case.alone() for cases in every.values() for case in cases))
+        single = list(dict.fromkeys(case.to_single_process() for cases in every.values() for case in cases))
         alone = train_cases(single, 1, Path(folder) / "1")
         for world, cases in every.items():
             for case, found in train_cases(cases, world, Path(folder) / str(world)).items():
-                error_ratio = compute_error_ratio(found, alone[case.alone()], case.precision)
+                error_ratio = compute_error_ratio(found, alone[case.to_single_process()], case.precision)
                 rows.append(
                     {
                         "ranks": world,

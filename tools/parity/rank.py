@@ -50,9 +50,9 @@ class CountingDataset(torch.utils.data.Dataset):
 
 def train_case(case: ParityCase, groups: ProcessGroups) -> dict[str, Any]:
     """Train one case. All ranks must call this function."""
-    config = case.config()
+    config = case.build_config()
     model = build_model(config.model, config.position, VOCABULARY, groups=groups, seed=3)
-    parameters, flops = model.num_parameters(), model.flops_per_token(LENGTH)
+    parameters, flops = model.num_parameters(), model.count_flops_per_token(LENGTH)
     engine = Engine(config, model, groups)
     engine.model.train()
     data = CountingDataset(case.steps, has_documents=config.position.attention_mask == "document")
@@ -81,7 +81,7 @@ def train_case(case: ParityCase, groups: ProcessGroups) -> dict[str, Any]:
 
 def train_cases(job: list[dict[str, Any]], connect: Callable[[], RankInfo]) -> list[dict[str, Any]]:
     """Train the cases in turn and print the progress."""
-    cases: list[ParityCase] = [ParityCase.of_json(values) for values in job]
+    cases: list[ParityCase] = [ParityCase.from_json(values) for values in job]
     found: list[dict[str, Any]] = []
     processes = None
     for case in cases:

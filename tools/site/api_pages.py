@@ -53,7 +53,7 @@ API_PAGES: dict[str, ApiPage] = {
     ),
     "data": ApiPage(
         "Data",
-        "Conversion of texts to token files, with the tokenizer beside them. [Data](../data.md) is the guide.",
+        "Conversion of texts to token files, with the tokenizer next to them. [Data](../data.md) is the guide.",
         (
             *("megatron.data.corpus.prepare", "megatron.options.data", "megatron.data.corpus_metadata"),
             *("megatron.data.indexed_dataset", "megatron.data.tokenizers"),

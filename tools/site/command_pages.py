@@ -5,7 +5,7 @@ from typing import Any
 
 import typer
 
-from megatron.cli.app import COMMANDS, app, name_command
+from megatron.cli.app import COMMANDS, app, get_command_name
 from megatron.options.section import read_docstring
 from tools.site.markdown import escape, link_docs
 
@@ -13,7 +13,7 @@ FOLDER = "commands"
 EXAMPLES = "[bold]Examples[/]"
 TYPES = {
     "<str>": "text",
-    "<int range>": "whole number",
+    "<int range>": "integer",
     "<float range>": "number",
     "<path>": "path",
     "<list[str]>": "text, repeatable",
@@ -24,13 +24,13 @@ TYPES = {
 
 def list_commands() -> dict[str, str]:
     """Return the commands in the order of the help, each with a page that explains more."""
-    return {name_command(function): page for function, page in COMMANDS}
+    return {get_command_name(function): page for function, page in COMMANDS}
 
 
 def write_command_pages() -> dict[str, str]:
     """Return the pages by path in the site's docs/, starting with the index."""
     group: Any = typer.main.get_command(app)
-    docstrings = {name_command(function): read_docstring(function) for function, _ in COMMANDS}
+    docstrings = {get_command_name(function): read_docstring(function) for function, _ in COMMANDS}
     rows = []
     for name, page in list_commands().items():
         summary = " ".join(docstrings[name].partition("\n\n")[0].split())

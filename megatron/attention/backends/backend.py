@@ -185,7 +185,7 @@ def find_unsupported_feature(backend: str, features: Collection[str]) -> str | N
 logger = logging.getLogger(__name__)
 
 MAX_KEYS_SAVED = 1024
-"""Maximum number of keys up to which `auto` keeps score maps in training: for small maps this is faster than
+"""Maximum number of keys up to which `auto` keeps score matrices in training: for small maps this is faster than
 recomputation."""
 
 MIN_ROWS_SAVED = 128
@@ -250,7 +250,7 @@ def warn_fallback(backend: str, reason: str) -> None:
 class AttentionBackend(Protocol):
     """Implementation of weights·v, with the weights of `megatron.attention.reference.compute_weights`."""
 
-    def unsupported_reason(
+    def describe_unsupported(
         self,
         encoding: Encoding,
         processor: Processor | None,

@@ -46,7 +46,7 @@ class FlexBackend:
         self._trained: set[tuple[int, int, int]] = set()
         """Rows, columns and first row of the calls with gradients so far."""
 
-    def unsupported_reason(
+    def describe_unsupported(
         self,
         encoding: Encoding,
         processor: Processor | None,
@@ -63,7 +63,7 @@ class FlexBackend:
 
     @pad_values
     def __call__(self, inputs: AttentionInputs) -> Tensor:
-        reason = self.fallback_reason(inputs)
+        reason = self.describe_fallback(inputs)
         if reason is not None:
             warn_fallback("flex", reason)
             return self.fallback(inputs)
@@ -96,7 +96,7 @@ class FlexBackend:
         first_columns = document_starts if key.start == 0 else (document_starts - key.start).clamp_(min=0)
         return build_document_mask(*shape, window, first_columns)
 
-    def fallback_reason(self, inputs: AttentionInputs) -> str | None:
+    def describe_fallback(self, inputs: AttentionInputs) -> str | None:
         """Explain why these rows of a supported combination fall back to row blocks; None if they do not."""
         if inputs.key_mask is not None:
             return "padding"

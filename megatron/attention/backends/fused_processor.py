@@ -22,7 +22,7 @@ from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import Processor
 
 
-def processor_unsupported_reason(
+def describe_unsupported_processor(
     processor: Processor, *, max_width: int | None = None, max_kernel_size: int | None = None
 ) -> str | None:
     """Explain why no kernel supports the processor; None if one does.
@@ -42,7 +42,7 @@ def processor_unsupported_reason(
     return None
 
 
-def processor_fallback_reason(inputs: AttentionInputs) -> str | None:
+def describe_processor_fallback(inputs: AttentionInputs) -> str | None:
     """Explain why no kernel supports these rows of a supported combination; None if one does."""
     if inputs.query.sampled is not None:
         return "randomized positions"
@@ -69,11 +69,11 @@ def run_processor_kernel(kernel: Callable[..., Tensor], inputs: AttentionInputs,
     return kernel(args)
 
 
-def gated_processor_fallback_reason(inputs: AttentionInputs, args: CdapeArgs, table: ScoreTerms) -> str | None:
+def describe_gated_processor_fallback(inputs: AttentionInputs, args: CdapeArgs, table: ScoreTerms) -> str | None:
     """Explain why no kernel supports these rows of a processor on gates; None if one does.
 
     Args:
-        inputs: rows that `processor_fallback_reason` takes.
+        inputs: rows that `describe_processor_fallback` takes.
         args: the kernels' arguments for these rows.
         table: the encoding's table over their distances; empty if it has none.
     """
@@ -133,18 +133,18 @@ class NativeBackend:
     def __init__(self, fallback: AttentionBackend, *, is_requested: bool) -> None:
         self.fallback, self.is_requested = fallback, is_requested
 
-    def unsupported_reason(
+    def describe_unsupported(
         self,
         encoding: Encoding,
         processor: Processor | None,
         softcap: float | None = None,
         softmax_type: str = "vanilla",
     ) -> str | None:
-        reason = self.combination_unsupported_reason(encoding, processor, softcap, softmax_type)
+        reason = self.describe_unsupported_combination(encoding, processor, softcap, softmax_type)
         return reason or cpu.unavailable_reason()
 
     @staticmethod
-    def combination_unsupported_reason(
+    def describe_unsupported_combination(
         encoding: Encoding,
         processor: Processor | None,
         softcap: float | None = None,
@@ -154,11 +154,11 @@ class NativeBackend:
         reason = find_unsupported_combination("native", encoding, processor, softcap, softmax_type)
         if reason is not None or processor is None:
             return reason
-        return processor_unsupported_reason(processor, max_kernel_size=cpu.MAX_KERNEL_SIZE)
+        return describe_unsupported_processor(processor, max_kernel_size=cpu.MAX_KERNEL_SIZE)
 
     @pad_values
     def __call__(self, inputs: AttentionInputs) -> Tensor:
-        reason = _fallback_reason(inputs)
+        reason = _describe_fallback(inputs)
         if reason is not None:
             if self.is_requested:
                 warn_fallback("native", reason)
@@ -170,12 +170,12 @@ class NativeBackend:
         return run_processor_kernel(cpu.cdape_attention, inputs, table.bias)
 
 
-def _fallback_reason(inputs: AttentionInputs) -> str | None:
+def _describe_fallback(inputs: AttentionInputs) -> str | None:
     if inputs.q.device.type != "cpu":
         return "a model on a GPU"
     if inputs.q.dtype != torch.float32:
         return str(inputs.q.dtype)
-    return processor_fallback_reason(inputs)
+    return describe_processor_fallback(inputs)
 
 
 @cache

@@ -1,6 +1,6 @@
 """Attention in plain PyTorch.
 
-It uses the whole score map, blocks of query rows with their causal columns, or fused attention.
+It uses the full score matrix, blocks of query rows with their causal columns, or fused attention.
 
 Blocks halve the work. If they are recomputed in the backward pass, only q, k, v, the table over distances and the
 output are kept: memory linear in T. If they are kept, they take half of the memory of the whole map.
@@ -42,7 +42,7 @@ class _GeneralBackend:
 
     supports_document_starts = True
 
-    def unsupported_reason(
+    def describe_unsupported(
         self,
         encoding: Encoding,
         processor: Processor | None,
@@ -142,7 +142,7 @@ class SdpaBackend:
 
     supports_document_starts = True
 
-    def unsupported_reason(
+    def describe_unsupported(
         self,
         encoding: Encoding,
         processor: Processor | None,

@@ -27,7 +27,7 @@ Row blocks need no check, and FlexAttention would be compiled for every length.
 """
 
 
-def row_blocks_reason(
+def explain_row_blocks(
     name: str,
     encoding: Encoding,
     processor: Processor | None,
@@ -38,7 +38,7 @@ def row_blocks_reason(
 
     Return None if it uses fused attention, or if a backend was named.
     """
-    reason = SdpaBackend().unsupported_reason(encoding, processor, softcap, softmax_type) if name == "auto" else None
+    reason = SdpaBackend().describe_unsupported(encoding, processor, softcap, softmax_type) if name == "auto" else None
     if reason is None:
         return None
     return f"row blocks, kept up to {MAX_KEYS_SAVED:,} keys in training: sdpa {reason.removeprefix('it ')}"
@@ -52,7 +52,7 @@ def get_default_backend(
     It is sdpa or row blocks, which are PyTorch's.
     """
     return (
-        "sdpa" if SdpaBackend().unsupported_reason(encoding, processor, softcap, softmax_type) is None else ROW_BLOCKS
+        "sdpa" if SdpaBackend().describe_unsupported(encoding, processor, softcap, softmax_type) is None else ROW_BLOCKS
     )
 
 
@@ -77,19 +77,19 @@ def select_backend(
     if name not in ("auto", *backends):
         raise UserError(f"attention_backend {name!r}: choose from auto, {', '.join(backends)}")
     if name == "auto":
-        reason = row_blocks_reason(name, encoding, processor, softcap, softmax_type)
+        reason = explain_row_blocks(name, encoding, processor, softcap, softmax_type)
         logger.info("attention backend: %s", reason or "sdpa")
         if reason is None:
             return backends["sdpa"]
-        if NativeBackend.combination_unsupported_reason(encoding, processor, softcap, softmax_type) is not None:
+        if NativeBackend.describe_unsupported_combination(encoding, processor, softcap, softmax_type) is not None:
             return row_blocks
         return NativeBackend(row_blocks, is_requested=False)
-    reason = backends[name].unsupported_reason(encoding, processor, softcap, softmax_type)
+    reason = backends[name].describe_unsupported(encoding, processor, softcap, softmax_type)
     if reason is not None:
         supported = [
             other
             for other, backend in backends.items()
-            if backend.unsupported_reason(encoding, processor, softcap, softmax_type) is None
+            if backend.describe_unsupported(encoding, processor, softcap, softmax_type) is None
         ]
         raise UserError(f"attention_backend {name!r}: {reason}; choose from auto, {', '.join(supported)}")
     return backends[name]
@@ -125,13 +125,13 @@ def list_candidates(
     return {
         name: backends[name]
         for name in order
-        if backends[name].unsupported_reason(encoding, processor, softcap, softmax_type) is None
+        if backends[name].describe_unsupported(encoding, processor, softcap, softmax_type) is None
     }
 
 
-def find_fallback_reason(backend: AttentionBackend, inputs: AttentionInputs) -> str | None:
+def describe_fallback(backend: AttentionBackend, inputs: AttentionInputs) -> str | None:
     """Explain why a backend falls back to row blocks for this call of a supported combination; None if it does not."""
-    return backend.fallback_reason(inputs) if isinstance(backend, TritonBackend | FlexBackend) else None
+    return backend.describe_fallback(inputs) if isinstance(backend, TritonBackend | FlexBackend) else None
 
 
 def is_every_op_rounded(backend: AttentionBackend, inputs: AttentionInputs) -> bool:

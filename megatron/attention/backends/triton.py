@@ -30,9 +30,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination, warn_fallback
 from megatron.attention.backends.fused_processor import (
     collect_kernel_args,
-    gated_processor_fallback_reason,
-    processor_fallback_reason,
-    processor_unsupported_reason,
+    describe_gated_processor_fallback,
+    describe_processor_fallback,
+    describe_unsupported_processor,
     run_gated_processor_kernel,
     run_processor_kernel,
 )
@@ -74,7 +74,7 @@ class TritonBackend:
     def __init__(self, fallback: AttentionBackend) -> None:
         self.fallback = fallback
 
-    def unsupported_reason(
+    def describe_unsupported(
         self,
         encoding: Encoding,
         processor: Processor | None,
@@ -90,14 +90,14 @@ class TritonBackend:
         if reason := find_unsupported_combination("triton", encoding, processor, softcap, softmax_type):
             return reason
         if type(encoding).overrides_hook("dense"):
-            return _fire_unsupported_reason(encoding)
+            return _describe_unsupported_fire(encoding)
         if processor is None:
             return None
         from megatron.kernels.cdape_attention.op import MAX_PROCESSOR_WIDTH
 
-        return processor_unsupported_reason(processor, max_width=MAX_PROCESSOR_WIDTH)
+        return describe_unsupported_processor(processor, max_width=MAX_PROCESSOR_WIDTH)
 
-    def fallback_reason(self, inputs: AttentionInputs) -> str | None:
+    def describe_fallback(self, inputs: AttentionInputs) -> str | None:
         """Explain why these rows of a supported combination fall back to row blocks; None if they do not."""
         table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
         return select_kernel(inputs, table).reason or None
@@ -171,9 +171,9 @@ class TritonBackend:
                 assert selected.args is not None
                 return run_gated_processor_kernel(inputs, selected.args)
             case KernelChoice.MATRIX:
-                return attend_with_bias_matrix(inputs, table.bias, _fire_parameters(inputs.encoding))
+                return attend_with_bias_matrix(inputs, table.bias, _get_fire_parameters(inputs.encoding))
             case KernelChoice.PROCESSED_MATRIX:
-                fire = _fire_parameters(inputs.encoding)
+                fire = _get_fire_parameters(inputs.encoding)
                 assert fire is not None
                 return self.fallback(use_fire_kernel(inputs, fire))
             case KernelChoice.PYTORCH:
@@ -213,7 +213,7 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> SelectedKernel:
         inputs: inputs of the call.
         table: the encoding's table over the distances of these rows; empty if it has none.
     """
-    fire, reason = _fire_parameters(inputs.encoding), _describe_unfit(inputs.q)
+    fire, reason = _get_fire_parameters(inputs.encoding), _describe_unfit(inputs.q)
     if reason is not None:
         return SelectedKernel(KernelChoice.PYTORCH, reason)
     if inputs.query.sampled is not None:
@@ -223,13 +223,13 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> SelectedKernel:
     if inputs.processor is not None:
         if fire is not None:
             return SelectedKernel(KernelChoice.PROCESSED_MATRIX)
-        reason = processor_fallback_reason(inputs)
+        reason = describe_processor_fallback(inputs)
         if reason is not None:
             return SelectedKernel(KernelChoice.PYTORCH, reason)
         if inputs.key_bias is None:
             return SelectedKernel(KernelChoice.FUSED_PROCESSOR)
         args = collect_kernel_args(inputs, None)
-        reason = gated_processor_fallback_reason(inputs, args, table)
+        reason = describe_gated_processor_fallback(inputs, args, table)
         if reason is not None:
             return SelectedKernel(KernelChoice.PYTORCH, reason)
         return SelectedKernel(KernelChoice.GATED_PROCESSOR, args=args)
@@ -260,15 +260,15 @@ def _describe_unfit(x: Tensor) -> str | None:
     return None
 
 
-def _fire_parameters(encoding: Encoding) -> FireParameters | None:
+def _get_fire_parameters(encoding: Encoding) -> FireParameters | None:
     parameters = encoding.kernel_parameters()
     return parameters if isinstance(parameters, FireParameters) else None
 
 
-def _fire_unsupported_reason(encoding: Encoding) -> str | None:
+def _describe_unsupported_fire(encoding: Encoding) -> str | None:
     from megatron.kernels.bias.configs import MAX_HEADS, MAX_WIDTH
 
-    fire = _fire_parameters(encoding)
+    fire = _get_fire_parameters(encoding)
     if fire is None:
         return "it cannot compute a bias that is not a function of the distance"
     heads, width = fire.weight2.shape

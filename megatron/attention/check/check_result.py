@@ -112,7 +112,7 @@ def read_cache(key: CheckKey) -> CheckResult | None:
         check_result = parse_check_result(json.loads(_find_cache_path(key).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    return check_result if check_result.key == _as_json(key) else None
+    return check_result if check_result.key == _to_json(key) else None
 
 
 def write_cache(check_result: CheckResult) -> None:
@@ -122,13 +122,13 @@ def write_cache(check_result: CheckResult) -> None:
 
 
 def _find_cache_path(key: CheckKey) -> Path:
-    name = hashlib.sha256(json.dumps(_as_json(key), sort_keys=True).encode()).hexdigest()[:24]
+    name = hashlib.sha256(json.dumps(_to_json(key), sort_keys=True).encode()).hexdigest()[:24]
     folder = next(iter_cache_folders())
     open_cache_folder(folder)
     return folder / CACHE_FOLDER / f"{name}.json"
 
 
-def _as_json(key: CheckKey) -> Any:
+def _to_json(key: CheckKey) -> Any:
     return json.loads(json.dumps(key))
 
 

@@ -21,8 +21,8 @@ from megatron.attention.reference import compute_attention, compute_logits
 from megatron.attention.segments import (
     SampleFunction,
     Segment,
-    no_sampling,
     select_chunks,
+    skip_sampling,
 )
 from megatron.attention.softmax import SoftmaxSink, append_sink
 from megatron.position.bounded_parameter import BoundedParameter
@@ -54,7 +54,7 @@ class CheckedDocuments:
     """int64 [B, T] on the CPU: the column at which the document of each token of the whole rows begins."""
     masked: bool
     """True if attention is computed for whole rows (`backend.can_mask_documents`), not for each document."""
-    sample: SampleFunction = no_sampling
+    sample: SampleFunction = skip_sampling
     """Sampling function of randomized positions."""
 
     def select_last(self, num_rows: int) -> "CheckedDocuments":

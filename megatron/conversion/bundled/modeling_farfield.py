@@ -29,8 +29,8 @@ from megatron.attention.segments import (
     add_position_embeddings,
     attend_segments,
     build_segments,
-    no_sampling,
     rotate_segments,
+    skip_sampling,
 )
 from megatron.attention.softmax import build_softmax_sink
 from megatron.conversion.bundled.configuration_farfield import FarfieldConfig
@@ -609,7 +609,7 @@ class FarfieldModel(FarfieldPreTrainedModel):
 
         ends: bool [B, tokens so far] on the CPU, True for the last token of a document; None for one document per row.
         """
-        sample: SampleFunction = no_sampling
+        sample: SampleFunction = skip_sampling
         if (max_positions := self.config.randomized_positions) is not None:
             continuous = self.config.continuous_positions
 

@@ -26,13 +26,13 @@ from megatron.model.position_modules import list_layer_positions
 from megatron.options.model import (
     ModelOptions,
     compute_intermediate_size,
-    ffn_hidden_size,
+    get_ffn_hidden_size,
+    get_head_dim,
+    get_norm_epsilon,
+    get_num_kv_heads,
+    get_qk_norm,
     has_qkv_bias,
-    head_dim,
     list_norm_parts,
-    norm_epsilon,
-    num_kv_heads,
-    qk_norm,
 )
 from megatron.options.position import PositionOptions
 from megatron.position.catalog import read_encoding_facts
@@ -178,22 +178,22 @@ def find_longest_input(config: Config) -> int | None:
 
 
 def _to_hf_keys(config: Config) -> dict[str, Any]:
-    model, position, kind = config.model, config.position, qk_norm(config.model)
+    model, position, kind = config.model, config.position, get_qk_norm(config.model)
     return {
         "auto_map": AUTO_MAP,
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": num_kv_heads(model),
-        "intermediate_size": ffn_hidden_size(model),
+        "num_key_value_heads": get_num_kv_heads(model),
+        "intermediate_size": get_ffn_hidden_size(model),
         "hidden_act": model.activation,
         "norm": model.norm,
-        "head_dim": head_dim(model),
-        "norm_epsilon": norm_epsilon(model, model.norm),
+        "head_dim": get_head_dim(model),
+        "norm_epsilon": get_norm_epsilon(model, model.norm),
         "norm_bias": model.layernorm_bias,
         "norm_placement": model.norm_placement,
         "qk_norm": kind or "none",
-        "qk_norm_epsilon": norm_epsilon(model, kind or model.norm),
+        "qk_norm_epsilon": get_norm_epsilon(model, kind or model.norm),
         "qk_norm_over_heads": model.qk_layernorm_over_heads,
         "attn_logit_softcapping": model.attn_logit_softcapping,
         "final_logit_softcapping": model.final_logit_softcapping,
@@ -269,7 +269,7 @@ def _weight_mappings(config: Config) -> Iterator[WeightMapping]:
     layers = list_layer_positions(config.position, model.num_layers)
     kinds = {id(own): own for own in layers}  # identical layers are one object
     parameters = {key: _list_position_parameters(config, own) for key, own in kinds.items()}
-    norm_parts, qk_norm_parts = (list_norm_parts(model, kind) for kind in (model.norm, qk_norm(model)))
+    norm_parts, qk_norm_parts = (list_norm_parts(model, kind) for kind in (model.norm, get_qk_norm(model)))
 
     def layer_table(layer_idx: str) -> Iterator[tuple[str, str, Transform]]:
         hf_prefix = f"model.layers.{layer_idx}"

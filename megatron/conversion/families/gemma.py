@@ -33,7 +33,7 @@ from megatron.conversion.hf_layers import (
     write_layer_types,
 )
 from megatron.conversion.model_family import AddOne, ModelFamily
-from megatron.options.model import head_dim
+from megatron.options.model import get_head_dim
 
 ACTIVATION = "gelu_pytorch_tanh"
 GEMMA_DEFAULTS: dict[str, Any] = {
@@ -178,7 +178,7 @@ def _gemma2_to_hf_keys(config: Config) -> dict[str, Any]:
         **_to_hf_keys(config),
         "attn_logit_softcapping": model.attn_logit_softcapping,
         "final_logit_softcapping": model.final_logit_softcapping,
-        "query_pre_attn_scalar": int(model.query_pre_attn_scalar or head_dim(model)),
+        "query_pre_attn_scalar": int(model.query_pre_attn_scalar or get_head_dim(model)),
         "sliding_window": window or DEFAULT_WINDOW,
         "layer_types": types,
     }

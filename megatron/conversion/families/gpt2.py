@@ -17,7 +17,7 @@ from megatron.conversion.model_family import (
     has_grouped_queries,
     map_layers,
 )
-from megatron.options.model import ffn_hidden_size, has_qkv_bias
+from megatron.options.model import get_ffn_hidden_size, has_qkv_bias
 
 ACTIVATION_TO_HF = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu"}
 
@@ -69,7 +69,7 @@ def _to_hf_keys(config: Config) -> dict[str, Any]:
         "n_layer": model.num_layers,
         "n_embd": model.hidden_size,
         "n_head": model.num_attention_heads,
-        "n_inner": ffn_hidden_size(model),
+        "n_inner": get_ffn_hidden_size(model),
         "n_positions": model.max_position_embeddings or model.seq_length,
         "layer_norm_epsilon": model.layernorm_epsilon,
         "activation_function": ACTIVATION_TO_HF[model.activation],

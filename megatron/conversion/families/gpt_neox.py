@@ -18,7 +18,7 @@ from megatron.conversion.model_family import (
     map_layers,
     map_linear_layers,
 )
-from megatron.options.model import ffn_hidden_size
+from megatron.options.model import get_ffn_hidden_size
 
 ACTIVATION_TO_HF = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "silu": "silu"}
 
@@ -67,7 +67,7 @@ def _to_hf_keys(config: Config) -> dict[str, Any]:
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,
-        "intermediate_size": ffn_hidden_size(model),
+        "intermediate_size": get_ffn_hidden_size(model),
         "max_position_embeddings": model.seq_length,
         "layer_norm_eps": model.layernorm_epsilon,
         "hidden_act": ACTIVATION_TO_HF[model.activation],

@@ -22,7 +22,13 @@ from megatron.conversion.model_family import (
     check_equal_biases,
     map_layers,
 )
-from megatron.options.model import compute_intermediate_size, ffn_hidden_size, has_qkv_bias, head_dim, num_kv_heads
+from megatron.options.model import (
+    compute_intermediate_size,
+    get_ffn_hidden_size,
+    get_head_dim,
+    get_num_kv_heads,
+    has_qkv_bias,
+)
 
 ACTIVATION_TO_HF = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"}
 """Activation of the gate in transformers, by our gated activation."""
@@ -138,9 +144,9 @@ def write_llama_keys(config: Config) -> dict[str, Any]:
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": num_kv_heads(model),
-        "head_dim": head_dim(model),
-        "intermediate_size": ffn_hidden_size(model),
+        "num_key_value_heads": get_num_kv_heads(model),
+        "head_dim": get_head_dim(model),
+        "intermediate_size": get_ffn_hidden_size(model),
         "max_position_embeddings": model.seq_length,
         "rms_norm_eps": model.rms_norm_epsilon,
         "hidden_act": ACTIVATION_TO_HF[model.activation],
@@ -173,7 +179,7 @@ def map_llama_weights(
         is_fused: True if queries, keys and values are one tensor, and gate and up projection are another (Phi-3).
     """
     model = config.model
-    num_heads = model.num_attention_heads, num_kv_heads(model)
+    num_heads = model.num_attention_heads, get_num_kv_heads(model)
     qkv_transform = ConcatQKV(*num_heads) if is_fused else SeparateQKV(*num_heads, rotates_adjacent_pairs)
     qkv_names = ("qkv_proj",) if is_fused else ("q_proj", "k_proj", "v_proj")
     up_names, up_transform = (("gate_up_proj",), IDENTITY) if is_fused else (("gate_proj", "up_proj"), Concat(2))

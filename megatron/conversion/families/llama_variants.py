@@ -29,7 +29,7 @@ from megatron.conversion.hf_layers import (
     write_layer_types,
 )
 from megatron.model.mup import get_multipliers
-from megatron.options.model import head_dim
+from megatron.options.model import get_head_dim
 
 MISTRAL_DEFAULTS = {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
 SMOLLM3_DEFAULTS = {
@@ -91,11 +91,11 @@ def _granite_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
 
 def _granite_to_hf_keys(config: Config) -> dict[str, Any]:
     model, multipliers = config.model, get_multipliers(config.model)
-    scale = (model.query_pre_attn_scalar or head_dim(model)) ** -0.5
+    scale = (model.query_pre_attn_scalar or get_head_dim(model)) ** -0.5
     return {
         **write_llama_keys(config),
         "embedding_multiplier": multipliers.embedding,
-        "attention_multiplier": multipliers.query * head_dim(model) ** -0.5 if model.use_mup else scale,
+        "attention_multiplier": multipliers.query * get_head_dim(model) ** -0.5 if model.use_mup else scale,
         "residual_multiplier": multipliers.residual,
         "logits_scaling": 1 / multipliers.logits,
         "attention_bias": model.use_bias_in_attn_linear,
@@ -148,7 +148,7 @@ def _smollm3_supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
 
 def _smollm3_to_hf_keys(config: Config) -> dict[str, Any]:
     model, position = config.model, config.position
-    layers = [position.for_layer(layer) for layer in range(model.num_layers)]
+    layers = [position.get_layer_options(layer) for layer in range(model.num_layers)]
     types, window = write_layer_types(config)
     return {
         **write_llama_keys(config),

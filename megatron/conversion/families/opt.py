@@ -18,7 +18,7 @@ from megatron.conversion.model_family import (
     has_grouped_queries,
     map_layers,
 )
-from megatron.options.model import ffn_hidden_size
+from megatron.options.model import get_ffn_hidden_size
 
 ACTIVATION_TO_HF = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu"}
 POSITION_OFFSET = 2
@@ -79,7 +79,7 @@ def _to_hf_keys(config: Config) -> dict[str, Any]:
         "hidden_size": model.hidden_size,
         "word_embed_proj_dim": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,
-        "ffn_dim": ffn_hidden_size(model),
+        "ffn_dim": get_ffn_hidden_size(model),
         "max_position_embeddings": model.max_position_embeddings or model.seq_length,
         "do_layer_norm_before": True,
         "activation_function": ACTIVATION_TO_HF[model.activation],

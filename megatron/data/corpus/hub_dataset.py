@@ -155,7 +155,7 @@ class _DownloadedShards:
         self._pending: list[bytes] = []
         self._size = 0
         self._last_write = time.monotonic()
-        while (path := self._path(".json")).is_file():
+        while (path := self._get_path(".json")).is_file():
             position = parse_json(path.read_text(encoding="utf-8"))
             self.documents, self.ended, self.state = position["documents"], position["ended"], position["state"]
             self._num_shards += 1
@@ -179,12 +179,14 @@ class _DownloadedShards:
         if not self._pending and not self.ended:
             return
         position = {"documents": self.documents, "ended": self.ended, "state": state}
-        write_bytes_atomically(self._path(".jsonl.zst"), zstandard.ZstdCompressor().compress(b"\n".join(self._pending)))
-        write_bytes_atomically(self._path(".json"), json.dumps(position).encode())
+        write_bytes_atomically(
+            self._get_path(".jsonl.zst"), zstandard.ZstdCompressor().compress(b"\n".join(self._pending))
+        )
+        write_bytes_atomically(self._get_path(".json"), json.dumps(position).encode())
         self._num_shards += 1
         self._pending, self._size, self._last_write = [], 0, time.monotonic()
 
-    def _path(self, suffix: str) -> Path:
+    def _get_path(self, suffix: str) -> Path:
         return self._folder / f"{self._num_shards:06d}{suffix}"
 
 

@@ -43,7 +43,7 @@ from megatron.data.corpus_metadata import (
     compute_file_digest,
     read_corpus,
 )
-from megatron.data.tokenizers import Tokenizer, tokenizer_from_files, train_bpe
+from megatron.data.tokenizers import Tokenizer, load_tokenizer_from_files, train_bpe
 from megatron.options.data import SPLITS, CorpusOptions
 from megatron.utils.atomic_directory import (
     FolderConflictError,
@@ -229,7 +229,7 @@ def _train_tokenizer(
 
     if not is_trained:
         train_bpe(iter_training_texts(), vocab_size, folder / "tokenizer.json")
-    return tokenizer_from_files("HFTokenizer", folder / "tokenizer.json")
+    return load_tokenizer_from_files("HFTokenizer", folder / "tokenizer.json")
 
 
 def _write_splits(writer: CorpusWriter, tokenizer: Tokenizer, assignment: SplitAssignment, num_workers: int) -> None:

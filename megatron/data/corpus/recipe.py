@@ -24,7 +24,7 @@ from megatron.data.corpus_metadata import (
     split_basename,
 )
 from megatron.data.indexed_dataset import check_dataset, open_indexed
-from megatron.data.tokenizers import TOKENIZERS, Tokenizer, tokenizer_from_files
+from megatron.data.tokenizers import TOKENIZERS, Tokenizer, load_tokenizer_from_files
 from megatron.options.data import SPLITS, CorpusOptions
 from megatron.utils.errors import FarfieldError, UserError
 from megatron.utils.formatting import format_choices
@@ -159,7 +159,7 @@ def _resolve_tokenizer(options: CorpusOptions) -> Tokenizer | None:
     if options.vocab_size is not None:
         raise UserError(f"vocab_size: only tokenizer {TRAINED_TOKENIZER} accepts it; {type} has a fixed vocabulary")
     files = options.vocab_file, options.merge_file
-    return tokenizer_from_files(type, *files, end_token=options.end_token, bos=options.add_bos)
+    return load_tokenizer_from_files(type, *files, end_token=options.end_token, bos=options.add_bos)
 
 
 def _hash_value(value: Any) -> str:
@@ -188,8 +188,8 @@ def find_existing_corpus(
         metadata = read_corpus_metadata(output)
         corpus = read_corpus(output)
         for split in corpus.splits:
-            check_dataset(corpus.prefix(split), content=False)
-            open_indexed(corpus.prefix(split))
+            check_dataset(corpus.get_dataset_prefix(split), content=False)
+            open_indexed(corpus.get_dataset_prefix(split))
         stored, made_from = metadata.made_from, recipe.made_from
         differing = {key: stored.get(key) for key in {**made_from, **stored} if stored.get(key) != made_from.get(key)}
         if not differing:  # read everything only if the corpus will be reused

@@ -15,7 +15,7 @@ from multiprocessing import get_context, parent_process
 import numpy as np
 
 from megatron.data.corpus.sources import BadDocumentError, RawDocument, decode_document
-from megatron.data.tokenizers import Tokenizer, tokenizer_from_files
+from megatron.data.tokenizers import Tokenizer, load_tokenizer_from_files
 from megatron.utils.errors import RunError, UserError
 from megatron.utils.imports import protect_child_imports
 
@@ -83,7 +83,7 @@ class ChunkEncoder:
             try:
                 text = decode_document(document, self.jsonl_key)
             except MemoryError:
-                raise document_too_large(document) from None
+                raise build_size_error(document) from None
             except BadDocumentError as error:
                 if not self.skip_bad:
                     raise
@@ -98,7 +98,7 @@ class ChunkEncoder:
         try:
             by_split = {split: self._encode_texts(texts[split]) for split in texts}
         except MemoryError:
-            raise document_too_large(max(chunk.documents, key=lambda document: document.size)) from None
+            raise build_size_error(max(chunk.documents, key=lambda document: document.size)) from None
         remaining = {split: iter(encoded.lengths) for split, encoded in by_split.items()}
         lengths = [0 if split is None else next(remaining[split]) for split in splits]
         return EncodedChunk(by_split, lengths, skipped, bad, chunk.size)
@@ -129,7 +129,7 @@ class ChunkEncoder:
         return EncodedSplit(tokens.astype(self.dtype), lengths, sum(len(text.encode("utf-8")) for text in texts))
 
 
-def document_too_large(document: RawDocument) -> RunError:
+def build_size_error(document: RawDocument) -> RunError:
     return RunError(f"{document.where}: a document of {document.size:,} bytes does not fit in memory; split it")
 
 
@@ -175,7 +175,7 @@ def _start_worker(
     global _encoder
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # parallelism comes from the processes
-    tokenizer = tokenizer_from_files(type, *files, end_token=end_token, bos=False)
+    tokenizer = load_tokenizer_from_files(type, *files, end_token=end_token, bos=False)
     tokenizer.bos = bos
     _encoder = ChunkEncoder(tokenizer, np.dtype(dtype).type, jsonl_key, skip_bad=skip_bad)
 

@@ -104,7 +104,7 @@ class RepetitiveStringTask(StringTask):
         """Return the answers [B, n] to strings [B, n]."""
         raise NotImplementedError
 
-    def sequence_length(self, length: int) -> int:
+    def get_sequence_length(self, length: int) -> int:
         return 2 * length + 2
 
     def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:

@@ -71,14 +71,14 @@ class NeedleTask(RulerTask):
     def answer_ids(self) -> range:
         return range(self.noise_words + self.keys, self.question_token)
 
-    def unsupported_length_reason(self, length: int) -> str | None:
+    def describe_unsupported_length(self, length: int) -> str | None:
         if length < 2 * self.num_needles:
             return f"{self.num_needles} needles need a haystack of at least {2 * self.num_needles} tokens"
         if self._count_distractors(length) > self.keys - self.num_needle_k:
             return f"it has room for {length // 2} needles, but there are {self.keys} keys (task_options.keys)"
         return None
 
-    def sequence_length(self, length: int) -> int:
+    def get_sequence_length(self, length: int) -> int:
         return length + self.num_needle_q * (2 + self.num_needle_v) - 1
 
     def _count_distractors(self, length: int) -> int:
@@ -148,7 +148,7 @@ class NeedleTask(RulerTask):
         )
         return build_question_batch(haystack, question)
 
-    def baseline_accuracies(self, length: int) -> dict[str, float]:
+    def get_baseline_accuracies(self, length: int) -> dict[str, float]:
         # With a single needle its value would be the answer.
         return {"one of the needles' values": 1 / self.num_needles} if self.num_needles > 1 else {}
 

@@ -3,7 +3,7 @@
 The options of a task are the fields of its class, with types, bounds, defaults, and descriptions. Training and
 evaluation use `sample_batch` and the attributes of a task, and never depend on its name.
 
-B sequences, n the length of the input, T = `sequence_length(n)` tokens of the whole sequence.
+B sequences, n the length of the input, T = `get_sequence_length(n)` tokens of the whole sequence.
 """
 
 from typing import ClassVar, NamedTuple
@@ -66,11 +66,11 @@ class Task(ConfigSection):
         """Exclusive upper limit of the task's position ids, or None if it uses token indices."""
         return None
 
-    def unsupported_length_reason(self, length: int) -> str | None:
+    def describe_unsupported_length(self, length: int) -> str | None:
         """Return the reason why there are no inputs of a length, or None. The reason is a clause for error messages."""
         return None if length >= 1 else "inputs have at least 1 token"
 
-    def sequence_length(self, length: int) -> int:
+    def get_sequence_length(self, length: int) -> int:
         """Return the number of tokens in a sequence with this input length."""
         raise NotImplementedError
 
@@ -86,7 +86,7 @@ class Task(ConfigSection):
         """
         raise NotImplementedError
 
-    def length_weight(self, length: int) -> float:
+    def get_length_weight(self, length: int) -> float:
         """Return the relative frequency of a supported length in training."""
         return 1.0
 
@@ -97,6 +97,6 @@ class Task(ConfigSection):
         """
         return {}
 
-    def baseline_accuracies(self, length: int) -> dict[str, float]:
+    def get_baseline_accuracies(self, length: int) -> dict[str, float]:
         """Return accuracies that are possible without solving the task at a length, by predictor description."""
         return {}

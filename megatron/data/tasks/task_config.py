@@ -125,18 +125,18 @@ class TaskConfig:
     def lengths(self) -> tuple[int, ...]:
         """Input lengths that training draws from, ascending."""
         candidates = range(self.min_length, self.max_length + 1)
-        return tuple(length for length in candidates if self.task.unsupported_length_reason(length) is None)
+        return tuple(length for length in candidates if self.task.describe_unsupported_length(length) is None)
 
     @cached_property
     def length_weights(self) -> tuple[float, ...] | None:
         """Probabilities of these lengths, or None if they are uniform."""
-        weights = [self.task.length_weight(length) for length in self.lengths]
+        weights = [self.task.get_length_weight(length) for length in self.lengths]
         return None if len(set(weights)) == 1 else tuple(weight / sum(weights) for weight in weights)
 
     @property
     def sequence_lengths(self) -> tuple[int, ...]:
         """Length of the whole sequence for each of these input lengths."""
-        return tuple(self.task.sequence_length(length) for length in self.lengths)
+        return tuple(self.task.get_sequence_length(length) for length in self.lengths)
 
 
 def read_task_config(data: DataOptions) -> TaskConfig:
@@ -151,7 +151,7 @@ def read_task_config(data: DataOptions) -> TaskConfig:
     assert data.task_length is not None
     task = build_task(data.task, data.task_options)
     min_length = data.task_shortest_length or next(
-        n for n in range(1, data.task_length + 1) if task.unsupported_length_reason(n) is None
+        n for n in range(1, data.task_length + 1) if task.describe_unsupported_length(n) is None
     )
     return TaskConfig(data.task, task, min_length, data.task_length)
 
@@ -169,5 +169,5 @@ def find_task_problems(data: DataOptions) -> Iterator[tuple[str, str]]:
     task = build_task(data.task, data.task_options)
     for key in ("task_length", "task_shortest_length"):
         length: int | None = getattr(data, key)
-        if length is not None and (reason := task.unsupported_length_reason(length)) is not None:
+        if length is not None and (reason := task.describe_unsupported_length(length)) is not None:
             yield key, f"{key} is {length}: {reason}"

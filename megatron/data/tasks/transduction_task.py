@@ -24,7 +24,7 @@ from megatron.data.tasks.task import Array, Task, TaskBatch
 from megatron.options.section import config_field
 
 TERMINATOR_SYMBOL = 2
-"""Symbol that ends outputs of fewer than `output_length` symbols; zeros follow it."""
+"""Symbol that ends outputs of fewer than `get_output_length(n)` symbols; zeros follow it."""
 
 
 class TransductionTask(Task):
@@ -46,11 +46,11 @@ class TransductionTask(Task):
     has_terminator: ClassVar[bool] = False
     """True if accuracy counts only the outputs up to and including the first TERMINATOR_SYMBOL."""
 
-    def input_length(self, length: int) -> int:
+    def get_input_length(self, length: int) -> int:
         """Return the actual number of input tokens for a nominal length."""
         return length
 
-    def output_length(self, length: int) -> int:
+    def get_output_length(self, length: int) -> int:
         return 1
 
     def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
@@ -66,13 +66,13 @@ class TransductionTask(Task):
         first = self.num_input_symbols + 1 + bool(self.compute_tokens)
         return range(first, first + self.num_output_symbols)
 
-    def sequence_length(self, length: int) -> int:
-        return self.input_length(length) * (1 + self.compute_tokens) + self.output_length(length)
+    def get_sequence_length(self, length: int) -> int:
+        return self.get_input_length(length) * (1 + self.compute_tokens) + self.get_output_length(length)
 
     def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
         inputs, outputs = self.sample_strings(generator, count, length)
         num_inputs, num_outputs = inputs.shape[1], outputs.shape[1]
-        shape = (count, self.sequence_length(length))
+        shape = (count, self.get_sequence_length(length))
         first_answer = shape[1] - num_outputs
         tokens = np.full(shape, self.num_input_symbols, dtype=np.int64)
         tokens[:, :num_inputs] = inputs

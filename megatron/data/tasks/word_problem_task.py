@@ -30,7 +30,7 @@ class WordProblemTask(Task):
     def answer_ids(self) -> range:
         return range(self.vocab_size)
 
-    def sequence_length(self, length: int) -> int:
+    def get_sequence_length(self, length: int) -> int:
         return length
 
     def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:

@@ -51,7 +51,7 @@ def compute_terms(encoding: Encoding, distances: Tensor, row: int | None = None)
 
     Args:
         encoding: result of `to_float64`.
-        distances: whole numbers, float64 [N].
+        distances: integers, float64 [N].
         row: position i of the query, for an encoding whose bias depends on it. Its distances are then 0 … i, in this
             order, and `distances` is ignored.
     """
@@ -103,17 +103,17 @@ class BiasSeries:
 
     def sum_first(self, count: int) -> float:
         """Return the sum of the first `count` terms."""
-        return _exp(torch.logsumexp(self.bias[:count], 0).item())
+        return _compute_exp(torch.logsumexp(self.bias[:count], 0).item())
 
     @property
     def total(self) -> tuple[float, float]:
         """Lower and upper bound of Σ b_t over all t."""
         log_sum = torch.logsumexp(self.bias, 0).item()
         low, high = self.tail.log_remainder_bounds(len(self.bias))
-        return _exp(_log_add(log_sum, low)), _exp(_log_add(log_sum, high))
+        return _compute_exp(_log_add(log_sum, low)), _compute_exp(_log_add(log_sum, high))
 
 
-def _exp(x: float) -> float:
+def _compute_exp(x: float) -> float:
     """Return exp(x), or infinity on overflow."""
     return math.inf if x > 709 else math.exp(x)
 
@@ -142,7 +142,7 @@ def sum_bias_series(encoding: Encoding, window: int | None = None, num_terms: in
 
 
 MAX_FIELD = 2**53
-"""Largest receptive field that is searched for; larger whole numbers are not exact in float64."""
+"""Largest receptive field that is searched for; larger integers are not exact in float64."""
 TIE_TOLERANCE = 1e-12
 """Relative difference below which sums are equal. Sums of 2^16 float64 terms are more accurate than this."""
 PLOTTED_EPSILONS: tuple[float, ...] = tuple(torch.linspace(1, 0, 50, dtype=torch.float64).tolist())
@@ -154,7 +154,7 @@ class ReceptiveField:
     """Receptive field, or its bounds."""
 
     low: float
-    """Lower bound: a whole number, or infinity if the series diverges."""
+    """Lower bound: an integer, or infinity if the series diverges."""
     high: float
     """Upper bound: equal to `low` if the field is known exactly; infinity if only a lower bound is known."""
 

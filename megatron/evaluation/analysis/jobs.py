@@ -27,7 +27,7 @@ from megatron.evaluation.analysis.analysis import (
     needs_text,
 )
 from megatron.evaluation.eval_target import choose_lengths
-from megatron.evaluation.jobs import RunJob, build_run_jobs, name_runs
+from megatron.evaluation.jobs import RunJob, build_run_jobs, list_run_names
 from megatron.evaluation.protocols import build_scoring_plan
 from megatron.evaluation.provenance import format_method_name
 from megatron.evaluation.task_eval import TaskEval, build_task_eval, is_task_run
@@ -172,13 +172,13 @@ def _choose_lengths_and_inputs(
     )
     needs_inputs = bool(runs) and (options.only is None or any(map(needs_text, options.only)))
     if needs_inputs and is_task_run(runs):
-        inputs = inputs_from_task(build_task_eval(eval_options, [run.config for run in runs]))
+        inputs = build_inputs_from_task(build_task_eval(eval_options, [run.config for run in runs]))
         return tuple(inputs.windows), inputs
     lengths = choose_lengths(eval_options, [config.model.seq_length for config in configs])
     if needs_inputs:
         apart = any(run.config.position.attention_mask == "document" for run in runs)
         text = load_common_text(runs, options.data)
-        return lengths, inputs_from_text(text, lengths, options.windows, inside_documents=apart)
+        return lengths, build_inputs_from_text(text, lengths, options.windows, inside_documents=apart)
     if options.data is not None:
         raise UserError("--data: no requested analysis reads a text")
     if options.windows != AnalysisOptions.model_fields["windows"].default:
@@ -186,7 +186,7 @@ def _choose_lengths_and_inputs(
     return lengths, None
 
 
-def inputs_from_text(
+def build_inputs_from_text(
     text: EvalText, lengths: Sequence[int], count: int, *, inside_documents: bool = False
 ) -> AnalysisInputs:
     """Choose windows of a text as protocol `last` does.
@@ -230,7 +230,7 @@ def find_ends_inside_documents(tokens: np.ndarray, eod: int, length: int, count:
     return starts[owners] + length + picked - before[owners]
 
 
-def inputs_from_task(task_eval: TaskEval) -> AnalysisInputs:
+def build_inputs_from_task(task_eval: TaskEval) -> AnalysisInputs:
     """Sample sequences of a task at each input length, including placeholders and answers.
 
     Raises:
@@ -266,7 +266,7 @@ def build_analysis_jobs(request: AnalysisRequest) -> list[AnalysisJob]:
     """Build jobs for the runs, then for the configurations, with distinct names."""
     options = request.options
     overrides = list_overrides(options)
-    names = name_runs(request.runs, **overrides)
+    names = list_run_names(request.runs, **overrides)
     names += [
         f"{format_method_name(config.position, override_position(config.model, config.position, **overrides))} "
         "(untrained)"
@@ -314,7 +314,7 @@ def load_analysis_context(job: AnalysisJob, request: AnalysisRequest) -> Analysi
     from megatron.evaluation.forward_passes import list_attention_layers
 
     model = job.load("chunked", **list_overrides(options)).model
-    model.end_of_document = None  # each window is treated as one document (`inputs_from_text`)
+    model.end_of_document = None  # each window is treated as one document (`build_inputs_from_text`)
     attentions = list_attention_layers(model)
     encodings = _group_encodings(
         [(each.encoding, each.window) for each in attentions],

@@ -30,12 +30,12 @@ def list_configurations() -> Iterator[KernelConfig]:
             f"toeplitz_bwd {dtype_name}", _toeplitz_bwd_kernel, dtype_name, bwd, {"factor_ptr": None, **bwd.blocks}
         )
         for heads in HEADS:
-            constants = configs.fire_fwd_constants(configs.FIRE_FWD, heads)
+            constants = configs.build_fire_fwd_constants(configs.FIRE_FWD, heads)
             yield _build_config(
                 f"fire_fwd H={heads} {dtype_name}", _fire_fwd_kernel, dtype_name, configs.FIRE_FWD, constants
             )
             for width in WIDTHS:
-                constants = configs.fire_bwd_constants(configs.FIRE_BWD, heads, width)
+                constants = configs.build_fire_bwd_constants(configs.FIRE_BWD, heads, width)
                 name = f"fire_bwd H={heads} W={width} {dtype_name}"
                 yield _build_config(name, _fire_bwd_kernel, dtype_name, configs.FIRE_BWD, constants)
     yield _build_config("toeplitz_bwd with factor fp32", _toeplitz_bwd_kernel, "fp32", bwd, bwd.blocks)

@@ -33,12 +33,12 @@ def launch_options(arch: int | None, tile: Tile) -> Tile:
     return replace(tile, block_m=min(tile.block_m, INTERPRETED_BLOCK), block_n=min(tile.block_n, INTERPRETED_BLOCK))
 
 
-def fire_fwd_constants(tile: Tile, heads: int) -> dict[str, int]:
+def build_fire_fwd_constants(tile: Tile, heads: int) -> dict[str, int]:
     """Return the constants of FIRE's forward kernel."""
     return {"BLOCK_N": tile.block_n, "BLOCK_H": pad_for_dot(heads)}
 
 
-def fire_bwd_constants(tile: Tile, heads: int, width: int) -> dict[str, int]:
+def build_fire_bwd_constants(tile: Tile, heads: int, width: int) -> dict[str, int]:
     """Return the constants of FIRE's backward kernel."""
     block_h, block_w = pad_for_dot(heads), pad_for_dot(width)
     return {"BLOCK_N": min(tile.block_n, FIRE_PRODUCTS // (block_h * block_w)), "BLOCK_H": block_h, "BLOCK_W": block_w}

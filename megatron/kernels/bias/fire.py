@@ -190,7 +190,7 @@ def _fire(
     with launch_context(u):
         _fire_fwd_kernel[(rows, cdiv(columns, tile.block_n))](
             *(u, z, w1, b1, w2, b2, out, heads, rows, columns, width, offset, above),
-            **configs.fire_fwd_constants(tile, heads),
+            **configs.build_fire_fwd_constants(tile, heads),
             **tile.options,
         )
     return out
@@ -230,7 +230,7 @@ def _fire_backward(
     with launch_context(grad):
         _fire_bwd_kernel[(groups,)](
             *(grad, u, z, w1, b1, w2, dx, dz, *sums, heads, rows, columns, width, offset),
-            **configs.fire_bwd_constants(tile, heads, width),
+            **configs.build_fire_bwd_constants(tile, heads, width),
             **tile.options,
         )
     du = sum_diagonals(dx, 1 / z, u.shape[0], offset)[0]

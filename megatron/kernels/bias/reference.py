@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-def _distances(rows: int, columns: int, offset: int, device: torch.device) -> Tensor:
+def _compute_distances(rows: int, columns: int, offset: int, device: torch.device) -> Tensor:
     return offset + torch.arange(rows, device=device)[:, None] - torch.arange(columns, device=device)[None, :]
 
 
@@ -21,7 +21,7 @@ def toeplitz_bias(
     above: float = 0.0,
 ) -> Tensor:
     """Return the result of `toeplitz.toeplitz_bias`; values too large for `dtype` are not saturated here."""
-    n = _distances(rows, columns, offset, table.device)
+    n = _compute_distances(rows, columns, offset, table.device)
     return torch.where(n < 0, above, table[:, n.clamp(min=0)]).to(dtype)
 
 
@@ -42,7 +42,7 @@ def fire_bias(
     above: float = 0.0,
 ) -> Tensor:
     """Return the result of `fire.fire_bias` (FIRE: Li et al. 2023, equation 3)."""
-    n = _distances(rows, columns, offset, c.device)
+    n = _compute_distances(rows, columns, offset, c.device)
     i = (first_column + offset + torch.arange(rows, device=c.device)).to(c.dtype)
     normalizer = torch.log1p(c * torch.maximum(multiplier * half_length, i)) + 1e-6
     x = torch.log1p(c * n.clamp(min=0)) / normalizer[:, None]

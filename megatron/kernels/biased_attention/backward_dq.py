@@ -12,7 +12,7 @@ probabilities, delta_i = dout_i · out_i − log2(e) dlse_i (lse in base 2) and 
 import triton
 import triton.language as tl
 
-from megatron.kernels.biased_attention.diagonals import accumulate, sum_diagonals
+from megatron.kernels.biased_attention.diagonals import add_without_atomics, sum_diagonals
 from megatron.kernels.biased_attention.forward import (
     column_ranges,
     finish_scores,
@@ -108,10 +108,10 @@ def _bwd_dq_inner(
         ds = p * (dp - delta[:, None])
         if dbias_ptr is not None:
             sums, carry_bias = sum_diagonals(ds, carry_bias, BLOCK_M)
-            accumulate(dbias_ptr, top - c0 + t, sums, N)
+            add_without_atomics(dbias_ptr, top - c0 + t, sums, N)
         if dweight_ptr is not None:
             sums, carry_weight = sum_diagonals(ds * products, carry_weight, BLOCK_M)
-            accumulate(dweight_ptr, top - c0 + t, sums * scale, N)
+            add_without_atomics(dweight_ptr, top - c0 + t, sums * scale, N)
         if tables.weight_ptr is not None:
             ds *= weight
         ds = ds.to(k_a.dtype)
@@ -230,10 +230,10 @@ def _bwd_dq_kernel(
             nothing = tl.zeros([BLOCK_M, BLOCK_M], tl.float32)
             if dtables.bias_ptr is not None:
                 sums, _ = sum_diagonals(nothing, carry_bias, BLOCK_M)
-                accumulate(dtables.bias_ptr, n, sums, N)
+                add_without_atomics(dtables.bias_ptr, n, sums, N)
             if dtables.weight_ptr is not None:
                 sums, _ = sum_diagonals(nothing, carry_weight, BLOCK_M)
-                accumulate(dtables.weight_ptr, n, sums * scale, N)
+                add_without_atomics(dtables.weight_ptr, n, sums * scale, N)
             # Factor not yet applied in the tiles: scale, or ln(2) if the weights include scale · log2(e).
             factor = scale
             if tables.weight_ptr is not None:

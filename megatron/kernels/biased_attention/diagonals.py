@@ -43,7 +43,7 @@ def fold_rows(tile, carried, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def diagonal_shifts(BLOCK_M: tl.constexpr):
+def compute_diagonal_shifts(BLOCK_M: tl.constexpr):
     """Return the diagonal at column 0 of each row of `fold_rows`, [BLOCK_M / 2, 1]."""
     r = tl.arange(0, BLOCK_M // 2)
     return (r // 8 * 16 + r % 8 + 8)[:, None]
@@ -61,7 +61,7 @@ def sum_diagonals(tile, carry, BLOCK_M: tl.constexpr):
     r = tl.arange(0, BLOCK_M // 2)[:, None]
     t = tl.arange(0, BLOCK_M)[None, :]
     # No index wraps, so each thread has one address, with constant offsets.
-    index = (r * 2 + 1) * BLOCK_M + (diagonal_shifts(BLOCK_M) - t)
+    index = (r * 2 + 1) * BLOCK_M + (compute_diagonal_shifts(BLOCK_M) - t)
     SIZE: tl.constexpr = BLOCK_M // 2 * BLOCK_M
     both = tl.permute(tl.join(last, folded), (0, 2, 1))
     turned = tl.gather(tl.reshape(both, [SIZE * 2]), tl.reshape(index, [SIZE]), 0)
@@ -69,7 +69,7 @@ def sum_diagonals(tile, carry, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def accumulate(ptr, n, values, N):
+def add_without_atomics(ptr, n, values, N):
     """Add `values` to ptr[n]. Only the calling program accesses these addresses."""
     mask = (n >= 0) & (n < N)
     tl.store(ptr + n, tl.load(ptr + n, mask=mask, other=0.0) + values, mask=mask)

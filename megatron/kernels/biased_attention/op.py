@@ -63,7 +63,7 @@ def biased_attention(
         ValueError: if shapes, types or values are invalid, or a row would attend to no key.
         RuntimeError: if tensors are on the CPU outside Triton's interpreter.
     """
-    return _checked_forward(q, k, v, bias, weight, key_bias, offset, window, document_starts, sinks, scale)[0]
+    return _check_and_run_forward(q, k, v, bias, weight, key_bias, offset, window, document_starts, sinks, scale)[0]
 
 
 def biased_attention_with_lse(
@@ -84,7 +84,7 @@ def biased_attention_with_lse(
 
     The logsumexp includes the row's sink and is differentiable, so that results over blocks of keys can be combined.
     """
-    out, lse = _checked_forward(q, k, v, bias, weight, key_bias, offset, window, document_starts, sinks, scale)
+    out, lse = _check_and_run_forward(q, k, v, bias, weight, key_bias, offset, window, document_starts, sinks, scale)
     lse = lse * math.log(2)
     if key_bias is None:
         return out, lse
@@ -93,7 +93,7 @@ def biased_attention_with_lse(
     return out, lse + key_bias.detach()[:, :, own].float()
 
 
-def _checked_forward(
+def _check_and_run_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -131,12 +131,12 @@ def _merge_window(document_starts: Tensor, offset: int, window: int) -> Tensor:
     return torch.maximum(document_starts, edges)
 
 
-def _rows_contiguous(x: Tensor) -> Tensor:
+def _make_rows_contiguous(x: Tensor) -> Tensor:
     """Make a tensor's last dimension contiguous. Kernels accept any other strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _contiguous(x: Tensor | None) -> Tensor | None:
+def _make_contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
@@ -146,7 +146,7 @@ def _allocate_output(q: Tensor) -> Tensor:
     return q.new_empty((rows, batch, heads, dim)).permute(1, 2, 0, 3)
 
 
-def _row_stride(x: Tensor) -> int:
+def _get_row_stride(x: Tensor) -> int:
     """Return the row stride, a constant of the backward kernels; for a single row, the head dimension."""
     return x.stride(2) if x.shape[2] > 1 else x.shape[3]
 
@@ -156,7 +156,7 @@ def _build_head_rows(x: Tensor) -> AllHeadRows:
     return AllHeadRows(x, batch, head, row)
 
 
-def _table_size(bias: Tensor | None, weight: Tensor | None) -> int:
+def _get_table_size(bias: Tensor | None, weight: Tensor | None) -> int:
     table = bias if bias is not None else weight
     return 0 if table is None else table.shape[1]
 
@@ -180,8 +180,12 @@ def _forward(
         tables: arranged tables of bias and weight, with `size` distances.
     """
     arch = get_arch(q)
-    q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
-    document_starts, key_bias, sinks = _contiguous(document_starts), _contiguous(key_bias), _contiguous(sinks)
+    q, k, v = map(_make_rows_contiguous, (q, k, v))
+    document_starts, key_bias, sinks = (
+        _make_contiguous(document_starts),
+        _make_contiguous(key_bias),
+        _make_contiguous(sinks),
+    )
     batch, heads, rows, dim = q.shape
     tile = configs.fit_tile_to_rows(configs.choose_tiles(arch, q.dtype, dim).fwd, rows)
     out = _allocate_output(q)
@@ -227,8 +231,17 @@ def _backward(
             table's gradient.
     """
     arch = get_arch(q)
-    grad, q, k, v = _rows_contiguous(grad), _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
-    document_starts, key_bias, grad_lse = _contiguous(document_starts), _contiguous(key_bias), _contiguous(grad_lse)
+    grad, q, k, v = (
+        _make_rows_contiguous(grad),
+        _make_rows_contiguous(q),
+        _make_rows_contiguous(k),
+        _make_rows_contiguous(v),
+    )
+    document_starts, key_bias, grad_lse = (
+        _make_contiguous(document_starts),
+        _make_contiguous(key_bias),
+        _make_contiguous(grad_lse),
+    )
     batch, heads, rows, dim = q.shape
     columns = k.shape[2]
     tiles = configs.choose_tiles(arch, q.dtype, dim)
@@ -246,7 +259,7 @@ def _backward(
     sizes = AttentionSizes(scale, heads, rows, columns, size, offset, window or 0)
     dtables = Tables(dbias_sums, dweight_sums)
     windowed = window is not None
-    strides = (_row_stride(q), _row_stride(k), _row_stride(v), _row_stride(grad))
+    strides = (_get_row_stride(q), _get_row_stride(k), _get_row_stride(v), _get_row_stride(grad))
     with launch_context(q):
         launch(
             _bwd_dq_kernel,
@@ -284,7 +297,7 @@ class _BiasedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         bias, weight, key_bias, sinks, document_starts, ctx.offset, ctx.window, ctx.scale = rest
-        tables, ctx.size = arrange_tables(bias, weight, ctx.scale), _table_size(bias, weight)
+        tables, ctx.size = arrange_tables(bias, weight, ctx.scale), _get_table_size(bias, weight)
         output = _forward(
             *(q, k, v, tables, ctx.size, key_bias, sinks, document_starts, ctx.offset, ctx.window, ctx.scale)
         )
@@ -312,6 +325,6 @@ class _BiasedAttention(torch.autograd.Function):
         return (*gradients, dsinks, None, None, None, None)
 
 
-def flops(batch: int, heads: int, rows: int, dim: int, *, backward: bool) -> float:
+def count_flops(batch: int, heads: int, rows: int, dim: int, *, backward: bool) -> float:
     """Return the causal FLOPs of a result for R = C: 4d forward and 10d backward per pair (i, j), not recomputed."""
     return (10 if backward else 4) * dim * batch * heads * math.comb(rows + 1, 2)

@@ -11,7 +11,7 @@ from megatron.position.facts import EncodingCost
 from megatron.position.series_tails import SeriesTail, exponential_tail
 
 
-def slopes(num_heads: int) -> list[float]:
+def compute_slopes(num_heads: int) -> list[float]:
     """Return the slopes m_h for h = 1 … H, by the rule of the released code.
 
     They are 2^(−8h/H) if H is a power of two. Otherwise they are the slopes of the power of two P below H, followed by
@@ -27,7 +27,7 @@ def slopes(num_heads: int) -> list[float]:
 def cache_slopes(num_heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the slopes on a device, to which they are copied once; not to be changed."""
     with torch.inference_mode(False):
-        return torch.tensor(slopes(num_heads), dtype=dtype, device=device)
+        return torch.tensor(compute_slopes(num_heads), dtype=dtype, device=device)
 
 
 class Alibi(Encoding):
@@ -47,4 +47,4 @@ class Alibi(Encoding):
         return ScoreTerms(bias=-m[:, None] * distances)
 
     def bias_tails(self) -> list[SeriesTail]:
-        return [exponential_tail(m) for m in slopes(self.dims.num_heads)]
+        return [exponential_tail(m) for m in compute_slopes(self.dims.num_heads)]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron.position.bounded_parameter import BoundedParameter, init_constant
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.encodings.alibi import slopes
+from megatron.position.encodings.alibi import compute_slopes
 from megatron.position.facts import AttentionDims, EncodingCost, OptionError
 from megatron.position.series_tails import SeriesTail, constant_tail, exponential_tail, unknown_tail
 
@@ -70,16 +70,16 @@ class Bam(Encoding):
         if self.location is not None and self.location().any():
             return [unknown_tail("a learned location moves the peak of the prior")] * self.dims.num_heads
         return [
-            _tail(exponent, math.exp(log_scale))
+            _build_tail(exponent, math.exp(log_scale))
             for exponent, log_scale in zip(self.exponent().tolist(), self.log_scale().tolist(), strict=True)
         ]
 
 
 def _init_log_slopes(tensor: Tensor) -> None:
-    tensor.copy_(torch.tensor(slopes(tensor.numel())).log())
+    tensor.copy_(torch.tensor(compute_slopes(tensor.numel())).log())
 
 
-def _tail(exponent: float, scale: float) -> SeriesTail:
+def _build_tail(exponent: float, scale: float) -> SeriesTail:
     if exponent > 0:
         return exponential_tail(scale, exponent)
     limit = "0" if exponent < 0 else f"−{scale:.3g}"

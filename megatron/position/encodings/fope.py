@@ -79,7 +79,7 @@ class Fope(Encoding):
         with torch.no_grad():
             frequencies = compute_rotary_frequencies(self.num_pairs, self.base, x.device)[: self.num_frequencies]
             angle = tokens.positions(x.device).double()[:, None] * frequencies
-            by_cos, by_sin = (select_heads(each, heads).to(x.device, dtype) for each in self.coefficients())
+            by_cos, by_sin = (select_heads(each, heads).to(x.device, dtype) for each in self.compute_coefficients())
             cos, sin = angle.cos().to(dtype) @ by_cos, angle.sin().to(dtype) @ by_sin  # [H, T, M]
             still = (0, self.num_pairs - self.num_rotated)
             cos = torch.nn.functional.pad(cos, still, value=1.0)
@@ -87,7 +87,7 @@ class Fope(Encoding):
             turns = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
         return rotate_halves(x, *turns)
 
-    def coefficients(self) -> tuple[Tensor, Tensor]:
+    def compute_coefficients(self) -> tuple[Tensor, Tensor]:
         """Return a and b, float32 [H, F, M]: the weight of each frequency (dim 1) in each pair (dim 2).
 
         They are determined by the option seed (with released also by the layer) and not stored in checkpoints.

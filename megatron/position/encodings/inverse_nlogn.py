@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.encodings.alibi import slopes
+from megatron.position.encodings.alibi import compute_slopes
 from megatron.position.facts import AttentionDims, EncodingCost
 from megatron.position.series_tails import SeriesTail
 
@@ -34,7 +34,7 @@ class InverseNLogN(Encoding):
 
     def table(self, distances: Tensor) -> ScoreTerms:
         if self.released:
-            n = distances * torch.tensor(slopes(self.dims.num_heads), device=distances.device)[:, None]
+            n = distances * torch.tensor(compute_slopes(self.dims.num_heads), device=distances.device)[:, None]
             return ScoreTerms(bias=-torch.log((3 + n) * torch.log(3 + n)))
         bias = -torch.log((distances + 2) * torch.log(distances + 2))
         return ScoreTerms(bias=bias.expand(self.dims.num_heads, -1))

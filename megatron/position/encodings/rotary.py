@@ -130,9 +130,9 @@ class Rotary(Encoding):
             self.relative = False  # groups start at position 0
         self._rotations: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
-    def frequencies(self, device: torch.device | str | None = None, length: int = 0) -> Tensor:
+    def compute_frequencies(self, device: torch.device | str | None = None, length: int = 0) -> Tensor:
         """Return radians per token of each pair, in a sequence of the given length (scaling dynamic): float64 [r/2]."""
-        return self.scaling.frequencies(
+        return self.scaling.compute_frequencies(
             compute_rotary_frequencies(self.rotated // 2, self.base, device), self.base, length
         )
 
@@ -178,22 +178,22 @@ class Rotary(Encoding):
     ) -> tuple[Tensor, Tensor]:
         # Use float64, because at position 65,536 a float32 angle is already off by 0.004 rad.
         positions = tokens.positions(device).double()
-        frequencies = self.frequencies(device, tokens.known_length)
+        frequencies = self.compute_frequencies(device, tokens.known_length)
         rotation_positions = (
             self.scaling.map_far_positions(positions, are_queries=are_queries) if are_far else positions
         )
         angle = rotation_positions[:, None] * frequencies
         amplitude: float | Tensor = self.scaling.amplitude
         if self.xpos_scale is not None:
-            decay = ((positions - tokens.position_bound // 2) / self.xpos_scale)[:, None] * self._xpos_logarithms(
-                frequencies
-            )
+            decay = ((positions - tokens.position_bound // 2) / self.xpos_scale)[
+                :, None
+            ] * self._compute_xpos_logarithms(frequencies)
             amplitude = amplitude * (decay if are_queries else -decay).exp()
         cos, sin = ((amplitude * turn).to(dtype) for turn in (angle.cos(), angle.sin()))
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
     @staticmethod
-    def _xpos_logarithms(frequencies: Tensor) -> Tensor:
+    def _compute_xpos_logarithms(frequencies: Tensor) -> Tensor:
         """Return ln ζ of each pair, float64 [r/2]."""
         share = torch.arange(len(frequencies), dtype=torch.float64, device=frequencies.device) / len(frequencies)
         return torch.where(frequencies > 0, ((share + XPOS_START) / (1 + XPOS_START)).log(), 0.0)

@@ -51,9 +51,9 @@ class Sandwich(Encoding):
     def bias_tails(self) -> list[SeriesTail]:
         # A sum of cosines is almost periodic. The mean of the cosines over n is 0 (no frequency is a multiple of 2π),
         # so the mean of the bias is −k·m/2. By Jensen's inequality the mean of b is at least the exponential of that.
-        return [self._tail(self.dims.num_heads / (8 * h)) for h in range(1, self.dims.num_heads + 1)]
+        return [self._build_tail(self.dims.num_heads / (8 * h)) for h in range(1, self.dims.num_heads + 1)]
 
-    def _tail(self, k: float) -> SeriesTail:
+    def _build_tail(self, k: float) -> SeriesTail:
         min_log10 = -k * self.dimension / 2 / math.log(10)
         return SeriesTail(
             False,

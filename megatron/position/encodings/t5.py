@@ -60,7 +60,7 @@ class T5(Encoding):
         init = nn.init.xavier_normal_ if xavier_init else init_normal(std)
         self.bias = BoundedParameter((num_buckets, dims.num_heads), init)
 
-    def buckets(self, distances: Tensor) -> Tensor:
+    def compute_buckets(self, distances: Tensor) -> Tensor:
         """Return the bucket of each distance [N], int64 [N]."""
         exact = self.num_buckets // 2
         log = torch.log(distances.double().clamp(min=exact) / exact) / math.log(self.max_distance / exact)
@@ -68,7 +68,7 @@ class T5(Encoding):
         return torch.where(distances < exact, distances.long(), far.clamp(max=self.num_buckets - 1))
 
     def table(self, distances: Tensor) -> ScoreTerms:
-        return ScoreTerms(bias=self.scale * self.bias()[self.buckets(distances)].t())
+        return ScoreTerms(bias=self.scale * self.bias()[self.compute_buckets(distances)].t())
 
     def bias_tails(self) -> list[SeriesTail]:
         reason = f"all distances from about {self.max_distance} on share the last bucket"

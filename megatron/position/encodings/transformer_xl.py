@@ -92,7 +92,7 @@ class TransformerXL(Encoding):
     def list_growing_fan_ins(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:
         return [(self.project.weight, "hidden")]
 
-    def _sinusoids(self, count: int, like: Tensor) -> Tensor:
+    def _get_sinusoids(self, count: int, like: Tensor) -> Tensor:
         """Return R_0 … R_{count−1}, [count, D], cached and recomputed when more are needed.
 
         A decoding step needs one more than the previous step, a row block more than the block above it, and every
@@ -107,14 +107,14 @@ class TransformerXL(Encoding):
                 )
         return table[:count]
 
-    def _by_distance(self, q: Tensor, count: int, heads: slice) -> Tensor:
+    def _multiply_by_distance(self, q: Tensor, count: int, heads: slice) -> Tensor:
         """Return q·W_R R_n of queries [B, h, R, d] for n < count: [B, h, R, count].
 
         Projects the cheaper side: a few rows to the space of the sinusoids, or all sinusoids to the space of the
         queries.
         """
         rows, dim, width = q.shape[0] * q.shape[2], self.dims.head_dim, self.dims.hidden_size
-        table = self._sinusoids(count, q)
+        table = self._get_sinusoids(count, q)
         if rows * width * (dim + count) < count * dim * (width + rows):
             return torch.matmul(self.project(q, heads), table.t())
         projected = self.project(table).view(-1, self.dims.num_heads, dim).permute(1, 2, 0)[heads]  # [h, d, N]
@@ -124,7 +124,7 @@ class TransformerXL(Encoding):
         self, q: Tensor, k: Tensor, scores: Tensor, query: TokenRange, key: TokenRange, heads: slice
     ) -> Tensor:
         u, v = (p()[heads].to(q.dtype)[:, None] for p in (self.u, self.v))
-        by_distance = self._by_distance(q + v, count_distances(query, key), heads)
+        by_distance = self._multiply_by_distance(q + v, count_distances(query, key), heads)
         distance = query.positions(q.device)[:, None] - key.positions(q.device)[None, :]
         index = distance.clamp_(min=0).expand(*by_distance.shape[:3], -1)
         return (torch.matmul(u, k.transpose(-1, -2)) + by_distance.gather(-1, index)) * self.dims.head_dim**-0.5

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.encodings.alibi import cache_slopes, slopes
+from megatron.position.encodings.alibi import cache_slopes, compute_slopes
 from megatron.position.facts import AttentionDims, EncodingCost
 from megatron.position.series_tails import SeriesTail, power_tail
 
@@ -40,5 +40,5 @@ class ExploringType1(Encoding):
 
     def bias_tails(self) -> list[SeriesTail]:
         if self.released:
-            return [power_tail(1.0, m**2, 2.0) for m in slopes(self.dims.num_heads)]
+            return [power_tail(1.0, m**2, 2.0) for m in compute_slopes(self.dims.num_heads)]
         return [power_tail(2.0)] * self.dims.num_heads

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.encodings.alibi import slopes
+from megatron.position.encodings.alibi import compute_slopes
 from megatron.position.facts import AttentionDims, EncodingCost
 from megatron.position.series_tails import SeriesTail, squared_log_tail
 
@@ -33,12 +33,12 @@ class ExploringType2(Encoding):
 
     def table(self, distances: Tensor) -> ScoreTerms:
         if self.released:
-            n = distances * torch.tensor(slopes(self.dims.num_heads), device=distances.device)[:, None]
+            n = distances * torch.tensor(compute_slopes(self.dims.num_heads), device=distances.device)[:, None]
             return ScoreTerms(bias=-torch.log(3 + n).square())
         bias = -torch.log1p(distances).square()
         return ScoreTerms(bias=bias.expand(self.dims.num_heads, -1))
 
     def bias_tails(self) -> list[SeriesTail]:
         if self.released:
-            return [squared_log_tail(m, 3.0) for m in slopes(self.dims.num_heads)]
+            return [squared_log_tail(m, 3.0) for m in compute_slopes(self.dims.num_heads)]
         return [squared_log_tail()] * self.dims.num_heads

@@ -1,4 +1,4 @@
-"""Multi-Token Attention: convolutions of each head's score map over queries and keys, and mixing of heads.
+"""Multi-Token Attention: convolutions of each head's score matrix over queries and keys, and mixing of heads.
 
     Z = K_s ∗ mask₀(S + B)                convolution of each head's map, c_q rows by c_k columns, ending with the row
     A = softmax(mask₋∞(M_s Z))            M_s mixes all heads, if enabled

@@ -200,26 +200,26 @@ class GpuModel:
         return f"sm_{self.capability[0]}{self.capability[1]}"
 
 
-def _ampere(name: str, device_name: str) -> GpuModel:
+def _build_ampere(name: str, device_name: str) -> GpuModel:
     memory = int(get_gpu_spec(name).gib * GIB)
     return GpuModel(name, device_name, (8, 0), 108, 163 * 1024, 164 * 1024, 40 * 2**20, memory)
 
 
-def _hopper(name: str, device_name: str, processors: int = 132) -> GpuModel:
+def _build_hopper(name: str, device_name: str, processors: int = 132) -> GpuModel:
     memory = int(get_gpu_spec(name).gib * GIB)
     return GpuModel(name, device_name, (9, 0), processors, 227 * 1024, 228 * 1024, 50 * 2**20, memory)
 
 
 GPU_MODELS = (
-    _ampere("a100-40gb", "NVIDIA A100-SXM4-40GB"),
-    _ampere("a100-80gb", "NVIDIA A100-SXM4-80GB"),
-    _ampere("a800", "NVIDIA A800-SXM4-80GB"),
-    _hopper("gh200", "NVIDIA GH200 480GB"),
-    _hopper("h100", "NVIDIA H100 80GB HBM3"),
-    _hopper("h100-nvl", "NVIDIA H100 NVL"),
-    _hopper("h100-pcie", "NVIDIA H100 PCIe", 114),
-    _hopper("h200", "NVIDIA H200"),
-    _hopper("h800", "NVIDIA H800"),
+    _build_ampere("a100-40gb", "NVIDIA A100-SXM4-40GB"),
+    _build_ampere("a100-80gb", "NVIDIA A100-SXM4-80GB"),
+    _build_ampere("a800", "NVIDIA A800-SXM4-80GB"),
+    _build_hopper("gh200", "NVIDIA GH200 480GB"),
+    _build_hopper("h100", "NVIDIA H100 80GB HBM3"),
+    _build_hopper("h100-nvl", "NVIDIA H100 NVL"),
+    _build_hopper("h100-pcie", "NVIDIA H100 PCIe", 114),
+    _build_hopper("h200", "NVIDIA H200"),
+    _build_hopper("h800", "NVIDIA H800"),
 )
 """Emulated GPUs: those known by name (`distributed/hardware.py`) for which the kernels are compiled and tested (compute
 capability 8.0 and 9.0)."""

@@ -32,17 +32,21 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
     for name, number in SERIES.items():
         released = {} if name == "alibi" else {"pos_emb_options": {"released": True}}
         title = f"{name}{', released' if released else ''}: type {number} of fairseq-evo's {stem}.py, one layer"
-        yield _compare(title, lambda length, number=number: _series(module, length, number), pos_emb=name, **released)
+        yield _compare(
+            title, lambda length, number=number: _compute_series(module, length, number), pos_emb=name, **released
+        )
     keys = {"pos_emb": "sandwich", "pos_emb_options": {"dimension": 2 * WIDTH // HEADS}}
-    yield _compare(f"sandwich: fairseq-evo's {stem}.py, one layer", lambda length: _sandwich(module, length), **keys)
+    yield _compare(
+        f"sandwich: fairseq-evo's {stem}.py, one layer", lambda length: _compute_sandwich(module, length), **keys
+    )
 
 
-def _series(module: ModuleType, length: int, number: int) -> Tensor:
+def _compute_series(module: ModuleType, length: int, number: int) -> Tensor:
     """Return its bias [H, T, T], −∞ for later keys."""
     return torch.stack([module.get_mask_k(length, number, slope) for slope in module.get_slopes(HEADS)])
 
 
-def _sandwich(module: ModuleType, length: int) -> Tensor:
+def _compute_sandwich(module: ModuleType, length: int) -> Tensor:
     """Return its Sandwich bias [H, T, T], −∞ for later keys."""
     sizes = {"tokens_per_sample": length, "decoder_attention_heads": HEADS, "decoder_embed_dim": WIDTH}
     decoder = module.TransformerRpeDecoder(SimpleNamespace(**sizes, sandwich=1), None, None)

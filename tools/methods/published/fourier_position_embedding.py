@@ -53,7 +53,7 @@ def _build_pair(module: ModuleType, length: int, *, released: bool) -> tuple[GPT
     options = {"base": base, "gain": 1.0, "seed": 3, "original_length": length, "released": released}
     ours = build_gpt(pos_emb="fope", pos_emb_options=options)
     kept = theirs.cos_coef.shape[-1]
-    by_cos, by_sin = ours.position.coefficients()
+    by_cos, by_sin = ours.position.compute_coefficients()
     assert ours.position.num_rotated == kept < WIDTH // HEADS // 2
     assert ours.position.num_frequencies == theirs.input_dim
     theirs.cos_coef.copy_(by_cos)

@@ -55,12 +55,12 @@ class Addition(AutoregressiveTask):
     def position_limit(self) -> int | None:
         return self.max_digits + 3 if self.positions == "coupled" else None
 
-    def unsupported_length_reason(self, length: int) -> str | None:
+    def describe_unsupported_length(self, length: int) -> str | None:
         if length > self.max_digits and (self.index_hints or self.positions == "coupled"):
             return f"numbers have at most {self.max_digits} digits (task_options.max_digits)"
         return None if length >= 1 else "numbers have at least 1 digit"
 
-    def sequence_length(self, length: int) -> int:
+    def get_sequence_length(self, length: int) -> int:
         return 3 + (3 * length + 1) * (1 + self.index_hints)
 
     def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:

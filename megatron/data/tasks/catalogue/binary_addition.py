@@ -19,7 +19,7 @@ class BinaryAddition(TransductionTask):
     num_output_symbols = 3
     has_terminator = True
 
-    def output_length(self, length: int) -> int:
+    def get_output_length(self, length: int) -> int:
         return length + 1
 
     def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:

@@ -19,13 +19,13 @@ class BinaryMultiplication(TransductionTask):
     num_output_symbols = 3
     has_terminator = True
 
-    def output_length(self, length: int) -> int:
+    def get_output_length(self, length: int) -> int:
         return length
 
     def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
         if length > 2:
             inputs, first, second = sample_number_pairs(generator, count, length)
-            # Convolution before carries: whole numbers below n, which the FFT computes with an error of less than ½.
+            # Convolution before carries: integers below n, which the FFT computes with an error of less than ½.
             first, second = (np.fft.rfft(number, 2 * length) for number in (first, second))
             sums = np.rint(np.fft.irfft(first * second, 2 * length)[:, :length]).astype(np.int64)
             return inputs, terminate_bits(propagate_carries(sums), length)

@@ -44,7 +44,7 @@ class CommonWords(RulerTask):
     def answer_ids(self) -> range:
         return range(self.vocabulary)
 
-    def unsupported_length_reason(self, length: int) -> str | None:
+    def describe_unsupported_length(self, length: int) -> str | None:
         common = self.num_cw * self.freq_cw
         if length < common or (length - common) % self.freq_ucw:
             return f"lists have {common} words and a multiple of {self.freq_ucw} more"
@@ -52,7 +52,7 @@ class CommonWords(RulerTask):
             return f"it needs more than {self.vocabulary} words (task_options.vocabulary)"
         return None
 
-    def sequence_length(self, length: int) -> int:
+    def get_sequence_length(self, length: int) -> int:
         return length + self.num_cw
 
     def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
@@ -66,7 +66,7 @@ class CommonWords(RulerTask):
         mark = np.full((count, 1), self.vocabulary)
         return build_question_batch(listed, np.concatenate([mark, common], axis=1)[:, None], given=1)
 
-    def baseline_accuracies(self, length: int) -> dict[str, float]:
+    def get_baseline_accuracies(self, length: int) -> dict[str, float]:
         # A random word of the rest of the list; its probability is its frequency, and it is correct if it is the next
         # answer.
         left = [length - self.freq_cw * done for done in range(self.num_cw)]

@@ -17,14 +17,14 @@ class ComputeSqrt(TransductionTask):
     num_input_symbols = 2
     num_output_symbols = 2
 
-    def output_length(self, length: int) -> int:
+    def get_output_length(self, length: int) -> int:
         return (length + 1) // 2
 
     def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
         inputs = sample_positive(generator, count, np.full(count, length), length)
         packed = np.packbits(inputs.astype(np.uint8), axis=1)
         unused_bits = 8 * packed.shape[1] - length  # zeros at the end of the last byte
-        width = self.output_length(length)
+        width = self.get_output_length(length)
         roots = [math.isqrt(int.from_bytes(row.tobytes()) >> unused_bits) for row in packed]
         root_bytes = np.frombuffer(b"".join(root.to_bytes(-(-width // 8)) for root in roots), dtype=np.uint8)
         unpacked = np.unpackbits(root_bytes.reshape(count, -1), axis=1)

@@ -11,7 +11,7 @@ class CopyString(StringTask):
 
     title = "n letters, copied, and a stop token"
 
-    def sequence_length(self, length: int) -> int:
+    def get_sequence_length(self, length: int) -> int:
         return 2 * length + 2
 
     def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:

@@ -15,7 +15,7 @@ class DuplicateString(TransductionTask):
     num_input_symbols = 2
     num_output_symbols = 2
 
-    def output_length(self, length: int) -> int:
+    def get_output_length(self, length: int) -> int:
         return 2 * length
 
     def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:

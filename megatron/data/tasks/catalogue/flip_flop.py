@@ -32,12 +32,12 @@ class FlipFlop(Task):
     def answer_ids(self) -> range:
         return range(FIRST_BIT, FIRST_BIT + 2)
 
-    def unsupported_length_reason(self, length: int) -> str | None:
+    def describe_unsupported_length(self, length: int) -> str | None:
         return (
             None if length >= 4 and length % 2 == 0 else "expected an even length of at least 4 for a write and a read"
         )
 
-    def sequence_length(self, length: int) -> int:
+    def get_sequence_length(self, length: int) -> int:
         return length
 
     def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:

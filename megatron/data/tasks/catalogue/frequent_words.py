@@ -47,13 +47,13 @@ class FrequentWords(RulerTask):
         weights = np.arange(1, self.vocabulary + 2, dtype=np.float64) ** -self.alpha
         return np.floor(length * weights / weights.sum()).astype(np.int64)[1:]
 
-    def unsupported_length_reason(self, length: int) -> str | None:
+    def describe_unsupported_length(self, length: int) -> str | None:
         asked = self.count_words(length)[: self.num_words + 1]
         if (np.diff(asked) < 0).all():
             return None
         return f"the {self.num_words} most frequent words do not differ in frequency; the text is too short"
 
-    def sequence_length(self, length: int) -> int:
+    def get_sequence_length(self, length: int) -> int:
         return length + self.num_words
 
     def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
@@ -65,7 +65,7 @@ class FrequentWords(RulerTask):
         mark = np.full((count, 1), self.vocabulary + 1)
         return build_question_batch(text, np.concatenate([mark, words[:, : self.num_words]], axis=1)[:, None], given=1)
 
-    def baseline_accuracies(self, length: int) -> dict[str, float]:
+    def get_baseline_accuracies(self, length: int) -> dict[str, float]:
         times = self.count_words(length)
         left = times.sum() - np.concatenate([[0], times.cumsum()[: self.num_words - 1]])
         return {"any word of the text that is left": float((times[: self.num_words] / left).mean())}

@@ -20,13 +20,13 @@ class ModularArithmetic(TransductionTask):
     num_input_symbols = 9
     num_output_symbols = 5
 
-    def input_length(self, length: int) -> int:
+    def get_input_length(self, length: int) -> int:
         return length - 1 + length % 2
 
     def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
-        digits = generator.integers(5, size=(count, self.input_length(length) // 2 + 1))
+        digits = generator.integers(5, size=(count, self.get_input_length(length) // 2 + 1))
         operators = generator.integers(PLUS, PLUS + 3, size=(count, digits.shape[1] - 1))
-        inputs = np.zeros((count, self.input_length(length)), dtype=np.int64)
+        inputs = np.zeros((count, self.get_input_length(length)), dtype=np.int64)
         inputs[:, ::2], inputs[:, 1::2] = digits, operators
         total, term = np.zeros(count, dtype=np.int64), digits[:, 0]
         for operator, digit in zip(operators.T, digits.T[1:], strict=True):

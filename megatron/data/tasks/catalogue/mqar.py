@@ -48,12 +48,12 @@ class MQAR(Task):
     def answer_ids(self) -> range:
         return range(self.vocabulary)
 
-    def unsupported_length_reason(self, length: int) -> str | None:
+    def describe_unsupported_length(self, length: int) -> str | None:
         if length < 4 * self.pairs or length % 2:
             return f"{self.pairs} pairs and their queries need an even length of at least {4 * self.pairs}"
         return None
 
-    def sequence_length(self, length: int) -> int:
+    def get_sequence_length(self, length: int) -> int:
         return length
 
     def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
@@ -73,5 +73,5 @@ class MQAR(Task):
         np.put_along_axis(mask, positions, True, axis=1)
         return TaskBatch(tokens, labels, mask, mask)
 
-    def baseline_accuracies(self, length: int) -> dict[str, float]:
+    def get_baseline_accuracies(self, length: int) -> dict[str, float]:
         return {"one of the sequence's values": 1 / self.pairs}

@@ -33,7 +33,7 @@ class NgramLookup(StringTask):
         "suffix", "position of the given letters: after or before the string"
     )
 
-    def unsupported_length_reason(self, length: int) -> str | None:
+    def describe_unsupported_length(self, length: int) -> str | None:
         min_length = self.ngram + self.answer
         if length < min_length:
             return f"{self.ngram} letters and an answer of {self.answer} need a string of at least {min_length}"
@@ -41,7 +41,7 @@ class NgramLookup(StringTask):
             return f"{self.ngram} of {self.letters} letters rarely occur exactly once in such a string"
         return None
 
-    def sequence_length(self, length: int) -> int:
+    def get_sequence_length(self, length: int) -> int:
         return length + 2 + self.ngram + self.answer + (self.query == "prefix")
 
     def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:

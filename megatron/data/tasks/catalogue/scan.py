@@ -40,15 +40,15 @@ class Scan(AutoregressiveTask):
     def num_letters(self) -> int:
         return len(SYMBOLS)
 
-    def unsupported_length_reason(self, length: int) -> str | None:
+    def describe_unsupported_length(self, length: int) -> str | None:
         if length in list_commands():
             return None
         return f"commands have {', '.join(map(str, sorted(list_commands())))} actions"
 
-    def length_weight(self, length: int) -> float:
+    def get_length_weight(self, length: int) -> float:
         return float(len(list_commands()[length][0]))
 
-    def sequence_length(self, length: int) -> int:
+    def get_sequence_length(self, length: int) -> int:
         return LONGEST_COMMAND + 2 + length
 
     def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:

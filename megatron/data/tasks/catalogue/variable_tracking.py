@@ -59,11 +59,11 @@ class VariableTracking(RulerTask):
     def answer_ids(self) -> range:
         return range(self.noise_words, self.noise_words + self.variables)
 
-    def unsupported_length_reason(self, length: int) -> str | None:
+    def describe_unsupported_length(self, length: int) -> str | None:
         needed = 3 * self.num_statements
         return None if length >= needed else f"{self.num_statements} assignments need at least {needed} tokens"
 
-    def sequence_length(self, length: int) -> int:
+    def get_sequence_length(self, length: int) -> int:
         return length + 2 + self.num_hops
 
     def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
@@ -83,5 +83,5 @@ class VariableTracking(RulerTask):
         # Chains are interchangeable, so the first one is queried.
         return build_question_batch(haystack, np.concatenate([mark, values[:, :1], names[:, :1]], axis=2))
 
-    def baseline_accuracies(self, length: int) -> dict[str, float]:
+    def get_baseline_accuracies(self, length: int) -> dict[str, float]:
         return {"one of the variables": 1 / self.num_statements}

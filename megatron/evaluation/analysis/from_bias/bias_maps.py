@@ -61,7 +61,7 @@ class BiasMaps(Analysis):
         return BiasMapResult(first.name, {head: factors[head] for head in context.drawn_heads})
 
     def render_blocks(self, results: Mapping[str, BiasMapResult], names: Sequence[str]) -> list[Block]:
-        panels = [(name, result, head) for name, result in results.items() for head in _first_and_last(result)]
+        panels = [(name, result, head) for name, result in results.items() for head in _select_first_and_last(result)]
         notes = [
             f"The maps of {name} are for {result.layer}."
             for name, result in results.items()
@@ -79,7 +79,7 @@ class BiasMaps(Analysis):
             yield {"layer": result.layer, "head": head, "exp_bias": format_triangle(factors, 4)}
 
 
-def _first_and_last(result: BiasMapResult) -> list[int]:
+def _select_first_and_last(result: BiasMapResult) -> list[int]:
     """Return the first and the last head, or only the first if their maps are equal."""
     heads = list(result.maps)
     first, last = result.maps[heads[0]], result.maps[heads[-1]]

@@ -16,7 +16,7 @@ from megatron.evaluation.analysis.analysis import Analysis, AnalysisContext, Blo
 from megatron.evaluation.analysis.bias_series import compute_terms, to_float64
 from megatron.position.encoding import Encoding
 from megatron.reports.charts import Chart
-from megatron.reports.curve_chart import HorizontalAxis, Line, build_line_chart
+from megatron.reports.curve_chart import ChartLine, HorizontalAxis, build_line_chart
 
 THRESHOLD = -2.0
 MAX_PLOTTED_DISTANCE = 20_480
@@ -37,7 +37,7 @@ def compute_effective_lengths(encoding: Encoding, window: int | None = None) -> 
         window: number of most recent keys that a token attends to, as if the bias were −∞ from this distance on.
 
     Returns:
-        A whole number; infinity if the bias stays above −2 at every distance up to 2^53; or None if it increases
+        An integer; infinity if the bias stays above −2 at every distance up to 2^53; or None if it increases
         anywhere up to 20,480, or is not a function of the distance.
     """
     max_length = math.inf if window is None else window
@@ -140,7 +140,7 @@ def _build_chart(results: Mapping[str, EffectiveLengthResult], names: Sequence[s
         lengths = [length for _, heads in result for length in heads]
         counts = count_heads_within([length for length in lengths if length is not None], distances)
         shares = [100 * count / len(lengths) for count in counts]
-        lines.append(Line(name, list(zip(distances, shares, strict=True)), style=names.index(name)))
+        lines.append(ChartLine(name, list(zip(distances, shares, strict=True)), style=names.index(name)))
     return build_line_chart(
         "effective_length_chart",
         "Heads whose bias is below −2 at that distance",

@@ -8,7 +8,7 @@ import torch
 from megatron.evaluation.analysis.analysis import Analysis, AnalysisContext, Block, LayerEncoding, NotApplicable, Table
 from megatron.evaluation.analysis.bias_series import compute_terms, to_float64
 from megatron.reports.charts import Chart
-from megatron.reports.curve_chart import HorizontalAxis, Line, build_line_chart
+from megatron.reports.curve_chart import ChartLine, HorizontalAxis, build_line_chart
 from megatron.reports.metrics import format_number
 
 MIN_BIAS = -12.0
@@ -138,7 +138,7 @@ def _build_chart(number: int, name: str, kernel: LayerKernels, term: str) -> Cha
         HorizontalAxis("distance", 0.0, last, "log1p"),
         term,
         [
-            Line(f"head {head}", list(zip(kernel.distances.tolist(), curve, strict=True)), style=head)
+            ChartLine(f"head {head}", list(zip(kernel.distances.tolist(), curve, strict=True)), style=head)
             for head, curve in enumerate(values.tolist())
         ],
         y_limits=(low, high) if high > low else (low - 1, low + 1),

@@ -48,7 +48,7 @@ class AttentionMass:
         """Mean share of all keys at larger distances, float64 [layers, H]."""
         return (1 - self.by_distance.sum(-1)).clamp(min=0)
 
-    def receptive_field(self, layer: int, head: int, epsilon: float) -> int | None:
+    def compute_receptive_field(self, layer: int, head: int, epsilon: float) -> int | None:
         """Return n_emp(ε) of the mean shares, or None if it exceeds m."""
         sums = self.by_distance[layer, head].cumsum(0)
         is_enough = sums > (1 - epsilon) * (1 + TIE_TOLERANCE)
@@ -163,7 +163,7 @@ class EmpiricalReceptiveField(Analysis):
                         "length": length, "m": num_distances, "queries": mass.num_queries, "layer": layer, "head": head
                     }  # fmt: skip
                     for epsilon in EPSILONS:
-                        keys = mass.receptive_field(layer, head, epsilon)
+                        keys = mass.compute_receptive_field(layer, head, epsilon)
                         value = f"> {num_distances}" if keys is None else keys
                         yield {**shared, "quantity": "keys", "at": epsilon, "value": value}
                     yield {**shared, "quantity": "beyond", "at": "", "value": mass.mass_beyond[layer, head].item()}
@@ -182,7 +182,7 @@ def _choose_key_counts(max_keys: int) -> list[int]:
 
 def _format_spread(mass: AttentionMass, epsilon: float) -> str:
     layers, heads, num_distances = mass.by_distance.shape
-    fields = (mass.receptive_field(layer, head, epsilon) for layer in range(layers) for head in range(heads))
+    fields = (mass.compute_receptive_field(layer, head, epsilon) for layer in range(layers) for head in range(heads))
     keys = sorted(num_distances + 1 if field is None else field for field in fields)
     quantiles = (keys[round(fraction * (len(keys) - 1))] for fraction in (0.1, 0.5, 0.9))
     low, middle, high = (f"> {num_distances:,}" if value > num_distances else f"{value:,}" for value in quantiles)
