@@ -218,7 +218,8 @@ class _AttendWithGates(torch.autograd.Function):
         with torch.enable_grad():  # the terms again, as a function of what they are computed from
             leaves = [x.detach().requires_grad_() for x in (*biases, w1, b1)]
             row, key, weight, constant = leaves
-            terms = _compute_terms(row, key, weight, constant, *ctx.spans, document_starts)
+            offset, window = ctx.spans
+            terms = _compute_terms(row, key, weight, constant, offset, window, document_starts)
         problem = replace(ctx.problem, document_starts=document_starts, sinks=sinks)
         constants = GateTerms(*(x.detach() for x in terms))
         call = GatedCall(problem, constants, *biases, *ctx.options)
