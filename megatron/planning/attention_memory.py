@@ -176,14 +176,16 @@ def has_cuda_kernels(shape: AttentionShape) -> bool:
         and shape.num_heads <= 16
         and processor.width <= 32
         and (shape.num_heads > 8 or processor.width > 16)
-        and processor.kernel_size <= 3
+        and processor.kernel_size <= 5
         and shape.num_columns % 8 == 0
     )
 
 
 def supports_gates(shape: AttentionShape) -> bool:
     """Return True if kernels/cdape_attention takes the shape on gates (`gated_op.describe_unsupported`; tested)."""
-    return has_cuda_kernels(replace(shape, num_heads=max(shape.num_heads, 16)))  # fewer heads are padded
+    processor = shape.processor
+    padded = replace(shape, num_heads=max(shape.num_heads, 16))  # fewer heads are padded
+    return processor is not None and processor.kernel_size <= 3 and has_cuda_kernels(padded)
 
 
 def estimate_kernel_map_bytes(num_heads: int, bytes_per_element: int) -> int:

@@ -144,7 +144,7 @@ CASES = [
     Case(32, 32, 64, torch.bfloat16),
     Case(16, 64, 80, torch.float16),
     Case(16, 64, 80, torch.float16, 1),
-    Case(16, 64, 128, torch.bfloat16),
+    Case(16, 64, 128, torch.bfloat16, 5),
     Case(16, 32, 96, torch.bfloat16),
     Case(32, 32, 64, torch.bfloat16, 1),
 ]

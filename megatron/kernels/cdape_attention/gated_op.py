@@ -37,6 +37,8 @@ from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_s
 from megatron.kernels.cuda.launch import launch_kernel
 from megatron.kernels.runtime import get_arch, get_device_properties, get_uncompiled_apply, launch_context
 
+MAX_KERNEL_SIZE = 3
+"""Largest convolution on gates: the sums of gates are of all widths, of which more taps leave no registers."""
 FAMILIES = (mixer_forward.KERNELS, *driver.BACKWARD_KERNELS)
 
 
@@ -55,7 +57,7 @@ def describe_unsupported(
     shape = get_weight_shape(heads, width, kernel_size, False)
     # With fewer heads and widths the kernels are padded, and still faster than row blocks.
     padded = get_weight_shape(max(heads, HEADS), max(width, WIDTH), shape.kernel_size, False)
-    if not mixer.is_supported(padded, dtype, dim, columns - columns % 8):
+    if kernel_size > MAX_KERNEL_SIZE or not mixer.is_supported(padded, dtype, dim, columns - columns % 8):
         return (
             f"a gate's bias before a processor of {heads} heads of {dim}, width {width} and kernel size {kernel_size}"
         )
@@ -208,7 +210,8 @@ class _AttendWithGates(torch.autograd.Function):
         with torch.enable_grad():  # the terms again, as a function of what they are computed from
             leaves = [x.detach().requires_grad_() for x in (*biases, w1, b1)]
             row, key, weight, constant = leaves
-            terms = _compute_terms(row, key, weight, constant, *ctx.spans, document_starts)
+            offset, window = ctx.spans
+            terms = _compute_terms(row, key, weight, constant, offset, window, document_starts)
         problem = replace(ctx.problem, document_starts=document_starts, sinks=sinks)
         constants = GateTerms(*(x.detach() for x in terms))
         call = GatedCall(problem, constants, *biases, *ctx.options)

@@ -56,6 +56,11 @@ class KernelForm(NamedTuple):
     """True if the bias is a term of the row and one of the column (`gate_terms.py`)."""
 
     @property
+    def slices(self) -> int:
+        """Parts of the width for which the gradients of weights have blocks of their own (`cuda/mixer_backward.h`)."""
+        return 2 if self.kernel_size > 3 else 1
+
+    @property
     def padding(self) -> int:
         """Number of columns that a tap reaches to either side, p."""
         return self.kernel_size // 2
@@ -68,6 +73,7 @@ class MixerKernel(NamedTuple):
     tile: Tile
     resident_blocks: int
     """Blocks that share a multiprocessor."""
+    form: KernelForm
 
 
 class Limit(NamedTuple):
@@ -76,6 +82,9 @@ class Limit(NamedTuple):
     kernel_size: int
     heads: int
     width: int
+
+
+BACKWARD_LIMITS = (Limit(5, HEADS, WIDTH),)
 
 
 def pad_sizes(heads: int, width: int) -> tuple[int, int]:
@@ -98,7 +107,7 @@ class KernelFamily(NamedTuple):
     tiles: tuple[Tile, ...]
     count_bytes: Callable[[Tile, KernelForm], int]
     """Function that returns the shared memory of a block without the tensors that it holds."""
-    limits: tuple[Limit, ...] = (Limit(3, HEADS, WIDTH),)
+    limits: tuple[Limit, ...]
 
     def build(self, tile: Tile, form: KernelForm, arch: int) -> MixerKernel:
         """Describe the kernel of a geometry.
@@ -119,7 +128,7 @@ class KernelFamily(NamedTuple):
             shared_bytes,
         )
         room = (BLOCK_BYTES[arch] + RESERVED_BYTES) // (shared_bytes + RESERVED_BYTES)
-        return MixerKernel(code, tile, min(room, MAX_WARPS // tile.warps))
+        return MixerKernel(code, tile, min(room, MAX_WARPS // tile.warps), form)
 
 
 @cache

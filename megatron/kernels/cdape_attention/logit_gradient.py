@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.cdape_attention.geometry import (
+    BACKWARD_LIMITS,
     HEADS,
     KernelFamily,
     KernelForm,
@@ -33,6 +34,7 @@ KERNELS = KernelFamily(
     *("logit_gradient.h", "LogitGradient<{}, {}>", "LogitGradientArgs"),
     (Tile(32, 32, 2), Tile(16, 64, 2), Tile(16, 64, 1)),
     _count_bytes,
+    BACKWARD_LIMITS,
 )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.kernels.cdape_attention.gate_terms import GateInputs, GateOperands
 from megatron.kernels.cdape_attention.geometry import (
+    BACKWARD_LIMITS,
     ELEMENTS,
     HEADS,
     WIDTH,
@@ -57,10 +58,16 @@ def _count_scores_bytes(tile: Tile, form: KernelForm) -> int:
 
 
 TO_SCORES = KernelFamily(
-    *("mixer_backward.h", "MixerBackward<{}, true, false>", "MixerBackwardArgs"), TILES, _count_scores_bytes
+    *("mixer_backward.h", "MixerBackward<{}, true, false>", "MixerBackwardArgs"),
+    TILES,
+    _count_scores_bytes,
+    BACKWARD_LIMITS,
 )
 TO_WEIGHTS = KernelFamily(
-    *("mixer_backward.h", "MixerBackward<{}, false, true>", "MixerBackwardArgs"), TILES, _count_weights_bytes
+    *("mixer_backward.h", "MixerBackward<{}, false, true>", "MixerBackwardArgs"),
+    TILES,
+    _count_weights_bytes,
+    BACKWARD_LIMITS,
 )
 
 
@@ -276,8 +283,9 @@ def differentiate_mixer(
         *(x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, inputs.dlogits, dedge, dscores)),
         *(() if gates is None or drows is None else (gates.inputs, drows.data_ptr(), drows.stride(0) * 4)),
     )
-    for kernel, grid in zip(kernels, (to_scores, to_weights), strict=True):
-        launch(kernel.code, grid, args)
+    slices = kernels[1].form.slices
+    for kernel, (blocks, sequences) in zip(kernels, (to_scores, (to_weights[0], batch * slices)), strict=True):
+        launch(kernel.code, (blocks, sequences), args)
     return MixerGradients(dtables, dedge, dweights, drows)
 
 

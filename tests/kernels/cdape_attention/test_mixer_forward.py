@@ -131,7 +131,7 @@ FAULTS = {
         "table_group);\n    last",
     ),
     "a wrong lane": ("logits.h", "select(g % 2 == 0, u32(0x3c00u)", "select(g % 2 == 1, u32(0x3c00u)"),
-    "a wrong edge": ("logits.h", "16 * row_tile, jj - BEGIN,", "16 * row_tile + 1, jj - BEGIN,"),
+    "a wrong edge": ("logits.h", "16 * row_tile, G::FIRST_EDGE", "16 * row_tile + 1, G::FIRST_EDGE"),
     "a wrong distance": ("mixer_forward.h", "4 + r - y", "5 + r - y"),
     "a wrong group of columns": ("scores.h", "LANE_COLUMNS == 4 ? 16 : 4", "LANE_COLUMNS == 4 ? 12 : 4"),
     "a wrong rest of a head": ("scores.h", "offset + t * 8), in_base", "offset + t * 16), in_base"),

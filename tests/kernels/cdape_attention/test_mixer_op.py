@@ -30,6 +30,7 @@ CASES = [
     Case(1, 9, 24, 72, DIM, 17, 3, offset=48, window=20, chunk=16, has_sinks=True),
     Case(2, 9, 40, 40, DIM, 17, 3, chunk=24, documents=((40,), (3, 1, 20, 16)), has_sinks=True),
     Case(1, 9, 40, 64, DIM, 17, 3, offset=24, window=30, documents=((23, 10, 31),), has_bias=False),
+    Case(1, 9, 40, 40, DIM, 17, 5, window=23, chunk=24),
     Case(2, 9, 40, 40, DIM, 17, 1, window=23, chunk=24, documents=((40,), (3, 1, 20, 16)), has_sinks=True),
     Case(1, 9, 24, 40, DIM, 36, 3, offset=16, window=30, chunk=16),  # the logits alone are of CUDA kernels
 ]

@@ -49,16 +49,20 @@ struct Diagonals {
     if (jj < 7) Element::multiply_k8(high, shift.high[0], shift.high[1], b1);
   }
 
-  // Stores a warp's sums. Row x is of the distance of its first row and last column, plus x - 7.
-  static KERNEL_CODE void store(SharedMemory memory, int warp, const f32 (&du)[2][4][4], const f32 (&db)[2][2][4]) {
+  // Stores a warp's sums of a slice of the width, and with the first slice those of logits. Row x is of the distance of
+  // its first row and last column, plus x - 7.
+  template <int N_TILES>
+  static KERNEL_CODE void store(SharedMemory memory, int warp, const f32 (&du)[2][N_TILES][4],
+                                const f32 (&db)[2][2][4], int slice) {
     i32 lane = lane_id(), to = lane / 4 * DISTANCE_BYTES + lane % 4 * 16;
     UNROLL_FOR (int group = 0; group < 3; group++) {
       const int m = group / 2, r = group % 2, at = warp * WARP_BYTES + group * GROUP_BYTES;
       Words<4> v;
-      UNROLL_FOR (int step = 0; step < 2; step++) {
+      UNROLL_FOR (int step = 0; step < N_TILES / 2; step++) {
         UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = as_u32(du[m][2 * step + x / 2][2 * r + x % 2]);
-        store_shared<4>(memory, to + (at + step * 64), v);
+        store_shared<4>(memory, to + (at + (slice * (N_TILES / 2) + step) * 64), v);
       }
+      if (slice > 0) continue;
       UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = as_u32(db[m][x / 2][2 * r + x % 2]);
       store_shared<4>(memory, to + (at + 128), v);
     }

@@ -49,12 +49,14 @@ struct Geometry {
   static_assert(!GATED || (HEADS == 16 && WIDTH == 32), "gates have terms of one slice of one group");
   static_assert(HEAD_DIM % 16 == 0, "a product takes 16 of a head's dimensions");
 
-  // Loads a convolution's weights, B fragments in memory as [taps][4][32 lanes][2].
-  static KERNEL_CODE void load_weights(u32 (&weights)[TAPS][4][2], const void* from) {
+  // Loads a convolution's weights, COUNT of four fragments of each tap. They are B fragments, in memory as
+  // [taps][4][32 lanes][2].
+  template <int COUNT>
+  static KERNEL_CODE void load_weights(u32 (&weights)[TAPS][COUNT][2], const void* from, int first = 0) {
     i32 lane = lane_id();
     UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
-      UNROLL_FOR (int n = 0; n < 4; n++) {
-        Words<2> words = load_global<2>(address(from, lane * 8), (tap * 4 + n) * 256);
+      UNROLL_FOR (int n = 0; n < COUNT; n++) {
+        Words<2> words = load_global<2>(address(from, lane * 8), (tap * 4 + first + n) * 256);
         UNROLL_FOR (int x = 0; x < 2; x++) weights[tap][n][x] = words.x[x];
       }
   }

@@ -26,7 +26,7 @@ struct LogitGradientArgs {
 // KEEPS_DOUT: dO is in shared memory; if not, it is read with the values of each tile.
 template <class G, bool KEEPS_DOUT>
 struct DifferentiateSoftmax {
-  typedef Logits<G, true> L;
+  typedef Logits<G, true, (G::TAPS > 3 && !KEEPS_DOUT)> L;
   typedef typename G::Element Element;
   typedef typename L::R R;
   typedef typename L::S S;

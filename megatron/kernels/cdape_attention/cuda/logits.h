@@ -33,8 +33,9 @@ struct LogitInputs {
   }
 };
 
-// BY_ROWS: the last phase reads its words by rows and columns, not by columns and pairs.
-template <class G_, bool BY_ROWS>
+// BY_ROWS: the last phase reads its words by rows and columns, not by columns and pairs. RELOADS: weights are loaded for
+// each tile, as those of slices are, and leave their registers to the other phases.
+template <class G_, bool BY_ROWS, bool RELOADS = (G_::SLICES > 1)>
 struct Logits {
   typedef G_ G;
   typedef Scores<G, 4> S;
@@ -140,7 +141,7 @@ struct Logits {
   }
 
   static KERNEL_CODE void begin(State& st, Context& c) {
-    if (G::SLICES == 1) load_weights(st, c, 0);
+    if (!RELOADS) load_weights(st, c, 0);
     S::load_queries(c.in.scores, c.queries, c.warp, c.first_row);
     UNROLL_FOR (int h = 0; h < HELD; h++) load_keys(st, c, h, G::HAS_PROLOGUE ? -1 : c.tiles.first);
     if constexpr (G::GATED)
@@ -204,7 +205,7 @@ struct Logits {
       if (pixels.has_begin) T::find_places(pixels.places, c.in.scores, first_row);
     }
     UNROLL_FOR (int slice = 0; slice < G::SLICES; slice++) {
-      if (G::SLICES > 1) load_weights(st, c, slice);
+      if (RELOADS) load_weights(st, c, slice);
       if (!EDGE && slice > 0) T::load_distances(st.distances, c.in.table, table_group, slice);
       mix_slice<EDGE, BEGINS>(st, c, pixels, slice);
     }

@@ -42,7 +42,7 @@ struct MixerBackwardArgs {
 template <class G, bool SCORES, bool WEIGHTS>
 struct MixerBackward {
   static_assert(SCORES != WEIGHTS, "a kernel returns one of both");
-  static_assert(G::HEAD_GROUPS == 1 && G::SLICES == 1, "registers hold all weights");
+  static_assert(G::HEAD_GROUPS == 1 && G::SLICES == 1, "weights are of 16 heads and 32 widths");
   typedef typename G::Element Element;
   typedef Scores<G, 8> S;
   typedef PairWindow<G> W;
@@ -53,14 +53,18 @@ struct MixerBackward {
   typedef GateSums<G> Sums;
   static constexpr int PADDING = G::PADDING, TAPS = G::TAPS, NUM_THREADS = 32 * G::WARPS, BLOCKS_PER_SM = 8 / G::WARPS;
   static constexpr float SLOPE = 0.01f;
+  // Registers hold the weights of a slice of the width: of all of it, or of half with more than three taps. What the
+  // slices add to dS is summed up, and each has gradients of weights of its own, with a block for each.
+  static constexpr int N_TILES = PADDING > 1 ? 2 : 4, STEPS = N_TILES / 2, SLICES = 4 / N_TILES;
+  static_assert(!G::GATED || SLICES == 1, "gates have sums of all widths");
 
   static constexpr int MEMORY_BYTES =
       G::QUERY_BYTES + 2 * W::MEMORY_BYTES + (SCORES ? R::MEMORY_BYTES + D::MEMORY_BYTES : 0);
 
   struct State {
-    u32 w1[TAPS][4][2], w2[TAPS][4][2], w1_back[SCORES ? TAPS : 1][4][2];
+    u32 w1[TAPS][N_TILES][2], w2[TAPS][N_TILES][2], w1_back[TAPS][N_TILES][2];
     typename R::Column carry[R::CARRY];
-    f32 dw1[WEIGHTS ? TAPS : 1][4][4], dw2[WEIGHTS ? TAPS : 1][4][4];
+    f32 dw1[WEIGHTS ? TAPS : 1][N_TILES][4], dw2[WEIGHTS ? TAPS : 1][N_TILES][4];
     typename D::Sums diagonals;
     // GATED: of the warp's row tile.
     typename Gates::Rows rows;
@@ -69,7 +73,7 @@ struct MixerBackward {
   struct Context {
     MixerBackwardArgs args;
     SharedMemory queries, scores, dlogits, sums, diagonals;
-    int warp, first_row;
+    int warp, first_row, slice;
     long long program;
     Tiles tiles;
     KERNEL_CODE int position() const { return args.scores.position + first_row; }
@@ -77,6 +81,9 @@ struct MixerBackward {
 
   static KERNEL_CODE void run(MixerBackwardArgs args, SharedMemory memory, int warp, int block, int num_blocks,
                               int batch) {
+    const int slice = WEIGHTS ? batch % SLICES : 0;
+    if (WEIGHTS) batch /= SLICES;  // slices stand side by side, like sequences
+    const long long program = (long long)batch * num_blocks + block;
     args.scores.q = (const char*)args.scores.q + batch * args.q_batch;
     args.scores.k = (const char*)args.scores.k + batch * args.k_batch;
     args.scores.select_sequence(batch);
@@ -96,7 +103,8 @@ struct MixerBackward {
               memory,
               warp,
               block * G::ROWS,
-              (long long)batch * num_blocks + block,
+              slice,
+              program,
               args.scores.find_tiles<G>(block * G::ROWS)};
     c.scores = advance(memory, G::QUERY_BYTES);
     c.dlogits = advance(c.scores, W::MEMORY_BYTES);
@@ -153,10 +161,8 @@ struct MixerBackward {
   }
 
   static KERNEL_CODE void begin(State& st, Context& c) {
-    G::load_weights(st.w1, c.args.w1);
-    G::load_weights(st.w2, c.args.w2);
+    if (WEIGHTS || SLICES == 1) load_weights(st, c, c.slice);
     if constexpr (SCORES) {
-      G::load_weights(st.w1_back, c.args.w1_back);
       D::clear(st.diagonals);
       Sums::clear(st.row_sums);
     }
@@ -164,12 +170,18 @@ struct MixerBackward {
       Gates::load_rows(st.rows, c.args.gates, c.args.scores.rows, c.first_row + 16 * (c.warp / G::RUNS));
     if constexpr (WEIGHTS)
       UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
-        UNROLL_FOR (int n = 0; n < 4; n++)
+        UNROLL_FOR (int n = 0; n < N_TILES; n++)
           UNROLL_FOR (int x = 0; x < 4; x++) {
             st.dw1[tap][n][x] = f32(0.0f);
             st.dw2[tap][n][x] = f32(0.0f);
           }
     S::load_queries(c.args.scores, c.queries, c.warp, c.first_row);
+  }
+
+  static KERNEL_CODE void load_weights(State& st, const Context& c, int slice) {
+    G::load_weights(st.w1, c.args.w1, slice * N_TILES);
+    G::load_weights(st.w2, c.args.w2, slice * N_TILES);
+    if constexpr (SCORES) G::load_weights(st.w1_back, c.args.w1_back, slice * N_TILES);
   }
 
   // Scores and dL of a tile's columns. A warp brings dL of an equal share of the rows, all heads.
@@ -276,10 +288,21 @@ struct MixerBackward {
   // documents may begin here.
   template <bool EDGE, bool BEGINS>
   static KERNEL_CODE void mix(State& st, Context& c, int first) {
+    if (EDGE) R::clear(st.carry);
+    if (EDGE && c.warp % G::RUNS != G::RUNS - 1) return;
+    typename R::Column passed[R::CARRY];  // what the slices before make of the next run's columns
+    UNROLL_FOR (int slice = 0; slice < (SCORES ? SLICES : 1); slice++) {
+      if (SCORES && SLICES > 1) load_weights(st, c, slice);
+      mix_slice<EDGE, BEGINS>(st, c, passed, first, WEIGHTS ? c.slice : slice);
+    }
+  }
+
+  template <bool EDGE, bool BEGINS>
+  static KERNEL_CODE void mix_slice(State& st, Context& c, typename R::Column (&passed)[R::CARRY], int first,
+                                    int slice) {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;
     const int row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
-    if (EDGE) R::clear(st.carry);
-    if (EDGE && run != G::RUNS - 1) return;
+    const int first_step = slice * STEPS;
     constexpr int BEGIN = EDGE ? 8 - PADDING : 0, KEPT = 2 * PADDING;
     W s, l;
     i32 at = W::locate(row_tile, run);
@@ -295,7 +318,7 @@ struct MixerBackward {
         transpose_scores(s_rows[(BEGIN + x) % TAPS], s.column[BEGIN + x]);
         transpose(l_rows[(BEGIN + x) % TAPS], l.column[BEGIN + x]);
       }
-    f32 ds[SCORES ? TAPS : 1][2][4], du[SCORES ? 2 : 1][4][4], db[SCORES ? 2 : 1][2][4];
+    f32 ds[SCORES ? TAPS : 1][2][4], du[SCORES ? 2 : 1][N_TILES][4], db[SCORES ? 2 : 1][2][4];
     typename Sums::Columns column_sums;  // GATED: instead of du and db
     Sums::clear(column_sums);
     if constexpr (SCORES) {
@@ -303,18 +326,17 @@ struct MixerBackward {
         UNROLL_FOR (int n = 0; n < 2; n++)
           UNROLL_FOR (int x = 0; x < 4; x++) ds[y][n][x] = f32(0.0f);
       UNROLL_FOR (int m = 0; m < 2; m++)
-        UNROLL_FOR (int n = 0; n < 4; n++)
-          UNROLL_FOR (int x = 0; x < 4; x++) {
-            du[m][n][x] = f32(0.0f);
-            if (n < 2) db[m][n][x] = f32(0.0f);
-          }
+        UNROLL_FOR (int x = 0; x < 4; x++) {
+          UNROLL_FOR (int n = 0; n < N_TILES; n++) du[m][n][x] = f32(0.0f);
+          UNROLL_FOR (int n = 0; n < 2; n++) db[m][n][x] = f32(0.0f);
+        }
     }
     i32 sums = R::locate(row_tile);
     i32 entry = g + (c.position() + 16 * row_tile - (first + PADDING + 8 * run) + c.args.table_front);
     Address entries[2];
     UNROLL_FOR (int n = 0; n < 2; n++)
-      entries[n] = address(c.args.table, entry * 256 + ((entry & 1) ^ n) * 64 + t * 16);
-    typename R::Column done[4];
+      entries[n] = address(c.args.table, entry * 256 + first_step * 128 + ((entry & 1) ^ n) * 64 + t * 16);
+    typename R::Column done[4], others[4];  // of the slices before
     u32 unit = select(t == g / 2, select(g % 2 == 0, u32(Element::ONE), u32(Element::ONE << 16)), u32(0u));
     const int hidden_column = first + PADDING + 8 * run;
     Address columns = Gates::locate_columns(c.args.gates, hidden_column);
@@ -346,20 +368,21 @@ struct MixerBackward {
           Sums::add_to_columns(column_sums, 2, dl, jj);
           UNROLL_FOR (int n = 0; n < 2; n++)
             Sums::add_to_rows(st.row_sums, 4 + n, l.column[jj][2 * n], l.column[jj][2 * n + 1], unit);
-        } else {
+        } else if (slice == 0) {
           UNROLL_FOR (int q = 0; q < 4; q++) dl[q] = transpose_8x8(l.column[jj][q]);
           UNROLL_FOR (int n = 0; n < 2; n++) D::add_shifted(db[0][n], db[1][n], shift, dl[2 * n], dl[2 * n + 1], jj);
         }
       }
-      UNROLL_FOR (int step = 0; step < 2; step++) {  // half of the width at a time
+      if (SCORES && !EDGE && slice > 0 && jj % 4 == 0) R::load_stored(others, c.sums, sums, 8 * run + jj);
+      UNROLL_FOR (int step = 0; step < STEPS; step++) {  // 16 widths at a time
         f32 hidden[2][4], gradient[2][4];
         if constexpr (EDGE)
           T::load_edge(hidden, c.args.edge, c.args.scores.rows, c.first_row + 16 * row_tile, G::FIRST_EDGE + jj - BEGIN,
-                       step);
+                       first_step + step);
         else if constexpr (G::GATED) Gates::begin_hidden(hidden, st.rows, columns, jj, step);
         else T::load_entries(hidden, entries, jj, step);
         if constexpr (BEGINS && PADDING > 0)
-          if (has_begin) T::select_edge(hidden, c.args.edge, places, hidden_column + jj, step);
+          if (has_begin) T::select_edge(hidden, c.args.edge, places, hidden_column + jj, first_step + step);
         UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
           UNROLL_FOR (int n = 0; n < 2; n++) {
             const int w = 2 * step + n;
@@ -385,8 +408,8 @@ struct MixerBackward {
           }
         if constexpr (SCORES) {
           if constexpr (BEGINS && PADDING > 0)
-            if (has_begin) store_edge(gradient, c, places, hidden_column + jj, step);
-          if constexpr (EDGE) store_edge(gradient, c, row_tile, G::FIRST_EDGE + jj - BEGIN, step);
+            if (has_begin) store_edge(gradient, c, places, hidden_column + jj, first_step + step);
+          if constexpr (EDGE) store_edge(gradient, c, row_tile, G::FIRST_EDGE + jj - BEGIN, first_step + step);
           u32 a[4] = {before[0][0], before[0][1], before[1][0], before[1][1]};
           UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
             UNROLL_FOR (int n = 0; n < 2; n++) {
@@ -427,18 +450,28 @@ struct MixerBackward {
       }
       if constexpr (SCORES) {
         f32(&sum)[2][4] = ds[jj % TAPS];
-        // dL itself, exactly, by a product with the identity.
-        Element::multiply(sum[0], l.column[jj], unit, u32(0u));
-        Element::multiply(sum[1], l.column[jj], u32(0u), unit);
+        // dL itself, exactly, by a product with the identity, or what the slices before made of it.
+        if (slice == 0) add_words(sum, l.column[jj], unit);
+        else if (!EDGE) add_words(sum, others[jj % 4].part, unit);
         done[jj % 4] = R::pack(sum);
         if (!EDGE && jj % 4 == 3) R::store(c.sums, sums, done, 8 * run + jj - 3);
       }
     }
     if constexpr (SCORES) {
-      R::pass_on(c.sums, sums, st.carry, ds, run, EDGE);
+      UNROLL_FOR (int y = 0; y < R::REACH; y++) {
+        f32(&sum)[2][4] = ds[(8 + y) % TAPS];
+        if (slice > 0) add_words(sum, passed[y].part, unit);
+        if (slice + 1 < SLICES) passed[y] = R::pack(sum);
+      }
+      if (slice + 1 == SLICES) R::pass_on(c.sums, sums, st.carry, ds, run, EDGE);
       if constexpr (!EDGE && G::GATED) Sums::store(c.diagonals, c.warp, column_sums);
-      else if constexpr (!EDGE) D::store(c.diagonals, c.warp, du, db);
+      else if constexpr (!EDGE) D::store(c.diagonals, c.warp, du, db, slice);
     }
+  }
+
+  static KERNEL_CODE void add_words(f32 (&sum)[2][4], const u32 (&words)[4], u32 unit) {
+    Element::multiply(sum[0], words, unit, u32(0u));
+    Element::multiply(sum[1], words, u32(0u), unit);
   }
 
   static KERNEL_CODE void store_edge(const f32 (&gradient)[2][4], Context& c, int row_tile, int column, int step) {
@@ -505,21 +538,23 @@ struct MixerBackward {
   // Adds up the warps' gradients of the weights, in the order of the warps, and stores them. Nothing else is needed of
   // shared memory then.
   static KERNEL_CODE void store_weights(State& st, Context& c, SharedMemory memory) {
-    constexpr int WARP_BYTES = 2 * TAPS * 4 * 512;
+    constexpr int COUNT = 2 * TAPS * N_TILES, WARP_BYTES = COUNT * 512;
     static_assert(G::WARPS * WARP_BYTES <= MEMORY_BYTES, "the warps' sums take the place of a tile");
     i32 lane = lane_id();
     barrier(memory);
     UNROLL_FOR (int which = 0; which < 2; which++)
       UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
-        UNROLL_FOR (int n = 0; n < 4; n++) {
+        UNROLL_FOR (int n = 0; n < N_TILES; n++) {
           Words<4> v;
           UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = as_u32(which ? st.dw2[tap][n][x] : st.dw1[tap][n][x]);
-          store_shared<4>(memory, lane * 16 + (c.warp * WARP_BYTES + ((which * TAPS + tap) * 4 + n) * 512), v);
+          store_shared<4>(memory, lane * 16 + (c.warp * WARP_BYTES + ((which * TAPS + tap) * N_TILES + n) * 512), v);
         }
     barrier(memory);
-    constexpr int SHARE = 2 * TAPS * 4 / G::WARPS;
+    constexpr int SHARE = (COUNT + G::WARPS - 1) / G::WARPS;
     UNROLL_FOR (int part = 0; part < SHARE; part++) {
-      i32 at = lane * 16 + (c.warp * SHARE + part) * 512;
+      const int fragment = c.warp * SHARE + part;
+      if (fragment >= COUNT) continue;
+      i32 at = lane * 16 + fragment * 512;
       f32 sum[4] = {f32(0.0f), f32(0.0f), f32(0.0f), f32(0.0f)};
       UNROLL_FOR (int warp = 0; warp < G::WARPS; warp++) {
         Words<4> v = load_shared<4>(memory, at + warp * WARP_BYTES);
@@ -527,7 +562,9 @@ struct MixerBackward {
       }
       Words<4> v;
       UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = as_u32(sum[x]);
-      store_global<4>(advance(address(c.args.dweights, at), c.program * WARP_BYTES), 0, v, lane >= 0);
+      const int place = fragment / N_TILES * 4 + c.slice * N_TILES + fragment % N_TILES;
+      Address to = advance(address(c.args.dweights, lane * 16), (c.program * (2 * TAPS * 4) + place) * 512);
+      store_global<4>(to, 0, v, lane >= 0);
     }
   }
 };
