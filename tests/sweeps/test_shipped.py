@@ -90,6 +90,7 @@ def test_stated_training_settings_match_papers_and_configurations(name: str) -> 
 SWEEPS = [
     ["quickstart"],
     ["quickstart", "zoo"],
+    ["evidence"],
     *(["small", name] for name in EXPERIMENTS),
     *([path.stem] for path in sorted((ROOT / "configs/task").glob("*.yml")) if path.stem != "chomsky_paper"),
     ["chomsky", "chomsky_paper"],

@@ -16,10 +16,18 @@ import pytest
 import torch
 
 from tools.bench import attention as attention_bench
-from tools.bench import graph_training, profile_step, tiles, train_loop, train_step
+from tools.bench import (
+    graph_training,
+    instruction_rates,
+    kernel_counters,
+    profile_step,
+    tiles,
+    train_loop,
+    train_step,
+)
 from tools.gpu import check as gpu_check
+from tools.gpu import evidence, self_check
 from tools.gpu import parts as gpu_parts
-from tools.gpu import self_check
 from tools.gpu.parts import CheckPart
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +47,9 @@ TOOLS = {
     "tools/bench/tiles.py": tiles.parse_arguments,
     "tools/bench/graph_training.py": graph_training.parse_arguments,
     "tools/bench/train_loop.py": train_loop.parse_arguments,
+    "tools/bench/instruction_rates.py": instruction_rates.parse_arguments,
+    "tools/bench/kernel_counters.py": kernel_counters.parse_arguments,
+    "tools/gpu/evidence.py": evidence.parse_arguments,
 }
 
 
@@ -54,12 +65,13 @@ def test_the_tool_passes_arguments_to_its_parts(
         monkeypatch.setenv("TRITON_INTERPRET", "1")  # a CPU has no such peer otherwise
     else:
         request.getfixturevalue("gpu")
-    words = [word.replace("{output}", str(tmp_path / "a.json")) for word in part.command]
+    values = {"{output}": str(tmp_path / "a.json"), "{results}": str(tmp_path), "{seconds}": "9"}
+    words = [gpu_check._fill_in(word, values) for word in part.command]
     monkeypatch.setattr(sys, "argv", words)
     arguments = TOOLS[words[0]]()
     assert arguments.json == tmp_path / "a.json"
     if "device" in arguments:  # the tools that train have one each
-        assert arguments.device == ("cpu" if "cpu" in part.command else "cuda")
+        assert arguments.device == ("cpu" if {"cpu", "--rehearse"} & {*part.command} else "cuda")
 
 
 def test_the_rehearsals_choice_of_tests_is_not_empty() -> None:

@@ -11,7 +11,9 @@ import torch
 from tools.bench.profile_step import format_console_lines, measure_machine, profile_candidate
 from tools.bench.train_step import StepProblem, build_candidates
 from tools.gpu import visit
-from tools.gpu.visit import list_times, render_visit
+from tools.gpu.goals import VISIT_GOALS
+from tools.gpu.parts import list_visit_parts
+from tools.gpu.visit_page import list_times, render_visit
 
 STAMP = {"date": "2026-11-21", "command": "python", "commit": None, "machine": "H200", "versions": {"torch": "2"}}
 STEP = {"op": "train_step", "peer": "cdape", "model": "350M", "B": 32, "T": 512}
@@ -35,6 +37,10 @@ def test_the_page_has_ratios_to_the_last_record_of_the_same_machine() -> None:
     assert "| `profile` | op profile, peer cdape, model 350M, B 32, T 512 | 200.000 | 400.0 | 0.500 |" in page
     assert "cut after 150 s" in page
     assert "- `step_512`, plain: out of memory" in page
+    kept = build_result(100.0)
+    kept["parts"]["step_512"]["kept"] = "2026-11-20"
+    assert "| `step_512` | done on 2026-11-20 | 7 |" in render_visit(kept, build_result(200.0))
+    assert render_visit(kept, build_result(200.0)).count("| 0.500 |") == 1
     for last in (None, build_result(200.0, "A100")):
         assert "0.500" not in render_visit(build_result(100.0), last)
     assert len(list_times(build_result(1.0))) == 2
@@ -47,6 +53,45 @@ def test_the_page_has_the_memory_of_trainings_beside_the_plan() -> None:
     assert "plan, GB" not in render_visit(result, None)
     result["parts"]["training"] = {"exit": 0, "seconds": 9.0, "records": [training, failed]}
     assert "| zero_1 | 350M | 1 × 512 | 6.30 | 6.00 | 1.050 |" in render_visit(result, None)
+
+
+def test_the_page_has_goals_counters_rates_and_evidence() -> None:
+    result = build_result(100.0)
+    counted = {"op": "counters", "peer": "cdape", "B": 32, "H": 16, "T": 512, "d": 64}
+    kernels = [
+        {**counted, "kernel": "forward", "ns": 5000.0, "issued_clocks": 4.5, "load_store_clocks": 6.0},
+        {**counted, "kernel": "backward", "ns": 9000.0, "issued_clocks": 13.0, "load_store_clocks": 16.5},
+    ]
+    rate = {"op": "instruction_rate", "peer": "movmatrix", "warps": 8, "clocks": 4.01}
+    run = {"op": "evidence", "peer": "fox", "seed": 1, "perplexity": {"fox": {"512": 9.5, "16384": 8.25}}}
+    result["parts"] |= {
+        "counters": {"exit": 0, "seconds": 9.0, "records": kernels},
+        "rates": {"exit": 0, "seconds": 9.0, "records": [rate]},
+        "evidence": {"exit": 0, "seconds": 9.0, "records": [{**run, "seconds": 99.0, "estimated_seconds": 120.0}]},
+    }
+    page = render_visit(result, None)
+    assert "| 17.5 in 2 kernels | ≤ 17 | not met |" in page
+    assert "| 22.5 in 2 kernels | ≤ 23 | met |" in page
+    assert "| movmatrix | 4.01 |" in page
+    assert "| fox | 9.50 | 8.25 | 99 (120) |" in page
+    assert "not measured: not run" in page
+    assert {goal.part for goal in VISIT_GOALS} <= {part.name for part in list_visit_parts()}
+
+
+def test_a_visit_begins_where_the_last_one_ended() -> None:
+    """Parts that ended well are kept while machine, versions and sources are the same, with the date of measurement."""
+    current = {"machine": "H200", "versions": {"torch": "2"}, "sources": "a"}
+    last = {**build_result(1.0), "sources": "a"}
+    last["parts"]["evidence"] = {"exit": 0, "seconds": 1.0}
+    chosen = list_visit_parts()
+    kept = visit.select_kept_parts(chosen, last, current)
+    assert list(kept) == ["step_512"]
+    assert kept["step_512"] == {**last["parts"]["step_512"], "kept": STAMP["date"]}
+    again = {**last, "date": "2026-12-01", "parts": kept}
+    assert visit.select_kept_parts(chosen, again, current) == kept
+    assert visit.select_kept_parts(chosen, None, current) == {}
+    for name, other in (("machine", "A100"), ("versions", {"torch": "3"}), ("sources", "b")):
+        assert visit.select_kept_parts(chosen, last, {**current, name: other}) == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPU")

@@ -44,16 +44,30 @@ GRACE_SECONDS = 20
 seconds."""
 
 
-def run_part(part: CheckPart, folder: Path, environment: dict[str, str], left: float = float("inf")) -> dict[str, Any]:
-    """Run one part for at most `left` seconds; return its records or counts, or the reason for its failure."""
+def run_part(
+    part: CheckPart,
+    folder: Path,
+    environment: dict[str, str],
+    left: float = float("inf"),
+    results: Path | None = None,
+) -> dict[str, Any]:
+    """Run one part; return its records or counts, or the reason for its failure.
+
+    Args:
+        folder: folder of the part's records.
+        left: most seconds that it may take.
+        results: folder of files that the part leaves beside the record; `folder` if None.
+    """
     if lacking := list_missing(part.needs):
         return {"exit": f"not run: needs {', '.join(lacking)}", "seconds": 0.0}
     seconds = min(part.seconds, left - GRACE_SECONDS)
     if seconds <= 0:
         return {"exit": "not run: no time left", "seconds": 0.0}
     output = folder / f"{part.name}.{'xml' if 'pytest' in part.command else 'json'}"
-    command = [word.replace("{output}", str(output)) for word in part.command]
-    result: dict[str, Any] = {"command": " ".join(["python", *part.command]).replace("{output}", output.name)}
+    values = {"{output}": str(output), "{results}": str(results or folder), "{seconds}": f"{seconds:.0f}"}
+    command = [_fill_in(word, values) for word in part.command]
+    named = {**values, "{output}": output.name, "{results}": "."}
+    result: dict[str, Any] = {"command": " ".join(["python", *(_fill_in(word, named) for word in part.command)])}
     start_time = time.perf_counter()
     result["exit"], text = _run_command([sys.executable, *command], environment, seconds)
     result["seconds"] = round(time.perf_counter() - start_time, 1)
@@ -62,6 +76,13 @@ def run_part(part: CheckPart, folder: Path, environment: dict[str, str], left: f
     if result["exit"] != 0 or not output.is_file():
         result["output"] = text[-4000:]
     return result
+
+
+def _fill_in(word: str, values: dict[str, str]) -> str:
+    """Replace the placeholders of a part's command."""
+    for placeholder, value in values.items():
+        word = word.replace(placeholder, value)
+    return word
 
 
 def _run_command(command: list[str], environment: dict[str, str], seconds: float) -> tuple[int | str, str]:
@@ -157,6 +178,8 @@ def run_parts(
     script: str = __file__,
     max_seconds: float = MAX_TOTAL_SECONDS,
     render: Callable[[dict[str, Any]], str] = render_page,
+    header: dict[str, Any] | None = None,
+    kept: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Run parts in order, write the file and the page after each, and return the result.
 
@@ -164,18 +187,21 @@ def run_parts(
         script: path of the tool.
         max_seconds: time limit of all parts together on a GPU.
         render: function that renders the page.
+        header: further fields of the file.
+        kept: results of parts that an earlier record has and that are not run.
     """
     result: dict[str, Any] = {
         **collect_provenance(script, "cpu" if rehearsal else "cuda"),
         "rehearsal": rehearsal,
-        "parts": {},
+        **(header or {}),
+        "parts": dict(kept or {}),
     }
     start_time = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         for part in chosen:
             left = float("inf") if rehearsal else max_seconds - (time.perf_counter() - start_time)
             done = result["parts"][part.name] = run_part(
-                part, Path(folder), build_environment(rehearsal=rehearsal), left
+                part, Path(folder), build_environment(rehearsal=rehearsal), left, path.parent
             )
             print(f"{part.name:<15} {done['seconds']:>6.1f} s   {_format_exit(done['exit'])}", flush=True)
             result["seconds"] = round(time.perf_counter() - start_time, 1)

@@ -110,14 +110,16 @@ def _select_size(part: dict[str, Any], field: str, largest: bool) -> int:
     return sizes[-1 if largest else 0]
 
 
-def _build_step_reader(*, largest: bool) -> Callable[[dict[str, Any]], tuple[float, str]]:
-    """Build a reader of the ratio of CDAPE's step time to kerple_log's, at the smallest or largest batch."""
+def _build_step_reader(
+    peer: str = "cdape", other: str = "kerple_log", *, largest: bool
+) -> Callable[[dict[str, Any]], tuple[float, str]]:
+    """Build a reader of the ratio of a peer's step time to another's, at the smallest or largest batch."""
 
     def read(part: dict[str, Any]) -> tuple[float, str]:
         batch = _select_size(part, "B", largest)
-        _select_timed(part, peer="kerple_log", B=batch)
-        record = _select_timed(part, peer="cdape", B=batch)[0]
-        ratio = record["ratio_to_kerple_log"]
+        _select_timed(part, peer=other, B=batch)
+        record = _select_timed(part, peer=peer, B=batch)[0]
+        ratio = record[f"ratio_to_{other}"]
         shape = f"{record['model']}, T = {record['T']}, B = {batch}"
         return ratio, f"{ratio:.3f} ({record['ms']['both'][1]:.2f} ms; {shape}{_format_cut(record)})"
 
@@ -172,6 +174,20 @@ def _read_longest(part: dict[str, Any]) -> tuple[float, str]:
     return record["T"], f"{record['ms']['both'][1] / 1e3:,.2f} s{reported} (T = {record['T']:,}{_format_cut(record)})"
 
 
+def _build_counter_reader(field: str) -> Callable[[dict[str, Any]], tuple[float, str]]:
+    """Build a reader of the clocks per causal score position of all kernels of CDAPE's attention together."""
+
+    def read(part: dict[str, Any]) -> tuple[float, str]:
+        records = [record for record in part.get("records", ()) if record["peer"] == "cdape"]
+        counts = [record[field] for record in records if field in record]
+        if not counts:
+            reasons = [record["refusal"] for record in records if "refusal" in record]
+            raise NotMeasured(reasons[0] if reasons else _format_end(part))
+        return sum(counts), f"{sum(counts):.1f} in {len(counts)} kernels"
+
+    return read
+
+
 BIAS = (("≤ 1.35", 1.35),)
 STEP = (("≤ 1.33, whatever happens", 1.33), ("≤ 1.15, wanted", 1.15), ("≤ 1.10, moonshot", 1.10))
 MODULE = (("≥ 5", 5.0), ("≥ 10", 10.0))
@@ -209,13 +225,44 @@ GOALS = (
 )  # fmt: skip
 
 
-def check_goals(result: dict[str, Any]) -> list[list[str]]:
+VISIT_GOALS = (
+    *(
+        Goal(f"Kernels within the gate against float64, `{part}`", part, _read_gate_fraction, (("all", 1.0),), True)
+        for part in ("correct_bias", "correct_bias_wide", "correct_mixer", "correct_wide")
+    ),
+    Goal("CDAPE on forget gates within the self-check", "correct_gates", _read_self_check_fraction, (("all", 1.0),),
+        True),
+    Goal("350M step, CDAPE over kerple_log, T = 512, bf16, micro-batch 32", "step_512",
+        _build_step_reader(largest=True), (("≤ 1.10", 1.10),)),
+    Goal("350M step, kerple_log over the compiled plain GPT", "step_512",
+        _build_step_reader("kerple_log", "plain", largest=True), (("≤ 1.10", 1.10),)),
+    Goal("350M step, rotary over the compiled plain GPT", "step_512",
+        _build_step_reader("rotary", "plain", largest=True), (("≤ 1.05", 1.05),)),
+    Goal("The paper's CDAPE module over ours, forward + backward, T = 2,048", "paper", _build_peer_reader("appendix"),
+        (("≥ 10", 10.0),), True),
+    Goal("Learned-bias attention over plain FlashAttention-2, T = 8,192", "bias", _build_inverse_reader("flash",
+        largest=True), (("≤ 1.25", 1.25),)),
+    Goal("Learned-bias attention over cuDNN's plain attention, T = 8,192", "bias", _build_inverse_reader("flash cudnn",
+        largest=True), (("—", float("inf")),)),
+    Goal("FlexAttention with a learned bias over ours, T = 2,048", "compiled", _build_peer_reader("flex learned"),
+        (("≥ 1.3", 1.3),), True),
+    Goal("CDAPE's attention over plain FlashAttention-2, T = 2,048", "mixer", _build_inverse_reader("flash",
+        largest=True), (("—", float("inf")),)),
+    Goal("Issue slots of CDAPE's kernels, clocks per causal score position", "counters",
+        _build_counter_reader("issued_clocks"), (("≤ 17", 17.0),)),
+    Goal("Load/store instructions of CDAPE's kernels, clocks per causal score position", "counters",
+        _build_counter_reader("load_store_clocks"), (("≤ 23", 23.0),)),
+)  # fmt: skip
+"""Goals of a visit (tools/gpu/visit.py)."""
+
+
+def check_goals(result: dict[str, Any], goals: tuple[Goal, ...] = GOALS) -> list[list[str]]:
     """Return a row for each goal and level.
 
     It has the goal, measurement, limit, and met, not met or the reason for no measurement.
     """
     rows = []
-    for goal in GOALS:
+    for goal in goals:
         try:
             if goal.part not in result["parts"]:
                 raise NotMeasured("not run")

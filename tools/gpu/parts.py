@@ -30,6 +30,10 @@ HOST_TESTS = (
     ),
 )
 """Tests of `tests/kernels` that compute nothing on a device and would use up its time."""
+VISIT_SECONDS = 780
+"""Time limit of a visit's parts in seconds: fifteen minutes without a machine's start, installation and copies."""
+ARCHIVE = "gpu_evidence.tar"
+"""File beside a visit's record with the records of all evidence runs; unpack it into docs/results."""
 REHEARSAL_SECONDS = 900
 """Time limit of a rehearsal's part in seconds. Triton's interpreter on a busy CPU is minutes slower than a GPU."""
 
@@ -42,7 +46,11 @@ class CheckPart:
     seconds: int
     """Time limit in seconds."""
     command: tuple[str, ...]
-    """Arguments of Python; {output} is replaced by the path of its records (JSON) or test results (JUnit)."""
+    """Arguments of Python.
+
+    {output} is replaced by the path of its records (JSON) or test results (JUnit), {results} by the folder of the whole
+    check's record, and {seconds} by the part's time limit.
+    """
     needs: tuple[str, ...] = ()
     """Required modules besides torch and triton."""
 
@@ -65,9 +73,9 @@ def build_attention_part(name: str, seconds: int, *options: str) -> CheckPart:
     return CheckPart(name, seconds, ("tools/bench/attention.py", *options, "--json", "{output}"))
 
 
-def build_self_check_part(seconds: int, *options: str) -> CheckPart:
+def build_self_check_part(seconds: int, *options: str, name: str = "self_check") -> CheckPart:
     """Build the part that runs the self-check of `auto`."""
-    return CheckPart("self_check", seconds, ("tools/gpu/self_check.py", *options, "--json", "{output}"))
+    return CheckPart(name, seconds, ("tools/gpu/self_check.py", *options, "--json", "{output}"))
 
 
 def build_step_part(name: str, seconds: int, *options: str) -> CheckPart:
@@ -128,6 +136,14 @@ def build_profile_part(name: str, seconds: int, *options: str) -> CheckPart:
     return CheckPart(name, seconds, command, MODEL_MODULES)
 
 
+def build_evidence_part(seconds: int, *options: str) -> CheckPart:
+    """Build the part that trains the methods of configs/evidence.yml, as far as the time goes."""
+    command = ("tools/gpu/evidence.py", *options, "--seconds", "{seconds}", "--json", "{output}")
+    return CheckPart(
+        "evidence", seconds, (*command, "--archive", f"{{results}}/{ARCHIVE}"), (*MODEL_MODULES, "deepspeed")
+    )
+
+
 def list_visit_parts() -> list[CheckPart]:
     """List the parts for fifteen minutes on a GPU, most important first."""
     cdape, bias = ("--op", "cdape", "--heads", "16"), ("--op", "biased_attention", "--heads", "16")
@@ -135,13 +151,16 @@ def list_visit_parts() -> list[CheckPart]:
     methods = ("--methods", "kerple_log", "cdape", "cdape_triton", "rotary", "plain", "--rounds", "8")
     return [
         build_profile_part("profile", 150, "--shapes", "350M:512:32", "350M:512:1"),
+        CheckPart("rates", 45, ("tools/bench/instruction_rates.py", "--json", "{output}")),
         build_attention_part("correct_bias", 60, *bias, "--dtype", "bf16", "fp16", "--gate-only", "--lengths", "512",
             "500", "--batch", "2", "--peers", "triton"),
         build_attention_part("correct_bias_wide", 60, *bias, *half, "--dim", "128", "--gate-only", "--lengths", "512",
             "500", "--batch", "2", "--peers", "triton"),
         build_attention_part("correct_mixer", 60, *cdape, *half, "--gate-only", "--lengths", "512", "200", "--batch",
             "32", *ours),  # the CUDA kernels compute batches that fill the card
-        build_attention_part("mixer", 45, *cdape, *half, "--lengths", "512", "2048", *ours, "flash"),
+        build_self_check_part(45, "--methods", "cdape_fox", "--batch", "16", name="correct_gates"),
+        CheckPart("counters", 90, ("tools/bench/kernel_counters.py", "--seconds", "40", "--json", "{output}")),
+        build_attention_part("mixer", 45, *cdape, *half, "--lengths", "512", "2048", *ours, "flash", "flash cudnn"),
         build_attention_part("correct_wide", 75, *cdape, "--dtype", "bf16", "fp16", "--dim", "128", "--gate-only",
             "--lengths", "512", "200", "--batch", "32", *ours),
         build_step_part("step_512", 120, "--shapes", "350M:512:32", "350M:512:1", *methods),
@@ -161,6 +180,7 @@ def list_visit_parts() -> list[CheckPart]:
             "plain", "--rounds", "5"),
         CheckPart("tiles", 120, ("tools/bench/tiles.py", "--lengths", "512", "2048", "--json", "{output}")),
         build_profile_part("profile_triton", 90, "--shapes", "350M:512:32", "--methods", "cdape_triton", "rotary"),
+        build_evidence_part(VISIT_SECONDS),
     ]  # fmt: skip
 
 
@@ -174,9 +194,14 @@ def list_visit_rehearsal_parts() -> list[CheckPart]:
     ours, limit = ("--peers", "triton"), REHEARSAL_SECONDS
     return [
         build_profile_part("profile", limit, *profile, "--methods", "kerple_log", "plain"),
+        CheckPart("rates", limit, ("tools/bench/instruction_rates.py", "--device", "cpu", "--json", "{output}")),
         build_attention_part("correct_bias", limit, *bias, *tiny, "--dtype", "fp16", "--gate-only", *ours),
         build_attention_part("correct_bias_wide", limit, *bias, *tiny, "--dtype", "fp16", "--gate-only", *ours),
         build_attention_part("correct_mixer", limit, *cdape, *tiny, "--dtype", "fp16", "--gate-only", *ours),
+        build_self_check_part(limit, "--methods", "cdape_fox", "--device", "cpu", "--batch", "1", "--heads", "2",
+            "--dim", "16", "--width", "4", "--dtype", "fp32", "--lengths", "8", name="correct_gates"),
+        CheckPart("counters", limit, ("tools/bench/kernel_counters.py", "--device", "cpu", "--dtype", "float32",
+            "--batch", "1", "--heads", "2", "--dim", "16", "--length", "8", "--width", "4", "--json", "{output}")),
         build_attention_part("mixer", limit, *cdape, *tiny, *ours),
         build_attention_part("correct_wide", limit, *cdape, *tiny, "--dtype", "fp16", "--gate-only", *ours),
         build_step_part("step_512", limit, "--shapes", "tiny:8:1", *all_peers),
@@ -191,6 +216,7 @@ def list_visit_rehearsal_parts() -> list[CheckPart]:
         CheckPart("tiles", limit, ("tools/bench/tiles.py", "--device", "cpu", "--tokens", "16", "--heads", "2", "--dim",
             "16", "--width", "4", "--lengths", "16", "--json", "{output}")),
         build_profile_part("profile_triton", limit, *profile, "--methods", "cdape_triton"),
+        build_evidence_part(limit, "--rehearse"),
     ]  # fmt: skip
 
 

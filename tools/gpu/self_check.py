@@ -49,8 +49,10 @@ METHODS: dict[str, tuple[str, str | None]] = {
     "kerple_log": ("kerple_log", None),
     "fire": ("fire", None),
     "rotary": ("rotary", None),
+    "cdape_fox": ("fox", "cdape"),
 }
 """Encoding and processor, one pair for each kind of kernel."""
+DEFAULT_METHODS = ["cdape", "kerple_log", "fire", "rotary"]
 OVERLAYS = sorted(path.stem for path in (ROOT / "configs/position").glob("*.yml"))
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODEL_LAYERS = 12
@@ -65,8 +67,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", type=parse_device, default=default, help="cpu or cuda")
     names = list(dict.fromkeys((*METHODS, *OVERLAYS, "all")))
     parser.add_argument(
-        "--methods", nargs="+", choices=names, metavar="METHOD", default=list(METHODS),
-        help=f"by default {', '.join(METHODS)}; also files of configs/position; all",
+        "--methods", nargs="+", choices=names, metavar="METHOD", default=DEFAULT_METHODS,
+        help=f"by default {', '.join(DEFAULT_METHODS)}; also {', '.join(METHODS)} and files of configs/position; all",
     )  # fmt: skip
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16"], help="data types of q, k, v")
     parser.add_argument("--lengths", nargs="+", type=int_at_least(1), default=[512], help="sequence lengths")
@@ -118,7 +120,9 @@ def build_layer_methods(name: str, arguments: argparse.Namespace, length: int) -
         return [LayerMethod(name, encoding, None)]
     options = {"width": arguments.width}
     processor = build_processor(processor_name, dims, options, has_bias=encoding.adds_bias)
-    return [LayerMethod(name, encoding, processor)]
+    # The kernels of a processor on gates are CUDA C++, which no interpreter runs.
+    has_kernels = arguments.device != "cpu" or not type(encoding).overrides_hook("gate")
+    return [LayerMethod(name, encoding, processor, has_kernels=has_kernels)]
 
 
 def _build_overlay(name: str, dims: AttentionDims, length: int) -> list[LayerMethod]:

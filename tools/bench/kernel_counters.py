@@ -1,0 +1,189 @@
+#!/usr/bin/env python3
+"""Read hardware counters of our attention kernels with NVIDIA Nsight Compute (ncu).
+
+    python tools/bench/kernel_counters.py --json counters.json
+
+Runs itself under ncu with one forward and backward pass of CDAPE's attention and of a learned bias, at the shapes of
+350M. Each kernel gets a record: its time, its instructions, those of the load/store and the tensor pipes, the
+wavefronts of shared memory and how many are bank conflicts, and the bytes of device memory. Counts are also given per
+causal score position, in clocks of a multiprocessor: issue slots over four schedulers, wavefronts over one pipe.
+`python -m megatron.kernels.instructions` predicts these numbers.
+
+If ncu is missing or the driver does not permit counters, one line and the record say so, and the exit code is 0.
+"""
+
+import argparse
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools.arguments import (  # noqa: E402
+    ToolParser,
+    int_at_least,
+    parse_device,
+    parse_output_path,
+    print_interrupts_in_one_line,
+)
+
+if __name__ == "__main__":
+    print_interrupts_in_one_line()
+
+import torch  # noqa: E402
+
+from tools.bench.attention_peers import AttentionProblem, build_peers  # noqa: E402
+from tools.records import collect_provenance, write_record  # noqa: E402
+
+METRICS = {
+    "gpu__time_duration.sum": "ns",
+    "sm__cycles_elapsed.max": "cycles",
+    "smsp__inst_issued.sum": "issued",
+    "smsp__inst_executed_pipe_lsu.sum": "load_store",
+    "sm__inst_executed_pipe_tensor.sum": "tensor",
+    "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum": "shared_wavefronts",
+    "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum": "shared_conflicts",
+    "dram__bytes.sum": "bytes",
+    "launch__registers_per_thread": "registers",
+}
+"""Field of a record by ncu's name of the counter."""
+FEWER_METRICS = ("gpu__time_duration.sum", "sm__cycles_elapsed.max", "smsp__inst_issued.sum", "dram__bytes.sum")
+"""Counters that every version has, if one of the others is unknown."""
+FOLDERS = ("/usr/local/cuda/bin", "/opt/nvidia/nsight-compute")
+NO_PERMISSION = "ERR_NVGPUCTRPERM"
+SCHEDULERS = 4
+OPS = ("cdape", "biased_attention")
+WORKLOAD = "FARFIELD_COUNTED_PROBLEM"
+"""Environment variable with the problem of a process under ncu, as JSON."""
+
+
+def find_ncu() -> str | None:
+    """Return the path of ncu, or None."""
+    if (found := shutil.which("ncu")) is not None:
+        return found
+    candidates = sorted(path for folder in FOLDERS for path in (*Path(folder).glob("ncu"), *Path(folder).glob("*/ncu")))
+    return str(candidates[-1]) if candidates else None
+
+
+def run_counted_pass(fields: dict[str, Any]) -> None:
+    """Run a forward and backward pass, between the calls that ncu waits for."""
+    problem = AttentionProblem(**{**fields, "dtype": getattr(torch, fields["dtype"])})
+    attend, wanted = build_peers(problem)["triton"], problem.parameters()
+
+    def run() -> None:
+        leaves = problem.inputs()
+        torch.autograd.grad(attend(*leaves), [*leaves, *wanted], problem.output_gradient(), allow_unused=True)
+
+    for _ in range(2):  # compiles, and fills caches of the host
+        run()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def read_counters(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the kernels of ncu's CSV output, with one row for each counter of a kernel or one row for each kernel."""
+    lines = [line for line in text.splitlines() if line.startswith('"')]
+    rows = list(csv.DictReader(lines))
+    kernels: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if not row["ID"]:  # units of the columns
+            continue
+        kernel = kernels.setdefault(row["ID"], {"kernel": row["Kernel Name"]})
+        named = {row["Metric Name"]: row["Metric Value"]} if "Metric Name" in row else row
+        for metric, field in METRICS.items():
+            if metric in named:
+                kernel[field] = float(named[metric].replace(",", ""))
+    yield from kernels.values()
+
+
+def count_problem(problem: dict[str, Any], ncu: str, seconds: int) -> list[dict[str, Any]]:
+    """Return the records of a problem's kernels, or one with the reason why there are none."""
+    head = {"op": "counters", "peer": problem["op"], **{x: problem[y] for x, y in zip("BHTd", SIZES, strict=True)}}
+    reason = "no output"
+    for metrics in (tuple(METRICS), FEWER_METRICS):
+        command = [
+            *(ncu, "--csv", "--print-units", "base", "--profile-from-start", "off", "--target-processes", "all"),
+            *("--metrics", ",".join(metrics), sys.executable, str(Path(__file__).resolve())),
+        ]
+        environment = {**os.environ, WORKLOAD: json.dumps(problem)}
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+        except (subprocess.TimeoutExpired, OSError) as failure:
+            return [{**head, "refusal": f"ncu: {failure.__class__.__name__} after at most {seconds} s"}]
+        output = done.stdout + done.stderr
+        if NO_PERMISSION in output:
+            return [{**head, "refusal": "ncu: the driver permits counters to administrators only"}]
+        kernels = list(read_counters(done.stdout))
+        if kernels:
+            return [{**head, **summarize_kernel(kernel, problem)} for kernel in kernels]
+        reason = next((line for line in output.splitlines() if "ERROR" in line or "Error" in line), reason)
+    return [{**head, "refusal": f"ncu: {reason.strip()[:200]}"}]
+
+
+SIZES = ("batch", "heads", "length", "dim")
+
+
+def summarize_kernel(kernel: dict[str, Any], problem: dict[str, Any]) -> dict[str, Any]:
+    """Return a kernel's record, with its clocks per causal score position of all heads."""
+    positions = problem["batch"] * problem["length"] * (problem["length"] + 1) // 2
+    found = {**kernel, "kernel": kernel["kernel"][:110]}
+    for field, units in (("issued", SCHEDULERS), ("load_store", 1), ("shared_wavefronts", 1)):
+        if field in kernel:
+            found[f"{field}_clocks"] = round(kernel[field] / units / positions, 3)
+    if "bytes" in kernel:
+        found["bytes_per_position"] = round(kernel["bytes"] / positions, 3)
+    return found
+
+
+def format_console_line(record: dict[str, Any]) -> str:
+    if "refusal" in record:
+        return f"{record['peer']}: not counted: {record['refusal']}"
+    time = f"{record['ns'] / 1e3:9.1f} µs" if "ns" in record else " " * 12
+    counts = ", ".join(f"{name} {record[name]}" for name in record if name.endswith(("_clocks", "_position")))
+    return f"{record['peer']:<17} {time}  {record['kernel'][:60]:<60} {counts}"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = ToolParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", type=parse_device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--op", nargs="+", choices=OPS, default=list(OPS))
+    for name, value in zip(SIZES, (32, 16, 512, 64), strict=True):
+        parser.add_argument(f"--{name}", type=int_at_least(1), default=value)
+    parser.add_argument("--width", type=int_at_least(1), default=32)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--seconds", type=int_at_least(1), default=60, help="time limit of one operator (60)")
+    parser.add_argument("--json", type=parse_output_path, help="output file of the records")
+    return parser.parse_args()
+
+
+def main() -> None:
+    if WORKLOAD in os.environ:
+        run_counted_pass(json.loads(os.environ[WORKLOAD]))
+        return
+    arguments = parse_arguments()
+    ncu, records = find_ncu(), []
+    for op in arguments.op:
+        sizes = {name: getattr(arguments, name) for name in (*SIZES, "width", "dtype", "device")}
+        problem = {"op": op, **sizes}
+        if ncu is None:
+            records.append({"op": "counters", "peer": op, "refusal": "ncu (Nsight Compute) is not installed"})
+        else:
+            records += count_problem(problem, ncu, arguments.seconds)
+    for record in records:
+        print(format_console_line(record), flush=True)
+    if arguments.json is not None:
+        write_record(arguments.json, {**collect_provenance(__file__, arguments.device), "records": records})
+
+
+if __name__ == "__main__":
+    main()
