@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import stage as pytorch_stage
 
 from megatron.config.schema import Config
 from megatron.data.torch_data import Batch
@@ -21,6 +22,9 @@ from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import all_reduce_sum_
 from megatron.model.device_dtype import get_torch_dtype
 from megatron.model.gpt import GPT
+
+ALLOCATES_ON_RECEIPT = hasattr(pytorch_stage._RecvInfo, "allocate_buffer")
+"""True if PyTorch allocates a buffer when it receives a tensor and frees it after use, as torch 2.15 does."""
 
 
 def compute_bubble(stages: int, micro_batches: int) -> float:
@@ -36,20 +40,24 @@ def count_in_flight(stage: Axis, micro_batches: int) -> int:
 class BufferedStage(PipelineStage):
     """PyTorch's pipeline stage with receive buffers only for the micro-batches in flight.
 
-    PyTorch's own stage has a buffer for each micro-batch of a step. Under 1F1B a stage receives a micro-batch only
-    after the backward pass of the micro-batch `in_flight` positions earlier, and a gradient only after the previous
-    one's backward pass.
+    PyTorch's own stage has a buffer for each micro-batch of a step, unless it allocates them on receipt. Under 1F1B a
+    stage receives a micro-batch only after the backward pass of the micro-batch `in_flight` positions earlier, and a
+    gradient only after the previous one's backward pass.
     """
 
     in_flight: int
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        if ALLOCATES_ON_RECEIPT:
+            return super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
         found = super()._prepare_forward_infra(min(num_microbatches, self.in_flight), *args, **kwargs)
         for index in range(self.in_flight, num_microbatches):
             self.args_recv_info[index] = self.args_recv_info[index - self.in_flight]
         return found
 
     def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        if ALLOCATES_ON_RECEIPT:
+            return super()._prepare_backward_infra(num_microbatches, *args, **kwargs)
         found = super()._prepare_backward_infra(1, *args, **kwargs)
         self.grad_recv_info |= dict.fromkeys(range(1, num_microbatches), self.grad_recv_info[0])
         self.chunks = num_microbatches

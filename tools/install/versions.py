@@ -53,6 +53,7 @@ TESTS = (
     "tests/data/test_sources.py",
     "tests/checkpoint",
     "tests/training/test_engine.py",
+    "tests/training/test_processes.py",
     "tests/training/test_trainer.py",
     "tests/kernels",
 )
@@ -122,6 +123,7 @@ def main() -> None:
 
     from tools.rounding import compute_tolerance, count_gpt_sums
 
+    commit = describe_commit()
     versions = list_versions(python)
     print(", ".join(f"{name} {number}" for name, number in versions.items()), flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -131,7 +133,7 @@ def main() -> None:
         tests = run_tests(python, Path(folder))
     allowed = compute_tolerance(*count_gpt_sums(WIDTH, LAYERS))
     row = {"versions": versions, "tests": tests, "exchange": exchange}
-    row |= {"date": date.today().isoformat(), "commit": describe_commit()}
+    row |= {"date": date.today().isoformat(), "commit": commit}
     if arguments.json is not None:
         record = json.loads(arguments.json.read_text(encoding="utf-8")) if arguments.json.exists() else {"rows": {}}
         rows = {**record["rows"], arguments.name: row}
