@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from megatron.config.schema import Config
 from megatron.config.stages import list_stage_configs
 from megatron.options.evaluation import TaskOptions
-from megatron.options.output import HarnessOptions
 from megatron.utils.errors import FarfieldError, RunError, UserError
 from megatron.utils.imports import pause_garbage_collection, require_package
 
@@ -45,8 +44,12 @@ def load_training_tasks(config: Config, log: Callable[[str], None] = lambda line
         from megatron.evaluation.harness_tasks import load_tasks
 
     harness = config.logging.harness
-    options = TaskOptions.model_validate(
-        {name: getattr(harness, name) for name in TaskOptions.model_fields if name in HarnessOptions.model_fields}
+    options = TaskOptions(
+        tasks=harness.tasks,
+        include_path=harness.include_path,
+        limit=harness.limit,
+        num_fewshot=harness.num_fewshot,
+        metadata=harness.metadata,
     )
     with quiet_harness():
         return load_tasks(options, log, name_option="harness.{}".format, allow_download=harness.download)

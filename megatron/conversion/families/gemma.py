@@ -213,6 +213,7 @@ GEMMA2 = replace(
     from_hf_config=_gemma2_from_hf_config,
     supported_values=_gemma2_supported_values,
     to_hf_keys=_gemma2_to_hf_keys,
+    known_difference=f"{KNOWN_DIFFERENCE}; transformers 4 caps scores only with attn_implementation='eager'",
     weight_mappings=lambda config: map_llama_weights(config, GEMMA2_NORMS, AddOne()),
     find_other_conflict=_find_gemma2_conflict,
     multipliers=("embedding", "query"),
@@ -224,5 +225,6 @@ GEMMA3 = replace(
     from_hf_config=_gemma3_from_hf_config,
     supported_values=_gemma3_supported_values,
     to_hf_keys=_gemma3_to_hf_keys,
+    known_difference=KNOWN_DIFFERENCE,
     find_other_conflict=lambda config: _find_gemma2_conflict(config) or find_rotation_conflict(config),
 )
