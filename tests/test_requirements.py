@@ -28,7 +28,7 @@ def test_triton_version_matches_torch() -> None:
     asked = [Requirement(line) for line in requires("torch") or ()]
     of_triton = [r for r in asked if r.name == "triton" and (r.marker is None or r.marker.evaluate())]
     if not of_triton:
-        pytest.skip("this build of torch asks for no triton (a CPU build)")
+        pytest.skip("this build of torch does not require triton (a CPU build)")
     (version,) = {specifier.version for specifier in pinned(ROOT / "requirements.txt")["triton"].specifier}
     assert of_triton[0].specifier.contains(version)
 

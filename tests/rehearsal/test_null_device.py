@@ -52,7 +52,7 @@ def test_an_unknown_card_is_one_line_with_the_nearest() -> None:
             find("a100-81")
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="the build for CPUs is what this is about")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="requires the CPU build of torch")
 def test_the_build_for_cpus_is_refused_with_the_command_that_helps() -> None:
     command = [sys.executable, "-m", "megatron.rehearsal.null_device", "nothing.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

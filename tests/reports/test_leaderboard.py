@@ -146,7 +146,7 @@ def test_a_page_corrects_all_its_tests_together() -> None:
 
 
 def test_a_rank_has_the_interval_that_other_seeds_might_give() -> None:
-    """Methods that seeds cannot tell apart share an interval; those far apart have none."""
+    """Methods with overlapping seeds share an interval of ranks; clearly separate methods have none."""
     found = [
         each
         for seed, noise in enumerate((0.0, 0.05, -0.04))

@@ -102,7 +102,9 @@ def test_metrics_never_share_a_table_and_both_are_shown(tmp_path: Path) -> None:
 
 
 def test_an_entry_of_the_registry_is_all_that_a_metric_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    gain = Metric("gain", "Gain", "in nats", "Gain is what context is worth.", "higher", "difference", 0.01)
+    gain = Metric(
+        "gain", "Gain", "in nats", "Gain is the decrease of the loss with more context.", "higher", "difference", 0.01
+    )
     monkeypatch.setitem(METRICS, "gain", gain)
     found = [record_from_row({**COMMON, "method": m, "length": n, "gain": v, "stderr": 0.5})
              for m, n, v in (("a", 40, -0.25), ("b", 40, -740.5), ("a", 80, 0.002), ("b", 80, -1.5))]  # fmt: skip

@@ -53,9 +53,7 @@ def test_a_run_that_several_need_is_one_run() -> None:
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_quoted_lengths_are_multiples_that_are_scored(name: str) -> None:
-    """Quoted lengths are evaluated multiples, so that a quoted number has one of ours beside it, except the longest of
-    some.
-    """
+    """Lengths of quoted numbers are evaluated too, except the longest of some, so that both can be compared."""
     options = small(name).options
     for table in options.published:
         multiples = {length / table.train_length for length in table.lengths}

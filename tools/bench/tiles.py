@@ -148,7 +148,7 @@ def measure_kernels(run: Callable[[], None]) -> dict[str, float]:
 
 
 def measure_share(arguments: argparse.Namespace, count: int) -> None:
-    """Compile and measure the candidates at a place of the lists, and write their records into the shared folder."""
+    """Compile and measure the candidates at an index of the lists, and write their records into the shared folder."""
     place, folder, lengths = arguments.place, arguments.worker, arguments.lengths
     heads, dim = arguments.heads, arguments.dim
     dtype = torch.float16 if arguments.device == "cpu" else torch.bfloat16  # the interpreter rounds bfloat16 wrongly

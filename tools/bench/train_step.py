@@ -14,7 +14,7 @@ train` does with `cuda_graph: on`, beside the same methods launched kernel by ke
     python tools/bench/train_step.py --shapes 350M:512:1 350M:512:4 --methods kerple_log kerple_log_graph
 
 `--layer` takes one layer of the model instead, forward and backward from hidden states to hidden states, which fits
-where the output layer's logits do not. What fails is told in its record, and the exit code is 1. Ctrl-C ends it with
+where the output layer's logits do not. Records state failures, and the exit code is then 1. Ctrl-C ends it with
 what the rounds so far have measured.
 """
 
