@@ -155,7 +155,7 @@ MISTAKES = {
     ("positions", "alibbi"): "no method's name contains 'alibbi'; did you mean alibi?",
     ("tasks", "flip_flip"): "no task contains 'flip_flip'; did you mean flip_flop?",
     ("evaluate", "run", "run/."): "the same checkpoint is given twice: run, run/.",
-    ("evaluate", "run", "--lengths", "1x,b"): "--lengths: 'b' is not a length",
+    ("evaluate", "run", "--lengths", "1x,b"): "--lengths is 1x,b; 'b' is not a length",
     ("evaluate", "run", "--lengths", "16,99999999"): "too few for the largest length; 99,999,999",
     (
         "evaluate",

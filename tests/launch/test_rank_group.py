@@ -270,7 +270,7 @@ def test_an_error_while_ending_after_a_signal_is_reported(tmp_path: Path):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG")
 def test_ranks_end_when_the_launcher_is_killed_outright(tmp_path: Path):
-    code = f"from megatron.utils.signals import exit_with_parent\nend_with_parent()\n{READY}time.sleep(60)"
+    code = f"from megatron.utils.signals import exit_with_parent\nexit_with_parent()\n{READY}time.sleep(60)"
     process, pids = launch(tmp_path, code)
     process.kill()
     process.communicate(timeout=60)

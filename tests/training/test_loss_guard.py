@@ -223,7 +223,7 @@ def break_weights(monkeypatch: pytest.MonkeyPatch, step: int, factor: float, *, 
                     if shard.ndim > 1:
                         shard.mul_(factor)
 
-    monkeypatch.setattr(Engine, "report_step", take_step)
+    monkeypatch.setattr(Engine, "step", take_step)
 
 
 def list_steps(run: Path) -> list[int | None]:

@@ -228,7 +228,7 @@ def test_a_signal_saves_after_the_step_and_the_run_resumes(
 
     before = signal.getsignal(number)
     with monkeypatch.context() as patched:
-        patched.setattr(Engine, "report_step", step)
+        patched.setattr(Engine, "step", step)
         text, result = printed(tiny_config(corpus, tmp_path / "run"))
     assert signal.getsignal(number) == before
     assert (result.step, result.signal, result.exit_code) == (2, number, 128 + number)

@@ -383,9 +383,8 @@ def test_sums_of_layers_and_chunks_are_those_of_float64(chunk_rows: int, monkeyp
                 dscores = torch.zeros(1, shape.heads, chunk.rows, chunk.right, dtype=torch.bfloat16)
                 launcher.emulator.register(dlogits)
                 maps, is_first = LogitGradients(dscores, dlogits), chunk.last == shape.rows
-                driver._mixer_backward(
-                    problem, product, chunk, maps, call.queries, call.keys, own, kernels, is_first=is_first
-                )
+                inputs = driver.build_logit_inputs(problem, chunk, call.queries, call.keys)
+                driver._mixer_backward(problem, product, chunk, inputs, maps, own, kernels, is_first=is_first)
     assert launcher.emulator.get_faults().errors == NO_ERRORS
     assert sums.mixer is not None
     assert (sums.mixer.shared._tables is None) == (chunk_rows < shape.rows)
