@@ -64,6 +64,7 @@ class Machine:
         self.now, self.ran, self.seconds = 0.0, list[int](), seconds
         self.finished: dict[str, list[dict[str, Any]]] = {}
         self.failing: int | None = None
+        self.forgetting: int | None = None
         monkeypatch.setattr(evidence.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(evidence, "run_member", self.run)
         monkeypatch.setattr(evidence, "read_sweep", lambda *_: read_evidence())
@@ -78,6 +79,8 @@ class Machine:
             return f"cut after {seconds:.0f} s"
         if index == self.failing:
             return "error: planted"
+        if index == self.forgetting:
+            return None
         variant = read_evidence().members[index].variant
         self.finished[variant] = [{"method": variant, "length": 512, "perplexity": 7.0 + index}]
         return None
@@ -138,10 +141,29 @@ def test_a_run_that_fails_is_not_repeated_in_a_visit(
     monkeypatch: pytest.MonkeyPatch, visit: Callable[[int], list[dict[str, Any]]]
 ) -> None:
     machine = Machine(monkeypatch, lambda index: 10.0)
-    machine.failing = 1
+    machine.failing, machine.forgetting = 1, 2
     records = visit(100_000)
     assert machine.ran == list(range(METHODS))
-    assert [record["peer"] for record in records if "refusal" in record] == [read_evidence().members[1].variant]
+    refused = {record["peer"]: record["refusal"] for record in records if "refusal" in record}
+    assert list(refused) == [member.variant for member in read_evidence().members[1:3]]
+    assert list(refused.values()) == ["error: planted", "ended without records in docs/results/evidence"]
+
+
+def test_runs_and_records_have_the_same_folder_wherever_the_visit_starts(
+    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folders = list[tuple[Path, Path]]()
+
+    def run(files: list[str], arguments: argparse.Namespace, archive: Path | None) -> list[dict[str, Any]]:
+        folders.append((Path.cwd(), arguments.json))
+        return []
+
+    monkeypatch.setattr(evidence, "run_evidence", run)
+    monkeypatch.setattr(evidence, "unpack_corpus", lambda folder: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.chdir(tmp_path)
+    assert not command(evidence, "--json", "a.json")
+    assert folders == [(ROOT, tmp_path / "a.json")]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPU")
@@ -164,9 +186,10 @@ def test_documents_are_those_of_packages_with_permissive_licenses(
     assert any(each["text"].startswith("from __future__ import") for each in texts)
     evidence_corpus.collect_documents(("iniconfig", "pluggy"), tmp_path / "b.jsonl")
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
-    monkeypatch.setattr(evidence_corpus, "read_license", lambda package: "GPL-3.0-only")
-    with pytest.raises(SystemExit, match=r"iniconfig .* has the license 'GPL-3.0-only'"):
-        evidence_corpus.collect_documents(("iniconfig",), tmp_path / "c.jsonl")
+    for terms in ("GPL-3.0-only", "MIT AND LGPL-2.1", "Limited use is permitted"):
+        monkeypatch.setattr(evidence_corpus, "read_license", lambda package, terms=terms: terms)
+        with pytest.raises(SystemExit, match=rf"iniconfig .* has the license '{terms}'"):
+            evidence_corpus.collect_documents(("iniconfig",), tmp_path / "c.jsonl")
     with pytest.raises(SystemExit, match="no-such-package is not installed"):
         evidence_corpus.collect_documents(("no-such-package",), tmp_path / "c.jsonl")
 
@@ -185,6 +208,13 @@ def test_an_archive_has_no_times_and_comes_back_whole(tmp_path: Path, monkeypatc
     with pytest.raises(SystemExit, match=r"evidence\.tar\.xz not found"):
         evidence.unpack_corpus(away)
     (tmp_path / "one.tar.xz").rename(away.with_name("evidence.tar.xz"))
+    whole = away.with_name("evidence.tar.xz").read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"no archive"):
+        away.with_name("evidence.tar.xz").write_bytes(damaged)
+        with pytest.raises(SystemExit, match=r"^error: .*evidence\.tar\.xz cannot be unpacked: .+; copy it again$"):
+            evidence.unpack_corpus(away)
+        assert [path.name for path in away.parent.iterdir()] == ["evidence.tar.xz"]
+    away.with_name("evidence.tar.xz").write_bytes(whole)
     evidence.unpack_corpus(away)
     assert (away / "train_text_document.bin").read_bytes() == bytes(1000)
     with tarfile.open(away.with_name("evidence.tar.xz")) as packed:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tools.gpu import parts as gpu_parts
-from tools.gpu.goals import GOALS, check_goals, render_page
+from tools.gpu.goals import GOALS, VISIT_GOALS, check_goals, render_page
 
 HEAD = {
     "date": "2026-11-21", "command": "python tools/gpu/check.py", "commit": "1234567", "machine": "NVIDIA H200",
@@ -73,6 +73,15 @@ def measured() -> dict[str, Any]:
 
 def test_every_goal_reads_a_part_that_is_run() -> None:
     assert {goal.part for goal in GOALS} <= {part.name for part in gpu_parts.list_parts()}
+
+
+def test_a_part_of_one_size_has_its_largest_unless_it_was_cut() -> None:
+    """The record of a visit may have one micro-batch; a check that is cut at the smallest has no largest."""
+    records = step("kerple_log", 32, 1.0), step("cdape", 32, 1.12)
+    for end, reported in ((0, "1.120"), ("cut after 5 s", "—")):
+        rows = check_goals({**HEAD, "parts": {"step_512": part(*records, end=end)}}, VISIT_GOALS)
+        (row,) = [row for row in rows if row[0].startswith("350M step, CDAPE")]
+        assert row[1].split()[0] == reported
 
 
 def test_each_goal_has_a_line_for_each_level_with_number_limit_and_verdict() -> None:

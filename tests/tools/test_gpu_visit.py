@@ -94,6 +94,41 @@ def test_a_visit_begins_where_the_last_one_ended() -> None:
         assert visit.select_kept_parts(chosen, last, {**current, name: other}) == {}
 
 
+def test_parts_that_are_not_chosen_stay_in_the_record(
+    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = {**build_result(1.0), "sources": visit.compute_sources_digest()}
+    (tmp_path / "last.json").write_text(json.dumps(last))
+    runs: list[tuple[list[str], list[str]]] = []
+
+    def run_parts(chosen: list[Any], path: Path, *, kept: dict[str, Any], **rest: Any) -> dict[str, Any]:
+        runs.append(([part.name for part in chosen], list(kept)))
+        return {"parts": {}}
+
+    monkeypatch.setattr(visit, "RECORD", tmp_path / "last.json")
+    monkeypatch.setattr(visit, "collect_provenance", lambda *_: STAMP)
+    monkeypatch.setattr(visit, "run_parts", run_parts)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert command(visit, "--parts", "rates") == 0
+    assert command(visit, "--parts", "step_512", "--again") == 0
+    assert command(visit, "--parts", "step_512", "rates", "--again") == 0
+    assert runs == [(["rates"], ["step_512"]), (["step_512"], []), (["rates", "step_512"], [])]
+    capsys.readouterr()
+    assert command(visit, "--parts", "step_512") is None
+    assert capsys.readouterr().out.endswith("nothing is left to measure\n")
+    assert len(runs) == 3
+
+
+def test_the_digest_follows_the_commands_of_the_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "tools/gpu").mkdir(parents=True)
+    monkeypatch.setattr(visit, "ROOT", tmp_path)
+    digests = set()
+    for text in ("one", "two"):
+        (tmp_path / "tools/gpu/parts.py").write_text(text)
+        digests.add(visit.compute_sources_digest())
+    assert len(digests) == 2
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="GPU")
 def test_without_a_gpu_it_suggests_a_rehearsal(refuses: Callable[..., None]) -> None:
     refuses(visit, says="no CUDA device found; --rehearse")

@@ -17,6 +17,7 @@ LONG = """==PROF== Connected to process 1
 "0","1","_fwd(float, int)","gpu__time_duration.sum","ns","2,048"
 "0","1","_fwd(float, int)","smsp__inst_issued.sum","inst","800"
 "1","1","_bwd","gpu__time_duration.sum","ns","4,096"
+"1","1","_bwd","smsp__inst_issued.sum","inst","n/a"
 """
 WIDE = """"ID","Kernel Name","gpu__time_duration.sum","smsp__inst_issued.sum"
 "","","ns","inst"

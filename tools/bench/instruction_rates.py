@@ -4,8 +4,7 @@
     python tools/bench/instruction_rates.py --json rates.json
 
 Each kernel (`cuda/instruction_rates.h`) issues one instruction from 4, 8 or 16 warps of every multiprocessor, in
-sixteen independent chains. A record has the clocks per instruction of a warp, the median over multiprocessors. Each
-kernel takes some three seconds to compile, once.
+sixteen independent chains. A record has the clocks per instruction of a warp, the median over multiprocessors.
 """
 
 import argparse

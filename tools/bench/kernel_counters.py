@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,8 @@ def read_counters(text: str) -> Iterator[dict[str, Any]]:
         named = {row["Metric Name"]: row["Metric Value"]} if "Metric Name" in row else row
         for metric, field in METRICS.items():
             if metric in named:
-                kernel[field] = float(named[metric].replace(",", ""))
+                with suppress(ValueError):  # "n/a": this GPU does not have the counter
+                    kernel[field] = float(named[metric].replace(",", ""))
     yield from kernels.values()
 
 

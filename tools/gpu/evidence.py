@@ -14,6 +14,7 @@ unpack it into docs/results. The corpus is unpacked from data/evidence.tar.xz if
 """
 
 import argparse
+import lzma
 import os
 import signal
 import subprocess
@@ -96,10 +97,10 @@ def build_cluster(device: str) -> Cluster:
 
 
 def unpack_corpus(folder: Path) -> None:
-    """Unpack the corpus beside its archive, unless it exists.
+    """Unpack the corpus next to its archive, unless it exists. A folder appears only when it is complete.
 
     Raises:
-        SystemExit: if there is neither.
+        SystemExit: if there is neither, or if the archive is damaged.
     """
     archive = folder.with_name(f"{folder.name}.tar.xz")
     if folder.is_dir():
@@ -108,8 +109,13 @@ def unpack_corpus(folder: Path) -> None:
         sys.exit(
             f"error: {archive} not found; make it with tools/gpu/evidence_corpus.py, on a machine with the packages"
         )
-    with tarfile.open(archive) as packed:
-        packed.extractall(folder.parent, filter="data")
+    with tempfile.TemporaryDirectory(dir=folder.parent) as place:
+        try:
+            with tarfile.open(archive, "r:xz") as packed:
+                packed.extractall(place, filter="data")
+            (Path(place) / folder.name).replace(folder)
+        except (tarfile.TarError, lzma.LZMAError, EOFError, OSError) as failure:
+            sys.exit(f"error: {archive} cannot be unpacked: {failure or type(failure).__name__}; copy it again")
 
 
 def find_records(sweep: Sweep, member: SweepMember) -> list[dict[str, Any]] | None:
@@ -179,19 +185,19 @@ def run_evidence(files: Sequence[str], arguments: argparse.Namespace, archive: P
         records.append(record)
         rows = find_records(sweep, member)
         if rows is None:
-            estimate, left = estimator.estimate_seconds(member), end - time.monotonic()
+            estimate, left = estimator.estimate_seconds(member), end - STOP_SECONDS - time.monotonic()
             record["estimated_seconds"] = round(estimate, 1)
             if estimate > left:
                 record["refusal"] = f"needs about {estimate:.0f} s, {max(left, 0):.0f} s are left"
             else:
                 start = time.monotonic()
-                failure = run_member(files, index, left - STOP_SECONDS)
+                failure = run_member(files, index, left)
                 record["seconds"] = round(time.monotonic() - start, 1)
-                if failure is not None:
-                    record["refusal"] = failure
+                rows = find_records(sweep, member) if failure is None else None
+                if rows is None:
+                    record["refusal"] = failure or f"ended without records in {folder}"
                 else:
                     estimator.ratios.append(record["seconds"] / estimator.plan_seconds(member))
-                    rows = find_records(sweep, member)
         if rows is not None:
             record |= summarize_run(rows)
         print(format_console_line(record), flush=True)
@@ -227,11 +233,15 @@ def parse_arguments() -> argparse.Namespace:
     if not arguments.rehearse and not torch.cuda.is_available():
         parser.error("no CUDA device found; --rehearse makes tiny runs on a CPU")
     arguments.device = "cpu" if arguments.rehearse else "cuda"
+    for name in ("json", "archive"):
+        if (path := getattr(arguments, name)) is not None:
+            setattr(arguments, name, path.absolute())
     return arguments
 
 
 def main() -> None:
     arguments = parse_arguments()
+    os.chdir(ROOT)  # where the runs, which are processes of their own, find the paths of the sweep
     files = [SWEEP, *arguments.keys]
     with ExitStack() as stack:
         if arguments.rehearse:

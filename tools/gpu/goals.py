@@ -99,13 +99,13 @@ def _read_test_fraction(part: dict[str, Any]) -> tuple[float, str]:
 
 
 def _select_size(part: dict[str, Any], field: str, largest: bool) -> int:
-    """Return the smallest or largest value of a field. A part interrupted at the smallest has no largest.
+    """Return the smallest or largest value of a field. A part that ended at the smallest before its end has no largest.
 
     Raises:
         NotMeasured: if the value is missing.
     """
     sizes = sorted({record[field] for record in part.get("records", ())})
-    if len(sizes) < 1 + largest:
+    if not sizes or (largest and len(sizes) == 1 and part["exit"] != 0):
         raise NotMeasured(_format_end(part))
     return sizes[-1 if largest else 0]
 

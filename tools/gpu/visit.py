@@ -34,8 +34,11 @@ from tools.records import collect_provenance  # noqa: E402
 
 RECORD = ROOT / "docs/results/gpu_visit.json"
 REHEARSAL_RECORD = Path(tempfile.gettempdir()) / "farfield_gpu_visit_rehearsal.json"
-MEASURED_SOURCES = ("megatron/attention", "megatron/kernels", "megatron/model", "megatron/position", "tools/bench")
-"""Folders whose files decide what the parts measure."""
+MEASURED_SOURCES = (
+    *("megatron/attention", "megatron/distributed", "megatron/kernels", "megatron/model", "megatron/position"),
+    *("megatron/training", "tools/bench", "tools/gpu/parts.py", "tools/gpu/self_check.py"),
+)
+"""Folders and files that decide what the parts measure."""
 RESUMED_PARTS = ("evidence",)
 """Parts that skip by themselves what an earlier visit has done."""
 
@@ -43,28 +46,28 @@ RESUMED_PARTS = ("evidence",)
 def compute_sources_digest() -> str:
     """Return a hash of the code that the parts measure."""
     digest = hashlib.sha256()
-    for folder in MEASURED_SOURCES:
-        for path in sorted((ROOT / folder).rglob("*")):
+    for name in MEASURED_SOURCES:
+        for path in [ROOT / name] if (ROOT / name).is_file() else sorted((ROOT / name).rglob("*")):
             if path.suffix in (".py", ".h") and "__pycache__" not in path.parts:
                 digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def select_kept_parts(
-    chosen: list[CheckPart], last: dict[str, Any] | None, current: dict[str, Any]
+    parts: list[CheckPart], last: dict[str, Any] | None, current: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Return the results in the last record that need not be measured again, with the date of their measurement.
 
     Args:
-        chosen: parts to run otherwise.
+        parts: parts whose results may be kept.
         last: last record.
         current: header of the new record, with the digest of the sources.
     """
     if last is None or any(last.get(name) != current[name] for name in ("machine", "versions", "sources")):
         return {}
-    names = [part.name for part in chosen if part.name not in RESUMED_PARTS]
-    parts = {name: last["parts"][name] for name in names if last["parts"].get(name, {}).get("exit") == 0}
-    return {name: {**done, "kept": done.get("kept", last["date"])} for name, done in parts.items()}
+    names = [part.name for part in parts if part.name not in RESUMED_PARTS]
+    results = {name: last["parts"][name] for name in names if last["parts"].get(name, {}).get("exit") == 0}
+    return {name: {**done, "kept": done.get("kept", last["date"])} for name, done in results.items()}
 
 
 def main() -> None:
@@ -95,10 +98,15 @@ def main() -> None:
     chosen = [part for part in parts if not arguments.parts or part.name in arguments.parts]
     header = {"sources": compute_sources_digest()}
     kept: dict[str, dict[str, Any]] = {}
-    if not arguments.rehearse and not arguments.again:
-        kept = select_kept_parts(chosen, last, {**collect_provenance(__file__, "cuda"), **header})
+    if not arguments.rehearse:
+        # Parts that are not chosen stay in the record, which the new one replaces.
+        candidates = [part for part in parts if part not in chosen] if arguments.again else parts
+        kept = select_kept_parts(candidates, last, {**collect_provenance(__file__, "cuda"), **header})
     if kept:
-        print(f"kept from the last record: {', '.join(kept)}; --again measures them again")
+        print(f"kept from the last record: {', '.join(kept)}; --again measures chosen parts again")
+    if all(part.name in kept for part in chosen):
+        print("nothing is left to measure")
+        return
     result = run_parts(
         [part for part in chosen if part.name not in kept],
         path,

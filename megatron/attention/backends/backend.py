@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from megatron.position.encoding import Encoding
     from megatron.position.processor import Processor
 
+logger = logging.getLogger(__name__)
+
 UNSUPPORTED_REASONS = {
     "processor": "it cannot process scores",
     "two rotations": "it cannot rotate far keys differently from near ones",
@@ -181,8 +183,6 @@ def find_unsupported_feature(backend: str, features: Collection[str]) -> str | N
         return capabilities.requires_reason
     return next((UNSUPPORTED_REASONS[feature] for feature in capabilities.unsupported if feature in features), None)
 
-
-logger = logging.getLogger(__name__)
 
 MAX_KEYS_SAVED = 1024
 """Maximum number of keys up to which `auto` keeps score matrices in training: for small maps this is faster than

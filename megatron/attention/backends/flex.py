@@ -7,7 +7,6 @@ bitwise reproducible.
 h requested heads, R query rows, C key columns, N distances.
 """
 
-import logging
 from functools import cache, lru_cache
 from typing import Any
 
@@ -22,8 +21,6 @@ from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.numerics import soft_cap
 from megatron.position.processor import Processor
 from megatron.position.token_range import TokenRange, select_heads
-
-logger = logging.getLogger(__name__)
 
 BLOCK_SIZE = 128
 """Rows and columns per block of the block mask, PyTorch's default."""

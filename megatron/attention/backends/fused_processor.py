@@ -21,6 +21,8 @@ from megatron.position.base import ConvolutionParameters
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import Processor
 
+logger = logging.getLogger(__name__)
+
 
 def describe_unsupported_processor(
     processor: Processor, *, max_width: int | None = None, max_kernel_size: int | None = None
@@ -115,9 +117,6 @@ def collect_kernel_args(inputs: AttentionInputs, bias: Tensor | None) -> CdapeAr
         residual_bias=convolutions.residual_bias,
         sinks=inputs.head_sinks,
     )
-
-
-logger = logging.getLogger(__name__)
 
 
 class NativeBackend:

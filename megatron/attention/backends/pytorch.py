@@ -53,14 +53,14 @@ class _GeneralBackend:
 
 
 class EagerBackend(_GeneralBackend):
-    """The reference: materializes the whole score map. Memory grows as T². All other backends are tested against it."""
+    """Reference that materializes the full score matrix, so memory grows as T². Tests compare others with it."""
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         return compute_attention(inputs)
 
 
 class ChunkedBackend(_GeneralBackend):
-    """Blocks of query rows, one after another; the whole score map never exists.
+    """Blocks of query rows, one after another; the full score matrix never exists.
 
     Args:
         block_size: rows per block.

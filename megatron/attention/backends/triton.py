@@ -16,7 +16,6 @@ exchange heads for rows.
 h requested heads, R query rows, C key columns.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
@@ -44,8 +43,6 @@ from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.numerics import has_parameters_divided_by_zero_3
 from megatron.position.processor import Processor
 from megatron.position.token_range import TokenRange, select_heads
-
-logger = logging.getLogger(__name__)
 
 ROWS_PER_CALL = 256
 """Query rows per call of PyTorch's attention."""

@@ -1,4 +1,4 @@
-"""Plain PyTorch reference of CDAPE attention that materializes the whole score map; kernels are tested against it.
+"""Plain PyTorch reference of CDAPE attention that materializes the full score matrix; kernels are tested against it.
 
 B batch, H heads, R query rows, C key columns, d head dimension, N distances, D processor width, k kernel size, p =
 k//2.

@@ -82,14 +82,14 @@ class Fire(Encoding):
         return [self.bias1.value, self.bias2.value]
 
     def kernel_parameters(self) -> FireParameters | None:
-        return self._run_network() if self.activation == "relu" else None  # the activation of the kernel
+        return self._collect_parameters() if self.activation == "relu" else None  # the activation of the kernel
 
-    def _run_network(self) -> FireParameters:
+    def _collect_parameters(self) -> FireParameters:
         layers = (self.weight1(), self.bias1(), self.weight2(), self.bias2())
         return FireParameters(self.c(), self.multiplier(), *layers, half_length=self.dims.train_length / 2)
 
     def dense(self, query: TokenRange, key: TokenRange, like: Tensor, heads: slice) -> ScoreTerms:
-        c, multiplier, weight1, bias1, weight2, bias2, half_length = self._run_network()
+        c, multiplier, weight1, bias1, weight2, bias2, half_length = self._collect_parameters()
         i = query.positions(like.device).to(c.dtype)
         j = key.positions(like.device).to(c.dtype)
         n = (i[:, None] - j[None, :]).clamp(min=0)
@@ -101,7 +101,7 @@ class Fire(Encoding):
     def bias_tails(self) -> list[SeriesTail]:
         # f is linear between the points where a hidden unit bends, so its minimum on [0, 1] is at one of these or at an
         # end.
-        _, _, weight1, bias1, weight2, bias2, _ = self._run_network()
+        _, _, weight1, bias1, weight2, bias2, _ = self._collect_parameters()
         bends = (-bias1 / weight1[:, 0]).nan_to_num(0.0).clamp(0, 1)
         x = torch.cat([bends, bends.new_tensor([0.0, 1.0])])
         hidden = ACTIVATIONS[self.activation](F.linear(x[:, None], weight1, bias1))

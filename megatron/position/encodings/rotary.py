@@ -185,9 +185,8 @@ class Rotary(Encoding):
         angle = rotation_positions[:, None] * frequencies
         amplitude: float | Tensor = self.scaling.amplitude
         if self.xpos_scale is not None:
-            decay = ((positions - tokens.position_bound // 2) / self.xpos_scale)[
-                :, None
-            ] * self._compute_xpos_logarithms(frequencies)
+            steps = (positions - tokens.position_bound // 2) / self.xpos_scale
+            decay = steps[:, None] * self._compute_xpos_logarithms(frequencies)
             amplitude = amplitude * (decay if are_queries else -decay).exp()
         cos, sin = ((amplitude * turn).to(dtype) for turn in (angle.cos(), angle.sin()))
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)

@@ -198,6 +198,7 @@ def test_sums_of_gates_cancel_however_large_they_are(monkeypatch: pytest.MonkeyP
     assert_within_rounding(found, lambda: compute_truth(call, inputs), DTYPE, stored=True)
 
 
+@only_emulated
 def test_a_bias_beyond_the_range_of_float16_does_not_saturate(monkeypatch: pytest.MonkeyPatch) -> None:
     call = CALLS[0]
     inputs = call.draw()
