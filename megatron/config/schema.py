@@ -278,7 +278,7 @@ def _list_valid_values(error: dict[str, Any], key: ConfigKey | None) -> str:
         if error_type == "list_type" and key is not None and isinstance(value, str | int | float):
             text += f", written [{format_value(value)}]"
         return text
-    if error_type == "finite_number" or (error_type in BOUND_MESSAGES and _is_not_finite(error["input"])):
+    if error_type in BOUND_MESSAGES and _is_not_finite(error["input"]):
         return "it must be a finite number"  # every bound is also violated by NaN
     if error_type in BOUND_MESSAGES:
         words, bound_name = BOUND_MESSAGES[error_type]

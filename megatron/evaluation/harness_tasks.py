@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -265,12 +266,33 @@ def run_tasks(model: HarnessModel, tasks: Any, limit: int | None) -> Mapping[str
 
     for task in tasks["tasks"].values():
         task.set_fewshot_seed(seed=FEWSHOT_SEED)  # otherwise each evaluation draws other examples
-    with _preserve_random_state(model.device):
+    with _preserve_random_state(model.device), _allow_infinite_perplexities():
         results = evaluator.evaluate(
             model, tasks, limit=limit, bootstrap_iters=NUM_BOOTSTRAP_SAMPLES, log_samples=False
         )
     assert results is not None  # the harness believes that this is the only process
     return results
+
+
+@contextmanager
+def _allow_infinite_perplexities() -> Iterator[None]:
+    """Let the harness's perplexities be infinite if they exceed the range of a float, instead of raising an error.
+
+    A text without spaces is one word, whose perplexity per word is the product of those of all its tokens.
+    """
+    from lm_eval.api import metrics
+
+    def compute_exp(nats: float) -> float:
+        try:
+            return math.exp(nats)
+        except OverflowError:
+            return math.inf
+
+    metrics.math = SimpleNamespace(**{**vars(math), "exp": compute_exp})
+    try:
+        yield
+    finally:
+        metrics.math = math
 
 
 def _parse_metadata(text: str | None, name: str) -> dict[str, Any] | None:

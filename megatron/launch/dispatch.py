@@ -164,6 +164,9 @@ def _describe_unchecked(resolved: ResolvedRun, check: StartCheck) -> tuple[str, 
     for key in ("use_wandb", "use_trackio") if not check.has_own_python else ():
         if getattr(resolved.config.logging, key):
             lines.append(f"{key}: its package and login are checked only there")
+    if resolved.config.logging.harness.tasks and (check.plan is None or not check.has_own_python):
+        what = "requests" if check.has_own_python else "package, data and requests"
+        lines.append(f"harness.tasks: their {what} are checked only there")
     return (f"not checked: {CHECKED_ON_NODES}", *lines)
 
 

@@ -49,7 +49,7 @@ def _check_softmax_types(value: Any) -> Any:
 def _check_windows(value: Any) -> Any:
     if value is None:
         return value
-    bounds = f"a whole number of 1 to {MAX_LENGTH}"
+    bounds = f"an integer from 1 to {MAX_LENGTH}"
     if isinstance(value, list):
         return _check_layers(value, f"{bounds}, or null", lambda item: item is None or _is_window(item))
     if type(value) is not int:

@@ -96,23 +96,23 @@ def find_text_table(tables: Sequence[ComparisonTable]) -> ComparisonTable | None
     return max(candidates, key=lambda table: len(table.methods), default=None)
 
 
-def find_attempts(tables: Sequence[ComparisonTable]) -> dict[str, str]:
+def find_reevaluated_methods(tables: Sequence[ComparisonTable]) -> dict[str, str]:
     """Find methods all of whose runs belong to an earlier method: further evaluations of the same trained models.
 
     Returns:
-        Method → method that its models are trained with.
+        Method → earlier method whose trained models it evaluates.
     """
     runs: dict[str, set[str]] = {}
     for table in tables:
         for record in table.records:
             if record.run is not None:
                 runs.setdefault(record.method, set()).add(record.run)
-    readings: dict[str, str] = {}
+    reevaluated: dict[str, str] = {}
     for index, (method, own) in enumerate(runs.items()):
-        trained = next((other for other in list(runs)[:index] if other not in readings and own <= runs[other]), None)
+        trained = next((other for other in list(runs)[:index] if other not in reevaluated and own <= runs[other]), None)
         if trained is not None:
-            readings[method] = trained
-    return readings
+            reevaluated[method] = trained
+    return reevaluated
 
 
 _HOLM_NOTE = (
@@ -159,9 +159,9 @@ class LeaderboardReport:
         self.ranked_columns = build_ranked_columns(tables)
         baselines = {method for table in tables for method in table.trivial_baselines}
         methods = [m for m in dict.fromkeys(m for table in tables for m in table.methods) if m not in baselines]
-        self.readings = find_attempts(tables)
+        self.reevaluated = find_reevaluated_methods(tables)
         """Methods that are further evaluations of the trained models of another → that method; they are not ranked."""
-        self.ranking, self.ranks = rank_methods(self.ranked_columns, methods, self.readings)
+        self.ranking, self.ranks = rank_methods(self.ranked_columns, methods, self.reevaluated)
         self.text = find_text_table(tables)
         self.costs = {} if self.text is None else measure_costs(self.text, leaderboard.baseline)
         self.ablations: dict[float, dict[Ablation, MethodComparison]] = {}
@@ -181,7 +181,7 @@ class LeaderboardReport:
                 for ablation in leaderboard.ablations
             ),
         )
-        pairs = compare_pairs(text, list_pairs_with_best(text, last, self.readings))
+        pairs = compare_pairs(text, list_pairs_with_best(text, last, self.reevaluated))
         planned_found, pairs_found = correct_together(list(planned.values()), list(pairs.values()))
         planned = dict(zip(planned, planned_found, strict=True))
         for x in (text.train_length, last):
@@ -229,13 +229,13 @@ class LeaderboardReport:
         """Method with the lowest perplexity at the largest length."""
         assert self.text is not None
         last = self.text.x_values[-1]
-        cells = {m: cell.mean for (m, x), cell in self.text.cells.items() if x == last and m not in self.readings}
+        cells = {m: cell.mean for (m, x), cell in self.text.cells.items() if x == last and m not in self.reevaluated}
         return min(cells, key=cells.__getitem__) if cells else None
 
     @property
     def trained(self) -> list[str]:
         """Methods with trained models of their own, in the order of the leaderboard."""
-        return [method for method in self.ranking if method not in self.readings]
+        return [method for method in self.ranking if method not in self.reevaluated]
 
     def list_shown_methods(self) -> list[str]:
         """Return the methods in figures: the best-ranked ones and the baseline."""
@@ -290,8 +290,8 @@ class LeaderboardReport:
                 f"Ranks cover the {len(self.ranks)} methods that every contest evaluated; the others follow, sorted by "
                 f"{self.ranked_columns[0].title}."
             )
-        for trained in dict.fromkeys(self.readings.values()):
-            evaluated = [method for method in self.ranking if self.readings.get(method) == trained]
+        for trained in dict.fromkeys(self.reevaluated.values()):
+            evaluated = [method for method in self.ranking if self.reevaluated.get(method) == trained]
             notes.append(
                 f"Not ranked, because they evaluate the trained models of {trained} with other options: "
                 f"{', '.join(evaluated)}."

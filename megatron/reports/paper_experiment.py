@@ -151,7 +151,7 @@ def _read_leaderboard(content: dict[str, Any] | None) -> Leaderboard | None:
     if not all(isinstance(name, str) for name in names):
         raise ValueError("leaderboard: expected method names to be strings")
     if type(content["num_shown"]) is not int or content["num_shown"] < 0:
-        raise ValueError(f"leaderboard: num_shown is {content['num_shown']!r}; expected a whole number of at least 0")
+        raise ValueError(f"leaderboard: num_shown is {content['num_shown']!r}; expected an integer of at least 0")
     return Leaderboard(content["baseline"], ablations, content["num_shown"])
 
 

@@ -16,6 +16,7 @@ from megatron.reports.results_output import print_comparison_tables, print_leade
 from megatron.reports.run_records import sort_baselines_last
 from megatron.sweeps.spec import Sweep, SweepMember, find_ablations
 from megatron.utils.atomic_io import write_page_atomically
+from megatron.utils.errors import UserError
 from megatron.utils.project import PROGRAM
 
 if TYPE_CHECKING:
@@ -108,8 +109,6 @@ def _write_results(
     write_results(output, records, failures, own_seeds=sweep.options.has_own_seeds, drawn=drawn)
     if experiment.has_information:  # so that results of several sweeps can be combined
         paper_experiment.write_experiment(output / RESULTS_FILE, experiment)
-    if sweep.options.records is not None:  # so that a report can be made from the saved records alone
-        paper_experiment.write_experiment(Path(sweep.options.records, RESULTS_FILE), experiment)
     texts = dict(sweep.texts)
     texts |= {str(member.get_path_beside(".yml")): member.text for member in done}
     runs = [member.folder for member in sweep.members if member.folder.is_dir()]
@@ -120,6 +119,20 @@ def _write_results(
         training=TrainingMonitor().describe(runs),
     )
     write_page_atomically(output / REPORT_FILE, page)
+
+
+def save_experiment(sweep: Sweep) -> None:
+    """Write what a report needs beside the saved records, if the sweep saves records: title, leaderboard, and so on.
+
+    Machines that divide a sweep write equal files. Raises UserError if the file cannot be written.
+    """
+    from megatron.reports import paper_experiment
+
+    if (folder := sweep.options.records) is not None:
+        try:
+            paper_experiment.write_experiment(Path(folder, RESULTS_FILE), _build_experiment(sweep))
+        except OSError as error:
+            raise UserError(f"sweep.records is {folder}: cannot be written ({error.strerror or error})") from error
 
 
 def _build_experiment(sweep: Sweep) -> "Experiment":

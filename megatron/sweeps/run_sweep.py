@@ -52,7 +52,7 @@ from megatron.sweeps.remaining_work import (
     find_finished_step,
     find_member_divergence,
 )
-from megatron.sweeps.results import REPORT_FILE, SweepResults, print_results, suggest_comparison
+from megatron.sweeps.results import REPORT_FILE, SweepResults, print_results, save_experiment, suggest_comparison
 from megatron.sweeps.saved_records import (
     check_records_folder,
     compute_member_digest,
@@ -256,6 +256,7 @@ def _run_members(
         if member in digests:
             save_records(sweep, member, records, digests[member])
         return records
+    save_experiment(sweep)
     pending = {member: work for member, work in works.items() if member not in elsewhere}
     results = _run_all_members(sweep, console, pending, diverged, kept, digests)
     records, failures = results.list_records(), results.list_failures()

@@ -6,9 +6,9 @@ repository can contain what they measured, and a run is repeated if its file is 
 
     docs/results/zoo/niah/cdape+fox/seed_1234.json.gz
 
-Each file belongs to one run, so machines that divide a sweep never write the same file. It contains a digest of what
-decides the records: the keys that affect training, the code of methods outside the project, the content of corpora and
-texts, and the options of the evaluations.
+Each of these files belongs to one run, so machines that divide a sweep never write the same one. It contains a digest
+of what decides the records: the keys that affect training, the code of methods outside the project, the content of
+corpora and texts, and the options of the evaluations. Beside them is what a report needs (`results.save_experiment`).
 """
 
 import hashlib

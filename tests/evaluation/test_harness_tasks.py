@@ -4,6 +4,7 @@ import io
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -333,6 +334,18 @@ def test_unsupported_requests_are_reported_in_one_line(place: Path, run: Path, m
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"--tasks needs the package lm_eval, .*: pip install -r requirements-eval.txt"):
         given(place, run, "texts")
+
+
+def test_a_text_without_spaces_has_an_infinite_perplexity_per_word(place: Path, run: Path) -> None:
+    """A word of 600 bytes costs more nats than the logarithm of the largest float; the other metrics are kept."""
+    (place / "long.jsonl").write_text(json.dumps({"text": "長" * 200}))
+    text = TASK.format(folder=place, data="long") + TASKS["texts"]
+    (place / "yaml" / "long.yaml").write_text(f"task: long\n{text}")
+    console = Console(file=io.StringIO(), width=200)
+    (record,) = given(place, run, "long", lengths=[12], console=console)
+    assert record.metric == "byte_perplexity"
+    assert 600 * math.log(record.value) > math.log(sys.float_info.max)
+    assert "long, 0-shot: word_perplexity = inf does not fit in a record" in console.file.getvalue()
 
 
 def test_an_empty_choice(run: Path) -> None:

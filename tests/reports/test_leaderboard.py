@@ -403,7 +403,7 @@ def test_further_evaluations_of_the_same_models_are_not_ranked() -> None:
     rotary = [*text("rotary", (1.5, 3.2), 1), *text("rotary", (1.5, 3.1), 2)]
     alibi = [*text("alibi", (1.6, 1.7), 1), *text("alibi", (1.6, 1.8), 2)]
     board, without = board_of([*rotary, *more, *alibi]), board_of([*rotary, *alibi])
-    assert (board.readings, board.best_text_method) == ({"rotary (yarn)": "rotary"}, "alibi")
+    assert (board.reevaluated, board.best_text_method) == ({"rotary (yarn)": "rotary"}, "alibi")
     assert (board.ranks, board.num_tests) == (without.ranks, without.num_tests)
     assert board.ranking == ["alibi", "rotary", "rotary (yarn)"]
     table = board.build_tables()[0]

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from megatron.config.stages import list_stage_configs
-from megatron.reports import run_records
+from megatron.reports import paper_experiment, run_records
 from megatron.reports.combine import build_sections, combine_results
 from megatron.sweeps import saved_records
 from megatron.sweeps.spec import read_sweep
@@ -197,6 +197,23 @@ def test_a_full_disk_ends_no_other_run(trainer: Trainer, monkeypatch: pytest.Mon
         run(KEEP)
     assert len(list_trainings(trainer)) == 2
     assert Path("out/report.html").exists()
+
+
+def test_an_unwritable_description_is_an_error_before_any_training(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file beside the records is written once, at the start, so that its errors end no run."""
+    usual = paper_experiment.write_text_atomically
+
+    def fail(path: Path, content: str) -> Path:
+        if "kept" in path.parts:
+            raise OSError(28, "No space left on device")
+        return usual(path, content)
+
+    monkeypatch.setattr(paper_experiment, "write_text_atomically", fail)
+    with pytest.raises(UserError, match=r"sweep\.records is kept: cannot be written \(No space left on device\)"):
+        run(KEEP)
+    assert trainer.asked == []
 
 
 def test_records_that_are_kept_need_no_folder_of_their_own(trainer: Trainer) -> None:

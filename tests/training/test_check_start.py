@@ -214,10 +214,12 @@ def test_checks_left_to_the_nodes_are_reported(
     notes = launch(online.replace(slurm={"setup": ["export WANDB_API_KEY=$(cat key)"]}))
     assert any(note.startswith("not checked: facts known only on the training machines: GPUs") for note in notes)
     assert "use_wandb: its package and login are checked only there" in notes
+    tasks = online.replace(slurm={"setup": ["export WANDB_API_KEY=$(cat key)"]}, harness={"tasks": ["piqa"]})
+    assert "harness.tasks: their package, data and requests are checked only there" in launch(tasks)
     moved = {"container": "docker://a/b", "container_mounts": [f"{tmp_path}:/data"]}
     elsewhere = online.replace(train_data_paths=["/data/train"], valid_data_paths=[], slurm=moved)
     assert any("the data must exist there; not found here: " in note for note in launch(elsewhere))
-    assert len(submitted) == 2
+    assert len(submitted) == 3
 
 
 def test_a_training_on_this_machine_reads_its_tokens_once(

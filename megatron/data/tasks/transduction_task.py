@@ -54,7 +54,7 @@ class TransductionTask(Task):
         return 1
 
     def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
-        """Sample inputs [B, input_length] and outputs [B, m], each in its own alphabet."""
+        """Sample inputs [B, n] (n: `get_input_length`) and outputs [B, m], each in its own alphabet."""
         raise NotImplementedError
 
     @property
