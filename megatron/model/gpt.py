@@ -78,8 +78,9 @@ class GPT(GPTModel):
         self.randomized, self.continuous = randomized, continuous
         self.masks_documents = masks_documents
         self.end_of_document: int | None = None
-        """End-of-document token at which `hidden_states` separates documents, or None. Set when a model trained with
-        document masking is loaded.
+        """End-of-document token at which `compute_hidden_states` separates documents, or None.
+
+        Set when a model trained with document masking is loaded.
         """
         self.mup, self.multipliers = mup, multipliers
         self.checkpoint_layers = checkpoint_layers

@@ -33,7 +33,7 @@ def build_optimizer(
     ranks: ProcessGroups | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> ProjectedOptimizer:
-    """Build the optimizer for parameter groups (`megatron.model.parameter_groups.parameter_groups`).
+    """Build the optimizer for parameter groups (`megatron.model.parameter_groups.build_parameter_groups`).
 
     Its learning rate is 0 until the training loop sets the scheduled one, so that no step can use a wrong rate.
 

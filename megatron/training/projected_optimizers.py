@@ -10,9 +10,9 @@ ZeRO stage and precision (as flat partitions, one per parameter group), so the p
     g ← 0  where θ = low and g > 0, or θ = high and g < 0        the step would leave the interval
     θ ← clip(step(θ, g), low, high)                              for each group that has the keys `low` and `high`
 
-`megatron.model.parameter_groups.parameter_groups` builds one group per pair of bounds. Without the first line Adam's
-moments would accumulate the gradients against a bound, and keep the parameter there long after its gradient has changed
-sign.
+`megatron.model.parameter_groups.build_parameter_groups` builds one group per pair of bounds. Without the first line
+Adam's moments would accumulate the gradients against a bound, and keep the parameter there long after its gradient has
+changed sign.
 
 Muon
 ----

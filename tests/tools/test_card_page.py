@@ -1,11 +1,13 @@
 """Page of what is known: its table is current, and its first sentence still holds."""
 
+import gzip
 import json
 import math
 import re
 from pathlib import Path
 
 from megatron.reports.records import Record, write_records
+from megatron.reports.run_records import get_run_file, write_run_file
 from tools.docs import card_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,8 +20,11 @@ def test_the_table_is_current() -> None:
 def test_the_summary_holds_for_all_records() -> None:
     """No model above about a million parameters has been trained to its end. Rewrite the page once one has."""
     largest = 0
-    for path in (ROOT / "docs" / "results").rglob("*.json"):
-        rows = json.loads(path.read_text(encoding="utf-8"))
+    for path in (ROOT / "docs" / "results").rglob("*.json*"):  # *.json.gz are single runs of a sweep
+        content = path.read_bytes()
+        rows = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+        if path.suffix == ".gz":
+            rows = rows["records"]
         for row in rows if isinstance(rows, list) else ():
             if isinstance(row, dict) and "perplexity" in row and row.get("step"):
                 largest = max(largest, row["parameters"])
@@ -44,6 +49,9 @@ def test_only_trained_models_are_listed(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"steps": 3}')
     (trainings,) = card_page.list_trainings(tmp_path)
     assert trainings.format_row() == "| `a.json` | 2 | 0.00M | 64 | 0.64M | 2 |"
+    large = record.replace(parameters=29_500_000, train_tokens=60_000_000)
+    write_run_file(get_run_file(tmp_path / "evidence", None, "rotary", 1), "digest", [large])
+    assert "largest model has 29.50M parameters, and the longest training 60.00M" in card_page.render_table(tmp_path)
 
 
 def test_use_of_context_is_counted_by_verdict() -> None:

@@ -1,5 +1,6 @@
 """Tools of installation: the image's files and steps, records, and the exchange of checkpoints."""
 
+import json
 import re
 import subprocess
 import sys
@@ -91,6 +92,49 @@ def test_a_record_of_a_bare_root_names_the_commit_that_was_cloned() -> None:
     found = try_bare_roots.describe(cast(BareRoot, Root()), "3.13", "abc", [done])
     assert (found["commit"], found["python"], found["debian"]) == ("abc", "3.13.5", "13.8")
     assert found["commands"] == [{"command": "make test", "seconds": 9.0, "exit_code": 0, "printed": ["all passed"]}]
+
+
+@pytest.mark.parametrize(
+    ("ending", "recorded"),
+    [(0, {"setup-dev": 4, "test": 1}), (2, {"test": 2}), (None, {"test": 9})],
+)
+def test_an_interrupted_step_keeps_its_earlier_record(
+    ending: int | None, recorded: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of two steps passes, fails or is interrupted. Numbers are seconds of a step's last command."""
+
+    class Root:
+        @staticmethod
+        def build(*_: Any) -> "Root":
+            return Root()
+
+        def add_packages(self, packages: list[str]) -> Finished:
+            return Finished("apt-get", 1, 0, [])
+
+        def add_repository(self, source: Path) -> str:
+            return "/srv/farfield.git"
+
+        def run(self, command: str, working_folder: str = "") -> Finished:
+            if command == "make test" and ending is None:
+                raise KeyboardInterrupt
+            if command == "make test":
+                return Finished(command, 1 + ending / 2, ending, [])
+            return Finished(command, 4, 0, ["Python 3.13.5", "13.8"])
+
+    path = tmp_path / "record.json"
+    earlier = {"command": "make test", "seconds": 9, "exit_code": 0, "printed": []}
+    row = {"requested": "3.13", "python": "3.13.5", "debian": "13.8", "step": "test", "commands": [earlier]}
+    add_to_record(path, row | {"date": "2026-11-27", "commit": "abc", "machine": "2 cores, load 1"})
+    monkeypatch.setattr(try_bare_roots, "BareRoot", Root)
+    monkeypatch.setattr(sys, "argv", ["try_bare_roots.py", "3.13", "test", "setup-dev", "--json", str(path)])
+    if ending == 0:
+        try_bare_roots.main()
+    else:
+        with pytest.raises(KeyboardInterrupt if ending is None else SystemExit):
+            try_bare_roots.main()
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    assert {each["step"]: each["commands"][-1]["seconds"] for each in rows} == recorded
+    assert [each["step"] for each in rows] == sorted(recorded)
 
 
 def test_the_table_of_versions_names_failed_tests() -> None:

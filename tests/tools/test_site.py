@@ -272,7 +272,7 @@ def test_perplexities_of_a_method_show_steps_and_seeds(generated: GeneratedPages
     Its advice prefers kerple_log.
     """
     page = generated.contents["methods/kerple_power.md"]
-    assert "is trained for 300 steps on data/python/test_text_document; perplexities on other texts" in page
+    assert "is trained for 300 steps and evaluated on data/python/test_text_document; perplexities on" in page
     assert "needles and tasks have one seed each" in page
     row = next(line for line in page.splitlines() if line.startswith("| perplexity at 32×"))
     power, rotary = row.strip("| ").split(" | ")[1:]

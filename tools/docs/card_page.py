@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron.reports import context_gain
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.records import Record, read_records
+from megatron.reports.run_records import read_run_folder
 from megatron.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +59,8 @@ def format_range(values: Iterable[int | None], divisor: float = 1, unit: str = "
 def list_trainings(folder: Path = RESULTS) -> Iterator[RecordedTrainings]:
     """Yield the trainings of each file of records, with one entry for all files of a subfolder.
 
-    Files of other contents, and records without a trained model, are skipped.
+    Files of other contents, records without a trained model, and files of single runs (`sweep.records`), whose sweep
+    may be unfinished, are skipped.
     """
     groups = {path.name: [path] for path in sorted(folder.glob("*.json"))}
     for path in sorted(folder.glob("*/*.json")):
@@ -76,11 +78,12 @@ def _read_trained(path: Path) -> list[Record]:
         return []
 
 
-def render_table() -> str:
-    """Render the table, with a sentence on the largest model."""
-    trainings = list(list_trainings())
-    largest = max((record.parameters or 0 for each in trainings for record in each.records), default=0)
-    tokens = max((record.train_tokens or 0 for each in trainings for record in each.records), default=0)
+def render_table(folder: Path = RESULTS) -> str:
+    """Render the table, with a sentence on the largest model, including finished runs of unfinished sweeps."""
+    trainings = list(list_trainings(folder))
+    records = [*(record for each in trainings for record in each.records), *read_run_folder(folder)]
+    largest = max((record.parameters or 0 for record in records), default=0)
+    tokens = max((record.train_tokens or 0 for record in records), default=0)
     lines = [
         f"The largest model has {largest / 1e6:.2f}M parameters, and the longest training {tokens / 1e6:.2f}M tokens.",
         "",

@@ -44,8 +44,9 @@ INTRODUCTION = """# Claims of the papers
 
 Each row is a claim of a paper that is a comparison of two numbers, with the published ratio and ours. Ratios below 1
 are in favor of the claim. **Everything here is at one small size**: 0.84M parameters, trained on 1.02M bytes of
-Python's standard library in sequences of 64 bytes ([small.md](results/small.md); the record `tasks_mqar` is a task,
-[tasks.md](results/tasks.md)). A verdict holds for this size, text and learning rate, and for no other.
+Python's standard library in sequences of 64 bytes, or 32 and 256 in figure 3 ([small.md](results/small.md); the record
+`tasks_mqar` is a task, [tasks.md](results/tasks.md)). A verdict holds for this size, text and learning rate, and for no
+other.
 
 - **reproduced**, **contradicted**: the difference is significant, in the direction of the claim or against it.
 - **undecided**: it is not significant, or there is one seed.

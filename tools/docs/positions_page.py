@@ -96,8 +96,9 @@ Compare two or three methods at your size, with several seeds, before a large ru
 
 DAPE V2 (appendix A) recommends `kerple_log` as the default, `fire` with longer training lengths or more tokens, and
 advises against `alibi` unless necessary, because it soon becomes local attention. Its best model is `cdape` on
-`kerple_log` with a set of parameters per layer (overlay `cdape_kerple_log`). [claims.md](claims.md) shows what small
-models say about this: CDAPE on KERPLE is better than KERPLE, and `kerple_power` is better than `kerple_log`.
+`kerple_log` with a set of parameters per layer (overlay `cdape_kerple_log`). [claims.md](claims.md) shows the results
+of small models: CDAPE on KERPLE is better than KERPLE at the training length, and `kerple_power` is better than
+`kerple_log` at 32 times that length.
 
 Exploring Transformer Extrapolation (theorem 3.4) proves that a model extrapolates if the series Σ exp(bias(n))
 converges; [analysis.md](analysis.md#does-the-series-converge) lists the result for every encoding. The theorem concerns

@@ -44,30 +44,38 @@ DRY_RUN = (
 LINES_KEPT = 40
 
 
-def run_make_steps(root: BareRoot, python: str, steps: list[str], *, has_own: bool) -> Iterator[tuple[str, Finished]]:
-    """Clone the project and run targets of its Makefile as a user. Yield each command's step and result."""
+def run_make_steps(
+    root: BareRoot, python: str, steps: list[str], *, has_own: bool
+) -> Iterator[tuple[str, Finished, bool]]:
+    """Clone the project and run targets of its Makefile as a user.
+
+    Yield each command's step and result, and True if the command is the last one of its step.
+    """
     compiler = ["g++", "python3-dev"] if python == "3.14" else []
-    yield steps[0], root.add_packages(NEEDED + (LIBRARIES if has_own else DEBIAN_PYTHON) + compiler)
+    yield steps[0], root.add_packages(NEEDED + (LIBRARIES if has_own else DEBIAN_PYTHON) + compiler), False
     repository = root.add_repository(ROOT)
     update = f"git -C farfield fetch --quiet {repository} HEAD && git -C farfield reset --quiet --hard FETCH_HEAD"
-    yield (
-        steps[0],
-        root.run(f"if test -d farfield; then {update}; else git clone --quiet {repository} farfield; fi"),
-    )
+    clone = f"if test -d farfield; then {update}; else git clone --quiet {repository} farfield; fi"
+    yield steps[0], root.run(clone), False
     for step in steps:
-        yield step, root.run(f"make {step}", working_folder="/home/newcomer/farfield")
+        yield step, root.run(f"make {step}", working_folder="/home/newcomer/farfield"), True
 
 
-def run_image_steps(root: BareRoot) -> Iterator[tuple[str, Finished]]:
-    """Follow apptainer.def on top of the packages that its base image has, and run commands in the result."""
+def run_image_steps(root: BareRoot) -> Iterator[tuple[str, Finished, bool]]:
+    """Follow apptainer.def on top of the packages that its base image has, and run commands in the result.
+
+    Yield as `run_make_steps` does.
+    """
     sections = read_definition((ROOT / "apptainer.def").read_text(encoding="utf-8"))
-    yield IMAGE_STEP, root.add_packages(LIBRARIES)
+    yield IMAGE_STEP, root.add_packages(LIBRARIES), False
     copy_files(sections["files"], root.folder)
-    yield IMAGE_STEP, replace(root.run(sections["post"], as_root=True, working_folder="/"), command="%post")
+    post = replace(root.run(sections["post"], as_root=True, working_folder="/"), command="%post")
+    yield IMAGE_STEP, post, False
     for words in ("--help", DRY_RUN, "sweep quickstart"):
         script = f"{sections['environment']}\nset -- {words}\n{sections['runscript']}"
-        yield IMAGE_STEP, replace(root.run(script), command=f"%runscript {words}")
-    yield IMAGE_STEP, replace(root.run(f"set -e\n{sections['environment']}\n{sections['test']}"), command="%test")
+        yield IMAGE_STEP, replace(root.run(script), command=f"%runscript {words}"), False
+    test = root.run(f"set -e\n{sections['environment']}\n{sections['test']}")
+    yield IMAGE_STEP, replace(test, command="%test"), True
 
 
 def read_definition(text: str) -> dict[str, str]:
@@ -176,15 +184,16 @@ def main() -> None:
             finished = run_image_steps(root)
         else:
             finished = run_make_steps(root, arguments.release, arguments.steps, has_own=arguments.python is not None)
-        results: dict[str, list[Finished]] = {}
-        for step, result in finished:
-            results.setdefault(step, []).append(result)
-            if arguments.json is not None:
-                add_to_record(
-                    arguments.json, {"step": step, **describe(root, arguments.release, commit, results[step])}
-                )
+        results: list[Finished] = []
+        for step, result, is_last in finished:
+            results.append(result)
+            # An interrupted step has no record, so that it does not replace an earlier one.
+            if arguments.json is not None and (is_last or result.exit_code):
+                add_to_record(arguments.json, {"step": step, **describe(root, arguments.release, commit, results)})
             if result.exit_code:
                 raise SystemExit(f"error: exit code {result.exit_code} from: {shorten(result.command)}")
+            if is_last:
+                results = []
 
 
 def add_to_record(path: Path, row: dict[str, Any]) -> None:

@@ -66,9 +66,10 @@ class LeaderboardResults:
         seeds = "one seed each" if len(task_seeds) == 1 else f"{len(task_seeds)} seeds each"
         return (
             f"For the text, a model of {(baseline.parameters or 0) / 1e6:.2f}M parameters is trained for "
-            f"{baseline.step} steps on {baseline.dataset}; perplexities on other texts or after other numbers of steps "
-            f"differ. A perplexity is the mean over {FULL_SEEDS} seeds, or over n seeds if marked (n …); needles and "
-            f"tasks have {seeds}. {BASELINE} is shown for comparison. For the setup and all other methods, see "
+            f"{baseline.step} steps and evaluated on {baseline.dataset}; perplexities on other texts or after other "
+            f"numbers of steps differ. A perplexity is the mean over {FULL_SEEDS} seeds, or over n seeds if marked "
+            f"(n …); needles and tasks have {seeds}. {BASELINE} is shown for comparison. For the setup and all other "
+            "methods, see "
             f"[the leaderboard](../results/{RECORD.stem}.md)."
         )
 
