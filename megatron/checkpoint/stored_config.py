@@ -18,7 +18,7 @@ from megatron.checkpoint.layout import CONFIG
 from megatron.config.schema import Config, describe_validation_error, map_key_owners
 from megatron.config.yaml_files import read_yaml
 from megatron.options.model import GATED_ACTIVATIONS, compute_intermediate_size
-from megatron.utils.errors import RunError, UserError
+from megatron.utils.errors import RunError, UserError, check_reachable
 
 ConfigValues = dict[str, Any]
 
@@ -86,6 +86,7 @@ def load_checkpoint_config(checkpoint: Path) -> Config:
     """
     path = Path(checkpoint) / CONFIG
     if not path.is_file():
+        check_reachable(path)
         raise RunError(f"{path}: not found; the checkpoint is damaged")
     written = manifest.read_format_version(Path(checkpoint))
     try:
