@@ -142,8 +142,8 @@ OLDEST := torch==2.11.0 triton==3.6.0 transformers==4.57.6
 NAMES = $(shell sed -n 's/^\([a-zA-Z][a-zA-Z0-9_.-]*\)[=<>].*/\1/p' requirements.txt requirements-eval.txt requirements-dev.txt)
 test-with: setup-dev
 	@test -d $(VENV_WITH) || echo "downloading about 3 GB, once, and needing 7 GB of disk in $(VENV_WITH)"
-	@echo "setting up $(VENV_WITH) with $(or $(VERSIONS),the newest versions) (some minutes); then its tests take" \
-		"half an hour or more on two cores"
+	@echo "setting up $(VENV_WITH) with $(or $(VERSIONS),the newest versions) (some minutes); then 2,000 tests take" \
+		"about an hour on two busy cores"
 	@$(BIN)/python -m venv $(VENV_WITH)
 	@$(call install,$(VENV_WITH),--upgrade --upgrade-strategy eager $(NAMES) $(VERSIONS))
 	@$(BIN)/python tools/install/versions.py $(VENV_WITH) --name '$(or $(VERSIONS),newest)' $(RECORD)

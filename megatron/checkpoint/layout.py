@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, check_reachable
 from megatron.utils.formatting import find_nearest_name
 
 CHECKPOINTS, ARCHIVE_FOLDER = "checkpoints", "abandoned"
@@ -103,6 +103,7 @@ def resolve_checkpoint_path(path: str | Path) -> Path:
     if is_checkpoint(path):
         return path
     if not path.is_dir():
+        check_reachable(path)
         problem = "is a file; " if path.exists() else f"no such folder; {suggest_folder(path)}"
         raise UserError(f"{path}: {problem}expected a run's folder or one of its {CHECKPOINTS}/step_…")
     latest = find_latest_checkpoint(find_run_folder(path))

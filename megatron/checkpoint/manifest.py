@@ -32,7 +32,7 @@ from megatron.config.schema import Config, describe_validation_error, map_key_ow
 from megatron.config.yaml_files import read_yaml
 from megatron.options.model import GATED_ACTIVATIONS, compute_intermediate_size
 from megatron.utils.atomic_io import parse_json
-from megatron.utils.errors import RunError, UserError, describe_cause
+from megatron.utils.errors import RunError, UserError, check_reachable, describe_cause
 
 MANIFEST = "manifest.json"
 FORMAT = 6
@@ -297,6 +297,7 @@ def load_checkpoint_config(checkpoint: Path) -> Config:
     """
     path = Path(checkpoint) / CONFIG
     if not path.is_file():
+        check_reachable(path)
         raise RunError(f"{path}: not found; the checkpoint is damaged")
     written = read_format_version(Path(checkpoint))
     try:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.manifest import FileChecksum
-from megatron.utils.errors import RunError, describe_cause
+from megatron.utils.errors import RunError, check_reachable, describe_cause
 
 _DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -128,6 +128,7 @@ def read_torch_file(
     """
     path = Path(path)
     if not path.is_file():
+        check_reachable(path)
         raise RunError(f"{path}: not found; the checkpoint is damaged")
     try:
         with torch.serialization.safe_globals(list(classes)):

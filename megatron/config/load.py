@@ -42,7 +42,7 @@ from megatron.options.data import DataOptions
 from megatron.options.model import GATED_ACTIVATIONS, MAX_SIZE, ModelOptions, get_ffn_hidden_size
 from megatron.options.training import SCHEDULE_KEYS
 from megatron.position.catalog import list_encodings
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, check_reachable
 from megatron.utils.formatting import suggest_names
 from megatron.utils.project import SHIPPED_CONFIGS
 
@@ -154,6 +154,7 @@ def find_config(name: str | os.PathLike[str], search: Sequence[str | os.PathLike
         raise UserError(f"{text}: is a pipe or a device; expected a file")
     if Path(text).is_dir():
         raise UserError(f"{text}: is a folder; give a configuration file in it, or search it with -d {text}")
+    check_reachable(text)
     hint = _suggest_config(Path(text).stem, {path.stem for folder in folders for path in folder.rglob("*.y*ml")})
     raise UserError(f"{text}: no such configuration file, here or in {', '.join(map(str, folders))}{hint}")
 
@@ -177,6 +178,7 @@ def _resolve_config_folder(folder: str | os.PathLike[str]) -> Path:
     if not path.is_dir() and path.name == SHIPPED_CONFIGS.name:
         path = SHIPPED_CONFIGS  # `-d configs` from any directory
     if not path.is_dir():
+        check_reachable(path)
         raise UserError(f"{path}: no such folder of configurations")
     return path
 

@@ -26,7 +26,7 @@ from megatron.options.data import TokenizerType
 from megatron.planning.model_costs import count_parameters
 from megatron.utils.atomic_directory import atomic_directory, describe_write_errors
 from megatron.utils.atomic_io import parse_json
-from megatron.utils.errors import RunError, UserError
+from megatron.utils.errors import RunError, UserError, check_reachable
 from megatron.utils.formatting import format_choices
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def read_source(path: Path, configs: Sequence[Path] = ()) -> ModelSource:
     if not path.is_dir():
         if path.exists():
             raise UserError(f"{path}: is a file; expected its folder")
+        check_reachable(path)
         raise UserError(f"{path}: no such folder; {suggest_folder(path)}".rstrip("; "))
     if (path / HF_CONFIG_FILE).is_file():
         if configs:

@@ -18,7 +18,7 @@ from megatron.conversion.hf_tokenizer import build_tokenization_code, name_token
 from megatron.conversion.model_family import HF_CONFIG_FILE
 from megatron.conversion.modeling_code import add_content_digest, bundle_modeling_code, remove_content_digest
 from megatron.utils.atomic_io import write_text_atomically
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, check_reachable
 
 _CODE_FILE = re.compile(r"\w+(_[0-9a-f]{8})\.py")
 _REPOSITORY_PREFIX = re.compile(r"^.*--")
@@ -78,6 +78,7 @@ def refresh_export(folder: str | Path, *, overwrite: bool = False, log: Callable
 def _read_config(folder: Path) -> dict[str, Any]:
     """Return the content of config.json. Raises UserError if its code cannot be updated."""
     if not folder.is_dir():
+        check_reachable(folder)
         raise UserError(f"{folder}: no such folder; expected an export")
     if not (folder / HF_CONFIG_FILE).exists():
         raise UserError(f"{folder}: not an export: {HF_CONFIG_FILE} is missing")

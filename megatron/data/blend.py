@@ -29,7 +29,7 @@ from megatron.options.data import (
     list_corpus_names,
     parse_split_fractions,
 )
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, check_reachable
 
 _SPLIT_WORDS: dict[str, Split] = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -119,6 +119,7 @@ def _find_datasets(key: str, name: str, split: Split) -> list[Path]:
     if bin_file.is_file() or idx_file.is_file():
         missing, present = (idx_file, bin_file) if bin_file.is_file() else (bin_file, idx_file)
         raise UserError(f"{key}: {missing} is missing (there is a {present.name})", key)
+    check_reachable(bin_file)
     datasets = _list_indices([prefix.parent])
     hint = f"; datasets there: {_format_names(datasets)}" if datasets else " (create one with `./deepy.py prepare`)"
     raise UserError(f"{key}: no dataset {prefix}: {bin_file.name} and {idx_file.name} are missing{hint}", key)

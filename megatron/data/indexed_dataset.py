@@ -36,7 +36,7 @@ from megatron.data.corpus_metadata import (
     read_corpus_metadata,
     split_basename,
 )
-from megatron.utils.errors import RunError, UserError
+from megatron.utils.errors import RunError, UserError, check_reachable
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -97,6 +97,7 @@ def open_indexed(prefix: str | Path) -> IndexedTokens:
     bin_file, idx_file = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     for file in (bin_file, idx_file):
         if not file.is_file():
+            check_reachable(file)
             raise UserError(f"{file}: no such file (a dataset is a .bin and an .idx)")
     try:
         size = idx_file.stat().st_size

@@ -23,7 +23,7 @@ from megatron.data.indexed_dataset import find_corpus_metadata
 from megatron.data.load_tokenizer import Vocabulary, build_vocabulary, load_run_tokenizer, read_vocabulary
 from megatron.data.tokenizers import Tokenizer
 from megatron.options.data import DataOptions, Split
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, check_reachable
 
 MAX_DIGEST_TOKENS = 1 << 20
 """Maximum number of tokens hashed for a text's digest: all of a small text, blocks spread over a large one."""
@@ -149,6 +149,7 @@ def _find_dataset(path: Path) -> Path:
     For a corpus folder it is the test split, else the valid split, else the full corpus.
     """
     if not path.is_dir():
+        check_reachable(path)
         if not path.exists() and not list(path.parent.glob(f"{path.name}*")):
             raise UserError(f"{path}: not found; --data expects a file ({', '.join(SUFFIXES)}), a corpus, or a dataset")
         return path

@@ -32,7 +32,7 @@ from megatron.training.metrics_log import (
     read_heartbeat,
     read_metrics_log,
 )
-from megatron.utils.errors import FarfieldError, UserError, describe_cause
+from megatron.utils.errors import FarfieldError, UserError, check_reachable, describe_cause
 from megatron.utils.formatting import format_bytes, format_decimal, format_duration
 
 MAX_HEARTBEAT_AGE = 60.0
@@ -80,6 +80,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
         if path.exists() and not path.is_dir():
             raise UserError(f"{path}: is a file; expected a run's folder, or a folder of runs")
         if not path.is_dir():
+            check_reachable(path)
             suggestion = layout.suggest_folder(path)
             raise UserError(f"{path}: no such folder; {suggestion}".rstrip("; "))
         candidates = [path] if _is_run(path) else sorted(_walk_run_folders(path))

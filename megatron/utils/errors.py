@@ -77,6 +77,19 @@ def to_path_error(error: BaseException) -> UserError | None:
     return UserError(f"{shorten_text(path)}: cannot be used ({error.strerror})")
 
 
+def check_reachable(path: str | os.PathLike[str]) -> None:
+    """Raise the system's error if a path cannot be looked up, for example for want of permission.
+
+    Call it before reporting that a path does not exist: from Python 3.14 on, `Path.exists` and its siblings return
+    False for such paths instead of raising the error. It does nothing if the path exists or does not.
+    """
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+
+
 def shorten_text(text: str, max_length: int = 200) -> str:
     """Shorten and escape an arbitrary text for use in one line."""
     line = text if text.isprintable() else repr(text)[1:-1]

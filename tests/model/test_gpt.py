@@ -8,6 +8,7 @@ import torch
 from models import build_model
 from torch.nn import functional as F
 
+from megatron.kernels.cdape_attention import cpu
 from megatron.model.parameter_groups import build_parameter_groups
 from megatron.options.model import ModelOptions, get_padded_vocab_size
 from megatron.options.position import PositionOptions
@@ -144,7 +145,10 @@ def test_a_prompt_that_is_scored_at_its_end_fills_the_cache_whole() -> None:
         ("kerple_log", "none", "auto", {}),
         ("rotary", "none", "sdpa", {"use_qk_layernorm": True, "num_kv_heads": 1}),
         ("rotary", "none", "sdpa", {"hidden_dropout": 0.2, "attention_dropout": 0.3}),
-        ("kerple_log", "cdape", "native", {}),
+        pytest.param(
+            *("kerple_log", "cdape", "native", {}),
+            marks=pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason())),
+        ),
         ("kerple_log", "cdape", "chunked", {"hidden_dropout": 0.2, "attention_dropout": 0.3}),
         ("cope", "dape", "eager", {"attention_dropout": 0.3}),
     ],

@@ -70,7 +70,7 @@ def test_a_record_of_bare_roots_keeps_other_pythons(tmp_path: Path) -> None:
     def build_row(python: str, step: str, seconds: float) -> dict[str, Any]:
         command = {"command": f"make {step}", "seconds": seconds, "exit_code": 0, "printed": [f"{step} done"]}
         row = {"requested": python, "python": f"{python}.1", "debian": "13", "step": step, "commands": [command]}
-        return row | {"date": "2026-11-28", "commit": "abc", "machine": "2 cores, load 1"}
+        return row | {"date": "2026-11-28", "commit": "abc", "machine": "2 cores, load 1", "note": "stopped"}
 
     path = tmp_path / "record.json"
     for row in (("3.13", "test", 9.0), ("3.11", "quickstart", 5.0), ("3.13", "test", 1234.0)):
@@ -78,6 +78,7 @@ def test_a_record_of_bare_roots_keeps_other_pythons(tmp_path: Path) -> None:
     page = path.with_suffix(".md").read_text(encoding="utf-8")
     lines = [line for line in page.splitlines() if "`make" in line]
     assert [line.split(" | ")[4] for line in lines] == ["5 s", "1,234 s"]
+    assert "\n\n- Python 3.11.1, quickstart: stopped\n- Python 3.13.1, test: stopped\n\n" in page
     assert "## Python 3.11.1 on Debian 13: quickstart\n\n```\nquickstart done\n```" in page
 
 

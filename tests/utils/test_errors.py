@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.utils.errors import describe_error, shorten_text, to_path_error
+from megatron.utils.errors import check_reachable, describe_error, shorten_text, to_path_error
 
 
 def test_describe_is_one_short_line() -> None:
@@ -22,3 +22,12 @@ def test_a_path_is_to_blame_for_some_errors_of_the_system_alone(tmp_path: Path) 
     assert to_path_error(FileNotFoundError(2, "No such file", "gone")) is None
     assert to_path_error(PermissionError(13, "Permission denied")) is None  # without a path
     assert shorten_text("a\nb\x1b[2J") == "a\\nb\\x1b[2J"
+
+
+def test_a_path_that_cannot_be_looked_up_is_not_reported_as_missing(tmp_path: Path) -> None:
+    """Python 3.14's `Path.exists` returns False for such a path, and earlier ones raise the error."""
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file", tmp_path / "gone", tmp_path / "file" / "inside"):
+        check_reachable(path)
+    with pytest.raises(OSError, match="File name too long"):
+        check_reachable(tmp_path / ("x" * 300))

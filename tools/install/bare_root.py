@@ -127,7 +127,9 @@ class BareRoot:
         return self.run(f"apt-get -qq update && {install}", as_root=True, DEBIAN_FRONTEND="noninteractive")
 
     def add_python(self, folder: Path) -> None:
-        """Copy a Python of this machine, built for an older or the same Debian, into the root's /usr/local."""
+        """Copy a Python of this machine, built for an older or the same Debian, into /usr/local, unless it has one."""
+        if (self.folder / "usr" / "local" / "bin" / "python3").exists():
+            return
         shutil.copytree(folder, self.folder / "usr" / "local", symlinks=True, dirs_exist_ok=True)
         self.run("ldconfig", as_root=True)
 

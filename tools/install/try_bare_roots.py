@@ -128,16 +128,18 @@ def render_page(rows: list[dict[str, Any]]) -> str:
             )
         printed = keep_last_lines([line for each in commands for line in each["printed"]])
         outputs.append(f"## {title}\n\n```\n" + "\n".join(printed) + "\n```\n")
+    notes = [f"- Python {row['python']}, {row['step']}: {row['note']}" for row in rows if "note" in row]
     return f"""# Bare systems
 
 Each row is a command in a bare Debian (`debootstrap --variant=minbase`) with the packages in its first row and nothing
 else, as a user who is not root. `tools/install/try_bare_roots.py` builds the system, runs the commands and writes this
 page. `image` runs the sections of `apptainer.def` with the Python of `--python` instead of a base image. The last lines
-that each step printed follow. Other work ran on the same machine, as the load shows.
+that each step printed follow. Other work ran on the same machine, as the load shows. `test` and `test-fast` ran in the
+environment of `setup-dev`.
 
 | Python | Debian | step | command | time | exit code | machine | recorded |
 |---|---|---|---|--:|--:|---|---|
-{chr(10).join(table)}
+{chr(10).join([*table, *([""] if notes else []), *notes])}
 
 {chr(10).join(outputs)}"""
 

@@ -32,7 +32,7 @@ from typing import Any
 import zstandard
 
 from megatron.utils.atomic_io import parse_json, write_bytes_atomically
-from megatron.utils.errors import RunError, UserError, describe_cause
+from megatron.utils.errors import RunError, UserError, check_reachable, describe_cause
 from megatron.utils.formatting import format_choices
 from megatron.utils.imports import require_package
 
@@ -245,6 +245,7 @@ def _list_data_files(folder: Path) -> list[Path]:
         raise UserError(f"{folder / _STATE}: _data_files does not list files; save the dataset again") from None
     for path in files:
         if not path.is_file():
+            check_reachable(path)
             raise UserError(f"{path}: not found but listed in {_STATE}; save the dataset again")
     return files
 

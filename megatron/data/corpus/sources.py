@@ -42,7 +42,7 @@ from megatron.data.corpus.hub_dataset import (
 )
 from megatron.options.data import is_url
 from megatron.utils.atomic_io import parse_json
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, check_reachable
 from megatron.utils.imports import require_package
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -140,6 +140,7 @@ def scan_sources(
                 )
             files.append(describe_source_file(path))
         else:
+            check_reachable(path)
             raise UserError(f"{path}: no such file or folder (expected a file, a folder, `python` or `shakespeare`)")
     if hf_split is not None and not has_dataset:
         raise UserError(f"hf_split: {hf_split}: no source is a Hugging Face dataset (hf:NAME or saved on disk)")
