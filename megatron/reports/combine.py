@@ -19,7 +19,7 @@ from megatron.reports.paper_experiment import Experiment
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure
 from megatron.reports.report import ReportSection
 from megatron.reports.report_markdown import is_generated_markdown
-from megatron.reports.run_records import list_run_files, read_run_folder
+from megatron.reports.run_records import is_run_file, list_run_files, read_run_file, read_run_folder
 from megatron.reports.verdict_tables import DEFAULT_DELTA, build_verdict_tables
 from megatron.utils.atomic_io import (
     check_folder,
@@ -88,7 +88,8 @@ def combine_results(
         console.print(f"note: {message}", markup=False, highlight=False, soft_wrap=True)
     for section in sections:
         if section.title is not None:
-            console.print(f"\n{section.title}\n", markup=False, highlight=False, soft_wrap=True)
+            title_line = f"{section.title}{report.describe_pending_runs([section])}"
+            console.print(f"\n{title_line}\n", markup=False, highlight=False, soft_wrap=True)
         if section.board is not None:
             results_output.print_leaderboard(console, section.board)
             continue
@@ -206,7 +207,7 @@ def _read_results(result_paths: Sequence[Path]) -> dict[Path, list[Record]]:
                     "FOLDER` and sweeps write them"
                 )
         else:
-            found[file] = []
+            found[file] = read_run_file(file) or [] if is_run_file(file) else []
     companion_files = {
         companion
         for file in found

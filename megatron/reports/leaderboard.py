@@ -379,13 +379,14 @@ class LeaderboardReport:
         def format_memory(value: float | None) -> str:
             return "–" if value is None else f"{value:.2f}"
 
+        has_ratios = any(cost.step is not None or cost.scoring is not None for cost in self.costs.values())
         rows = []
         for method in self.ranking:
             cost = self.costs.get(method)
             if cost is None:
                 continue
             parameters = "–" if cost.parameters is None else f"{cost.parameters:,}"
-            cells = (_format_ratio(cost.step), _format_ratio(cost.scoring))
+            cells = (_format_ratio(cost.step), _format_ratio(cost.scoring)) if has_ratios else ()
             memory = (format_memory(cost.train_memory), format_memory(cost.scoring_memory))
             rows.append((method, (parameters, *cells, *memory)))
         baseline = self.leaderboard.baseline
@@ -396,18 +397,19 @@ class LeaderboardReport:
             else "Times are wall-clock seconds, and runs may have shared a machine,"
         )
         return TextTable(
-            f"Costs of methods, relative to {baseline}",
+            f"Costs of methods, relative to {baseline}" if has_ratios else "Costs of methods",
             "method",
             (
                 "parameters",
-                "training step",
-                f"scoring at {self.largest}",
+                *(("training step", f"scoring at {self.largest}") if has_ratios else ()),
                 "training memory (GiB)",
                 f"scoring memory at {self.largest} (GiB)",
             ),
             tuple(rows),
             (
-                f"{times} on the machine named below: medians over steps and seeds, relative to {baseline}.",
+                f"{times} on the machine named below: medians over steps and seeds, relative to {baseline}."
+                if has_ratios
+                else f"Times are omitted, because they are relative to {baseline}, whose times are unknown.",
                 "Memory is the peak of a process, including Python and PyTorch.",
             ),
         )

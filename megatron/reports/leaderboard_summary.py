@@ -81,9 +81,10 @@ def _answer_who_extrapolates(board: LeaderboardReport) -> Iterator[str]:
         yield f"No result at this length: {_join_method_names(unknown)}."
     num_partial = sum(text.cells[method, last].partial_num_seeds is not None for method in changes)
     if num_partial:
+        have, whose = ("has", "its") if num_partial == 1 else ("have", "their")
         yield (
-            f"{num_partial} of the {len(changes)} methods have fewer than {text.max_seeds} seeds (n in the tables), so "
-            "their results are less certain."
+            f"{num_partial} of the {len(changes)} methods {have} fewer than {text.max_seeds} seeds (n in the tables), "
+            f"so {whose} results are less certain."
         )
     for ranked_column in board.ranked_columns:
         if ranked_column.kind != "text" and ranked_column.scores:
@@ -98,6 +99,9 @@ def _compare_with_best(board: LeaderboardReport) -> str:
     worse = sorted((m for m, found in tested.items() if found.verdict == "worse"), key=lambda m: tested[m].change)
     close = sorted((m for m in tested if m not in worse), key=lambda m: tested[m].change)
     named = _join_method_names([f"{method} {_format_change(tested[method])}" for method in close])
+    if len(tested) == 1:
+        only, verdict = (worse[0], "is") if worse else (named, "is not")
+        return f"In the only test over seeds, the other method {verdict} significantly worse ({only})."
     if not worse:
         return f"In tests over seeds, none of {len(tested)} other methods is significantly worse: {named}."
     is_or_are = "is" if len(worse) == 1 else "are"
@@ -141,7 +145,9 @@ def _answer_costs(board: LeaderboardReport) -> Iterator[str]:
     text, baseline = board.text, board.leaderboard.baseline
     assert text is not None
     best = board.best_text_method
-    if best is not None and best in board.costs and best != baseline:
+    if baseline not in text.methods:
+        yield f"Costs are relative to {baseline}, which has no record here."
+    elif best is not None and best in board.costs and best != baseline:
         yield f"Relative to {baseline}, {best}, the best at {board.largest}, {_describe_cost(board, best)}."
     if best is None or len(text.methods) == 1 or not board.costs[best].has_times:
         return

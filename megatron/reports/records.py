@@ -321,7 +321,8 @@ def read_records(path: str | Path) -> list[Record]:
     """
     path = Path(path)
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content = parse_json(text)
     except FileNotFoundError as error:
         raise UserError(f"{path}: not found") from error
     except OSError as error:
@@ -329,6 +330,8 @@ def read_records(path: str | Path) -> list[Record]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
     except ValueError as error:
+        if not text.strip():
+            raise UserError(f"{path}: the file is empty; expected a list of records") from error
         raise UserError(f"{path}: not JSON ({error})") from error
     if not isinstance(content, list):
         raise UserError(f"{path}: expected a list of records, not {_get_json_type_name(content)}")

@@ -26,6 +26,11 @@ def get_run_file(folder: Path, benchmark: str | None, variant: str, seed: int) -
     return folder.joinpath(*([] if benchmark is None else [benchmark]), variant, RUN_FILE.format(seed=seed))
 
 
+def is_run_file(path: Path) -> bool:
+    """Return True if an existing file has the name of a run's records."""
+    return path.is_file() and path.match(RUN_FILE.format(seed="*"))
+
+
 def list_run_files(folder: Path) -> list[Path]:
     """List the files of runs in a folder: those of the sweep's own training first, then by benchmark and variant."""
     return sorted(folder.rglob(RUN_FILE.format(seed="*")), key=lambda path: (len(path.parts), path.parts))

@@ -54,12 +54,16 @@ def test_a_report_is_made_from_saved_records_alone(trainer: Trainer) -> None:
     assert (whole.title, whole.num_pending_runs, whole.leaderboard is not None) == ("Two methods", 0, True)
     assert {record.model_dump_json() for record in whole.records} == {record.model_dump_json() for record in found}
     Path("kept/mine/seed_4.json.gz").unlink()
-    combine_results([Path("kept")], Console(file=io.StringIO()), output=Path("page.md"))
+    terminal = io.StringIO()
+    combine_results([Path("kept")], Console(file=terminal), output=Path("page.md"))
+    assert terminal.getvalue().startswith("\nTwo methods (1 run pending)\n")
     page = Path("page.md").read_text()
     assert "# Two methods (1 run pending)\n" in page
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     board = {row.split("|")[1].strip(): row for row in reversed(rows)}  # rows of the first table win
     assert ("(n 1)" in board["mine"], "(n 1)" in board["rotary"]) == (True, False)
+    (one,) = build_sections([Path("kept/rotary/seed_3.json.gz")])
+    assert {(record.method, record.seed) for record in one.records} == {("rotary", 3)}
     Path("kept/rotary/seed_3.json.gz").write_bytes(b"mine")
     with pytest.raises(UserError, match=r"kept/rotary/seed_3\.json\.gz: cannot be read as saved records"):
         build_sections([Path("kept")])
