@@ -208,7 +208,8 @@ def _build_context_table(
         f"Gain: loss with {base_length:,} tokens minus loss with {length:,} tokens, in nats per token, of the same "
         f"targets. A target has {base_length - targets + 1:,} to {base_length:,} tokens of context, its own included, "
         f"in the first case, and {length - targets + 1:,} to {length:,} in the second.",
-        f"“{USED}”: the gain is at least {NEGLIGIBLE_GAIN:g} and its interval is above 0; “{HURT}”: the same below 0; "
+        f"“{USED}”: the gain is at least {NEGLIGIBLE_GAIN:g} and its interval is above 0; “{HURT}”: it "
+        f"is at most −{NEGLIGIBLE_GAIN:g} and its interval is below 0; "
         f"“{IGNORED}”: the interval is within ±{NEGLIGIBLE_GAIN:g}.",
         _describe_intervals(table),
         _describe_bound(bound, length),

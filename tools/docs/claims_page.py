@@ -55,10 +55,11 @@ other.
 - **not tested**: there is no record.
 
 Ours is the geometric mean of the ratios of equal seeds (for accuracies the mean difference in points), with the 95% t
-interval. p is that of a paired two-sided t-test, corrected by Holm over the {tests} tests of this page. *Seeds* is the
-number with which this test would find a difference of the measured size with a probability of {power:.0%}, at the
-level {level} that the smallest p of the page must reach. It follows from the deviation of few seeds, so it is rough. It
-is not computable from one seed.
+interval, which is not corrected. p is from a paired two-sided t-test, corrected by Holm over the {tests} tests of this
+page, so a claim may be undecided although its interval excludes no difference. *Seeds* is the number with which this
+test would find a difference of the measured size with a probability of {power:.0%}, at the level {level} that the
+smallest p of the page must reach. It follows from the deviation of few seeds, so it is rough. It is not computable from
+one seed.
 """
 
 
