@@ -372,9 +372,10 @@ def _compute_maps(inputs: AttentionInputs) -> AttentionMaps:
         compute_logits,
         compute_scores_and_bias,
         compute_visible_mask,
+        compute_weights,
         precompute_terms,
     )
-    from megatron.evaluation.forward_passes import choose_block_size, compute_attention_weights
+    from megatron.evaluation.forward_passes import choose_block_size
 
     shape = (inputs.q.shape[1], inputs.query.length, inputs.key.length)
     maps: dict[str, np.ndarray] = {}
@@ -384,7 +385,7 @@ def _compute_maps(inputs: AttentionInputs) -> AttentionMaps:
             columns = slice(block.key.start, block.key.start + block.key.length)
             is_hidden = ~compute_visible_mask(block)
             scores, bias = compute_scores_and_bias(block)
-            parts = {"scores": scores, "logits": compute_logits(block), "weights": compute_attention_weights(block)}
+            parts = {"scores": scores, "logits": compute_logits(block), "weights": compute_weights(block)}
             if bias is not None:
                 parts["bias"] = bias.expand_as(scores)
             for name, values in parts.items():

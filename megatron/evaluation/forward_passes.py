@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megatron.attention.backends.backend import AttentionBackend
 from megatron.attention.inputs import AttentionInputs
-from megatron.attention.reference import compute_weights
 from megatron.model.attention import PositionedAttention
 from megatron.model.gpt import GPT
 from megatron.position.encoding import Encoding
@@ -233,7 +232,7 @@ AttentionHook = Callable[[int, AttentionInputs], None]
 """Callback that receives a layer's index, from 0, and its attention inputs."""
 
 MAX_BLOCK_ELEMENTS = 1 << 20
-"""Maximum number of elements in a block of score maps, over all heads."""
+"""Maximum number of elements in a block of the score matrix, over all heads."""
 
 
 class CapturingBackend:
@@ -301,11 +300,6 @@ def slice_from_row(inputs: AttentionInputs, first: int) -> AttentionInputs:
     )
 
 
-def compute_attention_weights(block: AttentionInputs) -> torch.Tensor:
-    """Compute the attention weights of each query over all keys, [B, H, R, C], before dropout."""
-    return compute_weights(block)
-
-
 def choose_block_size(inputs: AttentionInputs) -> int:
-    """Return the number of rows per block that bounds the size of score maps."""
+    """Return the number of rows per block that bounds the size of the score matrices."""
     return max(1, MAX_BLOCK_ELEMENTS // (inputs.q.shape[0] * inputs.q.shape[1] * inputs.key.length))

@@ -43,7 +43,7 @@ INSTRUCTIONS = {
 """Instructions by their name in the header."""
 WARPS = (4, 8, 16)
 CHAINS, REPEATS, MEMORY_BYTES = 16, 256, 16384
-"""As in the header."""
+"""Constants of the header instruction_rates.h: independent chains, repetitions, and bytes of shared memory."""
 
 
 class RateArgs(ctypes.Structure):

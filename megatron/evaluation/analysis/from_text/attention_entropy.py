@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
-from megatron.attention.reference import compute_visible_mask, precompute_terms
+from megatron.attention.reference import compute_visible_mask, compute_weights, precompute_terms
 from megatron.evaluation.analysis.analysis import Analysis, AnalysisContext, Block, Figure, Table
-from megatron.evaluation.forward_passes import choose_block_size, compute_attention_weights, run_forward
+from megatron.evaluation.forward_passes import choose_block_size, run_forward
 from megatron.evaluation.loss_records import list_position_bins
 from megatron.model.gpt import GPT
 from megatron.reports.charts import Chart
@@ -85,7 +85,7 @@ def measure_attention_entropy(
             rows = slice(block.query.start, block.query.start + block.query.length)
             visible = compute_visible_mask(block)[0, 0].sum(dim=-1).double().cpu()
             num_keys[layer, rows] = visible
-            for quantity, values in describe_weights(compute_attention_weights(block)[0], visible).items():
+            for quantity, values in describe_weights(compute_weights(block)[0], visible).items():
                 by_query[quantity][layer, :, rows] = values
         num_done += 1
         progress(num_done / (len(windows) * shape[1]))

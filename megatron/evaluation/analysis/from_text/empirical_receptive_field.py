@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
-from megatron.attention.reference import precompute_terms
+from megatron.attention.reference import compute_weights, precompute_terms
 from megatron.evaluation.analysis.analysis import Analysis, AnalysisContext, Block, Table
 from megatron.evaluation.analysis.bias_series import PLOTTED_EPSILONS, TIE_TOLERANCE, compute_finite_field
 from megatron.evaluation.forward_passes import (
     choose_block_size,
-    compute_attention_weights,
     run_forward,
     slice_from_row,
 )
@@ -79,7 +78,7 @@ def measure_attention_mass(
         num_rows = 0
         # Largest block first, see `compute_attention_in_blocks`.
         for block in reversed(list(iter_row_blocks(precompute_terms(late), choose_block_size(late)))):
-            attention = compute_attention_weights(block)
+            attention = compute_weights(block)
             by_distance = group_by_distance(attention, block, num_distances)
             sums[layer] += by_distance.sum(dim=(0, 2), dtype=torch.float64).cpu()
             num_rows += block.query.length

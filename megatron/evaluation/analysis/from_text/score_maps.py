@@ -21,6 +21,7 @@ from megatron.attention.reference import (
     compute_logits,
     compute_scores_and_bias,
     compute_visible_mask,
+    compute_weights,
     precompute_terms,
 )
 from megatron.evaluation.analysis.analysis import (
@@ -31,7 +32,7 @@ from megatron.evaluation.analysis.analysis import (
     NotApplicable,
     format_triangle,
 )
-from megatron.evaluation.forward_passes import choose_block_size, compute_attention_weights, run_forward
+from megatron.evaluation.forward_passes import choose_block_size, run_forward
 from megatron.model.gpt import GPT
 
 MAP_SIZE = 64
@@ -91,7 +92,7 @@ def _compute_block_maps(block: AttentionInputs) -> dict[str, Tensor]:
     """Compute all kinds of maps for a row block, [1, H, R, C]."""
     scores, bias = compute_scores_and_bias(block)
     logits = compute_logits(block)
-    maps = {"score": scores, "attention": compute_attention_weights(block)}
+    maps = {"score": scores, "attention": compute_weights(block)}
     if bias is not None:
         maps["bias"] = bias.expand_as(scores)  # a bias computed from the layer's input already has a batch dimension
     if block.processor is not None:
