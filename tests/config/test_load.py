@@ -6,8 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron.config.load import find_config, load_config
 from megatron.config.schema import list_config_keys
@@ -240,7 +238,7 @@ def test_all_problems_at_once_each_with_its_place(write):
         ("optimizer.params.lrr=1", "did you mean optimizer.params.lr?"),
         ("zero_optimization.stagge=1", "did you mean zero_optimization.stage?"),
         ("zero_optimization.stage=4", "choose from 0, 1, 2, 3"),
-        ("stage=1", "did you mean zero_optimization.stage?"),
+        ("stage=1", "did you mean stages or zero_optimization.stage?"),
         ("betas=[0.9, 0.9]", "did you mean optimizer.params.betas?"),
         ("save.folder=x", "unknown key 'save.folder'"),
         ("tensor=9", "`./deepy.py keys` lists all keys"),
@@ -270,21 +268,19 @@ def test_every_whole_number_has_an_upper_bound(write):
             assert "it must be at most" in only_problem(["base"], [f"{key.name}={10**22}"]), key.name
 
 
-@given(st.sampled_from([key.path for key in list_config_keys().values()]), st.data())
-def test_a_dropped_letter_never_loses_a_key(path, data):
-    """A misspelled key fails to load, and the message suggests the correct key."""
-    name = path[-1]
-    if len(name) < 5:
-        return
-    cut = data.draw(st.integers(1, len(name) - 1))
-    wrong = ".".join((*path[:-1], name[:cut] + name[cut + 1 :]))
-    if tuple(wrong.split(".")) in list_config_keys():
-        return
-    with pytest.raises(UserError) as caught:
-        load_config([], [f"{wrong}=1"])
-    first = str(caught.value).splitlines()[0]
-    assert f"unknown key '{wrong}'" in first
-    assert ".".join(path) in first, first
+def test_a_dropped_letter_never_loses_a_key():
+    """Every key that misses one letter is reported, and the message suggests the correct key."""
+    keys = list_config_keys()
+    correct = {}
+    for *section, name in (key.path for key in keys.values() if len(key.path[-1]) >= 5):
+        for cut in range(1, len(name)):
+            wrong = (*section, name[:cut] + name[cut + 1 :])
+            if wrong not in keys:
+                correct.setdefault(".".join(wrong), ".".join((*section, name)))
+    found = problems([], [f"{wrong}=1" for wrong in correct])
+    for wrong, right in correct.items():
+        message = next(line for line in found if line.startswith(f"command line: unknown key '{wrong}';"))
+        assert right in message, message
 
 
 def test_missing_keys_are_reported_with_meaning_and_searched_files(write):
