@@ -37,7 +37,6 @@ from megatron.checkpoint.layout import list_checkpoints
 from megatron.checkpoint.run_folder import LOCK, SWEEP_LOCK, RunLock, is_saved_config
 from megatron.distributed.hardware import count_cores
 from megatron.launch import slurm
-from megatron.launch.console import log_traceback, run_console
 from megatron.launch.dispatch import uses_slurm
 from megatron.options.sweep import SweepCorpusOptions
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure
@@ -63,6 +62,7 @@ from megatron.sweeps.saved_records import (
 from megatron.sweeps.spec import Sweep, SweepMember, read_sweep
 from megatron.sweeps.worker_pool import run_members
 from megatron.utils.atomic_io import check_no_foreign_files, make_folder
+from megatron.utils.console import log_traceback, run_console
 from megatron.utils.errors import FarfieldError, RunError, UserError
 from megatron.utils.formatting import format_duration
 from megatron.utils.progress import ProgressMeter, WaitAnnouncer, WorkItem

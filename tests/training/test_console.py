@@ -17,7 +17,6 @@ from megatron.checkpoint.run_folder import RESOLVED_CONFIG
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import ParallelSizes
-from megatron.launch.console import run_console
 from megatron.training import summary
 from megatron.training.console import ConsoleReporter
 from megatron.training.metrics import measure_matmul_tflops
@@ -25,6 +24,7 @@ from megatron.training.metrics_log import TrainRecord
 from megatron.training.resolve_run import resolve_run
 from megatron.training.train import train
 from megatron.training.training_run import TrainingRun, build_training_run
+from megatron.utils.console import run_console
 from megatron.utils.formatting import format_count, format_quantity
 
 RECORD = TrainRecord(
