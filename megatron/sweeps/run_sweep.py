@@ -51,13 +51,17 @@ from megatron.sweeps.remaining_work import (
     find_finished_step,
     find_member_divergence,
 )
-from megatron.sweeps.results import REPORT_FILE, SweepResults, print_results, save_experiment, suggest_comparison
-from megatron.sweeps.saved_records import (
+from megatron.sweeps.results import (
+    REPORT_FILE,
+    SweepResults,
     check_records_folder,
     compute_member_digest,
     list_members_of_other_parts,
     load_saved_records,
+    print_results,
+    save_experiment,
     save_records,
+    suggest_comparison,
 )
 from megatron.sweeps.spec import Sweep, SweepMember, read_sweep
 from megatron.sweeps.worker_pool import run_members
