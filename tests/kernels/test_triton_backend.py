@@ -18,7 +18,7 @@ from megatron.attention.backends.registry import RowBlockBackend, select_backend
 from megatron.attention.backends.triton import KernelChoice, TritonBackend, select_kernel
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_table
-from megatron.kernels.bias.configs import MAX_WIDTH
+from megatron.kernels.bias.fire import MAX_WIDTH
 from megatron.kernels.biased_attention.op import biased_attention
 from megatron.kernels.cdape_attention.op import MAX_PROCESSOR_WIDTH
 from megatron.kernels.head_dim import MAX_HEAD_DIM

@@ -108,7 +108,7 @@ class TritonBackend:
     @staticmethod
     def share_table(table: ScoreTerms) -> ScoreTerms:
         """Return a table that many calls can read, with their gradients accumulated."""
-        from megatron.kernels.biased_attention.shared_table import share_table
+        from megatron.kernels.biased_attention.tables import share_table
 
         return ScoreTerms(*(None if term is None else share_table(term) for term in table))
 
@@ -263,7 +263,7 @@ def _get_fire_parameters(encoding: Encoding) -> FireParameters | None:
 
 
 def _describe_unsupported_fire(encoding: Encoding) -> str | None:
-    from megatron.kernels.bias.configs import MAX_HEADS, MAX_WIDTH
+    from megatron.kernels.bias.fire import MAX_HEADS, MAX_WIDTH
 
     fire = _get_fire_parameters(encoding)
     if fire is None:
@@ -276,7 +276,7 @@ def _describe_unsupported_fire(encoding: Encoding) -> str | None:
 
 def _attend_with_bias_kernel(inputs: AttentionInputs, table: ScoreTerms) -> Tensor:
     from megatron.kernels.biased_attention.op import biased_attention
-    from megatron.kernels.biased_attention.shared_table import select_table_heads
+    from megatron.kernels.biased_attention.tables import select_table_heads
 
     bias, weight = (None if term is None else select_table_heads(term, inputs.heads) for term in table)
     return biased_attention(

@@ -1,4 +1,4 @@
-// A kernel of this folder on a CPU, for tests: `megatron/kernels/cuda/emulate.py` builds it, with the kernel's header, name and
+// A kernel of this folder on a CPU, for tests: `tests/support/cuda_emulator.py` builds it, with the kernel's header, name and
 // arguments as KERNEL_HEADER, KERNEL and KERNEL_ARGUMENTS.
 #include KERNEL_HEADER
 
