@@ -26,7 +26,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination, warn_fallback
+from megatron.attention.backends.backend import (
+    AttentionBackend,
+    AttentionFormula,
+    find_unsupported_formula,
+    warn_fallback,
+)
 from megatron.attention.backends.fused_processor import (
     collect_kernel_args,
     describe_gated_processor_fallback,
@@ -71,20 +76,15 @@ class TritonBackend:
     def __init__(self, fallback: AttentionBackend) -> None:
         self.fallback = fallback
 
-    def describe_unsupported(
-        self,
-        encoding: Encoding,
-        processor: Processor | None,
-        softcap: float | None = None,
-        softmax_type: str = "vanilla",
-    ) -> str | None:
+    def describe_unsupported(self, formula: AttentionFormula) -> str | None:
         if not is_triton_available():
             return "it needs a CUDA device"
         from megatron.kernels.head_dim import MAX_HEAD_DIM
 
+        encoding, processor = formula.encoding, formula.processor
         if encoding.qk_head_dim > MAX_HEAD_DIM:
             return f"its head dimension is at most {MAX_HEAD_DIM}, not {encoding.qk_head_dim}"
-        if reason := find_unsupported_combination("triton", encoding, processor, softcap, softmax_type):
+        if reason := find_unsupported_formula("triton", formula):
             return reason
         if type(encoding).overrides_hook("dense"):
             return _describe_unsupported_fire(encoding)
