@@ -46,7 +46,7 @@ def rows_of(pair: tuple[str, str], length: int = 21, start: int = 0, **keys) -> 
 
 def differentiated(backend, rows: AttentionInputs) -> list[torch.Tensor]:
     out = backend(rows)
-    parameters = [x for module in (AttentionFormula(rows.encoding, rows.processor)) for x in module.parameters()]
+    parameters = [x for module in (rows.encoding, rows.processor) for x in module.parameters()]
     into = torch.linspace(-1, 1, out.numel()).view(out.shape)
     grads = torch.autograd.grad(out, [rows.q, rows.k, rows.v, *parameters], into, allow_unused=True)
     return [out.detach(), *(torch.zeros(()) if x is None else x for x in grads)]

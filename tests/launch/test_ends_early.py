@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_runs import tiny_config, write_corpora
+from tiny_runs import tiny_config
 
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import ParallelSizes
@@ -40,11 +40,6 @@ def resolve(corpus: Path, run: Path, **keys: object) -> ResolvedRun:
     from megatron.distributed.hardware import LocalHardware
 
     return resolve_run(tiny_config(corpus, run, **keys), LocalHardware.detect())
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.mark.parametrize("call", ["sys.exit()", "sys.exit(0)", "raise SystemExit('done')"])
