@@ -94,6 +94,7 @@ class GuardedStream:
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
         self._error: OSError | None = None
+        self._is_stop_requested = False
 
     @property
     def problem(self) -> str | None:
@@ -114,14 +115,18 @@ class GuardedStream:
         return getattr(self._stream, name)
 
     def _guard(self, work: Callable[[], Any]) -> Any:
+        result = None
         try:
-            return work()
+            result = work()
         except OSError as error:
             self._error = error
             redirect_to_null(self._stream.fileno())
-            if not request_stop():
-                raise RunError(f"standard output: {describe_cause(error)}; no step was taken") from error
-            return None
+        # The first error may have been raised in another thread, before there was a training to stop.
+        if self._error is not None and not self._is_stop_requested:
+            self._is_stop_requested = request_stop()
+            if not self._is_stop_requested:
+                raise RunError(f"standard output: {describe_cause(self._error)}; no step was taken") from self._error
+        return result
 
 
 class UnexpectedError(RunError):
