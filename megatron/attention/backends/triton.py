@@ -95,7 +95,7 @@ class TritonBackend:
         return describe_unsupported_processor(processor, max_width=MAX_PROCESSOR_WIDTH)
 
     def describe_fallback(self, inputs: AttentionInputs) -> str | None:
-        """Explain why these rows of a supported combination fall back to row blocks; None if they do not."""
+        """Explain why these rows of a supported formula fall back to row blocks; None if they do not."""
         table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
         return select_kernel(inputs, table).reason or None
 
