@@ -178,7 +178,7 @@ def mistakes(corpus) -> dict[tuple[str, ...], list]:
 
 
 @pytest.mark.parametrize("arguments", MISTAKES, ids=" ".join)
-def test_errors_come_without_torch_in_one_line_with_exit_code_2(corpus, mistakes, arguments):
+def test_errors_are_one_line_with_exit_code_2_without_torch(corpus, mistakes, arguments):
     code, out, error = mistakes[arguments]
     errors = [line for line in error.splitlines() if not line.startswith("note: ")]
     assert len(errors) == 1, error
