@@ -78,7 +78,7 @@ class AttentionTarget:
 
 @dataclass(frozen=True)
 class LayerType:
-    """Layers with the same attention: their keys, and the formula of one of them."""
+    """Group of layers with the same attention: their options, and the formula of one of them."""
 
     position: PositionOptions
     formula: AttentionFormula
@@ -316,7 +316,7 @@ def get_local_rows_and_heads(
 def _describe_documents(
     layer_type: LayerType, backend: AttentionBackend, target: AttentionTarget
 ) -> CheckedDocuments | None:
-    """Return the documents of a check's rows as `GPT` lays them out; all checked backends receive the same."""
+    """Return the documents of a check's rows, in the layout of `GPT` and the same for all checked backends."""
     formula, starts, limit = layer_type.formula, target.document_starts, layer_type.position.randomized_positions
     if starts is None:
         return None

@@ -92,7 +92,7 @@ class FlexBackend:
         return build_document_mask(*shape, window, first_columns)
 
     def describe_fallback(self, inputs: AttentionInputs) -> str | None:
-        """Explain why these rows of a supported formula fall back to row blocks; None if they do not."""
+        """Explain why a call of a supported formula falls back to row blocks; None if it does not."""
         if inputs.key_mask is not None:
             return "padding"
         if inputs.query.sampled is not None:

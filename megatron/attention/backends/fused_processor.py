@@ -50,7 +50,7 @@ def describe_unsupported_processor(
 
 
 def describe_processor_fallback(inputs: AttentionInputs) -> str | None:
-    """Explain why no kernel supports these rows of a supported formula; None if one does."""
+    """Explain why no kernel supports a call of a supported formula; None if one does."""
     if inputs.query.sampled is not None:
         return "randomized positions"
     if inputs.key_mask is not None:

@@ -26,10 +26,7 @@ Row blocks need no check, and FlexAttention would be compiled for every length.
 
 
 def explain_row_blocks(name: str, formula: AttentionFormula) -> str | None:
-    """Explain why `auto`, without a check, uses row blocks.
-
-    Return None if it uses fused attention, or if a backend was named.
-    """
+    """Explain why `auto` uses row blocks without a self-check; None if it uses sdpa, or if a backend is named."""
     reason = SdpaBackend().describe_unsupported(formula) if name == "auto" else None
     if reason is None:
         return None
@@ -37,10 +34,7 @@ def explain_row_blocks(name: str, formula: AttentionFormula) -> str | None:
 
 
 def get_default_backend(formula: AttentionFormula) -> str:
-    """Return the backend that `auto` uses without a check, on CPUs and GPUs.
-
-    It is sdpa or row blocks, which are PyTorch's.
-    """
+    """Return the backend that `auto` uses without a self-check, on CPUs and GPUs: sdpa or row blocks."""
     return "sdpa" if SdpaBackend().describe_unsupported(formula) is None else ROW_BLOCKS
 
 
@@ -86,7 +80,7 @@ def _build_backends(chunk_rows: int) -> dict[str, AttentionBackend]:
 
 
 def list_candidates(chunk_rows: int, formula: AttentionFormula) -> dict[str, AttentionBackend]:
-    """List the backends that `auto` chooses from on a GPU, the unchecked default first. They support the formula."""
+    """List the backends that support the formula, from which `auto` chooses on a GPU; the default is first."""
     backends = _build_backends(chunk_rows)
     default = get_default_backend(formula)
     order = [default, *(name for name in CHECKED_BACKENDS if name != default)]

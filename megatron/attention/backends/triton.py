@@ -95,7 +95,7 @@ class TritonBackend:
         return describe_unsupported_processor(processor, max_width=MAX_PROCESSOR_WIDTH)
 
     def describe_fallback(self, inputs: AttentionInputs) -> str | None:
-        """Explain why these rows of a supported formula fall back to row blocks; None if they do not."""
+        """Explain why a call of a supported formula falls back to row blocks; None if it does not."""
         table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
         return select_kernel(inputs, table).reason or None
 
@@ -107,7 +107,7 @@ class TritonBackend:
 
     @staticmethod
     def share_table(table: ScoreTerms) -> ScoreTerms:
-        """Return a table that many calls can read, with their gradients accumulated."""
+        """Return a table that several calls can read and that accumulates their gradients."""
         from megatron.kernels.biased_attention.tables import share_table
 
         return ScoreTerms(*(None if term is None else share_table(term) for term in table))
