@@ -17,8 +17,8 @@ from megatron.checkpoint import layout
 from megatron.distributed.hardware import LocalHardware
 from megatron.launch import local_launcher
 from megatron.training.resolve_run import resolve_run
+from megatron.utils.console import GuardedStream, set_ascii_fallback
 from megatron.utils.errors import RunError
-from megatron.utils.output import GuardedStream, set_ascii_fallback
 from megatron.utils.signals import GracefulStop
 
 

@@ -7,7 +7,7 @@ Runs itself under ncu with one forward and backward pass of CDAPE's attention an
 350M. Each kernel gets a record: its time, its instructions, those of the load/store and the tensor pipes, the
 wavefronts of shared memory and how many are bank conflicts, and the bytes of device memory. Counts are also given per
 causal score position, in clocks of a multiprocessor: issue slots over four schedulers, wavefronts over one pipe.
-`python -m megatron.kernels.instructions` predicts these numbers.
+`instructions.py` predicts these numbers.
 
 If ncu is missing or the driver does not permit counters, one line and the record say so, and the exit code is 0.
 """

@@ -5,7 +5,7 @@ therefore concatenated and gathered once, by an index that depends on the shapes
 layers, they are gathered together.
 
 L layers, H heads, D processor width, k kernel size, p = k//2, HP and DP padded for matrix products, KC patches
-(`forward.py`).
+(`skewed_tiles.py`).
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron.kernels.cdape_attention.reference import promote_to_float32
+from megatron.kernels.cdape_attention.bias_term import promote_to_float32
 from megatron.kernels.cdape_attention.scores import padded_channels
 from megatron.kernels.head_dim import pad_for_dot
 
