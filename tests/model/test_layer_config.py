@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_emulator import find_compiler
 from models import build_model
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.kernels.cuda.emulate import find_compiler
 from megatron.model import layer_config
 from megatron.model.layer import rotate_heads
 from megatron.model.layer_config import compute_log_z
