@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.cdape_attention.args import CdapeArgs
-from megatron.kernels.cdape_attention.driver import CdapeProblem
+from megatron.kernels.cdape_attention.chunks import CdapeProblem
 from megatron.kernels.cdape_attention.reference import reference as _reference
 from megatron.kernels.cdape_attention.weights import PackedWeights, WeightShape
 
