@@ -91,7 +91,7 @@ def tall_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     The interpreter takes equally long for tiles of any size. Few large tiles are fast, and short sequences still have
     several.
     """
-    from megatron.kernels.cdape_attention import driver
+    from megatron.kernels.cdape_attention import chunks, head_products, partial_sums, triton_mixer
     from megatron.kernels.cdape_attention.configs import attend_tile, heads_tile, processor_tile, product_tile
     from megatron.kernels.runtime import Tile
 
@@ -102,11 +102,13 @@ def tall_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = 4 if kernel == "mix_bwd_dw" and not INTERPRETED else 16
         return replace(processor_tile(kernel, *args), block_m=rows, block_n=16)
 
-    monkeypatch.setattr(driver, "processor_tile", tall_processor_tile)
-    monkeypatch.setattr(driver, "attend_tile", lambda *args: replace(attend_tile(*args), block_m=16, block_n=16))
-    monkeypatch.setattr(driver, "heads_tile", lambda *args: replace(heads_tile(*args), block_m=16, block_n=16))
-    monkeypatch.setattr(driver, "product_tile", lambda *args: replace(product_tile(*args), block_m=16, block_n=16))
-    monkeypatch.setattr(driver, "choose_splits", lambda blocks, batch, row_blocks: min(row_blocks, 2))
+    small: dict[str, int] = {"block_m": 16, "block_n": 16}
+    monkeypatch.setattr(chunks, "processor_tile", tall_processor_tile)
+    monkeypatch.setattr(head_products, "attend_tile", lambda *args: replace(attend_tile(*args), **small))
+    monkeypatch.setattr(triton_mixer, "heads_tile", lambda *args: replace(heads_tile(*args), **small))
+    monkeypatch.setattr(head_products, "product_tile", lambda *args: replace(product_tile(*args), **small))
+    monkeypatch.setattr(partial_sums, "TILE", Tile(64, 4096, 4, 1))
+    monkeypatch.setattr(triton_mixer, "choose_splits", lambda blocks, batch, row_blocks: min(row_blocks, 2))
 
 
 @pytest.fixture
