@@ -52,11 +52,14 @@ def train(
 
     All keys: ./deepy.py keys, or docs/configuration.md.
     """
-    from megatron.launch.dispatch import launch_training as dispatch
+    from megatron.distributed.launcher_environment import read_launcher_environment
+    from megatron.launch.dispatch import launch_training, report_errors_once
 
-    return dispatch(
-        lambda silent: load_config_arguments(arguments, conf_dir, silent=silent), print_notes, dry_run=dry_run
-    )
+    launch_context = read_launcher_environment()
+    with report_errors_once(launch_context):
+        silent = launch_context is not None and launch_context.rank_info.rank > 0
+        loaded = load_config_arguments(arguments, conf_dir, silent=silent)
+        return launch_training(loaded, launch_context, print_notes, dry_run=dry_run)
 
 
 GPT2_VOCAB_SIZE = 50257

@@ -44,6 +44,12 @@ def validate_config(config: Config) -> Iterator[ConfigProblem]:
     yield from _validate_stages(config, problems)
 
 
+def check_config(config: Config) -> None:
+    """Raise UserError with the first problem of a configuration that was not loaded from files as it is."""
+    for _, problem in validate_config(config):
+        raise UserError(problem)
+
+
 def _validate_model(config: Config) -> Iterator[ConfigProblem]:
     yield from find_model_conflicts(config.model, config.position)
     yield from check_divisible(config)

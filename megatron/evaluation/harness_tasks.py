@@ -26,17 +26,9 @@ from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
 from megatron.evaluation.accuracy import add_relative_changes
 from megatron.evaluation.eval_target import ScoringContext, choose_lengths, limit_lengths
-from megatron.evaluation.jobs import (
-    LogFunction,
-    RunJob,
-    build_eval_jobs,
-    describe_output_folder,
-    make_log_function,
-    read_eval_request,
-    run_eval_jobs,
-)
+from megatron.evaluation.jobs import LogFunction, make_log_function, read_eval_request
 from megatron.evaluation.provenance import describe_model, start_stopwatch
-from megatron.evaluation.run import build_evaluated_model, describe_length_limit
+from megatron.evaluation.run import evaluate_target
 from megatron.options.evaluation import (
     LOSS_OPTIONS,
     EvaluationOptions,
@@ -49,13 +41,14 @@ from megatron.reports.records import Record
 from megatron.utils.errors import RunError, UserError, describe_cause
 from megatron.utils.formatting import suggest_names
 from megatron.utils.imports import require_package
-from megatron.utils.progress import IMPORTING, WaitAnnouncer
+from megatron.utils.progress import WaitAnnouncer
 
 if TYPE_CHECKING:
     import torch
 
     from megatron.checkpoint.load_model import LoadedModel
     from megatron.evaluation.harness import HarnessModel, RequestCounts
+    from megatron.model.gpt import GPT
 
 OPTIONS_UNUSED_BY_HARNESS = (
     "data", "protocol", "windows", "targets", "stride", "min_context", "measures", "depths", "effective_score",
@@ -113,37 +106,25 @@ def evaluate_tasks(
     log = make_log_function(console)
     with WaitAnnouncer(log, "reading the list of tasks", first=0.0):
         loaded_tasks = load_tasks(tasks, log)
-    harness_eval = HarnessEval(loaded_tasks, tasks.limit, lengths, log)
-    log(describe_output_folder(request))
-    with WaitAnnouncer(log, IMPORTING):
-        notes = [
-            describe_length_limit(run.name, run.config, build_evaluated_model(run.config, options), lengths)
-            for run in request.runs
-        ]
-        jobs = build_eval_jobs(request, [(float(len(lengths)), note) for note in notes])
-
-    def score(job: RunJob, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:
-        return harness_eval.score(loaded, tokenizers[job.run.checkpoint], scoring)
-
-    return run_eval_jobs(request, jobs, score, console)
+    return evaluate_target(request, HarnessEval(loaded_tasks, tasks.limit, lengths, tokenizers, log), console)
 
 
 @dataclass(frozen=True)
 class HarnessEval:
-    """Tasks and lengths that every run is evaluated on."""
+    """Tasks of lm-evaluation-harness, and the lengths at which every run is evaluated on them."""
 
     tasks: Any  # return value of `load_tasks`
     limit: int | None  # documents per task
-    lengths: Sequence[int]
+    sequence_lengths: Sequence[int]
+    tokenizers: Mapping[Path, Tokenizer]  # of each run, by its checkpoint
     log: LogFunction
 
-    def score(self, loaded: LoadedModel, tokenizer: Tokenizer, scoring: ScoringContext) -> list[Record]:
-        """Evaluate a model, and return its records by task with their changes from the shortest length.
+    def count_flops(self, model: GPT) -> dict[int, float]:
+        """Return equal costs for all lengths, because the texts of the requests are not known in advance."""
+        return dict.fromkeys(limit_lengths(self.sequence_lengths, model.max_length), 1.0)
 
-        Args:
-            loaded: model of the run.
-            tokenizer: tokenizer that the model was trained with.
-            scoring: settings and callbacks.
+    def score(self, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:
+        """Evaluate a model, and return its records by task with their changes from the shortest length.
 
         Raises:
             UserError: the model supports none of the lengths.
@@ -151,9 +132,10 @@ class HarnessEval:
         """
         from megatron.evaluation.harness import HarnessModel
 
+        tokenizer = self.tokenizers[loaded.run.checkpoint]
         shared = {**describe_model(loaded), **scoring.record_fields, "tokenizer": tokenizer.name}
         shared["software"] = f"{shared['software']}, lm_eval {version('lm_eval')}"
-        lengths = limit_lengths(self.lengths, loaded.model.max_length)
+        lengths = limit_lengths(self.sequence_lengths, loaded.model.max_length)
         records: list[Record] = []
         for index, length in enumerate(lengths):
 
@@ -172,6 +154,9 @@ class HarnessEval:
                     self.log(f"{name}: {truncated} were truncated on the left to {length:,} tokens")
             records += build_task_records(results, model.request_counts, fields, self.log)
         return add_relative_changes(records)
+
+    def build_baseline_records(self) -> list[Record]:
+        return []
 
 
 def name_command_option(option: str) -> str:

@@ -14,7 +14,6 @@ from megatron.distributed.launcher_environment import (
     LaunchContext,
     describe_job,
     is_in_slurm_job,
-    read_launcher_environment,
 )
 from megatron.launch import local_launcher, slurm, ssh_launcher
 from megatron.options.launch import LaunchOptions
@@ -46,7 +45,8 @@ def uses_ssh(launch: LaunchOptions) -> bool:
 
 
 def launch_training(
-    load_config: Callable[[bool], LoadedConfig],
+    loaded: LoadedConfig,
+    launch_context: LaunchContext | None,
     print_notes: PrintNotes,
     *,
     dry_run: bool = False,
@@ -55,8 +55,11 @@ def launch_training(
 ) -> int:
     """Train according to a configuration, on the machines that it selects.
 
+    Callers wrap loading and this function in `report_errors_once`.
+
     Args:
-        load_config: reads the configuration; True omits its notes, which another rank prints.
+        loaded: configuration.
+        launch_context: environment of the launcher that started this process, if any (`read_launcher_environment`).
         print_notes: prints notes.
         dry_run: only print the resolved configuration or the batch script.
         hardware: hardware of this machine; detected by default.
@@ -65,43 +68,40 @@ def launch_training(
     Returns:
         0, or 128 + n if signal n ended the run early (after saving a checkpoint).
     """
-    launch_context = read_launcher_environment()
     is_main = launch_context is None or launch_context.rank_info.rank == 0
-    with report_errors_once(launch_context):
-        loaded = load_config(not is_main)
-        config, launch = loaded.config, loaded.config.launch
-        if uses_slurm(launch):
-            return _submit_to_slurm(loaded, print_notes, dry_run=dry_run)
-        hosts, is_local = None, False
-        if launch_context is None and uses_ssh(launch):
-            hosts = ssh_launcher.read_hostfile(launch)
-            resolved = resolve_remote_run(config, ssh_launcher.assign_ranks(hosts)[0][0])
-        else:
-            rank_info = None if launch_context is None else launch_context.rank_info
-            hardware = hardware or LocalHardware.detect()
-            resolved = resolve_run(config, hardware, rank_info=rank_info, dry_run=dry_run)
-            is_local = resolved.config.launch.device == "cpu" or hardware.num_gpus > 0
-        if dry_run:
-            if is_main:
-                # First, so that nothing is printed for an invalid run: the output may go to a file.
-                with loaded.locate_errors():
-                    check = _check_start(
-                        resolved, print_notes, needs_data=hosts is None, has_own_python=hosts is None, is_local=is_local
-                    )
-                settled, notes = resolved.config, resolved.notes
-                if hosts is None and resolved.world_size is not None:
-                    settled = check.config
-                    notes = (*notes, *check.data_notes, *_describe_stages(check))
-                print(settled.to_yaml(), end="")
-                print_notes((*notes, *_describe_dry_run(loaded, resolved, check, is_local=is_local)))
-            return 0
+    config, launch = loaded.config, loaded.config.launch
+    if uses_slurm(launch):
+        return _submit_to_slurm(loaded, print_notes, dry_run=dry_run)
+    hosts, is_local = None, False
+    if launch_context is None and uses_ssh(launch):
+        hosts = ssh_launcher.read_hostfile(launch)
+        resolved = resolve_remote_run(config, ssh_launcher.assign_ranks(hosts)[0][0])
+    else:
+        rank_info = None if launch_context is None else launch_context.rank_info
+        hardware = hardware or LocalHardware.detect()
+        resolved = resolve_run(config, hardware, rank_info=rank_info, dry_run=dry_run)
+        is_local = resolved.config.launch.device == "cpu" or hardware.num_gpus > 0
+    if dry_run:
         if is_main:
-            print_notes((*resolved.notes, *list_hostfile_notes(launch), *filter(None, [describe_job()])))
-        with loaded.locate_errors():
-            if hosts is not None:
-                check_environment(resolved.config, reads_data=False, has_own_python=False)
-                return ssh_launcher.train_over_ssh(config, hosts)
-            return local_launcher.train_on_this_machine(resolved, launch_context, hooks)
+            # First, so that nothing is printed for an invalid run: the output may go to a file.
+            with loaded.locate_errors():
+                check = _check_start(
+                    resolved, print_notes, needs_data=hosts is None, has_own_python=hosts is None, is_local=is_local
+                )
+            settled, notes = resolved.config, resolved.notes
+            if hosts is None and resolved.world_size is not None:
+                settled = check.config
+                notes = (*notes, *check.data_notes, *_describe_stages(check))
+            print(settled.to_yaml(), end="")
+            print_notes((*notes, *_describe_dry_run(loaded, resolved, check, is_local=is_local)))
+        return 0
+    if is_main:
+        print_notes((*resolved.notes, *list_hostfile_notes(launch), *filter(None, [describe_job()])))
+    with loaded.locate_errors():
+        if hosts is not None:
+            check_environment(resolved.config, reads_data=False, has_own_python=False)
+            return ssh_launcher.train_over_ssh(config, hosts)
+        return local_launcher.train_on_this_machine(resolved, launch_context, hooks)
 
 
 def list_hostfile_notes(launch: LaunchOptions) -> tuple[str, ...]:

@@ -37,6 +37,7 @@ from megatron.config.method_names import list_processor_values
 from megatron.config.position_overrides import list_overrides
 from megatron.config.schema import Config, KeyPath
 from megatron.config.stages import list_stage_configs
+from megatron.config.validation import check_config
 from megatron.config.yaml_files import YamlDocument, format_value, read_yaml
 from megatron.distributed.hardware import LocalHardware
 from megatron.launch.dispatch import uses_slurm
@@ -118,6 +119,7 @@ class SweepMember:
             if uses_slurm(self.config.launch)
             else lambda config: resolve_run(config, LocalHardware.detect())
         )
+        check_config(self.config)
         return resolve(self.config)
 
     @property

@@ -87,7 +87,7 @@ def test_a_window_needs_no_weights(corpus: Path, trained: Path, tmp_path: Path) 
     with torch.no_grad():
         own, windowed = load_model(trained), load_model(trained, window=2)
         assert windowed.position.attention_window == 2
-        assert windowed.config == own.config
+        assert windowed.run.config == own.run.config
         assert torch.equal(windowed.model(x)[:, :2], own.model(x)[:, :2])
         assert not torch.equal(windowed.model(x)[:, 2:], own.model(x)[:, 2:])
 

@@ -48,7 +48,7 @@ def test_rotary_becomes_any_encoding(name: str, corpus: Path, trained: dict[str,
     assert ("fresh: nothing" in output) == (own == [])
     assert all(key in output for key in own)
     assert "dropped: nothing" in output
-    assert load_model(tmp_path / "run").config.position.pos_emb == name
+    assert load_model(tmp_path / "run").run.config.position.pos_emb == name
 
 
 def test_the_rest_of_the_model_stays(corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ def test_the_same_logits(name: str, tmp_path: Path) -> None:
     theirs = written(name, tmp_path / "source")
     loaded = load_model(imported(tmp_path / "source"))
     assert loaded.verified
-    assert loaded.config.model.seq_length == LENGTH
-    assert loaded.trainer_state["vocabulary"]["size"] == TOKENS
+    assert loaded.run.config.model.seq_length == LENGTH
+    assert loaded.run.trainer_state.vocabulary["size"] == TOKENS
     tokens = torch.randint(ROWS, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         ours = loaded.model(tokens)

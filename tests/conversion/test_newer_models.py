@@ -124,7 +124,7 @@ def test_a_training_step_of_an_import_is_exported(family: str, tmp_path: Path) -
     with torch.no_grad():
         for parameter in (*theirs.parameters(), *model.parameters()):
             parameter -= 0.05 * parameter.grad
-    stepped = write_run(tmp_path / "stepped", loaded.config, model)
+    stepped = write_run(tmp_path / "stepped", loaded.run.config, model)
     target = export_model(stepped, tmp_path / "native", native=True, log=lambda line: None)
     again = transformers.AutoModelForCausalLM.from_pretrained(target).eval()
     expected = logits_of(theirs.eval(), tokens)

@@ -228,7 +228,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def launch(config: Config, *, dry: bool) -> None:
     """Launch like the command line, without training."""
     loaded = LoadedConfig(config, (), (), load_config([], SMALL).layers)
-    launch_training(lambda silent: loaded, lambda notes: None, dry_run=dry, hardware=CPU)
+    launch_training(loaded, None, lambda notes: None, dry_run=dry, hardware=CPU)
 
 
 @pytest.mark.parametrize("dry", [True, False])

@@ -124,7 +124,7 @@ def test_a_staged_run_is_the_same_wherever_it_is_killed(
         stored = load_checkpoint_config(path)
         assert (stored.model.seq_length, stored.data.train_data_paths) == (length, paths)  # folder resolved to paths
         assert TrainerState.read(path).step == step
-    assert load_model(tmp_path / "whole").config.model.seq_length == 32
+    assert load_model(tmp_path / "whole").run.config.model.seq_length == 32
     for killed in (2, 3, 5, 6):  # 3 and 5 are boundaries
         run = tmp_path / f"killed_{killed}"
         again = config.replace(save=str(run), load=str(run))
@@ -334,7 +334,7 @@ def test_insufficient_memory_is_reported_for_the_current_stage(
     usual_step, usual_build = Trainer.train_step, training_run.build_model
 
     def train_step(self: Trainer, stop: Any) -> bool:
-        if self.run.config.model.seq_length == 32:
+        if self.run.run.config.model.seq_length == 32:
             raise MemoryError
         return usual_step(self, stop)
 

@@ -262,7 +262,7 @@ def test_the_weights_that_training_begins_with_can_be_kept(corpus: Path, tmp_pat
     keys = {"zero_optimization": {"stage": zero}, "extra_save_iters": [0], "train_iters": 2}
     train(tiny_config(corpus, tmp_path / "run", **keys))
     first = tmp_path / "run/checkpoints/step_0000000"
-    assert load_model(first).trainer_state["step"] == 0
+    assert load_model(first).run.trainer_state.step == 0
     train(tiny_config(corpus, tmp_path / "again", load=str(first), **keys))
     assert losses(tmp_path / "again") == losses(tmp_path / "run")
     assert same_weights(tmp_path / "again", tmp_path / "run")
