@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path("docs/card.md")
 RESULTS = ROOT / "docs" / "results"
 LEADERBOARD = RESULTS / "zoo.json"
+TABLE_HEAD = """| record | runs | parameters | training length | tokens trained on | seeds of a method |
+|---|--:|--:|--:|--:|--:|"""
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,7 @@ def render_table(folder: Path = RESULTS) -> str:
     lines = [
         f"The largest model has {largest / 1e6:.2f}M parameters, and the longest training {tokens / 1e6:.2f}M tokens.",
         "",
-        "| record | runs | parameters | training length | tokens trained on | seeds of a method |",
-        "|---|--:|--:|--:|--:|--:|",
+        TABLE_HEAD,
         *(each.format_row() for each in trainings),
     ]
     return "\n".join(lines) + "\n"
