@@ -124,8 +124,7 @@ class Config(BaseModel):
         circumstances: facts outside the configuration that decide the training; None is left out.
         """
         keys = {key: value for key, value in self.get_training_fingerprint(defaults=False).items() if key != "seed"}
-        decisive = keys | {name: fact for name, fact in circumstances.items() if fact is not None}
-        return hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode()).hexdigest()
+        return compute_keys_digest(keys | {name: fact for name, fact in circumstances.items() if fact is not None})
 
     def to_yaml(self, *, only_set: bool = False) -> str:
         """Return the configuration as YAML with a heading for each section.
@@ -223,6 +222,11 @@ def list_config_keys() -> dict[KeyPath, ConfigKey]:
 def map_key_owners() -> dict[str, str]:
     """Map each flat key to its section."""
     return {path[0]: key.section for path, key in list_config_keys().items()}
+
+
+def compute_keys_digest(keys: Mapping[str, Any]) -> str:
+    """Return a hash of the keys that decide a training, in any order."""
+    return hashlib.sha256(json.dumps(keys, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def get_default_value(key: str) -> Any:

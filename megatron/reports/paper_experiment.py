@@ -24,6 +24,7 @@ import numpy as np
 from megatron.reports.axes import format_multiple
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, format_partial_seeds
 from megatron.reports.leaderboard import Ablation, Leaderboard
+from megatron.reports.leaderboard_plan import LeaderboardPlan
 from megatron.reports.metrics import MAX_PERPLEXITY
 from megatron.reports.records import MAX_COUNT, Record, RunFailure
 from megatron.reports.table_formats import TextTable
@@ -152,7 +153,10 @@ def _read_leaderboard(content: dict[str, Any] | None) -> Leaderboard | None:
         raise ValueError("leaderboard: expected method names to be strings")
     if type(content["num_shown"]) is not int or content["num_shown"] < 0:
         raise ValueError(f"leaderboard: num_shown is {content['num_shown']!r}; expected an integer of at least 0")
-    return Leaderboard(content["baseline"], ablations, content["num_shown"])
+    plan = None
+    if (planned := content.get("plan")) is not None:  # missing in files of earlier versions
+        plan = LeaderboardPlan(*(tuple(planned[name]) for name in ("methods", "seeds", "benchmarks")))
+    return Leaderboard(content["baseline"], ablations, content["num_shown"], plan)
 
 
 def _check_numbers(table: PublishedTable) -> None:

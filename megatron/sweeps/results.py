@@ -31,6 +31,7 @@ from megatron.options.data import DataOptions, list_corpus_names
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
+from megatron.reports.leaderboard_plan import LeaderboardPlan
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure
 from megatron.reports.results_output import print_comparison_tables, print_leaderboard
 from megatron.reports.run_records import get_run_file, read_run_file, sort_baselines_last, write_run_file
@@ -158,6 +159,17 @@ def save_experiment(sweep: Sweep) -> None:
             raise UserError(f"sweep.records is {folder}: cannot be written ({error.strerror or error})") from error
 
 
+def _build_plan(sweep: Sweep) -> LeaderboardPlan | None:
+    """Build the plan of a leaderboard; None if its contests have different methods or seeds."""
+    members = sweep.members
+    plan = LeaderboardPlan(
+        tuple(dict.fromkeys(member.variant for member in members)),
+        tuple(dict.fromkeys(member.seed for member in members)),
+        tuple(dict.fromkeys(member.benchmark for member in members if member.benchmark is not None)),
+    )
+    return plan if len(members) == len(plan.contests) * plan.runs_per_contest else None
+
+
 def _build_experiment(sweep: Sweep) -> "Experiment":
     from megatron.reports.paper_experiment import Experiment, PublishedTable
 
@@ -169,7 +181,8 @@ def _build_experiment(sweep: Sweep) -> "Experiment":
     leaderboard = None
     if options.leaderboard is not None:
         ablations = tuple(Ablation(*ablation) for ablation in find_ablations(sweep))
-        leaderboard = Leaderboard(options.against or sweep.members[0].variant, ablations, options.leaderboard.num_shown)
+        baseline = options.against or sweep.members[0].variant
+        leaderboard = Leaderboard(baseline, ablations, options.leaderboard.num_shown, _build_plan(sweep))
     return Experiment(
         options.title,
         options.against,
