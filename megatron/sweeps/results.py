@@ -2,8 +2,8 @@
 
 import shlex
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure
 from megatron.reports.results_output import print_comparison_tables, print_leaderboard
-from megatron.reports.run_records import sort_baselines_last
+from megatron.reports.run_records import get_run_file, sort_baselines_last
 from megatron.sweeps.spec import Sweep, SweepMember, find_ablations
 from megatron.utils.atomic_io import write_page_atomically
 from megatron.utils.errors import UserError
@@ -121,16 +121,25 @@ def _write_results(
     write_page_atomically(output / REPORT_FILE, page)
 
 
-def save_experiment(sweep: Sweep) -> None:
+def save_experiment(sweep: Sweep, digests: Mapping[SweepMember, str]) -> None:
     """Write what a report needs beside the saved records, if the sweep saves records: title, leaderboard, and so on.
 
-    Machines that divide a sweep write equal files. Raises UserError if the file cannot be written.
+    Machines that divide a sweep write equal files.
+
+    Args:
+        sweep: sweep with or without a folder of saved records.
+        digests: digests of all members (`compute_member_digest`).
+
+    Raises:
+        UserError: the file cannot be written.
     """
     from megatron.reports import paper_experiment
 
     if (folder := sweep.options.records) is not None:
+        files = {get_run_file(Path(), m.benchmark, m.variant, m.seed).as_posix(): each for m, each in digests.items()}
         try:
-            paper_experiment.write_experiment(Path(folder, RESULTS_FILE), _build_experiment(sweep))
+            experiment = replace(_build_experiment(sweep), run_digests=files)
+            paper_experiment.write_experiment(Path(folder, RESULTS_FILE), experiment)
         except OSError as error:
             raise UserError(f"sweep.records is {folder}: cannot be written ({error.strerror or error})") from error
 

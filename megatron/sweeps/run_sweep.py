@@ -256,7 +256,7 @@ def _run_members(
         if member in digests:
             save_records(sweep, member, records, digests[member])
         return records
-    save_experiment(sweep)
+    save_experiment(sweep, digests)
     pending = {member: work for member, work in works.items() if member not in elsewhere}
     results = _run_all_members(sweep, console, pending, diverged, kept, digests)
     records, failures = results.list_records(), results.list_failures()
