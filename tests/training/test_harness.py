@@ -151,6 +151,7 @@ def test_errors_come_before_the_first_step(
         ({"include_path": "nowhere"}, r"^harness.include_path nowhere: not a folder"),
         ({"length": 3}, r"^harness.tasks: write: generates up to 3 tokens.* at length 3; use larger harness.length"),
         ({"metadata": "4096"}, r"^harness.metadata: '4096' is not a mapping"),
+        ({"metadata": {4096: "a"}}, r"^harness.metadata.*4096"),
         ({"tasks": ["hub"]}, r"^harness.tasks hub: .* not in the Hugging Face cache, and harness.download is false"),
     ):
         keys = harness(folder, **options)
@@ -160,6 +161,11 @@ def test_errors_come_before_the_first_step(
                 start(tiny_config(corpus, run, **keys))
             assert "\n" not in str(error.value)
         assert not (run / "config.yml").exists()
+    # A dry run does not reach the hub for data that training downloads.
+    hub_run = ResolvedRun(tiny_config(corpus, run, **harness(folder, tasks=["hub"], download=True)), 1, ())
+    assert not check_start(hub_run, may_download=False).has_task_data
+    with pytest.raises(RunError, match="the hub cannot be reached"):
+        check_start(hub_run)
     learned = {**harness(folder, length=32), "pos_emb": "learned"}
     with pytest.raises(UserError, match=r"harness.length: 32 tokens, but the model has 16 positions"):
         check(tiny_config(corpus, **learned))
