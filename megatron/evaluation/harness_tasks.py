@@ -301,9 +301,9 @@ def _allow_infinite_perplexities() -> Iterator[None]:
 
 
 def _parse_metadata(given: dict[str, Any] | str | None, name: str) -> dict[str, Any] | None:
-    """Return the metadata as a mapping, whose text is parsed. Raises UserError if it is not a mapping of names."""
+    """Return the metadata as a mapping, whose text is parsed. Raises UserError if it is not a mapping."""
     value = parse_scalar(given, name) if isinstance(given, str) else given
-    if value is not None and not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
+    if value is not None and not isinstance(value, dict):
         raise UserError(
             f"{name}: {given!r} is not a mapping; expected '{{max_seq_lengths: [4096], tokenizer: FOLDER}}'", name
         )
