@@ -246,3 +246,15 @@ def prune_with_verification(run: Path, count: int, spare: Collection[int]) -> Pr
         return PruneResult(left, damaged, valid)
     finally:
         lock.release()
+
+
+def find_started_run(path: str | Path) -> Path:
+    """Return the folder of a run that has started, given that folder or one of its checkpoints.
+
+    Raises UserError if there is neither a checkpoint nor a run's configuration.
+    """
+    path = Path(path)
+    run = layout.get_run_of_checkpoint(path) if layout.is_checkpoint(path) else layout.find_run_folder(path)
+    if not list_checkpoints(run) and not is_saved_config(get_config_path(run)):
+        layout.resolve_checkpoint_path(path)  # raises an error with the reason
+    return run

@@ -204,9 +204,11 @@ def what_was_in(
 
       ./deepy.py what-was-in runs/a 1198-1201 --rank 3 --limit 80
     """
+    from megatron.checkpoint.run_folder import find_started_run
     from megatron.utils.progress import WaitAnnouncer
 
     wanted = parse_steps(steps)
+    find_started_run(run)  # before importing torch, which may take long
     found: list[dict[str, Any]] = []
     with WaitAnnouncer(print_to_stderr, f"reading the data of {run}"):
         from megatron.training.batch_contents import BatchHistory

@@ -17,7 +17,7 @@ from megatron.distributed.launcher_environment import (
 )
 from megatron.launch import local_launcher, slurm, ssh_launcher
 from megatron.options.launch import LaunchOptions
-from megatron.training.check_start import CHECKED_ON_NODES, StartCheck, check_environment, check_start
+from megatron.training.check_start import CHECKED_ON_NODES, StartCheck, check_environment, check_start, describe_checks
 from megatron.training.resolve_run import ResolvedRun, resolve_remote_run, resolve_run
 from megatron.utils.atomic_io import check_writable
 from megatron.utils.errors import FarfieldError, UserError
@@ -86,7 +86,12 @@ def launch_training(
             # First, so that nothing is printed for an invalid run: the output may go to a file.
             with loaded.locate_errors():
                 check = _check_start(
-                    resolved, print_notes, needs_data=hosts is None, has_own_python=hosts is None, is_local=is_local
+                    resolved,
+                    print_notes,
+                    needs_data=hosts is None,
+                    has_own_python=hosts is None,
+                    is_local=is_local,
+                    may_download=False,
                 )
             settled, notes = resolved.config, resolved.notes
             if hosts is None and resolved.world_size is not None:
@@ -136,6 +141,7 @@ def _submit_to_slurm(loaded: LoadedConfig, print_notes: PrintNotes, *, dry_run: 
             needs_data=not slurm.remaps_paths(launch),
             has_own_python=slurm.has_own_python(launch),
             is_local=False,
+            may_download=not dry_run,
         )
     print_notes((*resolved.notes, *(_describe_dry_run(loaded, resolved, check, is_local=False) if dry_run else ())))
     if dry_run:
@@ -149,13 +155,24 @@ def _submit_to_slurm(loaded: LoadedConfig, print_notes: PrintNotes, *, dry_run: 
 
 
 def _check_start(
-    resolved: ResolvedRun, print_notes: PrintNotes, *, needs_data: bool, has_own_python: bool, is_local: bool
+    resolved: ResolvedRun,
+    print_notes: PrintNotes,
+    *,
+    needs_data: bool,
+    has_own_python: bool,
+    is_local: bool,
+    may_download: bool,
 ) -> StartCheck:
     """Run the start checks (`check_start`), and print a note if they take long."""
-    is_fresh = resolved.config.checkpoint.load is None
-    activity = "checking the data" if is_fresh else "checking the data and the checkpoint to start from"
+    activity = describe_checks(resolved.config, reads_tasks=has_own_python)
     with WaitAnnouncer(lambda line: print_notes((line,)), activity, first=MAX_SILENCE):
-        return check_start(resolved, needs_data=needs_data, has_own_python=has_own_python, is_local=is_local)
+        return check_start(
+            resolved,
+            needs_data=needs_data,
+            has_own_python=has_own_python,
+            is_local=is_local,
+            may_download=may_download,
+        )
 
 
 def _describe_unchecked(resolved: ResolvedRun, check: StartCheck) -> tuple[str, ...]:
@@ -176,6 +193,13 @@ def _describe_stages(check: StartCheck) -> tuple[str, ...]:
     return tuple(stage.describe(len(stages)) for stage in stages) if len(stages) > 1 else ()
 
 
+def _describe_download(check: StartCheck) -> tuple[str, ...]:
+    """Return a line about data of tasks that a dry run does not download."""
+    if check.has_task_data:
+        return ()
+    return ("harness.tasks: training downloads the data that are not on this machine, and then checks the requests",)
+
+
 def _describe_dry_run(
     loaded: LoadedConfig, resolved: ResolvedRun, check: StartCheck, *, is_local: bool
 ) -> tuple[str, ...]:
@@ -183,6 +207,7 @@ def _describe_dry_run(
     return (
         *loaded.layers.replacements,
         *_describe_start(check),
+        *_describe_download(check),
         *_describe_groups(check),
         *(() if is_local else _describe_unchecked(resolved, check)),
         *suggest_rehearsal(resolved, loaded.arguments),

@@ -98,7 +98,7 @@ class TaskOptions(ConfigSection):
     num_fewshot: int | None = config_field(
         None, "with --tasks: solved examples before each question; the task's own number if absent", ge=0
     )
-    metadata: str | None = config_field(
+    metadata: dict[str, Any] | str | None = config_field(
         None,
         "with --tasks: metadata for tasks that generate their texts, as the harness's option of this name: "
         "'{max_seq_lengths: [4096], tokenizer: FOLDER}'",

@@ -261,12 +261,13 @@ def check_sweep_disk(sweep: Sweep, members: Sequence[SweepMember]) -> None:
     check_free_space("sweep.output", sweep.output_folder, needed, text)
 
 
-def check_member_starts(members: Iterable[SweepMember], *, in_queue: bool) -> None:
+def check_member_starts(members: Iterable[SweepMember], *, in_queue: bool, may_download: bool = True) -> None:
     """Run the start checks of training for one seed of each variant.
 
     Args:
         members: members about to start; members that already started have passed these checks.
         in_queue: True if the runs wait in a queue; all tokens are then checked now instead of by each run.
+        may_download: False to use only data on this machine, whatever `harness.download` is.
 
     Raises:
         FarfieldError: the error that training would raise, with the variant's name.
@@ -285,6 +286,7 @@ def check_member_starts(members: Iterable[SweepMember], *, in_queue: bool) -> No
                 has_own_python=not in_queue or slurm.has_own_python(launch),
                 is_local=not in_queue,
                 reads_tokens=in_queue and data not in read,
+                may_download=may_download,
             )
         except FarfieldError as error:
             raise type(error)(f"sweep.variants.{member.variant}: {error}") from None

@@ -16,8 +16,8 @@ import hashlib
 import json
 import shlex
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,16 +145,25 @@ def _write_results(
     write_page_atomically(output / REPORT_FILE, page)
 
 
-def save_experiment(sweep: Sweep) -> None:
+def save_experiment(sweep: Sweep, digests: Mapping[SweepMember, str]) -> None:
     """Write what a report needs beside the saved records, if the sweep saves records: title, leaderboard, and so on.
 
-    Machines that divide a sweep write equal files. Raises UserError if the file cannot be written.
+    Machines that divide a sweep write equal files.
+
+    Args:
+        sweep: sweep with or without a folder of saved records.
+        digests: digests of all members (`compute_member_digest`).
+
+    Raises:
+        UserError: the file cannot be written.
     """
     from megatron.reports import paper_experiment
 
     if (folder := sweep.options.records) is not None:
+        files = {get_run_file(Path(), m.benchmark, m.variant, m.seed).as_posix(): each for m, each in digests.items()}
         try:
-            paper_experiment.write_experiment(Path(folder, RESULTS_FILE), _build_experiment(sweep))
+            experiment = replace(_build_experiment(sweep), run_digests=files)
+            paper_experiment.write_experiment(Path(folder, RESULTS_FILE), experiment)
         except OSError as error:
             raise UserError(f"sweep.records is {folder}: cannot be written ({error.strerror or error})") from error
 

@@ -119,7 +119,8 @@ def run_sweep(
             raise UserError("--dry-run prints the batch script of a sweep and requires launcher=slurm")
         if sweep.options.corpus is None:  # otherwise the data may be prepared only on submission
             finished_steps = {member: find_finished_step(member) for member in sweep.members}
-            check_member_starts(_list_beginning(sweep.members, finished_steps), in_queue=True)
+            begins = _list_beginning(sweep.members, finished_steps)
+            check_member_starts(begins, in_queue=True, may_download=False)
         print(slurm.render_batch_script(array), end="")
         return []
     if member is None:  # in a task of a job array, the training checks this itself
@@ -237,7 +238,9 @@ def _run_members(
         check_sweep_disk(sweep, [sweep.members[i] for i in indices])
     if only_member is None:
         begins = _list_beginning([sweep.members[i] for i in indices], finished_steps)
-        with WaitAnnouncer(log, "checking the data and the starting points of the runs"):
+        has_tasks = any(member.config.logging.harness.tasks for member in begins)
+        tasks = ", and harness.tasks, which imports lm_eval" if has_tasks else ""
+        with WaitAnnouncer(log, f"checking the data and the starting points of the runs{tasks}"):
             check_member_starts(begins, in_queue=array is not None)
     if array is not None and indices:
         job = replace(array, array=slurm.format_array_indices(indices))
@@ -260,7 +263,7 @@ def _run_members(
         if member in digests:
             save_records(sweep, member, records, digests[member])
         return records
-    save_experiment(sweep)
+    save_experiment(sweep, digests)
     pending = {member: work for member, work in works.items() if member not in elsewhere}
     results = _run_all_members(sweep, console, pending, diverged, kept, digests)
     records, failures = results.list_records(), results.list_failures()

@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.manifest import load_checkpoint_config
-from megatron.checkpoint.run_folder import get_config_path, is_saved_config
+from megatron.checkpoint.run_folder import find_started_run, get_config_path, is_saved_config
 from megatron.checkpoint.trained_run import resolve_data_paths
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import read_config
@@ -174,11 +174,8 @@ class BatchHistory:
     """
 
     def __init__(self, run: str | Path) -> None:
-        run = Path(run)
-        self.run = layout.get_run_of_checkpoint(run) if layout.is_checkpoint(run) else layout.find_run_folder(run)
+        self.run = find_started_run(run)
         self._checkpoints = layout.list_checkpoints(self.run)
-        if not self._checkpoints and not is_saved_config(get_config_path(self.run)):
-            layout.resolve_checkpoint_path(run)  # raises an error with the reason
         self._orders: dict[Path, DataOrder] = {}
         self._next: DataOrder | None = None
         records = read_metrics_log(self.run / METRICS_FILE)

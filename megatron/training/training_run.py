@@ -239,9 +239,11 @@ def build_training_run(
     try:
         with WaitAnnouncer(log, "reading the data and the checkpoint to start from", first=MAX_SILENCE):
             plan = plan_start(config, session.groups, rollback)
+        with WaitAnnouncer(log, "reading harness.tasks, which imports lm_eval", first=MAX_SILENCE):
+            tasks = load_tasks_on_all_ranks(plan.requested, session.groups, log)
         begin_memory_history(config, session.groups, plan.data_position.step)
         with _announce_resume(console, session, plan.resume):
-            run = build_components(plan, session, console, previous_backend)
+            run = build_components(plan, session, console, tasks, previous_backend)
             restore_training_run(run)
     except BaseException:
         session.close()
@@ -259,9 +261,20 @@ def _announce_resume(console: ConsoleReporter, session: TrainingSession, resume:
 
 
 def build_components(
-    plan: StartPlan, session: TrainingSession, console: ConsoleReporter, previous_backend: str | None = None
+    plan: StartPlan,
+    session: TrainingSession,
+    console: ConsoleReporter,
+    tasks: Any,
+    previous_backend: str | None = None,
 ) -> TrainingRun:
     """Build data, model and engine of a run with fresh states. All processes must call this.
+
+    Args:
+        plan: plan of the start.
+        session: membership of this process in the run.
+        console: console of the first process.
+        tasks: loaded tasks of lm-evaluation-harness, or None.
+        previous_backend: attention backend chosen by an earlier process of this run.
 
     Raises:
         UserError: if the data, the model and the checkpoint do not match.
@@ -284,7 +297,6 @@ def build_components(
     )
 
     reporter = console if groups.is_main else ConsoleReporter(None, training.train_iters)
-    tasks = load_tasks_on_all_ranks(plan.requested, groups, reporter.log)
     for note in (*resume.notes, *plan.notes, *datasets.notes, *_describe_rate_jump(config, resume)):
         reporter.log(note)
     if datasets.valid is None and not datasets.extra_valid_sets and training.eval_interval and training.eval_iters != 0:

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import json
 import re
 import shutil
 from pathlib import Path
@@ -62,6 +63,20 @@ def test_a_report_is_made_from_saved_records_alone(trainer: Trainer) -> None:
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     board = {row.split("|")[1].strip(): row for row in reversed(rows)}  # rows of the first table win
     assert ("(n 1)" in board["mine"], "(n 1)" in board["rotary"]) == (True, False)
+    # Runs of removed variants and of older definitions do not count.
+    shutil.copytree("kept/mine", "kept/removed")
+    older = Path("kept/mine/seed_3.json.gz")
+    content = json.loads(gzip.decompress(older.read_bytes()))
+    older.write_bytes(gzip.compress(json.dumps(content | {"digest": "older"}).encode()))
+    terminal = io.StringIO()
+    combine_results([Path("kept")], Console(file=terminal))
+    ignored = "mine/seed_3.json.gz, removed/seed_3.json.gz"
+    assert f"note: kept: 2 saved runs are ignored as of removed variants or older definitions: {ignored}\n" in (
+        terminal.getvalue()
+    )
+    (rest,) = build_sections([Path("kept")])
+    assert rest.num_pending_runs == 2
+    assert {record.method for record in rest.records} == {"rotary"}
     (one,) = build_sections([Path("kept/rotary/seed_3.json.gz")])
     assert {(record.method, record.seed) for record in one.records} == {("rotary", 3)}
     Path("kept/rotary/seed_3.json.gz").write_bytes(b"mine")

@@ -83,7 +83,7 @@ def _read_trained(path: Path) -> list[Record]:
 def render_table(folder: Path = RESULTS) -> str:
     """Render the table, with a sentence on the largest model, including finished runs of unfinished sweeps."""
     trainings = list(list_trainings(folder))
-    records = [*(record for each in trainings for record in each.records), *read_run_folder(folder)]
+    records = [*(record for each in trainings for record in each.records), *read_run_folder(folder).records]
     largest = max((record.parameters or 0 for record in records), default=0)
     tokens = max((record.train_tokens or 0 for record in records), default=0)
     lines = [
