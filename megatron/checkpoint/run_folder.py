@@ -8,8 +8,8 @@ immediately afterwards waits.
 Files written by a user are never overwritten. A user's configuration keeps its name, and the run's is stored next to
 it:
 
-    RUN/config.yml              of the run, or a user's own, from which they train
-    RUN/config.resolved.yml     in that case, the run's
+    RUN/config.yml              the run's configuration, or the user's own file from which the run was started
+    RUN/config.resolved.yml     the run's configuration in the latter case
 
 Metrics and heartbeats have fixed names by which other tools find them. A folder that contains such files from another
 source is therefore rejected.
@@ -40,7 +40,7 @@ BUSY = "another run is using this folder; choose another one or wait"
 
 
 def is_lock_held(path: Path) -> bool | None:
-    """Return True if a process holds the lock (`RunLock`) of a lock file, or None if unknown."""
+    """Return True if a process has locked a lock file (`RunLock`), or None if unknown."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -146,8 +146,8 @@ def check_no_foreign_run_files(run: str | Path | None, names: tuple[str, ...]) -
         foreign.append(RESOLVED_CONFIG)
     if foreign:
         raise UserError(
-            f"save: {run} contains {foreign[0]}, which no run wrote and this run would replace; choose another folder, "
-            "or move it away"
+            f"save: {run} contains {foreign[0]}, which was not written by a run and would be replaced; choose another "
+            "folder, or move the file away"
         )
 
 

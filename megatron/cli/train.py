@@ -26,7 +26,7 @@ def train(
     conf_dir: ConfigFolder = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Only print the resolved configuration or the batch script."),
+        typer.Option("--dry-run", help="Print the resolved configuration or the batch script, and do not train."),
     ] = False,
 ) -> int:
     """Train a model.
@@ -176,11 +176,12 @@ def sweep(
     member: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Run only the run with this index, from 0, without a report. Used by tasks of a job array."
+            min=0,
+            help="Train and evaluate one run, given by its index from 0, without a report. Used by job arrays.",
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="With launcher=slurm: only print the batch script.")
+        bool, typer.Option("--dry-run", help="With launcher=slurm: print the batch script, and do not submit it.")
     ] = False,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Retrain runs that diverged.")] = False,
 ) -> None:

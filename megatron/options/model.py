@@ -206,15 +206,15 @@ class ModelOptions(ConfigSection):
     )
     attention_check: bool = config_field(
         True,
-        "run the self-check of auto on a GPU: candidates are compared with float64 and timed, for about 20 s in the "
+        "run the self-check of auto on a GPU: compare backends with float64 and time them, for about 20 s in the "
         "first run of its kind; if false, auto uses sdpa if nothing is added to the scores, else row blocks",
         policy="machine",
     )
     compile_regions: bool = config_field(
         True,
-        "whether training on a GPU compiles what is between matrix products and attention with torch.compile: biases, "
-        "residual sums, norms, activations, rotation, the loss; if false, PyTorch computes it one by one, as it "
-        "always does on a CPU, in evaluation and under ZeRO 3",
+        "in training on a GPU, use torch.compile for the operations between matrix products and attention: biases, "
+        "residual sums, norms, activations, rotation, the loss; if false, they run one by one, as they always do on a "
+        "CPU, in evaluation and under ZeRO 3",
         policy="machine",
     )
     attention_chunk_rows: int = config_field(

@@ -30,7 +30,7 @@ class ConfigSection(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _reject_empty_text(cls, value: Any, info: ValidationInfo) -> Any:
-        """Reject empty texts, which have no meaning: an empty path would be the current folder."""
+        """Reject empty strings, which have no meaning: an empty path would be the current folder."""
         field = cls.model_fields[info.field_name or ""]
         kinds = (field.annotation,) if get_origin(field.annotation) is list else get_args(field.annotation)
         is_list = any(get_origin(kind) is list for kind in kinds) and str not in kinds

@@ -51,8 +51,8 @@ def _build_memory_table(report: RehearsalReport) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("rank", justify="right")
     table.add_column("coordinates")
-    table.add_column("stands for", justify="right")
-    for name in ("peak GiB", "reserved", "of card", "plan GiB"):
+    table.add_column("represents", justify="right")
+    for name in ("peak GiB", "reserved", "of GPU", "plan GiB"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("peak in phase")
     table.add_column("verdict", no_wrap=True)

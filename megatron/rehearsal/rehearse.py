@@ -48,7 +48,7 @@ LAUNCHER_VARIABLES = ("SLURM_", "OMPI_", "PMIX_", "TORCHELASTIC_")
 
 @dataclass(frozen=True)
 class RankTrace:
-    """Everything one rank recorded during one action."""
+    """Records of one rank during one action."""
 
     result: RankResult
     ledger: Ledger
@@ -289,7 +289,7 @@ class _Execution:
         lines = (self._folder / f"{action}-{rank}.out").read_text(encoding="utf-8", errors="replace").splitlines()
         if code < 0:
             name = signal.Signals(-code).name
-            hint = ": does this machine have enough memory?" if name == "SIGKILL" else ""
+            hint = " (out of memory?)" if name == "SIGKILL" else ""
             return RankError("host memory" if name == "SIGKILL" else "run", f"its process was killed by {name}{hint}")
         last = next((line for line in reversed(lines) if line.strip()), f"exit code {code}")
         return RankError("run", last.removeprefix("error: "))

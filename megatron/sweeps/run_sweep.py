@@ -373,7 +373,9 @@ def _describe_plan(works: dict[SweepMember, MemberWork], num_saved: int, num_mem
     if not runs:
         return f"nothing to do: {len(works) + num_saved} of {num_members} runs are complete"
     at_once = "" if num_workers == 1 else f", {num_workers} at a time, the longest first"
-    return f"{runs} of {num_members} runs to train or evaluate{at_once}; a time estimate follows after the first steps"
+    return (
+        f"{runs} of {num_members} runs to train or evaluate{at_once}; the time left is estimated after the first steps"
+    )
 
 
 def _describe_time_left(left: float) -> str:

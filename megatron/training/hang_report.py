@@ -3,10 +3,10 @@
 The *reporter* is the rank that concludes that another rank hangs (`watchdog.py`): the first rank, or the second if the
 first one hangs. Keys in the store:
 
-    verdict    written by the reporter: one line, and the ranks that are silent
-    report     written by each rank once its stacks are written: what it waits for
-    wake       written by the reporter once all live ranks have reported: signal the silent ranks of your machine
-    line       written by the reporter: the verdict with all reports; a rank that reads it exits
+    verdict    written by the reporter: its diagnosis, with one line and the ranks that are silent
+    report     written by each rank after its stacks: the operation in which it waits
+    wake       written by the reporter once all live ranks have reported: asks ranks to signal silent ones nearby
+    line       written by the reporter: the diagnosis with all reports; a rank that reads it exits
 
 The flight recorder of torch keeps the last 2,000 collectives of a process in memory, for NCCL and gloo
 (`TORCH_FR_BUFFER_SIZE`), and is on by default. Its dump goes to the run's `stacks` folder too, in torch's own format:
@@ -252,7 +252,7 @@ def _find_location(frames: Iterable[tuple[str, int, str]]) -> str:
 
 @dataclass
 class HangReporter:
-    """Report of one rank at the end of a run that hangs."""
+    """Reporter of one rank's state at the end of a run that hangs."""
 
     rank: int
     processes: list[tuple[str, int]]
@@ -298,7 +298,7 @@ class HangReporter:
         return diagnosis.line
 
     def _collect(self, diagnosis: HangDiagnosis, own: RankReport, store: HeartbeatStore, deadline: float) -> str:
-        """Collect the reports of all ranks that answer, and return the verdict with them."""
+        """Collect the reports of all ranks that answer, and return the diagnosis with them."""
         reports, ranks = {self.rank: own}, set(range(store.world_size))
         alive, has_woken = ranks - {*diagnosis.silent}, 0 in diagnosis.silent
         while ranks != reports.keys() and time.monotonic() < deadline:
@@ -312,7 +312,7 @@ class HangReporter:
                 self._wake(diagnosis)
                 deadline = time.monotonic() + 3 * self.poll_interval + 1
             time.sleep(self.poll_interval / 4)
-        # The current state of a silent rank does not tell where it was.
+        # The current state of a silent rank does not show where it hung.
         sentences = describe_reports({rank: report for rank, report in reports.items() if rank in alive})
         line = "; ".join([diagnosis.line, *sentences[:MAX_SHOWN]])
         line += f"; and {len(sentences) - MAX_SHOWN} more" if len(sentences) > MAX_SHOWN else ""

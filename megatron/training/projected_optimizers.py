@@ -4,7 +4,7 @@ Projection
 ----------
 The kernels of KERPLE are only defined for parameters in an interval (r1 > 0, 0 < exponent ≤ 2). Published code clamps
 the model's own parameters after a step. That has no effect in half precision or under ZeRO: the optimizer updates
-float32 master copies and overwrites the model's parameters with them. The base optimizer holds the masters under every
+float32 master copies and overwrites the model's parameters with them. The base optimizer has the masters under every
 ZeRO stage and precision (as flat partitions, one per parameter group), so the projection belongs here:
 
     g ← 0  where θ = low and g > 0, or θ = high and g < 0        the step would leave the interval
@@ -31,8 +31,8 @@ Newton-Schulz iteration, X ← a·X + (b·XXᵀ + c·(XXᵀ)²)·X from X = U/�
 
 Which matrices
 --------------
-`megatron.model.parameter_groups.list_hidden_matrices` lists them. If one weight holds several matrices (queries, keys
-and values; the two halves of a gated layer), each is orthogonalized separately. Otherwise the scale of each would
+`megatron.model.parameter_groups.list_hidden_matrices` lists them. If one weight contains several matrices (queries,
+keys and values; the two halves of a gated layer), each is orthogonalized separately. Otherwise the scale of each would
 depend on the others, which is not the case in any layer of the model. Megatron-core's `muon_split_qkv` does the same.
 
 Whole matrices under ZeRO and tensor parallelism

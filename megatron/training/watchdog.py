@@ -1,11 +1,11 @@
 """Hang detection: every process reports its progress, and one process monitors all.
 
-A rank that hangs blocks all others in their next collective, and the library's own timeout does not tell which rank it
-is. Each rank therefore publishes its step and its phase (`Watchdog.enter_phase`, microseconds), and a thread of the
+A rank that hangs blocks all others in their next collective, and the library's own timeout does not name the rank.
+Each rank therefore publishes its step and its phase (`Watchdog.enter_phase`, microseconds), and a thread of the
 first rank polls them. If no rank has advanced for `hang_timeout` seconds, the watchdog names the rank that is behind
 the others. Every rank writes the stacks of its threads and its last collectives to the run's `stacks` folder
-(`hang_report.py`). All exit with one line that tells what each rank waits for, and exit code 75, "try again", which
-lets a scheduler requeue the job.
+(`hang_report.py`). All exit with one line that states the operation in which each rank waits, and with exit code 75
+("try again"), so that a scheduler requeues the job.
 
 A rank can fail to respond in four ways, and each is detected differently:
 
@@ -13,12 +13,12 @@ A rank can fail to respond in four ways, and each is detected differently:
     it computes in C and holds the GIL        another rank of its machine sends SIGUSR2, and `faulthandler` writes the
                                               stacks without Python. For a single process the stacks go to a helper
                                               process a little later, which stores and reports them
-    it was stopped (SIGSTOP)                  its heartbeat stops, and the line says so. When all others have reported,
+    it was stopped (SIGSTOP)                  its heartbeat stops, as the line reports. When all others have reported,
                                               one rank of its machine sends SIGUSR2 and resumes it (SIGCONT), so that
                                               it too writes its unchanged stacks and exits
-    its machine is down                       its heartbeat stops, and the line says so
+    its machine is down                       its heartbeat stops, as the line reports
 
-`hang_report.py` implements what follows the detection.
+`hang_report.py` writes the report after the detection.
 """
 
 import faulthandler
@@ -220,8 +220,8 @@ class Watchdog:
         if self.timeout is not None:
             faulthandler.cancel_dump_traceback_later()
         if self._reporter is not None and self._reporter.stdin is not None:
-            # The helper has nothing to report. Closing its input would not end it: the forked data loader workers hold
-            # the other end open as long as they live.
+            # The helper has nothing to report. Closing its input would not end it: forked data loader workers keep the
+            # other end open as long as they live.
             self._reporter.kill()
             self._reporter.stdin.close()
             self._reporter.wait()
@@ -269,7 +269,7 @@ class Watchdog:
                     if sign is not None and sign != signs_of_life.get(rank, ("", 0.0))[0]:
                         signs_of_life[rank] = sign, now
                 idle = max((now - at for at in moved_at.values()), default=0.0)
-            except Exception:  # the store is gone because the run is
+            except Exception:  # the store ended with the run
                 continue
             if idle > self.timeout and not self._closed.is_set():
                 silent = {rank for rank, (_, at) in signs_of_life.items() if now - at > self._silence}

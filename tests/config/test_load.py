@@ -215,8 +215,8 @@ def test_all_problems_at_once_each_with_its_place(write):
         ("seed=-1", "it must be at least 0"),
         ("no_weight_tying=1", "it must be true or false"),
         ("no_weight_tying=yes", "it must be true or false"),
-        ("save=3", "it must be text"),
-        ('save="a\\0b"', r"save: value is 'a\x00b'; text cannot contain a null character"),
+        ("save=3", "it must be a string"),
+        ('save="a\\0b"', r"save: value is 'a\x00b'; a string cannot contain a null character"),
         ('train_data_paths=["a\\0b"]', "null character"),
         ("fp16.type=[a]", "fp16.type is ['a']; choose from bfloat16, bf16, fp16, float16"),
         ("fp16.type=banana", "fp16.type is banana; choose from bfloat16, bf16, fp16, float16"),
@@ -334,7 +334,7 @@ def test_names_that_several_or_no_files_answer_to(write, tmp_path):
     assert "configs/model/tiny.yml, configs/other/tiny.yml" in line
     assert "did you mean 125M" in only_problem(["125N"])
     assert "did you mean" not in only_problem(["nonexist.yml"])
-    with pytest.raises(UserError, match="no such folder"):
+    with pytest.raises(UserError, match="no such configuration folder"):
         load_config(["base"], search=["nowhere"])
 
 

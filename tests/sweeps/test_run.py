@@ -271,7 +271,7 @@ def test_remaining_time_is_estimated_from_measurements(trainer: Trainer, monkeyp
     _, output = run("sweep.seeds=[3, 4, 5]")
     lines = output.splitlines()
     (todo,) = [line for line in lines if " to train or evaluate" in line]
-    assert todo == "3 of 3 runs to train or evaluate; a time estimate follows after the first steps"
+    assert todo == "3 of 3 runs to train or evaluate; the time left is estimated after the first steps"
     (forecast,) = [line for line in lines if line.endswith("at the speed of the first steps")]
     assert re.fullmatch(r"about \S+ s left in total, at the speed of the first steps", forecast)
     first_done = next(number for number, line in enumerate(lines) if line.startswith("1 of 3 runs done"))
