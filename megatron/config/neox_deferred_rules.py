@@ -344,7 +344,10 @@ class LayerFrequency(DeferredRule):
             return f"contradicts {self.farfield_key}, which is a pattern of layers already; give one of them"
         if self.needed and own not in self.needed:
             needed = ", ".join(self.needed)
-            return f"is for {self.farfield_key} {needed}; it is {format_value(own)}: give that as a pattern of layers"
+            return (
+                f"applies to {self.farfield_key} {needed}, but it is {format_value(own)}; write {self.farfield_key} "
+                "as a pattern of layers"
+            )
         return None
 
     def describes_model(self) -> bool:

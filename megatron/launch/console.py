@@ -78,7 +78,7 @@ class RunConsole(Console):
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*objects, **options)
-        if not any(isinstance(thing, Control) for thing in objects):  # a live display moves the cursor with these
+        if not any(isinstance(value, Control) for value in objects):  # a live display moves the cursor with these
             self._log.print(*objects, **options)
 
     def on_broken_pipe(self) -> None:

@@ -381,7 +381,7 @@ def test_layer_patterns_match_megatron(overrides, encodings, windows) -> None:
         (["no_rope_freq=[0,1]"], "no_rope_freq has 2 entries; num_layers is 12"),
         (["no_rope_freq=true"], "no_rope_freq is true; it must be a whole number of layers"),
         ([f"no_rope_freq={[2] * 12}"], "a list must contain 0 or 1 for each layer"),
-        (["pos_emb=alibi", "no_rope_freq=4"], "no_rope_freq is for pos_emb rotary; it is alibi"),
+        (["pos_emb=alibi", "no_rope_freq=4"], "no_rope_freq applies to pos_emb rotary, but it is alibi"),
         (["pos_emb=[rotary,none]", "no_rope_freq=4"], "no_rope_freq contradicts pos_emb"),
         (["window_size=[4,4]"], "window_size is [4, 4]; it must be [keys before a token, 0]"),
         (["window_size=[4,0]", "attention_window=5"], "window_size contradicts attention_window"),

@@ -209,7 +209,7 @@ def test_the_command(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     (batch,) = json.loads(capsys.readouterr().out)
     assert (batch["step"], batch["loss"], batch["loss_steps"], len(batch["rows"])) == (3, loss, [3, 4], 4)
     assert sorted(tmp_path.rglob("*")) == before  # nothing is written
-    with pytest.raises(UserError, match=r"^step 5: is after the last step; after step_0000004, "):
+    with pytest.raises(UserError, match=r"^step 5 is after the last step; after step_0000004, "):
         what_was_in(tmp_path, ["5"])
     with pytest.raises(UserError, match=r"^--rank 1: step 2 has data-parallel ranks 0 to 0$"):
         what_was_in(tmp_path, ["2"], 1)

@@ -132,7 +132,7 @@ def test_it_ends_if_rolling_back_does_not_help(corpus: Path, tmp_path: Path, mon
 
 def test_nowhere_to_go_back_to(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spike(monkeypatch, 2)
-    with pytest.raises(RunError, match=r"^step 2: its loss .* exceeds loss_spike × the usual .*; no checkpoint"):
+    with pytest.raises(RunError, match=r"^step 2: its loss .* exceeds loss_spike × its running mean .*; no checkpoint"):
         train(tiny_config(corpus, tmp_path, on_bad_loss="rollback", loss_spike=3.0, **KEYS))
     step, why = find_divergence(tmp_path) or (0, "")
     assert step == 2
@@ -190,8 +190,8 @@ def test_the_guard_decides_and_remembers_actions(corpus: Path, tmp_path: Path) -
     assert other.state_dict() == {"usual_loss": 2.0, "rollbacks": 1}
     stop = other.check(6, 24, torch.tensor(7.0))
     assert stop == StopRun(
-        "its loss 7 exceeds loss_spike × the usual loss 2",
-        "step 6: its loss 7 exceeds loss_spike × the usual loss 2; no checkpoint was saved",
+        "its loss 7 exceeds loss_spike × its running mean 2",
+        "step 6: its loss 7 exceeds loss_spike × its running mean 2; no checkpoint was saved",
     )
     assert cast(Rollback, build_guard(checkpoint, rollback).check(7, 28, torch.tensor(math.nan))).count == 2
     third = build_guard(checkpoint, Rollback(str(tmp_path), 4, 24, count=3))
