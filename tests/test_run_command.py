@@ -13,7 +13,7 @@ import typer
 
 from megatron.cli import run_command
 from megatron.utils.errors import RunError, UserError
-from megatron.utils.signals import exit_on_signal, raise_on_signals
+from megatron.utils.signals import convert_signals_to_exceptions, exit_on_signal
 
 ROOT = Path(__file__).parents[1]
 DEEPY = ROOT / "deepy.py"
@@ -165,7 +165,7 @@ def test_handlers_of_others_stay() -> None:
     mine = signal.getsignal(signal.SIGTERM)
     interrupt = signal.signal(signal.SIGINT, exit_on_signal)
     try:
-        with raise_on_signals(replacing=(exit_on_signal,)):
+        with convert_signals_to_exceptions(replacing=(exit_on_signal,)):
             assert signal.getsignal(signal.SIGTERM) is mine
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)

@@ -218,8 +218,8 @@ class PruneResult:
     """Number of undamaged checkpoints that were kept."""
 
 
-def prune_with_verification(run: Path, count: int, spare: Collection[int]) -> PruneResult:
-    """Delete checkpoints older than the newest `count` undamaged ones; those of the steps in `spare` are kept.
+def prune_with_verification(run: Path, count: int, protected_steps: Collection[int]) -> PruneResult:
+    """Delete checkpoints older than the newest `count` undamaged ones; those of `protected_steps` are kept.
 
     Every byte of the kept checkpoints is compared with the manifest. Damaged checkpoints are not counted, and are
     deleted only if they are older than all counted ones.
@@ -231,7 +231,7 @@ def prune_with_verification(run: Path, count: int, spare: Collection[int]) -> Pr
     try:
         damaged: list[tuple[Path, str]] = []
         valid = 0
-        left = [path for path in layout.list_checkpoints(run) if layout.parse_step(path) not in spare]
+        left = [path for path in layout.list_checkpoints(run) if layout.parse_step(path) not in protected_steps]
         while left and valid < count:
             newest = left.pop()
             problem = manifest.find_damage(newest)

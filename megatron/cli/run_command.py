@@ -33,7 +33,7 @@ from megatron.utils.errors import (
 )
 from megatron.utils.output import redirect_to_null, set_ascii_fallback
 from megatron.utils.project import replace_program_name
-from megatron.utils.signals import StoppedBySignal, describe_signal, exit_on_signal, raise_on_signals
+from megatron.utils.signals import StoppedBySignal, convert_signals_to_exceptions, describe_signal, exit_on_signal
 
 BROKEN_PIPE_EXIT_CODE = 128 + signal.SIGPIPE
 
@@ -68,7 +68,7 @@ def run_command(app: Any, name: str) -> int:
     _prepare_streams()
     _prepare_terminal_size()
     _print_own_warnings()
-    with raise_on_signals(replacing=(exit_on_signal,)):
+    with convert_signals_to_exceptions(replacing=(exit_on_signal,)):
         try:
             return _run_app(app, name)
         except (KeyboardInterrupt, StoppedBySignal) as error:

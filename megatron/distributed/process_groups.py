@@ -174,12 +174,12 @@ class HeartbeatStore:
         """Return the same store over a separate connection."""
         return HeartbeatStore(self._groups, self._store if self.world_size == 1 else self._store.clone())
 
-    def set(self, key: str, text: str, rank: int | None = None) -> None:
+    def set(self, key: str, value: str, rank: int | None = None) -> None:
         """Set a value of this process, or of another `rank`.
 
         It takes microseconds, because it does not wait for a response.
         """
-        self._store.set(f"beats/{key}/{self.rank if rank is None else rank}", text)
+        self._store.set(f"beats/{key}/{self.rank if rank is None else rank}", value)
 
     def get(self, key: str, rank: int = 0) -> str | None:
         """Return a value of a process, or None if it is not set."""

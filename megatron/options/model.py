@@ -272,7 +272,7 @@ def get_qk_norm(model: ModelOptions) -> str | None:
     return (model.qk_norm or model.norm) if model.use_qk_layernorm else None
 
 
-def list_norm_parts(model: ModelOptions, norm: str | None) -> tuple[str, ...]:
+def list_norm_parameters(model: ModelOptions, norm: str | None) -> tuple[str, ...]:
     """Return the names of a norm's parameters; empty if `norm` is None."""
     if norm is None:
         return ()
@@ -315,7 +315,7 @@ MAX_LOGITS = 1 << 30
 that is 21,000 tokens."""
 
 
-def count_scored_at_once(length: int, batch_size: int, vocab_size: int, max_logits: int = MAX_LOGITS) -> int:
+def compute_loss_chunk_length(length: int, batch_size: int, vocab_size: int, max_logits: int = MAX_LOGITS) -> int:
     """Return the tokens of each of `batch_size` sequences whose logits the loss processes together."""
     return length if length * batch_size * vocab_size <= max_logits else max(max_logits // (batch_size * vocab_size), 1)
 

@@ -61,15 +61,15 @@ ChangePolicy = Literal["architecture", "context", "initialization", "data", "num
 """
 
 
-def read_docstring(thing: Any) -> str:
+def read_docstring(documented: Any) -> str:
     """Return the docstring of a class or function, even if Python drops docstrings (`python -OO`).
 
     The headings of configuration files and the command line's help are generated from docstrings.
     """
-    if thing.__doc__ is not None:
-        return inspect.cleandoc(thing.__doc__)
+    if documented.__doc__ is not None:
+        return inspect.cleandoc(documented.__doc__)
     try:
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(thing))).body
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(documented))).body
     except (OSError, TypeError):  # the source is not available
         return ""
     assert isinstance(definition, ast.ClassDef | ast.FunctionDef)

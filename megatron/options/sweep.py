@@ -131,7 +131,7 @@ class SweepOptions(ConfigSection):
         benchmarks = any(benchmark.seeds is not None for benchmark in self.benchmarks.values())
         return benchmarks or any(SEEDS in keys for keys in self.variants.values())
 
-    def list_unbranched(self) -> list[str]:
+    def list_root_variants(self) -> list[str]:
         """List the variants without a branch, which benchmarks train by default."""
         return [name for name, keys in self.variants.items() if BRANCH not in keys]
 

@@ -63,7 +63,7 @@ class Rehearsal:
     """Findings of a rehearsal."""
 
     run: RehearsedRun
-    card: GpuModel
+    gpu: GpuModel
     roles: list[RankRole]
     train_traces: dict[int, RankTrace] = field(default_factory=dict)
     """Traces of the training action, by rank."""
@@ -101,7 +101,7 @@ Progress = Callable[[str], None]
 
 def rehearse(
     run: RehearsedRun,
-    card: GpuModel,
+    gpu: GpuModel,
     selection: str | list[int],
     progress: Progress = lambda line: None,
     command: Sequence[str] = RANK_COMMAND,
@@ -110,7 +110,7 @@ def rehearse(
 
     Args:
         run: run to rehearse (`plan_rehearsal`).
-        card: GPU that each device emulates.
+        gpu: GPU that each device emulates.
         selection: ranks to run; see `choose_roles`.
         progress: callback that receives one line per starting rank.
         command: command of each rank; its job is appended as an argument.
@@ -121,10 +121,10 @@ def rehearse(
         RunError: if a process cannot be started.
     """
     start = time.monotonic()
-    rehearsal = Rehearsal(run, card, choose_roles(run.sizes, selection))
+    rehearsal = Rehearsal(run, gpu, choose_roles(run.sizes, selection))
     if rehearsal.roles[0].rank != 0:
         raise UserError("--ranks: rank 0 must be included; it orders the data and completes checkpoints")
-    build_environment(card)  # first, to fail or compile before any folder is created
+    build_environment(gpu)  # first, to fail or compile before any folder is created
     with _temporary_folder() as folder:
         _Execution(rehearsal, folder, progress, command).execute()
     rehearsal.seconds = time.monotonic() - start
@@ -218,7 +218,7 @@ class _Execution:
         path = self._folder / f"{action}-{rank}.job"
         path.write_text(json.dumps(asdict(job)), encoding="utf-8")
         environment = build_environment(
-            self._rehearsal.card,
+            self._rehearsal.gpu,
             devices=run.devices_per_node,
             ledger=self._folder / f"{action}.ledger",
             is_single_rank=run.world_size > 1,

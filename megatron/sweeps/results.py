@@ -110,7 +110,7 @@ def _write_results(
     if experiment.has_information:  # so that results of several sweeps can be combined
         paper_experiment.write_experiment(output / RESULTS_FILE, experiment)
     texts = dict(sweep.texts)
-    texts |= {str(member.get_path_beside(".yml")): member.text for member in done}
+    texts |= {str(member.get_sibling_path(".yml")): member.text for member in done}
     runs = [member.folder for member in sweep.members if member.folder.is_dir()]
     page = report.render_report(
         [section],

@@ -87,7 +87,7 @@ def run_sweep(
     search: Sequence[str | Path] | None = None,
     *,
     member: int | None = None,
-    dry: bool = False,
+    dry_run: bool = False,
     retry_failed: bool = False,
 ) -> list[Record]:
     """Run a sweep to its end, resuming earlier attempts.
@@ -96,7 +96,7 @@ def run_sweep(
         files, overrides, search: as for `megatron.sweeps.spec.read_sweep`.
         console: console for progress and tables. If None, the terminal; library output then goes to OUTPUT/log.txt.
         member: train and evaluate only the member with this index, without a report.
-        dry: print the batch script without submitting it.
+        dry_run: print the batch script without submitting it.
         retry_failed: retrain members whose training diverged.
 
     Returns:
@@ -110,12 +110,12 @@ def run_sweep(
     if member is not None and member >= len(sweep.members):
         raise UserError(f"--member is {member}, but the sweep has {len(sweep.members)} members, starting at 0")
     array = _build_array_job(sweep, files, [*overrides, *(["--retry-failed"] if retry_failed else [])], search)
-    if dry:
+    if dry_run:
         if array is None:
             raise UserError("--dry-run prints the batch script of a sweep and requires launcher=slurm")
         if sweep.options.corpus is None:  # otherwise the data may be prepared only on submission
             finished_steps = {member: find_finished_step(member) for member in sweep.members}
-            check_member_starts(_list_beginning(sweep.members, finished_steps), in_queue=True)
+            check_member_starts(_list_startable(sweep.members, finished_steps), in_queue=True)
         print(slurm.render_batch_script(array), end="")
         return []
     if member is None:  # in a task of a job array, the training checks this itself
@@ -193,10 +193,10 @@ def _check_no_foreign_files(sweep: Sweep) -> None:
         is_started = (member.folder / LOCK).exists() or bool(list_checkpoints(member.folder))
 
         def is_ours(path: Path, member: SweepMember = member, is_started: bool = is_started) -> bool:
-            return is_started or is_saved_config(member.get_path_beside(".yml"))
+            return is_started or is_saved_config(member.get_sibling_path(".yml"))
 
-        check_no_foreign_files(key, [member.get_path_beside(".yml"), member.get_path_beside(".txt")], is_ours)
-    has_config = any(member.get_path_beside(".yml").exists() for member in sweep.members)
+        check_no_foreign_files(key, [member.get_sibling_path(".yml"), member.get_sibling_path(".txt")], is_ours)
+    has_config = any(member.get_sibling_path(".yml").exists() for member in sweep.members)
     check_no_foreign_files(key, [output / RESULTS_FILE], lambda _: has_config or (output / REPORT_FILE).exists())
 
 
@@ -232,7 +232,7 @@ def _run_members(
     if only_member is None and sweep.options.records is not None:
         check_sweep_disk(sweep, [sweep.members[i] for i in indices])
     if only_member is None:
-        begins = _list_beginning([sweep.members[i] for i in indices], finished_steps)
+        begins = _list_startable([sweep.members[i] for i in indices], finished_steps)
         with WaitAnnouncer(log, "checking the data and the starting points of the runs"):
             check_member_starts(begins, in_queue=array is not None)
     if array is not None and indices:
@@ -287,7 +287,7 @@ def _load_saved_members(sweep: Sweep, log: Log) -> tuple[dict[SweepMember, str],
     return digests, {member: records for member, records in loaded.items() if records is not None}
 
 
-def _list_beginning(members: Sequence[SweepMember], finished_steps: Mapping[SweepMember, int]) -> list[SweepMember]:
+def _list_startable(members: Sequence[SweepMember], finished_steps: Mapping[SweepMember, int]) -> list[SweepMember]:
     """Return the members that have not started and can start now."""
     begins = (member for member in members if finished_steps[member] <= member.first_step)
     return [member for member in begins if member.origin is None or member.origin.is_dir()]

@@ -149,15 +149,15 @@ class RankReport:
     num_pending: int = 0
     """Number of pending collectives; with NCCL the host continues while its device waits."""
 
-    def describe(self, is_one: bool) -> str:
+    def describe(self, is_single: bool) -> str:
         """Describe the rank, for example as waiting in a collective.
 
         The format is `waits in all_reduce of 4 int64 over gloo among ranks 0-1 (megatron/…/trainer.py:222 step)`.
         """
         if self.collective is None:
-            return f"{'is' if is_one else 'are'} at {self.location}"
+            return f"{'is' if is_single else 'are'} at {self.location}"
         behind = f", with {self.num_pending - 1} more pending" if self.num_pending > 1 else ""
-        return f"{'waits' if is_one else 'wait'} in {self.collective}{behind} ({self.location})"
+        return f"{'waits' if is_single else 'wait'} in {self.collective}{behind} ({self.location})"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -168,7 +168,7 @@ class RankReport:
         return RankReport(**json.loads(text))
 
 
-def make_rank_report(folder: Path | None, rank: int, until: float | None = None) -> RankReport:
+def build_rank_report(folder: Path | None, rank: int, until: float | None = None) -> RankReport:
     """Return the state of this process's main thread, and write its flight recorders to `folder` if it is given.
 
     `until` excludes collectives that started later, in seconds since 1970.
@@ -206,9 +206,9 @@ def describe_reports(reports: Mapping[int, RankReport]) -> list[str]:
     for rank, report in sorted(reports.items()):
         ranks.setdefault(report, []).append(rank)
     sentences = []
-    for report, those in sorted(ranks.items(), key=lambda item: (len(item[1]), item[1])):
-        subject = f"rank {those[0]}" if len(those) == 1 else f"ranks {format_ranks(those)}"
-        sentences.append(f"{subject} {report.describe(len(those) == 1)}")
+    for report, members in sorted(ranks.items(), key=lambda item: (len(item[1]), item[1])):
+        subject = f"rank {members[0]}" if len(members) == 1 else f"ranks {format_ranks(members)}"
+        sentences.append(f"{subject} {report.describe(len(members) == 1)}")
     return sentences
 
 
@@ -328,7 +328,7 @@ class HangReporter:
         if not is_silent or self.stacks.is_empty():
             # A stopped rank has written its unchanged stacks when it continued.
             faulthandler.dump_traceback(file=self.stacks.open(), all_threads=True)
-        return make_rank_report(self.stacks.folder, self.rank, until=diagnosis.time if is_silent else None)
+        return build_rank_report(self.stacks.folder, self.rank, until=diagnosis.time if is_silent else None)
 
     def _wake(self, diagnosis: HangDiagnosis) -> None:
         """Make the silent ranks of this machine write their stacks and continue.

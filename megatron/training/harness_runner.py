@@ -15,7 +15,7 @@ from typing import Any
 from megatron.distributed import rng
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.gpt import GPT
-from megatron.training.harness_loading import get_task_length, quiet_harness
+from megatron.training.harness_loading import get_task_length, silence_harness
 from megatron.training.metrics_log import TaskRecord
 from megatron.training.training_run import TrainingRun
 from megatron.training.watchdog import Watchdog
@@ -66,7 +66,7 @@ class HarnessRunner:
                 after=show_progress,
                 division=_build_division(run.groups, model),
             )
-            with quiet_harness():
+            with silence_harness():
                 results = run_tasks(adapter, self._tasks, run.config.logging.harness.limit)
         finally:
             model.end_of_document = end_of_document

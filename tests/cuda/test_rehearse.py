@@ -32,10 +32,10 @@ def _temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_small(*keys: str, gpus: int, gib: float | None = None, **options: object) -> RehearsalReport:
     config = load_config(["125M", "kerple_log"], [*SMALL, *keys]).config
-    card = get_gpu_model("h100")
-    card = card if gib is None else replace(card, memory=int(gib * 2**30))
+    gpu = get_gpu_model("h100")
+    gpu = gpu if gib is None else replace(gpu, memory=int(gib * 2**30))
     run = plan_rehearsal(config, gpus, None, vocab_size=1000)
-    rehearsal: Rehearsal = rehearse(run, card, "roles", **options)  # type: ignore[arg-type]
+    rehearsal: Rehearsal = rehearse(run, gpu, "roles", **options)  # type: ignore[arg-type]
     return RehearsalReport(rehearsal, network_gb_per_s=25, mfu=0.45)
 
 

@@ -25,7 +25,7 @@ from megatron.rehearsal.missing_ranks import (
     divide_unwritten,
     extend_crc32_with_zeros,
     is_zero,
-    read_pieces,
+    read_shards,
     read_stage_parameters,
     write_stage_parameters,
 )
@@ -46,7 +46,7 @@ def parameters_of(stage):
 def write_rank(checkpoint, rank, pieces):
     """Write the file of a rank that ran, with its rank as values; each piece is (parameter, first, size)."""
     mesh = Mesh(rank, SIZES)
-    described = {p.name: p.describe_piece(start, size, mesh.tensor.index, 2, 3) for p, start, size in pieces}
+    described = {p.name: p.build_shard_metadata(start, size, mesh.tensor.index, 2, 3) for p, start, size in pieces}
     for kind, names, extra in ((PARTS, ("master",), {}), (STATES, ("exp_avg", "exp_avg_sq"), {"random": "{}"})):
         path = get_rank_path(checkpoint, kind, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def test_a_checkpoint_of_which_some_ranks_ran_becomes_whole(tmp_path):
         assert moments.read_tensor("exp_avg", shared.name).tolist() == [0, 0, 0]
     merge_weight_shards(tmp_path, 16, {})
     assert not (tmp_path / PARTS).exists()
-    assert "random" not in read_pieces(get_rank_path(tmp_path, STATES, 1))
+    assert "random" not in read_shards(get_rank_path(tmp_path, STATES, 1))
 
 
 @settings(max_examples=60, deadline=None)

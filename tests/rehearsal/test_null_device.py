@@ -23,12 +23,12 @@ def test_cards_are_found_as_people_write_them_and_as_plan_finds_them() -> None:
     for text in ("a100-80", "A100_80GB", "a100-80gb"):
         assert get_gpu_model(text).memory == int(79.1 * 2**30)
     assert get_gpu_model("a100-40").memory < get_gpu_model("a100-80").memory < get_gpu_model("h200").memory
-    assert {card.architecture for card in GPU_MODELS} == {"sm_80", "sm_90"}
-    assert {card.name for card in GPU_MODELS} <= set(list_gpu_names())
+    assert {gpu.architecture for gpu in GPU_MODELS} == {"sm_80", "sm_90"}
+    assert {gpu.name for gpu in GPU_MODELS} <= set(list_gpu_names())
     planned = {*list_gpu_names(), "a100", "a100-40", "A100_80GB", "H100"}
-    for text in (card.name for card in GPU_MODELS):
-        card = get_gpu_model(text)
-        assert (card.memory, find_gpu_spec(card.device_name)) == (
+    for text in (gpu.name for gpu in GPU_MODELS):
+        gpu = get_gpu_model(text)
+        assert (gpu.memory, find_gpu_spec(gpu.device_name)) == (
             int(get_gpu_spec(text).gib * 2**30),
             get_gpu_spec(text.removesuffix("-80gb").removesuffix("-40gb")),
         )
@@ -39,7 +39,7 @@ def test_cards_are_found_as_people_write_them_and_as_plan_finds_them() -> None:
             refused.add(text)
             get_gpu_model(text)
             refused.remove(text)
-    assert planned - refused == {*(card.name for card in GPU_MODELS), "a100", "a100-40", "A100_80GB", "H100"}
+    assert planned - refused == {*(gpu.name for gpu in GPU_MODELS), "a100", "a100-40", "A100_80GB", "H100"}
     with pytest.raises(UserError, match=r"^--gpu t4: supported by plan but not by rehearse, .* or 9\.0: a100-40gb, .*"):
         get_gpu_model("t4")
 

@@ -19,7 +19,7 @@ from megatron.sweeps import run_sweep as sweeps
 from megatron.sweeps.spec import read_sweep
 from megatron.training import check_resources
 from megatron.utils.errors import RunError, UserError
-from megatron.utils.signals import StoppedBySignal, raise_on_signals
+from megatron.utils.signals import StoppedBySignal, convert_signals_to_exceptions
 
 from .conftest import BASE, Initialiser, Trainer, run, write
 
@@ -193,7 +193,7 @@ def test_a_stopped_sweep_prints_how_to_resume(trainer: Trainer, monkeypatch: pyt
     monkeypatch.setattr(sweeps, "_build_line_printer", lambda console: output.append)
     for number, ending in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, StoppedBySignal)):
         monkeypatch.setattr(member_run, "train_in_subprocess", lambda *_, number=number: signal.raise_signal(number))
-        with raise_on_signals(), pytest.raises(ending):
+        with convert_signals_to_exceptions(), pytest.raises(ending):
             run()
         assert output[-2:] == [
             "stopping after running trainings save a checkpoint (repeat to stop immediately)",

@@ -24,7 +24,7 @@ from megatron.distributed.process_groups import init_distributed
 from megatron.model.parameter_groups import HiddenMatrix, build_parameter_groups, list_hidden_matrices
 from megatron.options.training import OptimizerChoice
 from megatron.training.engine import Engine
-from megatron.training.projected_optimizers import COEFFICIENTS, ProjectedLion, list_pieces, orthogonalize
+from megatron.training.projected_optimizers import COEFFICIENTS, ProjectedLion, list_matrix_shards, orthogonalize
 from megatron.training.train import train
 from megatron.utils.errors import UserError
 from tools.rounding import compute_tolerance, count_gpt_sums
@@ -94,7 +94,7 @@ def test_pieces_of_all_ranks_are_every_element_once() -> None:
         found = [torch.zeros_like(matrix.parameter).view(-1) for matrix in matrices]
         holders = [0] * len(matrices)
         for rank in range(ranks):
-            for index, piece in enumerate(list_pieces(matrices, [padded.split(size)[rank]], Axis(rank, ranks))):
+            for index, piece in enumerate(list_matrix_shards(matrices, [padded.split(size)[rank]], Axis(rank, ranks))):
                 if piece.values is not None:
                     found[index].narrow(0, piece.start, piece.values.numel()).add_(piece.values)
                     holders[index] += 1
