@@ -121,7 +121,7 @@ def corpus(tmp_path_factory) -> Path:
     return folder
 
 
-def test_help_comes_without_torch(tmp_path):
+def test_help_does_not_import_torch(tmp_path):
     calls = [("--help",), (), *((command, "--help") for command in COMMANDS)]
     found = calls_without(("torch", "numpy", "deepspeed", "matplotlib"), calls, tmp_path)
     for arguments, (code, _, error) in found.items():
@@ -294,7 +294,7 @@ def mistakes(corpus) -> dict[tuple[str, ...], list]:
 
 
 @pytest.mark.parametrize("arguments", MISTAKES, ids=" ".join)
-def test_errors_come_without_torch_in_one_line_with_exit_code_2(corpus, mistakes, arguments):
+def test_errors_are_one_line_with_exit_code_2_without_torch(corpus, mistakes, arguments):
     code, out, error = mistakes[arguments]
     errors = [line for line in error.splitlines() if not line.startswith("note: ")]
     assert len(errors) == 1, error
@@ -307,7 +307,7 @@ def test_errors_come_without_torch_in_one_line_with_exit_code_2(corpus, mistakes
     assert code == 2
 
 
-def test_a_plan_comes_without_torch(corpus):
+def test_plan_does_not_import_torch(corpus):
     plan = ("plan", "125M", "kerple_log", "a100_512", "--gpus", "8", "--layouts", "3")
     found = calls_without(("torch",), [plan, (*plan, "--json")], corpus)
     (shown_code, shown, _), (code, text, notes) = found[plan], found[*plan, "--json"]
@@ -343,7 +343,7 @@ def test_versions_are_read_without_importing_packages(tmp_path):
     assert re.fullmatch(r"cpu \(\d+ cores\)|cuda \(\d+ × .+\)", reported["device"])
 
 
-def test_gpt_neox_habits(tmp_path, corpus, inside):
+def test_gpt_neox_syntax_is_accepted(tmp_path, corpus, inside):
     data = tmp_path / "data" / "python"
     data.mkdir(parents=True)
     for path in (corpus / "data/fox").iterdir():
@@ -567,7 +567,7 @@ def trained(corpus) -> subprocess.CompletedProcess[str]:
     return deepy("train", "tiny", "save=runs/one", cwd=corpus)
 
 
-def test_train_evaluate_and_nothing_but_ours_on_the_console(corpus, trained, inside):
+def test_train_and_evaluate_print_only_our_output(corpus, trained, inside):
     assert trained.returncode == 0, trained.stderr
     assert trained.stderr == ""
     waits = (IMPORTING, "building the model")  # reported if slow
@@ -693,7 +693,7 @@ def test_an_empty_path_is_not_the_current_folder(tmp_path, inside, words, name):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_empty_prompt_is_a_prompt(tmp_path, inside):
+def test_an_empty_prompt_is_accepted(tmp_path, inside):
     done = inside("generate", "run", "--prompt", "", cwd=tmp_path)
     assert "run: no such" in done.stderr
 

@@ -29,7 +29,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "LOCK_TIMEOUT", 0.1)
 
 
-def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+def test_a_second_run_is_rejected_until_the_first_has_ended(tmp_path: Path) -> None:
     first = RunLock(tmp_path / "run")
     with pytest.raises(UserError, match="another run is using this folder"):
         RunLock(tmp_path / "run")

@@ -75,7 +75,7 @@ def test_a_rank_that_skips_a_sum_is_named_with_its_group_and_line() -> None:
     assert not report.rehearsal.resume_traces
 
 
-def test_a_card_that_is_too_small_is_named_with_the_operation() -> None:
+def test_out_of_memory_names_the_operation() -> None:
     report = run_small("precision=fp32", "train_micro_batch_size_per_gpu=8", gpus=1, gib=0.1)
     assert (report.verdict, report.exit_code) == ("out of memory", 1)
     ((action, rank, error),) = report.rehearsal.find_errors()

@@ -15,7 +15,7 @@ def describe(model):
     return {name: (p.shape, p.dtype, get_shard_spec(p), p.requires_grad) for name, p in model.named_parameters()}
 
 
-def test_a_model_is_divided_as_if_its_weights_were_drawn():
+def test_models_without_values_are_sharded_like_others():
     drawn = build_model(OPTIONS, PositionOptions(pos_emb="kerple_log"), 5000)
     with skip_weight_initialization():
         unset = build_model(OPTIONS, PositionOptions(pos_emb="kerple_log"), 5000)

@@ -114,6 +114,6 @@ def test_invalid_job_arrays_are_rejected(place: Path) -> None:
     assert not Path("out").exists()
 
 
-def test_indices_in_short() -> None:
+def test_array_indices_are_abbreviated() -> None:
     assert format_array_indices([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
     assert format_array_indices([3]) == "3"
