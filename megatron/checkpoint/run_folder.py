@@ -1,8 +1,8 @@
 """A run's folder: its lock, its configuration file, and its checkpoints.
 
 Two runs in one folder would mix their metrics, and the second would find the first one's checkpoints. The lock
-(`RunLock`) belongs to the process. The operating system releases it however the process ends, so stale locks cannot
-remain. Remaining processes of a killed run (other ranks, data workers) may hold it briefly, so a run that starts
+(`RunLock`) belongs to the process. The operating system releases it when the process ends in any way, so stale locks
+cannot remain. Remaining processes of a killed run (other ranks, data workers) may keep it briefly, so a run that starts
 immediately afterwards waits.
 
 Files written by a user are never overwritten. A user's configuration keeps its name, and the run's is stored next to

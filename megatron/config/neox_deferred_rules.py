@@ -189,7 +189,7 @@ class StepKey(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSwitch(DeferredRule):
-    """Switch for an event whose steps come from other keys there, and from keys of ours here."""
+    """Switch for an event whose steps are in other keys of GPT-NeoX, and in keys of ours here."""
 
     key: str
     steps: Mapping[str, StepKey]

@@ -1,8 +1,8 @@
 """YAML 1.2 with line numbers, for files written by people.
 
 YAML 1.2 reads 6e-4 as a number; YAML 1.1 (and so PyYAML) reads it as a string. JSON-like files with True, False and
-trailing commas load unchanged. A repeated key is an error, since one of its values would be ignored. Only plain data
-is constructed, whatever tags a file has. Large files, too many or too deeply nested values, and anchors that expand to
+trailing commas load unchanged. A repeated key is an error, since one of its values would be ignored. Only plain data is
+constructed, even from a file with tags. Large files, too many or too deeply nested values, and anchors that expand to
 many values (ten lines can expand to billions) are rejected during parsing.
 """
 

@@ -207,7 +207,7 @@ class ModelOptions(ConfigSection):
     attention_check: bool = config_field(
         True,
         "run the self-check of auto on a GPU: compare backends with float64 and time them, for about 20 s in the "
-        "first run of its kind; if false, auto uses sdpa if nothing is added to the scores, else row blocks",
+        "first run of its kind; if false, auto uses sdpa if nothing is added to the scores, else chunked (row blocks)",
         policy="machine",
     )
     compile_regions: bool = config_field(
@@ -311,12 +311,12 @@ def compute_intermediate_size(width: int, activation: str) -> int:
 
 
 MAX_LOGITS = 1 << 30
-"""Most logits that the loss processes together: 12 GB in float32, with their gradients. With a vocabulary of 50,304
-that is 21,000 tokens."""
+"""Maximum number of logits that the loss processes together: 12 GB in float32, with their gradients. With a vocabulary
+of 50,304 they are those of 21,000 tokens."""
 
 
 def compute_loss_chunk_length(length: int, batch_size: int, vocab_size: int, max_logits: int = MAX_LOGITS) -> int:
-    """Return the tokens of each of `batch_size` sequences whose logits the loss processes together."""
+    """Return the number of tokens of each sequence in a batch whose logits the loss processes together."""
     return length if length * batch_size * vocab_size <= max_logits else max(max_logits // (batch_size * vocab_size), 1)
 
 

@@ -3,8 +3,8 @@
 It contains verdicts, memory compared with the plan, ledger, kernels, disk, time, and limits of the rehearsal.
 
 Figures that a rehearsal cannot measure are marked. The memory of the CUDA context (0.3 to 0.5 GiB) and of NCCL's
-buffers (about 0.5 GiB per communicator) are published measurements (documentation of PyTorch's memory snapshots,
-estimators for Megatron). Both belong to the driver and NCCL, which a rehearsal does not use.
+buffers (about 0.5 GiB per communicator) are published measurements. Their sources are the documentation of PyTorch's
+memory snapshots and estimators for Megatron. A rehearsal uses neither the driver nor NCCL.
 """
 
 import math
@@ -76,7 +76,7 @@ class RehearsalReport:
         self._network, self._mfu = network_gb_per_s, mfu
 
     def judge_rank(self, rank: int) -> Verdict:
-        """Judge whether a rank's share of the run fits its GPU."""
+        """Return the verdict on a rank: whether its share of the run fits its GPU."""
         rehearsal = self.rehearsal
         results = [trace.result for trace in self._list_traces(rank)]
         kinds = {result.error.kind for result in results if result.error is not None}

@@ -144,7 +144,7 @@ def train_in_subprocess(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **get_parent_variable()},  # it ends with this process, however this process ends
+            env={**os.environ, **get_parent_variable()},  # it ends when this process ends, even by SIGKILL
             start_new_session=True,  # Ctrl-C reaches only this process, which forwards it once
         )
         try:

@@ -122,7 +122,7 @@ def _write_results(
 
 
 def save_experiment(sweep: Sweep) -> None:
-    """Write what a report needs beside the saved records, if the sweep saves records: title, leaderboard, and so on.
+    """Write what reports need next to a sweep's saved records, if it saves any: title, leaderboard options, and so on.
 
     Machines that divide a sweep write equal files. Raises UserError if the file cannot be written.
     """

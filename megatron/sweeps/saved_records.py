@@ -120,7 +120,7 @@ def _describe_corpora(data: DataOptions) -> list[list[list[str]]]:
 
 
 def _compute_checksums(path: str) -> list[str]:
-    """Return the checksums of the files of a text, which a corpus of ours records."""
+    """Return the checksums of the files of a text. A corpus written by `prepare` records them."""
     files = list_text_files(path)
     try:
         recorded = read_corpus_metadata(files[0].parent).files or {}

@@ -203,7 +203,7 @@ class StartCheck:
     """Result of the checks of a run that can start, as far as this machine can tell."""
 
     config: Config
-    """Configuration with the values that the data determine, and with a batch size if it was left open."""
+    """Configuration with the values that the data determine. If a dry run left the batch size open, one is assumed."""
     data_notes: tuple[str, ...]
     """Lines about values that the data determined."""
     plan: StartPlan | None

@@ -45,9 +45,9 @@ from megatron.utils.project import find_own_path
 STACKS = "stacks"
 """Subfolder of the run's folder for the dumps of a hang. Those of earlier starts are in `stacks_1`, `stacks_2` …"""
 DUMP_SIGNAL = signal.SIGUSR2
-"""Signal that makes a watched rank write the stacks of its threads, whatever it is doing."""
+"""Signal that makes a watched rank write the stacks of its threads at any time."""
 WRAPPERS = ("megatron/distributed/", "megatron/training/hang_report.py", "megatron/training/watchdog.py")
-"""Source files of ours that issue collectives for other code."""
+"""Our source files that issue collectives for other code."""
 FLIGHT_RECORDERS = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
 """Functions of torch that dump the flight recorder of each backend; a build without NCCL lacks the first."""
 DTYPES = {

@@ -2,8 +2,8 @@
 
 Every process builds the same prompts and computes the same metrics. Data-parallel ranks divide the forward passes;
 tensor-parallel ranks compute each together. With ZeRO 3, which gathers weights on all ranks at each call, all ranks
-compute all requests. The model is the one that is being trained, so an evaluation gives the values of `./deepy.py
-evaluate --tasks` on a checkpoint of the step, up to the rounding of the compute type.
+compute all requests. An evaluation gives the values of `./deepy.py evaluate --tasks` on a checkpoint of the step, up to
+the rounding of the compute type.
 
 An evaluation has no side effects: random states are restored, and neither the optimizer nor the data is touched.
 """

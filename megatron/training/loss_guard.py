@@ -21,7 +21,7 @@ from megatron.training.engine import Engine
 from megatron.training.metrics import sum_over_batch
 
 MAX_ROLLBACKS = 3
-"""Number of rollbacks after which the run ends, unless a good step followed a new checkpoint in between."""
+"""Number of rollbacks after which the run ends. The count restarts once a good step follows a new checkpoint."""
 
 DECAY = 0.98
 """Decay of the running mean of the loss per step: a mean over about fifty steps."""

@@ -190,7 +190,7 @@ class TrainingRun:
         return trainer_state.collect(self.data_position, EngineCounters(self.engine.deepspeed), *parts)
 
     def report(self, record: RunRecord) -> None:
-        """Pass a record to all reporters. Raises MissingFolderError if the run's folder does not exist any more."""
+        """Pass a record to all reporters. Raises MissingFolderError if the run's folder no longer exists."""
         self.session.check_folder()
         report_to_all(self.reporters, record)
 

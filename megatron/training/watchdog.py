@@ -1,11 +1,11 @@
 """Hang detection: every process reports its progress, and one process monitors all.
 
-A rank that hangs blocks all others in their next collective, and the library's own timeout does not name the rank.
-Each rank therefore publishes its step and its phase (`Watchdog.enter_phase`, microseconds), and a thread of the
-first rank polls them. If no rank has advanced for `hang_timeout` seconds, the watchdog names the rank that is behind
-the others. Every rank writes the stacks of its threads and its last collectives to the run's `stacks` folder
-(`hang_report.py`). All exit with one line that states the operation in which each rank waits, and with exit code 75
-("try again"), so that a scheduler requeues the job.
+A rank that hangs blocks all others in their next collective, and the library's own timeout does not name the rank. Each
+rank therefore publishes its step and its phase (`Watchdog.enter_phase`, microseconds), and a thread of the first rank
+polls them. If no rank has advanced for `hang_timeout` seconds, the watchdog names the rank that is behind the others.
+Every rank writes the stacks of its threads and its last collectives to the run's `stacks` folder (`hang_report.py`).
+All exit with one line that states the operation in which each rank waits. Exit code 75, "try again", lets a scheduler
+requeue the job.
 
 A rank can fail to respond in four ways, and each is detected differently:
 
@@ -154,7 +154,7 @@ class Watchdog:
         self._poll_interval = min(5.0, (timeout or 20.0) / 4)
         self._grace = min(30.0, timeout or 0.0)
         self._limit = (timeout or 0.0) + self._grace
-        """Seconds without a heartbeat after which a process that cannot run Python any more ends."""
+        """Seconds without a heartbeat after which a process that can no longer run Python ends."""
         if groups.world_size > 1:
             # Longer than the orderly end needs: a stopped rank is resumed last, and must not exceed its limit by then.
             self._limit += self._grace + 4 * self._poll_interval
@@ -201,7 +201,7 @@ class Watchdog:
         self._heartbeat, self._moved = Heartbeat(self._heartbeat.count + 1, step, phase), time.monotonic()
         self._store.set("beat", str(self._heartbeat))
         if self.timeout is not None:
-            # Timer that works even if Python cannot run any more.
+            # Timer that works even if Python can no longer run.
             file = self._stacks.open()
             if self._reporter is not None and self._reporter.stdin is not None:
                 with suppress(OSError):  # the helper process was ended
