@@ -71,7 +71,7 @@ def import_(
 def export(
     run: Annotated[
         str,
-        typer.Argument(help="Run folder or checkpoint; with --refresh, an export.", show_default=False),
+        typer.Argument(metavar="RUN", help="Run folder or checkpoint; with --refresh, an export.", show_default=False),
     ],
     folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="Folder to create.", show_default=False)] = None,
     **options: Any,
