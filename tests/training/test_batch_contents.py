@@ -172,7 +172,7 @@ def test_a_rollback_shows_both_attempts(
     shutil.rmtree(checkpoints / layout.format_checkpoint_name(12))
     (note,) = (attempt.note for attempt in BatchHistory(tmp_path).find_attempts(9))
     assert note is not None
-    assert "assumes that there was none to step_0000008" in note
+    assert "assumes that the run did not roll back to step_0000008" in note
     shutil.rmtree(checkpoints / layout.format_checkpoint_name(4))
     with pytest.raises(RunError, match="rolled back between its start and step_0000008"):
         BatchHistory(tmp_path).find_attempts(5)
