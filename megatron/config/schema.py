@@ -242,7 +242,7 @@ EXPECTED_TYPES = {
     "float_type": "a number",
     "finite_number": "a finite number",
     "bool_type": "true or false",
-    "string_type": "text",
+    "string_type": "a string",
     "int_parsing": "an integer",
     "float_parsing": "a number",
     "bool_parsing": "true or false",
@@ -265,7 +265,7 @@ UNION_MEMBER = re.compile(r"(constrained-)?(int|float|str|bool)|(literal|list|di
 
 
 def _is_not_finite(value: Any) -> bool:
-    """Return True for infinity and NaN, also as text of the command line."""
+    """Return True for infinity and NaN, also as strings from the command line."""
     try:
         return not isinstance(value, int) and not math.isfinite(float(value))
     except (TypeError, ValueError):
@@ -347,7 +347,7 @@ def describe_validation_error(
 
 
 def describe_option_error(error: ValidationError, name: str) -> str:
-    """Describe an option value that the command-line library rejected, in our wording."""
+    """Describe an option value that the command-line library rejected, as for a configuration key."""
     item = error.errors(include_url=False)[0]
     return f"{name} is {format_value(item['input'])}; {_list_valid_values(dict(item), None)}"
 

@@ -260,7 +260,7 @@ def _validate_optimizer(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _validate_cuda_graph(config: Config) -> Iterator[ConfigProblem]:
-    """Graphs that are demanded where there can be none."""
+    """Yield the reason why `cuda_graph: on` is impossible, if there is one."""
     if config.training.cuda_graph != "on":
         return
     obstacle = find_graph_obstacle(config)

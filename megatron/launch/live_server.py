@@ -5,8 +5,8 @@ every few seconds and updates what has changed. The server is local: it listens 
 that host, serves this one page and no files, and accepts no input. Anyone with an account on this machine can read the
 page.
 
-Training curves are read from the runs' metrics.jsonl as it grows. A step that was recorded before belongs to a resumed
-run, and later points of the earlier attempt are dropped.
+Training curves are read from the runs' metrics.jsonl as it grows. If a resumed run records a step again, later points
+of the earlier attempt are dropped.
 """
 
 import os

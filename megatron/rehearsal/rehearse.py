@@ -50,7 +50,7 @@ LAUNCHER_VARIABLES = ("SLURM_", "OMPI_", "PMIX_", "TORCHELASTIC_")
 
 @dataclass(frozen=True)
 class RankTrace:
-    """Everything one rank recorded during one action."""
+    """Records of one rank during one action."""
 
     result: RankResult
     ledger: Ledger
@@ -65,7 +65,7 @@ class Rehearsal:
     """Findings of a rehearsal."""
 
     run: RehearsedRun
-    card: GpuModel
+    gpu: GpuModel
     roles: list[RankRole]
     train_traces: dict[int, RankTrace] = field(default_factory=dict)
     """Traces of the training action, by rank."""
@@ -103,7 +103,7 @@ Progress = Callable[[str], None]
 
 def rehearse(
     run: RehearsedRun,
-    card: GpuModel,
+    gpu: GpuModel,
     selection: str | list[int],
     progress: Progress = lambda line: None,
     command: Sequence[str] = RANK_COMMAND,
@@ -112,7 +112,7 @@ def rehearse(
 
     Args:
         run: run to rehearse (`plan_rehearsal`).
-        card: GPU that each device emulates.
+        gpu: GPU that each device emulates.
         selection: ranks to run; see `choose_roles`.
         progress: callback that receives one line per starting rank.
         command: command of each rank; its job is appended as an argument.
@@ -123,11 +123,11 @@ def rehearse(
         RunError: if a process cannot be started.
     """
     start = time.monotonic()
-    rehearsal = Rehearsal(run, card, choose_roles(run.sizes, selection))
+    rehearsal = Rehearsal(run, gpu, choose_roles(run.sizes, selection))
     if rehearsal.roles[0].rank != 0:
         raise UserError("--ranks: rank 0 must be included; it orders the data and completes checkpoints")
     with WaitAnnouncer(progress, "compiling the null CUDA device"):
-        build_environment(card)  # first, to fail or compile before any folder is created
+        build_environment(gpu)  # first, to fail or compile before any folder is created
     with _temporary_folder() as folder:
         _Execution(rehearsal, folder, progress, command).execute()
     rehearsal.seconds = time.monotonic() - start
@@ -236,7 +236,7 @@ class _Execution:
         path = self._folder / f"{action}-{rank}.job"
         path.write_text(json.dumps(asdict(job)), encoding="utf-8")
         environment = build_environment(
-            self._rehearsal.card,
+            self._rehearsal.gpu,
             devices=run.devices_per_node,
             ledger=self._folder / f"{action}.ledger",
             is_single_rank=run.world_size > 1,
@@ -307,7 +307,7 @@ class _Execution:
         lines = (self._folder / f"{action}-{rank}.out").read_text(encoding="utf-8", errors="replace").splitlines()
         if code < 0:
             name = signal.Signals(-code).name
-            hint = ": does this machine have enough memory?" if name == "SIGKILL" else ""
+            hint = " (out of memory?)" if name == "SIGKILL" else ""
             return RankError("host memory" if name == "SIGKILL" else "run", f"its process was killed by {name}{hint}")
         last = next((line for line in reversed(lines) if line.strip()), f"exit code {code}")
         return RankError("run", last.removeprefix("error: "))

@@ -48,8 +48,9 @@ if TYPE_CHECKING:
 EVALUATION_MARKER_FILE = "evaluated{}.json"
 """Marker file of an evaluation; the placeholder is empty, or an underscore and the name of an additional evaluation."""
 MARKER_FORMAT = 6
-"""Format 1 had no bootstrap, 2 covered the whole results.json, 3 named the options differently, 4 had effective
-lengths relative to the shortest length, and 5 had digests of mean accuracies that did not cover their lengths."""
+"""Format of the marker. Format 1 had no bootstrap, and 2 covered the whole results.json. Format 3 named the options
+differently, 4 had effective lengths relative to the shortest length, and in 5 digests of mean accuracies did not cover
+their lengths."""
 
 
 def find_finished_step(member: SweepMember) -> int:

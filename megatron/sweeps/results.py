@@ -134,7 +134,7 @@ def _write_results(
     if experiment.has_information:  # so that results of several sweeps can be combined
         paper_experiment.write_experiment(output / RESULTS_FILE, experiment)
     texts = dict(sweep.texts)
-    texts |= {str(member.get_path_beside(".yml")): member.text for member in done}
+    texts |= {str(member.get_sibling_path(".yml")): member.text for member in done}
     runs = [member.folder for member in sweep.members if member.folder.is_dir()]
     page = report.render_report(
         [section],
@@ -146,7 +146,7 @@ def _write_results(
 
 
 def save_experiment(sweep: Sweep, digests: Mapping[SweepMember, str]) -> None:
-    """Write what a report needs beside the saved records, if the sweep saves records: title, leaderboard, and so on.
+    """Write what reports need next to a sweep's saved records, if it saves any: title, leaderboard options, and so on.
 
     Machines that divide a sweep write equal files.
 

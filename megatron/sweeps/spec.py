@@ -136,9 +136,9 @@ class SweepMember:
     def text(self) -> str:
         return self.config.to_yaml()
 
-    def get_path_beside(self, ending: str) -> Path:
-        """Return the path of a file next to the run's folder, named after it."""
-        return self.folder.with_name(self.folder.name + ending)
+    def get_sibling_path(self, suffix: str) -> Path:
+        """Return the path of a file next to the run's folder: its name with a suffix."""
+        return self.folder.with_name(self.folder.name + suffix)
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def _build_training(
     built: dict[str, list[SweepMember]] = {}
     layers_by_variant: dict[str, list[YamlDocument]] = {}
     for variant in options.sort_variants():
-        if training.benchmark is not None and variant not in (training.variants or options.list_unbranched()):
+        if training.benchmark is not None and variant not in (training.variants or options.list_root_variants()):
             continue
         keys = {name: value for name, value in options.variants[variant].items() if name not in (BRANCH, SEEDS)}
         overridden, in_file = _split_variant(keys, ("sweep", "variants", variant), locate)

@@ -238,7 +238,7 @@ class BatchHistory:
             )
         attempts = state.rollbacks - before.rollbacks
         if attempts > 1:
-            note = f"{attempts} attempts after {since} were rolled back; the batches of each are not recorded"
+            note = f"{attempts} attempts after {since} were rolled back; the batches of each attempt are not recorded"
             return [replace(attempt, note=note)]
         if step > before.step + skipped // order.batch_size:
             return [attempt]
@@ -266,12 +266,12 @@ class BatchHistory:
         end = order.position.step + (order.last_sample - order.position.samples) // order.batch_size
         if step > end:
             reason = "is after the last step" if end == order.config.training.train_iters else "has not been reached"
-            raise UserError(f"step {step}: {reason}; after {name}, batches up to step {end} are known")
+            raise UserError(f"step {step} {reason}; after {name}, batches up to step {end} are known")
         notes = []
         if step > (reached := max(self._losses, default=order.position.step)):
             notes.append(f"the last recorded step is {reached}")
         if order.config.training.on_bad_loss == "rollback" and last is not None:
-            notes.append(f"rollbacks are recorded by checkpoints: assumes that there was none to {name} since it")
+            notes.append(f"assumes that the run did not roll back to {name}: only a later checkpoint would record it")
         return StepAttempt(step, order, order.count_samples_before(step), note="; ".join(notes) or None)
 
     def _plan_next_order(self, last: Path | None) -> DataOrder:
@@ -282,7 +282,8 @@ class BatchHistory:
         stored, state = read_config(path), TrainerState() if last is None else TrainerState.read(last)
         config = resolve_data_paths(stored, last or layout.get_checkpoint_path(self.run, 0), state.directory)
         if config.training.stages and config.data != stored.data:
-            raise UserError(f"{self.run}: its data moved; run this command in {state.directory or 'its directory'}")
+            where = state.directory or "the working directory of its training"
+            raise UserError(f"{self.run}: its data were moved; run this command in {where}")
         folder = str(self.run)
         config = config.replace(save=folder, load=folder, finetune=False, rollback=False)
         plan = plan_start(config, ProcessGroups(), sizes=state.sizes, checksums=False)

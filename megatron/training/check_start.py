@@ -10,7 +10,7 @@ The checks run where the run is started, before it waits in a queue.
 Facts that only the training machines know stay unchecked (`CHECKED_ON_NODES`).
 
 `resolve_data` replaces folders by their datasets, and `train_epochs` by a number of steps. The stored configuration of
-a run names the datasets that a folder held at the start, so that a dataset added later is noticed when the run resumes.
+a run names the datasets in a folder at the start, so that a dataset added later is noticed when the run resumes.
 
 An epoch has as many sequences as all training datasets together. Steps are rounded down, so that nothing is read more
 often than requested. A run keeps the number of steps with which it started (`megatron.checkpoint.resume`).
@@ -208,7 +208,7 @@ class StartCheck:
     """Result of the checks of a run that can start, as far as this machine can tell."""
 
     config: Config
-    """Configuration with the values that the data determine, and with a batch size if it was left open."""
+    """Configuration with the values that the data determine. If a dry run left the batch size open, one is assumed."""
     data_notes: tuple[str, ...]
     """Lines about values that the data determined."""
     plan: StartPlan | None

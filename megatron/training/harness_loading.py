@@ -55,7 +55,7 @@ def load_training_tasks(
         num_fewshot=harness.num_fewshot,
         metadata=harness.metadata,
     )
-    with quiet_harness():
+    with silence_harness():
         return load_tasks(
             options, log, name_option="harness.{}".format, allow_download=harness.download and allow_download
         )
@@ -120,7 +120,7 @@ def check_task_requests(config: Config, tasks: Any, vocabulary: Vocabulary, mode
             )
         checker = RequestChecker(model, vocabulary.tokenizer, length)
         try:
-            with quiet_harness():
+            with silence_harness():
                 checker.check(tasks["tasks"].values(), harness.limit)
         except RunError as error:
             problem = str(error).replace("--lengths", "harness.length")
@@ -133,7 +133,7 @@ def get_task_length(config: Config) -> int:
 
 
 @contextmanager
-def quiet_harness() -> Iterator[None]:
+def silence_harness() -> Iterator[None]:
     """Silence the harness's progress bars and remarks on tasks, which each rank would print at each evaluation."""
     from lm_eval.api import task as task_module
 

@@ -116,7 +116,7 @@ def _run_attempt(
         finally:
             trainer.close()
     except RollbackRequested as request:
-        request.__traceback__ = None  # its frames hold the engine
+        request.__traceback__ = None  # its frames refer to the engine
         return request.rollback
     finally:
         run.close()

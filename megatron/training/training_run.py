@@ -65,14 +65,14 @@ PARAMETER_GROUPS = "parameter_groups.txt"
 
 @dataclass(frozen=True)
 class TrainingSession:
-    """Membership of one process in a run."""
+    """Connection of one process to a run: its process groups, and the lock on the run's folder."""
 
     groups: ProcessGroups
     lock: RunLock | None
-    """Lock that keeps other runs out of the folder; held by the first process if the run saves anything."""
+    """Lock that keeps other runs out of the folder. The first process has it, if the run saves anything."""
 
     def check_folder(self) -> None:
-        """Raise MissingFolderError if the run's folder was moved or removed. Only the first process can tell."""
+        """Raise MissingFolderError if the run's folder was moved or removed. Only the first process can detect this."""
         if self.lock is not None:
             self.lock.check_folder()
 
@@ -190,7 +190,7 @@ class TrainingRun:
         return trainer_state.collect(self.data_position, EngineCounters(self.engine.deepspeed), *parts)
 
     def report(self, record: RunRecord) -> None:
-        """Pass a record to all reporters. Raises MissingFolderError if the run's folder does not exist any more."""
+        """Pass a record to all reporters. Raises MissingFolderError if the run's folder no longer exists."""
         self.session.check_folder()
         report_to_all(self.reporters, record)
 
@@ -252,7 +252,7 @@ def build_training_run(
 
 
 def _announce_resume(console: ConsoleReporter, session: TrainingSession, resume: ResumePlan) -> WaitAnnouncer:
-    """Return an announcer for the minutes that building a large model takes; on a terminal it prints sooner."""
+    """Return an announcer for building a large model, which takes minutes; on a terminal it prints sooner."""
     work = "reading its states" if resume.resumes else "its optimizer"
     first = 3.0 if console.console is not None and console.console.is_terminal else MAX_SILENCE
     return WaitAnnouncer(
@@ -357,7 +357,7 @@ def restore_training_run(run: TrainingRun) -> None:
     """Restore the states of the checkpoint, if there is one, and take over the folder. All processes must call this.
 
     Raises:
-        UserError: if another file is in the place of the tokenizer's copy.
+        UserError: if another file has the name of the tokenizer's copy.
         RunError: if files are missing or damaged, or the disk cannot be written.
     """
     config, resume, groups = run.config, run.resume, run.groups

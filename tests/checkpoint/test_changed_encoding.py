@@ -87,7 +87,9 @@ def test_another_base_needs_no_weight_and_other_buckets_do(corpus, trained: dict
         assert f"fresh: {own}; dropped: position.bias.value" in output
 
 
-def test_with_a_processor_at_zero_effect_at_once(corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
+def test_an_encoding_and_a_processor_can_change_together(
+    corpus: Path, trained: dict[str, Path], tmp_path: Path
+) -> None:
     zero = {"score_processor": "cdape", "score_processor_options": {"zero_init": True}}
     output = tuned(corpus, tmp_path / "run", trained["rotary"], pos_emb="kerple_log", pos_emb_per_layer=True, **zero)
     assert "score_processor none → cdape" in output

@@ -181,7 +181,7 @@ def test_results_without_runs_are_shown(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_others_are_refused(tmp_path: Path) -> None:
+def test_foreign_requests_are_rejected(tmp_path: Path) -> None:
     with serving(make_page(make_run(tmp_path / "run", 2))) as port:
         assert ask(port, Host=f"localhost:{port}")[0] == 200
         assert ask(port, Host="127.0.0.1:9000")[0] == 200, "of a tunnel"

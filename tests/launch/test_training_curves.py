@@ -140,7 +140,7 @@ def test_runs_may_be_named_in_several_ways(tmp_path: Path, monkeypatch: pytest.M
     assert [name for name, _ in TrainingMonitor().describe([Path()]).table.rows] == ["a"]
 
 
-def test_of_many_runs_the_table_alone_is_shown(tmp_path: Path) -> None:
+def test_many_runs_are_shown_as_a_table_only(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / f"{number:02}", 2) for number in range(MAX_CURVES + 1)]
     section = TrainingMonitor().describe(runs)
     assert len(section.table.rows) == MAX_CURVES + 1
@@ -148,7 +148,7 @@ def test_of_many_runs_the_table_alone_is_shown(tmp_path: Path) -> None:
     assert f"at most {MAX_CURVES} runs" in section.table.notes[0]
 
 
-def test_files_that_no_run_writes_end_neither_page_nor_status(tmp_path: Path) -> None:
+def test_unusual_files_break_neither_page_nor_status(tmp_path: Path) -> None:
     """Unusual files break neither the page nor `status`: huge steps, terminal escapes, partial characters and idle
     pipes.
     """

@@ -180,7 +180,7 @@ def test_other_code_of_a_method_is_noticed(trainer: Trainer, place: Path, monkey
     assert len(list_trainings(trainer)) == 2
 
 
-def test_what_cannot_be_saved_is_an_error_before_any_training(trainer: Trainer) -> None:
+def test_unwritable_records_are_an_error_before_any_training(trainer: Trainer) -> None:
     Path("file").write_text("mine")
     for keys, message in (
         (["sweep.part=1/2"], "sweep.part needs sweep.records"),
@@ -235,7 +235,7 @@ def test_an_unwritable_description_is_an_error_before_any_training(
     assert trainer.asked == []
 
 
-def test_records_that_are_kept_need_no_folder_of_their_own(trainer: Trainer) -> None:
+def test_records_may_be_saved_inside_the_output_folder(trainer: Trainer) -> None:
     write(BASE.replace("output: out", "output: out\n      records: out/kept"))
     run()
     assert Path("out/kept/mine/seed_1234.json.gz").stat().st_size < 4000

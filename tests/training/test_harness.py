@@ -162,7 +162,7 @@ def test_errors_come_before_the_first_step(
         train(tiny_config(corpus, **harness(folder)))
 
 
-def test_layouts_and_tasks_that_cannot_be_evaluated_are_refused_by_name() -> None:
+def test_layouts_and_tasks_that_cannot_be_evaluated_are_rejected_by_name() -> None:
     def load(*pairs: str) -> Config:
         return load_config(["125M"], ["train_data_paths=[a]", "harness.tasks=piqa", *pairs]).config
 

@@ -84,12 +84,14 @@ def test_the_machine_determines_unset_keys(
         ),
     ],
 )
-def test_refused_before_anything_is_started(machine: LocalHardware, overrides: list[str], message: str) -> None:
+def test_invalid_runs_are_rejected_before_anything_starts(
+    machine: LocalHardware, overrides: list[str], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         resolve_run(config(*overrides), machine)
 
 
-def test_processes_that_were_started_decide() -> None:
+def test_started_processes_determine_the_world_size() -> None:
     assert resolve_run(config(), LOGIN_NODE, rank_info=RankInfo(0, 2)).config.launch.num_gpus == 2
     with pytest.raises(UserError, match=r"num_gpus is 4, but 2 processes were started"):
         resolve_run(config("num_gpus=4"), LOGIN_NODE, rank_info=RankInfo(0, 2))

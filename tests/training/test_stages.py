@@ -294,7 +294,7 @@ def test_a_branch_that_was_killed_before_its_first_checkpoint_is_a_branch_again(
     assert same_weights(tmp_path / "a", tmp_path / "b")
 
 
-def test_a_stage_that_names_a_decay_begins_a_schedule_of_its_own(corpus: Path, tmp_path: Path) -> None:
+def test_a_stage_with_a_decay_starts_its_own_schedule(corpus: Path, tmp_path: Path) -> None:
     """A stage that names a decay starts its own schedule.
 
     The infinite schedule restarts in the second half of a run: warmup, cooldown and annealing again.
@@ -388,7 +388,7 @@ def test_a_checkpoint_of_another_stage_is_rejected(corpus: Path, tmp_path: Path)
         plan_resume(moved, ProcessGroups())
 
 
-def test_epochs_make_the_steps_and_a_run_keeps_them(
+def test_epochs_determine_the_steps_and_a_run_keeps_them(
     tmp_path: Path, read_text: Callable[[], list[torch.Tensor]]
 ) -> None:
     """Epochs determine the number of steps, which a run keeps.
@@ -431,7 +431,7 @@ def test_epochs_make_the_steps_and_a_run_keeps_them(
     assert not [note for note in plan.notes if "train_iters" in note]
 
 
-def test_a_run_goes_back_within_its_stage(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_rolls_back_within_its_stage(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run rolls back within its stage.
 
     A persistently bad loss in the second stage sends the run to the checkpoint at the boundary, written by the previous
