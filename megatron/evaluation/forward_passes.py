@@ -261,7 +261,7 @@ def list_attention_layers(model: GPT) -> list[PositionedAttention]:
 
 @contextmanager
 def capture_attention(model: GPT, hook: AttentionHook) -> Iterator[None]:
-    """Context manager in which a hook is called for each layer of every forward pass."""
+    """Call a hook for each layer of every forward pass inside this context."""
     backends = [(attention, attention.backend) for attention in list_attention_layers(model)]
     for attention, backend in backends:
         attention.backend = CapturingBackend(backend, attention.layer_index, hook)

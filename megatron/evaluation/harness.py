@@ -257,7 +257,7 @@ class HarnessModel(TemplateLM):
     ) -> list[list[LoglikelihoodAnswer]]:
         """Score the continuations at the end of each row. A batch that does not fit in memory is split in half.
 
-        A model that is divided among processes is not called again, because the others would not call theirs.
+        A sharded model cannot be called again, because the other processes would not call theirs.
         """
         try:
             return self._forward(rows, continuations)
@@ -298,7 +298,7 @@ class HarnessModel(TemplateLM):
 
 
 class RequestChecker(HarnessModel):
-    """Model interface that checks requests without computing answers: their errors, before a run trains for hours."""
+    """Model interface that checks requests without computing answers, so that errors appear before a long training."""
 
     def check(self, tasks: Iterable[Any], limit: int | None) -> None:
         """Check the requests of tasks.

@@ -286,7 +286,7 @@ def run_eval_jobs(
     log = make_log_function(console)
     partial_records = PartialRecords.open(request.folder)
     if {record.run for record in partial_records.found} & {job.run.name for job in jobs}:
-        log(f"resuming an interrupted evaluation: reusing the finished parts in {partial_records.path}")
+        log(f"resuming an interrupted evaluation: reusing the finished records in {partial_records.path}")
     for job in jobs:
         if job.note is not None:
             log(f"{job.run.name}: {job.note}")

@@ -2,7 +2,7 @@
 
 Each model is rebuilt from the configuration in its checkpoint. All runs are scored on the same tokens of the same text
 by the same protocol. Incompatible runs (other tokenizers, other data) are rejected before the first model is loaded. A
-model with limited positions is scored on the same targets up to its maximum length, and the output says so. Files are
+model with limited positions is scored on the same targets up to its maximum length, and a note reports this. Files are
 written after each run, so that results survive a later failure. Results of other runs, protocols, and texts in the
 folder are kept.
 

@@ -30,7 +30,7 @@ class XAxis:
     min_value: float = 1.0
     max_value: float = float("inf")
     is_dense: bool = False
-    """True if there are so many values that tables show only some of them."""
+    """True if tables show only some of the values, because there are too many."""
 
     @property
     def inline_name(self) -> str:
@@ -54,8 +54,8 @@ X_AXES = {
     axis.name: axis
     for axis in (
         XAxis("length", "length: tokens", "at every length"),
-        XAxis("position", "position in the window: tokens seen, the own included", "in a bin of positions"),
-        XAxis("tokens_seen", "position in the window: tokens seen, the own included", "at a position", is_dense=True),
+        XAxis("position", "position in the window: tokens seen, including itself", "in a bin of positions"),
+        XAxis("tokens_seen", "position in the window: tokens seen, including itself", "at a position", is_dense=True),
         XAxis("distance", "distance to the first occurrence: tokens", "at a distance"),
         XAxis(
             "depth",

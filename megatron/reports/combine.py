@@ -118,7 +118,7 @@ def build_sections(
     """Build the sections of a page. For arguments and errors see `combine_results`.
 
     Args:
-        is_whole: False if more results are to come, in which case the method to compare with may be missing.
+        is_whole: False if more results will follow; the method to compare with may then be missing.
     """
     records_by_path = _read_results(result_paths)
     if not is_whole and against not in {record.method for found in records_by_path.values() for record in found}:
@@ -136,7 +136,7 @@ def _check_output_page(output: Path) -> None:
     """Check that the page can be written.
 
     Raises:
-        UserError: it cannot.
+        UserError: the format is unknown, or the page would overwrite another file.
     """
     checks = {
         ".html": is_generated_page,
@@ -146,7 +146,7 @@ def _check_output_page(output: Path) -> None:
     }
     if output.suffix not in checks:
         raise UserError(
-            f"--output {output}: expected a name ending in .html, {MARKDOWN_SUFFIX}, or {LATEX_SUFFIX}; "
+            f"--output {output}: expected a name ending in .html, .htm, {MARKDOWN_SUFFIX}, or {LATEX_SUFFIX}; "
             f"results.csv is already next to {RESULTS_FILE}"
         )
     if output.is_dir():
@@ -264,12 +264,12 @@ def _build_sections(
         raise UserError(f"{', '.join(map(str, records_by_path))}: no records found")
     methods = list(dict.fromkeys(record.method for item in sections for record in item.records))
     if against is not None and against not in methods:
-        raise UserError(f"--against {against}: nothing to compare with it; {format_choices(against, methods)}")
+        raise UserError(f"--against {against}: unknown method; {format_choices(against, methods)}")
     return sections
 
 
 def find_contradictions(records_by_path: Mapping[Path, Sequence[Record]]) -> Iterator[str]:
-    """Yield notes about files whose values contradict an earlier file on the same run."""
+    """Yield notes about files whose values differ from those of an earlier file for the same runs."""
     latest: dict[tuple[Hashable, ...], tuple[Path, float]] = {}
     for path, file_records in records_by_path.items():
         conflict_counts: dict[Path, int] = {}
@@ -281,5 +281,5 @@ def find_contradictions(records_by_path: Mapping[Path, Sequence[Record]]) -> Ite
                 conflict_counts[previous[0]] = conflict_counts.get(previous[0], 0) + 1
             latest[key] = (path, record.value)
         for other_path, count in conflict_counts.items():
-            count_text = "1 number" if count == 1 else f"{count} numbers"
-            yield f"{path}: {count_text} of runs differ from {other_path}; this file takes precedence"
+            count_text = "1 value differs" if count == 1 else f"{count} values differ"
+            yield f"{path}: {count_text} from {other_path} for the same runs; using this file"

@@ -29,7 +29,7 @@ from functools import cached_property
 
 from megatron.reports import axes
 from megatron.reports.axes import XAxis, format_multiple
-from megatron.reports.method_rows import disambiguate_methods, get_table_key, list_unverified_methods
+from megatron.reports.method_rows import disambiguate_methods, get_table_key, list_unverified_methods, quote_method
 from megatron.reports.metrics import Metric
 from megatron.reports.records import Record, RunFailure
 
@@ -232,7 +232,7 @@ class ComparisonTable:
                 values_by_method.setdefault(record.method, []).append(record.value)
         format_value, select_best = self.metric.format_value, self.metric.select_best
         return [
-            f"{method} {format_value(select_best(values))}"
+            f"{quote_method(method)} {format_value(select_best(values))}"
             for method, values in values_by_method.items()
             if len(values) > 1
         ]

@@ -133,7 +133,7 @@ def _order_methods(
     curves: Mapping[str, tuple[list[float], list[float], list[tuple[float, float] | None]]],
     shown_methods: Sequence[str] | None,
 ) -> list[tuple[str, bool]]:
-    """Return methods with a flag for color. Colored methods come first, and there is at least one."""
+    """Return the methods, each with True if it is colored. Colored methods come first, and there is at least one."""
     if shown_methods is not None and not {*shown_methods, *table.trivial_baselines}.isdisjoint(measured):
         drawn = [method for method in shown_methods if method in measured]
         drawn += [method for method in table.trivial_baselines if method in measured and method not in drawn]

@@ -14,6 +14,7 @@ import numpy as np
 from megatron.reports.axes import format_multiple, join_headers
 from megatron.reports.comparison_table import Cell, ComparisonTable
 from megatron.reports.html_page import HtmlCell, HtmlColumn, HtmlTable
+from megatron.reports.method_rows import quote_method
 from megatron.reports.metrics import Metric
 from megatron.reports.table_formats import TextTable
 
@@ -171,7 +172,7 @@ class DepthMap:
             finite = ((column[np.isfinite(column)], length) for column, length in columns)
             texts = (f"{self.metric.format_value(float(own.mean()))} at {length:,}"
                      for own, length in finite if own.size)  # fmt: skip
-            parts.append(f"{method} {', '.join(texts)}")
+            parts.append(f"{quote_method(method)} {', '.join(texts)}")
         return f"Map of {self.title[0].lower()}{self.title[1:]}; means over depths: {'; '.join(parts)}."
 
 

@@ -22,7 +22,7 @@ from megatron.reports.table_formats import TextTable
 from megatron.reports.uncertainty import find_detectable_difference
 
 POWER = 0.8
-"""Probability with which a stated detectable change is found."""
+"""Power of the tests for the stated detectable change."""
 MIN_SECONDS = 1e-9
 """Shortest time that counts as measured, in seconds. Shorter times are not compared."""
 
@@ -116,8 +116,9 @@ def find_reevaluated_methods(tables: Sequence[ComparisonTable]) -> dict[str, str
 
 
 _HOLM_NOTE = (
-    f"Significant: p is below {SIGNIFICANCE_LEVEL:.0%} after correction for all tests of this page, which are those of "
-    "components and those of all pairs of methods at the largest length, since the best is chosen by its result."
+    f"A difference is significant if p is below {SIGNIFICANCE_LEVEL:.0%} after Holm's correction for all tests of this "
+    "page: those of added components, and those of all pairs of methods at the largest length. All pairs count, "
+    "because the best method is selected by its result."
 )
 
 
@@ -169,7 +170,7 @@ class LeaderboardReport:
         self.against_best: dict[str, MethodComparison] = {}
         """Comparisons with the best method at the largest length."""
         self.num_tests: dict[str, int] = {}
-        """Number of tests: planned ones, of ablations, and those of pairs of methods."""
+        """Number of tests of ablations, which are planned, and of pairs of methods."""
         if self.text is None:
             return
         text, last = self.text, self.text.x_values[-1]
@@ -198,12 +199,12 @@ class LeaderboardReport:
         self.num_tests = {"planned": _count_tests(planned_found), "pairs": _count_tests(pairs_found)}
 
     def find_detectable_change(self, x: float) -> float | None:
-        """Compute the smallest change that the page's tests of pairs find with probability `POWER`.
+        """Compute the smallest change that the page's tests of pairs detect with probability `POWER`.
 
         The methods compared have the median variance of those with the most seeds.
 
         Returns:
-            A relative change, 0.1 for 10%; None if nothing is tested, or if no difference below tenfold is found.
+            A relative change, 0.1 for 10%; None if nothing is tested, or if only tenfold differences are detectable.
         """
         text = self.text
         assert text is not None
@@ -234,7 +235,7 @@ class LeaderboardReport:
 
     @property
     def trained(self) -> list[str]:
-        """Methods with trained models of their own, in the order of the leaderboard."""
+        """Methods with their own trained models, in the order of the leaderboard."""
         return [method for method in self.ranking if method not in self.reevaluated]
 
     def list_shown_methods(self) -> list[str]:
@@ -277,18 +278,18 @@ class LeaderboardReport:
                 cells.append(_format_ratio(None if cost is None else cost.step))
             rows.append((method, tuple(cells)))
         notes.append(
-            "Mean rank: ranks are averaged within each kind of contest (text, needles, other tasks), then over kinds; "
-            "methods without a number are last in a contest."
+            "Mean rank: ranks are averaged within each kind of benchmark (text, needles, other tasks), then over "
+            "kinds; a method without a result ranks last in a benchmark."
         )
         if any(place.interval is not None for place in places.values()):
             notes.append(
-                "The interval of a rank is from the uncertainty of each mean over its seeds; methods with one seed are "
-                "taken at their value."
+                "The interval of a rank follows from the uncertainty of each mean over its seeds; the result of a "
+                "single seed is treated as exact."
             )
         if len(self.ranks) < len(self.trained):
             notes.append(
-                f"Ranks cover the {len(self.ranks)} methods that every contest evaluated; the others follow, sorted by "
-                f"{self.ranked_columns[0].title}."
+                f"Ranks cover the {len(self.ranks)} methods that every benchmark evaluated; the others follow, sorted "
+                f"by {self.ranked_columns[0].title}."
             )
         for trained in dict.fromkeys(self.reevaluated.values()):
             evaluated = [method for method in self.ranking if self.reevaluated.get(method) == trained]
@@ -300,7 +301,8 @@ class LeaderboardReport:
             notes.append(_HOLM_NOTE)
         if any(ranked_column.partial_num_seeds for ranked_column in self.ranked_columns):
             notes.append(
-                "n is the number of seeds of a method with fewer seeds than others; it also applies to its differences."
+                "n is the number of seeds of a method that has fewer seeds than others; it also applies to its "
+                "differences."
             )
         lead = tuple(self._explain_columns())
         return TextTable("Leaderboard", "method", tuple(headers), tuple(rows), tuple(notes), lead)
@@ -309,7 +311,7 @@ class LeaderboardReport:
         """Yield the sentences above the table, which explain its columns."""
         has_intervals = any(column.mean_variances for column in self.ranked_columns)
         interval = "; parentheses contain the 95% interval of a rank over seeds" if has_intervals else ""
-        yield f"Methods are sorted by their mean rank over the contests, the best first{interval}."
+        yield f"Methods are sorted by their mean rank over the benchmarks, the best first{interval}."
         if self.text is not None:
             yield (
                 f"Perplexity is measured at the training length (1×, {self.text.train_length:,} tokens) and at "
@@ -322,8 +324,8 @@ class LeaderboardReport:
             )
         if self.text is not None:
             yield (
-                f"“From the best” compares perplexity at {self.largest} with {self.best_text_method}, in parentheses "
-                "if the difference is not significant over seeds."
+                f"“From the best” is the difference in perplexity from {self.best_text_method} at {self.largest}, in "
+                "parentheses if it is not significant over seeds."
             )
         if any(column.deviations for column in self.ranked_columns):
             yield "± is the standard deviation over seeds."
@@ -394,7 +396,7 @@ class LeaderboardReport:
         times = (
             "Times are CPU seconds"
             if has_cpu_times(self.text)
-            else "Times are wall-clock seconds, and runs may have shared a machine,"
+            else "Times are wall-clock seconds of runs that may have shared a machine"
         )
         return TextTable(
             f"Costs of methods, relative to {baseline}" if has_ratios else "Costs of methods",
@@ -407,10 +409,10 @@ class LeaderboardReport:
             ),
             tuple(rows),
             (
-                f"{times} on the machine named below: medians over steps and seeds, relative to {baseline}."
+                f"{times} (medians over steps and seeds), relative to {baseline}."
                 if has_ratios
                 else f"Times are omitted, because they are relative to {baseline}, whose times are unknown.",
-                "Memory is the peak of a process, including Python and PyTorch.",
+                "Memory is the peak of one process, including Python and PyTorch.",
             ),
         )
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from megatron.reports.axes import choose_scales, format_multiple
 from megatron.reports.charts import Chart, ChartPoint, ChartPosition, ChartSeries, ChartTick
 from megatron.reports.leaderboard import POWER, LeaderboardReport
+from megatron.reports.method_rows import quote_method
 from megatron.reports.metrics import format_number, format_percent, get_metric
 from megatron.reports.ranked_columns import RankedColumn
 from megatron.reports.significance import MethodComparison
 
 MAX_EXTRAPOLATION_RATIO = 1.05
-"""Maximum ratio of perplexity at the largest length to that at the training length for a method that holds."""
+"""Maximum ratio of perplexity at the largest length to that at the training length for a method that extrapolates."""
 MAX_RATIO_TO_BEST = 1.05
 """Maximum ratio of mean perplexity at the largest length to the lowest, for a method to be considered for its costs."""
 MAX_NAMED = 8
@@ -33,7 +34,7 @@ def build_answers(board: LeaderboardReport) -> list[Answer]:
     """Build the questions and answers, in order; empty if no text was scored."""
     if board.text is None:
         return []
-    answers = [Answer(f"Which methods hold at {board.largest}?", tuple(_answer_who_extrapolates(board)))]
+    answers = [Answer(f"Which methods extrapolate to {board.largest}?", tuple(_answer_who_extrapolates(board)))]
     if any(board.ablations.values()):
         answers.append(Answer("Do score processors and temperatures help?", tuple(_answer_what_helps(board))))
     return [*answers, Answer("What do methods cost?", tuple(_answer_costs(board)))]
@@ -50,17 +51,17 @@ def _answer_who_extrapolates(board: LeaderboardReport) -> Iterator[str]:
     }
     best = board.best_text_method
     if best is None or not changes:
-        yield f"No method has a number at {board.largest}."
+        yield f"No method has a result at {board.largest}."
         return
     holding = [method for method in changes if changes[method] <= MAX_EXTRAPOLATION_RATIO]
     holding.sort(key=lambda method: text.cells[method, last].mean)
     limit, named = f"{MAX_EXTRAPOLATION_RATIO - 1:.0%}", f" ({_join_method_names(holding)})" if holding else ""
     yield (
-        f"{len(holding)} of {len(changes)} methods hold: their perplexity at {board.largest} is at most {limit} "
-        f"above that at the training length{named}."
+        f"For {len(holding)} of {len(changes)} methods, perplexity at {board.largest} is at most {limit} above that at "
+        f"the training length{named}."
     )
     value = text.metric.format_value(text.cells[best, last].mean)
-    yield f"{best} has the lowest mean perplexity at {board.largest}, {value}."
+    yield f"{quote_method(best)} has the lowest mean perplexity at {board.largest}, {value}."
     yield _compare_with_best(board)
     if (detectable := board.find_detectable_change(last)) is not None:
         yield (
@@ -98,7 +99,7 @@ def _compare_with_best(board: LeaderboardReport) -> str:
         return "No other method shares two seeds with it, so no difference was tested."
     worse = sorted((m for m, found in tested.items() if found.verdict == "worse"), key=lambda m: tested[m].change)
     close = sorted((m for m in tested if m not in worse), key=lambda m: tested[m].change)
-    named = _join_method_names([f"{method} {_format_change(tested[method])}" for method in close])
+    named = _join_method_names([f"{quote_method(method)} {_format_change(tested[method])}" for method in close])
     if len(tested) == 1:
         only, verdict = (worse[0], "is") if worse else (named, "is not")
         return f"In the only test over seeds, the other method {verdict} significantly worse ({only})."
@@ -146,9 +147,10 @@ def _answer_costs(board: LeaderboardReport) -> Iterator[str]:
     assert text is not None
     best = board.best_text_method
     if baseline not in text.methods:
-        yield f"Costs are relative to {baseline}, which has no record here."
+        yield f"Costs are relative to {baseline}, which has no results here."
     elif best is not None and best in board.costs and best != baseline:
-        yield f"Relative to {baseline}, {best}, the best at {board.largest}, {_describe_cost(board, best)}."
+        cost = _describe_cost(board, best)
+        yield f"Relative to {baseline}, {quote_method(best)}, the best at {board.largest}, {cost}."
     if best is None or len(text.methods) == 1 or not board.costs[best].has_times:
         return
     cheap = _find_cheapest(board, best)
@@ -212,6 +214,7 @@ def _join_method_names(names: Sequence[str]) -> str:
     """Join names in a sentence: a, b and c, or the first ones and the number of others."""
     if not names:
         return "none"
+    names = [quote_method(name) for name in names]
     if len(names) > MAX_NAMED:
         return f"{', '.join(names[:MAX_NAMED])} and {len(names) - MAX_NAMED} more"
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
@@ -247,7 +250,9 @@ def build_cost_chart(board: LeaderboardReport, name: str) -> Chart | None:
         return None
     baseline = board.leaderboard.baseline
     best = sorted(points, key=lambda point: point[2])[:5]
-    described = "; ".join(f"{method} {step:.2f} times and {format_number(value)}" for method, step, value in best)
+    described = "; ".join(
+        f"{quote_method(method)} {step:.2f} times and {format_number(value)}" for method, step, value in best
+    )
     alt_text = (
         f"Plot of perplexity at {board.largest} over the duration of a training step relative to {baseline}, for "
         f"{len(points)} methods. The best: {described}."

@@ -1,11 +1,11 @@
-"""Contests: the criteria by which a leaderboard ranks methods.
+"""Benchmarks by which a leaderboard ranks methods.
 
-Each table of perplexity over lengths is a contest at its largest length. Each task is a contest by its mean accuracy
-beyond training, or by its effective length if it has no such mean (a passkey). In a contest, tied methods share the
-mean of their ranks, and methods without a number are last. A kind of contest (text, tasks, needles) is the mean of its
-ranks. Methods are sorted by the mean over kinds, so that many tasks have the weight of one text. Ranks cover the
-methods that every contest evaluated. Other methods, and further evaluations of the same trained models, follow without
-a rank, sorted by the first contest.
+A table of perplexity over lengths is a benchmark at its largest length. A task is a benchmark by its mean accuracy
+beyond training, or by its effective length if it has no such mean (a passkey). In a benchmark, tied methods share the
+mean of their ranks, and methods without a result are last. Ranks are averaged within each kind of benchmark (text,
+tasks, needles). Methods are sorted by the mean over kinds, so that many tasks have the weight of one text. Ranks cover
+the methods that every benchmark evaluated. Other methods, and further evaluations of the same trained models, follow
+without a rank, sorted by the first benchmark.
 """
 
 import math
@@ -28,18 +28,18 @@ RANK_SEED = 20_261_128
 
 @dataclass(frozen=True)
 class RankedColumn:
-    """One column of ranks."""
+    """One benchmark of a leaderboard, which ranks methods by their scores."""
 
     kind: str
     """Either text, tasks, or needles."""
     title: str
     metric: Metric
     scores: Mapping[str, float]
-    """Method → score; methods without a number are missing."""
+    """Method → score; methods without a result are missing."""
     deviations: Mapping[str, float]
     """Standard deviations over seeds, for methods with several seeds."""
     methods: frozenset[str]
-    """All evaluated methods, with or without a number."""
+    """All evaluated methods, with or without a result."""
     floor: float | None = None
     """Score of the best trivial baseline."""
     partial_num_seeds: Mapping[str, int] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class RankedColumn:
 
 
 def build_ranked_columns(tables: Sequence[ComparisonTable]) -> list[RankedColumn]:
-    """Build the contests from tables, using one metric for each dataset."""
+    """Build the benchmarks from tables, using one metric for each dataset."""
     ranked_columns = []
     for table in tables:
         name, dataset = table.metric.name, table.records[0].dataset
@@ -118,7 +118,7 @@ def _get_task_name(table: ComparisonTable, tables: Sequence[ComparisonTable]) ->
 
 
 def _ranks_by_accuracy(table: ComparisonTable, dataset: str | None) -> bool:
-    """Return True if a table has the mean accuracies of two methods on a dataset, which differ more finely."""
+    """Return True if a table has the mean accuracies of two methods on a dataset. They distinguish methods best."""
     methods = set(table.methods) - set(table.trivial_baselines)
     return table.metric.name == "mean_accuracy" and table.records[0].dataset == dataset and len(methods) > 1
 
@@ -150,11 +150,11 @@ def _build_ranked_column(kind: str, title: str, table: ComparisonTable, x: float
 def rank_methods(
     ranked_columns: Sequence[RankedColumn], methods: Sequence[str], unranked: Collection[str] = ()
 ) -> tuple[list[str], dict[str, dict[str, float]]]:
-    """Return all methods in leaderboard order, and mean ranks by kind for methods that every contest evaluated.
+    """Return all methods in leaderboard order, and mean ranks by kind for methods that every benchmark evaluated.
 
     Args:
-        ranked_columns: the contests.
-        methods: methods of all contests.
+        ranked_columns: the benchmarks.
+        methods: methods of all benchmarks.
         unranked: methods without a rank, which follow the ranked ones.
     """
     if not ranked_columns:  # there is only one method
@@ -180,11 +180,11 @@ def rank_methods(
 
 @dataclass(frozen=True)
 class MethodRank:
-    """Place of a method in the leaderboard, from 1, with its 95% interval from the uncertainty of means over seeds."""
+    """Rank of a method in the leaderboard, from 1, with its 95% interval from the uncertainty of means over seeds."""
 
     value: int
     interval: tuple[int, int] | None
-    """None if no contest has several seeds of the method."""
+    """None if no benchmark has several seeds of the method."""
 
     def __str__(self) -> str:
         if self.interval is None or self.interval == (self.value, self.value):
@@ -195,10 +195,10 @@ class MethodRank:
 def estimate_ranks(
     ranked_columns: Sequence[RankedColumn], mean_ranks: Mapping[str, Mapping[str, float]]
 ) -> dict[str, MethodRank]:
-    """Compute the rank of each ranked method, and its interval, from drawn scores of all contests.
+    """Compute the rank of each ranked method, and its interval, from drawn scores of all benchmarks.
 
     Args:
-        mean_ranks: mean ranks by kind, of `rank_methods`.
+        mean_ranks: mean ranks by kind, as returned by `rank_methods`.
     """
     from scipy import stats  # imports slowly (about one second)
 

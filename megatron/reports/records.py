@@ -290,7 +290,7 @@ def drop_remeasured(old: Sequence[Record], new: Sequence[Record], *, same_run: b
     """Return the old records that the new ones do not measure again.
 
     A measurement is repeated if metric, axis, run, position method (with the window of the evaluation), protocol, text,
-    and number of targets per window agree, regardless of lengths. An evaluation is thus kept or replaced as a whole.
+    and number of targets per window agree, regardless of lengths. So all lengths of an evaluation are kept or replaced.
 
     Args:
         old, new: existing and new records.

@@ -14,7 +14,7 @@ and testing "every n" is impossible, so tables show
 The ratio is the change from m to n as defined in `comparison_table.py`: for several seeds it is the geometric mean of
 their ratios, over the seeds scored at both lengths.
 
-**Use of context** (`context_gain.py`) is the other side of extrapolation: a flat curve may ignore the context.
+**Use of context** (`context_gain.py`) complements extrapolation: a model with a flat curve may ignore the context.
 """
 
 from collections.abc import Sequence
@@ -50,8 +50,9 @@ def build_verdict_tables(
     comparable_tables = [table for table, methods in tables_with_methods if against in methods and len(methods) > 1]
     if not comparable_tables:
         methods = list(dict.fromkeys(method for table in tables for method in table.methods))
-        hint = "it is the only method in its table" if against in methods else format_choices(against, methods)
-        raise UserError(f"--against {against}: nothing to compare with it; {hint}")
+        if against in methods:
+            raise UserError(f"--against {against}: the only method in its table; add results of other methods")
+        raise UserError(f"--against {against}: unknown method; {format_choices(against, methods)}")
     return text_tables + [significance.build_significance_table(table, against) for table in comparable_tables]
 
 

@@ -213,7 +213,7 @@ def test_blocks_of_text_make_no_difference_significant() -> None:
 def test_sentences_follow_from_the_numbers() -> None:
     board = board_of(records())
     holds, adds, costs = (" ".join(answer.sentences) for answer in build_answers(board))
-    assert "4 of 5 methods hold" in holds
+    assert "For 4 of 5 methods" in holds
     assert "cdape+alibi, cdape+fox, fox and alibi" in holds
     assert "cdape+alibi has the lowest mean perplexity at 32×, 4.5" in holds
     assert "In the only test over seeds, the other method is significantly worse (alibi)." in holds
@@ -294,7 +294,7 @@ def test_costs_name_a_baseline_without_records() -> None:
     """Without its baseline, as in the first hours of a sweep, the table has no ratios and no column for them."""
     board = board_of([record for record in records() if record.method != "rotary"])
     costs = build_answers(board)[-1].sentences
-    assert costs == ("Costs are relative to rotary, which has no record here.",)
+    assert costs == ("Costs are relative to rotary, which has no results here.",)
     table = next(table for table in board.build_tables() if table.title == "Costs of methods")
     assert table.column_headers[0] == "parameters"
     assert not {"training step", "scoring at 32×"} & set(table.column_headers)
@@ -305,7 +305,7 @@ def test_a_single_method_is_described() -> None:
     """A single method is described, as after the first run of a sweep."""
     board = board_of(text("rotary", (1.5, 3.2)))
     assert (board.ranking, board.ranked_columns) == (["rotary"], [])
-    assert "0 of 1 methods hold" in build_answers(board)[0].sentences[0]
+    assert "For 0 of 1 methods" in build_answers(board)[0].sentences[0]
     assert [table.title for table in board.build_tables()] == ["Costs of methods, relative to rotary"]
     tasks_alone = board_of([task("rotary", 0.5), task("alibi", 0.9)])
     assert (build_answers(tasks_alone), tasks_alone.ranking) == ([], ["alibi", "rotary"])
@@ -391,7 +391,7 @@ def test_pages_say_the_same(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "results.experiment.json").read_text())["leaderboard"]["baseline"] == "rotary"
 
 
-def test_methods_that_a_contest_did_not_ask_follow_without_a_rank() -> None:
+def test_methods_without_results_in_a_benchmark_follow_without_a_rank() -> None:
     texts = [
         *text("rotary", (1.5, 3.2)),
         *text("fire", (1.5, 1.55)),
@@ -404,7 +404,7 @@ def test_methods_that_a_contest_did_not_ask_follow_without_a_rank() -> None:
     table = board.build_tables()[0]
     cells = dict(table.rows)
     assert [cells[name][0] for name in ("alibi", "rotary", "fire")] == ["1", "2", "–"]
-    assert any("cover the 2 methods that every contest evaluated" in note for note in table.notes)
+    assert any("cover the 2 methods that every benchmark evaluated" in note for note in table.notes)
 
 
 def test_further_evaluations_of_the_same_models_are_not_ranked() -> None:
@@ -422,7 +422,7 @@ def test_further_evaluations_of_the_same_models_are_not_ranked() -> None:
     expected = "Not ranked, because they evaluate the trained models of rotary with other options: rotary (yarn)."
     assert expected in table.notes
     first = build_answers(board)[0].sentences[0]
-    assert first.startswith("0 of 2 methods hold")
+    assert first.startswith("For 0 of 2 methods")
     assert first.endswith("at the training length."), "none is the name of a method"
 
 
@@ -430,7 +430,7 @@ def test_columns_are_explained_above_the_table() -> None:
     table = board_of(records()).build_tables()[0]
     lead = " ".join(table.lead)
     assert "Perplexity is measured at the training length (1×, 64 tokens) and at 32×" in lead
-    assert "compares perplexity at 32× with cdape+alibi" in lead
+    assert "difference in perplexity from cdape+alibi at 32×" in lead
     assert len(table.lead) <= 5
     page = render_report([ReportSection("A", records(), leaderboard=BOARD)])
     for shown in (table.to_text(), table.to_markdown(), page):

@@ -226,8 +226,8 @@ def test_incompatible_results_are_reported_in_one_line(story: list[Record], tmp_
     path = records.write_records(tmp_path / "results.json", story)
     for files, against, message in (
         ([tmp_path / "no.json"], None, "not found"),
-        ([path], "kerple", "nothing to compare with it; did you mean kerple_log"),
-        ([records.write_records(tmp_path / "one.json", story[:1])], "rotary", "it is the only method in its table"),
+        ([path], "kerple", "unknown method; did you mean kerple_log"),
+        ([records.write_records(tmp_path / "one.json", story[:1])], "rotary", "the only method in its table"),
         ([records.write_records(tmp_path / "none.json", [])], None, "no records found"),
     ):
         with pytest.raises(UserError, match=message):
