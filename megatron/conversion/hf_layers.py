@@ -110,7 +110,7 @@ def read_layer_rope_options(
 def _check_parameters(hf_config: HFConfigReader, section_key: str, section: Any) -> dict[str, Any]:
     """Return the parameters of a section that are not null. Raises UserError for a value of a wrong type."""
     if not isinstance(section, Mapping):
-        raise hf_config.value_error(section_key, "must be a mapping")
+        raise hf_config.value_error(section_key, "expected a mapping")
     parameters: dict[str, Any] = {name: value for name, value in section.items() if value is not None}
     for name, value in parameters.items():
         expected_type = _PARAMETER_TYPES.get(name)
@@ -273,7 +273,7 @@ def build_layer_windows(hf_config: HFConfigReader, types: Sequence[str], window:
     if window is None or WINDOWED not in types:
         return {}
     if type(window) is not int or window < 1:
-        raise hf_config.value_error("sliding_window", "must be an integer, at least 1")
+        raise hf_config.value_error("sliding_window", "expected an integer of at least 1")
     return {"attention_window": [window if each == WINDOWED else None for each in types]}
 
 

@@ -130,7 +130,7 @@ def _answer_what_helps(board: LeaderboardReport) -> Iterator[str]:
         effects = []
         for verdict, verb in (("better", "lowers"), ("worse", "raises")):
             some = sorted((pair for pair in tested.items() if pair[1].verdict == verdict), key=lambda p: p[1].change)
-            named = [f"{ablation.name} on {ablation.base} {_format_change(found)}" for ablation, found in some]
+            named = [f"{pair.name} on {quote_method(pair.base)} {_format_change(found)}" for pair, found in some]
             if named:
                 names = _join_method_names(named)
                 effects.append(f"significantly {verb} perplexity in {len(named)} of {len(tested)} cases ({names})")

@@ -1,4 +1,4 @@
-"""Generated parts of docs/card.md, written by `make docs`: what was trained, and whether far context is used."""
+"""Generated sections of docs/card.md, written by `make docs`: trained models, and their use of distant context."""
 
 import textwrap
 from collections import Counter
@@ -112,7 +112,7 @@ def describe_use_of_context(records: Sequence[Record]) -> str:
 
 
 def render_page() -> str:
-    """Render the page with new generated parts, which are between comments with their names."""
+    """Render the page with updated generated sections, each between two comments with its name."""
     page = (ROOT / PAGE).read_text(encoding="utf-8")
     parts = {"trainings": render_table(), "context": describe_use_of_context(read_records(LEADERBOARD))}
     for name, text in parts.items():

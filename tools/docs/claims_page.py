@@ -1,4 +1,4 @@
-"""Page docs/claims.md, written by `make docs`: the claims of papers, with our records and what they decide.
+"""Page docs/claims.md, written by `make docs`: the claims of papers, with our records and verdicts.
 
 A claim compares two numbers of a record in docs/results: two methods at a length, or a method at two lengths. It is
 tested by a paired two-sided t-test over seeds (KERPLE, 2205.09921, table 3), of logarithms of perplexities or of
@@ -45,13 +45,13 @@ INTRODUCTION = """# Claims of the papers
 Each row is a claim of a paper that is a comparison of two numbers, with the published ratio and ours. Ratios below 1
 are in favor of the claim. **Everything here is at one small size**: 0.84M parameters, trained on 1.02M bytes of
 Python's standard library in sequences of 64 bytes, or 32 and 256 in figure 3 ([small.md](results/small.md); the record
-`tasks_mqar` is a task, [tasks.md](results/tasks.md)). A verdict holds for this size, text and learning rate, and for no
-other.
+`tasks_mqar` is a task, [tasks.md](results/tasks.md)). A verdict applies only to this size,
+text and learning rate.
 
 - **reproduced**, **contradicted**: the difference is significant, in the direction of the claim or against it.
 - **undecided**: it is not significant, or there is one seed.
 - **outdated record**: a baseline was trained before its published setup was implemented
-  ([small.md](results/small.md)); the record must be measured again before it decides anything.
+  ([small.md](results/small.md)); there is no verdict until the record is measured again.
 - **not tested**: there is no record.
 
 Ours is the geometric mean of the ratios of equal seeds (for accuracies the mean difference in points), with the 95% t
@@ -65,7 +65,7 @@ one seed.
 
 @dataclass(frozen=True)
 class Outcome:
-    """Claim with the numbers that decide it."""
+    """Claim with its verdict, and the numbers behind it."""
 
     claim: str
     source: str
@@ -127,7 +127,7 @@ def _format_published_ratios(name: str, cells: Sequence[str], names: dict[str, s
 
 
 def list_outcomes(content: dict[str, Any]) -> list[list[Outcome]]:
-    """Measure all claims, and decide them with one correction for the whole page.
+    """Measure all claims, and reach verdicts with one correction for the whole page.
 
     Args:
         content: content of claims.yml.

@@ -35,7 +35,7 @@ PAGES: dict[Path, Callable[[], str]] = {
 def _show_the_same(old: bytes, new: bytes) -> bool:
     """Return True if two pictures differ only by rounding that depends on the processor.
 
-    They are PNG files, or SVG files of `position_plots`: texts, lines and maps.
+    Pictures are PNG files, or SVG files of `position_plots`, which contain texts, lines and maps.
     """
     if not new.startswith(b"<?xml"):
         return _have_the_same_colors(old, new)

@@ -1,7 +1,7 @@
-"""Bare Debian systems in a folder: built by debootstrap, entered by chroot, gone with the folder.
+"""Bare Debian systems, each in one folder: debootstrap builds them, and chroot runs commands in them.
 
 Programs run in mount and process namespaces of their own, so every mount and every process ends with them, or with this
-process, and nothing is left to unmount. This needs Linux, root, `debootstrap`, and a network or a mirror.
+process, and no mount remains. This needs Linux, root, `debootstrap`, and a network or a mirror.
 """
 
 import os
@@ -21,12 +21,13 @@ PASSED_ON = (
     *("http_proxy", "https_proxy", "no_proxy", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_DEFAULT_TIMEOUT"),
     "PYTEST_XDIST_AUTO_NUM_WORKERS",
 )
-"""Variables that programs in a root get from this process, if they are set: the network, and pytest's processes."""
+"""Variables that programs in a root inherit from this process: the network's, and pytest's number of processes."""
 CERTIFICATES = "/etc/ssl/certs/of-this-machine.crt"
 TRUSTED = ("PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "GIT_SSL_CAINFO")
-"""Variables that name a file of certificates. A root gets a copy of the file, for networks with their own."""
+"""Variables that name a file of certificates. Networks with their own certificates need a copy of it in the root."""
 WHEELS = "/opt/wheels"
-# The shell stays: it keeps root's identity, and with it the signal that ends it, and so all others, with this process.
+# This shell must not be replaced by the command: it keeps root's identity, so this process can still end it, and with
+# it all other processes in the root.
 ENTER = """
 set -e
 mount -t proc proc "$1/proc"
@@ -122,7 +123,7 @@ class BareRoot:
         return Finished(command, time.monotonic() - started, exit_code, printed)
 
     def add_packages(self, names: list[str]) -> Finished:
-        """Install Debian packages without recommended ones."""
+        """Install Debian packages without the packages that they recommend."""
         install = f"apt-get install -qq -y --no-install-recommends {' '.join(names)} >/dev/null"
         return self.run(f"apt-get -qq update && {install}", as_root=True, DEBIAN_FRONTEND="noninteractive")
 

@@ -57,7 +57,7 @@ GEMMA2_NORMS = {
     "pre_mlp_layernorm": "pre_feedforward_layernorm",
     "post_mlp_layernorm": "post_feedforward_layernorm",
 }
-"""Names of a layer's norms, ours and theirs."""
+"""Names of a layer's norms: ours, and the family's."""
 KNOWN_DIFFERENCE = f"{ROPE_DIFFERENCE}; norm weights are stored minus 1, which may round their last digit"
 
 

@@ -35,7 +35,7 @@ ACTIVATION_TO_HF = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytor
 GATE_ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
 """Gated activation, by the activation of its gate."""
 LLAMA_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
-"""Names of a layer's norms, ours and theirs."""
+"""Names of a layer's norms: ours, and the family's."""
 
 
 LLAMA_DEFAULTS: dict[str, Any] = {
@@ -172,8 +172,8 @@ def map_llama_weights(
 
     Args:
         config: our configuration.
-        norms: names of a layer's norms, ours and theirs; norms of queries and keys are added if the configuration has
-            them.
+        norms: our and the family's names of a layer's norms. Norms of queries and keys are added if the configuration
+            has them.
         norm_transform: transform of all norms.
         rotates_adjacent_pairs: True if adjacent elements of a head are rotated together rather than its halves.
         is_fused: True if queries, keys and values are one tensor, and gate and up projection are another (Phi-3).

@@ -34,7 +34,7 @@ NORMS = {
     "post_self_attn_layernorm": "post_attention_layernorm",
     "post_mlp_layernorm": "post_feedforward_layernorm",
 }
-"""Names of a layer's norms, ours and theirs."""
+"""Names of a layer's norms: ours, and the family's."""
 DEFAULTS = {"rms_norm_eps": 1e-5}
 DEFAULT_WINDOW, DEFAULT_BASE, PATTERN = 4096, 500_000.0, 4
 

@@ -38,7 +38,7 @@ def _read_windows(hf_config: HFConfigReader, num_layers: int) -> dict[str, Any]:
     has_windows = hf_config.get_bool("use_sliding_window", False)
     num_full = hf_config.get("max_window_layers", DEFAULT_FULL_LAYERS)
     if type(num_full) is not int or num_full < 0:
-        raise hf_config.value_error("max_window_layers", "must be an integer, at least 0")
+        raise hf_config.value_error("max_window_layers", "expected an integer of at least 0")
     if hf_config.is_null("sliding_window") or not has_windows:
         hf_config.get("sliding_window")
         num_full = num_layers
