@@ -154,9 +154,9 @@ HF_ACTIVATIONS = {
 """Our names of activations, by their names in transformers."""
 
 
-def read_activation(hf_config: HFConfigReader, name: str, default: str) -> str:
+def read_activation(config_reader: HFConfigReader, name: str, default: str) -> str:
     """Return our name of the activation given by a key."""
-    value = hf_config.get(name, default)
+    value = config_reader.get(name, default)
     if value not in HF_ACTIVATIONS:
-        raise hf_config.value_error(name, f"unknown activation; choose from {', '.join(HF_ACTIVATIONS)}")
+        raise config_reader.value_error(name, f"unknown activation; choose from {', '.join(HF_ACTIVATIONS)}")
     return HF_ACTIVATIONS[value]

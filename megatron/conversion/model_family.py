@@ -2,7 +2,7 @@
 
 A family defines names in its files, and which of our models it can represent:
 
-    family.from_hf_config(hf_config)       config.json → our keys
+    family.from_hf_config(config_reader)   config.json → our keys
     family.describe_unsupported(config)    why the family does not support a configuration, or None
     family.to_hf_config(config, …)         our configuration → config.json
     family.weight_mappings(config)         table of weights, for both directions

@@ -113,15 +113,15 @@ def combine_results(
 
 
 def build_sections(
-    result_paths: Sequence[Path], against: str | None = None, delta: float = DEFAULT_DELTA, *, is_whole: bool = True
+    result_paths: Sequence[Path], against: str | None = None, delta: float = DEFAULT_DELTA, *, is_complete: bool = True
 ) -> list[ReportSection]:
     """Build the sections of a page. For arguments and errors see `combine_results`.
 
     Args:
-        is_whole: False if more results will follow; the method to compare with may then be missing.
+        is_complete: False if more results will follow; the method to compare with may then be missing.
     """
     records_by_path = _read_results(result_paths)
-    if not is_whole and against not in {record.method for found in records_by_path.values() for record in found}:
+    if not is_complete and against not in {record.method for found in records_by_path.values() for record in found}:
         against = None
     failures_by_path = {path: records.read_failures(path) for path in records_by_path}
     return _build_sections(records_by_path, _read_experiments(records_by_path), failures_by_path, against, delta)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from megatron.reports.axes import format_multiple
 from megatron.reports.comparison_table import ComparisonTable
 from megatron.reports.metrics import format_percent
-from megatron.reports.ranked_columns import build_ranked_columns, estimate_ranks, rank_methods
+from megatron.reports.ranked_benchmarks import build_ranked_benchmarks, estimate_ranks, rank_methods
 from megatron.reports.significance import (
     SIGNIFICANCE_LEVEL,
     MethodComparison,
@@ -21,7 +21,7 @@ from megatron.reports.significance import (
 from megatron.reports.table_formats import TextTable
 from megatron.reports.uncertainty import find_detectable_difference
 
-POWER = 0.8
+TEST_POWER = 0.8
 """Power of the tests for the stated detectable change."""
 MIN_SECONDS = 1e-9
 """Shortest time that counts as measured, in seconds. Shorter times are not compared."""
@@ -157,12 +157,12 @@ class LeaderboardReport:
 
     def __init__(self, leaderboard: Leaderboard, tables: Sequence[ComparisonTable]) -> None:
         self.leaderboard = leaderboard
-        self.ranked_columns = build_ranked_columns(tables)
+        self.ranked_benchmarks = build_ranked_benchmarks(tables)
         baselines = {method for table in tables for method in table.trivial_baselines}
         methods = [m for m in dict.fromkeys(m for table in tables for m in table.methods) if m not in baselines]
         self.reevaluated = find_reevaluated_methods(tables)
         """Methods that are further evaluations of the trained models of another → that method; they are not ranked."""
-        self.ranking, self.ranks = rank_methods(self.ranked_columns, methods, self.reevaluated)
+        self.ranking, self.ranks = rank_methods(self.ranked_benchmarks, methods, self.reevaluated)
         self.text = find_text_table(tables)
         self.costs = {} if self.text is None else measure_costs(self.text, leaderboard.baseline)
         self.ablations: dict[float, dict[Ablation, MethodComparison]] = {}
@@ -199,7 +199,7 @@ class LeaderboardReport:
         self.num_tests = {"planned": _count_tests(planned_found), "pairs": _count_tests(pairs_found)}
 
     def find_detectable_change(self, x: float) -> float | None:
-        """Compute the smallest change that the page's tests of pairs detect with probability `POWER`.
+        """Compute the smallest change that the page's tests of pairs detect with probability `TEST_POWER`.
 
         The methods compared have the median variance of those with the most seeds.
 
@@ -216,7 +216,7 @@ class LeaderboardReport:
         middle = sorted(usual, key=lambda own: own.variance)[len(usual) // 2]
         if middle.degrees_of_freedom < 2:  # two seeds: the t distribution has no variance
             return None
-        size = find_detectable_difference(middle, text.max_seeds, SIGNIFICANCE_LEVEL / num_tests, POWER)
+        size = find_detectable_difference(middle, text.max_seeds, SIGNIFICANCE_LEVEL / num_tests, TEST_POWER)
         return math.expm1(size) if size <= math.log(10) else None
 
     @property
@@ -234,7 +234,7 @@ class LeaderboardReport:
         return min(cells, key=cells.__getitem__) if cells else None
 
     @property
-    def trained(self) -> list[str]:
+    def trained_methods(self) -> list[str]:
         """Methods with their own trained models, in the order of the leaderboard."""
         return [method for method in self.ranking if method not in self.reevaluated]
 
@@ -245,7 +245,7 @@ class LeaderboardReport:
         return [*drawn, baseline] if baseline in self.ranking and baseline not in drawn else drawn
 
     def build_tables(self) -> list[TextTable]:
-        tables = [self._build_board()] if self.ranked_columns else []
+        tables = [self._build_board()] if self.ranked_benchmarks else []
         if any(self.ablations.values()):
             tables.append(self._build_ablations_table())
         if self.costs:
@@ -256,19 +256,19 @@ class LeaderboardReport:
         headers, text, notes = ["rank"], self.text, []
         if text is not None:
             headers.append("perplexity at 1×")
-        headers += [ranked_column.title for ranked_column in self.ranked_columns]
+        headers += [ranked_benchmark.title for ranked_benchmark in self.ranked_benchmarks]
         if text is not None:
             headers += [f"change to {self.largest}", f"from the best at {self.largest}"]
         has_times = any(cost.step is not None for cost in self.costs.values())
         if has_times:
             headers.append("training step")
-        places, rows = estimate_ranks(self.ranked_columns, self.ranks), []
+        places, rows = estimate_ranks(self.ranked_benchmarks, self.ranks), []
         for method in self.ranking:
             cells = [str(places.get(method, "–"))]
             if text is not None:
                 cell = text.cells.get((method, text.train_length))
                 cells.append("–" if cell is None else str(replace(cell, is_best=False)))
-            cells += [ranked_column.format_score(method) for ranked_column in self.ranked_columns]
+            cells += [ranked_benchmark.format_score(method) for ranked_benchmark in self.ranked_benchmarks]
             if text is not None:
                 change = text.compute_change(method, text.train_length, text.x_values[-1])
                 cells.append("–" if change is None else format_percent(change.mean - 1, min_decimals=1))
@@ -286,10 +286,10 @@ class LeaderboardReport:
                 "The interval of a rank follows from the uncertainty of each mean over its seeds; the result of a "
                 "single seed is treated as exact."
             )
-        if len(self.ranks) < len(self.trained):
+        if len(self.ranks) < len(self.trained_methods):
             notes.append(
                 f"Ranks cover the {len(self.ranks)} methods that every benchmark evaluated; the others follow, sorted "
-                f"by {self.ranked_columns[0].title}."
+                f"by {self.ranked_benchmarks[0].title}."
             )
         for trained in dict.fromkeys(self.reevaluated.values()):
             evaluated = [method for method in self.ranking if self.reevaluated.get(method) == trained]
@@ -299,7 +299,7 @@ class LeaderboardReport:
             )
         if text is not None:
             notes.append(_HOLM_NOTE)
-        if any(ranked_column.partial_num_seeds for ranked_column in self.ranked_columns):
+        if any(ranked_benchmark.partial_num_seeds for ranked_benchmark in self.ranked_benchmarks):
             notes.append(
                 "n is the number of seeds of a method that has fewer seeds than others; it also applies to its "
                 "differences."
@@ -309,7 +309,7 @@ class LeaderboardReport:
 
     def _explain_columns(self) -> Iterator[str]:
         """Yield the sentences above the table, which explain its columns."""
-        has_intervals = any(column.mean_variances for column in self.ranked_columns)
+        has_intervals = any(column.mean_variances for column in self.ranked_benchmarks)
         interval = "; parentheses contain the 95% interval of a rank over seeds" if has_intervals else ""
         yield f"Methods are sorted by their mean rank over the benchmarks, the best first{interval}."
         if self.text is not None:
@@ -317,7 +317,7 @@ class LeaderboardReport:
                 f"Perplexity is measured at the training length (1×, {self.text.train_length:,} tokens) and at "
                 f"{self.largest}; lower is better."
             )
-        beyond = [column for column in self.ranked_columns if column.metric.name == "mean_accuracy"]
+        beyond = [column for column in self.ranked_benchmarks if column.metric.name == "mean_accuracy"]
         if beyond:
             yield (
                 "Tasks are scored by the mean accuracy over all lengths beyond training, in percent; higher is better."
@@ -327,7 +327,7 @@ class LeaderboardReport:
                 f"“From the best” is the difference in perplexity from {self.best_text_method} at {self.largest}, in "
                 "parentheses if it is not significant over seeds."
             )
-        if any(column.deviations for column in self.ranked_columns):
+        if any(column.deviations for column in self.ranked_benchmarks):
             yield "± is the standard deviation over seeds."
 
     def _describe_distance(self, method: str) -> str:

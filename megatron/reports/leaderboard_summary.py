@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from megatron.reports.axes import choose_scales, format_multiple
 from megatron.reports.charts import Chart, ChartPoint, ChartPosition, ChartSeries, ChartTick
-from megatron.reports.leaderboard import POWER, LeaderboardReport
+from megatron.reports.leaderboard import TEST_POWER, LeaderboardReport
 from megatron.reports.method_rows import quote_method
 from megatron.reports.metrics import format_number, format_percent, get_metric
-from megatron.reports.ranked_columns import RankedColumn
+from megatron.reports.ranked_benchmarks import RankedBenchmark
 from megatron.reports.significance import MethodComparison
 
 MAX_EXTRAPOLATION_RATIO = 1.05
@@ -34,19 +34,19 @@ def build_answers(board: LeaderboardReport) -> list[Answer]:
     """Build the questions and answers, in order; empty if no text was scored."""
     if board.text is None:
         return []
-    answers = [Answer(f"Which methods extrapolate to {board.largest}?", tuple(_answer_who_extrapolates(board)))]
+    answers = [Answer(f"Which methods extrapolate to {board.largest}?", tuple(_answer_which_extrapolate(board)))]
     if any(board.ablations.values()):
         answers.append(Answer("Do score processors and temperatures help?", tuple(_answer_what_helps(board))))
     return [*answers, Answer("What do methods cost?", tuple(_answer_costs(board)))]
 
 
-def _answer_who_extrapolates(board: LeaderboardReport) -> Iterator[str]:
+def _answer_which_extrapolate(board: LeaderboardReport) -> Iterator[str]:
     text = board.text
     assert text is not None
     last = text.x_values[-1]
     changes = {
         method: change.mean
-        for method in board.trained
+        for method in board.trained_methods
         if (change := text.compute_change(method, text.train_length, last)) is not None
     }
     best = board.best_text_method
@@ -66,7 +66,7 @@ def _answer_who_extrapolates(board: LeaderboardReport) -> Iterator[str]:
     if (detectable := board.find_detectable_change(last)) is not None:
         yield (
             f"With {text.max_seeds} seeds per method, these tests detect a difference of {detectable:.0%} with a "
-            f"probability of {POWER:.0%}; they may miss smaller differences."
+            f"probability of {TEST_POWER:.0%}; they may miss smaller differences."
         )
     missing = [m for m in board.ranking if (m, last) not in text.cells and m in text.methods]
     ended: dict[int, list[str]] = {}
@@ -87,9 +87,9 @@ def _answer_who_extrapolates(board: LeaderboardReport) -> Iterator[str]:
             f"{num_partial} of the {len(changes)} methods {have} fewer than {text.max_seeds} seeds (n in the tables), "
             f"so {whose} results are less certain."
         )
-    for ranked_column in board.ranked_columns:
-        if ranked_column.kind != "text" and ranked_column.scores:
-            yield _describe_winner(ranked_column)
+    for ranked_benchmark in board.ranked_benchmarks:
+        if ranked_benchmark.kind != "text" and ranked_benchmark.scores:
+            yield _describe_winner(ranked_benchmark)
 
 
 def _compare_with_best(board: LeaderboardReport) -> str:
@@ -195,18 +195,21 @@ def _describe_cost(board: LeaderboardReport, method: str) -> str:
     return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]])) or "has an unknown cost"
 
 
-def _describe_winner(ranked_column: RankedColumn) -> str:
+def _describe_winner(ranked_benchmark: RankedBenchmark) -> str:
     """Name the best methods in a task, and the number of methods above the trivial baselines."""
     order = sorted(
-        ranked_column.scores, key=lambda method: ranked_column.metric.get_sort_key(ranked_column.scores[method])
+        ranked_benchmark.scores,
+        key=lambda method: ranked_benchmark.metric.get_sort_key(ranked_benchmark.scores[method]),
     )
-    top = [method for method in order if ranked_column.scores[method] == ranked_column.scores[order[0]]]
+    top = [method for method in order if ranked_benchmark.scores[method] == ranked_benchmark.scores[order[0]]]
     names = _join_method_names(top) if len(top) <= MAX_TIED else f"{len(top)} methods tie"
-    text = f"Best in {ranked_column.title}: {names}, with {ranked_column.format_score(order[0])}"
-    if ranked_column.floor is None:
+    text = f"Best in {ranked_benchmark.title}: {names}, with {ranked_benchmark.format_score(order[0])}"
+    if ranked_benchmark.baseline_score is None:
         return f"{text}."
-    learned = [method for method in order if ranked_column.is_above_floor(method)]
-    floor = ranked_column.metric.format_value(ranked_column.floor) + "%" * (ranked_column.metric.unit == "in %")
+    learned = [method for method in order if ranked_benchmark.beats_baselines(method)]
+    floor = ranked_benchmark.metric.format_value(ranked_benchmark.baseline_score) + "%" * (
+        ranked_benchmark.metric.unit == "in %"
+    )
     return f"{text}; {len(learned)} of {len(order)} beat the best trivial baseline ({floor})."
 
 

@@ -17,7 +17,7 @@ from megatron.attention.reference import compute_weights, precompute_terms
 from megatron.evaluation import forward_passes
 from megatron.evaluation.analysis.bias_series import compute_finite_field
 from megatron.evaluation.analysis.from_text import score_maps
-from megatron.evaluation.analysis.from_text.attention_entropy import describe_weights, measure_attention_entropy
+from megatron.evaluation.analysis.from_text.attention_entropy import measure_attention_entropy, measure_weights
 from megatron.evaluation.analysis.from_text.empirical_receptive_field import AttentionMass, measure_attention_mass
 from megatron.evaluation.analysis.from_text.processor_taps import measure_processor_jacobian
 from megatron.evaluation.analysis.from_text.score_maps import compute_layer_maps
@@ -196,7 +196,7 @@ def test_a_temperature_and_a_sink_are_seen() -> None:
     torch.testing.assert_close(plain_values[:, 1:3], sharp_values[:, 1:3])
     assert (sharp_values[:, 3:] < plain_values[:, 3:]).all()
     weights = torch.tensor([[[0.25, 0.25, 0.0], [0.1, 0.2, 0.3]]])
-    found = describe_weights(weights, torch.tensor([2.0, 3.0], dtype=torch.float64))
+    found = measure_weights(weights, torch.tensor([2.0, 3.0], dtype=torch.float64))
     thirds = [1 / 6, 1 / 3, 1 / 2]
     entropy = -sum(p * math.log(p) for p in thirds)
     np.testing.assert_allclose(found["entropy"], [[math.log(2), entropy]], atol=1e-6)

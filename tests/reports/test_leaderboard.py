@@ -15,7 +15,7 @@ from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardRepor
 from megatron.reports.leaderboard_summary import build_answers, find_frontier
 from megatron.reports.metrics import get_metric
 from megatron.reports.paper_experiment import Experiment, write_experiment
-from megatron.reports.ranked_columns import RankedColumn
+from megatron.reports.ranked_benchmarks import RankedBenchmark
 from megatron.reports.records import Record, RunFailure, record_from_row, write_records
 from megatron.reports.report import ReportSection, render_report
 from megatron.reports.significance import (
@@ -89,12 +89,12 @@ def board_of(found: list[Record], failures: tuple[RunFailure, ...] = ()) -> Lead
 
 
 def test_ties_share_ranks_and_missing_numbers_are_last() -> None:
-    accuracy = RankedColumn(
+    accuracy = RankedBenchmark(
         "tasks", "copy", get_metric("accuracy"), {"a": 0.5, "b": 0.9, "c": 0.5, "d": 0.1}, {}, frozenset("abcd")
     )
     assert accuracy.rank_methods("abcde") == {"a": 2.5, "b": 1, "c": 2.5, "d": 4, "e": 5}
     assert accuracy.rank_methods("befg") == {"b": 1, "e": 3, "f": 3, "g": 3}
-    perplexity = RankedColumn("text", "", get_metric("perplexity"), {"a": 4.0, "b": 30.0}, {}, frozenset("ab"))
+    perplexity = RankedBenchmark("text", "", get_metric("perplexity"), {"a": 4.0, "b": 30.0}, {}, frozenset("ab"))
     assert perplexity.rank_methods("ab") == {"a": 1, "b": 2}
 
 
@@ -102,19 +102,19 @@ def test_a_kind_counts_once_however_many_tasks_it_has() -> None:
     more = [task(m, v, name=f"task{i}") for i in range(3) for m, v in (("rotary", 0.9), ("alibi", 0.1))]
     board = board_of([*text("rotary", (1.5, 3.2)), *text("alibi", (1.5, 1.6)), *more])
     assert board.ranks == {"rotary": {"text": 2, "tasks": 1}, "alibi": {"text": 1, "tasks": 2}}
-    assert next(ranked_column.title for ranked_column in board.ranked_columns) == "perplexity at 32×"
+    assert next(ranked_benchmark.title for ranked_benchmark in board.ranked_benchmarks) == "perplexity at 32×"
 
 
 def test_a_needle_map_is_ranked_by_its_accuracy_or_else_by_effective_length() -> None:
     texts = [*text("rotary", (1.5, 3.2)), *text("alibi", (1.5, 1.6))]
     lengths = [task("rotary", 16.0, metric="effective_length"), task("alibi", 32.0, metric="effective_length")]
     board = board_of([*texts, *lengths])
-    assert [ranked_column.kind for ranked_column in board.ranked_columns] == ["text", "needles"]
+    assert [ranked_benchmark.kind for ranked_benchmark in board.ranked_benchmarks] == ["text", "needles"]
     assert [board.ranks[method]["needles"] for method in ("rotary", "alibi")] == [2, 1]
     accuracies = [task("rotary", 0.9), task("alibi", 0.8)]
     found = [*lengths, *accuracies]
     board = board_of([*texts, *(each.replace(protocol="depths") for each in found)])
-    assert [column.title for column in board.ranked_columns] == ["perplexity at 32×", "copy, % beyond training"]
+    assert [column.title for column in board.ranked_benchmarks] == ["perplexity at 32×", "copy, % beyond training"]
     assert [board.ranks[method]["needles"] for method in ("rotary", "alibi")] == [1, 2]
 
 
@@ -256,7 +256,7 @@ def test_a_task_name_has_options_if_needed_to_distinguish_it() -> None:
     methods, names = ("a", "b"), ("copy(letters=2)", "copy(letters=8)", "sort(width=3)")
     found = [task(method, 0.5, name=name).replace(target_digest=name) for method in methods for name in names]
     board = board_of(found)
-    titles = [ranked_column.title.partition(",")[0] for ranked_column in board.ranked_columns]
+    titles = [ranked_benchmark.title.partition(",")[0] for ranked_benchmark in board.ranked_benchmarks]
     assert sorted(titles) == ["copy(letters=2)", "copy(letters=8)", "sort"]
 
 
@@ -304,7 +304,7 @@ def test_costs_name_a_baseline_without_records() -> None:
 def test_a_single_method_is_described() -> None:
     """A single method is described, as after the first run of a sweep."""
     board = board_of(text("rotary", (1.5, 3.2)))
-    assert (board.ranking, board.ranked_columns) == (["rotary"], [])
+    assert (board.ranking, board.ranked_benchmarks) == (["rotary"], [])
     assert "For 0 of 1 methods" in build_answers(board)[0].sentences[0]
     assert [table.title for table in board.build_tables()] == ["Costs of methods, relative to rotary"]
     tasks_alone = board_of([task("rotary", 0.5), task("alibi", 0.9)])
