@@ -28,7 +28,7 @@ def describe_value(value: Any) -> str:
     return shorten_text(repr(value), 80)
 
 
-def to_integer(name: str, value: Any, least: int, largest: int | None = None) -> int:
+def to_integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
     """Return an integer within bounds, also from a NumPy integer.
 
     Raises UserError with the name and the value of the argument.
@@ -37,13 +37,13 @@ def to_integer(name: str, value: Any, least: int, largest: int | None = None) ->
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
-    if number is None or number < least or (largest is not None and number > largest):
-        bounds = f"of at least {least:,}" if largest is None else f"from {least:,} to {largest:,}"
+    if number is None or number < minimum or (maximum is not None and number > maximum):
+        bounds = f"of at least {minimum:,}" if maximum is None else f"from {minimum:,} to {maximum:,}"
         raise UserError(f"{name} is {describe_value(value)}; expected an integer {bounds}")
     return number
 
 
-def to_text(name: str, value: Any) -> str:
+def to_string(name: str, value: Any) -> str:
     """Return a string if it can be encoded. Raises UserError with the name and the value of the argument."""
     if not isinstance(value, str):
         raise UserError(f"{name} is {describe_value(value)}; expected a string")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farfield.arguments import describe_value, method_errors, to_integer, to_path, to_text
+from farfield.arguments import describe_value, method_errors, to_integer, to_path, to_string
 from megatron.checkpoint.trained_run import TrainedRun, open_run
 from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.options.commands import GenerationOptions
@@ -62,12 +62,12 @@ def load(
         from megatron.checkpoint.load_model import load_model
     from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
 
-    check_precision(to_text("precision", precision), to_text("device", device))
-    check_backend(None if backend is None else to_text("backend", backend))
+    check_precision(to_string("precision", precision), to_string("device", device))
+    check_backend(None if backend is None else to_string("backend", backend))
     window = None if window is None else to_integer("window", window, 1, MAX_LENGTH)
     for name, value in (("attention_temperature", attention_temperature), ("rope", rope)):
         if value is not None:
-            to_text(name, value)
+            to_string(name, value)
     path = to_path("run", run)
     opened = open_run(path)
     tokenizer = load_run_tokenizer(opened.folder, opened.config.data, opened.tokenizer_name)
@@ -135,7 +135,7 @@ class Model:
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text. Prepends the tokenizer's beginning-of-text token if it has one."""
-        return self.tokenizer.encode_with_bos(to_text("text", text))
+        return self.tokenizer.encode_with_bos(to_string("text", text))
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Convert tokens to text."""
@@ -202,7 +202,7 @@ class Model:
         )
         if not isinstance(prompt, str | Sequence):
             raise UserError(f"prompt is {describe_value(prompt)}; expected a string or a list of strings")
-        prompts = [to_text("prompt", each) for each in ([prompt] if isinstance(prompt, str) else prompt)]
+        prompts = [to_string("prompt", each) for each in ([prompt] if isinstance(prompt, str) else prompt)]
         if not prompts:
             return []
         texts = [""] * len(prompts)

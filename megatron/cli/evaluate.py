@@ -212,7 +212,7 @@ def report(
 
       ./deepy.py report runs/quickstart --against kerple_log
 
-      ./deepy.py report runs/a runs/b elsewhere/results.json -o all.html --delta 0.05
+      ./deepy.py report runs/a runs/b elsewhere/results.json -o all.html --max-change 0.05
 
       ./deepy.py report runs/quickstart -o tables.tex --figure curves.pdf --figure-width 3.25
 

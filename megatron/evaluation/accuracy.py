@@ -94,7 +94,7 @@ def score_answers(
 
     too_large = f"one sequence of {length:,} tokens does not fit the memory of {device}; use shorter lengths"
     run_batched(
-        num_sequences, length, device, forward, too_large=too_large, batch_tokens=batch_tokens, after=count_rows
+        num_sequences, length, device, forward, too_large=too_large, batch_tokens=batch_tokens, on_batch_done=count_rows
     )
     return np.where(batch.loss_mask, losses, 0.0), correct & batch.accuracy_mask
 

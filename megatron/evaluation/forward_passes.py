@@ -41,7 +41,7 @@ def run_batched(
     *,
     too_large: str,
     batch_tokens: int | None = None,
-    after: Callable[[int], None] | None = None,
+    on_batch_done: Callable[[int], None] | None = None,
 ) -> None:
     """Compute all rows in batches of consecutive rows.
 
@@ -54,7 +54,7 @@ def run_batched(
         forward: computes the rows of a slice and stores their results.
         too_large: error message if a single row does not fit.
         batch_tokens: input tokens per batch; a batch has at least one row.
-        after: called with the number of rows of each finished batch.
+        on_batch_done: called with the number of rows of each finished batch.
 
     Raises:
         RunError: a single row does not fit in device memory.
@@ -75,8 +75,8 @@ def run_batched(
                 torch.cuda.empty_cache()
             continue
         start = rows.stop
-        if after is not None:
-            after(rows.stop - rows.start)
+        if on_batch_done is not None:
+            on_batch_done(rows.stop - rows.start)
 
 
 @dataclass(frozen=True)

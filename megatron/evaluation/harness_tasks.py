@@ -161,7 +161,7 @@ class HarnessEval:
                 scoring.progress(length, index + min(done / max(total, 1), 0.999), float(len(lengths)))
 
             model = HarnessModel(
-                loaded.model, tokenizer, length, batch_tokens=scoring.batch_tokens, after=report_requests
+                loaded.model, tokenizer, length, batch_tokens=scoring.batch_tokens, on_batch_done=report_requests
             )
             stop_stopwatch = start_stopwatch()
             results = run_tasks(model, self.tasks, self.limit)

@@ -258,7 +258,7 @@ class LivePage:
         results = [folder for folder in self.folders if (folder / RESULTS_FILE).is_file()]
         sections: Sequence[ReportSection] = ()
         if results:
-            sections = build_sections(results, self.options.against, self.options.delta, is_complete=not is_live)
+            sections = build_sections(results, self.options.against, self.options.max_change, is_complete=not is_live)
         runs = _sort_as_results(runs, [record for section in sections for record in section.records])
         training: TrainingSection = self._monitor.describe(runs, is_live=is_live)
         title = self.options.title

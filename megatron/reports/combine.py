@@ -20,7 +20,7 @@ from megatron.reports.records import RESULTS_FILE, Record, RunFailure
 from megatron.reports.report import ReportSection
 from megatron.reports.report_markdown import is_generated_markdown
 from megatron.reports.run_records import is_run_file, list_run_files, read_run_file, read_run_folder
-from megatron.reports.verdict_tables import DEFAULT_DELTA, build_verdict_tables
+from megatron.reports.verdict_tables import DEFAULT_MAX_CHANGE, build_verdict_tables
 from megatron.utils.atomic_io import (
     check_folder,
     check_no_foreign_files,
@@ -42,7 +42,7 @@ def combine_results(
     *,
     output: Path | None = None,
     against: str | None = None,
-    delta: float = DEFAULT_DELTA,
+    max_change: float = DEFAULT_MAX_CHANGE,
     title: str | None = None,
     figure: Path | None = None,
     figure_width: float | None = None,
@@ -57,7 +57,7 @@ def combine_results(
         console: console for the tables.
         output: HTML page, Markdown file, or LaTeX file to write.
         against: method to compare with; that of each experiment if None.
-        delta: bound of the extrapolation criterion.
+        max_change: bound of the extrapolation criterion.
         title: title of the page.
         figure: PDF or SVG file to write for a paper; further comparable groups of results become NAME_2 and so on.
         figure_width: width of the figures in inches.
@@ -78,7 +78,7 @@ def combine_results(
     records_by_path = _read_results(result_paths)
     experiments = _read_experiments(records_by_path)
     failures_by_path = {path: records.read_failures(path) for path in records_by_path}
-    sections = _build_sections(records_by_path, experiments, failures_by_path, against, delta)
+    sections = _build_sections(records_by_path, experiments, failures_by_path, against, max_change)
     if output is not None and output.suffix == MARKDOWN_SUFFIX:
         report_markdown.check_pictures("--output", output, sections)
     figures = {} if figure is None else _render_figures(figure, sections, figure_width, figure_font)
@@ -113,7 +113,11 @@ def combine_results(
 
 
 def build_sections(
-    result_paths: Sequence[Path], against: str | None = None, delta: float = DEFAULT_DELTA, *, is_complete: bool = True
+    result_paths: Sequence[Path],
+    against: str | None = None,
+    max_change: float = DEFAULT_MAX_CHANGE,
+    *,
+    is_complete: bool = True,
 ) -> list[ReportSection]:
     """Build the sections of a page. For arguments and errors see `combine_results`.
 
@@ -124,7 +128,7 @@ def build_sections(
     if not is_complete and against not in {record.method for found in records_by_path.values() for record in found}:
         against = None
     failures_by_path = {path: records.read_failures(path) for path in records_by_path}
-    return _build_sections(records_by_path, _read_experiments(records_by_path), failures_by_path, against, delta)
+    return _build_sections(records_by_path, _read_experiments(records_by_path), failures_by_path, against, max_change)
 
 
 def _read_experiments(paths: Iterable[Path]) -> dict[Path, Experiment]:
@@ -228,7 +232,7 @@ def _build_sections(
     experiments: Mapping[Path, Experiment],
     failures_by_path: Mapping[Path, Sequence[RunFailure]],
     against: str | None,
-    delta: float,
+    max_change: float,
 ) -> list[ReportSection]:
     """Build the sections, starting with one for all results that belong to no experiment."""
     sections = []
@@ -240,7 +244,7 @@ def _build_sections(
                 None,
                 other_records,
                 build_verdict_tables(
-                    split_depth_maps(build_comparison_tables(other_records, other_failures))[0], against, delta
+                    split_depth_maps(build_comparison_tables(other_records, other_failures))[0], against, max_change
                 ),
                 other_failures,
             )
@@ -248,7 +252,7 @@ def _build_sections(
     for path, item in experiments.items():
         if records_by_path[path]:
             selected_experiment = item if against is None else replace(item, against=against)
-            text_tables = selected_experiment.build_tables(records_by_path[path], delta, failures_by_path[path])
+            text_tables = selected_experiment.build_tables(records_by_path[path], max_change, failures_by_path[path])
             sections.append(
                 ReportSection(
                     item.title,

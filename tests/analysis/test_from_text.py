@@ -186,7 +186,7 @@ def test_blocks_of_rows_have_the_entropy_of_the_whole(place: dict, monkeypatch: 
                 torch.testing.assert_close(found.values[name][layer, :, number], of_bin, atol=1e-5, rtol=1e-5)
 
 
-def test_a_temperature_and_a_sink_are_seen() -> None:
+def test_entropy_includes_temperatures_and_sinks() -> None:
     """log-n scaling sharpens only rows beyond the training length; weights of sinks are normalized by their own sum."""
     sharper = {"attention_temperature": "logn", "attention_temperature_options": {"length": 6}}
     plain, sharp = (small_gpt(LENGTH, "none", "none", **place) for place in ({}, sharper))
@@ -256,7 +256,7 @@ def test_maps_are_means_over_visible_tokens(
                         assert math.isnan(value)
 
 
-def test_looking_on_changes_nothing() -> None:
+def test_capturing_attention_changes_nothing() -> None:
     model, tokens = model_of("cdape", {}, None), torch.from_numpy(windows()[0])[None]
     with torch.no_grad():
         before = model(tokens)
@@ -275,7 +275,7 @@ def test_looking_on_changes_nothing() -> None:
     "encoding", ["rotary", "cope", "fire", "fox", "learned", "kerple_bias_weight", "transformer_xl"]
 )
 @pytest.mark.parametrize("processor", ["none", "dape"])
-def test_every_kind_of_method_is_looked_at(encoding: str, processor: str) -> None:
+def test_every_kind_of_method_is_measured(encoding: str, processor: str) -> None:
     """Every attention weight is counted, within m or beyond it, and rows of attention maps sum to 1."""
     model = small_gpt(LENGTH, encoding, processor)
     mass = measure_attention_mass(model, windows())
@@ -362,7 +362,7 @@ def test_taps_of_cdape_where_it_is_linear(encoding: str) -> None:
     torch.testing.assert_close(of_score.rms, expected[:, :HEADS].abs(), atol=1e-6, rtol=1e-5)
 
 
-def test_taps_differ_where_cdape_bends() -> None:
+def test_taps_differ_where_cdape_is_nonlinear() -> None:
     model = small_gpt(80, "kerple_log", "cdape")
     found = measure_processor_jacobian(model, windows(2, 80))
     assert any((jacobian.rms > jacobian.mean.abs() + 1e-6).any() for jacobian in found)

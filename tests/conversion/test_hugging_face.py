@@ -98,7 +98,7 @@ def test_the_comparison_can_fail(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["shards", "torch", "torch shards", "base model", "half"])
-def test_however_it_is_stored(how: str, tmp_path: Path) -> None:
+def test_every_weight_format_is_read(how: str, tmp_path: Path) -> None:
     name = "neox, serial, tied" if how == "base model" else "pythia"
     source, plain = tmp_path / how / "source", tmp_path / "plain"
     model = written(name, plain / "source")

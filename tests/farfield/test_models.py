@@ -209,7 +209,7 @@ WRONG_VALUES = (
 
 
 @pytest.mark.parametrize("value", WRONG_VALUES, ids=lambda value: ascii(value)[:30])
-def test_wrong_arguments_are_errors_of_the_user(model: farfield.Model, value: object) -> None:
+def test_invalid_arguments_raise_user_errors(model: farfield.Model, value: object) -> None:
     calls = {
         "text": [lambda: model.encode(value), lambda: model.score(value), lambda: model.attention_maps(value)],
         "tokens": [lambda: model.decode(value)],

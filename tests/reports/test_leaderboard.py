@@ -322,7 +322,7 @@ def test_a_failed_method_is_listed_last() -> None:
     assert dict(board.build_tables()[0].rows)["gone"][-1] == "–"
 
 
-def test_positions_that_end_are_why_a_number_is_missing() -> None:
+def test_missing_results_state_the_maximum_length() -> None:
     ended = [record.replace(max_length=64) for record in text("learned", (1.6, 1.6)) if record.length == 64]
     reported = " ".join(build_answers(board_of([*records(), *ended]))[0].sentences)
     assert "learned cannot be evaluated at this length, because its maximum length is 64 tokens." in reported
@@ -356,7 +356,7 @@ def test_the_frontier_contains_undominated_methods() -> None:
     assert find_frontier(points) == ["fast", "middle", "slow best"]
 
 
-def test_pages_say_the_same(tmp_path: Path) -> None:
+def test_html_and_markdown_pages_agree(tmp_path: Path) -> None:
     experiment = Experiment("All methods", "rotary", own_seeds=True, leaderboard=BOARD)
     write_records(tmp_path / "results.json", records())
     write_experiment(tmp_path / "results.json", experiment)

@@ -72,14 +72,14 @@ def test_a_line_of_one_point_is_its_marker() -> None:
     assert line["markers"] == []
 
 
-def test_an_axis_may_fall() -> None:
+def test_an_axis_may_descend() -> None:
     axis = HorizontalAxis("ε", 1.0, 0.0)
     assert [axis.locate(x) for x in (1.0, 0.75, 0.0)] == [0.0, 0.25, 1.0]
     assert [tick.text for tick in axis.choose_ticks()] == ["1", "0.8", "0.6", "0.4", "0.2", "0"]
     assert [t.text for t in HorizontalAxis("n", 1.0, 3e6, "log").choose_ticks()][-1] == "1,000,000"
 
 
-def test_of_many_lines_some_evenly_spaced_are_in_colour() -> None:
+def test_evenly_spaced_lines_are_colored() -> None:
     lines = [ChartLine(f"head {head}", [(0.0, head), (1.0, head)], style=head) for head in range(24)]
     chart = build_line_chart("id", "", "", HorizontalAxis("x", 0.0, 1.0), "y", lines, y_limits=(0.0, 23.0))
     assert [s.name for s in chart.series if s.is_colored] == [f"head {head}" for head in range(0, 24, 3)]
