@@ -182,7 +182,9 @@ def report(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Page to write, .html, .md or .tex.", show_default=False),
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="Page to write: .html, .htm, .md or .tex.", show_default=False
+        ),
     ] = None,
     figure: Annotated[
         Path | None,
