@@ -6,18 +6,18 @@
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
 	$$python -c '$(SUPPORTED)' 2>/dev/null && echo $$python && break; done)
-# megatron-core has no wheel for Python 3.14: pip compiles its helper there, with many lines of errors where it cannot.
+# megatron-core has no wheel for Python 3.14, so pip compiles its helper, and prints many error lines if it cannot.
 CAN_COMPILE := import os, shutil, sys, sysconfig; header = os.path.join(sysconfig.get_path("include"), "Python.h"); \
 	sys.exit(sys.version_info >= (3, 14) and not (shutil.which("g++") and os.path.exists(header)))
 define check_python
 @test -n "$(PYTHON)" && $(PYTHON) -c '$(SUPPORTED)' || \
 	{ echo "error: Farfield needs Python 3.11 to 3.14; set PYTHON=/path/to/python3.12" >&2; exit 2; }
 @$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "error: $(PYTHON) has no ensurepip, which Debian and Ubuntu" \
-	"package apart: apt install python3-venv" >&2; exit 2; }
+	"package separately: apt install python3-venv" >&2; exit 2; }
 @$(PYTHON) -c '$(CAN_COMPILE)' || { echo "error: megatron-core is compiled on Python 3.14: install g++ and Python's" \
 	"headers (apt install g++ python3-dev), or set PYTHON=/path/to/python3.13" >&2; exit 2; }
 endef
-# Tests start many processes: each would compile the project anew where no compiled file may be written.
+# Tests start many processes, and each would compile the project again if compiled files were not written.
 unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
@@ -43,7 +43,7 @@ help:
 	@echo "make publish-zoo  the leaderboard's page in docs/results, from the runs in docs/results/zoo"
 	@echo "make gpu-check    on a machine with a GPU: kernel tests and benchmarks in under 8 minutes, goals in docs/results/gpu_check.md (docs/gpu.md)"
 	@echo "make test-cuda    the CUDA code paths on a null CUDA device: needs no GPU, but the CUDA build of torch (5 GB, once)"
-	@echo "make test-newest  tests that meet other libraries, with the newest versions of all (7 GB in .venv-newest); test-oldest, test-with"
+	@echo "make test-newest  tests that use other libraries, with the newest versions of all (7 GB in .venv-newest); test-oldest, test-with"
 	@echo "make slurm        as root: Debian's SLURM packages, with which make test also tests jobs over two nodes"
 	@echo "make launchers    as root: Debian's sshd, OpenMPI and iproute2, with which make test also tests ssh, mpirun and torchrun"
 	@echo "make test-fast    the tests that need no training process, in a little over a minute, for use while you work"
@@ -82,12 +82,12 @@ quickstart: setup
 
 zoo: setup
 	@$(BIN)/python deepy.py sweep configs/quickstart.yml configs/zoo.yml
-	@$(BIN)/python deepy.py report runs/zoo -o runs/zoo/zoo.md >/dev/null && echo "runs/zoo/report.html and runs/zoo/zoo.md say what it found"
+	@$(BIN)/python deepy.py report runs/zoo -o runs/zoo/zoo.md >/dev/null && echo "runs/zoo/report.html and runs/zoo/zoo.md contain the results"
 
 publish-zoo: setup
 	@$(BIN)/python tools/docs/publish_leaderboard.py
 
-# With the packages that are there, in the environment of `make setup` or, without one, the system's.
+# Uses the environment of `make setup` if it exists, else the system's packages. Installs nothing.
 gpu-check:
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tools/gpu/check.py
 
@@ -98,21 +98,21 @@ style: setup-dev
 lint: style
 	@$(BIN)/mypy
 
-# Types are checked while one process collects the tests, and errors of both kinds are shown as they are found.
+# mypy runs while one process collects the tests; errors of both are shown as they occur.
 test: style
 	@$(BIN)/mypy --no-error-summary & types=$$!; trap 'kill $$types 2>/dev/null' INT TERM; \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal; tests=$$?; \
-		wait $$types || { echo "error: mypy found what is printed above, at the beginning of the tests" >&2; exit 1; }; \
+		wait $$types || { echo "error: mypy failed; its messages are above, at the beginning of the tests" >&2; exit 1; }; \
 		exit $$tests
 
-# Tests outside tests/cuda that `make test` skips for want of a GPU or of the CUDA build, and that compute nothing.
+# Tests outside tests/cuda that compute nothing, and that `make test` skips without a GPU or the CUDA build.
 NEED_CUDA := tests/distributed/test_hardware.py tests/test_requirements.py::test_triton_version_matches_torch
 # pytest itself runs on the null device. A file's tests share what its fixtures made, so each file stays in one process.
 test-cuda: setup-cuda
 	@OMP_NUM_THREADS=1 $(VENV_CUDA)/bin/python -m megatron.rehearsal.null_device \
 		-m pytest tests/cuda $(NEED_CUDA) -n 2 --dist loadfile --durations 5
 
-# What tests/cluster starts a SLURM of its own from. Nothing runs after the installation, and nothing is configured.
+# Packages with which tests/cluster starts its own SLURM. Installing them starts and configures nothing.
 SLURM_PACKAGES := slurmctld slurmd slurm-client munge
 slurm:
 	@command -v apt-get >/dev/null || { echo "error: make slurm installs Debian's packages, and there is no apt-get" >&2; exit 1; }
@@ -121,8 +121,8 @@ slurm:
 		export DEBIAN_FRONTEND=noninteractive; \
 		apt-get -qq update && apt-get -qq install -y --no-install-recommends $(SLURM_PACKAGES) >/dev/null; }
 
-# What tests/cluster makes two nodes from, which ssh, mpirun and torchrun start runs on. A machine that starts what is
-# installed is told not to, for as long as this takes: only the tests start an sshd, and none that the machine sees.
+# Packages with which tests/cluster builds two nodes for ssh, mpirun and torchrun. The policy file keeps the machine from
+# starting services during the installation: only the tests start an sshd, in namespaces that the machine does not see.
 LAUNCHER_PACKAGES := openssh-server openssh-client openmpi-bin iproute2
 POLICY := /usr/sbin/policy-rc.d
 launchers:
@@ -135,11 +135,11 @@ launchers:
 			printf '#!/bin/sh\nexit 101\n' >$(POLICY); chmod 755 $(POLICY); }; \
 		apt-get -qq update && apt-get -qq install -y --no-install-recommends $(LAUNCHER_PACKAGES) >/dev/null; }
 
-# What finds most mistakes; tests/conftest.py says what is left out.
+# Finds most mistakes. tests/conftest.py lists the omitted tests.
 test-fast: setup-dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
-# Tests that meet other libraries, with other versions: make test-with VERSIONS='torch==2.12.0 transformers==5.0.0'.
+# Tests that use other libraries, with other versions: make test-with VERSIONS='torch==2.12.0 transformers==5.0.0'.
 VENV_WITH := .venv-with
 VERSIONS :=
 OLDEST := torch==2.11.0 triton==3.6.0 transformers==4.57.6
@@ -175,7 +175,7 @@ site-version: $(VENV)/.docs
 	@test -z "$(LATEST)" || $(BIN)/mike set-default --push "$(LATEST)"
 
 site: $(VENV)/.docs
-	@echo "building the site (half a minute of a processor)"
+	@echo "building the site (about 30 s of CPU time)"
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo "site/index.html is the first page"
 

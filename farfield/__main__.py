@@ -1,4 +1,4 @@
-"""Command line of an installed Farfield: `farfield`, or `python -m farfield`. A checkout has `./deepy.py`."""
+"""Command line of an installed Farfield: `farfield`, or `python -m farfield`. A checkout uses `./deepy.py`."""
 
 import sys
 

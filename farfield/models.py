@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farfield.arguments import describe_value, method_errors, to_integer, to_path, to_text
+from farfield.arguments import describe_value, method_errors, to_integer, to_path, to_string
 from megatron.checkpoint.trained_run import open_run
 from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.options.commands import GenerationOptions
@@ -62,12 +62,12 @@ def load(
         from megatron.checkpoint.load_model import load_model
     from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
 
-    check_precision(to_text("precision", precision), to_text("device", device))
-    check_backend(None if backend is None else to_text("backend", backend))
+    check_precision(to_string("precision", precision), to_string("device", device))
+    check_backend(None if backend is None else to_string("backend", backend))
     window = None if window is None else to_integer("window", window, 1, MAX_LENGTH)
     for name, value in (("attention_temperature", attention_temperature), ("rope", rope)):
         if value is not None:
-            to_text(name, value)
+            to_string(name, value)
     path = to_path("run", run)
     opened = open_run(path)
     tokenizer = load_run_tokenizer(opened.folder, opened.config.data, opened.tokenizer_name)
@@ -135,7 +135,7 @@ class Model:
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text. Prepends the tokenizer's beginning-of-text token if it has one."""
-        return self.tokenizer.encode_with_bos(to_text("text", text))
+        return self.tokenizer.encode_with_bos(to_string("text", text))
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Convert tokens to text."""
@@ -201,8 +201,8 @@ class Model:
             self._loaded.model, self.tokenizer, parse_section(GenerationOptions, options, source=None)
         )
         if not isinstance(prompt, str | Sequence):
-            raise UserError(f"prompt is {describe_value(prompt)}; it must be a string or a list of strings")
-        prompts = [to_text("prompt", each) for each in ([prompt] if isinstance(prompt, str) else prompt)]
+            raise UserError(f"prompt is {describe_value(prompt)}; expected a string or a list of strings")
+        prompts = [to_string("prompt", each) for each in ([prompt] if isinstance(prompt, str) else prompt)]
         if not prompts:
             return []
         texts = [""] * len(prompts)
@@ -263,7 +263,7 @@ class Model:
         try:
             asked = list(range(self.num_layers) if layers is None else layers)
         except TypeError:
-            raise UserError(f"layers is {describe_value(layers)}; it must be a list of layers") from None
+            raise UserError(f"layers is {describe_value(layers)}; expected a list of layer indices") from None
         wanted = sorted({to_integer("a layer", layer, 0, self.num_layers - 1) for layer in asked})
         if not wanted:
             raise UserError("layers is empty; list layers, or omit the argument for all layers")
@@ -297,7 +297,7 @@ class Model:
     def _to_tokens(self, text: str | Sequence[int] | np.ndarray) -> np.ndarray:
         if isinstance(text, str):
             return np.asarray(self.encode(text), dtype=np.int64)
-        return self._check_tokens("text", text, "it must be a string or tokens; ")
+        return self._check_tokens("text", text, "expected a string, or ")
 
     def _check_tokens(self, name: str, value: Any, others: str = "") -> np.ndarray:
         """Return tokens as int64. Raises UserError with the name and the value of the argument."""
@@ -308,8 +308,8 @@ class Model:
             tokens = np.zeros((0, 0))
         is_whole = tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not tokens.size)
         if not is_whole or (tokens.size and not 0 <= tokens.min() <= tokens.max() < size):
-            expected = f"tokens must be a list of integers from 0 to {size - 1:,}"
-            raise UserError(f"{name} is {describe_value(value)}; {others}{expected}")
+            expected = f"a list of tokens, which are integers from 0 to {size - 1:,}"
+            raise UserError(f"{name} is {describe_value(value)}; {others or 'expected '}{expected}")
         return tokens.astype(np.int64)
 
     def _check_length(self, length: int) -> None:

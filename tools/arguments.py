@@ -19,16 +19,16 @@ class ToolParser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}\n")
 
 
-def int_at_least(least: int) -> Callable[[str], int]:
+def int_at_least(minimum: int) -> Callable[[str], int]:
     """Return an argument type for integers with a lower bound."""
 
     def number(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
-            value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, not {text!r}")
+            value = minimum - 1
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"expected an integer of at least {minimum}, not {text!r}")
         return value
 
     return number

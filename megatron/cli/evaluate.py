@@ -182,7 +182,9 @@ def report(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Page to write, .html, .md or .tex.", show_default=False),
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="Page to write: .html, .htm, .md or .tex.", show_default=False
+        ),
     ] = None,
     figure: Annotated[
         Path | None,
@@ -212,7 +214,7 @@ def report(
 
       ./deepy.py report runs/quickstart --against kerple_log
 
-      ./deepy.py report runs/a runs/b elsewhere/results.json -o all.html --delta 0.05
+      ./deepy.py report runs/a runs/b elsewhere/results.json -o all.html --max-change 0.05
 
       ./deepy.py report runs/quickstart -o tables.tex --figure curves.pdf --figure-width 3.25
 

@@ -100,11 +100,11 @@ def build_hf_source(folder: Path, values: dict[str, Any]) -> ModelSource:
     """Build the source of a model from the content of its config.json."""
     path = folder / HF_CONFIG_FILE
     family = get_family(values.get("model_type"), str(path))
-    hf_config = HFConfigReader(values, str(path), family.auto_map, family.architecture)
-    config_keys = family.from_hf_config(hf_config)
-    num_embeddings = hf_config.get_positive_int("vocab_size")
+    config_reader = HFConfigReader(values, str(path), family.auto_map, family.architecture)
+    config_keys = family.from_hf_config(config_reader)
+    num_embeddings = config_reader.get_positive_int("vocab_size")
     notes: tuple[str, ...] = ()
-    if unread_keys := hf_config.unread_keys():
+    if unread_keys := config_reader.unread_keys():
         notes = (f"{path}: {', '.join(unread_keys)}: ignored; unknown keys for model_type {family.model_type}",)
     return ModelSource(
         folder, family.model_type, config_keys, partial(_open_weights, folder, family, num_embeddings), folder, notes

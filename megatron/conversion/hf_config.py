@@ -30,7 +30,7 @@ HF_TRAINING_KEYS = (
     "resid_pdrop",
     "layerdrop",
 )
-"""Keys of a completed training; this project has its own."""
+"""Keys of a completed training, which do not apply to a new one."""
 
 COMMON_RESTRICTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "auto_map": ((None, {}), "the model needs custom code, which is not run"),
@@ -116,20 +116,20 @@ class HFConfigReader:
         if value is _REQUIRED:
             raise UserError(f"{self.source}: {name} is missing")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.value_error(name, "must be an integer, at least 1")
+            raise self.value_error(name, "expected an integer of at least 1")
         return value
 
     def get_positive_float(self, name: str, default: float) -> float:
         """Return a finite number above 0."""
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 and isfinite(value)):
-            raise self.value_error(name, "must be a positive number")
+            raise self.value_error(name, "expected a positive number")
         return float(value)
 
     def get_bool(self, name: str, default: bool) -> bool:
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise self.value_error(name, "must be true or false")
+            raise self.value_error(name, "expected true or false")
         return value
 
     def require_one_of(self, name: str, allowed: tuple[Any, ...], reason: str) -> None:
@@ -154,9 +154,9 @@ HF_ACTIVATIONS = {
 """Our names of activations, by their names in transformers."""
 
 
-def read_activation(hf_config: HFConfigReader, name: str, default: str) -> str:
+def read_activation(config_reader: HFConfigReader, name: str, default: str) -> str:
     """Return our name of the activation given by a key."""
-    value = hf_config.get(name, default)
+    value = config_reader.get(name, default)
     if value not in HF_ACTIVATIONS:
-        raise hf_config.value_error(name, f"unknown activation; choose from {', '.join(HF_ACTIVATIONS)}")
+        raise config_reader.value_error(name, f"unknown activation; choose from {', '.join(HF_ACTIVATIONS)}")
     return HF_ACTIVATIONS[value]

@@ -42,7 +42,7 @@ _PARAMETER_TYPES = {"rope_type": str, "type": str, "truncate": bool, "short_fact
 
 
 def read_rope_options(
-    hf_config: HFConfigReader,
+    config_reader: HFConfigReader,
     *,
     base_key: str,
     fraction_key: str | None,
@@ -54,7 +54,7 @@ def read_rope_options(
     """Return `pos_emb_options` for rotary.
 
     Args:
-        hf_config: reader of config.json.
+        config_reader: reader of config.json.
         base_key: transformers 4 key for the base of the angles.
         fraction_key: key for the fraction of a head that is rotated; None if the family rotates all of it.
         default_fraction: default of that fraction.
@@ -65,26 +65,28 @@ def read_rope_options(
     Raises:
         UserError: a scaling type or one of its parameters is not supported.
     """
-    section_key = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"  # as in transformers
-    hf_config.get("rope_parameters")
-    parameters = _check_parameters(hf_config, section_key, hf_config.get(section_key, {}))
-    parameters.setdefault("rope_theta", hf_config.get_positive_float(base_key, default_base))
-    fraction = hf_config.get_positive_float(fraction_key, default_fraction) if fraction_key else default_fraction
+    section_key = "rope_scaling" if config_reader.get("rope_scaling") else "rope_parameters"  # as in transformers
+    config_reader.get("rope_parameters")
+    parameters = _check_parameters(config_reader, section_key, config_reader.get(section_key, {}))
+    parameters.setdefault("rope_theta", config_reader.get_positive_float(base_key, default_base))
+    fraction = config_reader.get_positive_float(fraction_key, default_fraction) if fraction_key else default_fraction
     parameters.setdefault("partial_rotary_factor", fraction)
     if original_length is not None:
         parameters["original_max_position_embeddings"] = original_length
-    return _convert_parameters(hf_config, section_key, parameters, rope_types, has_fraction=fraction_key is not None)
+    return _convert_parameters(
+        config_reader, section_key, parameters, rope_types, has_fraction=fraction_key is not None
+    )
 
 
 def read_layer_rope_options(
-    hf_config: HFConfigReader, layer_types: tuple[str, str], bases: tuple[float, float], base_keys: tuple[str, str]
+    config_reader: HFConfigReader, layer_types: tuple[str, str], bases: tuple[float, float], base_keys: tuple[str, str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return `pos_emb_options` of rotary for layers with and without a window.
 
     In transformers 4 only the layers without a window have a scaling.
 
     Args:
-        hf_config: reader of config.json.
+        config_reader: reader of config.json.
         layer_types: names of the two types in `rope_parameters`: with a window and without.
         bases: default bases of the angles.
         base_keys: transformers 4 keys for the bases.
@@ -93,24 +95,24 @@ def read_layer_rope_options(
         UserError: a scaling type or one of its parameters is not supported.
     """
     section_key = "rope_parameters"
-    sections = hf_config.get(section_key, {})
+    sections = config_reader.get(section_key, {})
     if not isinstance(sections, Mapping) or not set(sections) <= set(layer_types):
-        raise hf_config.value_error(section_key, f"expected parameters for {' and '.join(layer_types)}")
-    scaling = hf_config.get("rope_scaling", {})
+        raise config_reader.value_error(section_key, f"expected parameters for {' and '.join(layer_types)}")
+    scaling = config_reader.get("rope_scaling", {})
     options = []
     for layer_type, base, base_key in zip(layer_types, bases, base_keys, strict=True):
-        parameters = _check_parameters(hf_config, section_key, sections.get(layer_type) or {})
+        parameters = _check_parameters(config_reader, section_key, sections.get(layer_type) or {})
         if layer_type == layer_types[1]:
-            parameters |= _check_parameters(hf_config, "rope_scaling", scaling)
-        parameters.setdefault("rope_theta", hf_config.get_positive_float(base_key, base))
-        options.append(_convert_parameters(hf_config, section_key, parameters, ROPE_TYPES, has_fraction=False))
+            parameters |= _check_parameters(config_reader, "rope_scaling", scaling)
+        parameters.setdefault("rope_theta", config_reader.get_positive_float(base_key, base))
+        options.append(_convert_parameters(config_reader, section_key, parameters, ROPE_TYPES, has_fraction=False))
     return options[0], options[1]
 
 
-def _check_parameters(hf_config: HFConfigReader, section_key: str, section: Any) -> dict[str, Any]:
+def _check_parameters(config_reader: HFConfigReader, section_key: str, section: Any) -> dict[str, Any]:
     """Return the parameters of a section that are not null. Raises UserError for a value of a wrong type."""
     if not isinstance(section, Mapping):
-        raise hf_config.value_error(section_key, "must be a mapping")
+        raise config_reader.value_error(section_key, "expected a mapping")
     parameters: dict[str, Any] = {name: value for name, value in section.items() if value is not None}
     for name, value in parameters.items():
         expected_type = _PARAMETER_TYPES.get(name)
@@ -124,12 +126,12 @@ def _check_parameters(hf_config: HFConfigReader, section_key: str, section: Any)
             or (name == "rope_theta" and not value > 1)
             or (name == "partial_rotary_factor" and not value > 0)
         ):
-            raise hf_config.value_error(section_key, f"{name} cannot be {value!r}")
+            raise config_reader.value_error(section_key, f"{name} cannot be {value!r}")
     return parameters
 
 
 def _convert_parameters(
-    hf_config: HFConfigReader,
+    config_reader: HFConfigReader,
     section_key: str,
     parameters: dict[str, Any],
     rope_types: Mapping[str, str],
@@ -140,13 +142,13 @@ def _convert_parameters(
     base, fraction = parameters.pop("rope_theta"), parameters.pop("partial_rotary_factor", 1.0)
     names = {str(parameters.pop(name)) for name in ("rope_type", "type") if name in parameters} or {"default"}
     if len(names) > 1 or not names <= rope_types.keys():
-        raise hf_config.value_error(
+        raise config_reader.value_error(
             section_key,
             f"rotary scaling {' or '.join(sorted(names))} is not supported; choose from {', '.join(rope_types)}",
         )
     scaling = rope_types[names.pop()]
     if not has_fraction and fraction != 1:
-        raise hf_config.value_error(section_key, "this family rotates whole heads")
+        raise config_reader.value_error(section_key, "this family rotates whole heads")
     options: dict[str, Any] = {}
     if fraction != 1:
         options["fraction"] = float(fraction)
@@ -155,40 +157,40 @@ def _convert_parameters(
     if scaling != "none":
         options["scaling"] = scaling
         if scaling == "yarn":
-            _resolve_yarn(hf_config, section_key, parameters)
+            _resolve_yarn(config_reader, section_key, parameters)
         if scaling in ("llama3", "yarn", "longrope"):
-            length = hf_config.get_positive_int("max_position_embeddings", 2048)
+            length = config_reader.get_positive_int("max_position_embeddings", 2048)
             parameters.setdefault("original_max_position_embeddings", length)
         if scaling == "longrope":
-            _resolve_longrope(hf_config, section_key, parameters)
+            _resolve_longrope(config_reader, section_key, parameters)
     else:
         parameters.pop("original_max_position_embeddings", None)
     for name in PARAMETERS_BY_SCALING[scaling]:
         if name in parameters:
             options[ROPE_PARAMETERS[name]] = parameters.pop(name)
     if parameters:
-        raise hf_config.value_error(section_key, f"unknown parameter {next(iter(parameters))}")
+        raise config_reader.value_error(section_key, f"unknown parameter {next(iter(parameters))}")
     return options
 
 
-def _resolve_yarn(hf_config: HFConfigReader, section_key: str, parameters: dict[str, Any]) -> None:
+def _resolve_yarn(config_reader: HFConfigReader, section_key: str, parameters: dict[str, Any]) -> None:
     """Convert DeepSeek's parameters for the factor of cosines and sines.
 
     Check `truncate`, which is always true here.
     """
     if parameters.pop("truncate", True) is not True:
-        raise hf_config.value_error(section_key, "truncate must be true")
+        raise config_reader.value_error(section_key, "truncate must be true")
     mscale, mscale_all_dim = parameters.pop("mscale", None), parameters.pop("mscale_all_dim", None)
     if mscale and mscale_all_dim and "attention_factor" not in parameters:
         scales = [0.1 * scale * math.log(parameters.get("factor", 1.0)) + 1.0 for scale in (mscale, mscale_all_dim)]
         parameters["attention_factor"] = scales[0] / scales[1]
 
 
-def _resolve_longrope(hf_config: HFConfigReader, section_key: str, parameters: dict[str, Any]) -> None:
+def _resolve_longrope(config_reader: HFConfigReader, section_key: str, parameters: dict[str, Any]) -> None:
     """Set the factor, which determines that of cosines and sines, to the ratio of the lengths unless it is given."""
     for name in ("short_factor", "long_factor"):
         if name not in parameters:
-            raise hf_config.value_error(section_key, f"{name} is missing")
+            raise config_reader.value_error(section_key, f"{name} is missing")
         parameters[name] = [
             float(number) if isinstance(number, int | float) and not isinstance(number, bool) else number
             for number in parameters[name]
@@ -196,7 +198,7 @@ def _resolve_longrope(hf_config: HFConfigReader, section_key: str, parameters: d
     factor = parameters.pop("factor", None)
     if factor is None:
         factor = compute_length_ratio(
-            hf_config.get_positive_int("max_position_embeddings", 4096),
+            config_reader.get_positive_int("max_position_embeddings", 4096),
             parameters["original_max_position_embeddings"],
         )
     if "attention_factor" not in parameters:
@@ -247,60 +249,60 @@ def build_rope_parameters(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_interval_windows(
-    hf_config: HFConfigReader, num_layers: int, interval: int, default_window: int
+    config_reader: HFConfigReader, num_layers: int, interval: int, default_window: int
 ) -> tuple[list[str], dict[str, Any]]:
     """Return the type of each layer, and `attention_window`, of a family whose layers have a window at intervals.
 
     Args:
-        hf_config: reader of config.json.
+        config_reader: reader of config.json.
         num_layers: number of layers.
         interval: without layer_types, every layer of this number has no window, and the others have one.
         default_window: window size in tokens without sliding_window.
     """
     default_types = [LAYER_TYPES[(layer + 1) % interval == 0] for layer in range(num_layers)]
-    types = read_layer_types(hf_config, default_types, num_layers)
-    return types, build_layer_windows(hf_config, types, read_required_window(hf_config, types, default_window))
+    types = read_layer_types(config_reader, default_types, num_layers)
+    return types, build_layer_windows(config_reader, types, read_required_window(config_reader, types, default_window))
 
 
-def build_layer_windows(hf_config: HFConfigReader, types: Sequence[str], window: Any) -> dict[str, Any]:
+def build_layer_windows(config_reader: HFConfigReader, types: Sequence[str], window: Any) -> dict[str, Any]:
     """Return `attention_window` of layers of these types, or no key if no layer has a window.
 
     Args:
-        hf_config: reader of config.json.
+        config_reader: reader of config.json.
         types: types of the layers.
         window: window size in tokens; None if windows are disabled.
     """
     if window is None or WINDOWED not in types:
         return {}
     if type(window) is not int or window < 1:
-        raise hf_config.value_error("sliding_window", "must be an integer, at least 1")
+        raise config_reader.value_error("sliding_window", "expected an integer of at least 1")
     return {"attention_window": [window if each == WINDOWED else None for each in types]}
 
 
-def read_layer_types(hf_config: HFConfigReader, default_types: Sequence[str], num_layers: int) -> list[str]:
+def read_layer_types(config_reader: HFConfigReader, default_types: Sequence[str], num_layers: int) -> list[str]:
     """Return the type of each layer. Raises UserError for an unknown type or a wrong number of layers."""
-    types = hf_config.get("layer_types") or list(default_types)
+    types = config_reader.get("layer_types") or list(default_types)
     if not isinstance(types, list) or len(types) != num_layers or set(types) - set(LAYER_TYPES):
-        raise hf_config.value_error("layer_types", f"expected one of {', '.join(LAYER_TYPES)} for each layer")
+        raise config_reader.value_error("layer_types", f"expected one of {', '.join(LAYER_TYPES)} for each layer")
     return types
 
 
-def read_required_window(hf_config: HFConfigReader, types: Sequence[str], default: int) -> int | None:
+def read_required_window(config_reader: HFConfigReader, types: Sequence[str], default: int) -> int | None:
     """Return the size of the window; null means none. Raises UserError for null if a layer of these types needs it."""
-    if not hf_config.is_null("sliding_window"):
-        return hf_config.get_positive_int("sliding_window", default)
+    if not config_reader.is_null("sliding_window"):
+        return config_reader.get_positive_int("sliding_window", default)
     if WINDOWED in types:
-        raise hf_config.value_error("sliding_window", f"layer_types has {WINDOWED}, which needs a window")
+        raise config_reader.value_error("sliding_window", f"layer_types has {WINDOWED}, which needs a window")
     return None
 
 
 def combine_rotations(
-    hf_config: HFConfigReader, types: Sequence[str], local: Mapping[str, Any], full: Mapping[str, Any]
+    config_reader: HFConfigReader, types: Sequence[str], local: Mapping[str, Any], full: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return `pos_emb` and `pos_emb_options` for layers of two types with their own rotary options.
 
     Args:
-        hf_config: reader of config.json.
+        config_reader: reader of config.json.
         types: types of the layers.
         local, full: rotary options of layers with and without a window.
 
@@ -310,7 +312,7 @@ def combine_rotations(
     if local == full or len(set(types)) == 1:
         return {"pos_emb": "rotary", "pos_emb_options": dict(full if FULL in types else local)}
     if "scaling" in local:
-        raise hf_config.value_error(
+        raise config_reader.value_error(
             "rope_parameters",
             f"scaling {local['scaling']} in layers of type {WINDOWED} is not supported beside others without a window",
         )

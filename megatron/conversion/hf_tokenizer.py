@@ -1,9 +1,11 @@
 """Export of a run's tokenizer for transformers, with identical tokens for every text.
 
-| ours | written | read as | |---|---|---| | bytes | tokenizer.json: a BPE of the 256 bytes without merges |
-PreTrainedTokenizerFast | | HFTokenizer | its tokenizer.json, with the run's prefix token | PreTrainedTokenizerFast | |
-GPT2BPETokenizer | tokenizer.json made of vocab and merges | PreTrainedTokenizerFast | | SPMTokenizer | tokenizer.model,
-and a class that wraps it | FarfieldTokenizer, by remote code |
+| our type         | exported files                                       | class in transformers             |
+|------------------|------------------------------------------------------|-----------------------------------|
+| bytes            | tokenizer.json: a BPE of the 256 bytes, no merges    | PreTrainedTokenizerFast           |
+| HFTokenizer      | its tokenizer.json, with the run's prefix token      | PreTrainedTokenizerFast           |
+| GPT2BPETokenizer | tokenizer.json, built from vocab and merges          | PreTrainedTokenizerFast           |
+| SPMTokenizer     | tokenizer.model, and code of a class that wraps it   | FarfieldTokenizer, by remote code |
 
 The original files are included, and tokenizer_config.json stores our name of the type, so that an import restores the
 same tokenizer.

@@ -96,7 +96,7 @@ def import_model(
         configs: configuration files of the GPT-NeoX model, if its checkpoint has none, or to replace them.
         tokenizer, vocab_file, merge_file: tokenizer of the model, if the source has none, or to replace it.
         end_token: end-of-document token, if it does not have one of the common names.
-        add_bos: whether to add a token before every text; as in the source if None.
+        add_bos: True to add a token before every text; as in the source if None.
 
     Returns:
         The result, and notes for the user.
@@ -134,7 +134,7 @@ def resolve_tokenizer(
 
     Args:
         end_token: end-of-document token, if it does not have one of the common names.
-        add_bos: whether to add a token before every text; as in the source if None.
+        add_bos: True to add a token before every text; as in the source if None.
 
     Raises UserError if there is no tokenizer or its files are invalid.
     """
@@ -308,5 +308,5 @@ def _format_config(source: ModelSource, config: Config) -> str:
     config_keys = {
         name: value for section in sections for name, value in section.model_dump(exclude_unset=True).items()
     }
-    header = f"# A {source.format_name} model, imported. Training needs further keys: train_iters, train_data_paths …"
+    header = f"# Imported {source.format_name} model. Training needs further keys: train_iters, train_data_paths …"
     return f"{header}\n{dump_yaml(config_keys)}"

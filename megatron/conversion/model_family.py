@@ -2,15 +2,15 @@
 
 A family defines names in its files, and which of our models it can represent:
 
-    family.from_hf_config(hf_config)       their config.json → our keys
+    family.from_hf_config(config_reader)   config.json → our keys
     family.describe_unsupported(config)    why the family does not support a configuration, or None
-    family.to_hf_config(config, …)         our configuration → their config.json
+    family.to_hf_config(config, …)         our configuration → config.json
     family.weight_mappings(config)         table of weights, for both directions
 
-A transform converts their tensors to one of ours and back, bit for bit. Dimensions: d head dimension, H heads, G key
-and value heads (G = H unless queries are grouped). Our format concatenates queries, keys and values per group, [G, (H/G
-+ 2), d, …] (megatron-core's linear_qkv), and puts the gate before the values that it gates. Torch is imported only when
-tensors are converted, so that unsupported models are rejected without it.
+A transform converts tensors of the family to one of ours and back, bit for bit. Dimensions: d head dimension, H heads,
+G key and value heads (G = H unless queries are grouped). Our format concatenates queries, keys and values per group,
+[G, (H/G + 2), d, …] (megatron-core's linear_qkv), and puts the gate before the values that it gates. Torch is imported
+only when tensors are converted, so that unsupported models are rejected without it.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def _cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 class Transform(Protocol):
-    """Bijective conversion between some of their tensors and one of ours."""
+    """Bijective conversion between one or more tensors of a family and one of ours."""
 
     def to_megatron(self, hf_tensors: Sequence[Tensor]) -> Tensor:
-        """Convert their tensors, in the order of the table, to ours."""
+        """Convert a family's tensors, in the order of the table, to ours."""
 
     def to_hf(self, tensor: Tensor) -> list[Tensor]:
-        """Convert our tensor to theirs, in the order of the table."""
+        """Convert our tensor to the family's, in the order of the table."""
 
 
 @dataclass(frozen=True)
@@ -196,11 +196,11 @@ class ModelFamily:
     weight_mappings: Callable[[Config], Iterator[WeightMapping]]
     """Yields the mappings of all weights, for both directions."""
     ignored_pattern: str = r"(?!)"
-    """Pattern of tensor names in their files that are recomputed and never read."""
+    """Pattern of names of tensors in weight files that are recomputed and never read."""
     tensor_aliases: Mapping[str, str] = field(default_factory=dict)
     """Alternative tensor names written by some versions."""
     auto_map: Mapping[str, str] = field(default_factory=dict)
-    """Its `auto_map`: classes of included code, which is not run here."""
+    """`auto_map` of the family: classes of included code, which is not run here."""
     known_difference: str | None = None
     """Sentence about known differences between the class in transformers and this project, or None."""
     find_other_conflict: Callable[[Config], str | None] = lambda config: None
@@ -260,7 +260,8 @@ def map_layers(
 ) -> Iterator[WeightMapping]:
     """Yield the weight mappings of all layers.
 
-    layer_table: function from a layer's index as text to our name within the layer, their names, and the transform.
+    layer_table: function from a layer's index as text to our name within the layer, the family's names, and the
+        transform.
     """
     for layer_idx in range(config.model.num_layers):
         for megatron_name, hf_name, transform in layer_table(str(layer_idx)):
@@ -275,8 +276,8 @@ def map_linear_layers(
 
     Args:
         config: our configuration.
-        hf_prefix: prefix of their names within the layer.
-        hf_names: their names of the query-key-value and output projections, and of the two feed-forward layers.
+        hf_prefix: prefix of the family's names within the layer.
+        hf_names: the family's names of the query-key-value and output projections, and of the two feed-forward layers.
         mlp_bias: True if the feed-forward layers have biases.
 
     Yields:

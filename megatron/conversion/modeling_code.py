@@ -75,7 +75,7 @@ def build_temperature(name: str, dims: AttentionDims, options: dict[str, Any]) -
 
 def _find(known: dict[str, Any], name: str) -> Any:
     if name not in known:
-        raise ValueError(f"{{name!r}}: this export contains only {{', '.join(known) or 'no such method'}}")
+        raise ValueError(f"{{name!r}}: unknown method; this export contains {{', '.join(known) or 'none'}}")
     return known[name]
 '''
 
@@ -89,7 +89,7 @@ def bundle_modeling_code(
         encodings, processors, temperatures: methods of the model's layers; `none` for no processor or temperature.
 
     Raises:
-        UserError: a user's own method cannot be exported; names its file and line.
+        UserError: a user's own method cannot be exported; the message names its file and line.
     """
     methods: list[type[PositionModule]] = [registry.load_encoding_class(name) for name in encodings]
     methods += [registry.load_processor_class(name) for name in processors if name != "none"]

@@ -221,7 +221,7 @@ def _list_module(
 
 
 def _list_layer_modules(config: Config) -> Iterator[tuple[str, tuple[str, ...], Merge, Merge]]:
-    """Yield the modules of a layer: our name, their names in all versions, and the merge functions."""
+    """Yield the modules of a layer: our name, GPT-NeoX's names in all versions, and the merge functions."""
     model = config.model
     num_heads, kv_heads = model.num_attention_heads, get_num_kv_heads(model)
     head_dim = model.hidden_size // num_heads

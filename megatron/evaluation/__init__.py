@@ -1,4 +1,4 @@
-"""Trained models in use: their perplexity, mainly beyond the training length, what they attend to, and what they write.
+"""Evaluation of trained models: perplexity (mainly beyond the training length), attention analyses, and generated text.
 
 `targets` chooses what to evaluate: a text, a task, or a probe. For a text, `protocols` selects the tokens to score and
 their context, `perplexity` computes their losses, and `loss_records` turns the losses into records. `megatron.reports`

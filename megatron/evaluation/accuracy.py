@@ -94,7 +94,7 @@ def score_answers(
 
     too_large = f"one sequence of {length:,} tokens does not fit the memory of {device}; use shorter lengths"
     run_batched(
-        num_sequences, length, device, forward, too_large=too_large, batch_tokens=batch_tokens, after=count_rows
+        num_sequences, length, device, forward, too_large=too_large, batch_tokens=batch_tokens, on_batch_done=count_rows
     )
     return np.where(batch.loss_mask, losses, 0.0), correct & batch.accuracy_mask
 
@@ -137,7 +137,7 @@ class AccuracySample(NamedTuple):
 def compute_accuracies(
     correct: np.ndarray, batch: TaskBatch, record_fields: Mapping[str, Any], *, exact_match: bool = False
 ) -> list[AccuracySample]:
-    """Compute the metrics of one length.
+    """Compute the metrics at one length.
 
     Args:
         correct: True for correct answers, bool [sequences, T].
@@ -230,8 +230,8 @@ def build_mean_record(records: Sequence[Record], draws: np.ndarray | None) -> Re
 def add_relative_changes(records: Sequence[Record]) -> list[Record]:
     """Add to each record of a predictor its change from the shortest length with the same metric and protocol.
 
-    Use this function if each length has its own sequences: the values are not paired, and no interval is added. If all
-    lengths score the same tokens, `loss_records.py` adds both.
+    Use this function if each length has its own sequences. The values are then not paired, and no interval is added.
+    If all lengths score the same tokens, `loss_records.py` adds both.
     """
     shortest: dict[tuple[str, str], Record] = {}
     for record in records:

@@ -125,7 +125,7 @@ def limit_lengths(lengths: Iterable[int], max_length: int | None, reason: str | 
 
 
 def count_forward_flops(model: GPT, length: int, num_sequences: int) -> float:
-    """Return the FLOPs of scoring `num_sequences` sequences: a third of forward plus backward."""
+    """Return the FLOPs of scoring `num_sequences` sequences: a third of those of a forward and a backward pass."""
     return model.count_flops_per_token(length) / 3 * length * num_sequences
 
 

@@ -39,7 +39,7 @@ def run_batched(
     *,
     too_large: str,
     batch_tokens: int | None = None,
-    after: Callable[[int], None] | None = None,
+    on_batch_done: Callable[[int], None] | None = None,
 ) -> None:
     """Compute all rows in batches of consecutive rows.
 
@@ -52,7 +52,7 @@ def run_batched(
         forward: computes the rows of a slice and stores their results.
         too_large: error message if a single row does not fit.
         batch_tokens: input tokens per batch; a batch has at least one row.
-        after: called with the number of rows of each finished batch.
+        on_batch_done: called with the number of rows of each finished batch.
 
     Raises:
         RunError: a single row does not fit in device memory.
@@ -73,8 +73,8 @@ def run_batched(
                 torch.cuda.empty_cache()
             continue
         start = rows.stop
-        if after is not None:
-            after(rows.stop - rows.start)
+        if on_batch_done is not None:
+            on_batch_done(rows.stop - rows.start)
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def list_attention_layers(model: GPT) -> list[PositionedAttention]:
 
 @contextmanager
 def capture_attention(model: GPT, hook: AttentionHook) -> Iterator[None]:
-    """Context manager in which a hook is called for each layer of every forward pass."""
+    """Call a hook for each layer of every forward pass inside this context."""
     backends = [(attention, attention.backend) for attention in list_attention_layers(model)]
     for attention, backend in backends:
         attention.backend = CapturingBackend(backend, attention.layer_index, hook)

@@ -30,7 +30,7 @@ LogFunction = Callable[[str], None]
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Run to generate text with, whose model is not loaded yet, and the prompts."""
+    """Run whose model generates text (not loaded yet), with the options and the prompts."""
 
     run: TrainedRun
     tokenizer: Tokenizer

@@ -61,20 +61,20 @@ class RequestCounts:
 
 
 @dataclass(frozen=True)
-class RequestDivision:
-    """Division of requests among processes that all make the same calls.
+class RequestSharding:
+    """Sharding of requests among ranks that all make the same calls.
 
     Args:
-        index, size: this process computes every `size`-th request, from `index` on.
-        exchange: gathers the answers of all processes, by the number of the request.
+        rank, num_ranks: this rank computes every `num_ranks`-th request, from `rank` on.
+        exchange: gathers the answers of all ranks, by the number of the request.
     """
 
-    index: int = 0
-    size: int = 1
+    rank: int = 0
+    num_ranks: int = 1
     exchange: Callable[[dict[int, Any]], Sequence[dict[int, Any]]] = lambda answers: [answers]
 
     def gather(self, answers: dict[int, Any], count: int) -> list[Any]:
-        """Return the answers of all processes to `count` requests, in their order."""
+        """Return the answers of all ranks to `count` requests, in their order."""
         merged: dict[int, Any] = {}
         for part in self.exchange(answers):
             merged |= part
@@ -89,8 +89,8 @@ class HarnessModel(TemplateLM):
         tokenizer: tokenizer that the model was trained with.
         max_length: maximum input length in tokens.
         batch_tokens: tokens per forward pass, padding included; the default of the device if None.
-        after: called after every batch with the number of answered requests and the total of this process and type.
-        division: division of requests among the processes of a run; by default one process computes all.
+        on_batch_done: called after every batch with the numbers of answered and of all requests of this rank and type.
+        sharding: sharding of requests among the ranks of a run; by default one rank computes all.
     """
 
     def __init__(
@@ -100,15 +100,15 @@ class HarnessModel(TemplateLM):
         max_length: int,
         *,
         batch_tokens: int | None = None,
-        after: Callable[[int, int], None] | None = None,
-        division: RequestDivision | None = None,
+        on_batch_done: Callable[[int, int], None] | None = None,
+        sharding: RequestSharding | None = None,
     ) -> None:
         super().__init__()
         self.model, self._tokenizer, self.max_length = model, tokenizer, max_length
         self._device = next(model.parameters()).device
         self.batch_tokens = choose_batch_tokens(self._device, batch_tokens)
-        self._after = after or (lambda done, total: None)
-        self._division = division or RequestDivision()
+        self._on_batch_done = on_batch_done or (lambda done, total: None)
+        self._sharding = sharding or RequestSharding()
         self.request_counts: dict[str, RequestCounts] = {}
         """Statistics by task name."""
         self._token_counts: list[tuple[int, bool]] = []
@@ -163,13 +163,13 @@ class HarnessModel(TemplateLM):
             options = self._read_generation_options(requests[numbers[0]])
             max_context = self.max_length - options.maximum_tokens
             contexts = [self.tok_encode(requests[number].args[0]) or [self.prefix_token_id] for number in numbers]
-            own = range(self._division.index, len(numbers), self._division.size)
+            own = range(self._sharding.rank, len(numbers), self._sharding.num_ranks)
             for completion in self._complete([context[-max_context:] for context in contexts], own, options):
                 is_truncated = len(contexts[completion.prompt_index]) > max_context
                 count = (max(len(completion.tokens), 1), is_truncated)
                 answers[numbers[completion.prompt_index]] = (completion.text, count)
-                self._after(len(answers), -(-len(requests) // self._division.size))
-        gathered = self._division.gather(answers, len(requests))
+                self._on_batch_done(len(answers), -(-len(requests) // self._sharding.num_ranks))
+        gathered = self._sharding.gather(answers, len(requests))
         self._record_requests(requests, [count for _, count in gathered])
         return [text for text, _ in gathered]
 
@@ -235,14 +235,14 @@ class HarnessModel(TemplateLM):
                 )
             rows.setdefault(tuple([*context, *continuation][-self.max_length - 1 : -1]), []).append(number)
         answers: dict[int, LoglikelihoodAnswer] = {}
-        own = sorted(rows, key=len, reverse=True)[self._division.index :: self._division.size]
+        own = sorted(rows, key=len, reverse=True)[self._sharding.rank :: self._sharding.num_ranks]
         total = sum(len(rows[row]) for row in own)
         for batch in self._iter_batches(own):
             continuations = [[requests[number][2] for number in rows[row]] for row in batch]
             for row, row_answers in zip(batch, self._score_rows(batch, continuations), strict=True):
                 answers.update(zip(rows[row], row_answers, strict=True))
-            self._after(len(answers), total)
-        return self._division.gather(answers, len(requests))
+            self._on_batch_done(len(answers), total)
+        return self._sharding.gather(answers, len(requests))
 
     def _iter_batches(self, rows: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
         """Yield batches of consecutive rows that fit in a forward pass. Rows are sorted by length, longest first."""
@@ -257,14 +257,14 @@ class HarnessModel(TemplateLM):
     ) -> list[list[LoglikelihoodAnswer]]:
         """Score the continuations at the end of each row. A batch that does not fit in memory is split in half.
 
-        A model that is divided among processes is not called again, because the others would not call theirs.
+        A sharded model cannot be called again, because the other ranks would not call theirs.
         """
         try:
             return self._forward(rows, continuations)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            if len(rows) == 1 or self._is_divided:
+            if len(rows) == 1 or self._is_sharded:
                 batch = "" if len(rows) == 1 else f"{len(rows):,} texts of "
                 raise RunError(f"{batch}{len(rows[0]):,} tokens do not fit the memory of {self._device}") from None
         half = len(rows) // 2
@@ -272,8 +272,8 @@ class HarnessModel(TemplateLM):
         return first + self._score_rows(rows[half:], continuations[half:])
 
     @property
-    def _is_divided(self) -> bool:
-        """True if the processes of a run must call the model together."""
+    def _is_sharded(self) -> bool:
+        """True if several ranks must call the model together."""
         return self.model.groups.mesh.tensor.size > 1 or self.model.is_divided_by_zero_3
 
     @torch.no_grad()
@@ -298,7 +298,7 @@ class HarnessModel(TemplateLM):
 
 
 class RequestChecker(HarnessModel):
-    """Model interface that checks requests without computing answers: their errors, before a run trains for hours."""
+    """Model interface that checks requests without computing answers, so that errors appear before a long training."""
 
     def check(self, tasks: Iterable[Any], limit: int | None) -> None:
         """Check the requests of tasks.

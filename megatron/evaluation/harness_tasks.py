@@ -143,7 +143,7 @@ class HarnessEval:
                 scoring.progress(length, index + min(done / max(total, 1), 0.999), float(len(lengths)))
 
             model = HarnessModel(
-                loaded.model, tokenizer, length, batch_tokens=scoring.batch_tokens, after=report_requests
+                loaded.model, tokenizer, length, batch_tokens=scoring.batch_tokens, on_batch_done=report_requests
             )
             stop_stopwatch = start_stopwatch()
             results = run_tasks(model, self.tasks, self.limit)
@@ -232,7 +232,7 @@ def load_tasks(
 
 @contextmanager
 def forbid_downloads() -> Iterator[None]:
-    """Let the Hugging Face libraries use only files on this machine; other data raise ConnectionError."""
+    """Restrict the Hugging Face libraries to files on this machine; requests for other data raise ConnectionError."""
     import datasets
     from huggingface_hub import constants
 
@@ -248,7 +248,7 @@ def run_tasks(model: HarnessModel, tasks: Any, limit: int | None) -> Mapping[str
     """Evaluate a model on tasks, and return the harness's results. No random state changes.
 
     Args:
-        model: model interface of one process; the harness need not know others that share the requests.
+        model: model interface of one process. It divides the requests among processes itself.
         tasks: return value of `load_tasks`.
         limit: number of documents per task, or None for all.
     """
@@ -266,7 +266,7 @@ def run_tasks(model: HarnessModel, tasks: Any, limit: int | None) -> Mapping[str
 
 @contextmanager
 def _allow_infinite_perplexities() -> Iterator[None]:
-    """Let the harness's perplexities be infinite if they exceed the range of a float, instead of raising an error.
+    """Make the harness report an infinite perplexity, instead of an error, if it exceeds the range of a float.
 
     A text without spaces is one word, whose perplexity per word is the product of those of all its tokens.
     """
@@ -354,7 +354,7 @@ class TaskValue:
     filters: tuple[str, ...]
     """Name of the filter of the answers, if any."""
     text_length: int | None
-    """Length of the task's texts in tokens, if the harness names its metrics by lengths, as RULER's."""
+    """Length of the task's texts in tokens, if the task names its metrics by lengths, as RULER does."""
 
 
 def iter_task_values(values: Mapping[str, Any]) -> Iterator[TaskValue]:

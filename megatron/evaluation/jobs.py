@@ -61,11 +61,11 @@ class PartialRecords:
 
     Args:
         path: file of the records, or None to save nothing.
-        found: records left by an interrupted evaluation.
+        previous: records left by an interrupted evaluation.
     """
 
     path: Path | None
-    found: tuple[Record, ...]
+    previous: tuple[Record, ...]
 
     @classmethod
     def open(cls, folder: Path | None) -> PartialRecords:
@@ -77,7 +77,7 @@ class PartialRecords:
         path = None if folder is None else folder / UNFINISHED_FILE
         return cls(path, tuple(record_files.read_records(path)) if path is not None and path.exists() else ())
 
-    def keep(self, records: Sequence[Record]) -> None:
+    def save(self, records: Sequence[Record]) -> None:
         """Save records, and keep those of other models, which other evaluations may write at the same time."""
         if self.path is not None and records:
             self._rewrite(self.path, records, records)
@@ -282,8 +282,8 @@ def run_eval_jobs(
     """
     log = make_log_function(console)
     partial_records = PartialRecords.open(request.folder)
-    if {record.run for record in partial_records.found} & {job.run.name for job in jobs}:
-        log(f"resuming an interrupted evaluation: reusing the finished parts in {partial_records.path}")
+    if {record.run for record in partial_records.previous} & {job.run.name for job in jobs}:
+        log(f"resuming an interrupted evaluation: reusing the finished records in {partial_records.path}")
     for job in jobs:
         if job.note is not None:
             log(f"{job.run.name}: {job.note}")
@@ -300,8 +300,8 @@ def run_eval_jobs(
                 describe_run(job, request.options),
                 request.options.batch_tokens,
                 report,
-                partial_records.found,
-                partial_records.keep,
+                partial_records.previous,
+                partial_records.save,
             )
             records += target.score(loaded, scoring)
             if job is jobs[-1]:

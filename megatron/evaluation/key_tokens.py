@@ -133,7 +133,7 @@ class KeyTokenFile:
         if long_length not in losses:
             raise RunError(
                 f"{record_fields['method']}: the reference of key tokens does not support length "
-                f"{long_length:,}; put another run first, or use shorter lengths"
+                f"{long_length:,}; list another run first, or use shorter lengths"
             )
         is_key = find_key_tokens(losses[short_length], losses[long_length], self.alpha, self.beta) & loss_mask
         if not is_key.any():

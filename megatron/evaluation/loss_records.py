@@ -123,7 +123,7 @@ def check_measures(options: EvaluationOptions, plan: ScoringPlan) -> None:
 
 
 class RecordBuilder:
-    """Builds the records of one target set of a plan, from losses added length by length.
+    """Builder of the records of one target set of a plan, from losses added length by length.
 
     Args:
         plan: scoring plan.
@@ -172,7 +172,7 @@ class RecordBuilder:
         """
         sums = np.where(self.tokens.loss_mask, scored.losses, 0.0).sum(axis=1)
         summary = summarize_losses(sums, self.counts)
-        # The loss is useless, and tables have no room for the perplexity.
+        # Tables cannot show this perplexity.
         if not math.isfinite(summary.nll) or summary.nll > MAX_NLL:
             where = f"{self.record_fields['method']}: the loss at length {scored.length:,}"
             raise RunError(f"{where} is {summary.nll}, so there is no perplexity to report")
@@ -349,8 +349,8 @@ def list_position_bins(train_length: int, length: int) -> list[int]:
 
     These are the window's length, and the training length with its doubles and halves up to there.
 
-    A bin holds the positions after the previous bin. One bin ends at the training length, so that no bin mixes trained
-    and untrained positions.
+    A bin contains the positions after the previous bin. One bin ends at the training length, so that no bin mixes
+    trained and untrained positions.
     """
     ends = {length}
     end = train_length

@@ -2,7 +2,7 @@
 
 Mohtashami and Jaggi (2023, 2305.16300) check whether models generate the digits. Here each digit is scored given the
 correct digits before it. A model generates the key greedily if and only if every digit is its likeliest token. Small
-models never do, but the loss of their digits still shows at which depths they find something.
+models never do, but the loss of the digits still shows at which depths they retrieve part of the key.
 
 N sequences, L window length.
 """

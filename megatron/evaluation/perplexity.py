@@ -76,7 +76,7 @@ def compute_window_losses(
         too_large=f"length {length:,}: one window does not fit the memory of {device}; use shorter lengths or "
         "attention_backend=chunked with fewer attention_chunk_rows",
         batch_tokens=batch_tokens,
-        after=on_batch_done,
+        on_batch_done=on_batch_done,
     )
     return losses
 

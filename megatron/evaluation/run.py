@@ -2,7 +2,7 @@
 
 Each model is rebuilt from the configuration in its checkpoint. All runs are scored on the same tokens of the same text
 by the same protocol. Incompatible runs (other tokenizers, other data) are rejected before the first model is loaded. A
-model with limited positions is scored on the same targets up to its maximum length, and the output says so. Files are
+model with limited positions is scored on the same targets up to its maximum length, and a note reports this. Files are
 written after each run, so that results survive a later failure. Results of other runs, protocols, and texts in the
 folder are kept.
 
@@ -93,7 +93,7 @@ class TextEval:
     def build_baseline_records(self) -> list[Record]:
         return []
 
-    def describe_documents(self, trained: str, asked: str | None) -> str | None:
+    def describe_documents(self, trained_mask: str, evaluation_mask: str | None) -> str | None:
         """Describe document masking in one line.
 
         Return None if attention crosses documents in training and evaluation.
@@ -102,14 +102,14 @@ class TextEval:
         mask documents although training did.
 
         Args:
-            trained: attention_mask of the run.
-            asked: attention_mask of the evaluation; None for the run's.
+            trained_mask: attention_mask of the run.
+            evaluation_mask: attention_mask of the evaluation; None for the run's.
 
         Raises:
             UserError: the tokenizer of the text has no end-of-document token.
         """
-        if (asked or trained) == "causal":
-            return None if trained == "causal" else "attention crosses documents, unlike in training"
+        if (evaluation_mask or trained_mask) == "causal":
+            return None if trained_mask == "causal" else "attention crosses documents, unlike in training"
         import torch
 
         from megatron.attention.documents import find_document_starts
@@ -121,7 +121,7 @@ class TextEval:
             window = torch.from_numpy(np.asarray(self.text.tokens[start : start + length]).astype(np.int64))
             own = torch.arange(1, length + 1) - find_document_starts(window, eod)
             seen.append(float(own[-self.plan.count_scored(length) :].double().mean()))
-        how = "as" if trained == "document" else "unlike"
+        how = "as" if trained_mask == "document" else "unlike"
         return (
             f"documents are masked from each other, {how} in training: at length {length:,} a scored token sees "
             f"{sum(seen) / len(seen):,.0f} tokens of its own document on average"

@@ -296,7 +296,7 @@ class LivePage:
     def _render(self, runs: Sequence[Path], results: Sequence[Path], is_live: bool) -> str:
         sections: Sequence[ReportSection] = ()
         if results:
-            sections = build_sections(results, self.options.against, self.options.delta, is_whole=not is_live)
+            sections = build_sections(results, self.options.against, self.options.max_change, is_complete=not is_live)
         runs = _sort_as_results(runs, [record for section in sections for record in section.records])
         training: TrainingSection = self._monitor.describe(runs, is_live=is_live)
         title = self.options.title

@@ -156,7 +156,12 @@ class ReportOptions(ConfigSection):
     """Comparison of methods, and the threshold for extrapolation."""
 
     against: str | None = config_field(None, "baseline method for all comparisons", metavar="METHOD")
-    delta: float = config_field(0.1, "a method extrapolates if its perplexity changes by less than this fraction", ge=0)
+    max_change: float = config_field(
+        0.1,
+        "a method extrapolates if its perplexity changes by less than this fraction",
+        flags=("--max-change", "--delta"),
+        ge=0,
+    )
     title: str | None = config_field(None, "title of the page")
     figure_width: float | None = config_field(
         None, "width of --figure in inches; 3.25, one column of a paper, if absent", ge=2, le=20

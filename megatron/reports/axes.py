@@ -16,7 +16,7 @@ from megatron.utils.formatting import format_choices
 
 
 @dataclass(frozen=True)
-class XAxis:
+class RecordAxis:
     """Quantity that values are plotted over."""
 
     name: str
@@ -30,7 +30,7 @@ class XAxis:
     min_value: float = 1.0
     max_value: float = float("inf")
     is_dense: bool = False
-    """True if there are so many values that tables show only some of them."""
+    """True if tables show only some of the values, because there are too many."""
 
     @property
     def inline_name(self) -> str:
@@ -50,14 +50,16 @@ class XAxis:
         return format_multiple(x / train_length) if self.in_tokens else "", self.format_value(x)
 
 
-X_AXES = {
+RECORD_AXES = {
     axis.name: axis
     for axis in (
-        XAxis("length", "length: tokens", "at every length"),
-        XAxis("position", "position in the window: tokens seen, the own included", "in a bin of positions"),
-        XAxis("tokens_seen", "position in the window: tokens seen, the own included", "at a position", is_dense=True),
-        XAxis("distance", "distance to the first occurrence: tokens", "at a distance"),
-        XAxis(
+        RecordAxis("length", "length: tokens", "at every length"),
+        RecordAxis("position", "position in the window: tokens seen, including itself", "in a bin of positions"),
+        RecordAxis(
+            "tokens_seen", "position in the window: tokens seen, including itself", "at a position", is_dense=True
+        ),
+        RecordAxis("distance", "distance to the first occurrence: tokens", "at a distance"),
+        RecordAxis(
             "depth",
             "depth: share of the text before the answer",
             "at a depth",
@@ -70,15 +72,15 @@ X_AXES = {
 """All axes by name."""
 
 
-def get_x_axis(name: str) -> XAxis:
+def get_record_axis(name: str) -> RecordAxis:
     """Return an axis by name.
 
     Raises:
         ValueError: the name is unknown; the message lists the choices.
     """
-    if name not in X_AXES:
-        raise ValueError(f"unknown axis {name!r}; {format_choices(name, X_AXES)}")
-    return X_AXES[name]
+    if name not in RECORD_AXES:
+        raise ValueError(f"unknown axis {name!r}; {format_choices(name, RECORD_AXES)}")
+    return RECORD_AXES[name]
 
 
 def join_headers(header: str, subheader: str) -> str:

@@ -66,7 +66,7 @@ class ChartTick:
 class ChartPoint:
     """One value of one series."""
 
-    place: int
+    x_index: int
     """Index into the chart's x positions."""
     value: float
     text: str
@@ -80,7 +80,7 @@ class ChartSeries:
 
     name: str
     points: tuple[ChartPoint, ...]
-    is_drawn: bool
+    is_colored: bool
     """True if the curve is colored before a reader selects curves."""
     style: int
     """Index of its color, marker, and dash pattern."""
@@ -158,17 +158,19 @@ class Chart:
         of clipped values.
         """
         scale, offset = self.scale, self._get_offset(series)
-        x_shares = [self.x_positions[point.place].share + offset for point in series.points]
+        x_shares = [self.x_positions[point.x_index].share + offset for point in series.points]
         line = [(x, scale.locate(point.value, MAX_OVERSHOOT)) for x, point in zip(x_shares, series.points, strict=True)]
         shapes: dict[str, Any] = {"line": _format_path(line), "band": "", "bars": [], "markers": []}
         if self.kind != "dense" or len(series.points) == 1:
-            marks = [scale.get_clip_mark(point.value) or (series.is_drawn and series.marker) for point in series.points]
+            marks = [
+                scale.get_clip_mark(point.value) or (series.is_colored and series.marker) for point in series.points
+            ]
             shapes["markers"] = [
                 (mark, format_fraction(x), format_fraction(scale.locate(point.value)))
                 for mark, x, point in zip(marks, x_shares, series.points, strict=True)
                 if mark
             ]
-        if not series.is_drawn:
+        if not series.is_colored:
             return shapes
         overshoot = MAX_OVERSHOOT if self.kind == "dense" else 0.0
         spans = [
@@ -186,15 +188,15 @@ class Chart:
     @cached_property
     def _has_bars(self) -> bool:
         """True if curves have error bars. Too many bars would hide each other."""
-        drawn = [series for series in self.series if series.is_drawn]
+        drawn = [series for series in self.series if series.is_colored]
         has_intervals = any(point.interval is not None for series in drawn for point in series.points)
         return self.kind == "curves" and has_intervals and len(drawn) <= MAX_DRAWN_CURVES
 
     def _get_offset(self, series: ChartSeries) -> float:
         """Return the horizontal offset of a curve with bars, as a fraction of the width. Bars must not overlap."""
-        if not (self._has_bars and series.is_drawn):
+        if not (self._has_bars and series.is_colored):
             return 0.0
-        drawn = [other for other in self.series if other.is_drawn]
+        drawn = [other for other in self.series if other.is_colored]
         return BAR_OFFSET * (drawn.index(series) - (len(drawn) - 1) / 2)
 
     @cached_property
@@ -203,7 +205,7 @@ class Chart:
         by_name = {series.name: series.points[0] for series in self.series}
         points = [by_name[name] for name in self.path]
         return _format_path(
-            [(self.x_positions[point.place].share, self.scale.locate(point.value, MAX_OVERSHOOT)) for point in points]
+            [(self.x_positions[point.x_index].share, self.scale.locate(point.value, MAX_OVERSHOOT)) for point in points]
         )
 
     @property
@@ -226,9 +228,9 @@ class Chart:
                 {
                     "name": series.name,
                     "style": get_style_indices(series.style),
-                    "drawn": series.is_drawn,
+                    "drawn": series.is_colored,
                     "points": [
-                        [point.place, _round(point.value), point.text, *map(_round, point.interval or ())]
+                        [point.x_index, _round(point.value), point.text, *map(_round, point.interval or ())]
                         for point in series.points
                     ],
                 }
@@ -247,18 +249,18 @@ class Chart:
             return []
         taken = [
             (
-                self.x_positions[p.place].share * NARROW_WIDTH - 5,
-                self.x_positions[p.place].share * NARROW_WIDTH + 5,
+                self.x_positions[p.x_index].share * NARROW_WIDTH - 5,
+                self.x_positions[p.x_index].share * NARROW_WIDTH + 5,
                 self.scale.locate(p.value) * PLOT_HEIGHT,
             )
             for series in self.series
             for p in series.points
         ]
         labels = []
-        order = sorted(self.series, key=lambda series: (series.name not in self.path, not series.is_drawn))
+        order = sorted(self.series, key=lambda series: (series.name not in self.path, not series.is_colored))
         for series in order:
             (point,) = series.points
-            share, y = self.x_positions[point.place].share, self.scale.locate(point.value)
+            share, y = self.x_positions[point.x_index].share, self.scale.locate(point.value)
             x, width = share * NARROW_WIDTH, CHARACTER_WIDTH * len(series.name)
             left = x + 8 if share < 0.5 else x - 8 - width
             own = (x - 5, x + 5, y * PLOT_HEIGHT)

@@ -20,7 +20,7 @@ from megatron.reports.records import RESULTS_FILE, Record, RunFailure
 from megatron.reports.report import ReportSection
 from megatron.reports.report_markdown import is_generated_markdown
 from megatron.reports.run_records import SavedRuns, is_run_file, read_run_file, read_run_folder
-from megatron.reports.verdict_tables import DEFAULT_DELTA, build_verdict_tables
+from megatron.reports.verdict_tables import DEFAULT_MAX_CHANGE, build_verdict_tables
 from megatron.utils.atomic_io import (
     check_folder,
     check_no_foreign_files,
@@ -44,7 +44,7 @@ def combine_results(
     *,
     output: Path | None = None,
     against: str | None = None,
-    delta: float = DEFAULT_DELTA,
+    max_change: float = DEFAULT_MAX_CHANGE,
     title: str | None = None,
     figure: Path | None = None,
     figure_width: float | None = None,
@@ -59,7 +59,7 @@ def combine_results(
         console: console for the tables.
         output: HTML page, Markdown file, or LaTeX file to write.
         against: method to compare with; that of each experiment if None.
-        delta: bound of the extrapolation criterion.
+        max_change: bound of the extrapolation criterion.
         title: title of the page.
         figure: PDF or SVG file to write for a paper; further comparable groups of results become NAME_2 and so on.
         figure_width: width of the figures in inches.
@@ -80,7 +80,7 @@ def combine_results(
     records_by_path, saved_runs = _read_results(result_paths)
     experiments = _read_experiments(records_by_path)
     failures_by_path = {path: records.read_failures(path) for path in records_by_path}
-    sections = _build_sections(records_by_path, experiments, failures_by_path, saved_runs, against, delta)
+    sections = _build_sections(records_by_path, experiments, failures_by_path, saved_runs, against, max_change)
     if output is not None and output.suffix == MARKDOWN_SUFFIX:
         report_markdown.check_pictures("--output", output, sections)
     figures = {} if figure is None else _render_figures(figure, sections, figure_width, figure_font)
@@ -116,19 +116,23 @@ def combine_results(
 
 
 def build_sections(
-    result_paths: Sequence[Path], against: str | None = None, delta: float = DEFAULT_DELTA, *, is_whole: bool = True
+    result_paths: Sequence[Path],
+    against: str | None = None,
+    max_change: float = DEFAULT_MAX_CHANGE,
+    *,
+    is_complete: bool = True,
 ) -> list[ReportSection]:
     """Build the sections of a page. For arguments and errors see `combine_results`.
 
     Args:
-        is_whole: False if more results are to come, in which case the method to compare with may be missing.
+        is_complete: False if more results will follow; the method to compare with may then be missing.
     """
     records_by_path, saved_runs = _read_results(result_paths)
-    if not is_whole and against not in {record.method for found in records_by_path.values() for record in found}:
+    if not is_complete and against not in {record.method for found in records_by_path.values() for record in found}:
         against = None
     failures_by_path = {path: records.read_failures(path) for path in records_by_path}
     experiments = _read_experiments(records_by_path)
-    return _build_sections(records_by_path, experiments, failures_by_path, saved_runs, against, delta)
+    return _build_sections(records_by_path, experiments, failures_by_path, saved_runs, against, max_change)
 
 
 def _read_experiments(paths: Iterable[Path]) -> dict[Path, Experiment]:
@@ -140,7 +144,7 @@ def _check_output_page(output: Path) -> None:
     """Check that the page can be written.
 
     Raises:
-        UserError: it cannot.
+        UserError: the format is unknown, or the page would overwrite another file.
     """
     checks = {
         ".html": is_generated_page,
@@ -150,7 +154,7 @@ def _check_output_page(output: Path) -> None:
     }
     if output.suffix not in checks:
         raise UserError(
-            f"--output {output}: expected a name ending in .html, {MARKDOWN_SUFFIX}, or {LATEX_SUFFIX}; "
+            f"--output {output}: expected a name ending in .html, .htm, {MARKDOWN_SUFFIX}, or {LATEX_SUFFIX}; "
             f"results.csv is already next to {RESULTS_FILE}"
         )
     if output.is_dir():
@@ -278,7 +282,7 @@ def _build_sections(
     failures_by_path: Mapping[Path, Sequence[RunFailure]],
     saved_runs: Mapping[Path, SavedRuns],
     against: str | None,
-    delta: float,
+    max_change: float,
 ) -> list[ReportSection]:
     """Build the sections, starting with one for all results that belong to no experiment."""
     sections = []
@@ -290,7 +294,7 @@ def _build_sections(
                 None,
                 other_records,
                 build_verdict_tables(
-                    split_depth_maps(build_comparison_tables(other_records, other_failures))[0], against, delta
+                    split_depth_maps(build_comparison_tables(other_records, other_failures))[0], against, max_change
                 ),
                 other_failures,
             )
@@ -298,7 +302,7 @@ def _build_sections(
     for path, item in experiments.items():
         if records_by_path[path]:
             selected_experiment = item if against is None else replace(item, against=against)
-            text_tables = selected_experiment.build_tables(records_by_path[path], delta, failures_by_path[path])
+            text_tables = selected_experiment.build_tables(records_by_path[path], max_change, failures_by_path[path])
             sections.append(
                 ReportSection(
                     item.title,
@@ -314,12 +318,12 @@ def _build_sections(
         raise UserError(f"{', '.join(map(str, records_by_path))}: no records found")
     methods = list(dict.fromkeys(record.method for item in sections for record in item.records))
     if against is not None and against not in methods:
-        raise UserError(f"--against {against}: nothing to compare with it; {format_choices(against, methods)}")
+        raise UserError(f"--against {against}: unknown method; {format_choices(against, methods)}")
     return sections
 
 
 def find_contradictions(records_by_path: Mapping[Path, Sequence[Record]]) -> Iterator[str]:
-    """Yield notes about files whose values contradict an earlier file on the same run."""
+    """Yield notes about files whose values differ from those of an earlier file for the same runs."""
     latest: dict[tuple[Hashable, ...], tuple[Path, float]] = {}
     for path, file_records in records_by_path.items():
         conflict_counts: dict[Path, int] = {}
@@ -331,5 +335,5 @@ def find_contradictions(records_by_path: Mapping[Path, Sequence[Record]]) -> Ite
                 conflict_counts[previous[0]] = conflict_counts.get(previous[0], 0) + 1
             latest[key] = (path, record.value)
         for other_path, count in conflict_counts.items():
-            count_text = "1 number" if count == 1 else f"{count} numbers"
-            yield f"{path}: {count_text} of runs differ from {other_path}; this file takes precedence"
+            count_text = "1 value differs" if count == 1 else f"{count} values differ"
+            yield f"{path}: {count_text} from {other_path} for the same runs; using this file"

@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron.reports import axes
-from megatron.reports.axes import XAxis, format_multiple
-from megatron.reports.method_rows import disambiguate_methods, get_table_key, list_unverified_methods
+from megatron.reports.axes import RecordAxis, format_multiple
+from megatron.reports.method_rows import disambiguate_methods, get_table_key, list_unverified_methods, quote_method
 from megatron.reports.metrics import Metric
 from megatron.reports.records import Record, RunFailure
 
@@ -123,7 +123,7 @@ class ComparisonTable:
     protocol: str
     train_length: int
     records: tuple[Record, ...]
-    axis: XAxis
+    axis: RecordAxis
     methods: tuple[str, ...]  # in the order of the records
     x_values: tuple[float, ...]  # x values of the columns, ascending; only some of the values of a dense axis
     cells: dict[tuple[str, float], Cell]
@@ -232,7 +232,7 @@ class ComparisonTable:
                 values_by_method.setdefault(record.method, []).append(record.value)
         format_value, select_best = self.metric.format_value, self.metric.select_best
         return [
-            f"{method} {format_value(select_best(values))}"
+            f"{quote_method(method)} {format_value(select_best(values))}"
             for method, values in values_by_method.items()
             if len(values) > 1
         ]
@@ -333,7 +333,7 @@ def _build_comparison_table(
     records_by_cell: dict[tuple[str, float], list[Record]] = {}
     for record in latest.values():
         records_by_cell.setdefault((record.method, record.x_value), []).append(record)
-    axis = axes.get_x_axis(records[0].axis)
+    axis = axes.get_record_axis(records[0].axis)
     x_values = tuple(sorted({record.x_value for record in records}))
     if axis.is_dense:
         x_values = _choose_octaves(x_values, records[0].train_length)

@@ -1,7 +1,7 @@
 """Gain from context beyond the training length: whether a model uses it, ignores it, or is hurt by it.
 
-A flat curve of perplexity over length is not yet a use of the context. It shows only that a longer context does no
-harm. The gain compares the losses of the same targets with a shorter and a longer context, in nats per token:
+A flat curve of perplexity over length does not show that a model uses the context. It shows only that a longer context
+does no harm. The gain compares the losses of the same targets with a shorter and a longer context, in nats per token:
 
     gain(L) = nll(L0) − nll(L)       L0: the shortest scored length at which every target has at least half the training
                                      length of context; L: a longer one
@@ -13,12 +13,13 @@ a quarter as many targets, L0 is 1×.
 **Interval.** For one run it is a bootstrap over blocks of the text, paired: a block counts with both of its losses, so
 that its difficulty cancels. For several seeds it is the t interval of their gains. Both are 95% for each method alone.
 
-**Verdict.** A gain below `NEGLIGIBLE_GAIN` is of no use. A method uses the context if its gain is larger and its
-interval is above 0, is hurt by it if the same holds below 0, and ignores it if the whole interval is negligible. Else
-the verdict is undecided: the text is too short, or there are too few seeds.
+**Verdict.** A gain below `NEGLIGIBLE_GAIN` is negligible. A method uses the context if its gain is larger and its
+interval is above 0. It is hurt by the context if its gain is below −`NEGLIGIBLE_GAIN` and its interval is below 0. It
+ignores the context if the whole interval is negligible. Otherwise the verdict is undecided: the text is too short, or
+there are too few seeds.
 
-**Bound.** A text may offer nothing beyond the training length. If other models in the report were trained at L or more,
-and scored on the same targets, the best of them at L shows what such a model gains from the same context.
+**Bound.** A text may contain nothing predictable from beyond the training length. If other models in the report were
+trained at L or more, and scored on the same targets, the best of them at L shows how much a model can gain.
 """
 
 import math
@@ -32,6 +33,7 @@ from megatron.reports.comparison_table import (
     format_partial_seeds,
     pair_by_seed,
 )
+from megatron.reports.method_rows import quote_method
 from megatron.reports.metrics import METRICS
 from megatron.reports.records import Record
 from megatron.reports.significance import bootstrap_loss_interval
@@ -201,8 +203,8 @@ def _build_context_table(
     targets = table.records[0].targets_per_window or 0
     notes = [
         f"Gain: loss with {base_length:,} tokens minus loss with {length:,} tokens, in nats per token, of the same "
-        f"targets. A target has {base_length - targets + 1:,} to {base_length:,} tokens of context, its own included, "
-        f"in the first case, and {length - targets + 1:,} to {length:,} in the second.",
+        f"targets. Including its own token, a target has {base_length - targets + 1:,} to {base_length:,} tokens of "
+        f"context in the first case, and {length - targets + 1:,} to {length:,} in the second.",
         f"“{USED}”: the gain is at least {NEGLIGIBLE_GAIN:g} and its interval is above 0; “{HURT}”: it "
         f"is at most −{NEGLIGIBLE_GAIN:g} and its interval is below 0; "
         f"“{IGNORED}”: the interval is within ±{NEGLIGIBLE_GAIN:g}.",
@@ -242,8 +244,8 @@ def _describe_bound(bound: ContextGain | None, length: int) -> str:
         UNDECIDED: "Whether the text offers more is undecided.",
     }.get(bound.verdict, f"It {bound.verdict}, so these models cannot show what the text offers.")
     return (
-        f"Bound: {bound.method}, trained at {bound.train_length:,} tokens, gains {bound} and reaches a loss of "
-        f"{bound.loss:.3f}. {conclusion}"
+        f"Bound: {quote_method(bound.method)}, trained at {bound.train_length:,} tokens, gains {bound} and reaches a "
+        f"loss of {bound.loss:.3f}. {conclusion}"
     )
 
 

@@ -39,7 +39,7 @@ It keeps bars inside the plot and off the axis labels.
 
 MAX_NUMBER = 1e300
 """Substitute for infinity, which JSON cannot represent."""
-SPREADS: dict[str, Callable[[float], float]] = {"linear": float, "log": math.log, "log1p": math.log1p}
+AXIS_SCALES: dict[str, Callable[[float], float]] = {"linear": float, "log": math.log, "log1p": math.log1p}
 
 
 def build_curve_chart(
@@ -61,13 +61,13 @@ def build_curve_chart(
     positions = _locate_x_values(x_values, table)
     index_by_x = {x: index for index, x in enumerate(x_values)}
     series = []
-    for index, (method, is_drawn) in enumerate(order):
+    for index, (method, is_colored) in enumerate(order):
         points = [
             ChartPoint(index_by_x[x], mean, _format_point(table, method, x, mean), bar)
             for x, mean, bar in zip(*curves[method], strict=True)
             if x in index_by_x
         ]
-        series.append(ChartSeries(method, tuple(points), is_drawn, index))
+        series.append(ChartSeries(method, tuple(points), is_colored, index))
     has_intervals = any(point.interval for each in series for point in each.points)
     note = f"{'Bands' if table.axis.is_dense else 'Bars'}: {get_bar_meaning(table)}."
     if not table.axis.is_dense and len(series) > 1:
@@ -120,7 +120,7 @@ def _list_limits(series: Sequence[ChartSeries]) -> tuple[list[float], list[float
     drawn, others = [], []
     for each in series:
         for point in each.points:
-            if each.is_drawn:
+            if each.is_colored:
                 drawn += [point.value, *(point.interval or ())]
             else:
                 others.append(point.value)
@@ -133,7 +133,7 @@ def _order_methods(
     curves: Mapping[str, tuple[list[float], list[float], list[tuple[float, float] | None]]],
     shown_methods: Sequence[str] | None,
 ) -> list[tuple[str, bool]]:
-    """Return methods with a flag for color. Colored methods come first, and there is at least one."""
+    """Return the methods, each with True if it is colored. Colored methods come first, and there is at least one."""
     if shown_methods is not None and not {*shown_methods, *table.trivial_baselines}.isdisjoint(measured):
         drawn = [method for method in shown_methods if method in measured]
         drawn += [method for method in table.trivial_baselines if method in measured and method not in drawn]
@@ -257,17 +257,17 @@ class HorizontalAxis:
     first: float
     """Number at the left edge; may be larger than the last."""
     last: float
-    spread: Literal["linear", "log", "log1p"] = "linear"
+    scale: Literal["linear", "log", "log1p"] = "linear"
     """Scale: linear, log, or log1p (log of the number plus 1, for distances that begin at 0)."""
 
     def locate(self, x: float) -> float:
         """Return the horizontal position of a number, as a fraction of the width."""
-        first, here, last = map(SPREADS[self.spread], (self.first, x, self.last))
+        first, here, last = map(AXIS_SCALES[self.scale], (self.first, x, self.last))
         return 0.5 if first == last else (here - first) / (last - first)
 
     def choose_ticks(self) -> tuple[ChartTick, ...]:
         low, high = sorted((self.first, self.last))
-        if self.spread == "linear":
+        if self.scale == "linear":
             values = choose_linear_ticks(low, high)
         else:
             base = 2 if high < 2000 else 10

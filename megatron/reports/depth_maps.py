@@ -14,6 +14,7 @@ import numpy as np
 from megatron.reports.axes import format_multiple, join_headers
 from megatron.reports.comparison_table import Cell, ComparisonTable
 from megatron.reports.html_page import HtmlCell, HtmlColumn, HtmlTable
+from megatron.reports.method_rows import quote_method
 from megatron.reports.metrics import Metric
 from megatron.reports.table_formats import TextTable
 
@@ -24,7 +25,7 @@ NUM_HTML_SHADES = 10
 
 
 @dataclass(frozen=True)
-class HtmlMap:
+class HtmlDepthMap:
     """Squares of one method's map, for the macro `depth_map`."""
 
     method: str
@@ -32,7 +33,7 @@ class HtmlMap:
     num_rows: int
     squares: dict[int, str]
     """Shade → SVG path of its squares, each of size 1 × 1."""
-    num_seen: int | None
+    num_trained_columns: int | None
     """Number of columns up to the training length, if more follow."""
 
 
@@ -143,10 +144,10 @@ class DepthMap:
         note = " – ".join(cell.interval_texts) or None
         return HtmlCell(cell.mean_text, note, f"shade{self.compute_shade_index(cell.mean, NUM_HTML_SHADES)}")
 
-    def list_html_maps(self) -> list[HtmlMap]:
+    def list_html_maps(self) -> list[HtmlDepthMap]:
         return [self._build_html_map(method) for method in self.methods]
 
-    def _build_html_map(self, method: str) -> HtmlMap:
+    def _build_html_map(self, method: str) -> HtmlDepthMap:
         values = self.get_values(method)
         squares: dict[int, list[str]] = {}
         for (row, column), value in np.ndenumerate(values):
@@ -154,13 +155,13 @@ class DepthMap:
                 squares.setdefault(self.compute_shade_index(value, NUM_HTML_SHADES), []).append(
                     f"M{column} {row}h1v1h-1z"
                 )
-        num_seen = sum(length <= self.tables[0].train_length for length in self.lengths)
-        return HtmlMap(
+        num_trained_columns = sum(length <= self.tables[0].train_length for length in self.lengths)
+        return HtmlDepthMap(
             method,
             len(self.lengths),
             len(self.depths),
             {shade: "".join(paths) for shade, paths in sorted(squares.items())},
-            num_seen if 0 < num_seen < len(self.lengths) else None,
+            num_trained_columns if 0 < num_trained_columns < len(self.lengths) else None,
         )
 
     def describe(self) -> str:
@@ -171,7 +172,7 @@ class DepthMap:
             finite = ((column[np.isfinite(column)], length) for column, length in columns)
             texts = (f"{self.metric.format_value(float(own.mean()))} at {length:,}"
                      for own, length in finite if own.size)  # fmt: skip
-            parts.append(f"{method} {', '.join(texts)}")
+            parts.append(f"{quote_method(method)} {', '.join(texts)}")
         return f"Map of {self.title[0].lower()}{self.title[1:]}; means over depths: {'; '.join(parts)}."
 
 

@@ -14,7 +14,7 @@ from megatron.reports.leaderboard_plan import (
 )
 from megatron.reports.method_costs import has_cpu_times, measure_costs
 from megatron.reports.metrics import format_percent
-from megatron.reports.ranked_columns import build_ranked_columns, estimate_ranks, rank_methods
+from megatron.reports.ranked_benchmarks import build_ranked_benchmarks, estimate_ranks, rank_methods
 from megatron.reports.significance import (
     SIGNIFICANCE_LEVEL,
     MethodComparison,
@@ -27,7 +27,7 @@ from megatron.reports.significance import (
 from megatron.reports.table_formats import TextTable
 from megatron.reports.uncertainty import find_detectable_difference
 
-POWER = 0.8
+TEST_POWER = 0.8
 """Probability with which a stated detectable change is found."""
 
 
@@ -61,8 +61,9 @@ def find_reevaluated_methods(tables: Sequence[ComparisonTable]) -> dict[str, str
 
 
 _HOLM_NOTE = (
-    f"Significant: p is below {SIGNIFICANCE_LEVEL:.0%} after correction for all tests of this page, which are those of "
-    "components and those of all pairs of methods at the largest length, since the best is chosen by its result."
+    f"A difference is significant if p is below {SIGNIFICANCE_LEVEL:.0%} after Holm's correction for all tests of this "
+    "page: those of added components, and those of all pairs of methods at the largest length. All pairs count, "
+    "because the best method is selected by its result."
 )
 
 
@@ -105,17 +106,18 @@ class LeaderboardReport:
         self.leaderboard = leaderboard
         plan = leaderboard.plan
         self.missing = {} if plan is None else plan.list_missing_runs(r for table in tables for r in table.records)
-        """Contest → method → seeds without records; empty if nothing is missing."""
-        unfinished = [table for table in tables if plan and plan.find_table_contest(table) in self.missing]
-        self.ranked_columns = build_ranked_columns([table for table in tables if table not in unfinished])
-        self.unranked_columns = build_ranked_columns(unfinished)
-        """Columns of contests with missing runs."""
+        """Benchmark → method → seeds without records; empty if nothing is missing."""
+        unfinished = [table for table in tables if plan and plan.find_table_benchmark(table) in self.missing]
+        self.ranked_benchmarks = build_ranked_benchmarks([table for table in tables if table not in unfinished])
+        self.unranked_benchmarks = build_ranked_benchmarks(unfinished)
+        """Columns of benchmarks with missing runs."""
         baselines = {method for table in tables for method in table.trivial_baselines}
         methods = [m for m in dict.fromkeys(m for table in tables for m in table.methods) if m not in baselines]
         self.reevaluated = find_reevaluated_methods(tables)
         """Methods that are further evaluations of the trained models of another → that method; they are not ranked."""
-        self.ranking, ranks = rank_methods(self.ranked_columns or self.unranked_columns, methods, self.reevaluated)
-        self.ranks = ranks if self.ranked_columns else {}
+        ranked = self.ranked_benchmarks or self.unranked_benchmarks
+        self.ranking, ranks = rank_methods(ranked, methods, self.reevaluated)
+        self.ranks = ranks if self.ranked_benchmarks else {}
         self.text = find_text_table(tables)
         self.costs = {} if self.text is None else measure_costs(self.text, leaderboard.baseline)
         self.ablations: dict[float, dict[Ablation, MethodComparison]] = {}
@@ -123,7 +125,7 @@ class LeaderboardReport:
         self.against_best: dict[str, MethodComparison] = {}
         """Comparisons with the best method at the largest length."""
         self.num_tests: dict[str, int] = {}
-        """Number of tests: planned ones, of ablations, and those of pairs of methods."""
+        """Number of tests of ablations, which are planned, and of pairs of methods."""
         if self.text is None:
             return
         text, last = self.text, self.text.x_values[-1]
@@ -152,12 +154,12 @@ class LeaderboardReport:
         self.num_tests = {"planned": _count_tests(planned_found), "pairs": _count_tests(pairs_found)}
 
     def find_detectable_change(self, x: float) -> float | None:
-        """Compute the smallest change that the page's tests of pairs find with probability `POWER`.
+        """Compute the smallest change that the page's tests of pairs detect with probability `TEST_POWER`.
 
         The methods compared have the median variance of those with the most seeds.
 
         Returns:
-            A relative change, 0.1 for 10%; None if nothing is tested, or if no difference below tenfold is found.
+            A relative change, 0.1 for 10%; None if nothing is tested, or if only tenfold differences are detectable.
         """
         text = self.text
         assert text is not None
@@ -169,7 +171,7 @@ class LeaderboardReport:
         middle = sorted(usual, key=lambda own: own.variance)[len(usual) // 2]
         if middle.degrees_of_freedom < 2:  # two seeds: the t distribution has no variance
             return None
-        size = find_detectable_difference(middle, text.max_seeds, SIGNIFICANCE_LEVEL / num_tests, POWER)
+        size = find_detectable_difference(middle, text.max_seeds, SIGNIFICANCE_LEVEL / num_tests, TEST_POWER)
         return math.expm1(size) if size <= math.log(10) else None
 
     @property
@@ -187,8 +189,8 @@ class LeaderboardReport:
         return min(cells, key=cells.__getitem__) if cells else None
 
     @property
-    def trained(self) -> list[str]:
-        """Methods with trained models of their own, in the order of the leaderboard."""
+    def trained_methods(self) -> list[str]:
+        """Methods with their own trained models, in the order of the leaderboard."""
         return [method for method in self.ranking if method not in self.reevaluated]
 
     def list_shown_methods(self) -> list[str]:
@@ -198,7 +200,7 @@ class LeaderboardReport:
         return [*drawn, baseline] if baseline in self.ranking and baseline not in drawn else drawn
 
     def build_tables(self) -> list[TextTable]:
-        tables = [self._build_board()] if self.ranked_columns or self.unranked_columns else []
+        tables = [self._build_board()] if self.ranked_benchmarks or self.unranked_benchmarks else []
         if self.leaderboard.plan is not None:
             missing_table = build_missing_runs_table(self.leaderboard.plan, self.missing)
             tables += [] if missing_table is None else [missing_table]
@@ -210,17 +212,17 @@ class LeaderboardReport:
 
     def _build_board(self) -> TextTable:
         headers, text, notes = ["rank"], self.text, []
-        columns = [*self.ranked_columns, *self.unranked_columns]
+        columns = [*self.ranked_benchmarks, *self.unranked_benchmarks]
         if text is not None:
             headers.append("perplexity at 1×")
-        headers += [column.title for column in self.ranked_columns]
-        headers += [f"{column.title} (incomplete)" for column in self.unranked_columns]
+        headers += [column.title for column in self.ranked_benchmarks]
+        headers += [f"{column.title} (incomplete)" for column in self.unranked_benchmarks]
         if text is not None:
             headers += [f"change to {self.largest}", f"from the best at {self.largest}"]
         has_times = any(cost.step is not None for cost in self.costs.values())
         if has_times:
             headers.append("training step")
-        places, rows = estimate_ranks(self.ranked_columns, self.ranks), []
+        places, rows = estimate_ranks(self.ranked_benchmarks, self.ranks), []
         for method in self.ranking:
             cells = [str(places.get(method, "–"))]
             if text is not None:
@@ -236,18 +238,18 @@ class LeaderboardReport:
                 cells.append(_format_ratio(None if cost is None else cost.step))
             rows.append((method, tuple(cells)))
         notes.append(
-            "Mean rank: ranks are averaged within each kind of contest (text, needles, other tasks), then over kinds; "
-            "methods without a number are last in a contest."
+            "Mean rank: ranks are averaged within each kind of benchmark (text, needles, other tasks), then over "
+            "kinds; a method without a result ranks last in a benchmark."
         )
         if any(place.interval is not None for place in places.values()):
             notes.append(
-                "The interval of a rank is from the uncertainty of each mean over its seeds; methods with one seed are "
-                "taken at their value."
+                "The interval of a rank follows from the uncertainty of each mean over its seeds; the result of a "
+                "single seed is treated as exact."
             )
-        if self.ranks and len(self.ranks) < len(self.trained):
+        if self.ranks and len(self.ranks) < len(self.trained_methods):
             notes.append(
-                f"Ranks cover the {len(self.ranks)} methods that every contest evaluated; the others follow, sorted by "
-                f"{self.ranked_columns[0].title}."
+                f"Ranks cover the {len(self.ranks)} methods that every benchmark evaluated; the others follow, sorted "
+                f"by {self.ranked_benchmarks[0].title}."
             )
         for trained in dict.fromkeys(self.reevaluated.values()):
             evaluated = [method for method in self.ranking if self.reevaluated.get(method) == trained]
@@ -257,12 +259,13 @@ class LeaderboardReport:
             )
         if text is not None:
             notes.append(_HOLM_NOTE)
-        for column in self.ranked_columns:
+        for column in self.ranked_benchmarks:
             if tied := count_tied_methods({m: column.scores[m] for m in self.ranks if m in column.scores}):
                 notes.append(f"Ties in {column.title}: {tied} of {len(column.scores)} methods share their score.")
         if any(column.partial_num_seeds for column in columns):
             notes.append(
-                "n is the number of seeds of a method with fewer seeds than others; it also applies to its differences."
+                "n is the number of seeds of a method that has fewer seeds than others; it also applies to its "
+                "differences."
             )
         lead = tuple(self._explain_columns())
         return TextTable("Leaderboard", "method", tuple(headers), tuple(rows), tuple(notes), lead)
@@ -271,28 +274,27 @@ class LeaderboardReport:
         """Yield the sentences above the table, which explain its columns."""
         if self.missing and self.leaderboard.plan is not None:
             yield describe_completeness(self.leaderboard.plan, self.missing)
-        has_intervals = any(column.mean_variances for column in self.ranked_columns)
+        has_intervals = any(column.mean_variances for column in self.ranked_benchmarks)
         interval = "; parentheses contain the 95% interval of a rank over seeds" if has_intervals else ""
-        if self.ranked_columns:
-            yield f"Methods are sorted by their mean rank over the contests, the best first{interval}."
+        if self.ranked_benchmarks:
+            yield f"Methods are sorted by their mean rank over the benchmarks, the best first{interval}."
         if self.text is not None:
             yield (
                 f"Perplexity is measured at the training length (1×, {self.text.train_length:,} tokens) and at "
                 f"{self.largest}; lower is better."
             )
-        beyond = [
-            column for column in (*self.ranked_columns, *self.unranked_columns) if column.metric.name == "mean_accuracy"
-        ]
+        shown = (*self.ranked_benchmarks, *self.unranked_benchmarks)
+        beyond = [column for column in shown if column.metric.name == "mean_accuracy"]
         if beyond:
             yield (
                 "Tasks are scored by the mean accuracy over all lengths beyond training, in percent; higher is better."
             )
         if self.text is not None:
             yield (
-                f"“From the best” compares perplexity at {self.largest} with {self.best_text_method}, in parentheses "
-                "if the difference is not significant over seeds."
+                f"“From the best” is the difference in perplexity from {self.best_text_method} at {self.largest}, in "
+                "parentheses if it is not significant over seeds."
             )
-        if any(column.deviations for column in (*self.ranked_columns, *self.unranked_columns)):
+        if any(column.deviations for column in shown):
             yield "± is the standard deviation over seeds."
 
     def _describe_distance(self, method: str) -> str:
@@ -361,7 +363,7 @@ class LeaderboardReport:
         times = (
             "Times are CPU seconds"
             if has_cpu_times(self.text)
-            else "Times are wall-clock seconds, and runs may have shared a machine,"
+            else "Times are wall-clock seconds of runs that may have shared a machine"
         )
         return TextTable(
             f"Costs of methods, relative to {baseline}" if has_ratios else "Costs of methods",
@@ -374,10 +376,10 @@ class LeaderboardReport:
             ),
             tuple(rows),
             (
-                f"{times} on the machine named below: medians over steps and seeds, relative to {baseline}."
+                f"{times} (medians over steps and seeds), relative to {baseline}."
                 if has_ratios
                 else f"Times are omitted, because they are relative to {baseline}, whose times are unknown.",
-                "Memory is the peak of a process, including Python and PyTorch.",
+                "Memory is the peak of one process, including Python and PyTorch.",
             ),
         )
 

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 from megatron.reports.axes import choose_scales, format_multiple
 from megatron.reports.charts import Chart, ChartPoint, ChartPosition, ChartSeries, ChartTick
-from megatron.reports.leaderboard import POWER, LeaderboardReport
-from megatron.reports.leaderboard_plan import TEXT_CONTEST
+from megatron.reports.leaderboard import TEST_POWER, LeaderboardReport
+from megatron.reports.leaderboard_plan import TEXT_BENCHMARK
+from megatron.reports.method_rows import quote_method
 from megatron.reports.metrics import format_number, format_percent, get_metric
-from megatron.reports.ranked_columns import RankedColumn
+from megatron.reports.ranked_benchmarks import RankedBenchmark
 from megatron.reports.significance import MethodComparison
 
 MAX_EXTRAPOLATION_RATIO = 1.05
-"""Maximum ratio of perplexity at the largest length to that at the training length for a method that holds."""
+"""Maximum ratio of perplexity at the largest length to that at the training length for a method that extrapolates."""
 MAX_RATIO_TO_BEST = 1.05
 """Maximum ratio of mean perplexity at the largest length to the lowest, for a method to be considered for its costs."""
 MAX_NAMED = 8
@@ -34,43 +35,43 @@ def build_answers(board: LeaderboardReport) -> list[Answer]:
     """Build the questions and answers, in order; empty if no text was scored."""
     if board.text is None:
         return []
-    answers = [Answer(f"Which methods hold at {board.largest}?", tuple(_answer_who_extrapolates(board)))]
+    answers = [Answer(f"Which methods extrapolate to {board.largest}?", tuple(_answer_which_extrapolate(board)))]
     if any(board.ablations.values()):
         answers.append(Answer("Do score processors and temperatures help?", tuple(_answer_what_helps(board))))
     return [*answers, Answer("What do methods cost?", tuple(_answer_costs(board)))]
 
 
-def _answer_who_extrapolates(board: LeaderboardReport) -> Iterator[str]:
+def _answer_which_extrapolate(board: LeaderboardReport) -> Iterator[str]:
     text = board.text
     assert text is not None
     last = text.x_values[-1]
     changes = {
         method: change.mean
-        for method in board.trained
+        for method in board.trained_methods
         if (change := text.compute_change(method, text.train_length, last)) is not None
     }
     best = board.best_text_method
-    if TEXT_CONTEST in board.missing:
-        num_missing = len(board.missing[TEXT_CONTEST])
+    if TEXT_BENCHMARK in board.missing:
+        num_missing = len(board.missing[TEXT_BENCHMARK])
         have = "methods have" if num_missing > 1 else "method has"
         yield f"Provisional, because {num_missing} {have} missing runs on the text."
     if best is None or not changes:
-        yield f"No method has a number at {board.largest}."
+        yield f"No method has a result at {board.largest}."
         return
     holding = [method for method in changes if changes[method] <= MAX_EXTRAPOLATION_RATIO]
     holding.sort(key=lambda method: text.cells[method, last].mean)
     limit, named = f"{MAX_EXTRAPOLATION_RATIO - 1:.0%}", f" ({_join_method_names(holding)})" if holding else ""
     yield (
-        f"{len(holding)} of {len(changes)} methods hold: their perplexity at {board.largest} is at most {limit} "
-        f"above that at the training length{named}."
+        f"For {len(holding)} of {len(changes)} methods, perplexity at {board.largest} is at most {limit} above that at "
+        f"the training length{named}."
     )
     value = text.metric.format_value(text.cells[best, last].mean)
-    yield f"{best} has the lowest mean perplexity at {board.largest}, {value}."
+    yield f"{quote_method(best)} has the lowest mean perplexity at {board.largest}, {value}."
     yield _compare_with_best(board)
     if (detectable := board.find_detectable_change(last)) is not None:
         yield (
             f"With {text.max_seeds} seeds per method, these tests detect a difference of {detectable:.0%} with a "
-            f"probability of {POWER:.0%}; they may miss smaller differences."
+            f"probability of {TEST_POWER:.0%}; they may miss smaller differences."
         )
     missing = [m for m in board.ranking if (m, last) not in text.cells and m in text.methods]
     ended: dict[int, list[str]] = {}
@@ -91,9 +92,9 @@ def _answer_who_extrapolates(board: LeaderboardReport) -> Iterator[str]:
             f"{num_partial} of the {len(changes)} methods {have} fewer than {text.max_seeds} seeds (n in the tables), "
             f"so {whose} results are less certain."
         )
-    for ranked_column in board.ranked_columns:
-        if ranked_column.kind != "text" and ranked_column.scores:
-            yield _describe_winner(ranked_column)
+    for ranked_benchmark in board.ranked_benchmarks:
+        if ranked_benchmark.kind != "text" and ranked_benchmark.scores:
+            yield _describe_winner(ranked_benchmark)
 
 
 def _compare_with_best(board: LeaderboardReport) -> str:
@@ -103,7 +104,7 @@ def _compare_with_best(board: LeaderboardReport) -> str:
         return "No other method shares two seeds with it, so no difference was tested."
     worse = sorted((m for m, found in tested.items() if found.verdict == "worse"), key=lambda m: tested[m].change)
     close = sorted((m for m in tested if m not in worse), key=lambda m: tested[m].change)
-    named = _join_method_names([f"{method} {_format_change(tested[method])}" for method in close])
+    named = _join_method_names([f"{quote_method(method)} {_format_change(tested[method])}" for method in close])
     if len(tested) == 1:
         only, verdict = (worse[0], "is") if worse else (named, "is not")
         return f"In the only test over seeds, the other method {verdict} significantly worse ({only})."
@@ -134,7 +135,7 @@ def _answer_what_helps(board: LeaderboardReport) -> Iterator[str]:
         effects = []
         for verdict, verb in (("better", "lowers"), ("worse", "raises")):
             some = sorted((pair for pair in tested.items() if pair[1].verdict == verdict), key=lambda p: p[1].change)
-            named = [f"{ablation.name} on {ablation.base} {_format_change(found)}" for ablation, found in some]
+            named = [f"{pair.name} on {quote_method(pair.base)} {_format_change(found)}" for pair, found in some]
             if named:
                 names = _join_method_names(named)
                 effects.append(f"significantly {verb} perplexity in {len(named)} of {len(tested)} cases ({names})")
@@ -151,9 +152,10 @@ def _answer_costs(board: LeaderboardReport) -> Iterator[str]:
     assert text is not None
     best = board.best_text_method
     if baseline not in text.methods:
-        yield f"Costs are relative to {baseline}, which has no record here."
+        yield f"Costs are relative to {baseline}, which has no results here."
     elif best is not None and best in board.costs and best != baseline:
-        yield f"Relative to {baseline}, {best}, the best at {board.largest}, {_describe_cost(board, best)}."
+        cost = _describe_cost(board, best)
+        yield f"Relative to {baseline}, {quote_method(best)}, the best at {board.largest}, {cost}."
     if best is None or len(text.methods) == 1 or not board.costs[best].has_times:
         return
     cheap = _find_cheapest(board, best)
@@ -198,18 +200,21 @@ def _describe_cost(board: LeaderboardReport, method: str) -> str:
     return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]])) or "has an unknown cost"
 
 
-def _describe_winner(ranked_column: RankedColumn) -> str:
+def _describe_winner(ranked_benchmark: RankedBenchmark) -> str:
     """Name the best methods in a task, and the number of methods above the trivial baselines."""
     order = sorted(
-        ranked_column.scores, key=lambda method: ranked_column.metric.get_sort_key(ranked_column.scores[method])
+        ranked_benchmark.scores,
+        key=lambda method: ranked_benchmark.metric.get_sort_key(ranked_benchmark.scores[method]),
     )
-    top = [method for method in order if ranked_column.scores[method] == ranked_column.scores[order[0]]]
+    top = [method for method in order if ranked_benchmark.scores[method] == ranked_benchmark.scores[order[0]]]
     names = _join_method_names(top) if len(top) <= MAX_TIED else f"{len(top)} methods tie"
-    text = f"Best in {ranked_column.title}: {names}, with {ranked_column.format_score(order[0])}"
-    if ranked_column.floor is None:
+    text = f"Best in {ranked_benchmark.title}: {names}, with {ranked_benchmark.format_score(order[0])}"
+    if ranked_benchmark.baseline_score is None:
         return f"{text}."
-    learned = [method for method in order if ranked_column.is_above_floor(method)]
-    floor = ranked_column.metric.format_value(ranked_column.floor) + "%" * (ranked_column.metric.unit == "in %")
+    learned = [method for method in order if ranked_benchmark.beats_baselines(method)]
+    floor = ranked_benchmark.metric.format_value(ranked_benchmark.baseline_score) + "%" * (
+        ranked_benchmark.metric.unit == "in %"
+    )
     return f"{text}; {len(learned)} of {len(order)} beat the best trivial baseline ({floor})."
 
 
@@ -217,6 +222,7 @@ def _join_method_names(names: Sequence[str]) -> str:
     """Join names in a sentence: a, b and c, or the first ones and the number of others."""
     if not names:
         return "none"
+    names = [quote_method(name) for name in names]
     if len(names) > MAX_NAMED:
         return f"{', '.join(names[:MAX_NAMED])} and {len(names) - MAX_NAMED} more"
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
@@ -252,7 +258,9 @@ def build_cost_chart(board: LeaderboardReport, name: str) -> Chart | None:
         return None
     baseline = board.leaderboard.baseline
     best = sorted(points, key=lambda point: point[2])[:5]
-    described = "; ".join(f"{method} {step:.2f} times and {format_number(value)}" for method, step, value in best)
+    described = "; ".join(
+        f"{quote_method(method)} {step:.2f} times and {format_number(value)}" for method, step, value in best
+    )
     alt_text = (
         f"Plot of perplexity at {board.largest} over the duration of a training step relative to {baseline}, for "
         f"{len(points)} methods. The best: {described}."

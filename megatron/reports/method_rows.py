@@ -68,6 +68,11 @@ def disambiguate_methods(records: Sequence[Record]) -> list[Record]:
     ]
 
 
+def quote_method(method: str) -> str:
+    """Return the name of a method inside a sentence, in quotation marks if it is the ordinary word none."""
+    return f"“{method}”" if method == "none" else method
+
+
 def list_unverified_methods(records: Iterable[Record]) -> list[str]:
     """Return the methods of a table whose runs count as seeds of one method although a digest is missing.
 

@@ -23,7 +23,7 @@ DEVIATIONS_PER_HALF_WIDTH = 2
 """Number of standard deviations in half the width of a 95% interval."""
 
 MAX_DECIMALS = 6
-"""Maximum number of decimals. A narrower interval means that seeds or texts were identical."""
+"""Maximum number of decimals. Only identical seeds or texts give a narrower interval."""
 
 
 def _decapitalize(title: str) -> str:

@@ -34,7 +34,7 @@ from megatron.reports.uncertainty import (
     compute_percentile_interval,
     draw_bootstrap_means,
 )
-from megatron.reports.verdict_tables import DEFAULT_DELTA, build_verdict_tables
+from megatron.reports.verdict_tables import DEFAULT_MAX_CHANGE, build_verdict_tables
 from megatron.utils.atomic_io import parse_json, write_text_atomically
 from megatron.utils.errors import UserError
 
@@ -84,14 +84,14 @@ class Experiment:
         return replace(self.leaderboard, baseline=self.against)
 
     def build_tables(
-        self, records: Sequence[Record], delta: float = DEFAULT_DELTA, failures: Sequence[RunFailure] = ()
+        self, records: Sequence[Record], max_change: float = DEFAULT_MAX_CHANGE, failures: Sequence[RunFailure] = ()
     ) -> list[TextTable]:
         """Build tables of results and of published values. `against` applies once its records exist."""
         tables = build_comparison_tables(records, failures)
         methods_per_table = [{record.method for record in table.records} for table in tables]
         has_against = any(self.against in methods and len(methods) > 1 for methods in methods_per_table)
         is_compared = has_against and self.leaderboard is None  # leaderboards have their own comparisons
-        text_tables = build_verdict_tables(tables, self.against if is_compared else None, delta)
+        text_tables = build_verdict_tables(tables, self.against if is_compared else None, max_change)
         for published_table in self.published:
             text_tables += build_published_tables(published_table, tables)
         if self.differences:

@@ -153,7 +153,7 @@ class Record(BaseModel):
     @model_validator(mode="after")
     def _check_values(self) -> Self:
         """Check that the values are in the range of the metric and of the axis."""
-        metric, axis = metrics.get_metric(self.metric), axes.get_x_axis(self.axis)
+        metric, axis = metrics.get_metric(self.metric), axes.get_record_axis(self.axis)
         if (self.place is None) != (self.axis == "length"):
             raise ValueError(f"axis {self.axis} has {'a' if self.axis != 'length' else 'no'} place")
         if not axis.min_value <= self.x_value <= axis.max_value:
@@ -290,7 +290,7 @@ def drop_remeasured(old: Sequence[Record], new: Sequence[Record], *, same_run: b
     """Return the old records that the new ones do not measure again.
 
     A measurement is repeated if metric, axis, run, position method (with the window of the evaluation), protocol, text,
-    and number of targets per window agree, regardless of lengths. An evaluation is thus kept or replaced as a whole.
+    and number of targets per window agree, regardless of lengths. So all lengths of an evaluation are kept or replaced.
 
     Args:
         old, new: existing and new records.

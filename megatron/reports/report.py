@@ -152,7 +152,7 @@ def render_report(
 
 
 def describe_pending_runs(sections: Sequence[ReportSection]) -> str:
-    """Return what follows a page's title: the number of runs without records, or nothing."""
+    """Return the suffix of a page's title with the number of runs without records, or an empty string."""
     count = sum(section.num_pending_runs for section in sections)
     return f" ({count} run{'s' * (count > 1)} pending)" if count else ""
 

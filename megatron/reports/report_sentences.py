@@ -8,6 +8,7 @@ from string import Template
 
 from megatron.reports.axes import format_multiple
 from megatron.reports.comparison_table import ComparisonTable, format_partial_seeds
+from megatron.reports.method_rows import quote_method
 from megatron.reports.records import Record
 
 MAX_NAMED_METHODS = 4
@@ -69,7 +70,7 @@ def _describe_plot(table: ComparisonTable) -> str:
             else f" at {axis.format_value_with_unit(x_values[-1])}, where it ends"
         )
         start = "" if len(x_values) == 1 else f"{first.mean_text} to "
-        curves.append((metric.get_sort_key(last.mean), f"{method} {start}{last.mean_text}{end_note}"))
+        curves.append((metric.get_sort_key(last.mean), f"{quote_method(method)} {start}{last.mean_text}{end_note}"))
     ordered = _shorten_list([text for _, text in sorted(curves)])
     x_range = axis.format_value_with_unit(table.x_values[0])
     if len(table.x_values) > 1:
@@ -128,7 +129,9 @@ def summarize_table(table: ComparisonTable) -> str:
             )
             size = change.format_relative(change.mean)
             change_text = f" ({size} from {axis.format_value_with_unit(first_x)}{verdict})"
-        parts.append(f"{method} {cell.mean_text}{format_partial_seeds(cell.partial_num_seeds)}{change_text}")
+        parts.append(
+            f"{quote_method(method)} {cell.mean_text}{format_partial_seeds(cell.partial_num_seeds)}{change_text}"
+        )
     x_text = (
         axis.format_value_with_unit(last_x)
         if axis.name == "length"

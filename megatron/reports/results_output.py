@@ -19,19 +19,19 @@ from megatron.reports.comparison_table import ComparisonTable, build_comparison_
 from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.leaderboard import LeaderboardReport
 from megatron.reports.leaderboard_summary import build_answers
-from megatron.reports.method_rows import disambiguate_methods
+from megatron.reports.method_rows import disambiguate_methods, quote_method
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure, merge_records
 from megatron.reports.table_formats import TextTable, build_rich_table, render_comparison_text
 from megatron.utils.atomic_io import check_no_foreign_files, folder_lock, write_bytes_atomically, write_text_atomically
 
-ALL_RESULTS = "everything"
+ALL_RESULTS = "all results"
 """Text for a run without any record."""
 
 CHANGE_PHRASES = {
     "rises": "rises from {} to {}",
     "falls": "falls from {} to {}",
-    "holds": "holds: {}, {}",
-    "mixed": "rises or falls, depending on the seed: {}, {}",
+    "holds": "is nearly unchanged: {}, {}",
+    "mixed": "changes differently with each seed: {}, {}",
 }
 """Sentence fragments for each verdict, with the values at the first and the last x value."""
 MAX_DESCRIBED_METHODS = 8
@@ -81,12 +81,12 @@ def describe_changes(table: ComparisonTable) -> list[str]:
             f"{table.cells[method, x].mean_text} at {table.axis.format_value_with_unit(x)}" for x in (first, last)
         )
         size = change.format_relative(change.mean)
-        sentences.append(f"{method} {CHANGE_PHRASES[change.verdict].format(begin, end)} ({size}).")
+        sentences.append(f"{quote_method(method)} {CHANGE_PHRASES[change.verdict].format(begin, end)} ({size}).")
     return sentences
 
 
 def print_leaderboard(console: Console, board: LeaderboardReport) -> None:
-    """Print the answers and tables of a leaderboard instead of all tables, which are on the page."""
+    """Print the answers and tables of a leaderboard. The page has all tables."""
     for answer in build_answers(board):
         console.print(Text(f"{answer.question}\n{' '.join(answer.sentences)}\n"), soft_wrap=True)
     for table in board.build_tables():
@@ -207,7 +207,7 @@ def build_missing_table(tables: Sequence[ComparisonTable], *, own_seeds: bool = 
     rows: dict[tuple[str, str, str], list[int]] = {}
     for method, seed in expected_runs:
         reason = next((str(failure) for table in tables for failure in table.failures if (failure.method, failure.seed)
-                    == (method, seed)), "no record of it")  # fmt: skip
+                    == (method, seed)), "no record")  # fmt: skip
         for missing_text in _find_missing(tables, method, seed, own_seeds):
             rows.setdefault((method, missing_text, reason), []).append(seed)
     if not rows:
@@ -215,7 +215,7 @@ def build_missing_table(tables: Sequence[ComparisonTable], *, own_seeds: bool = 
     return TextTable(
         title="Missing results",
         corner_header="method",
-        column_headers=("seed", "what", "why"),
+        column_headers=("seed", "missing", "reason"),
         rows=tuple(
             (method, (", ".join(map(str, seeds)), missing_text, reason))
             for (method, missing_text, reason), seeds in rows.items()

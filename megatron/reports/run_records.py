@@ -66,7 +66,7 @@ def write_run_file(path: Path, digest: str, records: Sequence[Record]) -> None:
 
     Args:
         path: file to write; its folder is created.
-        digest: digest of what decides the records.
+        digest: digest of the settings that determine the records.
         records: the run's records.
 
     Raises:
@@ -113,7 +113,7 @@ def read_run_folder(folder: Path, digests: Mapping[str, str] | None = None) -> S
 
 
 def sort_baselines_last(records: Sequence[Record]) -> list[Record]:
-    """Return the records of runs, then baselines without duplicates: every run of a task repeats the same baselines."""
+    """Return the records of runs, then baselines without duplicates. Every run of a task repeats its baselines."""
     runs = [record for record in records if record.run is not None]
     baselines = {json.dumps(record.to_row(), sort_keys=True): record for record in records if record.run is None}
     return [*runs, *baselines.values()]

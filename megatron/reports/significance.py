@@ -6,7 +6,7 @@ its nll is not). Their variances are those of `megatron.reports.uncertainty`: of
 t-test of KERPLE's tables 3 and 9 (2205.09921); of many, variances are shared. The degrees of freedom are the smaller
 ones of the two methods, which is conservative.
 
-Among many tests some are positive by chance. A difference is significant if p is below 5% after Holm's correction (Holm
+Some of many tests are significant by chance. A difference is significant if p is below 5% after Holm's correction (Holm
 1979, A simple sequentially rejective multiple test procedure) over all tests that are shown: those of a table against
 one method (`compare_methods`), or all of a page (`correct_together`). A method that is chosen for its result, such as
 the best, is compared with the others only within the family of all pairs (`list_pairs_with_best`).
@@ -169,7 +169,7 @@ def list_pairs_with_best(
 ) -> list[tuple[str, str, float]]:
     """Return all pairs of methods at one x value, as a family of tests that contains those with the best method.
 
-    A method that is chosen for its result was lucky. Corrected for all pairs, its comparisons are valid nevertheless.
+    The best method is selected by its result, which biases its comparisons. Corrected for all pairs, they remain valid.
     """
     means = {method: cell.mean for (method, at), cell in table.cells.items() if at == x}
     methods = [m for m in table.methods if m in means and m not in table.trivial_baselines and m not in excluded]
@@ -280,7 +280,7 @@ def apply_holm_correction(p_values: Sequence[float]) -> list[float]:
 def correct_together(*families: Sequence[MethodComparison]) -> list[list[MethodComparison]]:
     """Apply Holm's correction within each family, and Bonferroni's over families, so that 5% holds for all together.
 
-    A few planned comparisons thus do not pay for the many pairs among which a best method was chosen.
+    The many pairs from which a best method was selected thus do not reduce the power of a few planned comparisons.
     """
     num_families = sum(any(comparison.is_tested for comparison in family) for family in families)
     results = []

@@ -2,8 +2,8 @@ r"""Rendering of tables with rich, or as Markdown, plain text, HTML, or LaTeX: c
 
 The best value of each column is bold and marked with `*`, which survives copying as plain text.
 
-LaTeX needs the package booktabs. Each table has a label, and its caption and notes are commands of their own. A
-document that defines such a command before it includes the file keeps its own words when the file is written again:
+LaTeX needs the package booktabs. Each table has a label, and commands for its caption and notes. A document that
+defines such a command before it includes the file keeps its own text when the file is written again:
 
     \newcommand{\captionPaperPerplexityPerToken}{Perplexity of our models beyond the training length.}
     \newcommand{\notesPaperPerplexityPerToken}{}
@@ -66,7 +66,9 @@ class TextTable:
         columns = []
         for index, header in enumerate(self.column_headers):
             cells = [cells[index] for _, cells in self.rows]
-            is_number = max(map(len, cells), default=0) <= MAX_NUMBER_LENGTH and any(map(_NUMBER_START.match, cells))
+            filled = [cell for cell in cells if cell != "–"]
+            is_short = max(map(len, cells), default=0) <= MAX_NUMBER_LENGTH
+            is_number = is_short and (not filled or any(map(_NUMBER_START.match, filled)))
             columns.append(HtmlColumn(header, css_class="" if is_number else "text"))
         rows = [(HtmlCell(name), [HtmlCell(cell) for cell in cells]) for name, cells in self.rows]
         return HtmlTable(self.corner_header, columns, rows, "results", self.title, self.notes, self.lead)
@@ -196,7 +198,7 @@ class LatexTable:
         """Render a table environment with booktabs rules.
 
         Args:
-            label: words separated by hyphens; also the source of the command names.
+            label: words separated by hyphens, from which the command names are derived.
         """
         command = "".join(word.capitalize() for word in re.sub(r"\d", _spell_out_digit, label).split("-"))
         lines = [rf"\providecommand{{\caption{command}}}{{{escape_latex(self.title)}.}}"]

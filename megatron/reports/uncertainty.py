@@ -19,7 +19,7 @@ Model of the value x (a logarithm, if the metric is compared by ratios) of metho
 
     x[m, s] = a[m] + b[s] + e[m, s]        e[m, s] normal with variance σ²[m]
 
-b[s] is what a seed does to every method, estimated by the median over methods. A method's residual variance v[m] has
+b[s] is the effect of a seed on all methods, estimated by the median over methods. A method's residual variance v[m] has
 n[m] − 1 degrees of freedom for n[m] seeds. With K methods it is multiplied by K/(K − 1), for the share of e in b. For
 two methods this is exactly a paired t-test.
 
@@ -155,8 +155,8 @@ def estimate_seed_variances(
 
     Args:
         values: method → seed → value of the run.
-        is_moderated: True to share variances between methods. The prior supposes values of any size, so it does not
-            fit accuracies.
+        is_moderated: True to share variances between methods. The prior assumes unbounded values, so it does not fit
+            accuracies.
     """
     several = {method: dict(runs) for method, runs in values.items() if len(runs) > 1}
     variances = _measure_residual_variances(several)
@@ -216,10 +216,10 @@ def count_seeds_needed(
         difference: true size of the difference.
         significance: p value below which a difference counts.
         power: probability of finding the difference.
-        max_seeds: largest number to consider.
+        max_seeds: maximum number of seeds.
 
     Returns:
-        The smallest number, at least 2, or None if it exceeds `max_seeds`.
+        The smallest number of seeds, at least 2, or None if it exceeds `max_seeds`.
     """
     from scipy import stats  # imports slowly (about one second)
 
@@ -263,8 +263,8 @@ def _fit_prior(
     """Fit the prior of variances [methods] by the moments of their logarithms.
 
     Returns:
-        d0, infinite if the variances differ no more than chance explains; and the trend of ln s0², as an intercept, a
-        slope, and the range of means within which it holds.
+        d0, infinite if the variances differ no more than by chance; and the trend of ln s0², as an intercept, a slope,
+        and the range of means within which it is valid.
     """
     from scipy import special  # imports slowly (about one second)
 

@@ -14,7 +14,7 @@ and testing "every n" is impossible, so tables show
 The ratio is the change from m to n as defined in `comparison_table.py`: for several seeds it is the geometric mean of
 their ratios, over the seeds scored at both lengths.
 
-**Use of context** (`context_gain.py`) is the other side of extrapolation: a flat curve may ignore the context.
+**Use of context** (`context_gain.py`) complements extrapolation: a model with a flat curve may ignore the context.
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ from megatron.reports.table_formats import TextTable
 from megatron.utils.errors import UserError
 from megatron.utils.formatting import format_choices
 
-DEFAULT_DELTA = 0.1
+DEFAULT_MAX_CHANGE = 0.1
 """Bound of the extrapolation criterion."""
 
 
 def build_verdict_tables(
-    tables: Sequence[ComparisonTable], against: str | None = None, delta: float = DEFAULT_DELTA
+    tables: Sequence[ComparisonTable], against: str | None = None, max_change: float = DEFAULT_MAX_CHANGE
 ) -> list[TextTable]:
     """Build tables of training lengths, extrapolation, use of context, and comparisons with `against`.
 
@@ -41,7 +41,7 @@ def build_verdict_tables(
     """
     text_tables = build_train_length_tables(tables)
     text_tables += [
-        text_table for table in tables if (text_table := build_extrapolation_table(table, delta)) is not None
+        text_table for table in tables if (text_table := build_extrapolation_table(table, max_change)) is not None
     ]
     text_tables += build_context_tables(tables)
     if against is None:
@@ -50,8 +50,9 @@ def build_verdict_tables(
     comparable_tables = [table for table, methods in tables_with_methods if against in methods and len(methods) > 1]
     if not comparable_tables:
         methods = list(dict.fromkeys(method for table in tables for method in table.methods))
-        hint = "it is the only method in its table" if against in methods else format_choices(against, methods)
-        raise UserError(f"--against {against}: nothing to compare with it; {hint}")
+        if against in methods:
+            raise UserError(f"--against {against}: the only method in its table; add results of other methods")
+        raise UserError(f"--against {against}: unknown method; {format_choices(against, methods)}")
     return text_tables + [significance.build_significance_table(table, against) for table in comparable_tables]
 
 
@@ -126,9 +127,9 @@ class Extrapolation:
         """Relative change r_n for each n."""
         return {length: change.mean - 1 for length, change in self.changes.items()}
 
-    def extrapolates(self, delta: float) -> bool:
+    def extrapolates(self, max_change: float) -> bool:
         """Return True if |r_n| < δ for every n."""
-        return abs(self.relative_changes[self.worst_length]) < delta
+        return abs(self.relative_changes[self.worst_length]) < max_change
 
 
 def measure_extrapolation(table: ComparisonTable) -> list[Extrapolation]:
@@ -153,7 +154,7 @@ def measure_extrapolation(table: ComparisonTable) -> list[Extrapolation]:
     return results
 
 
-def build_extrapolation_table(table: ComparisonTable, delta: float = DEFAULT_DELTA) -> TextTable | None:
+def build_extrapolation_table(table: ComparisonTable, max_change: float = DEFAULT_MAX_CHANGE) -> TextTable | None:
     """Build the table of the extrapolation criterion, with methods in the order of the comparison table.
 
     Return None if nothing was scored at the training length and beyond it.
@@ -168,7 +169,7 @@ def build_extrapolation_table(table: ComparisonTable, delta: float = DEFAULT_DEL
         if change.interval is not None:
             value += f" [{', '.join(map(change.format_relative, change.interval))}]"
         value += format_partial_seeds(change.partial_num_seeds)
-        verdict = f"{'yes' if result.extrapolates(delta) else 'no'}, up to {max(result.relative_changes):,}"
+        verdict = f"{'yes' if result.extrapolates(max_change) else 'no'}, up to {max(result.relative_changes):,}"
         rows.append((result.method, (value, f"{result.worst_length:,}", verdict)))
     listed_methods = {result.method for result in results}
     for method, max_length in table.max_lengths.items():
@@ -190,7 +191,7 @@ def build_extrapolation_table(table: ComparisonTable, delta: float = DEFAULT_DEL
     return TextTable(
         title=f"Extrapolation beyond {table.train_length:,} tokens, {table.protocol_description}",
         corner_header="method",
-        column_headers=("r with the largest |r|", "at", f"extrapolates (|r| < {delta:g})"),
+        column_headers=("r with the largest |r|", "at", f"extrapolates (|r| < {max_change:g})"),
         rows=tuple(rows),
         notes=tuple(notes),
     )

@@ -169,14 +169,14 @@ def save_experiment(sweep: Sweep, digests: Mapping[SweepMember, str]) -> None:
 
 
 def _build_plan(sweep: Sweep) -> LeaderboardPlan | None:
-    """Build the plan of a leaderboard; None if its contests have different methods or seeds."""
+    """Build the plan of a leaderboard; None if its benchmarks have different methods or seeds."""
     members = sweep.members
     plan = LeaderboardPlan(
         tuple(dict.fromkeys(member.variant for member in members)),
         tuple(dict.fromkeys(member.seed for member in members)),
         tuple(dict.fromkeys(member.benchmark for member in members if member.benchmark is not None)),
     )
-    return plan if len(members) == len(plan.contests) * plan.runs_per_contest else None
+    return plan if len(members) == len(plan.all_benchmarks) * plan.runs_per_benchmark else None
 
 
 def _build_experiment(sweep: Sweep) -> "Experiment":

@@ -201,8 +201,8 @@ class HarnessRunner:
                 length,
                 # As many tokens as a training step, whose activations take more memory.
                 batch_tokens=max(length, training.train_micro_batch_size_per_gpu * run.config.model.seq_length),
-                after=show_progress,
-                division=_build_division(run.groups, model),
+                on_batch_done=show_progress,
+                sharding=_build_sharding(run.groups, model),
             )
             with silence_harness():
                 results = run_tasks(adapter, self._tasks, run.config.logging.harness.limit)
@@ -217,13 +217,13 @@ class HarnessRunner:
             run.report(record)
 
 
-def _build_division(groups: ProcessGroups, model: GPT) -> Any:
+def _build_sharding(groups: ProcessGroups, model: GPT) -> Any:
     """Return the division of requests among the data-parallel ranks; none with ZeRO 3, whose ranks call together."""
-    from megatron.evaluation.harness import RequestDivision
+    from megatron.evaluation.harness import RequestSharding
 
     if groups.world_size == 1 or model.is_divided_by_zero_3:
-        return RequestDivision()
-    return RequestDivision(groups.mesh.data.index, groups.mesh.data.size, groups.gather_objects)
+        return RequestSharding()
+    return RequestSharding(groups.mesh.data.index, groups.mesh.data.size, groups.gather_objects)
 
 
 def _build_records(results: Any, request_counts: Any, step: int, seconds: float) -> Iterator[TaskRecord]:

@@ -103,7 +103,7 @@ def test_both_definitions_against_loops(seed: int) -> None:
     assert pytest.approx([1 - i / 49 for i in range(50)]) == PLOTTED_EPSILONS
 
 
-def test_more_than_is_not_at_least() -> None:
+def test_the_two_definitions_treat_ties_differently() -> None:
     """b_t = 2^−t leaves exactly one half after one term. Equation 22 requires more; the algorithm accepts it."""
     bias = -torch.arange(60, dtype=torch.float64) * math.log(2)
     assert compute_theoretical_field(bias, series_tails.exponential_tail(math.log(2)), [0.5]) == [ReceptiveField(2, 2)]

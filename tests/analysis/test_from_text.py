@@ -17,7 +17,7 @@ from megatron.attention.reference import compute_weights, precompute_terms
 from megatron.evaluation import forward_passes
 from megatron.evaluation.analysis.bias_series import compute_finite_field
 from megatron.evaluation.analysis.from_text import score_maps
-from megatron.evaluation.analysis.from_text.attention_entropy import describe_weights, measure_attention_entropy
+from megatron.evaluation.analysis.from_text.attention_entropy import measure_attention_entropy, measure_weights
 from megatron.evaluation.analysis.from_text.empirical_receptive_field import AttentionMass, measure_attention_mass
 from megatron.evaluation.analysis.from_text.processor_taps import measure_processor_jacobian
 from megatron.evaluation.analysis.from_text.score_maps import compute_layer_maps
@@ -186,7 +186,7 @@ def test_blocks_of_rows_have_the_entropy_of_the_whole(place: dict, monkeypatch: 
                 torch.testing.assert_close(found.values[name][layer, :, number], of_bin, atol=1e-5, rtol=1e-5)
 
 
-def test_a_temperature_and_a_sink_are_seen() -> None:
+def test_entropy_includes_temperatures_and_sinks() -> None:
     """log-n scaling sharpens only rows beyond the training length; weights of sinks are normalized by their own sum."""
     sharper = {"attention_temperature": "logn", "attention_temperature_options": {"length": 6}}
     plain, sharp = (small_gpt(LENGTH, "none", "none", **place) for place in ({}, sharper))
@@ -196,7 +196,7 @@ def test_a_temperature_and_a_sink_are_seen() -> None:
     torch.testing.assert_close(plain_values[:, 1:3], sharp_values[:, 1:3])
     assert (sharp_values[:, 3:] < plain_values[:, 3:]).all()
     weights = torch.tensor([[[0.25, 0.25, 0.0], [0.1, 0.2, 0.3]]])
-    found = describe_weights(weights, torch.tensor([2.0, 3.0], dtype=torch.float64))
+    found = measure_weights(weights, torch.tensor([2.0, 3.0], dtype=torch.float64))
     thirds = [1 / 6, 1 / 3, 1 / 2]
     entropy = -sum(p * math.log(p) for p in thirds)
     np.testing.assert_allclose(found["entropy"], [[math.log(2), entropy]], atol=1e-6)
@@ -256,7 +256,7 @@ def test_maps_are_means_over_visible_tokens(
                         assert math.isnan(value)
 
 
-def test_looking_on_changes_nothing() -> None:
+def test_capturing_attention_changes_nothing() -> None:
     model, tokens = model_of("cdape", {}, None), torch.from_numpy(windows()[0])[None]
     with torch.no_grad():
         before = model(tokens)
@@ -275,7 +275,7 @@ def test_looking_on_changes_nothing() -> None:
     "encoding", ["rotary", "cope", "fire", "fox", "learned", "kerple_bias_weight", "transformer_xl"]
 )
 @pytest.mark.parametrize("processor", ["none", "dape"])
-def test_every_kind_of_method_is_looked_at(encoding: str, processor: str) -> None:
+def test_every_kind_of_method_is_measured(encoding: str, processor: str) -> None:
     """Every attention weight is counted, within m or beyond it, and rows of attention maps sum to 1."""
     model = small_gpt(LENGTH, encoding, processor)
     mass = measure_attention_mass(model, windows())
@@ -362,7 +362,7 @@ def test_taps_of_cdape_where_it_is_linear(encoding: str) -> None:
     torch.testing.assert_close(of_score.rms, expected[:, :HEADS].abs(), atol=1e-6, rtol=1e-5)
 
 
-def test_taps_differ_where_cdape_bends() -> None:
+def test_taps_differ_where_cdape_is_nonlinear() -> None:
     model = small_gpt(80, "kerple_log", "cdape")
     found = measure_processor_jacobian(model, windows(2, 80))
     assert any((jacobian.rms > jacobian.mean.abs() + 1e-6).any() for jacobian in found)

@@ -66,7 +66,7 @@ def rows_of(name: str, folder: str = "out") -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO((Path(folder) / f"{name}.csv").read_text(encoding="utf-8"))))
 
 
-def test_models_stand_side_by_side(place: Path, corpus: Path, pictures: list[Figure]) -> None:
+def test_models_are_shown_side_by_side(place: Path, corpus: Path, pictures: list[Figure]) -> None:
     runs = [make_run("runs/rotary", corpus, pos_emb="rotary"), make_run("runs/cdape", corpus, **CDAPE)]
     out = io.StringIO()
     options = AnalysisOptions(lengths=LENGTHS, windows=2)
@@ -167,7 +167,7 @@ def test_bias_from_layer_input_is_not_a_function_of_the_distance(
     )
 
 
-def test_parameters_per_head_are_none_of_a_network(place: Path, pictures: list[Figure]) -> None:
+def test_a_network_has_no_parameters_per_head(place: Path, pictures: list[Figure]) -> None:
     """Parameters per head are not confused with a network's. FIRE's network is as wide as the number of heads here."""
     text = analyzed([], "out", ["162M fire num_attention_heads=32", "162M kerple_log"], lengths=[64], only=["kernels"])
     assert "Parameters of kerple_log" in text
@@ -190,7 +190,7 @@ def test_seeds_are_distinguished(place: Path, corpus: Path, pictures: list[Figur
 
 
 @given(st.lists(st.integers(1, 9), max_size=8), st.integers(1, 6), st.integers(1, 5))
-def test_places_inside_documents(lengths: list[int], length: int, count: int) -> None:
+def test_windows_inside_documents(lengths: list[int], length: int, count: int) -> None:
     tokens = np.array([token for n in lengths for token in [*[1] * (n - 1), 0]] + [1] * 3)
     every = [end for end in range(length, len(tokens) + 1) if 0 not in tokens[end - length : end - 1]]
     found = find_ends_inside_documents(tokens, 0, length, count).tolist()
@@ -273,7 +273,7 @@ def test_two_analyses_never_write_into_one_folder(place: Path, corpus: Path, pic
     assert not (place / "out" / LOCK_FILE).exists()
 
 
-def test_torch_waits_until_all_was_read() -> None:
+def test_torch_is_imported_after_all_checks() -> None:
     modules = "megatron.evaluation.analysis.run, megatron.evaluation.analysis.jobs"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
@@ -302,7 +302,7 @@ TASK = {
 }
 
 
-def test_a_run_that_learned_a_task_reads_its_sequences(place: Path, corpus: Path, pictures: list[Figure]) -> None:
+def test_a_run_trained_on_a_task_reads_its_sequences(place: Path, corpus: Path, pictures: list[Figure]) -> None:
     run = make_run("runs/task", corpus, **TASK)
     read = read_analysis_request([run], [], AnalysisOptions(windows=3), "out").inputs
     assert read is not None
@@ -321,7 +321,7 @@ def test_a_run_that_learned_a_task_reads_its_sequences(place: Path, corpus: Path
     assert max(int(row["distance"]) for row in rows_of("kernels")) == 39
 
 
-def test_tasks_and_texts_are_not_read_side_by_side(place: Path, corpus: Path, pictures: list[Figure]) -> None:
+def test_tasks_and_texts_cannot_be_mixed(place: Path, corpus: Path, pictures: list[Figure]) -> None:
     runs = [make_run("runs/task", corpus, **TASK), make_run("runs/text", corpus)]
     with pytest.raises(
         UserError, match="runs/text was trained on a text, runs/task on the task reverse_string; evaluate"
@@ -367,7 +367,7 @@ def test_taps_match_each_length(corpus: Path, place: Path, pictures: list[Figure
         ("kerple_log", math.nan, "is not finite."),
     ],
 )
-def test_parameters_that_are_no_ordinary_numbers_are_drawn_or_refused(
+def test_nonfinite_parameters_are_drawn_or_rejected(
     encoding: str, value: float, reported: str, place: Path, corpus: Path
 ) -> None:
     """A diverged run can be analyzed: maps are drawn, and sums without meaning are rejected."""

@@ -63,7 +63,7 @@ def test_only_imports_differ_from_the_project() -> None:
         assert all(line.startswith("from .") for line in changed)
 
 
-def test_other_methods_stay_at_home() -> None:
+def test_unused_methods_are_not_bundled() -> None:
     assert {"cdape.py", "alibi.py", "ssmax.py"}.isdisjoint(bundle_modeling_code(["rotary"], ["none"]))
     assert "numerics.py" in bundle_modeling_code(["rotary"], ["none"])  # the scores' own module
 
@@ -85,7 +85,7 @@ class Mine(KerpleLog):
 """
 
 
-def test_methods_of_ones_own_travel(user_methods: Path) -> None:
+def test_user_methods_are_bundled(user_methods: Path) -> None:
     (user_methods / "encodings" / "mine.py").write_text(OWN)
     (user_methods / "processors" / "own_dape.py").write_text(
         "import math\nfrom megatron.position.processors.dape import Dape\n\n\nclass Own(Dape):\n    pass\n"

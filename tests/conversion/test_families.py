@@ -62,7 +62,7 @@ def test_included_code_of_a_class_that_transformers_has_is_not_needed(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_there_and_back_bit_for_bit(name: str) -> None:
+def test_round_trips_are_bit_for_bit(name: str) -> None:
     family, config, stored = read(name)
     for weight in family.weight_mappings(config):
         theirs = [stored.pop(each) for each in weight.hf_names]
@@ -78,7 +78,7 @@ def test_there_and_back_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_configuration_there_and_back(name: str) -> None:
+def test_configurations_survive_a_round_trip(name: str) -> None:
     family, config, _ = read(name)
     assert family.describe_unsupported(config) is None
     found, reasons = find_exact_family(config)

@@ -102,7 +102,7 @@ def test_the_comparison_can_fail(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["shards", "torch", "torch shards", "base model", "half"])
-def test_however_it_is_stored(how: str, tmp_path: Path) -> None:
+def test_every_weight_format_is_read(how: str, tmp_path: Path) -> None:
     name = "neox, serial, tied" if how == "base model" else "pythia"
     source, plain = tmp_path / how / "source", tmp_path / "plain"
     model = written(name, plain / "source")
@@ -170,7 +170,7 @@ REFUSED = {
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "rotates whole heads"),
         ({"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "needs custom code, which is not run"),
         ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
-        ({"num_hidden_layers": True}, "num_hidden_layers is True: must be an integer"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True: expected an integer"),
         ({"tie_word_embeddings": True}, "lm_head.weight differs from the embedding"),
         ({"num_hidden_layers": 1}, "contains model.layers.1.*would be dropped"),
         ({"num_hidden_layers": 3}, "contains no model.layers.2"),
@@ -195,13 +195,13 @@ REFUSED = {
     "gemma2": [({"layer_types": ["sliding_attention", "chunked_attention"]}, "expected one of sliding_attention, full"),
                ({"layer_types": ["full_attention"]}, "layer_types is .*: expected one of sliding_attention")],
     "smollm3, windows, biases": [({"no_rope_layers": [1]}, "no_rope_layers is .*: expected 1 for each layer"),
-                                 ({"sliding_window": 0}, "sliding_window is 0: must be an integer")],
+                                 ({"sliding_window": 0}, "sliding_window is 0: expected an integer")],
     "qwen3": [({"layer_types": ["sliding_attention"] * 2}, "sliding_attention needs use_sliding_window: true"),
               ({"head_dim": None}, "has shape")],
-    "qwen2": [({"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers is -1: must be an integer"),
+    "qwen2": [({"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers is -1: expected an integer"),
               ({"use_sliding_window": True, "max_window_layers": 0, "sliding_window": "9"}, "sliding_window is '9'")],
     "mistral": [({"layer_types": ["full_attention"] * 2}, "layer_types is .*: Mistral has the same window in all"),
-                ({"sliding_window": 0}, "sliding_window is 0: must be an integer")],
+                ({"sliding_window": 0}, "sliding_window is 0: expected an integer")],
     "gemma3": [({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0: transformers does not apply it"),
                ({"sliding_window": None}, "sliding_window is None: layer_types has sliding_attention"),
                ({"rope_parameters": {"rope_type": "default"}}, "expected parameters for sliding_attention and full"),
@@ -210,7 +210,7 @@ REFUSED = {
                ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True: only causal attention")],
     "olmo3": [({"rope_parameters": None, "rope_theta": 1e4}, "rope_theta is 10000.0: give rope_parameters of both"),
               ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rotary scaling dynamic is not supported")],
-    "granite": [({"residual_multiplier": 0}, "residual_multiplier is 0: must be a positive number")],
+    "granite": [({"residual_multiplier": 0}, "residual_multiplier is 0: expected a positive number")],
     "phi3, longrope": [
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rotary scaling linear is not supported"),
         ({"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 4}}, "short_factor is missing"),

@@ -160,7 +160,7 @@ def test_unsupported_packing_is_rejected(models: dict[str, tuple[GPT, Any]]) -> 
         model(inputs_embeds=embeddings)
 
 
-def test_a_cache_of_something_else_is_refused(models: dict[str, tuple[GPT, Any]]) -> None:
+def test_a_foreign_cache_is_rejected(models: dict[str, tuple[GPT, Any]]) -> None:
     model, cache = models["document"][1], DynamicCache()
     models["causal"][1](torch.tensor([[5, 1]]), past_key_values=cache)
     with pytest.raises(ValueError, match="does not return exactly what was stored"):

@@ -76,7 +76,7 @@ def test_a_digest_is_removed_again() -> None:
     assert remove_content_digest(*add_content_digest(files)) == files
 
 
-def test_an_older_export_gets_the_code_of_today(tmp_path: Path) -> None:
+def test_an_older_export_gets_the_current_code(tmp_path: Path) -> None:
     """An older export gets the current code; one of its keys has another default than today (`scaled` of cope)."""
     folder = write_export(tmp_path, COPE)
     today = read_files(folder)

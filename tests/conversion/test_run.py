@@ -87,13 +87,13 @@ def test_the_card(run: Path, tmp_path: Path) -> None:
         ({"max_shard_size": "0GB"}, "--shard is '0GB'"),
     ],
 )
-def test_choices_that_are_wrong(run: Path, tmp_path: Path, choices: dict[str, str], words: str) -> None:
+def test_invalid_options_are_rejected(run: Path, tmp_path: Path, choices: dict[str, str], words: str) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
         export_model(run, tmp_path / "no", **choices)
     assert not (tmp_path / "no").exists()
 
 
-def test_targets_that_are_something_else(run: Path, tmp_path: Path) -> None:
+def test_foreign_targets_are_rejected(run: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("years")
     with pytest.raises(UserError, match="is not empty; choose another folder"):
@@ -140,7 +140,7 @@ def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_a_full_disk_leaves_things_as_they_were(there: bool, run: Path, tmp_path: Path) -> None:
+def test_a_full_disk_changes_no_file(there: bool, run: Path, tmp_path: Path) -> None:
     """A full disk leaves the existing files unchanged; safetensors reports it in its own way while writing weights."""
     target = tmp_path / "fire"
     if there:

@@ -267,7 +267,7 @@ def mean(values):
 """
 
 
-def test_texts_that_a_task_makes(place: Path, run: Path, tmp_path: Path) -> None:
+def test_texts_generated_by_a_task(place: Path, run: Path, tmp_path: Path) -> None:
     """As in RULER, a program generates texts of the given lengths and names its metrics by them."""
     (tmp_path / "made.py").write_text(MADE)
     metrics = "".join(
@@ -340,7 +340,7 @@ def test_a_text_without_spaces_has_an_infinite_perplexity_per_word(place: Path, 
     assert "long, 0-shot: word_perplexity = inf does not fit in a record" in console.file.getvalue()
 
 
-def test_an_empty_choice(run: Path) -> None:
+def test_an_empty_choice_is_rejected(run: Path) -> None:
     from lm_eval.api.instance import Instance
 
     from megatron.checkpoint.load_model import load_model

@@ -93,7 +93,7 @@ def test_position(running_mean: RunningMean) -> None:
         assert total == pytest.approx(whole.nll * 192)
 
 
-def test_a_bin_is_as_sure_as_all_blocks_with_tokens_in_it(running_mean: RunningMean) -> None:
+def test_the_interval_of_a_bin_uses_all_blocks_with_its_tokens(running_mean: RunningMean) -> None:
     stream = STREAM.copy()
     stream[24] = BYTES.eod  # the second of eight windows lacks a first target, but has a last one
     options = Options(lengths=[24], protocol="nonoverlapping", measures=["position"])
@@ -206,7 +206,7 @@ def test_lists_of_options() -> None:
             Options(**wrong)
 
 
-def test_a_place_belongs_to_an_axis_that_has_some() -> None:
+def test_only_axes_other_than_length_have_places() -> None:
     known = {"method": "a", "train_length": 8, "length": 16, "protocol": "last", "metric": "perplexity", "value": 2.0,
              "tokens": 4, "seed": 1}  # fmt: skip
     assert Record(**known).x_value == 16

@@ -83,7 +83,7 @@ def find(records: Sequence[Record], metric: str, axis: str = "length") -> dict[t
     return {(each.length, each.place): each for each in records if (each.metric, each.axis) == (metric, axis)}
 
 
-def test_the_map_of_a_model_that_sees_so_far() -> None:
+def test_the_map_of_a_model_with_limited_reach() -> None:
     """A key of 58 characters before a question of 45 is found within 260 tokens of the end, at any length."""
     depths, lengths, careless, count = (0.0, 0.5, 1.0), (200, 400, 800), 2, 8
     probe = Passkey(lengths, count, BYTES, depths)
@@ -186,19 +186,19 @@ def test_an_interrupted_map_resumes(tmp_path: object) -> None:
     fields = {"run": "runs/a", "software": "x"}
     expected = probe.score(loaded(whole), ScoringContext(fields))  # type: ignore[arg-type]
     partial = PartialRecords.open(tmp_path)  # type: ignore[arg-type]
-    assert partial.found == ()
+    assert partial.previous == ()
 
     class Interruption(Exception):
         pass
 
     def keep_two(records: Sequence[Record]) -> None:
-        partial.keep(records)
+        partial.save(records)
         if len(records) == 2 * 3:
             raise Interruption
 
     with pytest.raises(Interruption):
         probe.score(loaded(KeyReader(260)), ScoringContext(fields, save_records=keep_two))  # type: ignore[arg-type]
-    left = PartialRecords.open(tmp_path).found  # type: ignore[arg-type]
+    left = PartialRecords.open(tmp_path).previous  # type: ignore[arg-type]
     assert len(left) == 6
     rest = KeyReader(260)
     found = probe.score(loaded(rest), ScoringContext(fields, finished_records=left))  # type: ignore[arg-type]
@@ -211,11 +211,11 @@ def test_an_interrupted_map_resumes(tmp_path: object) -> None:
         probe.score(loaded(again), ScoringContext({**fields, **other}, finished_records=left))  # type: ignore[arg-type]
         assert again.num_passes == 6, "what another model, or other code, measured is not taken"
     of_another = [record.replace(run="runs/c") for record in left]
-    partial.keep(of_another)  # a concurrent evaluation of another run in the same folder
+    partial.save(of_another)  # a concurrent evaluation of another run in the same folder
     partial.remove(found)
-    assert [record.run for record in PartialRecords.open(tmp_path).found] == ["runs/c"] * 6  # type: ignore[arg-type]
+    assert [record.run for record in PartialRecords.open(tmp_path).previous] == ["runs/c"] * 6  # type: ignore[arg-type]
     partial.remove(of_another)
-    assert PartialRecords.open(tmp_path).found == ()  # type: ignore[arg-type]
+    assert PartialRecords.open(tmp_path).previous == ()  # type: ignore[arg-type]
 
 
 class Recall(Task):

@@ -138,7 +138,7 @@ def test_other_errors_are_not_treated_as_out_of_memory(running_mean: RunningMean
         compute_window_losses(running_mean, STREAM, np.array([0]), 20, 7)
 
 
-def test_tokens_after_a_document_end_are_left_out_if_training_left_them_out(running_mean: RunningMean) -> None:
+def test_eod_mask_loss_excludes_tokens_after_a_document_end(running_mean: RunningMean) -> None:
     eod = BYTES.eod
     (masked,) = scored(loaded(running_mean, eod_mask_loss=True), STREAM, TWENTY)
     (whole,) = scored(loaded(running_mean), STREAM, TWENTY)
@@ -180,7 +180,7 @@ def test_chunked_attention_gives_the_same_perplexity() -> None:
     assert [r.nll for r in found] == pytest.approx([r.nll for r in expected], abs=ROUNDING)
 
 
-def test_progress_ends_at_the_whole(running_mean: RunningMean) -> None:
+def test_progress_ends_at_100_percent(running_mean: RunningMean) -> None:
     calls: list[tuple[int, float, float]] = []
     report = lambda *call: calls.append(call)  # noqa: E731
     scored(loaded(running_mean), STREAM, Options(lengths=[8, 16, 32], windows=5), progress=report, batch_tokens=32)

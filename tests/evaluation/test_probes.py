@@ -75,7 +75,7 @@ def test_the_copy_is_at_the_right_position(copied: int, length: int, count: int)
     assert all(tokens == targets[0] for tokens in targets), "every distance asks for the same tokens"
 
 
-def test_a_model_that_copies_so_far_is_seen_to() -> None:
+def test_the_reach_of_a_copying_model_is_measured() -> None:
     probe = RepeatedTokens([40, 80], 6, Vocabulary(4000, "x", None), 4)
     found = probe.score(loaded(Copier(4000, reach=20)), ScoringContext())  # type: ignore[arg-type]
     assert {record.metric for record in found} == {"loss"}

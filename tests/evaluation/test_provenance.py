@@ -47,7 +47,7 @@ def test_method_name(options: dict, name: str) -> None:
     assert format_method_name(PositionOptions(**options)) == name
 
 
-def test_a_window_of_the_evaluation_alone_is_not_one_of_the_training() -> None:
+def test_a_window_at_evaluation_has_its_own_name() -> None:
     everything = PositionOptions(pos_emb="rotary")
     windowed = PositionOptions(pos_emb="rotary", attention_window=64)
     assert (
@@ -65,7 +65,7 @@ def test_a_window_of_the_evaluation_alone_is_not_one_of_the_training() -> None:
     assert names == [f"rotary(window=4 at evaluation) [{run}]" for run in "ab"]
 
 
-def test_a_temperature_of_the_evaluation_alone_is_not_one_of_the_training() -> None:
+def test_a_temperature_at_evaluation_has_its_own_name() -> None:
     plain, logn = config("pos_emb=rotary"), config("pos_emb=rotary", "attention_temperature=logn", "seed=2")
     assert name_runs([plain, logn], ["a", "b"]) == ["rotary", "rotary(temperature=logn)"]
     assert name_runs([plain, logn], ["a", "b"], attention_temperature="logn") == [

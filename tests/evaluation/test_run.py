@@ -150,9 +150,7 @@ def test_one_run_keeps_its_results_in_its_folder_and_a_checkpoint_does_not(place
     assert out.getvalue().startswith("results will not be saved; use --output FOLDER to save them\n")
 
 
-def test_results_of_other_protocols_and_texts_stay_and_the_same_again_is_replaced(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_repeated_measurements_are_replaced(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run("runs/a", "pos_emb=t5")
     first = evaluated([run], [8, 16])
     spans = evaluated([run], [8], protocol="nonoverlapping")
@@ -536,7 +534,7 @@ def test_devices() -> None:
             resolve_device(name)
 
 
-def test_a_directory_that_is_no_text_is_damage(place: Path) -> None:
+def test_a_directory_in_progress_must_be_a_string(place: Path) -> None:
     run = make_run("runs/a", directory=5)  # type: ignore[arg-type]
     with pytest.raises(RunError, match=r"progress.json: not a checkpoint's progress \(its directory is not a string"):
         evaluated([run], [8])
@@ -550,9 +548,7 @@ def test_progress_without_a_vocabulary_is_damage(place: Path) -> None:
         evaluated([run], [8])
 
 
-def test_evaluations_at_once_into_one_folder_keep_each_other_s_results(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_evaluations_keep_each_others_results(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Concurrent evaluations keep each other's results in a shared folder.
 
     The second runs entirely during the first; a third evaluates the same run with other positions.

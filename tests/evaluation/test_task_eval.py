@@ -149,7 +149,7 @@ def test_means_over_other_lengths_are_not_comparable() -> None:
     assert both.target_digest == same.target_digest != last.target_digest
 
 
-def test_changes_and_means_are_as_unsure_as_independent_draws() -> None:
+def test_lengths_have_independent_draws() -> None:
     """Intervals treat lengths as independent.
 
     The model errs in the same rows at every length, so paired draws would look certain.

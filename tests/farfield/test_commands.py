@@ -109,7 +109,7 @@ def test_a_digest_is_of_code_alone(user_methods: Path) -> None:
 
 
 @pytest.mark.usefixtures("commands_are_forks")
-def test_a_training_with_a_method_of_ones_own(tmp_path: Path, user_methods: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_a_training_with_a_user_method(tmp_path: Path, user_methods: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     """A method in a user's folder is trained by a separate process, loaded here, and rejected without its file."""
     corpus = write_corpora(tmp_path / "text")
     config = tiny_config(corpus, tmp_path / "run", train_iters=2, pos_emb="eighths", device="cpu")
@@ -170,7 +170,7 @@ def test_a_failed_command_is_its_own_line(tmp_path: Path) -> None:
         farfield.read_results(tmp_path)
 
 
-def test_ones_own_method_must_not_hide_ours(user_methods: Path) -> None:
+def test_user_methods_must_not_hide_ours(user_methods: Path) -> None:
     (user_methods / "rotary.py").write_text(OWN.format(name="Mine"))
     with pytest.raises(catalog.MethodFileError, match=r"rotary.py: .*rotary.py already has that name"):
         catalog.list_encodings()
@@ -178,7 +178,7 @@ def test_ones_own_method_must_not_hide_ours(user_methods: Path) -> None:
         farfield.list_methods()
 
 
-def test_mistakes_in_ones_own_file_are_one_line(user_methods: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_in_user_files_are_one_line(user_methods: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dims = AttentionDims(num_heads=2, head_dim=4, hidden_size=8, train_length=16, max_length=16)
     assert registry.build_encoding("eighths", dims).formula == "-n/8"
     (user_methods / "broken.py").write_text("import nothing_of_that_name\n" + OWN.format(name="Broken"))
@@ -206,7 +206,7 @@ WRONG_VALUES = (None, 5, 2.5, "", "\ud800", "a\0b", [5], {}, {(1, 2): 3}, object
 
 
 @pytest.mark.parametrize("value", WRONG_VALUES, ids=lambda value: ascii(value)[:30])
-def test_wrong_arguments_are_errors_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: object) -> None:
+def test_invalid_arguments_raise_user_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: object) -> None:
     monkeypatch.chdir(tmp_path)
     calls = {
         "runs": [lambda: farfield.evaluate(value), lambda: farfield.analyze(value)],

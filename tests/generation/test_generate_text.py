@@ -61,7 +61,7 @@ def test_prompts_come_from_the_command_line_files_and_standard_input(tmp_path: P
         generation.collect_prompts([], [], io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
 
 
-def test_bytes_that_are_no_text() -> None:
+def test_invalid_utf_8_is_rejected() -> None:
     for prompts, standard_input in ((["caf\udce9"], ""), ([], "caf\udce9\n")):
         with pytest.raises(UserError, match="the prompt is not UTF-8: byte 0xe9 at character 3"):
             generation.collect_prompts(prompts, [], io.StringIO(standard_input))

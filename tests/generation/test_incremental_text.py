@@ -24,7 +24,7 @@ def pieces(tokenizer: Tokenizer, tokens: list[int], before: list[int]) -> list[s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_of_a_text_join_to_it(all_tokenizers: dict[str, Tokenizer], kind: str) -> None:
+def test_joined_pieces_equal_the_text(all_tokenizers: dict[str, Tokenizer], kind: str) -> None:
     tokenizer = all_tokenizers[kind]
     characters = (
         st.characters(exclude_categories=["Cs"]) if kind != "SPMTokenizer" else st.sampled_from("".join(SAMPLE) + "  ")
@@ -44,7 +44,7 @@ def test_pieces_of_a_text_join_to_it(all_tokenizers: dict[str, Tokenizer], kind:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_of_any_tokens_join_to_their_text(all_tokenizers: dict[str, Tokenizer], kind: str) -> None:
+def test_joined_pieces_of_any_tokens_equal_their_text(all_tokenizers: dict[str, Tokenizer], kind: str) -> None:
     """Pieces of arbitrary tokens join to their text, including invalid UTF-8."""
     tokenizer = all_tokenizers[kind]
     ids = st.integers(0, tokenizer.vocab_size - 1).filter(lambda token: token != tokenizer.eod)
@@ -59,7 +59,7 @@ def test_pieces_of_any_tokens_join_to_their_text(all_tokenizers: dict[str, Token
     check()
 
 
-def test_a_character_comes_when_it_is_whole() -> None:
+def test_characters_are_returned_when_complete() -> None:
     tokenizer = open_tokenizers_of_bytes()
     assert pieces(tokenizer, list("a€é".encode()), []) == ["a", "", "", "€", "", "é", ""]
     assert pieces(tokenizer, list("€".encode()[:2]), []) == ["", "", "\ufffd"]
@@ -86,7 +86,7 @@ def ended(text: str, stops: list[str]) -> str:
     cuts=st.lists(st.integers(0, 16), max_size=6),
 )
 @settings(max_examples=1000, deadline=None)
-def test_a_text_ends_at_the_same_place_however_it_comes(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_stop_positions_do_not_depend_on_the_split(text: str, stops: list[str], cuts: list[int]) -> None:
     texts = StopStrings(stops)
     found = [texts.push(text[start:end]) for start, end in pairwise(sorted([0, *cuts, len(text)]))]
     assert "".join(found) + texts.flush() == ended(text, stops)

@@ -73,7 +73,7 @@ def test_padding_and_truncated_tokens_are_never_sampled(dtype: torch.dtype) -> N
     assert TokenSampler(6, 0.0).sample(logits, edges).tolist() == [5] * 4
 
 
-def test_logits_that_are_no_numbers_are_named() -> None:
+def test_nan_logits_are_reported() -> None:
     for temperature in (0.0, 1.0):
         with pytest.raises(RunError, match="logits are NaN"):
             TokenSampler(2, temperature).sample(torch.tensor([[0.0, torch.nan]]), torch.zeros(1, dtype=torch.float64))

@@ -110,7 +110,7 @@ def test_draws_follow_the_probabilities_of_the_model() -> None:
     assert statistic < 30.7  # with 3 degrees of freedom
 
 
-def test_stops_and_the_end_of_a_document_end_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_strings_and_document_ends_end_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     output = iter("one two€ three".encode())
 
     def dictated(self: TokenSampler, logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:

@@ -80,7 +80,7 @@ def test_a_page_has_a_row_and_a_line_for_each_run(tmp_path: Path) -> None:
     loss, speed = section.charts
     assert [line.name for line in loss.series] == ["a/seed_1", "b/seed_1"]
     assert len(loss.series[1].points) == MAX_POINTS
-    assert loss.x_positions[loss.series[1].points[-1].place].text == "step: 700"
+    assert loss.x_positions[loss.series[1].points[-1].x_index].text == "step: 700"
     assert speed.series[0].points[-1].value == 103.0
     # The first tenth of the steps may exceed the chart, whose upper limit is the loss of step 70.
     assert loss.scale.high < 5 / 70 * 1.1

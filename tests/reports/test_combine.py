@@ -92,7 +92,7 @@ def test_no_output_averages_two_trainings(tmp_path: Path, monkeypatch: pytest.Mo
         assert "a [runs/b]" in text
     assert "±" not in reported
     assert records.read_records(tmp_path / "both" / "results.json") == both
-    choices = r"--against a: nothing to compare with it; choose from a \[runs/a\], a \[runs/b\]"
+    choices = r"--against a: unknown method; choose from a \[runs/a\], a \[runs/b\]"
     with pytest.raises(UserError, match=choices):
         combine_results(paths, Console(quiet=True), against="a")
 
@@ -121,7 +121,7 @@ def test_contradicting_files_are_reported(tmp_path: Path) -> None:
     }
     (line,) = find_contradictions(files)
     one, two, _ = files
-    assert line == f"{two}: 2 numbers of runs differ from {one}; this file takes precedence"
+    assert line == f"{two}: 2 values differ from {one} for the same runs; using this file"
     console = Console(record=True, width=400)
     combine_results([one, two], console)
     assert console.export_text().count("note: ") == 1
@@ -135,7 +135,7 @@ def test_contradicting_files_are_reported(tmp_path: Path) -> None:
     [
         (
             "page.pdf",
-            r"^--output .*page\.pdf: expected a name ending in \.html, \.md, or \.tex; results\.csv",
+            r"^--output .*page\.pdf: expected a name ending in \.html, \.htm, \.md, or \.tex; results\.csv",
         ),
         ("folder.html", r"^--output .*folder\.html: expected a file, not a folder$"),
         ("file/page.html", r"^--output is .*file, which is a file"),

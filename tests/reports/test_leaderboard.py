@@ -15,7 +15,7 @@ from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardRepor
 from megatron.reports.leaderboard_summary import build_answers, find_frontier
 from megatron.reports.metrics import get_metric
 from megatron.reports.paper_experiment import Experiment, write_experiment
-from megatron.reports.ranked_columns import RankedColumn
+from megatron.reports.ranked_benchmarks import RankedBenchmark
 from megatron.reports.records import Record, RunFailure, record_from_row, write_records
 from megatron.reports.report import ReportSection, render_report
 from megatron.reports.significance import (
@@ -89,12 +89,12 @@ def board_of(found: list[Record], failures: tuple[RunFailure, ...] = ()) -> Lead
 
 
 def test_ties_share_ranks_and_missing_numbers_are_last() -> None:
-    accuracy = RankedColumn(
+    accuracy = RankedBenchmark(
         "tasks", "copy", get_metric("accuracy"), {"a": 0.5, "b": 0.9, "c": 0.5, "d": 0.1}, {}, frozenset("abcd")
     )
     assert accuracy.rank_methods("abcde") == {"a": 2.5, "b": 1, "c": 2.5, "d": 4, "e": 5}
     assert accuracy.rank_methods("befg") == {"b": 1, "e": 3, "f": 3, "g": 3}
-    perplexity = RankedColumn("text", "", get_metric("perplexity"), {"a": 4.0, "b": 30.0}, {}, frozenset("ab"))
+    perplexity = RankedBenchmark("text", "", get_metric("perplexity"), {"a": 4.0, "b": 30.0}, {}, frozenset("ab"))
     assert perplexity.rank_methods("ab") == {"a": 1, "b": 2}
 
 
@@ -102,19 +102,19 @@ def test_a_kind_counts_once_however_many_tasks_it_has() -> None:
     more = [task(m, v, name=f"task{i}") for i in range(3) for m, v in (("rotary", 0.9), ("alibi", 0.1))]
     board = board_of([*text("rotary", (1.5, 3.2)), *text("alibi", (1.5, 1.6)), *more])
     assert board.ranks == {"rotary": {"text": 2, "tasks": 1}, "alibi": {"text": 1, "tasks": 2}}
-    assert next(ranked_column.title for ranked_column in board.ranked_columns) == "perplexity at 32×"
+    assert next(ranked_benchmark.title for ranked_benchmark in board.ranked_benchmarks) == "perplexity at 32×"
 
 
 def test_a_needle_map_is_ranked_by_its_accuracy_or_else_by_effective_length() -> None:
     texts = [*text("rotary", (1.5, 3.2)), *text("alibi", (1.5, 1.6))]
     lengths = [task("rotary", 16.0, metric="effective_length"), task("alibi", 32.0, metric="effective_length")]
     board = board_of([*texts, *lengths])
-    assert [ranked_column.kind for ranked_column in board.ranked_columns] == ["text", "needles"]
+    assert [ranked_benchmark.kind for ranked_benchmark in board.ranked_benchmarks] == ["text", "needles"]
     assert [board.ranks[method]["needles"] for method in ("rotary", "alibi")] == [2, 1]
     accuracies = [task("rotary", 0.9), task("alibi", 0.8)]
     found = [*lengths, *accuracies]
     board = board_of([*texts, *(each.replace(protocol="depths") for each in found)])
-    assert [column.title for column in board.ranked_columns] == ["perplexity at 32×", "copy, % beyond training"]
+    assert [column.title for column in board.ranked_benchmarks] == ["perplexity at 32×", "copy, % beyond training"]
     assert [board.ranks[method]["needles"] for method in ("rotary", "alibi")] == [1, 2]
 
 
@@ -213,7 +213,7 @@ def test_blocks_of_text_make_no_difference_significant() -> None:
 def test_sentences_follow_from_the_numbers() -> None:
     board = board_of(records())
     holds, adds, costs = (" ".join(answer.sentences) for answer in build_answers(board))
-    assert "4 of 5 methods hold" in holds
+    assert "For 4 of 5 methods" in holds
     assert "cdape+alibi, cdape+fox, fox and alibi" in holds
     assert "cdape+alibi has the lowest mean perplexity at 32×, 4.5" in holds
     assert "In the only test over seeds, the other method is significantly worse (alibi)." in holds
@@ -256,7 +256,7 @@ def test_a_task_name_has_options_if_needed_to_distinguish_it() -> None:
     methods, names = ("a", "b"), ("copy(letters=2)", "copy(letters=8)", "sort(width=3)")
     found = [task(method, 0.5, name=name).replace(target_digest=name) for method in methods for name in names]
     board = board_of(found)
-    titles = [ranked_column.title.partition(",")[0] for ranked_column in board.ranked_columns]
+    titles = [ranked_benchmark.title.partition(",")[0] for ranked_benchmark in board.ranked_benchmarks]
     assert sorted(titles) == ["copy(letters=2)", "copy(letters=8)", "sort"]
 
 
@@ -294,7 +294,7 @@ def test_costs_name_a_baseline_without_records() -> None:
     """Without its baseline, as in the first hours of a sweep, the table has no ratios and no column for them."""
     board = board_of([record for record in records() if record.method != "rotary"])
     costs = build_answers(board)[-1].sentences
-    assert costs == ("Costs are relative to rotary, which has no record here.",)
+    assert costs == ("Costs are relative to rotary, which has no results here.",)
     table = next(table for table in board.build_tables() if table.title == "Costs of methods")
     assert table.column_headers[0] == "parameters"
     assert not {"training step", "scoring at 32×"} & set(table.column_headers)
@@ -304,8 +304,8 @@ def test_costs_name_a_baseline_without_records() -> None:
 def test_a_single_method_is_described() -> None:
     """A single method is described, as after the first run of a sweep."""
     board = board_of(text("rotary", (1.5, 3.2)))
-    assert (board.ranking, board.ranked_columns) == (["rotary"], [])
-    assert "0 of 1 methods hold" in build_answers(board)[0].sentences[0]
+    assert (board.ranking, board.ranked_benchmarks) == (["rotary"], [])
+    assert "For 0 of 1 methods" in build_answers(board)[0].sentences[0]
     assert [table.title for table in board.build_tables()] == ["Costs of methods, relative to rotary"]
     tasks_alone = board_of([task("rotary", 0.5), task("alibi", 0.9)])
     assert (build_answers(tasks_alone), tasks_alone.ranking) == ([], ["alibi", "rotary"])
@@ -322,7 +322,7 @@ def test_a_failed_method_is_listed_last() -> None:
     assert dict(board.build_tables()[0].rows)["gone"][-1] == "–"
 
 
-def test_positions_that_end_are_why_a_number_is_missing() -> None:
+def test_missing_results_state_the_maximum_length() -> None:
     ended = [record.replace(max_length=64) for record in text("learned", (1.6, 1.6)) if record.length == 64]
     reported = " ".join(build_answers(board_of([*records(), *ended]))[0].sentences)
     assert "learned cannot be evaluated at this length, because its maximum length is 64 tokens." in reported
@@ -356,7 +356,7 @@ def test_the_frontier_contains_undominated_methods() -> None:
     assert find_frontier(points) == ["fast", "middle", "slow best"]
 
 
-def test_pages_say_the_same(tmp_path: Path) -> None:
+def test_html_and_markdown_pages_agree(tmp_path: Path) -> None:
     experiment = Experiment("All methods", "rotary", own_seeds=True, leaderboard=BOARD)
     write_records(tmp_path / "results.json", records())
     write_experiment(tmp_path / "results.json", experiment)
@@ -391,7 +391,7 @@ def test_pages_say_the_same(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "results.experiment.json").read_text())["leaderboard"]["baseline"] == "rotary"
 
 
-def test_methods_that_a_contest_did_not_ask_follow_without_a_rank() -> None:
+def test_methods_without_results_in_a_benchmark_follow_without_a_rank() -> None:
     texts = [
         *text("rotary", (1.5, 3.2)),
         *text("fire", (1.5, 1.55)),
@@ -404,7 +404,7 @@ def test_methods_that_a_contest_did_not_ask_follow_without_a_rank() -> None:
     table = board.build_tables()[0]
     cells = dict(table.rows)
     assert [cells[name][0] for name in ("alibi", "rotary", "fire")] == ["1", "2", "–"]
-    assert any("cover the 2 methods that every contest evaluated" in note for note in table.notes)
+    assert any("cover the 2 methods that every benchmark evaluated" in note for note in table.notes)
 
 
 def test_further_evaluations_of_the_same_models_are_not_ranked() -> None:
@@ -422,7 +422,7 @@ def test_further_evaluations_of_the_same_models_are_not_ranked() -> None:
     expected = "Not ranked, because they evaluate the trained models of rotary with other options: rotary (yarn)."
     assert expected in table.notes
     first = build_answers(board)[0].sentences[0]
-    assert first.startswith("0 of 2 methods hold")
+    assert first.startswith("For 0 of 2 methods")
     assert first.endswith("at the training length."), "none is the name of a method"
 
 
@@ -430,7 +430,7 @@ def test_columns_are_explained_above_the_table() -> None:
     table = board_of(records()).build_tables()[0]
     lead = " ".join(table.lead)
     assert "Perplexity is measured at the training length (1×, 64 tokens) and at 32×" in lead
-    assert "compares perplexity at 32× with cdape+alibi" in lead
+    assert "difference in perplexity from cdape+alibi at 32×" in lead
     assert len(table.lead) <= 5
     page = render_report([ReportSection("A", records(), leaderboard=BOARD)])
     for shown in (table.to_text(), table.to_markdown(), page):

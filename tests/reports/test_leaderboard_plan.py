@@ -1,4 +1,4 @@
-"""Leaderboards with missing runs: only whole contests are ranked, and what is missing is named."""
+"""Leaderboards with missing runs: only whole benchmarks are ranked, and what is missing is named."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,14 +41,14 @@ def list_runs(make: object, skipped: tuple[tuple[str, int], ...] = ()) -> list[R
     return [record for pair in pairs for record in make(*pair)]  # type: ignore[operator]
 
 
-def test_missing_runs_are_found_by_contest_method_and_seed() -> None:
+def test_missing_runs_are_found_by_benchmark_method_and_seed() -> None:
     found = [*list_runs(text, (("fox", 2),)), *list_runs(copy)]
     everything = {method: [1, 2] for method in PLAN.methods}
     assert PLAN.list_missing_runs(found) == {"text": {"fox": [2]}, "needles": everything}
     assert replace(PLAN, benchmarks=("copy",)).list_missing_runs([*list_runs(text), *list_runs(copy)]) == {}
 
 
-def test_a_contest_with_a_missing_run_is_shown_but_not_ranked() -> None:
+def test_a_benchmark_with_a_missing_run_is_shown_but_not_ranked() -> None:
     """The copies would put rotary first and fox last; without one of their runs, the text alone decides."""
     board = build([*list_runs(text), *list_runs(copy, (("fox", 2),))])
     table, missing, *_ = board.build_tables()
@@ -56,8 +56,8 @@ def test_a_contest_with_a_missing_run_is_shown_but_not_ranked() -> None:
     assert board.ranks["rotary"] == {"text": 3}
     assert table.column_headers[3] == "copy, % beyond training (incomplete)"
     assert dict(table.rows)["fox"][3] == "11.00 (n 1)"
-    lead = "Ranked contests: text. Not ranked, because runs are missing: copy (5 of 6 runs), needles (none of 6 runs)."
-    assert table.lead[0] == lead
+    missing_runs = "copy (5 of 6 runs), needles (none of 6 runs)"
+    assert table.lead[0] == f"Ranked benchmarks: text. Not ranked, because runs are missing: {missing_runs}."
     assert missing.title == "Missing runs"
     assert missing.rows == (("copy", ("1 of 6", "–", "fox (2)")), ("needles", ("6 of 6", "all methods", "–")))
     whole = build([*list_runs(text), *list_runs(copy)], Leaderboard("rotary", plan=replace(PLAN, benchmarks=("copy",))))
@@ -66,12 +66,12 @@ def test_a_contest_with_a_missing_run_is_shown_but_not_ranked() -> None:
     assert not any("missing" in sentence for sentence in whole.build_tables()[0].lead)
 
 
-def test_no_method_has_a_rank_if_no_contest_is_whole() -> None:
+def test_no_method_has_a_rank_if_no_benchmark_is_whole() -> None:
     board = build(list_runs(text, (("fox", 1), ("fox", 2))))
     table, missing, *_ = board.build_tables()
     assert {name: cells[0] for name, cells in table.rows} == {"alibi": "–", "rotary": "–"}
     assert list(dict(table.rows)) == ["alibi", "rotary"], "sorted by perplexity"
-    assert table.lead[0].startswith("No contest is complete, so no method has a rank: text (4 of 6 runs), copy (none")
+    assert table.lead[0].startswith("No benchmark is complete, so no method has a rank: text (4 of 6 runs), copy (none")
     assert missing.rows[0] == ("text", ("2 of 6", "fox", "–"))
     assert "Provisional, because 1 method has missing runs on the text." in build_answers(board)[0].sentences
 
@@ -97,7 +97,7 @@ def test_the_shipped_leaderboard_has_a_plan_of_all_its_runs(tmp_path: Path) -> N
     save_experiment(sweep)
     experiment = read_experiment(tmp_path / "results.json")
     plan = experiment.leaderboard.plan
-    assert plan.contests == ("text", "niah", "flip_flop", "copy")
-    assert len(plan.contests) * plan.runs_per_contest == experiment.num_runs == len(sweep.members)
+    assert plan.benchmarks == ("text", "niah", "flip_flop", "copy")
+    assert len(plan.benchmarks) * plan.runs_per_benchmark == experiment.num_runs == len(sweep.members)
     published = Path(__file__).resolve().parents[2] / "docs" / "results" / "zoo" / "results.json"
     assert read_experiment(published) == experiment, "write it again: ./deepy.py sweep quickstart zoo"

@@ -20,7 +20,7 @@ def test_lines_are_at_their_values() -> None:
     assert [place.text for place in chart.x_positions] == ["distance: 0", "distance: 9", "distance: 99"]
     first, second = chart.series
     # Values beyond the axis are kept as they are; NaN has no point.
-    assert [(point.place, point.value) for point in first.points] == [(0, -1.0), (1, -1e300)]
+    assert [(point.x_index, point.value) for point in first.points] == [(0, -1.0), (1, -1e300)]
     assert "∞" in first.points[1].text or "inf" in first.points[1].text
     assert second.points[0].interval == (-3.0, -1.0)
     assert second.points[1].interval == (0.0, 1.0)
@@ -72,18 +72,18 @@ def test_a_line_of_one_point_is_its_marker() -> None:
     assert line["markers"] == []
 
 
-def test_an_axis_may_fall() -> None:
+def test_an_axis_may_descend() -> None:
     axis = HorizontalAxis("ε", 1.0, 0.0)
     assert [axis.locate(x) for x in (1.0, 0.75, 0.0)] == [0.0, 0.25, 1.0]
     assert [tick.text for tick in axis.choose_ticks()] == ["1", "0.8", "0.6", "0.4", "0.2", "0"]
     assert [t.text for t in HorizontalAxis("n", 1.0, 3e6, "log").choose_ticks()][-1] == "1,000,000"
 
 
-def test_of_many_lines_some_evenly_spaced_are_in_colour() -> None:
+def test_evenly_spaced_lines_are_colored() -> None:
     lines = [ChartLine(f"head {head}", [(0.0, head), (1.0, head)], style=head) for head in range(24)]
     chart = build_line_chart("id", "", "", HorizontalAxis("x", 0.0, 1.0), "y", lines, y_limits=(0.0, 23.0))
-    assert [s.name for s in chart.series if s.is_drawn] == [f"head {head}" for head in range(0, 24, 3)]
-    assert [s.is_drawn for s in chart.series] == [True] * 8 + [False] * 16, "the legend begins with them"
+    assert [s.name for s in chart.series if s.is_colored] == [f"head {head}" for head in range(0, 24, 3)]
+    assert [s.is_colored for s in chart.series] == [True] * 8 + [False] * 16, "the legend begins with them"
     assert len({s.name for s in chart.series}) == 24
 
 

@@ -144,9 +144,9 @@ def test_missing_results_are_listed(holes: list[Record]) -> None:
     grid = results_output.build_missing_table([layout_of(holes)])
     assert grid is not None
     assert grid.rows == (
-        ("log", ("3", "128 tokens", "no record of it")),
-        ("t5", ("3", "everything", "no record of it")),
-        ("alibi", ("1, 2", "everything", "no record of it")),
+        ("log", ("3", "128 tokens", "no record")),
+        ("t5", ("3", "all results", "no record")),
+        ("alibi", ("1, 2", "all results", "no record")),
     )
     page = page_of(holes)
     assert '<h2 id="section-1-missing">Missing results</h2>' in page
@@ -170,7 +170,7 @@ def test_methods_with_one_seed_each_need_not_share_it(holes: list[Record]) -> No
     assert results_output.build_missing_table(build_comparison_tables(two)) is None
     grid = results_output.build_missing_table(build_comparison_tables(two[:-1]))
     assert grid is not None
-    assert grid.rows == (("t5", ("2", "128 tokens", "no record of it")),)
+    assert grid.rows == (("t5", ("2", "128 tokens", "no record")),)
 
 
 def test_lengths_are_paired_within_a_run() -> None:
@@ -191,8 +191,8 @@ def test_a_failed_run_appears_in_table_page_picture_and_statistics(holes: list[R
     assert row == ["gone", "failed", "failed", "failed"]
     grid = results_output.build_missing_table([layout])
     assert grid is not None
-    assert ("t5", ("3", "everything", "failed: killed by signal 9")) in grid.rows
-    assert ("gone", ("1", "everything", "failed at step 1,200: the loss is not finite")) in grid.rows
+    assert ("t5", ("3", "all results", "failed: killed by signal 9")) in grid.rows
+    assert ("gone", ("1", "all results", "failed at step 1,200: the loss is not finite")) in grid.rows
     assert dict(significance.build_significance_table(layout, "log").rows)["gone"] == ("failed", "failed")
     verdicts = verdict_tables.build_extrapolation_table(layout)
     assert verdicts is not None

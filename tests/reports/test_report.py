@@ -210,7 +210,7 @@ def test_no_bar_leaves_the_plot() -> None:
     assert len(set(x_positions)) == 24
 
 
-def test_of_many_methods_the_best_are_drawn_and_the_others_wait() -> None:
+def test_only_the_best_of_many_methods_are_colored_at_first() -> None:
     many = [record(f"m{i:02}", length, 5.0 + i + length / 1e3) for i in range(60) for length in (64, 128)]
     content = page_of(many)
     (chart,) = Page(content).charts
@@ -342,7 +342,7 @@ def test_the_title_describes_the_contents(story: list[Record]) -> None:
     assert "<h1>A &amp; B</h1>" in page_of(story, title="A & B")
 
 
-def test_configurations_are_folded(story: list[Record]) -> None:
+def test_configurations_are_collapsed(story: list[Record]) -> None:
     page = Page(page_of(story, configurations={"rotary.yml": "pos_emb: rotary\n"}))
     assert "details" in page.tags
     assert "pos_emb: rotary" in page.text
@@ -395,7 +395,7 @@ def test_a_wide_latex_table_spans_both_columns() -> None:
         ]
 
 
-def test_pages_of_before_may_be_written_again(tmp_path: Path) -> None:
+def test_pages_of_earlier_versions_may_be_overwritten(tmp_path: Path) -> None:
     (tmp_path / "old.html").write_text("<style>\n:root { color-scheme: light; }\n* { box-sizing: border-box; }\n")
     (tmp_path / "mine.html").write_text("<style>\n:root { color-scheme: light dark; }\n")
     assert html_page.is_generated_page(tmp_path / "old.html")

@@ -79,7 +79,7 @@ def test_a_perplexity_that_explodes_is_tested_by_its_logarithm() -> None:
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_holm_rejects_as_its_procedure_does(values: list[float]) -> None:
+def test_holm_equals_its_stepwise_procedure(values: list[float]) -> None:
     """Holm's procedure: the smallest p against α/n, the next against α/(n − 1), until one is not rejected."""
     corrected = apply_holm_correction(values)
     for alpha in (0.01, 0.05, 0.3):

@@ -35,7 +35,7 @@ def test_the_criterion_by_hand(story: list[Record]) -> None:
     )
     assert not kerple.extrapolates(0.012)
     assert kerple.extrapolates(0.013)
-    lines = verdict_tables.build_extrapolation_table(layout, delta=0.013).to_text().splitlines()
+    lines = verdict_tables.build_extrapolation_table(layout, max_change=0.013).to_text().splitlines()
     assert lines[0] == "Extrapolation beyond 64 tokens, protocol last"
     assert [line.split()[0] for line in lines[2:5]] == ["rotary", "kerple_log", "cdape"], "as in the table of numbers"
     assert "+466.7%" in lines[2]
@@ -138,7 +138,7 @@ def test_a_method_whose_positions_end_at_the_training_length_is_named() -> None:
     assert dict(grid.rows)["learned"][2] == "its maximum length is 64"
 
 
-def test_a_grid_in_two_forms() -> None:
+def test_a_table_as_text_and_html() -> None:
     grid = TextTable("A <b>", "method", ("x|y", "z"), (("one", ("1", "22")), ("three", ("<3", "4"))), ("Note.",))
     assert grid.to_text() == "A <b>\nmethod  x|y  z\none     1    22\nthree   <3   4\nNote.\n"
     assert "&lt;3" in table_html(grid.to_html())
@@ -226,8 +226,8 @@ def test_incompatible_results_are_reported_in_one_line(story: list[Record], tmp_
     path = records.write_records(tmp_path / "results.json", story)
     for files, against, message in (
         ([tmp_path / "no.json"], None, "not found"),
-        ([path], "kerple", "nothing to compare with it; did you mean kerple_log"),
-        ([records.write_records(tmp_path / "one.json", story[:1])], "rotary", "it is the only method in its table"),
+        ([path], "kerple", "unknown method; did you mean kerple_log"),
+        ([records.write_records(tmp_path / "one.json", story[:1])], "rotary", "the only method in its table"),
         ([records.write_records(tmp_path / "none.json", [])], None, "no records found"),
     ):
         with pytest.raises(UserError, match=message):

@@ -139,7 +139,7 @@ def test_intervals_are_ordered_repeatable_and_within_the_blocks(drawn: tuple[lis
         assert row[1] <= of_length.max() + 1e-9
 
 
-def test_work_in_pieces_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_draws_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     sums, counts = np.random.default_rng(5).random((3, 40)) * 9, np.full(40, 4)
     whole = intervals(sums, counts)
     monkeypatch.setattr(uncertainty, "MAX_DRAWS_PER_CHUNK", 40 * 77)
@@ -167,7 +167,7 @@ def test_two_methods_have_the_variances_of_a_paired_test() -> None:
     assert {each.degrees_of_freedom for each in found.values()} == {3}
 
 
-def test_what_a_seed_does_to_all_methods_is_no_variance() -> None:
+def test_common_effects_of_a_seed_are_removed() -> None:
     noise = np.random.default_rng(0).normal(size=(40, 5))
     plain, shifted = (
         estimate_seed_variances(tabulate(noise + shift), is_moderated=False)
@@ -183,7 +183,7 @@ def test_methods_with_one_seed_or_seeds_of_their_own() -> None:
     assert found == {"own": SeedVariance(2.0, 1)}
 
 
-def test_a_prior_is_found_again() -> None:
+def test_the_prior_is_recovered() -> None:
     """Variances drawn around a trend give its degrees of freedom, level and slope."""
     rng = np.random.default_rng(1)
     means = rng.uniform(1, 3, 20_000)

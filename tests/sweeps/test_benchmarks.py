@@ -131,7 +131,7 @@ def test_results_are_measured_once_and_reused(initialiser: Initialiser) -> None:
     )
     combine_results([Path("out")], Console(quiet=True), output=Path("out/board.md"))
     markdown = Path("out/board.md").read_text(encoding="utf-8").replace("\n", " ")
-    assert [ranked_column.kind for ranked_column in board.ranked_columns] == ["text", "tasks"]
+    assert [ranked_benchmark.kind for ranked_benchmark in board.ranked_benchmarks] == ["text", "tasks"]
     for answer in build_answers(board):
         assert all(sentence in output and sentence in page and sentence in markdown for sentence in answer.sentences)
     assert len(initialiser.calls()) == 6

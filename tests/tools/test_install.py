@@ -11,7 +11,7 @@ import forked
 import pytest
 
 from tools.install import exchange, try_bare_roots, versions
-from tools.install.bare_root import BareRoot, Finished
+from tools.install.bare_root import BareRoot, CommandResult
 from tools.install.try_bare_roots import add_to_record, copy_files, read_definition
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,10 +86,10 @@ def test_a_record_of_a_bare_root_names_the_commit_that_was_cloned() -> None:
     """The checkout may have moved on since, or have uncommitted changes, which a clone does not get."""
 
     class Root:
-        def run(self, command: str) -> Finished:
-            return Finished(command, 0.1, 0, ["Python 3.13.5", "13.8"])
+        def run(self, command: str) -> CommandResult:
+            return CommandResult(command, 0.1, 0, ["Python 3.13.5", "13.8"])
 
-    done = Finished("make test", 9.04, 0, ["3% left in total", "all passed"])
+    done = CommandResult("make test", 9.04, 0, ["3% left in total", "all passed"])
     found = try_bare_roots.describe(cast(BareRoot, Root()), "3.13", "abc", [done])
     assert (found["commit"], found["python"], found["debian"]) == ("abc", "3.13.5", "13.8")
     assert found["commands"] == [{"command": "make test", "seconds": 9.0, "exit_code": 0, "printed": ["all passed"]}]
@@ -109,18 +109,18 @@ def test_an_interrupted_step_keeps_its_earlier_record(
         def build(*_: Any) -> "Root":
             return Root()
 
-        def add_packages(self, packages: list[str]) -> Finished:
-            return Finished("apt-get", 1, 0, [])
+        def add_packages(self, packages: list[str]) -> CommandResult:
+            return CommandResult("apt-get", 1, 0, [])
 
         def add_repository(self, source: Path) -> str:
             return "/srv/farfield.git"
 
-        def run(self, command: str, working_folder: str = "") -> Finished:
+        def run(self, command: str, working_folder: str = "") -> CommandResult:
             if command == "make test" and ending is None:
                 raise KeyboardInterrupt
             if command == "make test":
-                return Finished(command, 1 + ending / 2, ending, [])
-            return Finished(command, 4, 0, ["Python 3.13.5", "13.8"])
+                return CommandResult(command, 1 + ending / 2, ending, [])
+            return CommandResult(command, 4, 0, ["Python 3.13.5", "13.8"])
 
     path = tmp_path / "record.json"
     earlier = {"command": "make test", "seconds": 9, "exit_code": 0, "printed": []}

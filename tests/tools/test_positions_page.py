@@ -122,7 +122,7 @@ def test_pictures_are_current(name: str) -> None:
     with matplotlib.rc_context({"font.family": "serif", "lines.linewidth": 9.0, "axes.titlesize": 30}):
         for number, panel in enumerate(panels.build_encoding_panels(panels.build_encoding(name))[0], start=1):
             picture = (ROOT / position_plots.get_picture_path(name, number)).read_bytes()
-            assert make_docs._show_the_same(picture, position_plots.draw_panel(panel)), "run: make docs"
+            assert make_docs._look_equal(picture, position_plots.draw_panel(panel)), "run: make docs"
             assert b"font-family: " not in picture
 
 
@@ -133,10 +133,10 @@ def test_same_pictures_every_time() -> None:
         [position_plots.draw_panel(panel) for panel in panels.build_processor_panels("cdape")[0]] for _ in range(2)
     )
     assert first == second
-    assert all(map(make_docs._show_the_same, first, second))
-    assert not make_docs._show_the_same(first[1], first[2])
+    assert all(map(make_docs._look_equal, first, second))
+    assert not make_docs._look_equal(first[1], first[2])
     doubled = CurvePanel("t", {"a": torch.tensor([0.0, 0.04])}), CurvePanel("t", {"a": torch.tensor([0.0, 0.08])})
-    assert not make_docs._show_the_same(*map(position_plots.draw_panel, doubled)), "the scale is another"
+    assert not make_docs._look_equal(*map(position_plots.draw_panel, doubled)), "the scale is another"
     encoded = make_docs.EMBEDDED_MAP.findall(first[1].decode())[0]
     assert imread(io.BytesIO(base64.b64decode(encoded)), format="png").shape[:2] == (64, 64)
     assert torch.equal(torch.random.get_rng_state(), state)

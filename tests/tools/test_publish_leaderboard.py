@@ -1,4 +1,4 @@
-"""Publishing the leaderboard: whole contests only, from the files of runs."""
+"""Publishing the leaderboard: whole benchmarks only, from the files of runs."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def write_runs(folder: Path, copies: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("copies", "metrics"), [(3, {"perplexity"}), (4, {"perplexity", "mean_accuracy"})])
-def test_only_whole_contests_are_published(tmp_path: Path, copies: int, metrics: set[str]) -> None:
+def test_only_whole_benchmarks_are_published(tmp_path: Path, copies: int, metrics: set[str]) -> None:
     write_runs(tmp_path / "runs", copies)
     publish(tmp_path / "runs", tmp_path, Console(quiet=True))
     rows = json.loads((tmp_path / "zoo.json").read_text(encoding="utf-8"))
@@ -56,7 +56,7 @@ def test_only_whole_contests_are_published(tmp_path: Path, copies: int, metrics:
     assert (tmp_path / "zoo.png").is_file()
 
 
-def test_nothing_is_published_without_a_whole_contest(tmp_path: Path) -> None:
+def test_nothing_is_published_without_a_whole_benchmark(tmp_path: Path) -> None:
     write_runs(tmp_path / "runs", 0)
     get_run_file(tmp_path / "runs", None, "alibi", 2).unlink()
     with pytest.raises(UserError, match=r"nothing to publish.*text \(3 of 4 runs\), copy \(none of 4 runs\)"):

@@ -1,4 +1,4 @@
-"""Generated parts of docs/card.md, written by `make docs`: what was trained, and whether far context is used."""
+"""Generated sections of docs/card.md, written by `make docs`: trained models, and their use of distant context."""
 
 import textwrap
 from collections import Counter
@@ -137,7 +137,7 @@ def _list_seeds(records: Sequence[Record]) -> list[set[int]]:
 
 
 def render_page() -> str:
-    """Render the page with new generated parts, which are between comments with their names."""
+    """Render the page with updated generated sections, each between two comments with its name."""
     page = (ROOT / PAGE).read_text(encoding="utf-8")
     leaderboard = read_records(LEADERBOARD)
     parts = {

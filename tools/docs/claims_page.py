@@ -1,4 +1,4 @@
-"""Page docs/claims.md, written by `make docs`: the claims of papers, with our records and what they decide.
+"""Page docs/claims.md, written by `make docs`: the claims of papers, with our records and verdicts.
 
 A claim compares two numbers of a record in docs/results: two methods at a length, or a method at two lengths. It is
 tested by a paired two-sided t-test over seeds (KERPLE, 2205.09921, table 3), of logarithms of perplexities or of
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path("docs/claims.md")
 CLAIMS = Path("tools/docs/claims.yml")
 RESULTS = ROOT / "docs" / "results"
-POWER, MAX_SEEDS = 0.8, 100
+TEST_POWER, MAX_SEEDS = 0.8, 100
 """Probability of deciding a claim with the stated number of seeds, and the largest number stated."""
 
 REPRODUCED, CONTRADICTED, UNDECIDED = "reproduced", "contradicted", "undecided"
@@ -70,7 +70,7 @@ leave a verdict, for the settings of the record. *unknown*: the record has no su
 
 @dataclass(frozen=True)
 class Outcome:
-    """Claim with the numbers that decide it."""
+    """Claim with its verdict, and the numbers behind it."""
 
     claim: str
     source: str
@@ -134,7 +134,7 @@ def _format_published_ratios(name: str, cells: Sequence[str], names: dict[str, s
 
 
 def list_outcomes(content: dict[str, Any]) -> list[list[Outcome]]:
-    """Measure all claims, and decide them with one correction for the whole page.
+    """Measure all claims, and reach verdicts with one correction for the whole page.
 
     Args:
         content: content of claims.yml.
@@ -205,7 +205,7 @@ def _format_outcome(outcome: Outcome, level: float) -> str:
         deviation = statistics.stdev(outcome.differences)
         half_width = float(stats.t.ppf(0.975, num_seeds - 1)) * deviation / math.sqrt(num_seeds)
         bounds = (mean - half_width, mean + half_width)
-        count = count_seeds_needed(deviation, abs(mean), level, POWER, MAX_SEEDS)
+        count = count_seeds_needed(deviation, abs(mean), level, TEST_POWER, MAX_SEEDS)
         needed = f"over {MAX_SEEDS}" if count is None else str(count)
     if outcome.verdict in (REPRODUCED, CONTRADICTED, OUTDATED):
         needed = "–"
@@ -237,7 +237,7 @@ def _render_parts() -> Iterator[str]:
     papers = list_outcomes(content)
     tests = sum(outcome.is_tested for outcomes in papers for outcome in outcomes)
     level = SIGNIFICANCE_LEVEL / tests
-    yield INTRODUCTION.format(tests=tests, power=POWER, level=f"{level:.2g}")
+    yield INTRODUCTION.format(tests=tests, power=TEST_POWER, level=f"{level:.2g}")
     everything = [outcome for outcomes in papers for outcome in outcomes]
     yield f"\n**Of {len(everything)} claims: {_describe_counts(everything)}.**\n"
     for paper, outcomes in zip(content["papers"], papers, strict=True):

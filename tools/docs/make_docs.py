@@ -32,13 +32,13 @@ PAGES: dict[Path, Callable[[], str]] = {
 }
 
 
-def _show_the_same(old: bytes, new: bytes) -> bool:
+def _look_equal(old: bytes, new: bytes) -> bool:
     """Return True if two pictures differ only by rounding that depends on the processor.
 
-    They are PNG files, or SVG files of `position_plots`: texts, lines and maps.
+    Pictures are PNG files, or SVG files of `position_plots`, which contain texts, lines and maps.
     """
     if not new.startswith(b"<?xml"):
-        return _have_the_same_colors(old, new)
+        return _have_equal_colors(old, new)
     (before, before_maps), (after, after_maps) = map(_split_svg, (old, new))
     if len(before_maps) != len(after_maps) or NUMBER.sub("", before) != NUMBER.sub("", after):
         return False
@@ -46,11 +46,11 @@ def _show_the_same(old: bytes, new: bytes) -> bool:
         return False
     pairs = zip(NUMBER.findall(before), NUMBER.findall(after), strict=True)
     return all(abs(float(one) - float(other)) < 0.05 for one, other in pairs) and all(
-        map(_have_the_same_colors, before_maps, after_maps)
+        map(_have_equal_colors, before_maps, after_maps)
     )
 
 
-def _have_the_same_colors(old: bytes, new: bytes) -> bool:
+def _have_equal_colors(old: bytes, new: bytes) -> bool:
     before, after = (matplotlib.image.imread(io.BytesIO(content), format="png") for content in (old, new))
     return before.shape == after.shape and float(abs(before - after).max()) < 4 / 255
 
@@ -79,7 +79,7 @@ def main() -> None:
     folder = ROOT / position_plots.FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     for path, content in pictures.items():
-        if not path.is_file() or not _show_the_same(path.read_bytes(), content):
+        if not path.is_file() or not _look_equal(path.read_bytes(), content):
             path.write_bytes(content)
             print(f"written: {path.relative_to(ROOT)}")
     for path in set(folder.iterdir()) - set(pictures):

@@ -43,7 +43,7 @@ PLAIN, OWN = "#eef2f7", "#f2a93b"
 
 
 def list_estimates(model: str, overlay: str) -> Iterator[tuple[int, MemoryEstimate]]:
-    """Yield each number of GPUs that the layout divides, with the memory estimate."""
+    """Yield each number of GPUs that the layout supports, with the memory estimate."""
     config = load_config([model, METHOD, overlay, "local_setup"]).config
     for gpus in COUNTS:
         try:
@@ -83,7 +83,7 @@ def _get_coordinates(rank: int) -> tuple[int, int, int, int]:
 
 
 def list_storing_gpus(
-    tensor: int | None = None, stage: int | None = None, data: int | None = None, place: int | None = None
+    tensor: int | None = None, stage: int | None = None, data: int | None = None, position: int | None = None
 ) -> list[int]:
     """List the GPUs that store a tensor shard, a pipeline stage, a data shard and a sequence chunk."""
 
@@ -91,7 +91,7 @@ def list_storing_gpus(
         t, c, d, p = _get_coordinates(rank)
         own = list_context_chunks(DRAWN_LENGTH, Axis(c, SIZES.context))
         wanted = ((tensor, t), (stage, p), (data, d))
-        here = place is None or any(first <= place < first + size for first, size in own)
+        here = position is None or any(first <= position < first + size for first, size in own)
         return here and all(asked is None or asked == found for asked, found in wanted)
 
     return [rank for rank in range(SIZES.world_size) if holds(rank)]
@@ -126,12 +126,14 @@ def _draw_batch(axes: Axes) -> None:
     for data in range(SIZES.data):
         for first in range(0, DRAWN_LENGTH, 2):
             ranks = [
-                rank for rank in list_storing_gpus(data=data, place=first) if rank < SIZES.world_size // SIZES.pipeline
+                rank
+                for rank in list_storing_gpus(data=data, position=first)
+                if rank < SIZES.world_size // SIZES.pipeline
             ]
             _draw_box(axes, first, 1.5 - data * 2, 1.94, 1.9, ranks, _format_ranks(ranks))
         axes.text(-0.2, 2.45 - data * 2, f"sequence\n{data + 1}", ha="right", va="center", fontsize=8)
     for first in range(0, DRAWN_LENGTH, 2):
-        axes.text(first + 1, -0.65, f"places\n{first}, {first + 1}", ha="center", va="top", fontsize=8)
+        axes.text(first + 1, -0.65, f"positions\n{first}, {first + 1}", ha="center", va="top", fontsize=8)
     axes.set_xlim(-2.6, DRAWN_LENGTH)
     axes.set_ylim(-1.9, 3.5)
 
@@ -146,10 +148,10 @@ def _draw_optimizer(axes: Axes) -> None:
 
 
 def _list_panel_titles() -> Iterator[tuple[str, str]]:
-    yield "the model", "tensor divides layers, pipeline\n(red line) the stack of them"
+    yield "the model", "tensor divides layers, pipeline\n(red line) the stack of layers"
     yield (
         "the batch",
-        "data divides sequences, context their places\n(first stage; the second is GPUs 8–15)",
+        "data divides sequences, context their tokens\n(first stage; the second is GPUs 8–15)",
     )
     yield "its optimizer", "ZeRO, over data\nand context"
 
@@ -168,7 +170,7 @@ def draw_picture() -> bytes:
             draw(axes)
             axes.set_title(f"{title}\n{under}", fontsize=8.5, loc="left", linespacing=1.3)
         figure.suptitle(
-            f"Who holds what: 16 GPUs, tensor 2 × context 2 × data 2 × pipeline 2. Orange: GPU {HIGHLIGHTED_GPU}.",
+            f"Shards on 16 GPUs: tensor 2 × context 2 × data 2 × pipeline 2. Orange: GPU {HIGHLIGHTED_GPU}.",
             fontsize=9.5,
         )
         raw = io.BytesIO()

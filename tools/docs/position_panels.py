@@ -38,23 +38,23 @@ CURVE_HEADS = (0, 3, 7, 11)
 MAP_HEADS = (0, 7)
 BASE_ENCODING = "kerple_log"
 """Encoding below a processor: the one used by DAPE V2."""
-LIKE = torch.zeros(())
+EXAMPLE_TENSOR = torch.zeros(())
 
 
 @dataclass(frozen=True)
 class CurvePanel:
-    """Panel of lines over the distance n, or over the quantity `across`."""
+    """Panel of lines over the distance n, or over the quantity of `x_label`."""
 
     title: str
     lines: dict[str, Tensor]
     """Values [N] at 0, 1, …, N − 1, by label."""
-    across: str = "distance n"
-    cut: bool = False
+    x_label: str = "distance n"
+    clips_low_values: bool = False
     """True if low values may be clipped, as for a bias whose exponential is negligible there."""
     logarithmic: bool = True
 
     @property
-    def far(self) -> int:
+    def max_x(self) -> int:
         """Largest x value of any line."""
         return max(len(values) for values in self.lines.values()) - 1
 
@@ -68,8 +68,8 @@ class MapPanel:
     """Values [R, C], NaN where nothing is shown."""
     scale: Literal["decades", "signed"]
     """Color scale: logarithmic for factors that span more than a decade, or linear with zero in the middle."""
-    down: str = "query i"
-    across: str = "key j"
+    y_label: str = "query i"
+    x_label: str = "key j"
     first: tuple[int, int] = (0, 0)
     """Indices of the first row and the first column."""
 
@@ -155,7 +155,7 @@ def _build_embed_panels(encoding: Encoding) -> list[Panel]:
 
     They are near 1 for similar positions and near 0 for unrelated ones.
     """
-    vectors = encoding.embed(TokenRange(0, _choose_length(encoding, MAX_DISTANCE)), LIKE)
+    vectors = encoding.embed(TokenRange(0, _choose_length(encoding, MAX_DISTANCE)), EXAMPLE_TENSOR)
     unit = vectors / vectors.norm(dim=-1, keepdim=True)
     lines = {f"from i = {row:,}": (unit[: row + 1] @ unit[row]).flip(0) for row in _list_last_rows(encoding)}
     square = unit[:MAP_SIZE] @ unit[:MAP_SIZE].T
@@ -193,7 +193,7 @@ def _build_term_panels(encoding: Encoding) -> list[Panel]:
     side = TokenRange(0, _choose_length(encoding, MAP_SIZE))
 
     def at(query: TokenRange, key: TokenRange, which: str) -> Tensor | None:
-        return getattr(compute_dense_terms(encoding, query, key, LIKE), which)
+        return getattr(compute_dense_terms(encoding, query, key, EXAMPLE_TENSOR), which)
 
     panels: list[Panel] = []
     for which, title, factor in (("bias", "exp(bias)", torch.exp), ("weight", "weight", lambda x: x)):
@@ -207,7 +207,7 @@ def _build_term_panels(encoding: Encoding) -> list[Panel]:
         square = at(side, side, which)
         if square is None:
             continue
-        panels.append(CurvePanel(f"{which} over distance", lines, cut=which == "bias"))
+        panels.append(CurvePanel(f"{which} over distance", lines, clips_low_values=which == "bias"))
         panels += [
             MapPanel(f"{title}, {label}", _mask_future(factor(values)), "decades")
             for label, values in _split_heads(square, MAP_HEADS).items()
@@ -269,7 +269,7 @@ def _build_gate_panels(encoding: Encoding) -> list[Panel]:
     lines = _split_heads((sums[:, -1:] - sums).flip(-1), CURVE_HEADS)
     factor = (square[head, :, None] - square[head]).exp()
     return [
-        CurvePanel(f"bias over distance, i = {MAX_DISTANCE - 1:,}", lines, cut=True),
+        CurvePanel(f"bias over distance, i = {MAX_DISTANCE - 1:,}", lines, clips_low_values=True),
         MapPanel(f"exp(bias), head {head + 1}", _mask_future(factor), "decades"),
     ]
 
@@ -304,7 +304,7 @@ def build_processor_panels(name: str) -> tuple[list[Panel], str]:
     encoding = build_encoding(BASE_ENCODING)
     q, k = _draw_qk(PROCESSOR_MAP_SIZE)
     side = TokenRange(0, PROCESSOR_MAP_SIZE)
-    bias = compute_dense_terms(encoding, side, side, LIKE).bias
+    bias = compute_dense_terms(encoding, side, side, EXAMPLE_TENSOR).bias
     scores = q @ k.transpose(-1, -2) * SHAPE.head_dim**-0.5
     visible = build_causal_mask(side, side)[None, None]
     logits = processor(scores, bias, visible)
@@ -334,7 +334,7 @@ def build_temperature_panels(temperature: Temperature) -> list[Panel]:
     """
     positions = torch.arange(MAX_ROW, dtype=torch.float32)
     factors = temperature(positions, positions + 1).expand(SHAPE.num_heads, -1)
-    return [CurvePanel("factor on the query", _split_heads(factors, CURVE_HEADS), across="row i")]
+    return [CurvePanel("factor on the query", _split_heads(factors, CURVE_HEADS), x_label="row i")]
 
 
 @torch.no_grad()

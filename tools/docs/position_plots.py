@@ -89,10 +89,10 @@ def _draw_curves(figure: Figure, axes: Axes, panel: CurvePanel) -> None:
         )  # fmt: skip
     lowest = min(float(values.min()) for values in panel.lines.values())
     highest = max(float(values.max()) for values in panel.lines.values())
-    if panel.cut and lowest < MIN_BIAS:
+    if panel.clips_low_values and lowest < MIN_BIAS:
         axes.set_ylim(MIN_BIAS, highest + 0.05 * (highest - MIN_BIAS))
-    axes.set_xlim(left=0, right=panel.far)
-    axes.set_xlabel(panel.across)
+    axes.set_xlim(left=0, right=panel.max_x)
+    axes.set_xlabel(panel.x_label)
     axes.grid(axis="y", color=_PLACEHOLDERS["line"], linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="best")
@@ -114,8 +114,8 @@ def _draw_map(figure: Figure, axes: Axes, panel: MapPanel) -> None:
     height, width = panel.values.shape
     extent = (column - 0.5, column + width - 0.5, row + height - 0.5, row - 0.5)
     shown = axes.imshow(values, cmap=colors, norm=norm, extent=extent, aspect="auto", interpolation="none")
-    axes.set_xlabel(panel.across)
-    axes.set_ylabel(panel.down)
+    axes.set_xlabel(panel.x_label)
+    axes.set_ylabel(panel.y_label)
     trained = panels.SHAPE.train_length
     if height > trained:
         for line in (axes.axhline, axes.axvline):

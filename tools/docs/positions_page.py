@@ -2,7 +2,7 @@
 
 The page prints each method's own description (formula, source, advice), counts its parameters, and derives its traits
 from the code. The constructor's docstring describes the options. A new file in `megatron/position/` gets its section
-and picture without changes to this file.
+and pictures without changes to this file.
 """
 
 import inspect

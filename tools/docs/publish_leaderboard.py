@@ -2,7 +2,7 @@
 
     python tools/docs/publish_leaderboard.py        or    make publish-zoo
 
-Only contests with all their runs are published. The page names the others, and the methods and seeds that they lack.
+Only benchmarks with all their runs are published. The page names the others, and the methods and seeds that they lack.
 Pages that quote the record (card.md, claims.md) are written again.
 """
 
@@ -33,16 +33,16 @@ RUNS, OUTPUT = Path("docs/results/zoo"), Path("docs/results")
 NAME = "zoo"
 
 
-def select_whole_contests(plan: LeaderboardPlan, records: Sequence[Record]) -> list[Record]:
-    """Select the records of contests with all their runs, and of their trivial baselines.
+def select_complete_benchmarks(plan: LeaderboardPlan, records: Sequence[Record]) -> list[Record]:
+    """Select the records of benchmarks with all their runs, and of their trivial baselines.
 
     Raises:
-        UserError: no contest is whole.
+        UserError: no benchmark is whole.
     """
     missing = plan.list_missing_runs(records)
-    if len(missing) == len(plan.contests):
+    if len(missing) == len(plan.all_benchmarks):
         raise UserError(f"{RUNS}: nothing to publish. {describe_completeness(plan, missing)}")
-    kept = [record for record in records if record.run is not None and plan.get_contest(record) not in missing]
+    kept = [record for record in records if record.run is not None and plan.get_benchmark(record) not in missing]
     datasets = {record.dataset for record in kept}
     return [*kept, *(record for record in records if record.run is None and record.dataset in datasets)]
 
@@ -56,7 +56,7 @@ def publish(runs: Path, output: Path, console: Console) -> None:
         console: console for the names of the files.
 
     Raises:
-        UserError: the folder has no plan or no whole contest, or a file cannot be read or written.
+        UserError: the folder has no plan or no whole benchmark, or a file cannot be read or written.
     """
     experiment = read_experiment(runs / RESULTS_FILE)
     plan = None if experiment is None or experiment.leaderboard is None else experiment.leaderboard.plan
@@ -64,7 +64,7 @@ def publish(runs: Path, output: Path, console: Console) -> None:
         raise UserError(
             f"{runs}: no plan of a leaderboard in results.experiment.json; sweeps with sweep.records write it"
         )
-    records = select_whole_contests(plan, read_run_folder(runs))
+    records = select_complete_benchmarks(plan, read_run_folder(runs))
     quiet = Console(file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / RESULTS_FILE

@@ -97,7 +97,7 @@ def main() -> None:
             __import__(forbidden)
         except ImportError:
             continue
-        raise SystemExit(f"error: {forbidden} can be imported here, so the comparison would prove nothing")
+        raise SystemExit(f"error: {forbidden} can be imported here; run reader.py where this project is not installed")
     torch.set_num_threads(1)
     for folder in sys.argv[1:]:
         print(json.dumps(measure_differences(Path(folder))), flush=True)

@@ -1,7 +1,7 @@
-"""Bare Debian systems in a folder: built by debootstrap, entered by chroot, gone with the folder.
+"""Bare Debian systems, each in one folder: debootstrap builds them, and chroot runs commands in them.
 
 Programs run in mount and process namespaces of their own, so every mount and every process ends with them, or with this
-process, and nothing is left to unmount. This needs Linux, root, `debootstrap`, and a network or a mirror.
+process, and no mount remains. This needs Linux, root, `debootstrap`, and a network or a mirror.
 """
 
 import os
@@ -17,16 +17,17 @@ MIRROR = "http://deb.debian.org/debian"
 USER = "newcomer"
 USER_ID = 1000
 HOME = f"/home/{USER}"
-PASSED_ON = (
+INHERITED_VARIABLES = (
     *("http_proxy", "https_proxy", "no_proxy", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_DEFAULT_TIMEOUT"),
     "PYTEST_XDIST_AUTO_NUM_WORKERS",
 )
-"""Variables that programs in a root get from this process, if they are set: the network, and pytest's processes."""
+"""Variables that programs in a root inherit from this process: the network's, and pytest's number of processes."""
 CERTIFICATES = "/etc/ssl/certs/of-this-machine.crt"
-TRUSTED = ("PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "GIT_SSL_CAINFO")
-"""Variables that name a file of certificates. A root gets a copy of the file, for networks with their own."""
+CERTIFICATE_VARIABLES = ("PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "GIT_SSL_CAINFO")
+"""Variables that name a file of certificates. Networks with their own certificates need a copy of it in the root."""
 WHEELS = "/opt/wheels"
-# The shell stays: it keeps root's identity, and with it the signal that ends it, and so all others, with this process.
+# This shell must not be replaced by the command: it keeps root's identity, so this process can still end it, and with
+# it all other processes in the root.
 ENTER = """
 set -e
 mount -t proc proc "$1/proc"
@@ -41,7 +42,7 @@ exit
 
 
 @dataclass(frozen=True)
-class Finished:
+class CommandResult:
     """Result of a command: its duration in seconds, its exit code, and what it printed."""
 
     command: str
@@ -88,7 +89,9 @@ class BareRoot:
         root._connect()
         return root
 
-    def run(self, command: str, *, as_root: bool = False, working_folder: str = HOME, **variables: str) -> Finished:
+    def run(
+        self, command: str, *, as_root: bool = False, working_folder: str = HOME, **variables: str
+    ) -> CommandResult:
         """Run a shell command in the root, show what it prints, and return its result.
 
         Args:
@@ -119,10 +122,10 @@ class BareRoot:
             print(line, end="", flush=True)
             printed.append(line.rstrip().rpartition("\r")[2])
         exit_code = process.wait()
-        return Finished(command, time.monotonic() - started, exit_code, printed)
+        return CommandResult(command, time.monotonic() - started, exit_code, printed)
 
-    def add_packages(self, names: list[str]) -> Finished:
-        """Install Debian packages without recommended ones."""
+    def add_packages(self, names: list[str]) -> CommandResult:
+        """Install Debian packages without the packages that they recommend."""
         install = f"apt-get install -qq -y --no-install-recommends {' '.join(names)} >/dev/null"
         return self.run(f"apt-get -qq update && {install}", as_root=True, DEBIAN_FRONTEND="noninteractive")
 
@@ -158,9 +161,9 @@ class BareRoot:
             self.run(f"useradd --create-home --uid {USER_ID} {USER}", as_root=True, working_folder="/")
 
     def _list_variables(self, as_root: bool) -> dict[str, str]:
-        variables = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        variables = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
         if self._find_certificates(os.environ):
-            variables |= dict.fromkeys(TRUSTED, CERTIFICATES)
+            variables |= dict.fromkeys(CERTIFICATE_VARIABLES, CERTIFICATES)
         if self.wheels is not None:
             variables["PIP_FIND_LINKS"] = WHEELS
         home = "/root" if as_root else HOME
@@ -169,4 +172,4 @@ class BareRoot:
 
     @staticmethod
     def _find_certificates(environment: Mapping[str, str]) -> str | None:
-        return next((environment[name] for name in TRUSTED if name in environment), None)
+        return next((environment[name] for name in CERTIFICATE_VARIABLES if name in environment), None)

@@ -1,7 +1,8 @@
-"""Checkpoints written with one environment's packages and read with another's, in both directions.
+"""Exchange of checkpoints between two environments with different packages, in both directions.
 
 A small training stops, and continues from its checkpoint in both environments. The losses that follow depend on the
-weights, the optimizer's states, the order of data and the states of dropout, so equal losses mean that all were read.
+weights, the optimizer's states, the order of data and the states of dropout, so equal losses show that all were
+restored.
 """
 
 import json

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from tools.arguments import ToolParser, parse_output_path, print_interrupts_in_one_line  # noqa: E402
-from tools.install.bare_root import BareRoot, Finished  # noqa: E402
+from tools.install.bare_root import BareRoot, CommandResult  # noqa: E402
 from tools.records import describe_commit, write_record  # noqa: E402
 
 RELEASES = {"3.11": "bookworm", "3.12": "bookworm", "3.13": "trixie", "3.14": "testing"}
@@ -46,7 +46,7 @@ LINES_KEPT = 40
 
 def run_make_steps(
     root: BareRoot, python: str, steps: list[str], *, has_own: bool
-) -> Iterator[tuple[str, Finished, bool]]:
+) -> Iterator[tuple[str, CommandResult, bool]]:
     """Clone the project and run targets of its Makefile as a user.
 
     Yield each command's step and result, and True if the command is the last one of its step.
@@ -61,7 +61,7 @@ def run_make_steps(
         yield step, root.run(f"make {step}", working_folder="/home/newcomer/farfield"), True
 
 
-def run_image_steps(root: BareRoot) -> Iterator[tuple[str, Finished, bool]]:
+def run_image_steps(root: BareRoot) -> Iterator[tuple[str, CommandResult, bool]]:
     """Follow apptainer.def on top of the packages that its base image has, and run commands in the result.
 
     Yield as `run_make_steps` does.
@@ -99,7 +99,7 @@ def copy_files(lines: str, folder: Path) -> None:
             shutil.copy(ROOT / source, copy)
 
 
-def describe(root: BareRoot, python: str, commit: str | None, results: list[Finished]) -> dict[str, Any]:
+def describe(root: BareRoot, python: str, commit: str | None, results: list[CommandResult]) -> dict[str, Any]:
     """Return the record of one step. `commit` is the one that the root's files are from."""
     version = root.run("python3 --version 2>/dev/null || echo none; cat /etc/debian_version").printed
     load = f"{os.cpu_count()} cores, load {os.getloadavg()[1]:.0f}"
@@ -186,7 +186,7 @@ def main() -> None:
             finished = run_image_steps(root)
         else:
             finished = run_make_steps(root, arguments.release, arguments.steps, has_own=arguments.python is not None)
-        results: list[Finished] = []
+        results: list[CommandResult] = []
         for step, result, is_last in finished:
             results.append(result)
             # An interrupted step has no record, so that it does not replace an earlier one.

@@ -4,9 +4,9 @@
     make test-oldest                        the oldest that are supported
     make test-with VERSIONS='torch==2.12.0 transformers==5.0.0'
 
-The Makefile installs the environment. The tests meet the packages: formulas, kernels interpreted and compiled, exports,
-lm-evaluation-harness, corpora of other libraries, DeepSpeed's engine and checkpoints. Then checkpoints written there
-are read here, and the reverse. The exit code is 1 if anything fails.
+The Makefile installs the environment. The tests are those that use the packages: formulas, kernels interpreted and
+compiled, exports, lm-evaluation-harness, corpora of other libraries, DeepSpeed's engine and checkpoints. Then
+checkpoints are exchanged in both directions. The exit code is 1 if anything fails.
 """
 
 import json
@@ -99,7 +99,7 @@ def render_page(rows: dict[str, dict[str, Any]], allowed: float) -> str:
     return f"""# Versions tried together
 
 Each row is an environment: `make test-newest`, `make test-oldest`, or `make test-with` with versions of your choice.
-Its tests meet the packages: formulas, kernels interpreted and compiled, exports, lm-evaluation-harness, DeepSpeed's
+Its tests use the packages: formulas, kernels interpreted and compiled, exports, lm-evaluation-harness, DeepSpeed's
 engine and checkpoints. `make test` runs all tests with the pinned versions of `constraints.txt`. A checkpoint is
 written in one environment and read in the other; the losses of the steps that follow differ by at most the fraction in
 the columns `written` (there, read with the pinned versions) and `read` (the reverse). Rounding allows {allowed:.1e}.

@@ -130,7 +130,7 @@ class Browser:
         return json.loads(message)
 
     def check_page(self, path: Path, width: int, scheme: str, picture: Path) -> list[str]:
-        """Open a page, save its screenshot, and list its faults."""
+        """Open a page, save its screenshot, and list its problems."""
         self.events.clear()
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
         self.ask("Emulation.setDeviceMetricsOverride", **metrics)
@@ -162,7 +162,7 @@ class Browser:
             if event.get("method") == "Network.requestWillBeSent":
                 url = event["params"]["request"]["url"]
                 if not url.startswith(("data:", "blob:", path.resolve().as_uri())):
-                    problems.append(f"asks for {url}")
+                    problems.append(f"requests {url}")
         return problems
 
 

@@ -64,7 +64,7 @@ def select_every_nth(methods: Sequence[str], every: int, turn: int) -> list[str]
 
 
 def render_table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Render the largest excess of each layout over all methods."""
+    """Render the largest error of each layout over all methods, relative to its limit."""
     by_layout: dict[tuple[int, str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         by_layout.setdefault((row["ranks"], row["layout"], row["precision"]), []).append(row)

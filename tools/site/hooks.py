@@ -124,7 +124,7 @@ def on_page_context(context: dict[str, Any], page: Page, config: MkDocsConfig, n
 def on_post_build(config: MkDocsConfig) -> None:
     """Reject pages that load anything from the network, because the site must work from a local disk.
 
-    A search that does not find a guide first is rejected, too.
+    A search that does not list the expected guide first is an error, too.
     """
     try:
         search_order.check_search_order(Path(config.site_dir))

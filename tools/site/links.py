@@ -1,8 +1,8 @@
 """Convert links of Markdown pages from repository paths to site links.
 
 A page links to files of the repository by their paths, as GitHub reads them. On the site such a link points to the page
-that shows the file, if one exists. Otherwise it points to the file in docs/, which the site copies; else to the file in
-the repository on the web, if mkdocs.yml sets its URL; else to a page with the file's text. A broken link stays
+that shows the file, if one exists. Otherwise it points to the file in docs/, which the site copies. Other files are
+linked in the repository on the web, if mkdocs.yml sets its URL, or have a page with their text. A broken link stays
 unchanged, and MkDocs rejects it.
 """
 

@@ -36,7 +36,7 @@ KINDS = {
 MODEL = Path("configs/model/125M.yml")
 """Model trained by the commands on the pages."""
 FUSED_PROCESSOR, PLAIN_BIAS = "cdape", "kerple_log"
-"""Processor shown with an encoding, and encoding shown with a processor."""
+"""Processor that the table of backends combines with an encoding, and the encoding for a processor."""
 PUBLISHED_ON = {"cdape": "kerple_log", "dape": "kerple_log"}
 """Encodings of the processors' publications, if the model file sets another."""
 

@@ -32,7 +32,7 @@ TAGS = {
     "optimizers.md": ["muP", "Muon"],
     "on_your_cluster.md": ["SLURM"],
 }
-"""Words of readers that a guide answers, if its headings use others."""
+"""Search terms of readers that do not occur in the headings of the guide that answers them."""
 QUESTIONS = {
     "length extrapolation": "evaluation.html",
     "resume": "training.html",
@@ -66,8 +66,9 @@ def describe_for_search(page: str) -> dict[str, Any]:
 class SearchIndex:
     """Search index of a built site, asked as the site's search does.
 
-    Titles count a thousand times as much as text, and tags a million times. A page is as good as its best section, and
-    a page itself, with all words of a question, counts twice. The last word of a question may be incomplete.
+    Titles count a thousand times as much as text, and tags a million times. The score of a page is the largest of its
+    sections and of its whole text, which counts twice if it contains all words of the question. The last word of a
+    question may be incomplete.
 
     Args:
         documents: `docs` of search/search_index.json.

@@ -67,7 +67,7 @@ STATIC_CACHES = frozenset(
 )
 """Names of static caches in `generate`."""
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "max_length_q", "max_length_k")
-"""Arguments with which transformers' collators describe sequences packed into one row, in addition to position_ids."""
+"""Arguments by which transformers' collators describe sequences packed into one row, in addition to position_ids."""
 
 Activation = Callable[[Tensor], Tensor]
 GATED: dict[str, Activation] = {

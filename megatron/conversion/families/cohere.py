@@ -36,35 +36,35 @@ DEFAULTS: dict[str, Any] = {
 DEFAULT_SCALE, DEFAULT_BASE, DEFAULT_PATTERN, DEFAULT_WINDOW = 0.0625, 500_000.0, 4, 4096
 
 
-def _read_common_keys(hf_config: HFConfigReader, default_base: float) -> dict[str, Any]:
-    keys = read_llama_keys(hf_config, {**DEFAULTS, "rope_theta": default_base})
+def _read_common_keys(config_reader: HFConfigReader, default_base: float) -> dict[str, Any]:
+    keys = read_llama_keys(config_reader, {**DEFAULTS, "rope_theta": default_base})
     del keys["rms_norm_epsilon"]
     if "head_dim" in keys:
-        raise hf_config.value_error("head_dim", "must be hidden_size / num_attention_heads")
+        raise config_reader.value_error("head_dim", "must be hidden_size / num_attention_heads")
     return {
         **keys,
         "norm": "layernorm",
-        "layernorm_epsilon": hf_config.get_positive_float("layer_norm_eps", 1e-5),
+        "layernorm_epsilon": config_reader.get_positive_float("layer_norm_eps", 1e-5),
         "layernorm_bias": False,
         "gpt_j_residual": True,
         "gpt_j_tied": True,
-        "logit_scale": hf_config.get_positive_float("logit_scale", DEFAULT_SCALE),
-        "use_bias_in_attn_linear": hf_config.get_bool("attention_bias", False),
+        "logit_scale": config_reader.get_positive_float("logit_scale", DEFAULT_SCALE),
+        "use_bias_in_attn_linear": config_reader.get_bool("attention_bias", False),
         "use_bias_in_mlp": False,
     }
 
 
-def _cohere_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
-    hf_config.require_one_of(
+def _cohere_from_hf_config(config_reader: HFConfigReader) -> dict[str, Any]:
+    config_reader.require_one_of(
         "use_qk_norm", (None, False), "norms of queries and keys with separate weights per head are not supported"
     )
-    return _read_common_keys(hf_config, DEFAULT_BASE)
+    return _read_common_keys(config_reader, DEFAULT_BASE)
 
 
-def _cohere2_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
-    keys = _read_common_keys(hf_config, default_base=10_000.0)
-    pattern = hf_config.get_positive_int("sliding_window_pattern", DEFAULT_PATTERN)
-    types, windows = read_interval_windows(hf_config, keys["num_layers"], pattern, DEFAULT_WINDOW)
+def _cohere2_from_hf_config(config_reader: HFConfigReader) -> dict[str, Any]:
+    keys = _read_common_keys(config_reader, default_base=10_000.0)
+    pattern = config_reader.get_positive_int("sliding_window_pattern", DEFAULT_PATTERN)
+    types, windows = read_interval_windows(config_reader, keys["num_layers"], pattern, DEFAULT_WINDOW)
     encodings = ["rotary" if each == WINDOWED else "none" for each in types]
     return {
         **keys,

@@ -51,60 +51,60 @@ TOKENIZER_TYPE_KEY = "farfield_tokenizer"
 """Key in an export's tokenizer_config.json for this project's name of the tokenizer type."""
 
 
-def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
-    norm = _read_choice(hf_config, "norm", "layernorm")
+def _from_hf_config(config_reader: HFConfigReader) -> dict[str, Any]:
+    norm = _read_choice(config_reader, "norm", "layernorm")
     epsilon_key = "layernorm_epsilon" if norm == "layernorm" else "rms_norm_epsilon"
-    hidden_size, num_heads = (hf_config.get_positive_int(name) for name in ("hidden_size", "num_attention_heads"))
-    size = hf_config.get_positive_int("head_dim", max(hidden_size // num_heads, 1))
-    num_kv_heads = hf_config.get_positive_int("num_key_value_heads", num_heads)
-    train_length = hf_config.get_positive_int("train_length")
-    hf_config.get("max_position_embeddings")  # follows from the encoding and its table
-    activation = _read_choice(hf_config, "hidden_act", "gelu", field="activation")
-    attention_bias, qkv_bias = hf_config.get_bool("attention_bias", True), hf_config.get_bool("qkv_bias", True)
+    hidden_size, num_heads = (config_reader.get_positive_int(name) for name in ("hidden_size", "num_attention_heads"))
+    size = config_reader.get_positive_int("head_dim", max(hidden_size // num_heads, 1))
+    num_kv_heads = config_reader.get_positive_int("num_key_value_heads", num_heads)
+    train_length = config_reader.get_positive_int("train_length")
+    config_reader.get("max_position_embeddings")  # follows from the encoding and its table
+    activation = _read_choice(config_reader, "hidden_act", "gelu", field="activation")
+    attention_bias, qkv_bias = config_reader.get_bool("attention_bias", True), config_reader.get_bool("qkv_bias", True)
     return {
-        "num_layers": hf_config.get_positive_int("num_hidden_layers"),
+        "num_layers": config_reader.get_positive_int("num_hidden_layers"),
         "hidden_size": hidden_size,
         "num_attention_heads": num_heads,
         **({} if num_kv_heads == num_heads else {"num_kv_heads": num_kv_heads}),
-        "intermediate_size": compute_intermediate_size(hf_config.get_positive_int("intermediate_size"), activation),
+        "intermediate_size": compute_intermediate_size(config_reader.get_positive_int("intermediate_size"), activation),
         "seq_length": train_length,
-        "max_position_embeddings": hf_config.get_positive_int("position_table", train_length),
+        "max_position_embeddings": config_reader.get_positive_int("position_table", train_length),
         "norm": norm,
-        epsilon_key: hf_config.get_positive_float("norm_epsilon", 1e-5),
-        "layernorm_bias": hf_config.get_bool("norm_bias", True),
-        "norm_placement": _read_choice(hf_config, "norm_placement", "pre"),
-        **_read_qk_norm(hf_config),
+        epsilon_key: config_reader.get_positive_float("norm_epsilon", 1e-5),
+        "layernorm_bias": config_reader.get_bool("norm_bias", True),
+        "norm_placement": _read_choice(config_reader, "norm_placement", "pre"),
+        **_read_qk_norm(config_reader),
         **({} if size == hidden_size // num_heads and hidden_size % num_heads == 0 else {"head_dim": size}),
-        "attn_logit_softcapping": _read_optional_float(hf_config, "attn_logit_softcapping"),
-        "final_logit_softcapping": _read_optional_float(hf_config, "final_logit_softcapping"),
+        "attn_logit_softcapping": _read_optional_float(config_reader, "attn_logit_softcapping"),
+        "final_logit_softcapping": _read_optional_float(config_reader, "final_logit_softcapping"),
         "activation": activation,
-        "gpt_j_residual": hf_config.get_bool("parallel_residual", False),
-        "gpt_j_tied": hf_config.get_bool("tied_norm", False),
-        "no_weight_tying": not hf_config.get_bool("tie_word_embeddings", True),
+        "gpt_j_residual": config_reader.get_bool("parallel_residual", False),
+        "gpt_j_tied": config_reader.get_bool("tied_norm", False),
+        "no_weight_tying": not config_reader.get_bool("tie_word_embeddings", True),
         "use_bias_in_attn_linear": attention_bias,
         **({} if qkv_bias == attention_bias else {"use_bias_in_qkv": qkv_bias}),
-        "use_bias_in_mlp": hf_config.get_bool("mlp_bias", True),
-        "attention_chunk_rows": hf_config.get_positive_int("attention_rows", 128),
-        "pos_emb": hf_config.get("pos_emb", "none"),
+        "use_bias_in_mlp": config_reader.get_bool("mlp_bias", True),
+        "attention_chunk_rows": config_reader.get_positive_int("attention_rows", 128),
+        "pos_emb": config_reader.get("pos_emb", "none"),
         "pos_emb_options": _read_encoding_options(
-            hf_config.get("pos_emb", "none"), hf_config.get("pos_emb_options", {})
+            config_reader.get("pos_emb", "none"), config_reader.get("pos_emb_options", {})
         ),
-        "pos_emb_per_layer": hf_config.get_bool("pos_emb_per_layer", False),
-        "score_processor": hf_config.get("score_processor", "none"),
+        "pos_emb_per_layer": config_reader.get_bool("pos_emb_per_layer", False),
+        "score_processor": config_reader.get("score_processor", "none"),
         "score_processor_options": _join_options(
-            hf_config.get("score_processor", "none"), hf_config.get("score_processor_options", {})
+            config_reader.get("score_processor", "none"), config_reader.get("score_processor_options", {})
         ),
-        "attention_temperature": hf_config.get("attention_temperature", "none"),
+        "attention_temperature": config_reader.get("attention_temperature", "none"),
         "attention_temperature_options": _join_options(
-            hf_config.get("attention_temperature", "none"), hf_config.get("attention_temperature_options", {})
+            config_reader.get("attention_temperature", "none"), config_reader.get("attention_temperature_options", {})
         ),
-        "attention_window": hf_config.get("attention_window"),
-        **({} if hf_config.get("document_end_token_id") is None else {"attention_mask": "document"}),
-        "softmax_type": hf_config.get("softmax_type", "vanilla"),
-        "attention_output_gate": hf_config.get("attention_output_gate", False),
-        "randomized_positions": hf_config.get("randomized_positions"),
-        "continuous_positions": hf_config.get("continuous_positions", False),
-        **_read_multipliers(hf_config),
+        "attention_window": config_reader.get("attention_window"),
+        **({} if config_reader.get("document_end_token_id") is None else {"attention_mask": "document"}),
+        "softmax_type": config_reader.get("softmax_type", "vanilla"),
+        "attention_output_gate": config_reader.get("attention_output_gate", False),
+        "randomized_positions": config_reader.get("randomized_positions"),
+        "continuous_positions": config_reader.get("continuous_positions", False),
+        **_read_multipliers(config_reader),
     }
 
 
@@ -142,29 +142,29 @@ def _read_encoding_options(names: Any, options: Any) -> Any:
     return {name: value for name, value in joined.items() if name != "scaled"} | ({"scaled": scaled} if scaled else {})
 
 
-def _read_qk_norm(hf_config: HFConfigReader) -> dict[str, Any]:
+def _read_qk_norm(config_reader: HFConfigReader) -> dict[str, Any]:
     """Return the keys for the norm of queries and keys; its epsilon applies to all norms of its type."""
-    kind, over_heads = hf_config.get("qk_norm", "none"), hf_config.get_bool("qk_norm_over_heads", False)
-    epsilon = hf_config.get_positive_float("qk_norm_epsilon", 1e-5)
+    kind, over_heads = config_reader.get("qk_norm", "none"), config_reader.get_bool("qk_norm_over_heads", False)
+    epsilon = config_reader.get_positive_float("qk_norm_epsilon", 1e-5)
     if kind == "none":
         return {}
     if kind not in ("layernorm", "rmsnorm"):
-        raise hf_config.value_error("qk_norm", "choose from none, layernorm, rmsnorm")
+        raise config_reader.value_error("qk_norm", "choose from none, layernorm, rmsnorm")
     epsilon_key = "layernorm_epsilon" if kind == "layernorm" else "rms_norm_epsilon"
     keys = {"use_qk_layernorm": True, "qk_norm": kind, epsilon_key: epsilon}
     return keys | ({"qk_layernorm_over_heads": True} if over_heads else {})
 
 
-def _read_optional_float(hf_config: HFConfigReader, name: str) -> float | None:
-    return None if hf_config.get(name) is None else hf_config.get_positive_float(name, 1.0)
+def _read_optional_float(config_reader: HFConfigReader, name: str) -> float | None:
+    return None if config_reader.get(name) is None else config_reader.get_positive_float(name, 1.0)
 
 
-def _read_choice(hf_config: HFConfigReader, name: str, default: str, field: str | None = None) -> str:
+def _read_choice(config_reader: HFConfigReader, name: str, default: str, field: str | None = None) -> str:
     """Return the value of a choice key, named `name` in config.json and `field` in our options."""
-    value = hf_config.get(name, default)
+    value = config_reader.get(name, default)
     choices = get_args(ModelOptions.model_fields[field or name].annotation)
     if value not in choices:
-        raise hf_config.value_error(name, f"choose from {', '.join(choices)}")
+        raise config_reader.value_error(name, f"choose from {', '.join(choices)}")
     return value
 
 
@@ -234,14 +234,14 @@ def _write_multipliers(model: ModelOptions) -> dict[str, Any]:
     return {**factors, "mup": {key: getattr(model, key) for key in MUP_KEYS}} if model.use_mup else factors
 
 
-def _read_multipliers(hf_config: HFConfigReader) -> dict[str, Any]:
+def _read_multipliers(config_reader: HFConfigReader) -> dict[str, Any]:
     for name in asdict(Multipliers()):
-        hf_config.get(f"{name}_multiplier")  # computed from the other keys
-    scalar, keys = _read_optional_float(hf_config, "query_pre_attn_scalar"), hf_config.get("mup", None)
+        config_reader.get(f"{name}_multiplier")  # computed from the other keys
+    scalar, keys = _read_optional_float(config_reader, "query_pre_attn_scalar"), config_reader.get("mup", None)
     if keys is None:
-        embedding = hf_config.get_positive_float("embedding_multiplier", 1.0)
-        residual = hf_config.get_positive_float("residual_multiplier", 1.0)
-        logits = hf_config.get_positive_float("logits_multiplier", 1.0)
+        embedding = config_reader.get_positive_float("embedding_multiplier", 1.0)
+        residual = config_reader.get_positive_float("residual_multiplier", 1.0)
+        logits = config_reader.get_positive_float("logits_multiplier", 1.0)
         return {
             "embedding_multiplier": embedding,
             "query_pre_attn_scalar": scalar,
@@ -249,7 +249,7 @@ def _read_multipliers(hf_config: HFConfigReader) -> dict[str, Any]:
             "logit_scale": logits,
         }
     if not isinstance(keys, dict) or set(keys) - set(MUP_KEYS):
-        raise hf_config.value_error("mup", f"expected the keys {', '.join(MUP_KEYS)}")
+        raise config_reader.value_error("mup", f"expected the keys {', '.join(MUP_KEYS)}")
     return {"use_mup": True, **keys}
 
 

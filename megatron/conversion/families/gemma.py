@@ -57,79 +57,79 @@ GEMMA2_NORMS = {
     "pre_mlp_layernorm": "pre_feedforward_layernorm",
     "post_mlp_layernorm": "post_feedforward_layernorm",
 }
-"""Names of a layer's norms, ours and theirs."""
+"""Names of a layer's norms: ours, and the family's."""
 KNOWN_DIFFERENCE = f"{ROPE_DIFFERENCE}; norm weights are stored minus 1, which may round their last digit"
 
 
 def _read_common_keys(
-    hf_config: HFConfigReader,
+    config_reader: HFConfigReader,
     defaults: Mapping[str, Any],
     activation_key: str,
     rope_options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    hf_config.get("hidden_act")  # key of the first Gemma, which later ones have too
-    hf_config.require_one_of("use_bidirectional_attention", (None, False), "only causal attention is supported")
-    keys = read_llama_keys(hf_config, defaults, activation_key=activation_key, rope_options=rope_options)
+    config_reader.get("hidden_act")  # key of the first Gemma, which later ones have too
+    config_reader.require_one_of("use_bidirectional_attention", (None, False), "only causal attention is supported")
+    keys = read_llama_keys(config_reader, defaults, activation_key=activation_key, rope_options=rope_options)
     return {
         **keys,
         "embedding_multiplier": keys["hidden_size"] ** 0.5,
-        "use_bias_in_attn_linear": hf_config.get_bool("attention_bias", False),
+        "use_bias_in_attn_linear": config_reader.get_bool("attention_bias", False),
         "use_bias_in_mlp": False,
     }
 
 
-def _gemma_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
+def _gemma_from_hf_config(config_reader: HFConfigReader) -> dict[str, Any]:
     # Early files say gelu but mean its approximation.
-    hf_config.require_one_of("hidden_act", (None, "gelu", ACTIVATION), f"expected {ACTIVATION}")
-    hf_config.require_one_of("hidden_activation", (None, ACTIVATION), f"expected {ACTIVATION}")
-    return {**_read_common_keys(hf_config, GEMMA_DEFAULTS, "hidden_act"), "activation": "geglu_tanh"}
+    config_reader.require_one_of("hidden_act", (None, "gelu", ACTIVATION), f"expected {ACTIVATION}")
+    config_reader.require_one_of("hidden_activation", (None, ACTIVATION), f"expected {ACTIVATION}")
+    return {**_read_common_keys(config_reader, GEMMA_DEFAULTS, "hidden_act"), "activation": "geglu_tanh"}
 
 
-def _gemma2_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
-    keys = _read_common_keys(hf_config, GEMMA2_DEFAULTS, "hidden_activation")
-    _, windows = read_interval_windows(hf_config, keys["num_layers"], GEMMA2_PATTERN, DEFAULT_WINDOW)
+def _gemma2_from_hf_config(config_reader: HFConfigReader) -> dict[str, Any]:
+    keys = _read_common_keys(config_reader, GEMMA2_DEFAULTS, "hidden_activation")
+    _, windows = read_interval_windows(config_reader, keys["num_layers"], GEMMA2_PATTERN, DEFAULT_WINDOW)
     return {
         **keys,
         "norm_placement": "sandwich",
-        "attn_logit_softcapping": _read_cap(hf_config, "attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": _read_cap(hf_config, "final_logit_softcapping", 30.0),
-        **_read_scalar(hf_config, keys),
+        "attn_logit_softcapping": _read_cap(config_reader, "attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": _read_cap(config_reader, "final_logit_softcapping", 30.0),
+        **_read_scalar(config_reader, keys),
         **windows,
     }
 
 
-def _gemma3_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
-    hf_config.require_one_of(
+def _gemma3_from_hf_config(config_reader: HFConfigReader) -> dict[str, Any]:
+    config_reader.require_one_of(
         "attn_logit_softcapping", (None,), "transformers does not apply it; set it to null if the model was trained so"
     )
     local, full = read_layer_rope_options(
-        hf_config, LAYER_TYPES, (LOCAL_BASE, FULL_BASE), ("rope_local_base_freq", "rope_theta")
+        config_reader, LAYER_TYPES, (LOCAL_BASE, FULL_BASE), ("rope_local_base_freq", "rope_theta")
     )
-    keys = _read_common_keys(hf_config, GEMMA3_DEFAULTS, "hidden_activation", full)
-    pattern = hf_config.get_positive_int("sliding_window_pattern", GEMMA3_PATTERN)
-    types, windows = read_interval_windows(hf_config, keys["num_layers"], pattern, DEFAULT_WINDOW)
-    cap = hf_config.get("final_logit_softcapping")
+    keys = _read_common_keys(config_reader, GEMMA3_DEFAULTS, "hidden_activation", full)
+    pattern = config_reader.get_positive_int("sliding_window_pattern", GEMMA3_PATTERN)
+    types, windows = read_interval_windows(config_reader, keys["num_layers"], pattern, DEFAULT_WINDOW)
+    cap = config_reader.get("final_logit_softcapping")
     return {
         **keys,
         "norm_placement": "sandwich",
         "use_qk_layernorm": True,
-        "final_logit_softcapping": None if cap is None else _read_cap(hf_config, "final_logit_softcapping", 1.0),
-        **_read_scalar(hf_config, keys),
-        **combine_rotations(hf_config, types, local, full),
+        "final_logit_softcapping": None if cap is None else _read_cap(config_reader, "final_logit_softcapping", 1.0),
+        **_read_scalar(config_reader, keys),
+        **combine_rotations(config_reader, types, local, full),
         **windows,
     }
 
 
-def _read_scalar(hf_config: HFConfigReader, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _read_scalar(config_reader: HFConfigReader, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return `query_pre_attn_scalar` unless it is the size of a head."""
     size = keys.get("head_dim") or keys["hidden_size"] // keys["num_attention_heads"]
-    scalar = hf_config.get_positive_float("query_pre_attn_scalar", DEFAULT_SCALAR)
+    scalar = config_reader.get_positive_float("query_pre_attn_scalar", DEFAULT_SCALAR)
     return {} if scalar == size else {"query_pre_attn_scalar": scalar}
 
 
-def _read_cap(hf_config: HFConfigReader, name: str, default: float) -> float | None:
+def _read_cap(config_reader: HFConfigReader, name: str, default: float) -> float | None:
     """Return a soft cap. Null disables it, unlike a missing key."""
-    return None if hf_config.is_null(name) else hf_config.get_positive_float(name, default)
+    return None if config_reader.is_null(name) else config_reader.get_positive_float(name, default)
 
 
 def _supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:

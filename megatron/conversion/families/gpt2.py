@@ -22,26 +22,29 @@ from megatron.options.model import get_ffn_hidden_size, has_qkv_bias
 ACTIVATION_TO_HF = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu"}
 
 
-def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
-    hf_config.require_one_of(
+def _from_hf_config(config_reader: HFConfigReader) -> dict[str, Any]:
+    config_reader.require_one_of(
         "scale_attn_weights", (None, True), "scores are always divided by the square root of the head dimension"
     )
-    hf_config.require_one_of(
+    config_reader.require_one_of(
         "scale_attn_by_inverse_layer_idx", (None, False), "scores are scaled equally in all layers"
     )
-    hf_config.get("reorder_and_upcast_attn")  # affects rounding, not the result
-    hidden_size, seq_length = hf_config.get_positive_int("n_embd", 768), hf_config.get_positive_int("n_positions", 1024)
+    config_reader.get("reorder_and_upcast_attn")  # affects rounding, not the result
+    hidden_size, seq_length = (
+        config_reader.get_positive_int("n_embd", 768),
+        config_reader.get_positive_int("n_positions", 1024),
+    )
     return {
-        "num_layers": hf_config.get_positive_int("n_layer", 12),
+        "num_layers": config_reader.get_positive_int("n_layer", 12),
         "hidden_size": hidden_size,
-        "num_attention_heads": hf_config.get_positive_int("n_head", 12),
-        "intermediate_size": hf_config.get_positive_int("n_inner", 4 * hidden_size),
+        "num_attention_heads": config_reader.get_positive_int("n_head", 12),
+        "intermediate_size": config_reader.get_positive_int("n_inner", 4 * hidden_size),
         "seq_length": seq_length,
         "max_position_embeddings": seq_length,
         "norm": "layernorm",
-        "layernorm_epsilon": hf_config.get_positive_float("layer_norm_epsilon", 1e-5),
-        "activation": read_activation(hf_config, "activation_function", "gelu_new"),
-        "no_weight_tying": not hf_config.get_bool("tie_word_embeddings", True),
+        "layernorm_epsilon": config_reader.get_positive_float("layer_norm_epsilon", 1e-5),
+        "activation": read_activation(config_reader, "activation_function", "gelu_new"),
+        "no_weight_tying": not config_reader.get_bool("tie_word_embeddings", True),
         "pos_emb": "learned",
     }
 

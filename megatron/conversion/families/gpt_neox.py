@@ -23,24 +23,24 @@ from megatron.options.model import get_ffn_hidden_size
 ACTIVATION_TO_HF = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "silu": "silu"}
 
 
-def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
-    attention_bias = hf_config.get_bool("attention_bias", True)
+def _from_hf_config(config_reader: HFConfigReader) -> dict[str, Any]:
+    attention_bias = config_reader.get_bool("attention_bias", True)
     return {
-        "num_layers": hf_config.get_positive_int("num_hidden_layers"),
-        "hidden_size": hf_config.get_positive_int("hidden_size"),
-        "num_attention_heads": hf_config.get_positive_int("num_attention_heads"),
-        "intermediate_size": hf_config.get_positive_int("intermediate_size"),
-        "seq_length": hf_config.get_positive_int("max_position_embeddings", 2048),
+        "num_layers": config_reader.get_positive_int("num_hidden_layers"),
+        "hidden_size": config_reader.get_positive_int("hidden_size"),
+        "num_attention_heads": config_reader.get_positive_int("num_attention_heads"),
+        "intermediate_size": config_reader.get_positive_int("intermediate_size"),
+        "seq_length": config_reader.get_positive_int("max_position_embeddings", 2048),
         "norm": "layernorm",
-        "layernorm_epsilon": hf_config.get_positive_float("layer_norm_eps", 1e-5),
-        "activation": read_activation(hf_config, "hidden_act", "gelu"),
-        "gpt_j_residual": hf_config.get_bool("use_parallel_residual", True),
-        "no_weight_tying": not hf_config.get_bool("tie_word_embeddings", False),
+        "layernorm_epsilon": config_reader.get_positive_float("layer_norm_eps", 1e-5),
+        "activation": read_activation(config_reader, "hidden_act", "gelu"),
+        "gpt_j_residual": config_reader.get_bool("use_parallel_residual", True),
+        "no_weight_tying": not config_reader.get_bool("tie_word_embeddings", False),
         "use_bias_in_attn_linear": attention_bias,
         "use_bias_in_mlp": True,
         "pos_emb": "rotary",
         "pos_emb_options": read_rope_options(
-            hf_config, base_key="rotary_emb_base", fraction_key="rotary_pct", default_fraction=0.25
+            config_reader, base_key="rotary_emb_base", fraction_key="rotary_pct", default_fraction=0.25
         ),
     }
 

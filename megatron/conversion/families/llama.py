@@ -35,7 +35,7 @@ ACTIVATION_TO_HF = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytor
 GATE_ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
 """Gated activation, by the activation of its gate."""
 LLAMA_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
-"""Names of a layer's norms, ours and theirs."""
+"""Names of a layer's norms: ours, and the family's."""
 
 
 LLAMA_DEFAULTS: dict[str, Any] = {
@@ -47,7 +47,7 @@ LLAMA_DEFAULTS: dict[str, Any] = {
 
 
 def read_llama_keys(
-    hf_config: HFConfigReader,
+    config_reader: HFConfigReader,
     defaults: Mapping[str, Any] | None = None,
     *,
     activation_key: str = "hidden_act",
@@ -56,14 +56,14 @@ def read_llama_keys(
     """Return our keys for configuration keys that Llama-like families share.
 
     Args:
-        hf_config: reader of config.json.
+        config_reader: reader of config.json.
         defaults: values of missing keys, where they differ from `LLAMA_DEFAULTS`.
         activation_key: key of the gate's activation.
         rope_options: `pos_emb_options`, for families with keys of their own; read from the common keys if None.
     """
     values = {**LLAMA_DEFAULTS, **(defaults or {})}
     hidden_size, num_heads, num_layers, ffn_size, length = (
-        hf_config.get_positive_int(name, values[name])
+        config_reader.get_positive_int(name, values[name])
         for name in (
             "hidden_size",
             "num_attention_heads",
@@ -72,19 +72,23 @@ def read_llama_keys(
             "max_position_embeddings",
         )
     )
-    gate_activation = read_activation(hf_config, activation_key, values["activation"])
+    gate_activation = read_activation(config_reader, activation_key, values["activation"])
     if gate_activation not in GATE_ACTIVATIONS:
-        raise hf_config.value_error(activation_key, f"expected {', '.join(GATE_ACTIVATIONS)}")
+        raise config_reader.value_error(activation_key, f"expected {', '.join(GATE_ACTIVATIONS)}")
     activation = GATE_ACTIVATIONS[gate_activation]
     # Null is not a missing key: it means hidden_size / num_attention_heads, and a key head for each query head.
     sizes = {"head_dim": max(hidden_size // num_heads, 1), "num_key_value_heads": num_heads}
     head_dim, num_kv_heads = (
-        hf_config.get_positive_int(name, size if hf_config.is_null(name) else values[name] or size)
+        config_reader.get_positive_int(name, size if config_reader.is_null(name) else values[name] or size)
         for name, size in sizes.items()
     )
     if rope_options is None:
         rope_options = read_rope_options(
-            hf_config, base_key="rope_theta", fraction_key=None, default_fraction=1.0, default_base=values["rope_theta"]
+            config_reader,
+            base_key="rope_theta",
+            fraction_key=None,
+            default_fraction=1.0,
+            default_base=values["rope_theta"],
         )
     return {
         "num_layers": num_layers,
@@ -95,21 +99,21 @@ def read_llama_keys(
         "intermediate_size": compute_intermediate_size(ffn_size, activation),
         "seq_length": length,
         "norm": "rmsnorm",
-        "rms_norm_epsilon": hf_config.get_positive_float("rms_norm_eps", values["rms_norm_eps"]),
+        "rms_norm_epsilon": config_reader.get_positive_float("rms_norm_eps", values["rms_norm_eps"]),
         "activation": activation,
-        "no_weight_tying": not hf_config.get_bool("tie_word_embeddings", values["tie_word_embeddings"]),
+        "no_weight_tying": not config_reader.get_bool("tie_word_embeddings", values["tie_word_embeddings"]),
         "pos_emb": "rotary",
         "pos_emb_options": rope_options,
     }
 
 
-def _llama_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
-    hf_config.get("pretraining_tp")  # affects how a product is split, not its result
-    hf_config.require_one_of("rope_interleaved", (None, False), "rotary pairs must be in two halves")
+def _llama_from_hf_config(config_reader: HFConfigReader) -> dict[str, Any]:
+    config_reader.get("pretraining_tp")  # affects how a product is split, not its result
+    config_reader.require_one_of("rope_interleaved", (None, False), "rotary pairs must be in two halves")
     return {
-        **read_llama_keys(hf_config),
-        "use_bias_in_attn_linear": hf_config.get_bool("attention_bias", False),
-        "use_bias_in_mlp": hf_config.get_bool("mlp_bias", False),
+        **read_llama_keys(config_reader),
+        "use_bias_in_attn_linear": config_reader.get_bool("attention_bias", False),
+        "use_bias_in_mlp": config_reader.get_bool("mlp_bias", False),
     }
 
 
@@ -172,8 +176,8 @@ def map_llama_weights(
 
     Args:
         config: our configuration.
-        norms: names of a layer's norms, ours and theirs; norms of queries and keys are added if the configuration has
-            them.
+        norms: our and the family's names of a layer's norms. Norms of queries and keys are added if the configuration
+            has them.
         norm_transform: transform of all norms.
         rotates_adjacent_pairs: True if adjacent elements of a head are rotated together rather than its halves.
         is_fused: True if queries, keys and values are one tensor, and gate and up projection are another (Phi-3).

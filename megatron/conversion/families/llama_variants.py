@@ -39,11 +39,13 @@ SMOLLM3_DEFAULTS = {
 DEFAULT_WINDOW, DEFAULT_INTERVAL = 4096, 4
 
 
-def _mistral_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
-    keys = read_llama_keys(hf_config, MISTRAL_DEFAULTS)
-    hf_config.require_one_of("layer_types", (None, []), "Mistral has the same window in all layers")
+def _mistral_from_hf_config(config_reader: HFConfigReader) -> dict[str, Any]:
+    keys = read_llama_keys(config_reader, MISTRAL_DEFAULTS)
+    config_reader.require_one_of("layer_types", (None, []), "Mistral has the same window in all layers")
     window = (
-        None if hf_config.is_null("sliding_window") else hf_config.get_positive_int("sliding_window", DEFAULT_WINDOW)
+        None
+        if config_reader.is_null("sliding_window")
+        else config_reader.get_positive_int("sliding_window", DEFAULT_WINDOW)
     )
     windows = {} if window is None else {"attention_window": window}
     return {**keys, **windows, "use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
@@ -73,19 +75,19 @@ MISTRAL = replace(
 )
 
 
-def _granite_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
-    keys = read_llama_keys(hf_config)
-    factor = hf_config.get_positive_float("attention_multiplier", 1.0)
+def _granite_from_hf_config(config_reader: HFConfigReader) -> dict[str, Any]:
+    keys = read_llama_keys(config_reader)
+    factor = config_reader.get_positive_float("attention_multiplier", 1.0)
     scalar = factor**-2
     size = keys.get("head_dim") or keys["hidden_size"] // keys["num_attention_heads"]
     return {
         **keys,
-        "embedding_multiplier": hf_config.get_positive_float("embedding_multiplier", 1.0),
-        "residual_multiplier": hf_config.get_positive_float("residual_multiplier", 1.0),
-        "logit_scale": 1 / hf_config.get_positive_float("logits_scaling", 1.0),
+        "embedding_multiplier": config_reader.get_positive_float("embedding_multiplier", 1.0),
+        "residual_multiplier": config_reader.get_positive_float("residual_multiplier", 1.0),
+        "logit_scale": 1 / config_reader.get_positive_float("logits_scaling", 1.0),
         **({} if scalar == size else {"query_pre_attn_scalar": scalar}),
-        "use_bias_in_attn_linear": hf_config.get_bool("attention_bias", False),
-        "use_bias_in_mlp": hf_config.get_bool("mlp_bias", False),
+        "use_bias_in_attn_linear": config_reader.get_bool("attention_bias", False),
+        "use_bias_in_mlp": config_reader.get_bool("mlp_bias", False),
     }
 
 
@@ -113,28 +115,28 @@ GRANITE = replace(
 )
 
 
-def _smollm3_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
-    keys = read_llama_keys(hf_config, SMOLLM3_DEFAULTS)
+def _smollm3_from_hf_config(config_reader: HFConfigReader) -> dict[str, Any]:
+    keys = read_llama_keys(config_reader, SMOLLM3_DEFAULTS)
     num_layers = keys["num_layers"]
-    interval = hf_config.get_positive_int("no_rope_layer_interval", DEFAULT_INTERVAL)
-    turned = hf_config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    interval = config_reader.get_positive_int("no_rope_layer_interval", DEFAULT_INTERVAL)
+    turned = config_reader.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
     if not isinstance(turned, list) or len(turned) < num_layers or any(each not in (0, 1) for each in turned):
-        raise hf_config.value_error("no_rope_layers", "expected 1 for each layer with rotation, else 0")
+        raise config_reader.value_error("no_rope_layers", "expected 1 for each layer with rotation, else 0")
     encodings = ["rotary" if each else "none" for each in turned[:num_layers]]
-    has_windows = hf_config.get_bool("use_sliding_window", False)
+    has_windows = config_reader.get_bool("use_sliding_window", False)
     # By default, layers without rotation have the window.
     types = [FULL if each == "rotary" else WINDOWED for each in encodings]
-    window = None if hf_config.is_null("sliding_window") else hf_config.get("sliding_window")
-    hf_config.get("max_window_layers")  # copied from Qwen's configuration; has no effect
-    types = read_layer_types(hf_config, types, num_layers)
-    windows = build_layer_windows(hf_config, types, window if has_windows else None)
+    window = None if config_reader.is_null("sliding_window") else config_reader.get("sliding_window")
+    config_reader.get("max_window_layers")  # copied from Qwen's configuration; has no effect
+    types = read_layer_types(config_reader, types, num_layers)
+    windows = build_layer_windows(config_reader, types, window if has_windows else None)
     return {
         **keys,
         "pos_emb": encodings,
         **({} if "rotary" in encodings else {"pos_emb_options": {}}),
         **windows,
-        "use_bias_in_attn_linear": hf_config.get_bool("attention_bias", False),
-        "use_bias_in_mlp": hf_config.get_bool("mlp_bias", False),
+        "use_bias_in_attn_linear": config_reader.get_bool("attention_bias", False),
+        "use_bias_in_mlp": config_reader.get_bool("mlp_bias", False),
     }
 
 

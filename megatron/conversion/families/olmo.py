@@ -35,34 +35,34 @@ NORMS = {
     "post_self_attn_layernorm": "post_attention_layernorm",
     "post_mlp_layernorm": "post_feedforward_layernorm",
 }
-"""Names of a layer's norms, ours and theirs."""
+"""Names of a layer's norms: ours, and the family's."""
 DEFAULTS = {"rms_norm_eps": 1e-5}
 DEFAULT_WINDOW, DEFAULT_BASE, PATTERN = 4096, 500_000.0, 4
 
 
-def _read_common_keys(hf_config: HFConfigReader, rope_options: dict[str, Any] | None = None) -> dict[str, Any]:
+def _read_common_keys(config_reader: HFConfigReader, rope_options: dict[str, Any] | None = None) -> dict[str, Any]:
     return {
-        **read_llama_keys(hf_config, DEFAULTS, rope_options=rope_options),
+        **read_llama_keys(config_reader, DEFAULTS, rope_options=rope_options),
         "norm_placement": "post",
         "use_qk_layernorm": True,
         "qk_layernorm_over_heads": True,
-        "use_bias_in_attn_linear": hf_config.get_bool("attention_bias", False),
+        "use_bias_in_attn_linear": config_reader.get_bool("attention_bias", False),
         "use_bias_in_mlp": False,
     }
 
 
-def _olmo3_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
-    if not hf_config.get("rope_parameters"):
+def _olmo3_from_hf_config(config_reader: HFConfigReader) -> dict[str, Any]:
+    if not config_reader.get("rope_parameters"):
         # Versions of transformers differ in the base of layers with a window if this key has another value.
-        hf_config.require_one_of("rope_theta", (None, DEFAULT_BASE), "give rope_parameters of both types of layers")
+        config_reader.require_one_of("rope_theta", (None, DEFAULT_BASE), "give rope_parameters of both types of layers")
     local, full = read_layer_rope_options(
-        hf_config, LAYER_TYPES, (DEFAULT_BASE, DEFAULT_BASE), ("rope_theta", "rope_theta")
+        config_reader, LAYER_TYPES, (DEFAULT_BASE, DEFAULT_BASE), ("rope_theta", "rope_theta")
     )
-    keys = _read_common_keys(hf_config, full)
-    types, windows = read_interval_windows(hf_config, keys["num_layers"], PATTERN, DEFAULT_WINDOW)
+    keys = _read_common_keys(config_reader, full)
+    types, windows = read_interval_windows(config_reader, keys["num_layers"], PATTERN, DEFAULT_WINDOW)
     return {
         **keys,
-        **combine_rotations(hf_config, types, local, full),
+        **combine_rotations(config_reader, types, local, full),
         **windows,
     }
 

@@ -24,31 +24,31 @@ ACTIVATION_TO_HF = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "si
 POSITION_OFFSET = 2
 
 
-def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
-    hf_config.require_one_of(
+def _from_hf_config(config_reader: HFConfigReader) -> dict[str, Any]:
+    config_reader.require_one_of(
         "do_layer_norm_before", (None, True), "norms must precede attention and the feed-forward layer"
     )
-    hf_config.require_one_of("_remove_final_layer_norm", (None, False), "a norm after the last layer is required")
-    hf_config.require_one_of("layer_norm_elementwise_affine", (None, True), "norms must have weights")
-    hf_config.get("init_std")
-    hidden_size = hf_config.get_positive_int("hidden_size", 768)
-    hf_config.require_one_of(
+    config_reader.require_one_of("_remove_final_layer_norm", (None, False), "a norm after the last layer is required")
+    config_reader.require_one_of("layer_norm_elementwise_affine", (None, True), "norms must have weights")
+    config_reader.get("init_std")
+    hidden_size = config_reader.get_positive_int("hidden_size", 768)
+    config_reader.require_one_of(
         "word_embed_proj_dim", (None, hidden_size), f"embeddings must have the width of the model, {hidden_size}"
     )
     has_bias, seq_length = (
-        hf_config.get_bool("enable_bias", True),
-        hf_config.get_positive_int("max_position_embeddings", 2048),
+        config_reader.get_bool("enable_bias", True),
+        config_reader.get_positive_int("max_position_embeddings", 2048),
     )
     return {
-        "num_layers": hf_config.get_positive_int("num_hidden_layers", 12),
+        "num_layers": config_reader.get_positive_int("num_hidden_layers", 12),
         "hidden_size": hidden_size,
-        "num_attention_heads": hf_config.get_positive_int("num_attention_heads", 12),
-        "intermediate_size": hf_config.get_positive_int("ffn_dim", 3072),
+        "num_attention_heads": config_reader.get_positive_int("num_attention_heads", 12),
+        "intermediate_size": config_reader.get_positive_int("ffn_dim", 3072),
         "seq_length": seq_length,
         "max_position_embeddings": seq_length,
         "norm": "layernorm",
-        "activation": read_activation(hf_config, "activation_function", "relu"),
-        "no_weight_tying": not hf_config.get_bool("tie_word_embeddings", True),
+        "activation": read_activation(config_reader, "activation_function", "relu"),
+        "no_weight_tying": not config_reader.get_bool("tie_word_embeddings", True),
         "use_bias_in_attn_linear": has_bias,
         "use_bias_in_mlp": has_bias,
         "pos_emb": "learned",

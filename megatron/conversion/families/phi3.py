@@ -34,19 +34,19 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
+def _from_hf_config(config_reader: HFConfigReader) -> dict[str, Any]:
     options = read_rope_options(
-        hf_config,
+        config_reader,
         base_key="rope_theta",
         fraction_key="partial_rotary_factor",
         default_fraction=1.0,
         rope_types=LONGROPE_TYPES,
-        original_length=hf_config.get_positive_int("original_max_position_embeddings", DEFAULT_LENGTH),
+        original_length=config_reader.get_positive_int("original_max_position_embeddings", DEFAULT_LENGTH),
     )
-    window = hf_config.get("sliding_window")
-    windows = {} if window is None else {"attention_window": hf_config.get_positive_int("sliding_window")}
+    window = config_reader.get("sliding_window")
+    windows = {} if window is None else {"attention_window": config_reader.get_positive_int("sliding_window")}
     return {
-        **read_llama_keys(hf_config, DEFAULTS, rope_options=options),
+        **read_llama_keys(config_reader, DEFAULTS, rope_options=options),
         **windows,
         "use_bias_in_attn_linear": False,
         "use_bias_in_mlp": False,

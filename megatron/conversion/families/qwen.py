@@ -34,20 +34,20 @@ QWEN3_DEFAULTS = {**QWEN2_DEFAULTS, "head_dim": 128}
 DEFAULT_WINDOW, DEFAULT_FULL_LAYERS = 4096, 28
 
 
-def _read_windows(hf_config: HFConfigReader, num_layers: int) -> dict[str, Any]:
-    has_windows = hf_config.get_bool("use_sliding_window", False)
-    num_full = hf_config.get("max_window_layers", DEFAULT_FULL_LAYERS)
+def _read_windows(config_reader: HFConfigReader, num_layers: int) -> dict[str, Any]:
+    has_windows = config_reader.get_bool("use_sliding_window", False)
+    num_full = config_reader.get("max_window_layers", DEFAULT_FULL_LAYERS)
     if type(num_full) is not int or num_full < 0:
-        raise hf_config.value_error("max_window_layers", "must be an integer, at least 0")
-    if hf_config.is_null("sliding_window") or not has_windows:
-        hf_config.get("sliding_window")
+        raise config_reader.value_error("max_window_layers", "expected an integer of at least 0")
+    if config_reader.is_null("sliding_window") or not has_windows:
+        config_reader.get("sliding_window")
         num_full = num_layers
     types = [WINDOWED if layer >= num_full else FULL for layer in range(num_layers)]
-    types = read_layer_types(hf_config, types, num_layers)
+    types = read_layer_types(config_reader, types, num_layers)
     if not has_windows and WINDOWED in types:
-        raise hf_config.value_error("layer_types", f"{WINDOWED} needs use_sliding_window: true")
-    window = read_required_window(hf_config, types, DEFAULT_WINDOW) if has_windows else None
-    return build_layer_windows(hf_config, types, window)
+        raise config_reader.value_error("layer_types", f"{WINDOWED} needs use_sliding_window: true")
+    window = read_required_window(config_reader, types, DEFAULT_WINDOW) if has_windows else None
+    return build_layer_windows(config_reader, types, window)
 
 
 def _write_windows(config: Config) -> dict[str, Any]:
@@ -62,11 +62,11 @@ def _write_windows(config: Config) -> dict[str, Any]:
     }
 
 
-def _qwen2_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
-    keys = read_llama_keys(hf_config, QWEN2_DEFAULTS)
+def _qwen2_from_hf_config(config_reader: HFConfigReader) -> dict[str, Any]:
+    keys = read_llama_keys(config_reader, QWEN2_DEFAULTS)
     return {
         **keys,
-        **_read_windows(hf_config, keys["num_layers"]),
+        **_read_windows(config_reader, keys["num_layers"]),
         "use_bias_in_attn_linear": False,
         "use_bias_in_qkv": True,
         "use_bias_in_mlp": False,
@@ -84,13 +84,13 @@ def _find_qwen2_conflict(config: Config) -> str | None:
     return check_full_rotation(config) or find_window_conflict(config)
 
 
-def _qwen3_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
-    keys = read_llama_keys(hf_config, QWEN3_DEFAULTS)
+def _qwen3_from_hf_config(config_reader: HFConfigReader) -> dict[str, Any]:
+    keys = read_llama_keys(config_reader, QWEN3_DEFAULTS)
     return {
         **keys,
-        **_read_windows(hf_config, keys["num_layers"]),
+        **_read_windows(config_reader, keys["num_layers"]),
         "use_qk_layernorm": True,
-        "use_bias_in_attn_linear": hf_config.get_bool("attention_bias", False),
+        "use_bias_in_attn_linear": config_reader.get_bool("attention_bias", False),
         "use_bias_in_mlp": False,
     }
 

@@ -51,7 +51,7 @@ class LayerEncoding:
 
     @property
     def has_bias(self) -> bool:
-        """True if the bias depends on the distance. A window is a bias of −∞ outside of it."""
+        """True if the bias depends on the distance. A window counts as a bias of −∞ outside it."""
         hooks = ("table", "dense")  # a bias computed from a layer's input is not a function of the distance
         is_of_positions = any(type(self.encoding).overrides_hook(hook) for hook in hooks)
         return (self.encoding.adds_bias and is_of_positions) or self.window is not None

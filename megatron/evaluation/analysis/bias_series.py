@@ -8,10 +8,10 @@ series converges, then the output of attention to the last j keys approaches tha
 condition is sufficient, for one layer and head. Only experiments suggest that it is necessary.
 
 The receptive field of a series is the number of first terms that contain all but a share ε of its sum. Qin et al. use
-two definitions, which differ in more than ties:
+two definitions, which differ in more than the treatment of ties:
 
 * `theoretical`, equation 22: min{j ≥ 1 : Σ_{t<j} b_t > (1 − ε)·Σ_{t≥0} b_t}, over the infinite series. The remainder
-  after the explicit terms is bounded by the form that the encoding declares (`megatron.position.series_tails`). If the
+  after the explicit terms is bounded by the asymptotic form of the encoding (`megatron.position.series_tails`). If the
   bounds allow several answers, the field is an interval.
 * `finite`, the algorithm of the paper's plots (appendix E): of m terms, the smallest j with
   Σ_{t<j} a_t ≥ (1 − ε)·Σ_{t<m} a_t, and m at ε = 0.

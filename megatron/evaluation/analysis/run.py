@@ -58,7 +58,7 @@ from megatron.utils.progress import IMPORTING, ProgressMeter, WaitAnnouncer, Wor
 if TYPE_CHECKING:
     from rich.console import Console
 
-MIN_TEXT_LENGTH = 40
+MAX_NUMBER_LENGTH = 40
 """Maximum cell length of a numeric column; columns with longer cells are text."""
 
 
@@ -156,7 +156,9 @@ def _draw_figure(figure: Figure) -> HtmlPicture:
 
 def _build_html_table(table: Table) -> HtmlTable:
     corner_header, *headers = table.columns
-    is_text = [any(len(row[column]) > MIN_TEXT_LENGTH for row in table.rows) for column in range(1, len(table.columns))]
+    is_text = [
+        any(len(row[column]) > MAX_NUMBER_LENGTH for row in table.rows) for column in range(1, len(table.columns))
+    ]
     columns = [
         HtmlColumn(header, css_class="text wide" * is_wide) for header, is_wide in zip(headers, is_text, strict=True)
     ]

@@ -234,8 +234,8 @@ function setUpChart(figure) {
   plot.addEventListener("keydown", step);
   plot.tabIndex = 0;
   plot.setAttribute("role", "group");
-  plot.setAttribute("aria-label", isPoints ? "Points: the left and right arrow keys read them"
-    : "Values: the left and right arrow keys read places, up and down choose a line");
+  plot.setAttribute("aria-label", isPoints ? "Points: the left and right arrow keys select a point"
+    : "Values: the left and right arrow keys move along the axis, up and down select a line");
   plot.append(readout);
 
   items.forEach((item, index) => {

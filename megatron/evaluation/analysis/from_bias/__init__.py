@@ -1,1 +1,1 @@
-"""Analyses of the bias alone, for runs and untrained configurations. Each analysis has a file of its name."""
+"""Analyses of the bias alone, for runs and untrained configurations. Each analysis has its own file."""

@@ -19,8 +19,8 @@ class Convergence(Analysis):
         "For each head, Σ exp(bias at distance t) over all t ≥ 0. If it converges, and queries, keys, and values are "
         "bounded, then the output of attention to the last j keys approaches that of attention to all keys "
         "(Qin et al. 2023, Exploring Transformer Extrapolation, theorem 3.4). This is sufficient, for one layer "
-        "and head; only experiments suggest that it is necessary. The sums are float64, of the encoding's own "
-        "bias; the remainder is bounded by the form that the encoding declares."
+        "and head; only experiments suggest that it is necessary. The encoding's own bias is summed in float64, "
+        "and its asymptotic form bounds the remainder."
     )
 
     def measure(self, context: AnalysisContext) -> ConvergenceResult:

@@ -82,7 +82,7 @@ class EffectiveLength(Analysis):
         "Smallest distance at which a head's bias is below −2, so that a key has less than e^−2 = 0.135 of the weight "
         f"of an adjacent key (Chi et al. 2022, KERPLE, appendix A.5), and the number of heads up to each distance, to "
         f"{MAX_PLOTTED_DISTANCE:,}. Heads of all layers are counted if each layer has its own parameters. It is "
-        "defined for a bias that never increases with the distance; a window is a bias of −∞ outside of it."
+        "defined for a bias that never increases with the distance; a window counts as a bias of −∞ outside it."
     )
 
     def measure(self, context: AnalysisContext) -> EffectiveLengthResult:

@@ -85,7 +85,7 @@ def measure_attention_entropy(
             rows = slice(block.query.start, block.query.start + block.query.length)
             visible = compute_visible_mask(block)[0, 0].sum(dim=-1).double().cpu()
             num_keys[layer, rows] = visible
-            for quantity, values in describe_weights(compute_weights(block)[0], visible).items():
+            for quantity, values in measure_weights(compute_weights(block)[0], visible).items():
                 by_query[quantity][layer, :, rows] = values
         num_done += 1
         progress(num_done / (len(windows) * shape[1]))
@@ -103,7 +103,7 @@ def measure_attention_entropy(
     return AttentionEntropy(tuple(ends), means, stderr, train_length, keys)
 
 
-def describe_weights(weights: Tensor, num_keys: Tensor) -> dict[str, Tensor]:
+def measure_weights(weights: Tensor, num_keys: Tensor) -> dict[str, Tensor]:
     """Compute all quantities from attention weights [H, R, C] of rows that attend to `num_keys` [R] keys.
 
     Returns:

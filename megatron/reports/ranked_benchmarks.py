@@ -1,11 +1,11 @@
-"""Contests: the criteria by which a leaderboard ranks methods.
+"""Benchmarks by which a leaderboard ranks methods.
 
-Each table of perplexity over lengths is a contest at its largest length. Each task is a contest by its mean accuracy
-beyond training, or by its effective length if it has no such mean (a passkey). In a contest, tied methods share the
-mean of their ranks, and methods without a number are last. A kind of contest (text, tasks, needles) is the mean of its
-ranks. Methods are sorted by the mean over kinds, so that many tasks have the weight of one text. Ranks cover the
-methods that every contest evaluated. Other methods, and further evaluations of the same trained models, follow without
-a rank, sorted by the first contest.
+A table of perplexity over lengths is a benchmark at its largest length. A task is a benchmark by its mean accuracy
+beyond training, or by its effective length if it has no such mean (a passkey). In a benchmark, tied methods share the
+mean of their ranks, and methods without a result are last. Ranks are averaged within each kind of benchmark (text,
+tasks, needles). Methods are sorted by the mean over kinds, so that many tasks have the weight of one text. Ranks cover
+the methods that every benchmark evaluated. Other methods, and further evaluations of the same trained models, follow
+without a rank, sorted by the first benchmark.
 """
 
 import math
@@ -27,30 +27,30 @@ RANK_SEED = 20_261_128
 
 
 @dataclass(frozen=True)
-class RankedColumn:
-    """One column of ranks."""
+class RankedBenchmark:
+    """One benchmark of a leaderboard, which ranks methods by their scores."""
 
     kind: str
     """Either text, tasks, or needles."""
     title: str
     metric: Metric
     scores: Mapping[str, float]
-    """Method → score; methods without a number are missing."""
+    """Method → score; methods without a result are missing."""
     deviations: Mapping[str, float]
     """Standard deviations over seeds, for methods with several seeds."""
     methods: frozenset[str]
-    """All evaluated methods, with or without a number."""
-    floor: float | None = None
+    """All evaluated methods, with or without a result."""
+    baseline_score: float | None = None
     """Score of the best trivial baseline."""
     partial_num_seeds: Mapping[str, int] = field(default_factory=dict)
     """Number of seeds of methods that have fewer seeds than others."""
     mean_variances: Mapping[str, SeedVariance] = field(default_factory=dict)
     """Variance of the score's mean over seeds (of its logarithm for ratios), for methods with several seeds."""
 
-    def is_above_floor(self, method: str) -> bool:
+    def beats_baselines(self, method: str) -> bool:
         """Return True if a method beats every trivial baseline, or if there is none."""
         get_key = self.metric.get_sort_key
-        return self.floor is None or get_key(self.scores[method]) < get_key(self.floor)
+        return self.baseline_score is None or get_key(self.scores[method]) < get_key(self.baseline_score)
 
     def format_score(self, method: str) -> str:
         score = self.scores.get(method)
@@ -90,9 +90,9 @@ class RankedColumn:
         return stats.rankdata(keys, axis=1)
 
 
-def build_ranked_columns(tables: Sequence[ComparisonTable]) -> list[RankedColumn]:
-    """Build the contests from tables, using one metric for each dataset."""
-    ranked_columns = []
+def build_ranked_benchmarks(tables: Sequence[ComparisonTable]) -> list[RankedBenchmark]:
+    """Build the benchmarks from tables, using one metric for each dataset."""
+    ranked_benchmarks = []
     for table in tables:
         name, dataset = table.metric.name, table.records[0].dataset
         if table.axis.name != "length" or len(set(table.methods) - set(table.trivial_baselines)) < 2:
@@ -101,13 +101,13 @@ def build_ranked_columns(tables: Sequence[ComparisonTable]) -> list[RankedColumn
         last = table.x_values[-1]
         if name == "perplexity" and len(table.x_values) > 1:
             title = f"perplexity at {format_multiple(last / table.train_length)}"
-            ranked_columns.append(_build_ranked_column("text", title, table, last))
+            ranked_benchmarks.append(_build_ranked_benchmark("text", title, table, last))
         elif name == "mean_accuracy":
             kind = "needles" if table.protocol == "depths" else "tasks"
-            ranked_columns.append(_build_ranked_column(kind, f"{task}, % beyond training", table, last))
+            ranked_benchmarks.append(_build_ranked_benchmark(kind, f"{task}, % beyond training", table, last))
         elif name == "effective_length" and not any(_ranks_by_accuracy(other, dataset) for other in tables):
-            ranked_columns.append(_build_ranked_column("needles", f"effective length, {task}", table, last))
-    return ranked_columns
+            ranked_benchmarks.append(_build_ranked_benchmark("needles", f"effective length, {task}", table, last))
+    return ranked_benchmarks
 
 
 def _get_task_name(table: ComparisonTable, tables: Sequence[ComparisonTable]) -> str:
@@ -118,19 +118,19 @@ def _get_task_name(table: ComparisonTable, tables: Sequence[ComparisonTable]) ->
 
 
 def _ranks_by_accuracy(table: ComparisonTable, dataset: str | None) -> bool:
-    """Return True if a table has the mean accuracies of two methods on a dataset, which differ more finely."""
+    """Return True if a table has the mean accuracies of two methods on a dataset. They distinguish methods best."""
     methods = set(table.methods) - set(table.trivial_baselines)
     return table.metric.name == "mean_accuracy" and table.records[0].dataset == dataset and len(methods) > 1
 
 
-def _build_ranked_column(kind: str, title: str, table: ComparisonTable, x: float) -> RankedColumn:
+def _build_ranked_benchmark(kind: str, title: str, table: ComparisonTable, x: float) -> RankedBenchmark:
     cells = {
         method: table.cells[method, x]
         for method in table.methods
         if (method, x) in table.cells and method not in table.trivial_baselines
     }
     floors = [table.cells[method, x].mean for method in table.trivial_baselines if (method, x) in table.cells]
-    return RankedColumn(
+    return RankedBenchmark(
         kind,
         title,
         table.metric,
@@ -148,29 +148,29 @@ def _build_ranked_column(kind: str, title: str, table: ComparisonTable, x: float
 
 
 def rank_methods(
-    ranked_columns: Sequence[RankedColumn], methods: Sequence[str], unranked: Collection[str] = ()
+    ranked_benchmarks: Sequence[RankedBenchmark], methods: Sequence[str], unranked: Collection[str] = ()
 ) -> tuple[list[str], dict[str, dict[str, float]]]:
-    """Return all methods in leaderboard order, and mean ranks by kind for methods that every contest evaluated.
+    """Return all methods in leaderboard order, and mean ranks by kind for methods that every benchmark evaluated.
 
     Args:
-        ranked_columns: the contests.
-        methods: methods of all contests.
+        ranked_benchmarks: the benchmarks.
+        methods: methods of all benchmarks.
         unranked: methods without a rank, which follow the ranked ones.
     """
-    if not ranked_columns:  # there is only one method
+    if not ranked_benchmarks:  # there is only one method
         return list(methods), {}
     asked = [
         method
         for method in methods
-        if method not in unranked and all(method in ranked_column.methods for ranked_column in ranked_columns)
+        if method not in unranked and all(method in ranked_benchmark.methods for ranked_benchmark in ranked_benchmarks)
     ]
-    scores, get_key = ranked_columns[0].scores, ranked_columns[0].metric.get_sort_key
+    scores, get_key = ranked_benchmarks[0].scores, ranked_benchmarks[0].metric.get_sort_key
     others = sorted(
         set(methods) - set(asked),
         key=lambda method: (get_key(scores[method]) if method in scores else math.inf, method),
     )
-    kinds = list(dict.fromkeys(ranked_column.kind for ranked_column in ranked_columns))
-    ranks = [(ranked_column.kind, ranked_column.rank_methods(asked)) for ranked_column in ranked_columns]
+    kinds = list(dict.fromkeys(ranked_benchmark.kind for ranked_benchmark in ranked_benchmarks))
+    ranks = [(ranked_benchmark.kind, ranked_benchmark.rank_methods(asked)) for ranked_benchmark in ranked_benchmarks]
     by_method = {
         method: {kind: statistics.fmean(each[method] for other, each in ranks if other == kind) for kind in kinds}
         for method in asked
@@ -180,11 +180,11 @@ def rank_methods(
 
 @dataclass(frozen=True)
 class MethodRank:
-    """Place of a method in the leaderboard, from 1, with its 95% interval from the uncertainty of means over seeds."""
+    """Rank of a method in the leaderboard, from 1, with its 95% interval from the uncertainty of means over seeds."""
 
     value: int
     interval: tuple[int, int] | None
-    """None if no contest has several seeds of the method."""
+    """None if no benchmark has several seeds of the method."""
 
     def __str__(self) -> str:
         if self.interval is None or self.interval == (self.value, self.value):
@@ -193,12 +193,12 @@ class MethodRank:
 
 
 def estimate_ranks(
-    ranked_columns: Sequence[RankedColumn], mean_ranks: Mapping[str, Mapping[str, float]]
+    ranked_benchmarks: Sequence[RankedBenchmark], mean_ranks: Mapping[str, Mapping[str, float]]
 ) -> dict[str, MethodRank]:
-    """Compute the rank of each ranked method, and its interval, from drawn scores of all contests.
+    """Compute the rank of each ranked method, and its interval, from drawn scores of all benchmarks.
 
     Args:
-        mean_ranks: mean ranks by kind, of `rank_methods`.
+        mean_ranks: mean ranks by kind, as returned by `rank_methods`.
     """
     from scipy import stats  # imports slowly (about one second)
 
@@ -206,9 +206,9 @@ def estimate_ranks(
     if not methods:
         return {}
     generator = np.random.Generator(np.random.PCG64(RANK_SEED))
-    kinds = list(dict.fromkeys(column.kind for column in ranked_columns))
+    kinds = list(dict.fromkeys(column.kind for column in ranked_benchmarks))
     draws: dict[str, list[np.ndarray]] = {kind: [] for kind in kinds}
-    for column in ranked_columns:
+    for column in ranked_benchmarks:
         draws[column.kind].append(column.draw_ranks(methods, generator, NUM_RANK_DRAWS))
     overall = np.mean([np.mean(each, axis=0) for each in draws.values()], axis=0)
     places = stats.rankdata(overall, method="min", axis=1)
@@ -217,6 +217,6 @@ def estimate_ranks(
     for index, method in enumerate(methods):
         low, high = np.quantile(places[:, index], (0.025, 0.975), method="nearest")
         value = 1 + sum(other < means[method] for other in means.values())
-        has_seeds = any(method in column.mean_variances for column in ranked_columns)
+        has_seeds = any(method in column.mean_variances for column in ranked_benchmarks)
         ranks[method] = MethodRank(value, (min(value, int(low)), max(value, int(high))) if has_seeds else None)
     return ranks
