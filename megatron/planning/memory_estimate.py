@@ -1,4 +1,4 @@
-"""Device memory of training on one GPU: the peak over a few moments of a step.
+"""Device memory of training on one GPU: the peak over a few phases of a step.
 
 Symbols: P parameters of a rank, N = data × context ranks (ZeRO shards over these), b bytes of the compute type, K
 elements of a bucket (`reduce_bucket_size`, at most P). Weights and optimizer states take memory at all times, in bytes
@@ -33,7 +33,7 @@ During the backward pass gradients grow while activations are freed (a test sums
 Gradients accumulate with more than one micro-batch per step or with a pipeline. Tensors offloaded to the CPU take no
 device memory, with three exceptions: a buffer for the gradient of the largest parameter (ZeRO 1 and 2), the float32
 sums of bf16 gradients (ZeRO 2), and accumulated gradients with one bucket of their type between micro-batches (ZeRO 1).
-ZeRO 3 keeps its shard of the gradients at all times. At the loss it also holds its bucket and the gathered weights that
+ZeRO 3 keeps its shard of the gradients at all times. At the loss it also keeps its bucket and the gathered weights that
 are reused within `stage3_max_reuse_distance` elements; nothing releases these, and they amount to half that distance.
 The estimate excludes the memory of CUDA, NCCL and the allocator, for which `fits` reserves a tenth.
 """
@@ -69,7 +69,7 @@ CAST_ELEMENTS = 1 << 25
 
 @dataclass(frozen=True)
 class Moment:
-    """Memory at one moment of a step in bytes, without weights and optimizer states."""
+    """Memory in one phase of a step, in bytes, without weights and optimizer states."""
 
     name: str
     gradients: int = 0
@@ -90,7 +90,7 @@ class Moment:
 
 
 PARTS = ("gradients", "buffers", "activations", "logits", "working", "step")
-"""Fields of a moment that add up to its total."""
+"""Components of a phase, which add up to its total."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ class MemoryEstimate:
     saved_maps: int
     """Score matrices among the activations, including a score processor's feature maps."""
     workspace_maps: int
-    """Score matrices, including a processor's, and their gradients at the peak of attention's backward pass."""
+    """Score matrices in the largest `workspace`, including a processor's, and their gradients."""
     graphs: int = 0
-    """Memory that CUDA graphs of the passes hold at all times: the peak of a micro-batch, with its gradients."""
+    """Memory reserved by the CUDA graphs of both passes: the peak of a micro-batch, with its gradients."""
 
     @property
     def total_with_graphs(self) -> int:
@@ -118,7 +118,7 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> Moment:
-        """Moment with the highest memory."""
+        """Phase with the highest memory."""
         return max(self.moments, key=lambda moment: moment.total)
 
     @property
@@ -127,7 +127,7 @@ class MemoryEstimate:
         return self.weights + self.optimizer + self.peak.total
 
     def get_largest(self, part: str) -> int:
-        """Return the largest value of a component (`PARTS`) over all moments."""
+        """Return the largest value of a component (`COMPONENTS`) over all phases."""
         return max(getattr(moment, part) for moment in self.moments)
 
     def drop_score_matrices(self) -> "MemoryEstimate":
@@ -148,7 +148,7 @@ class MemoryEstimate:
         return self.total <= (1 - reserved_fraction) * gpu_gib * 2**30
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values: each component at its largest, and the name of the peak moment."""
+        """Return plain values: each component at its largest, and the name of the peak phase."""
         parts = {part: self.get_largest(part) for part in PARTS}
         maps = {"kept_maps": self.saved_maps, "working_maps": self.workspace_maps}
         states = {"stage": self.stage, "weights": self.weights, "optimizer": self.optimizer}
@@ -225,9 +225,12 @@ class _StageMemory:
             -(-sum(size * count for size, (_, count) in zip(get_largest(name), kinds, strict=True)) // self.num_layers)
             for name in ("saved_bytes", "saved_map_bytes")
         )
-        self.workspace, self.workspace_maps = (
-            max(get_largest(name)) for name in ("workspace_bytes", "workspace_map_bytes")
+        largest = max(
+            (layer for of_kind in layers for layer in of_kind),
+            key=lambda layer: layer.workspace_bytes - layer.freed_bytes,
         )
+        self.workspace, self.freed = largest.workspace_bytes, largest.freed_bytes
+        self.workspace_maps = largest.workspace_map_bytes
         self.largest_saved, self.largest_maps = max(get_largest("saved_bytes")), max(get_largest("saved_map_bytes"))
         self.input_bytes = layers[0][0].input_bytes
         # Layers with the same window share their masks.
@@ -235,16 +238,16 @@ class _StageMemory:
         self.shared_bytes = sum({own.position.window: size for (own, _), size in shared}.values())
 
     def estimate(self) -> MemoryEstimate:
-        """Estimate all moments of a step."""
+        """Estimate all phases of a step."""
         states = _ModelStates(self.config, self.sizes, self.num_parameters, self.num_layers)
         is_recomputed, num_layers = self.config.model.checkpoint_activations is True, self.num_layers
-        working, saved_maps, workspace_maps, kept_per_layer = (
-            self.workspace, num_layers * self.saved_maps, self.workspace_maps, self.saved,
-        )  # fmt: skip
+        working, recomputed, freed, kept_per_layer = self.workspace, 0, self.freed, self.saved
+        saved_maps, workspace_maps = num_layers * self.saved_maps, self.workspace_maps
         if is_recomputed:
             recomputed_layers = min(self.config.model.checkpoint_num_layers, num_layers)
             # Activations of the recomputed layers exist during their backward pass.
-            working += recomputed_layers * self.largest_saved - self.input_bytes
+            recomputed = recomputed_layers * self.largest_saved - self.input_bytes
+            working, freed = working + recomputed - freed, 0
             workspace_maps += recomputed_layers * self.largest_maps
             saved_maps = 0
             kept_per_layer = -(-num_layers // recomputed_layers) * self.input_bytes // num_layers
@@ -277,7 +280,7 @@ class _StageMemory:
             moments.append(
                 moment(
                     name, states.count_gradient_bytes(elements), states.count_buffer_bytes(elements),
-                    activations=in_flight + output + layers - done * kept_per_layer, working=working,
+                    activations=in_flight + output + layers - done * kept_per_layer - freed, working=working,
                 )
             )  # fmt: skip
             graphs = max(graphs, moments[-1].activations + working + self.bytes_per_element * elements)
@@ -288,7 +291,7 @@ class _StageMemory:
                 moment(
                     "a bucket's reduction", states.count_gradient_bytes(states.bucket), states.reduce_buffers,
                     activations=in_flight + output + layers - done * kept_per_layer,
-                    working=working - self.workspace,  # the layer that filled the bucket has finished
+                    working=recomputed,  # the layer that filled the bucket has finished
                 )
             )  # fmt: skip
         moments.append(

@@ -1,8 +1,8 @@
 """Plan of a configuration: its needs on a number of GPUs, whether it fits, and the layouts that fit.
 
 Reading and writing a processor's feature maps takes longer than computing them. `step_time.py` counts FLOPs and
-therefore underestimates its cost. The factor of `MEASURED_OVERHEADS` is the measured overhead of a processor over its
-planned overhead:
+therefore underestimates its cost. The factor of `MEASURED_OVERHEADS` is the ratio of a processor's measured overhead to
+its planned overhead:
 
 | processor | model, tokens     | step / step without | plan  | factor | source                                        |
 |-----------|-------------------|---------------------|-------|--------|-----------------------------------------------|
@@ -189,7 +189,7 @@ class Plan:
     def estimate_backends(self) -> dict[str, BackendEstimate]:
         """Estimate memory and time of the detailed layout for each attention backend that supports the method.
 
-        `auto` stands for its choice without a self-check on the GPU.
+        The column `auto` shows its choice without a self-check on the GPU.
         """
         layout = self.detailed_layout
         if layout is None:
@@ -278,10 +278,10 @@ def make_plan(config: Config, vocab_size: int, cluster: Cluster) -> Plan:
         return _plan_stages(config, vocab_size, cluster)
     checked_backend = read_checked_backend(config)
     requested = config
-    if checked_backend in ATTENTION_MEMORY:  # row blocks have no name of their own: `auto` means them here
+    if checked_backend in ATTENTION_MEMORY:  # row blocks have no backend name; the planner's `auto` uses them
         config = config.replace(attention_backend=checked_backend)
     for own, _ in count_layer_types(config):
-        plan_encoding(own.position)  # an unknown cost fails the whole plan, not one layout
+        plan_encoding(own.position)  # an unknown cost is an error of the whole plan, not of one layout
     fit_config_to_cluster(cluster, config)
     configured_layout, config_error = None, None
     try:

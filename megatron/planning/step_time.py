@@ -158,9 +158,9 @@ class MuonWork:
     """FLOPs of Newton-Schulz. Each iteration on m × n, with r = min(m, n) and R = max(m, n), multiplies X·Xᵀ, squares
     it and multiplies both with X: 4·r²·R + 2·r³."""
     stepped: int = 0
-    """Elements of the matrices that a rank updates elements of, over all tensor ranks."""
+    """Elements of the matrices that a rank orthogonalizes, over all tensor ranks."""
     cut: int = 0
-    """Elements of a tensor rank in matrices that several ranks update."""
+    """Elements of a tensor rank in matrices that several ranks orthogonalize."""
 
 
 MAX_COUNTED_LAYERS = 1024
@@ -174,10 +174,9 @@ def count_muon_work(
     """Return Muon's work on the matrices of a pipeline stage.
 
     ZeRO concatenates the matrices and gives each rank the same number of elements. A rank orthogonalizes every matrix
-    of
-    which it has elements, so a matrix that several ranks share is computed several times. Without ZeRO each rank
-    computes
-    all. Tensor rank i modulo their number computes the i-th matrix of the weights that are processed together.
+    that contains any of its elements, so several ranks may orthogonalize the same matrix. Without ZeRO each rank
+    orthogonalizes all matrices. Among the weights that are processed together, tensor rank i modulo their number
+    orthogonalizes the i-th matrix.
 
     Args:
         weights: weights of a layer (`list_layer_weights`).
@@ -190,7 +189,9 @@ def count_muon_work(
     numels = [sum(rows * columns for rows, columns in shapes) // tensor for shapes in weights]
     size = 2 * -(-counted * sum(numels) // (2 * num_shards))  # DeepSpeed's shards have an even size
     flops: dict[int, list[float]] = defaultdict(lambda: [0.0] * tensor)
-    indices: dict[int, int] = defaultdict(int)  # index of the rank's next matrix among those processed together
+    indices: dict[int, int] = defaultdict(
+        int
+    )  # index of the rank's next matrix among those that are processed together
     stepped: dict[int, int] = defaultdict(int)
     position, together, cut = 0, 0, 0
     for _ in range(counted):
