@@ -1,5 +1,5 @@
-// A kernel of this folder on a CPU, for tests: `megatron/kernels/cuda/emulate.py` builds it, with the kernel's header, name and
-// arguments as KERNEL_HEADER, KERNEL and KERNEL_ARGUMENTS.
+// Runs a kernel of this folder on a CPU, for tests. `megatron/kernels/cuda/emulate.py` builds it and defines
+// KERNEL_HEADER, KERNEL and KERNEL_ARGUMENTS as the kernel's header, name and arguments.
 #include KERNEL_HEADER
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
