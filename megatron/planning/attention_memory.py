@@ -151,7 +151,7 @@ def estimate_cdape_attention(shape: AttentionShape) -> AttentionMemory:
 
 
 def _count_gate_bytes(shape: AttentionShape) -> int:
-    """Return the bytes of the terms that Conv1 computes from a gate's bias (`gate_terms.compute_gate_terms`), in float64.
+    """Return the bytes of the terms that Conv1 computes from a gate's bias (`gate_terms.compute_gate_terms`).
 
     A row has 4p exceptions with the taps of all heads and the width; a column has its taps and the width.
     """
@@ -183,7 +183,7 @@ def has_cuda_kernels(shape: AttentionShape) -> bool:
 
 
 def supports_gates(shape: AttentionShape) -> bool:
-    """Return True if kernels/cdape_attention supports the shape with gates, like `gated_op.describe_unsupported` (tested)."""
+    """Return True if kernels/cdape_attention supports the shape with gates, like `gated_op.describe_unsupported`."""
     processor = shape.processor
     padded = replace(shape, num_heads=max(shape.num_heads, 16))  # fewer heads are padded
     return processor is not None and processor.kernel_size <= 3 and has_cuda_kernels(padded)

@@ -65,7 +65,7 @@ MEASURED_OVERHEADS = {
 
 
 @dataclass(frozen=True)
-class StepTimeBand:
+class StepTimeRange:
     """Range of step times, in seconds, from the smallest to the largest measured overhead of a processor."""
 
     low: float
@@ -79,9 +79,9 @@ class StepTimeBand:
     source: str
 
 
-def estimate_measured_band(
+def estimate_measured_range(
     config: Config, sizes: ParallelSizes, vocab_size: int, cluster: Cluster, *, backend: str | None = None
-) -> StepTimeBand | None:
+) -> StepTimeRange | None:
     """Return the range of step times by measured overheads, or None if the processor has no measured steps.
 
     Args: the same as `estimate_step_time`.
@@ -96,7 +96,7 @@ def estimate_measured_band(
     base = estimate_step_time(without, sizes, vocab_size, cluster, backend=backend).total
     extra = max(0.0, planned - base)
     low, high = base + overhead.low * extra, base + overhead.high * extra
-    return StepTimeBand(low, high, planned / base, low / base, high / base, processors[0], overhead.source)
+    return StepTimeRange(low, high, planned / base, low / base, high / base, processors[0], overhead.source)
 
 
 SECONDS_PER_DAY = 86400
@@ -110,7 +110,7 @@ class BackendEstimate:
 
     memory: MemoryEstimate
     step_time: StepTime
-    measured: StepTimeBand | None
+    measured: StepTimeRange | None
     """Range of step times by measured overheads of the score processor."""
 
 
@@ -200,14 +200,14 @@ class Plan:
                     layout.config, layout.sizes, self.vocab_size, backend=name, gpu_bytes=self.cluster.gpu_bytes
                 ),
                 estimate_step_time(layout.config, layout.sizes, self.vocab_size, self.cluster, backend=name),
-                estimate_measured_band(layout.config, layout.sizes, self.vocab_size, self.cluster, backend=name),
+                estimate_measured_range(layout.config, layout.sizes, self.vocab_size, self.cluster, backend=name),
             )
             for name in list_common_backends(layout.config)
         }
 
-    def estimate_measured(self, layout: ParallelLayout) -> StepTimeBand | None:
+    def estimate_measured(self, layout: ParallelLayout) -> StepTimeRange | None:
         """Return the range of a layout's step times by measured overheads of its score processor."""
-        return estimate_measured_band(layout.config, layout.sizes, self.vocab_size, self.cluster)
+        return estimate_measured_range(layout.config, layout.sizes, self.vocab_size, self.cluster)
 
     def fits_gpu(self, layout: ParallelLayout) -> bool:
         """Return True if a layout leaves a tenth of the GPU's memory free."""
@@ -257,7 +257,9 @@ class Plan:
             "fits": self.fits_gpu(layout),
             "memory": layout.memory.to_dict(),
             "seconds": asdict(layout.step_time) | {"total": layout.step_time.total},
-            "seconds_as_measured": None if (band := self.estimate_measured(layout)) is None else asdict(band),
+            "seconds_as_measured": None
+            if (step_range := self.estimate_measured(layout)) is None
+            else asdict(step_range),
             "days": self.estimate_days(layout),
         }
 

@@ -7,7 +7,7 @@ from megatron.config.execution import find_graph_obstacle
 from megatron.options.training import ACCUMULATION_KEY, MICRO_BATCH_KEY
 from megatron.planning.memory_estimate import RESERVED_FRACTION
 from megatron.planning.parallel_layouts import ParallelLayout
-from megatron.planning.plan import Plan, StepTimeBand
+from megatron.planning.plan import Plan, StepTimeRange
 from megatron.utils.formatting import format_count, format_flops
 
 GIB = 2**30
@@ -50,8 +50,8 @@ def print_plan(plan: Plan, console: Console, max_layouts: int) -> None:
             f"{fits} a GPU of {plan.cluster.gpu.gib:.1f} GiB; {RESERVED_FRACTION:.0%} is reserved for CUDA, "
             f"NCCL and the allocator; peak: {layout.memory.peak.name} (values in parentheses are from other phases)"
         )
-        if (band := plan.estimate_measured(layout)) is not None:
-            console.print(describe_band(band), markup=False)
+        if (times := plan.estimate_measured(layout)) is not None:
+            console.print(describe_step_time_range(times), markup=False)
         if plan.config.model.attention_backend == "auto":
             console.print(f"auto: {describe_auto(plan)}", markup=False)
         console.print(f"to rehearse this layout without a GPU: {plan.rehearse_command}", markup=False, soft_wrap=True)
@@ -67,19 +67,19 @@ def print_plan(plan: Plan, console: Console, max_layouts: int) -> None:
     )
     console.print(_build_layout_table(plan, max_layouts))
     console.print(
-        "tp, cp, dp, pp: tensor, context, data and pipeline ranks; micro: micro-batch size × micro-batches; comp, wait, "
-        "comm: compute, pipeline bubble, communication; MFU: of the whole step; days: for all steps"
+        "tp, cp, dp, pp: tensor, context, data and pipeline ranks; micro: micro-batch size × micro-batches; comp, "
+        "wait, comm: compute, pipeline bubble, communication; MFU: of the whole step; days: for all steps"
     )
     best = plan.fitting_layouts[0]
     changed_keys = " ".join(f"{name}={_format_value(value)}" for name, value in best.config_keys.items())
     console.print(f"keys of the first layout: {changed_keys}", soft_wrap=True, highlight=False)
 
 
-def describe_band(band: StepTimeBand) -> str:
+def describe_step_time_range(times: StepTimeRange) -> str:
     """Describe the step time with a score processor, estimated from FLOPs and from measurements."""
     return (
-        f"{band.processor}: estimated from FLOPs, a step takes {band.planned_ratio:.2f} times as long as without it; "
-        f"from measurements, {band.low_ratio:.2f} to {band.high_ratio:.2f} times ({band.source}); ms/step and days "
+        f"{times.processor}: estimated from FLOPs, a step takes {times.planned_ratio:.2f} times as long as without it; "
+        f"from measurements, {times.low_ratio:.2f} to {times.high_ratio:.2f} times ({times.source}); ms/step and days "
         "below are estimated from FLOPs"
     )
 
@@ -151,16 +151,16 @@ def _build_memory_table(plan: Plan) -> Table:
     add_row("activations", "activations")
     add_plain_row(map_label, "saved_maps")
     add_row("logits", "logits")
-    add_row("backward workspace", "working")
+    add_row("backward workspace", "workspace")
     add_plain_row(map_label, "workspace_maps")
     add_row("optimizer step", "step")
     add_plain_row("[bold]peak[/]", "total")
     if plan.config.training.cuda_graph != "off" and find_graph_obstacle(plan.config) is None:
         add_plain_row("  with CUDA graphs, at most", "total_with_graphs")
     table.add_row("ms per step", *(f"{1e3 * estimate.step_time.total:,.0f}" for estimate in columns.values()))
-    bands = [estimate.measured for estimate in columns.values()]
-    if any(bands):
-        cells = ("" if band is None else f"{1e3 * band.low:,.0f}–{1e3 * band.high:,.0f}" for band in bands)
+    ranges = [estimate.measured for estimate in columns.values()]
+    if any(ranges):
+        cells = ("" if times is None else f"{1e3 * times.low:,.0f}–{1e3 * times.high:,.0f}" for times in ranges)
         table.add_row(f"  from measurements of {', '.join(processors)}", *cells)
     return table
 

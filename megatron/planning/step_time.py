@@ -157,9 +157,9 @@ class MuonWork:
     flops: float = 0.0
     """FLOPs of Newton-Schulz. Each iteration on m × n, with r = min(m, n) and R = max(m, n), multiplies X·Xᵀ, squares
     it and multiplies both with X: 4·r²·R + 2·r³."""
-    stepped: int = 0
+    num_orthogonalized: int = 0
     """Elements of the matrices that a rank orthogonalizes, over all tensor ranks."""
-    cut: int = 0
+    num_shared: int = 0
     """Elements of a tensor rank in matrices that several ranks orthogonalize."""
 
 
@@ -300,11 +300,13 @@ class _StageEstimator:
         num_ranks, seconds = sizes.data * sizes.context, 0.0
         # Matrices are exchanged before normalization, in float32 if the compute type's range is too small.
         exchanged = 2 if self.config.training.compute_dtype == "bf16" else 4
-        if work.cut:
-            sent_bytes = 2 * work.cut * exchanged * (num_ranks - 1) / num_ranks
+        if work.num_shared:
+            sent_bytes = 2 * work.num_shared * exchanged * (num_ranks - 1) / num_ranks
             seconds += sent_bytes / cluster.compute_ring_bandwidth(sizes.tensor, num_ranks)
         if sizes.tensor > 1:
-            sent_bytes = work.stepped * (exchanged + 2 * self.bytes_per_element) * (sizes.tensor - 1) / sizes.tensor
+            sent_bytes = (
+                work.num_orthogonalized * (exchanged + 2 * self.bytes_per_element) * (sizes.tensor - 1) / sizes.tensor
+            )
             seconds += sent_bytes / cluster.compute_ring_bandwidth(1, sizes.tensor)
         return seconds
 

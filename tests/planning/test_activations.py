@@ -331,5 +331,5 @@ def test_the_peak_of_a_whole_model(method: str, keys: dict[str, Any]) -> None:
         with Peak() as tracked:
             gpt(tokens, labels=tokens).sum().backward()
         estimate = estimate_memory(wanted, ParallelSizes(), vocabulary)
-        found = max(moment.activations + moment.logits + moment.working for moment in estimate.moments)
+        found = max(phase.activations + phase.logits + phase.workspace for phase in estimate.phases)
         assert found == pytest.approx(tracked.most, rel=0.1)

@@ -106,7 +106,7 @@ def test_backends_have_separate_estimates() -> None:
     assert found["auto"].saved_maps > 0.5 * found["auto"].get_largest("activations")
     for memory in found.values():
         assert memory.saved_maps < memory.get_largest("activations")
-        assert memory.workspace_maps <= memory.get_largest("working")
+        assert memory.workspace_maps <= memory.get_largest("workspace")
 
 
 def test_a_run_in_stages_is_planned_for_the_largest() -> None:
