@@ -222,10 +222,10 @@ def compute_logits(
 def build_logit_inputs(
     problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor, gates: GateOperands | None = None
 ) -> mixer_forward.LogitInputs:
-    """Describe what the CUDA kernels compute a chunk's logits from.
+    """Build the inputs from which the CUDA kernels compute a chunk's logits.
 
     Args:
-        gates: bias of gates, instead of the problem's tables, or None.
+        gates: bias of gates, which replaces the problem's tables, or None.
     """
     assert problem.operands is not None
     return mixer_forward.LogitInputs(
@@ -351,7 +351,7 @@ def average_values(
     """Write a chunk's output and softmax statistics, from its logits [B, H, R, C].
 
     Args:
-        offsets: what the logits of all rows lack, float32 [B, H, all rows], which matters beside sinks, or None.
+        offsets: row terms that the logits omit, float32 [B, H, all rows], or None without sinks.
     """
     residue = None if attended.residue is None else chunk.slice_rows(attended.residue)
     outputs = (chunk.slice_rows(attended.output), residue, attended.stats[..., chunk.first :])
@@ -366,7 +366,7 @@ def average_values(
 
 
 class MixerSums(NamedTuple):
-    """The CUDA kernels' part of these gradients, in their own order."""
+    """Sums of the CUDA kernels, in the kernels' layouts."""
 
     tables: Tensor
     """float32 [L, distances + p, 48], see `mixer_operands.unpack_tables`."""
@@ -379,7 +379,7 @@ class MixerSums(NamedTuple):
 
 
 class TermSums(NamedTuple):
-    """Gradients of layers' table and weight terms, to which chunks add; within a call those of its layer, without L."""
+    """Gradients of the table and weight terms of layers, to which chunks add. Within a call, L is absent."""
 
     bias_product: Tensor
     """float32 [L, 2p + N, D·(1 + p)], from `BiasProduct.new_gradient`."""
@@ -398,7 +398,7 @@ class TermSums(NamedTuple):
 
 
 def new_term_sums(layers: int, product: BiasProduct, num_distances: int, device: torch.device) -> TermSums:
-    """Allocate sums of zeros, so that a layer without a backward pass has zero gradients.
+    """Allocate sums, initially zero, so that a layer without a backward pass has zero gradients.
 
     Args:
         num_distances: number of distances of the bias; 0 without one.
@@ -410,7 +410,7 @@ def new_term_sums(layers: int, product: BiasProduct, num_distances: int, device:
 
 
 def add_mixer_sums(sums: TermSums, problem: CdapeProblem) -> TermSums:
-    """Return the sums of layers with room for those of the CUDA kernels, zero."""
+    """Return the sums of layers together with zero-initialized sums for the CUDA kernels."""
     assert problem.operands is not None
     layers, device = len(sums.patches), sums.patches.device
     count = problem.operands.distances + problem.padding
@@ -434,7 +434,7 @@ def unpack_mixer_sums(sums: TermSums, product: BiasProduct) -> None:
 
 
 class GradientSums(NamedTuple):
-    """Gradients that chunks add to."""
+    """Gradients to which chunks add."""
 
     k: Tensor
     """[B·H, C, d]; of k's type with one chunk, otherwise float32."""
@@ -502,7 +502,7 @@ def differentiate_sinks(sinks: Tensor, stats: Tensor, means: Tensor, offsets: Te
 
     Args:
         sinks, stats, means: the sinks [H], statistics of the softmax [2, B, H, R], and Σ P ∘ dP of each row [B, H, R].
-        offsets: what the rows' logits lack, [B, H, R], or None.
+        offsets: row terms that the logits omit, [B, H, R], or None.
     """
     maximum, total = stats
     logits = sinks[:, None] if offsets is None else sinks[:, None] - offsets
@@ -551,7 +551,7 @@ def multiply_transposed(
 
     Args:
         factor: map [B, H, R, C]; masked entries are not read.
-        x: [B, H, rows, d], of any strides but the last.
+        x: [B, H, rows, d]; the last dimension is contiguous.
         total: [B·H, columns, d].
     """
     batch, heads, _, dim = x.shape

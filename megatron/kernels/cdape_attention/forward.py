@@ -7,7 +7,7 @@ BLOCK_H and BLOCK_D are H and D padded for `tl.dot`. A tile is BLOCK_M rows by B
 BLOCK_M·BLOCK_N: pixel (row, m) is at distance n = top − m and column j = i − n, so that j grows with m and one table
 entry serves a column of the tile. A tap t reads column j + t − p, at distance n − t + p.
 
-Device functions take related values as tuples: `pixels` is (row, n, j, alive), where alive marks the pixels that have a
+Device functions take related values as tuples: `pixels` is (row, n, j, alive), where alive is True for pixels with a
 hidden value; `extent` is (R, C, first_column, edge_start, edge_row, window), the runtime sizes.
 
 With packed documents, j is relative to the start of the row's document (`locate_columns`), which then replaces column 0

@@ -56,8 +56,8 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None, terms: LayerTe
         raise ValueError(f"sinks is on {sinks.device} and q on {q.device}")
     _check_limits(q, k, v, w1, offset, chunk)
     if sinks is not None:
-        # The kernels add b2 to the logits and give it no gradient, since softmax cancels it without sinks. Raising all
-        # keys' logits equals lowering the sink.
+        # The kernels add b2 to the logits but compute no gradient for it, because softmax cancels it without sinks.
+        # Raising the logits of all keys equals lowering the sink.
         sinks = sinks + (b2.detach() - b2).float()
     batch, heads, rows, dim = q.shape
     scale = dim**-0.5 if scale is None else scale
@@ -65,9 +65,9 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None, terms: LayerTe
         chunk = choose_chunk_rows(batch, heads, rows, offset + rows, q.dtype, get_device_properties(q))
     if terms is not None:
         if document_starts is not None:
-            raise ValueError("terms are of a call without document_starts")
+            raise ValueError("precomputed terms cannot be combined with document_starts")
         if not terms.fits(q, offset, window):
-            raise ValueError("terms are of another call")
+            raise ValueError("precomputed terms do not match the shape of this call")
         attended: Tensor = get_uncompiled_apply(_AttendWithTerms)(
             *(q, k, v, sinks, terms.anchor, terms, scale, min(chunk, rows)),
             _needs_gradients(q, k, v, sinks, terms.anchor),
@@ -132,7 +132,7 @@ class _CdapeAttention(torch.autograd.Function):
         chunk: int,
         needs_gradients: bool,
     ) -> Tensor:
-        get_arch(q)  # raises where no kernel can run
+        get_arch(q)  # raises if no kernel can run
         heads, rows = q.shape[1:3]
         shape = get_weight_shape(heads, w1.shape[0], w1.shape[-1], bias is not None)
         # Rows of packed documents can have any distance from their left edge.
@@ -145,7 +145,7 @@ class _CdapeAttention(torch.autograd.Function):
         problem = replace(problem, rows=rows, offset=offset, document_starts=document_starts, sinks=_contiguous(sinks))
         problem = replace(problem, uses_mixer=mixer.is_enabled())
         output, kept = _attend(q, k, v, problem, scale, chunk, needs_gradients=needs_gradients)
-        # `save_for_backward` frees these tensors when they are not needed any more.
+        # `save_for_backward` frees these tensors after the backward pass.
         ctx.save_for_backward(*kept, biases, contributions, document_starts, problem.sinks, *packed)
         ctx.residual_bias = residual_bias
         ctx.product, ctx.offset, ctx.scale, ctx.chunk = product, offset, scale, chunk
@@ -224,14 +224,14 @@ def _attend(
 
 
 def _has_residue(kept: Sequence[Tensor | None]) -> bool:
-    """Return True if the CUDA kernels compute the backward pass of a call that kept these tensors."""
+    """Return True if the CUDA kernels compute the backward pass of a call that saved these tensors."""
     return kept[-1] is not None
 
 
 def _new_sums(
     problem: driver.CdapeProblem, product: BiasProduct, num_distances: int, kept: Sequence[Tensor | None]
 ) -> driver.TermSums:
-    """Return the sums of a call by itself, zero, with L = 1 in front."""
+    """Return zero-initialized sums for a single call, with L = 1."""
     sums = driver.new_term_sums(1, product, num_distances, problem.bias_contributions.device)
     return driver.add_mixer_sums(sums, problem) if _has_residue(kept) else sums
 

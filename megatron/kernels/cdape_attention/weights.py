@@ -1,8 +1,7 @@
 """Gather weights into the layouts that kernels and products read, and gather their gradients back.
 
-The host launches each operation, whatever its size, and there are dozens of layouts and pieces. All weights are
-therefore concatenated and gathered once, by an index that depends on the shapes alone. If the caller has several
-layers, they are gathered together.
+There are dozens of layouts, and the host would launch small operations for each. All weights are therefore concatenated
+and gathered once, by an index that depends on the shapes alone. The weights of several layers are gathered together.
 
 L layers, H heads, D processor width, k kernel size, p = k//2, HP and DP padded for matrix products, KC patches
 (`forward.py`).
@@ -25,7 +24,7 @@ from megatron.kernels.head_dim import pad_for_dot
 
 @dataclass(frozen=True)
 class WeightShape:
-    """Sizes that determine all layouts."""
+    """Sizes of a processor, which determine all layouts."""
 
     heads: int
     width: int
@@ -105,7 +104,7 @@ class _Index(NamedTuple):
 def pack_weights(
     shape: WeightShape, weights: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], dtype: torch.dtype
 ) -> PackedWeights:
-    """Pack the weights of layers, w1, b1, w2, b2 as in `args.CdapeArgs`, for a compute type, with L in front."""
+    """Pack the weights w1, b1, w2, b2 (see `args.CdapeArgs`) of L layers for a compute type."""
     first = weights[0][0]
     index, zero = _build_index(shape, first.device), _build_zero(first.dtype, first.device)
     joined = torch.cat([x for w1, b1, w2, b2 in weights for x in (w1.reshape(-1), b1, w2.reshape(-1), b2, zero)])
@@ -140,7 +139,7 @@ def unpack_gradients(
 
 
 def _split(flat: Tensor, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
-    """Split the first entries of [L, n] into tensors of these shapes, with L in front."""
+    """Split the first entries of [L, n] into tensors of these shapes, with L as the first dimension."""
     sizes = _list_sizes(shapes)
     pieces = flat.split([*sizes, flat.shape[1] - sum(sizes)], 1)
     return [piece.view(len(flat), *shape) for piece, shape in zip(pieces, shapes, strict=False)]
