@@ -1,4 +1,4 @@
-"""Memory of attention in plain PyTorch: the full score matrix, or row blocks, kept or recomputed."""
+"""Memory of attention in plain PyTorch: the full score matrix, or row blocks, saved or recomputed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

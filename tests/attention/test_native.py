@@ -26,7 +26,7 @@ class Refused:
     """Fallback that must not be called."""
 
     def __call__(self, rows: AttentionInputs) -> torch.Tensor:
-        raise AssertionError("left to row blocks")
+        raise AssertionError("fell back to row blocks")
 
 
 def rows_of(pair: tuple[str, str], length: int = 21, start: int = 0, **keys) -> AttentionInputs:
@@ -124,7 +124,7 @@ def test_fallback_to_row_blocks_is_reported_once(caplog: pytest.LogCaptureFixtur
             torch.manual_seed(0)
             assert torch.equal(out, RowBlockBackend(4)(each))
     output = [record.message for record in caplog.records]
-    assert output == [f"attention_backend native: {why} is left to PyTorch's row blocks" for why in left_out]
+    assert output == [f"attention_backend native: falling back to PyTorch's row blocks for {why}" for why in left_out]
 
 
 @compiled

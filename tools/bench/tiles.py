@@ -133,7 +133,7 @@ def compile_candidates(tiles: dict[str, Tile], run: Callable[[str, int, int], No
 
 
 def measure_kernels(run: Callable[[], None]) -> dict[str, float]:
-    """Return the median microseconds of each kernel that runs on a GPU, by its name; of none on a CPU."""
+    """Return the median time of each kernel on a GPU, in microseconds, by name; empty on a CPU."""
     if not torch.cuda.is_available():
         run()
         return {}
@@ -196,7 +196,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--place", type=int, default=0, help="internal")
     arguments = parser.parse_args()
     if arguments.device == "cpu" and not is_interpreted():
-        parser.error("no CUDA device is here; TRITON_INTERPRET=1 tries the tiles on a CPU, untimed")
+        parser.error("no CUDA device found; TRITON_INTERPRET=1 runs the tiles on a CPU without timing")
     return arguments
 
 

@@ -45,7 +45,7 @@ def describe_unsupported_processor(
 
 
 def describe_processor_fallback(inputs: AttentionInputs) -> str | None:
-    """Explain why no kernel supports these rows of a supported combination; None if one does."""
+    """Explain why no kernel supports a call of a supported combination; None if one does."""
     if inputs.query.sampled is not None:
         return "randomized positions"
     if inputs.key_mask is not None:
@@ -58,7 +58,7 @@ def describe_processor_fallback(inputs: AttentionInputs) -> str | None:
 
 
 def run_processor_kernel(kernel: Callable[..., Tensor], inputs: AttentionInputs, bias: Tensor | None) -> Tensor:
-    """Run a kernel on supported rows.
+    """Run a kernel on a supported call.
 
     Args:
         kernel: `cdape_attention` of a device.
@@ -72,10 +72,10 @@ def run_processor_kernel(kernel: Callable[..., Tensor], inputs: AttentionInputs,
 
 
 def describe_gated_processor_fallback(inputs: AttentionInputs, args: CdapeArgs, table: ScoreTerms) -> str | None:
-    """Explain why no kernel supports these rows of a processor on gates; None if one does.
+    """Explain why no kernel supports a call of a processor with gates; None if one does.
 
     Args:
-        inputs: rows that `describe_processor_fallback` takes.
+        inputs: inputs for which `describe_processor_fallback` returns None.
         args: the kernels' arguments for these rows.
         table: the encoding's table over their distances; empty if it has none.
     """
@@ -89,7 +89,7 @@ def describe_gated_processor_fallback(inputs: AttentionInputs, args: CdapeArgs, 
 
 
 def run_gated_processor_kernel(inputs: AttentionInputs, args: CdapeArgs) -> Tensor:
-    """Run the kernels of a processor on gates, on supported rows."""
+    """Run the kernels of a processor with gates on a supported call."""
     from megatron.kernels.cdape_attention.gated_op import attend_with_gates
 
     assert inputs.row_bias is not None
@@ -98,7 +98,7 @@ def run_gated_processor_kernel(inputs: AttentionInputs, args: CdapeArgs) -> Tens
 
 
 def collect_kernel_args(inputs: AttentionInputs, bias: Tensor | None) -> CdapeArgs:
-    """Return the kernels' arguments for a processor with two convolutions, gathered if ZeRO-3 divides its weights."""
+    """Return the kernels' arguments for a processor with two convolutions; weights sharded by ZeRO 3 are gathered."""
     assert inputs.processor is not None
     convolutions = inputs.processor.kernel_parameters()
     assert isinstance(convolutions, ConvolutionParameters)

@@ -15,7 +15,7 @@ from megatron.utils.errors import UserError
 logger = logging.getLogger(__name__)
 
 ROW_BLOCKS = "row blocks"
-"""Name of `auto`'s row blocks, kept or recomputed depending on their length. Users cannot request them by name."""
+"""Name of `auto`'s row blocks, saved or recomputed depending on the length. Users cannot request them by name."""
 
 CHECKED_BACKENDS = ("triton", ROW_BLOCKS, "sdpa", "flex")
 """Backends that `auto` tries on a GPU, in this order after its unchecked default. The last takes longest to compile."""
@@ -34,23 +34,17 @@ def explain_row_blocks(
     softcap: float | None = None,
     softmax_type: str = "vanilla",
 ) -> str | None:
-    """Explain why `auto`, without a check, uses row blocks.
-
-    Return None if it uses fused attention, or if a backend was named.
-    """
+    """Explain why `auto` uses row blocks without a self-check; None if it uses sdpa, or if a backend is named."""
     reason = SdpaBackend().describe_unsupported(encoding, processor, softcap, softmax_type) if name == "auto" else None
     if reason is None:
         return None
-    return f"row blocks, kept up to {MAX_KEYS_SAVED:,} keys in training: sdpa {reason.removeprefix('it ')}"
+    return f"row blocks, saved up to {MAX_KEYS_SAVED:,} keys in training: sdpa {reason.removeprefix('it ')}"
 
 
 def get_default_backend(
     encoding: Encoding, processor: Processor | None, softcap: float | None = None, softmax_type: str = "vanilla"
 ) -> str:
-    """Return the backend that `auto` uses without a check, on CPUs and GPUs.
-
-    It is sdpa or row blocks, which are PyTorch's.
-    """
+    """Return the backend that `auto` uses without a self-check, on CPUs and GPUs: sdpa or row blocks."""
     return (
         "sdpa" if SdpaBackend().describe_unsupported(encoding, processor, softcap, softmax_type) is None else ROW_BLOCKS
     )
@@ -115,10 +109,7 @@ def list_candidates(
     softcap: float | None = None,
     softmax_type: str = "vanilla",
 ) -> dict[str, AttentionBackend]:
-    """List the backends that `auto` chooses from on a GPU, the unchecked default first.
-
-    They support the combination.
-    """
+    """List the backends that support the combination, from which `auto` chooses on a GPU; the default is first."""
     backends = _build_backends(chunk_rows)
     default = get_default_backend(encoding, processor, softcap, softmax_type)
     order = [default, *(name for name in CHECKED_BACKENDS if name != default)]
@@ -137,7 +128,7 @@ def describe_fallback(backend: AttentionBackend, inputs: AttentionInputs) -> str
 def is_every_op_rounded(backend: AttentionBackend, inputs: AttentionInputs) -> bool:
     """Return True if a backend stores scores, biases or values derived from them in the compute type.
 
-    Kernels round the factors of their products and their results.
+    Other backends round only the factors and the results of products.
     """
     return isinstance(backend, RowBlockBackend) or (
         isinstance(backend, TritonBackend) and not backend.is_one_kernel(inputs)

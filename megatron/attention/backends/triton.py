@@ -9,8 +9,8 @@
 | a network (FIRE)     | none          | `kernels/bias` and PyTorch's fused attention                           |
 | a network (FIRE)     | any, or sinks | `kernels/bias` and PyTorch's row blocks                                |
 
-Conditions only known at run time fall back to PyTorch's row blocks, with a single warning. These are padding, sampled
-positions, a model moved to the CPU, dropout with a processor, and a processor's heads divided over ranks that cannot
+Some calls fall back to PyTorch's row blocks with a single warning: calls with padding or sampled positions, of a model
+moved to the CPU, with dropout and a processor, or of a processor whose heads are divided over ranks that cannot
 exchange heads for rows.
 
 h requested heads, R query rows, C key columns.
@@ -58,7 +58,7 @@ def is_triton_available() -> bool:
 
 
 class TritonBackend:
-    """The kernels of `kernels/` as a backend.
+    """Backend that runs the kernels of `megatron/kernels/`.
 
     Args:
         fallback: backend for unsupported calls, in plain PyTorch.
@@ -95,7 +95,7 @@ class TritonBackend:
         return describe_unsupported_processor(processor, max_width=MAX_PROCESSOR_WIDTH)
 
     def describe_fallback(self, inputs: AttentionInputs) -> str | None:
-        """Explain why these rows of a supported combination fall back to row blocks; None if they do not."""
+        """Explain why a call of a supported combination falls back to row blocks; None if it does not."""
         table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
         return select_kernel(inputs, table).reason or None
 
@@ -107,7 +107,7 @@ class TritonBackend:
 
     @staticmethod
     def share_table(table: ScoreTerms) -> ScoreTerms:
-        """Return a table that many calls can read, with their gradients accumulated."""
+        """Return a table that several calls can read and that accumulates their gradients."""
         from megatron.kernels.biased_attention.shared_table import share_table
 
         return ScoreTerms(*(None if term is None else share_table(term) for term in table))
@@ -194,13 +194,13 @@ ONE_KERNEL = (KernelChoice.FUSED_BIAS, KernelChoice.FUSED_PROCESSOR, KernelChoic
 
 
 class SelectedKernel(NamedTuple):
-    """Implementation of a call, with what its selection needed."""
+    """Selected implementation of a call, with its arguments or the reason for a fallback."""
 
     choice: KernelChoice
     reason: str = ""
-    """Reason why no kernel is involved; empty if one is."""
+    """Reason why no kernel is used; empty if one is."""
     args: CdapeArgs | None = None
-    """Arguments of the kernels of a processor on gates."""
+    """Arguments of the kernels for a processor with gates."""
 
 
 def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> SelectedKernel:
@@ -354,7 +354,7 @@ def compute_fire_bias(
 
 
 def use_fire_kernel(inputs: AttentionInputs, fire: FireParameters) -> AttentionInputs:
-    """Return the inputs with the bias computed by the kernel, for backends that call block by block."""
+    """Return the inputs with FIRE's bias computed by the kernel, for attention in row blocks."""
 
     def dense(query: TokenRange, key: TokenRange, like: Tensor, heads: slice) -> ScoreTerms:
         return ScoreTerms(bias=compute_fire_bias(fire, query, key, heads, torch.float32))

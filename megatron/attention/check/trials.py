@@ -27,7 +27,7 @@ TIMING_SECONDS = 2.0
 """Time limit in seconds of all timing rounds together."""
 MAX_ROUNDS, MIN_ROUNDS = 10, 2
 CERTAIN_ERROR_RATIO = 100.0
-"""Error ratio above which a result is wrong. A result with a smaller excess is computed a second time."""
+"""Error ratio above which a result is wrong. A result with a smaller ratio above the tolerance is computed again."""
 
 
 class DeviceLostError(Exception):
@@ -55,14 +55,13 @@ def is_within_rounding(error_ratios: Mapping[str, float]) -> bool:
 
     Args:
         error_ratios: ratio of the error of each result to the size of rounding errors
-        (`ReferenceResults.compute_error_ratio`). It is
-            infinite for NaN, and if a value that must be zero is not.
+            (`ReferenceResults.compute_error_ratio`). It is infinite for NaN, and if a value that must be zero is not.
     """
     return all(ratio <= SAFETY_FACTOR for ratio in error_ratios.values())
 
 
 class ReferenceResults:
-    """Exact results of a problem, and the sizes of rounding errors in its type."""
+    """Exact results of a problem, and the sizes of rounding errors in its data type."""
 
     def __init__(self, problem: CheckProblem) -> None:
         self.problem = problem
@@ -127,7 +126,7 @@ def try_backends(
     deadline = clock() + CHECK_SECONDS
     try:
         references = [ReferenceResults(problem), ReferenceResults(replace(problem, seed=problem.seed + 1))]
-        assert references[0].exact  # before any backend runs, so that a failure here is not attributed to one
+        assert references[0].exact  # before any backend runs, so that a failure here is not attributed to a backend
     except Exception as failure:  # the exact results need memory too
         why = f"was not compared: computing in float64 {_describe_failure(failure)}"
         return [BackendTrial(name, why, is_final=not is_out_of_memory(failure)) for name in backends]
@@ -229,10 +228,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> None:
-    """Free memory held by tracebacks and by the allocator.
-
-    Each trial and the run itself then start with an empty device.
-    """
+    """Free memory held by tracebacks and by the allocator, so that the next trial starts with an empty device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
