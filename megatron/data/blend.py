@@ -214,7 +214,7 @@ def list_dataset_slices(data: DataOptions, split: Split, key: str | None = None)
 
 
 def _open_slice(data: DataOptions, key: str, prefix: Path, split: Split) -> DatasetSlice | None:
-    check_dataset(prefix, content=False)  # first: names the changed file if the index and data no longer match
+    check_dataset(prefix, content=False)  # checked first, to name the changed file if index and data do not match
     dataset = open_indexed(prefix)
     sequence_range: tuple[int, int] | None = (0, len(dataset.lengths))
     if key == "data_path":

@@ -1,4 +1,4 @@
-"""Reading and checking `corpus.json`, the description of a corpus folder.
+"""Reader and validation of `corpus.json`, the description of a corpus folder.
 
 A tokenizer stored without a corpus, such as the copy in each run, is described by `description.json`.
 
@@ -153,10 +153,7 @@ def read_corpus_metadata(folder: str | Path) -> CorpusMetadata:
 
 
 def read_corpus(folder: str | Path) -> CorpusInfo:
-    """Return a summary of a corpus folder.
-
-    Raises UserError if it is not one, RunError if its description is damaged.
-    """
+    """Return a summary of a corpus folder. Raises UserError if it is no corpus, RunError if it is damaged."""
     folder = Path(folder)
     metadata = read_corpus_metadata(folder)
     return CorpusInfo(

@@ -6,10 +6,10 @@ sequence exchange the tensors that attention needs from other ranks.
 Tensor parallelism: megatron-core splits the linear layers, so each rank computes a contiguous range of heads. For our
 modules this means:
 
-* Every rank holds all parameters of encodings and processors and uses those of its heads. Each rank's gradient is
-  therefore partial, and gradients are summed over ranks; otherwise the copies would drift apart.
+* Every rank holds all parameters of encodings and processors and uses those of its heads. Its gradients are partial, so
+  gradients are summed over ranks. Otherwise the copies would diverge.
 * A processor mixes the scores of all heads. So ranks exchange heads for rows: each computes all heads for a share of
-  the query rows, and the output is exchanged back the same way. Keys and values of all heads are gathered; queries are
+  the query rows, and the output is exchanged back. Keys and values of all heads are gathered; queries are
   gathered only if the processor reads rows above those of the rank.
   Communication is linear in T; score matrices are never exchanged. If the rows are not divisible, are few (decoding),
   or some sequences are padded, each rank keeps its heads, gathers the queries of all heads and computes all scores.
@@ -96,7 +96,7 @@ class LayerAttention:
 
 
 ROTATION = ("rotate", "rotate_keys", "get_cos_sin")
-"""Functions of an encoding that describe the same rotation."""
+"""Functions of an encoding that define its rotation. A subclass that overrides one must override all."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class PositionedAttention(MegatronModule):
         self, config: TransformerConfig, layer_attention: LayerAttention, layer_index: int, groups: ProcessGroups
     ) -> None:
         super().__init__(config=config)
-        # A tuple hides the shared encoding from nn.Module: the model registers its parameters once.
+        # A tuple hides the shared encoding from nn.Module, because the model registers its parameters once.
         self._shared: tuple[Encoding, ...] = (layer_attention.encoding,) if layer_attention.shared else ()
         # The attribute names are those of weights in checkpoints: see `manifest.WEIGHT_RENAMES`.
         self.position = None if layer_attention.shared else layer_attention.encoding
@@ -152,7 +152,7 @@ class PositionedAttention(MegatronModule):
         self.layer_index = layer_index
         self.groups = groups
         self.heads = get_tensor_parallel_heads(groups.mesh.tensor, config.num_attention_heads)
-        assert config.num_query_groups is not None  # megatron-core fills it in
+        assert config.num_query_groups is not None  # set by megatron-core
         self.queries_per_key = config.num_attention_heads // config.num_query_groups
 
     @property
@@ -205,7 +205,7 @@ class PositionedAttention(MegatronModule):
             return None
         owners = {next(kind for kind in type(self.encoding).__mro__ if name in vars(kind)) for name in ROTATION}
         if len(owners) > 1:
-            return None  # a subclass overrides one of the functions, so they may differ
+            return None  # a subclass overrides only some of the functions, so they may disagree
         return self.encoding.get_cos_sin(like, segments[0].tokens)
 
     def forward(
@@ -274,7 +274,7 @@ class PositionedAttention(MegatronModule):
                 q = queries[:, :, queries.shape[2] - q.shape[2] :]
             gates = None if gates is None else gather_heads(gates, self.groups)
         k, v = gather_sequence(k, v, self.groups)
-        if gates is not None:  # too small to exchange separately, unlike keys and values
+        if gates is not None:  # too small to be exchanged separately, unlike keys and values
             gates = all_gather(gates, 2, self.groups, "context", reduce_grad=True)
         above = None
         if queries is not None:
@@ -283,7 +283,7 @@ class PositionedAttention(MegatronModule):
             )
         if len(segments) > 1:
             q = q.contiguous()  # a view would keep the adjacent keys and values alive
-        # Repeated only here: the cache stores, and ranks exchange, each key-value head once.
+        # Repeated only here, so that the cache stores and ranks exchange each key-value head once.
         k, v = (x.repeat_interleave(self.queries_per_key, 1) if self.queries_per_key > 1 else x for x in (k, v))
         table = context.tables.get(self.layer_index) or self.compute_table(segments, q.device)
         terms = context.processor_terms.get(self.layer_index)

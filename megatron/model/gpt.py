@@ -101,7 +101,7 @@ class GPT(GPTModel):
         self._layer_groups = LayerGroups(attentions)
 
     def _drop_off_stage_modules(self, stage: Axis) -> None:
-        """Delete the modules of other stages, and mark parameters that an earlier stage also holds."""
+        """Delete the modules of other stages, and mark the parameters that an earlier stage also has."""
         local = get_pipeline_layer_range(self.config.num_layers, stage)
         prefixes = [f"decoder.layers.{layer}." for layer in range(self.config.num_layers) if layer not in local]
         tied = self.share_embeddings_and_output_weights
@@ -278,9 +278,9 @@ class GPT(GPTModel):
         return hidden
 
     def _add_nothing(self, hidden: Tensor) -> Tensor:
-        """Return the same hidden states, but give parameters that no layer of this stage reads a gradient of zero.
+        """Return the hidden states unchanged, with zero gradients for parameters that no layer of this stage reads.
 
-        Its order and data type match other gradients, because stages sum these gradients.
+        Pipeline stages sum these gradients, so their order and data type match those of other gradients.
         """
         unused = [p for name in self._unused_encodings for p in self.positions[name].parameters()]
         return hidden + sum((0.0 * parameter.sum() for parameter in unused), hidden.new_zeros(())).to(hidden.dtype)

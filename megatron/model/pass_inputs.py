@@ -1,7 +1,7 @@
 """Inputs of a forward pass that are prepared before the layers: segments of its tokens, and terms that layers share.
 
-Segments are the positions of the tokens, and the keys that each may see. They depend on the cache of earlier tokens,
-padding, documents, randomized positions, and on the tokens that a rank of context parallelism holds.
+Segments describe the positions of the tokens and the keys that each may see. They depend on the cache of earlier
+tokens, padding, documents, randomized positions, and on the tokens that a rank of context parallelism holds.
 
 Score tables, processor terms and document masks are computed once before the layers, so that activation recomputation
 does not repeat them. Layers belong together if the same call serves them, or if one call computes the terms of several
@@ -286,9 +286,7 @@ def _compute_tables(
 def _compute_layer_masks(
     attentions: Sequence[PositionedAttention], segments: tuple[Segment, ...], starts: Tensor, like: Tensor
 ) -> dict[int, tuple[Segment, ...]]:
-    """Compute the document masks of layers with the same backend and window once.
-
-    They are shared by all these layers and by recomputation.
+    """Compute the document masks once for all layers with the same backend and window, and for their recomputation.
 
     Return the segments with their masks, by layer index.
 

@@ -44,7 +44,7 @@ def _activate(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class KeyConvolution(nn.Module):
-    """A 1×k convolution along the keys, applied to some of its input channels at a time.
+    """1×k convolution along the keys, which can be applied to a part of its input channels.
 
     Channels without a batch dimension (the bias) are convolved once, not once per sequence.
 
