@@ -105,7 +105,7 @@ def test_the_fastest_correct_backend_is_chosen_and_reported(planted) -> None:
     assert choice.backends[0] is planted["candidates"]["fast"]
     (line,) = choice.lines
     assert line.startswith(
-        "attention: fast, 2.00 times as fast as row blocks (1 ms instead of 2 for a layer), errors at most 0."
+        "attention: fast, 2.00 times as fast as row blocks (1 ms instead of 2 for a layer), errors up to 0."
     )
     assert "times rounding in float32 (4 allowed); checked in" in line
     assert "; rejected: wrong errs in " in line
@@ -214,13 +214,11 @@ def test_a_lost_device_is_reported_by_all_ranks_and_remembered(planted, monkeypa
     monkeypatch.setattr(trials_module, "is_device_usable", lambda device: usable[0])
     del planted["candidates"]["wrong"]
     with pytest.raises(
-        RunError, match="attention by raising raised RuntimeError: no such instruction, and nothing runs"
+        RunError, match="attention by raising raised RuntimeError: no such instruction, and the device is unusable"
     ):
         choose()
-    with pytest.raises(RunError, match="nothing runs on this device"):  # the healthy rank learns of it
-        choose(
-            make_groups(lambda value: (value[0], "attention by x, and nothing runs on this device") if value else value)
-        )
+    with pytest.raises(RunError, match="the device is unusable"):  # raised on the healthy rank too
+        choose(make_groups(lambda value: (value[0], "attention by x, and the device is unusable") if value else value))
     planted["calls"].clear()
     usable[0] = True
     choice = choose()
