@@ -134,7 +134,7 @@ class CorpusInfo:
 
     def get_dataset_prefix(self, split: str) -> Path:
         """Return the dataset prefix of a split, as used by `train_data_paths`."""
-        return self.folder / split_basename(split)
+        return self.folder / get_split_basename(split)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def read_corpus(folder: str | Path) -> CorpusInfo:
     )
 
 
-def split_basename(split: str) -> str:
+def get_split_basename(split: str) -> str:
     """Return the base name of a split's files: `train_text_document`, or `text_document` for an undivided corpus."""
     return "text_document" if split == ALL_SPLITS else f"{split}_text_document"
 

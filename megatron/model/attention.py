@@ -59,7 +59,7 @@ from megatron.model.core_modules import MegatronModule, TransformerConfig
 from megatron.model.kv_cache import KVCache
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.facts import OptionError
-from megatron.position.numerics import has_parameters_divided_by_zero_3
+from megatron.position.numerics import has_parameters_sharded_by_zero3
 from megatron.position.processor import Processor
 from megatron.position.temperature import Temperature
 from megatron.position.token_range import ALL_HEADS, TokenRange
@@ -257,7 +257,7 @@ class PositionedAttention(MegatronModule):
         if shares_rows:
             chunks = list_context_chunks(q.shape[2], self.groups.mesh.tensor)
             # Rank 0's chunks are apart; those of the last rank are adjacent.
-            segments = select_chunks(segments, chunks, join_neighbours=not self._is_divided_by_zero_3)
+            segments = select_chunks(segments, chunks, join_neighbours=not self._is_sharded_by_zero3)
             heads = ALL_HEADS
             if queries is None:
                 q = exchange_heads_for_rows(q, self.groups)
@@ -310,9 +310,9 @@ class PositionedAttention(MegatronModule):
         return cache.extend_queries(self.layer_index, q, self.processor.preceding_rows), None
 
     @property
-    def _is_divided_by_zero_3(self) -> bool:
+    def _is_sharded_by_zero3(self) -> bool:
         """True if ZeRO 3 shards the processor's parameters; all ranks must then call it equally often."""
-        return self.processor is not None and has_parameters_divided_by_zero_3(self.processor)
+        return self.processor is not None and has_parameters_sharded_by_zero3(self.processor)
 
     def _shares_rows(self, context: AttentionContext, length: int) -> bool:
         """Return True if tensor-parallel ranks exchange heads for rows."""

@@ -28,7 +28,7 @@ from megatron.model.mup import Multipliers, MupScaling
 from megatron.model.pass_inputs import LayerGroups, SegmentBuilder, find_documents
 from megatron.options.model import MAX_LOGITS
 from megatron.position.encoding import Encoding
-from megatron.position.numerics import has_parameters_divided_by_zero_3, soft_cap
+from megatron.position.numerics import has_parameters_sharded_by_zero3, soft_cap
 from megatron.position.token_range import TokenRange
 from megatron.utils.errors import UserError
 
@@ -262,7 +262,7 @@ class GPT(GPTModel):
         )
         hidden = self._embed(tokens, segments, restarted) if self.is_first_stage else tokens  # [T, B, D]
         if self._unused_encodings and torch.is_grad_enabled():
-            hidden = self._add_nothing(hidden)
+            hidden = self._add_zero_gradients(hidden)
         context = self._layer_groups.build_context(
             [layer.self_attention.core_attention for layer in self.local_layers],
             segments,
@@ -277,7 +277,7 @@ class GPT(GPTModel):
             kv_cache.length += length
         return hidden
 
-    def _add_nothing(self, hidden: Tensor) -> Tensor:
+    def _add_zero_gradients(self, hidden: Tensor) -> Tensor:
         """Return the hidden states unchanged, with zero gradients for parameters that no layer of this stage reads.
 
         Pipeline stages sum these gradients, so their order and data type match those of other gradients.
@@ -330,9 +330,9 @@ class GPT(GPTModel):
         return hidden
 
     @property
-    def is_divided_by_zero_3(self) -> bool:
+    def is_sharded_by_zero3(self) -> bool:
         """True if ZeRO 3 shards the weights of this stage's layers."""
-        return has_parameters_divided_by_zero_3(self.local_layers[0])
+        return has_parameters_sharded_by_zero3(self.local_layers[0])
 
     def has_attention_parameters(self) -> bool:
         """Return True if attention itself has trainable parameters, in an encoding or a processor."""

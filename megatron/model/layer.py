@@ -37,7 +37,7 @@ from megatron.model.core_modules import (
     TransformerLayer,
 )
 from megatron.model.layer_config import can_compile, choose_region
-from megatron.position.numerics import is_divided_by_zero_3, promote_to_float32
+from megatron.position.numerics import is_sharded_by_zero3, promote_to_float32
 
 Heads = tuple[Tensor, ...]
 """Queries [T, B, h, d], keys and values [T, B, g, d], or one tensor [T, B, g·(n + 2)·d] that holds all three."""
@@ -126,7 +126,7 @@ def is_unsharded(linear: ColumnParallelLinear | RowParallelLinear, weight: Tenso
     ZeRO 3 releases a weight after use. Autograd must then save the parameter itself instead of a view, as
     megatron-core's function does.
     """
-    return linear.tp_group.size() == 1 and not is_divided_by_zero_3(weight)
+    return linear.tp_group.size() == 1 and not is_sharded_by_zero3(weight)
 
 
 class ColumnLinear(ColumnParallelLinear):

@@ -39,7 +39,7 @@ from megatron.model.attention import AttentionContext, PositionedAttention, buil
 from megatron.model.kv_cache import KVCache
 from megatron.position import token_range
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.numerics import has_parameters_divided_by_zero_3
+from megatron.position.numerics import has_parameters_sharded_by_zero3
 from megatron.position.token_range import SampledPositions, TokenRange
 from megatron.utils.errors import UserError
 
@@ -118,7 +118,7 @@ class SegmentBuilder:
             restarted = self._build_position_segments(position_ids, device)
         # Rows with one document need none of this, but under ZeRO 3 all ranks must call the same modules.
         if document_starts is not None and (
-            bool(document_starts.any()) or has_parameters_divided_by_zero_3(self.layers[0])
+            bool(document_starts.any()) or has_parameters_sharded_by_zero3(self.layers[0])
         ):
             if mask is not None:
                 raise RuntimeError("document_starts cannot be combined with padding")

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.position.facts import OptionError
-from megatron.position.numerics import is_divided_by_zero_3, promote_to_float32
+from megatron.position.numerics import is_sharded_by_zero3, promote_to_float32
 
 
 class _Clamp(torch.autograd.Function):
@@ -86,9 +86,7 @@ class JoinedParameter:
 
     def __call__(self) -> Tensor:
         first = self.parameters[0]
-        if is_divided_by_zero_3(first.value) or any(
-            (p.low, p.high) != (first.low, first.high) for p in self.parameters
-        ):
+        if is_sharded_by_zero3(first.value) or any((p.low, p.high) != (first.low, first.high) for p in self.parameters):
             return torch.cat([parameter() for parameter in self.parameters])
         value = promote_to_float32(torch.cat([parameter.value for parameter in self.parameters]))
         return value if math.isinf(first.low) and math.isinf(first.high) else _Clamp.apply(value, first.low, first.high)

@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from megatron.position.token_range import TokenRange
 
 
-def is_divided_by_zero_3(parameter: Tensor) -> bool:
+def is_sharded_by_zero3(parameter: Tensor) -> bool:
     """Return True if DeepSpeed's ZeRO-3 shards a parameter and gathers it only around calls of its module."""
     return hasattr(parameter, "ds_id")
 
 
-def has_parameters_divided_by_zero_3(module: nn.Module) -> bool:
+def has_parameters_sharded_by_zero3(module: nn.Module) -> bool:
     """Return True if ZeRO-3 shards any parameter of a module.
 
     Parameters are not read as attributes, because in a forward pass DeepSpeed would gather them from all ranks, and not
     all ranks may call this.
     """
-    return any(is_divided_by_zero_3(parameter) for parameter in module.parameters())
+    return any(is_sharded_by_zero3(parameter) for parameter in module.parameters())
 
 
 def promote_to_float32(x: Tensor) -> Tensor:

@@ -254,7 +254,7 @@ def temporary_folder(purpose: str) -> Iterator[Path]:
     """
     remove_stale_folders()
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-"))
-    descriptor, maker = _take_folder(folder), os.getpid()
+    descriptor, maker = _lock_folder(folder), os.getpid()
 
     def remove() -> None:
         if os.getpid() == maker:  # a forked child runs the same code on exit
@@ -269,7 +269,7 @@ def temporary_folder(purpose: str) -> Iterator[Path]:
             os.close(descriptor)
 
 
-def _take_folder(folder: Path) -> int | None:
+def _lock_folder(folder: Path) -> int | None:
     """Lock the file of a folder; returns None if the file system has no locks.
 
     The file gets its name after it is locked, so that no process finds it unlocked before.

@@ -245,7 +245,7 @@ def compute_error_sizes(error: Tensor) -> Tensor:
 
 
 def _iter_squared_sizes(
-    kinds: Mapping[str, torch.dtype],
+    result_dtypes: Mapping[str, torch.dtype],
     truth: Results,
     compute: Callable[[], Results],
     dtype: torch.dtype,
@@ -259,13 +259,13 @@ def _iter_squared_sizes(
         with RoundingMode(dtype, seed, **model):
             drawn = compute()
         yield {
-            name: compute_error_sizes(drawn[name].detach().to(kinds[name]).double() - exact).square()
+            name: compute_error_sizes(drawn[name].detach().to(result_dtypes[name]).double() - exact).square()
             for name, exact in truth.items()
         }
 
 
 def estimate_rounding_sizes(
-    kinds: Mapping[str, torch.dtype],
+    result_dtypes: Mapping[str, torch.dtype],
     truth: Results,
     compute: Callable[[], Results],
     dtype: torch.dtype,
@@ -274,12 +274,12 @@ def estimate_rounding_sizes(
     """Estimate the sizes (`compute_error_sizes`) of rounding errors: root mean squares over perturbed evaluations.
 
     Args:
-        kinds: data type of each result, to which it is rounded once more.
+        result_dtypes: data type of each result, to which it is rounded once more.
         truth: `compute()`, without gradients.
         compute: computes the results in float64.
         dtype, model: as in `RoundingMode`: stored, rounds_every_op.
     """
-    squares = list(_iter_squared_sizes(kinds, truth, compute, dtype, **model))
+    squares = list(_iter_squared_sizes(result_dtypes, truth, compute, dtype, **model))
     return {name: torch.stack([each[name] for each in squares]).mean(0).sqrt() for name in truth}
 
 
@@ -313,9 +313,9 @@ def compute_error_ratio(
     for name, exact in truth.items():
         assert found[name].shape == exact.shape, name
     errors = {name: found[name].detach().to(exact.device).double() - exact for name, exact in truth.items()}
-    kinds = {name: x.dtype for name, x in found.items()}
+    result_dtypes = {name: x.dtype for name, x in found.items()}
     totals, ratios = {name: torch.zeros(2, dtype=torch.float64) for name in truth}, {}
-    for count, squares in enumerate(_iter_squared_sizes(kinds, truth, compute, dtype, **model), start=1):
+    for count, squares in enumerate(_iter_squared_sizes(result_dtypes, truth, compute, dtype, **model), start=1):
         totals = {name: total + squares[name] for name, total in totals.items()}
         ratios = {name: compute_size_ratio(errors[name], (totals[name] / count).sqrt()) for name in truth}
         if max(ratios.values(), default=0.0) <= SAFETY_FACTOR * math.sqrt(count / NUM_DRAWS):

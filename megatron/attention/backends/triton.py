@@ -40,7 +40,7 @@ from megatron.attention.reference import compute_table, compute_visible_mask
 from megatron.kernels.cdape_attention.args import CdapeArgs
 from megatron.position.base import ConvolutionParameters, FireParameters
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.numerics import has_parameters_divided_by_zero_3
+from megatron.position.numerics import has_parameters_sharded_by_zero3
 from megatron.position.processor import Processor
 from megatron.position.token_range import TokenRange, select_heads
 
@@ -140,7 +140,7 @@ class TritonBackend:
         if not are_convolutions or _describe_unfit(like) is not None:
             return None
         weights = [(each.weight1, each.bias1, each.weight2, each.bias2) for each in convolutions]  # type: ignore[union-attr]
-        if any(has_parameters_divided_by_zero_3(processor) for processor in processors):
+        if any(has_parameters_sharded_by_zero3(processor) for processor in processors):
             return None  # ZeRO-3 gathers the weights of one layer at a time
         return compute_layer_terms(
             biases,

@@ -81,18 +81,18 @@ class ReferenceResults:
             found, is_zero_elsewhere: `CheckProblem.select_results` of a backend.
             rounds_every_op: True if the backend rounds every result to the type (`registry.is_every_op_rounded`).
         """
-        kinds = {name: x.dtype for name, x in found.items()}
-        sizes = self._estimate_sizes(kinds, rounds_every_op=rounds_every_op)
+        result_dtypes = {name: x.dtype for name, x in found.items()}
+        sizes = self._estimate_sizes(result_dtypes, rounds_every_op=rounds_every_op)
         error_ratios = {
             name: compute_size_ratio(found[name].double().view_as(exact) - exact, sizes[name])
             for name, exact in self.exact.items()
         }
         return error_ratios if is_zero_elsewhere else {**error_ratios, "rows without a gradient": float("inf")}
 
-    def _estimate_sizes(self, kinds: Mapping[str, torch.dtype], *, rounds_every_op: bool) -> dict[str, Tensor]:
+    def _estimate_sizes(self, result_dtypes: Mapping[str, torch.dtype], *, rounds_every_op: bool) -> dict[str, Tensor]:
         if rounds_every_op not in self._sizes:
             sizes = estimate_rounding_sizes(
-                kinds,
+                result_dtypes,
                 self.exact,
                 self.problem.compute_exactly,
                 self.problem.dtype,

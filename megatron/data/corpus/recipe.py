@@ -19,9 +19,9 @@ from megatron.data.corpus_metadata import (
     CorpusInfo,
     CorpusMetadata,
     check_files,
+    get_split_basename,
     read_corpus,
     read_corpus_metadata,
-    split_basename,
 )
 from megatron.data.indexed_dataset import check_dataset, open_indexed
 from megatron.data.tokenizers import TOKENIZERS, Tokenizer, load_tokenizer_from_files
@@ -39,7 +39,7 @@ LARGE_FRACTION = 0.1
 """Fraction of all text above which a single document dominates a split."""
 
 _FILE_NAMES = {CORPUS_FILE, *(name for names in TOKENIZER_FILES.values() for name in names)} | {
-    f"{split_basename(split)}{suffix}" for split in (*SPLITS, ALL_SPLITS) for suffix in (".bin", ".idx")
+    f"{get_split_basename(split)}{suffix}" for split in (*SPLITS, ALL_SPLITS) for suffix in (".bin", ".idx")
 }
 
 _BYTES_PER_WORKER = {"bytes": 1 << 28}  # with fewer bytes, another process is slower than none
