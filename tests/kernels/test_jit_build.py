@@ -41,7 +41,7 @@ def test_is_compiled_once_for_each_state_of_its_sources(
     assert len(_kept(tmp_path)) == 2
 
 
-def test_a_damaged_one_is_made_again(folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_library_is_rebuilt(folder: Path, tmp_path: Path) -> None:
     assert build_library(folder).answer() == 42
     (made,) = _kept(tmp_path)
     made.unlink()
@@ -62,7 +62,7 @@ def test_errors_give_the_reason(folder: Path, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("there_is_one", [True, False])
-def test_a_home_that_cannot_be_written_is_done_without(
+def test_libraries_are_built_without_a_writable_home_folder(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there_is_one: bool
 ) -> None:
     (tmp_path / "cache").write_text("a file")

@@ -198,7 +198,7 @@ def test_the_only_possible_backend_is_not_checked(planted) -> None:
     assert planted["calls"] == []
 
 
-def test_nothing_right_leaves_the_default(planted) -> None:
+def test_row_blocks_are_used_if_no_backend_is_correct(planted) -> None:
     for name in ("row blocks", "slow", "fast"):
         del planted["candidates"][name]
     planted["candidates"]["row blocks"] = Wrong(8)

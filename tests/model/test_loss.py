@@ -61,7 +61,7 @@ def test_no_logits_are_kept_for_the_backward_pass() -> None:
 
 
 @given(st.integers(1, 5000), st.integers(1, 9), st.integers(1, 600), st.integers(1, 10**6))
-def test_so_many_are_scored_at_once_as_fit(length: int, batch: int, vocabulary: int, most: int) -> None:
+def test_as_many_tokens_are_scored_at_once_as_fit(length: int, batch: int, vocabulary: int, most: int) -> None:
     found = count_scored_at_once(length, batch, vocabulary, most)
     assert 1 <= found <= length
     assert found == 1 or found * batch * vocabulary <= most

@@ -156,7 +156,7 @@ def test_recomputed_layers_keep_their_input_alone(method: str, backend: str) -> 
 @pytest.mark.parametrize(
     ("method", "backend"), [("rotary", "sdpa"), ("kerple_log", "auto"), ("cdape", "auto"), ("cdape on rotary", "eager")]
 )
-def test_of_recomputed_attention_its_linear_layers_are_kept(
+def test_selective_recomputation_keeps_the_linear_layers_of_attention(
     method: str, backend: str, keys: dict[str, Any], precision: str
 ) -> None:
     found = [
@@ -285,7 +285,7 @@ def test_a_window_leaves_out_columns() -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("precision", TYPES)
 @pytest.mark.parametrize("method", [*METHODS, *WITH_MAPS])
-def test_the_worst_moment_of_the_backward_pass(method: str, precision: str, batch: int) -> None:
+def test_the_peak_of_the_backward_pass(method: str, precision: str, batch: int) -> None:
     """Peak memory in the backward pass of a layer with recomputed row blocks.
 
     The number of copies made by a product of maps of heads depends on the batch.

@@ -58,7 +58,7 @@ def test_tensor_ranks_stay_inside_a_node() -> None:
     assert max(tensor for tensor, _, _ in sizes_of(files, 16, few, gpus_per_node=4)) == 4
 
 
-def test_everything_that_divides_is_looked_at() -> None:
+def test_all_layouts_that_divide_the_devices_are_considered() -> None:
     found = sizes_of(["125M", "kerple_log", "a100_512"], 4)
     assert found == {(t, c, p) for t in (1, 2, 4) for c in (1, 2, 4) for p in (1, 2, 4) if t * c * p <= 4}
 

@@ -46,7 +46,7 @@ def test_measured_times_are_within_the_range(
     assert MEASURED_OVERHEADS[processor].low <= float(factor) <= MEASURED_OVERHEADS[processor].high
 
 
-def test_a_plan_prints_the_band_and_its_source(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_prints_the_range_and_its_source(capsys: pytest.CaptureFixture[str]) -> None:
     config = configure("350M", "cdape", 32)
     console = Console(width=240, highlight=False)
     print_plan(make_plan(config, 50257, Cluster(get_gpu_spec("h200"), 1)), console, 3)

@@ -65,7 +65,10 @@ def build_inputs(shape: Shape, seed: int = 0) -> MixerInputs:
 
 
 def run(inputs: MixerInputs, launcher: Launcher, case: Case = CASES[0]) -> tuple[dict[str, Tensor], Faults]:
-    """All gradients by name, and what the emulator counted. Kernels may access only what they are given."""
+    """Return all gradients by name, and the faults found by the emulator.
+
+    Kernels may access only the tensors passed to them.
+    """
     batch, rows, _, columns, _ = inputs.dlogits.shape
     dscores = torch.zeros(batch, inputs.operands.shape.heads, rows, columns, dtype=case.dtype)
     inputs = unpack_operands(inputs)
@@ -278,7 +281,7 @@ def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     assert is_wrong or faults.errors != NO_ERRORS
 
 
-def test_support_is_stated_for_shapes_that_the_kernels_take() -> None:
+def test_supported_shapes_are_reported_as_supported() -> None:
     shape = get_weight_shape(16, 32, 3, True)
     assert mixer.is_supported(shape, torch.bfloat16, 64, 512)
     assert mixer.is_supported(shape, torch.float16, 80, 512)
@@ -326,9 +329,7 @@ def test_logits_are_supported_for_more_shapes() -> None:
     ],
     ids=str,
 )
-def test_the_geometry_is_what_a_gpu_has_room_for(
-    family: KernelFamily, arch: int, tiles: list[tuple[int, ...] | None]
-) -> None:
+def test_the_geometry_fits_the_gpu(family: KernelFamily, arch: int, tiles: list[tuple[int, ...] | None]) -> None:
     kernels = [choose_kernel(family, KernelForm(3, dim, torch.bfloat16), arch) for dim in (64, 80, 96, 128)]
     assert [kernel and (*kernel.tile, kernel.resident_blocks) for kernel in kernels] == tiles
 
@@ -347,7 +348,7 @@ def test_the_geometry_is_what_a_gpu_has_room_for(
     ],
     ids=str,
 )
-def test_the_geometry_of_more_heads_widths_and_taps_is_what_a_gpu_has_room_for(
+def test_the_geometry_of_more_heads_widths_and_taps_fits_the_gpu(
     arch: int, dim: int, sizes: tuple[int, int, int], tile: tuple[int, ...] | None
 ) -> None:
     kernel_size, heads, width = sizes
