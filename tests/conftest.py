@@ -3,8 +3,9 @@
 import gc
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,8 @@ TESTS = Path(__file__).parent
 SLOW = tuple(
     """
     checkpoint cluster conversion golden kernels launch tools
-    test_cli.py test_documented_commands.py test_run_command.py test_tutorial.py
-    evaluation/analysis/test_run.py
+    test_cli.py test_cli_errors.py test_documented_commands.py test_run_command.py test_tutorial.py
+    analysis/test_run.py
     attention/test_check.py attention/test_documents.py attention/test_flex.py attention/test_segments.py
     config/test_keys_are_used.py
     data/test_corpus.py data/test_corpus_metadata.py data/test_datasets.py data/test_sources.py
@@ -175,3 +176,51 @@ def _leave_out_what_is_there() -> None:
     gc.collect()
     gc.freeze()
     _frozen = len(sys.modules)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny corpus of `tiny_runs`, which no test changes."""
+    from tiny_runs import write_corpora  # slow to import
+
+    return write_corpora(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def no_pictures() -> Iterator[None]:
+    """Skip drawing, which takes longer than small evaluations."""
+    from megatron.reports import plots  # slow to import
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "render_plots_png", lambda found, **_: b"\x89PNG")
+        yield
+
+
+@pytest.fixture(scope="session")
+def fox(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a prepared corpus and a configuration that trains on it. Tests that change it use a copy."""
+    from command_line import prepare_fox
+
+    return prepare_fox(tmp_path_factory.mktemp("cli"))
+
+
+@pytest.fixture
+def inside(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Function that runs the command line in this process, where everything is imported already."""
+    import deepy as program
+
+    def call(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+        with monkeypatch.context() as patch:
+            patch.chdir(cwd)
+            patch.setattr(sys, "argv", ["./deepy.py", *arguments])
+            for name, value in {"COLUMNS": "120", **environment}.items():
+                patch.setenv(name, value)
+            capfd.readouterr()
+            with ExitStack() as stack:
+                # rich stores sys.stdout, which is another object in every test
+                stack.callback(lambda: (sys.stdout.flush(), sys.stderr.flush()))
+                code = program.main()
+            out, err = capfd.readouterr()
+        return subprocess.CompletedProcess(arguments, code, out, err)
+
+    return call

@@ -52,7 +52,7 @@ def open_clean_console() -> Iterator[Console]:
     Output of libraries goes to a log, which is kept only after an unexpected error. Signals are acknowledged
     immediately.
     """
-    from megatron.launch.console import log_traceback, run_console, temporary_log
+    from megatron.utils.console import log_traceback, run_console, temporary_log
     from megatron.utils.signals import acknowledge_signals
 
     with (

@@ -165,7 +165,7 @@ def prepare(
     """
     from megatron.config.schema import parse_section
     from megatron.data.corpus.prepare import find_unfinished, prepare_corpus
-    from megatron.launch.console import log_traceback, run_console, temporary_log
+    from megatron.utils.console import log_traceback, run_console, temporary_log
     from megatron.utils.progress import ProgressMeter, WorkItem
     from megatron.utils.signals import StoppedBySignal
 

@@ -146,7 +146,7 @@ def generate(
     """
     from megatron.config.schema import parse_section
     from megatron.evaluation import generate_text as generation
-    from megatron.launch.console import log_traceback, run_console, temporary_log
+    from megatron.utils.console import log_traceback, run_console, temporary_log
     from megatron.utils.progress import WaitAnnouncer
 
     generation_options = parse_section(GenerationOptions, {**options, "stop": options["stop"] or []})
@@ -219,8 +219,8 @@ def report(
       ./deepy.py report runs/quickstart --serve
     """
     from megatron.config.schema import parse_section
-    from megatron.launch.console import PlainConsole
     from megatron.reports.combine import combine_results
+    from megatron.utils.console import PlainConsole
 
     request = parse_section(ReportOptions, options)
     if serve:

@@ -22,6 +22,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron.position.catalog import MethodFileError
+from megatron.utils.console import redirect_to_null, set_ascii_fallback
 from megatron.utils.errors import (
     FarfieldError,
     FarfieldWarning,
@@ -31,7 +32,6 @@ from megatron.utils.errors import (
     is_out_of_files,
     to_path_error,
 )
-from megatron.utils.output import redirect_to_null, set_ascii_fallback
 from megatron.utils.project import replace_program_name
 from megatron.utils.signals import StoppedBySignal, describe_signal, exit_on_signal, raise_on_signals
 

@@ -36,7 +36,7 @@ def keys(
     if not matches:
         hint = reference.find_nearest_key(pattern) or "`./deepy.py keys` lists all"
         raise UserError(f"no key contains {pattern!r}; {hint}")
-    from megatron.launch.console import PlainConsole
+    from megatron.utils.console import PlainConsole
 
     console = PlainConsole(highlight=False)
     for i, (name, default, values, meaning) in enumerate(matches):
@@ -74,7 +74,7 @@ def _print_methods(records: list[dict[str, Any]], *, shows_compositions: bool) -
 
     from megatron.config.method_names import describe_compositions
     from megatron.config.yaml_files import format_value
-    from megatron.launch.console import PlainConsole
+    from megatron.utils.console import PlainConsole
 
     console = PlainConsole(highlight=False)
     kinds = {"encoding": "pos_emb", "processor": "score_processor", "temperature": "attention_temperature"}
@@ -115,7 +115,7 @@ def tasks(
     from rich.markup import escape
 
     from megatron.config.yaml_files import format_value
-    from megatron.launch.console import PlainConsole
+    from megatron.utils.console import PlainConsole
 
     console = PlainConsole(highlight=False)
     for number, record in enumerate(records):

@@ -101,8 +101,8 @@ def plan(
 
         print(json.dumps(result.to_dict(request.layouts), indent=2))
         return
-    from megatron.launch.console import PlainConsole
     from megatron.planning.print_plan import print_plan
+    from megatron.utils.console import PlainConsole
 
     print_plan(result, PlainConsole(highlight=False), request.layouts)
 
@@ -163,8 +163,8 @@ def rehearse(
 
         print(json.dumps(report.to_dict(), indent=2))
         return report.exit_code
-    from megatron.launch.console import PlainConsole
     from megatron.rehearsal.print_report import print_report
+    from megatron.utils.console import PlainConsole
 
     print_report(report, PlainConsole(highlight=False))
     return report.exit_code

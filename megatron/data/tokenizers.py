@@ -37,7 +37,7 @@ import tokenizers as hf
 
 from megatron.data.corpus_metadata import TokenizerMetadata
 from megatron.options.data import MAX_VOCAB_SIZE, TokenizerType
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, check_reachable
 from megatron.utils.formatting import format_choices, suggest_names
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<EOS>", "[EOS]", "<eod>", "<|end|>")
@@ -318,6 +318,7 @@ def load_tokenizer_from_files(
                 raise UserError(f"{key}: tokenizer {type} needs its {needed} file")
             path = Path(name)
             if not path.is_file():
+                check_reachable(path)
                 problem = "is a folder" if path.is_dir() else "no such file"
                 raise UserError(f"{key}: {path}: {problem}; tokenizer {type} needs its {needed} file")
             files.append(path)

@@ -49,8 +49,13 @@ class RankInfo:
         return self.local_world_size or self.world_size
 
     def to_environment(self, address: str, port: int) -> dict[str, str]:
-        """Return the environment variables of this rank and the rendezvous: host name or address, and port."""
-        return {
+        """Return the environment variables of this rank and the rendezvous: host name or address, and port.
+
+        On a single machine gloo uses the loopback interface, unless the user chose another: otherwise it looks up the
+        machine's own name, which fails or leads to an unreachable address on machines without a DNS entry.
+        """
+        is_local = address == ADDRESS and "GLOO_SOCKET_IFNAME" not in os.environ
+        return ({"GLOO_SOCKET_IFNAME": "lo"} if is_local else {}) | {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self.local_rank),

@@ -16,12 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.backends.backend import AttentionBackend, AttentionFormula
 from megatron.attention.inputs import AttentionInputs
 from megatron.model.attention import PositionedAttention
 from megatron.model.gpt import GPT
-from megatron.position.encoding import Encoding
-from megatron.position.processor import Processor
 from megatron.utils.errors import RunError, UserError, is_out_of_memory
 
 DEFAULT_BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
@@ -241,14 +239,8 @@ class CapturingBackend:
     def __init__(self, backend: AttentionBackend, layer: int, hook: AttentionHook) -> None:
         self.backend, self.layer, self.hook = backend, layer, hook
 
-    def describe_unsupported(
-        self,
-        encoding: Encoding,
-        processor: Processor | None,
-        softcap: float | None = None,
-        softmax_type: str = "vanilla",
-    ) -> str | None:
-        return self.backend.describe_unsupported(encoding, processor, softcap, softmax_type)
+    def describe_unsupported(self, formula: AttentionFormula) -> str | None:
+        return self.backend.describe_unsupported(formula)
 
     def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
         self.hook(self.layer, inputs)

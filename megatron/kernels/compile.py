@@ -112,6 +112,18 @@ class KernelConfig:
         return None
 
 
+@dataclass(frozen=True)
+class PassKernel:
+    """Kernel of a forward and backward pass."""
+
+    config: KernelConfig
+    scores: float
+    """Scores that a program computes: per loop iteration if `has_loop`, otherwise in total."""
+    has_loop: bool
+    launches: int = 1
+    """Number of launches per pass."""
+
+
 FLOAT_ARGUMENTS = ("scale", "above", "largest")
 """Arguments that are float32 numbers."""
 INTEGER_POINTERS = ("document_starts_ptr",)

@@ -23,12 +23,12 @@ from megatron.checkpoint.run_folder import LOCK
 from megatron.config.schema import Config
 from megatron.distributed.launcher_environment import ADDRESS, LaunchContext, RankInfo, describe_job
 from megatron.launch import worker
-from megatron.launch.console import temporary_log
 from megatron.launch.rank_group import count_threads_per_process, find_free_port, run_ranks
 from megatron.training.check_start import check_environment
 from megatron.training.metrics_log import read_heartbeat
 from megatron.training.resolve_run import ResolvedRun
 from megatron.utils.atomic_io import make_folder, remove_empty_folders
+from megatron.utils.console import temporary_log
 from megatron.utils.errors import FarfieldWarning, RunError, UserError
 from megatron.utils.signals import StoppedBySignal, clean_up_on_signal, exit_with_parent
 

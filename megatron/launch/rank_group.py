@@ -30,9 +30,9 @@ from typing import Any
 from megatron.config.schema import Config
 from megatron.distributed.hardware import count_cores
 from megatron.distributed.launcher_environment import ADDRESS, RankInfo
-from megatron.launch.console import UnexpectedError
 from megatron.utils.atomic_directory import temporary_folder
 from megatron.utils.atomic_io import write_text_atomically
+from megatron.utils.console import UnexpectedError
 from megatron.utils.errors import FarfieldError, HangError, RunError, UserError
 from megatron.utils.imports import SAFE_PATH_VARIABLE
 from megatron.utils.project import join_python_path

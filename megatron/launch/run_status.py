@@ -22,7 +22,6 @@ from rich.text import Text
 from megatron.checkpoint import layout, run_folder
 from megatron.checkpoint.run_folder import LOCK, get_config_path
 from megatron.config.yaml_files import format_value, read_yaml
-from megatron.launch.console import PlainConsole
 from megatron.training.metrics_log import (
     DIVERGED_KIND,
     HEARTBEAT_FILE,
@@ -32,6 +31,7 @@ from megatron.training.metrics_log import (
     read_heartbeat,
     read_metrics_log,
 )
+from megatron.utils.console import PlainConsole
 from megatron.utils.errors import FarfieldError, UserError, check_reachable, describe_cause
 from megatron.utils.formatting import format_bytes, format_decimal, format_duration
 

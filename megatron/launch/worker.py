@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING
 from megatron.config.load import read_config
 from megatron.config.schema import Config
 from megatron.distributed.launcher_environment import RankInfo
-from megatron.launch.console import log_traceback, run_console
 from megatron.launch.rank_group import CONFIG_FILE, ErrorReport, get_error_path
 from megatron.utils.atomic_io import write_text_atomically
+from megatron.utils.console import GuardedStream, log_traceback, run_console
 from megatron.utils.errors import FarfieldError, HangError, RunError
 from megatron.utils.imports import pause_garbage_collection
-from megatron.utils.output import GuardedStream
 from megatron.utils.progress import IMPORTING, WaitAnnouncer
 from megatron.utils.signals import exit_with_parent
 

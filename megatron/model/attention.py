@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.attention.backends.backend import AttentionBackend, reads_whole_table
+from megatron.attention.backends.backend import AttentionBackend, AttentionFormula, reads_whole_table
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.query_rows import PrecedingRows, QueryRows, describe_query_rows, scale_queries
 from megatron.attention.reference import compute_table_of_ranges, sum_gates
@@ -60,7 +60,6 @@ from megatron.model.kv_cache import KVCache
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.facts import OptionError
 from megatron.position.numerics import has_parameters_sharded_by_zero3
-from megatron.position.processor import Processor
 from megatron.position.temperature import Temperature
 from megatron.position.token_range import ALL_HEADS, TokenRange
 from megatron.utils.errors import UserError
@@ -79,19 +78,14 @@ def get_tensor_parallel_heads(tensor: Axis, num_heads: int) -> slice:
 class LayerAttention:
     """Modules and settings of one layer's attention: its position method, window and backend."""
 
-    encoding: Encoding
+    formula: AttentionFormula
     shared: bool
     """True if the encoding belongs to the whole model, which registers its parameters once."""
-    processor: Processor | None
     window: int | None
     backend: AttentionBackend
     query_multiplier: float = 1.0
     """Multiplier of the queries; the backend divides their products with keys by √d (`megatron/model/mup.py`)."""
-    softcap: float | None = None
-    """Bound of the soft cap on q·k/√d."""
     temperature: Temperature | None = None
-    softmax_type: str = "vanilla"
-    """Function that turns logits into weights (`megatron/attention/softmax.py`)."""
     sink: SoftmaxSink | None = None
 
 
@@ -139,14 +133,13 @@ class PositionedAttention(MegatronModule):
         self, config: TransformerConfig, layer_attention: LayerAttention, layer_index: int, groups: ProcessGroups
     ) -> None:
         super().__init__(config=config)
-        # A tuple hides the shared encoding from nn.Module, because the model registers its parameters once.
-        self._shared: tuple[Encoding, ...] = (layer_attention.encoding,) if layer_attention.shared else ()
-        # The attribute names are those of weights in checkpoints: see `manifest.WEIGHT_RENAMES`.
-        self.position = None if layer_attention.shared else layer_attention.encoding
-        self.processor = layer_attention.processor
-        self.temperature = layer_attention.temperature
-        self.softmax_type, self.sink = layer_attention.softmax_type, layer_attention.sink
-        self.window, self.softcap = layer_attention.window, layer_attention.softcap
+        self.formula = layer_attention.formula  # hides the modules from nn.Module
+        # A shared encoding's parameters are registered once, by the model. The attribute names are those of weights in
+        # checkpoints: see `manifest.WEIGHT_RENAMES`.
+        self.position = None if layer_attention.shared else self.formula.encoding
+        self.processor = self.formula.processor
+        self.temperature, self.sink = layer_attention.temperature, layer_attention.sink
+        self.window = layer_attention.window
         self.backend = layer_attention.backend
         self.query_multiplier = layer_attention.query_multiplier
         self.layer_index = layer_index
@@ -157,7 +150,7 @@ class PositionedAttention(MegatronModule):
 
     @property
     def encoding(self) -> Encoding:
-        return self._shared[0] if self.position is None else self.position
+        return self.formula.encoding
 
     @property
     def is_encoding_shared(self) -> bool:
@@ -347,10 +340,10 @@ class PositionedAttention(MegatronModule):
             document_starts=segment.document_starts,
             document_mask=segment.document_mask,
             window=self.window,
-            softcap=self.softcap,
+            softcap=self.formula.softcap,
             sinks=sinks,
-            uses_stick_breaking=self.softmax_type.startswith("stick-breaking"),
-            adds_remainder=self.softmax_type == "stick-breaking-remainder",
+            uses_stick_breaking=self.formula.uses_stick_breaking,
+            adds_remainder=self.formula.adds_remainder,
             heads=heads,
             dropout=self.config.attention_dropout if self.training else 0.0,
             table=table,

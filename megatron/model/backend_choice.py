@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.attention.backends.backend import AttentionBackend, can_mask_documents
+from megatron.attention.backends.backend import AttentionBackend, AttentionFormula, can_mask_documents
 from megatron.attention.backends.registry import (
     REUSED_BACKENDS,
     describe_fallback,
@@ -45,8 +45,6 @@ from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import get_tensor_parallel_heads
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
-from megatron.position.encoding import Encoding
-from megatron.position.processor import Processor
 from megatron.position.token_range import ALL_HEADS, TokenRange, sample_positions
 from megatron.utils.errors import RunError
 from megatron.utils.rounding import SAFETY_FACTOR
@@ -80,15 +78,14 @@ class AttentionTarget:
 
 @dataclass(frozen=True)
 class LayerType:
-    """Group of layers with the same attention: their options, and the encoding and processor of one of them."""
+    """Group of layers with the same attention: their options, and the formula of one of them."""
 
     position: PositionOptions
-    encoding: Encoding
-    processor: Processor | None
+    formula: AttentionFormula
 
     def describe(self) -> str:
         """Return a short description."""
-        processor = "" if self.processor is None else f"{self.position.processor}+"
+        processor = "" if self.formula.processor is None else f"{self.position.processor}+"
         window = "" if self.position.window is None else f", window {self.position.window}"
         softmax = "" if self.position.softmax == "vanilla" else f", softmax {self.position.softmax}"
         return f"{processor}{self.position.encoding}{window}{softmax}"
@@ -135,7 +132,7 @@ def choose_backends(
         target: None for a model with unknown shapes or used for inspection only: `auto` then runs no check.
 
     Raises:
-        UserError: if the named backend does not support a combination.
+        UserError: if the named backend does not support a formula.
         RunError: if a backend made a device unusable; the next start skips that backend.
     """
     previous = [] if target is None or target.previous_backend is None else target.previous_backend.split(",")
@@ -174,17 +171,16 @@ def _choose_backend(
         target: None for a model with unknown shapes or used for inspection only: `auto` then runs no check.
 
     Raises:
-        UserError: if the named backend does not support the combination.
+        UserError: if the named backend does not support the formula.
         RunError: if a backend made a device unusable; the next start skips that backend.
     """
-    encoding, processor = layer_type.encoding, layer_type.processor
-    combination = (encoding, processor, model.attn_logit_softcapping, layer_type.position.softmax)
+    formula = layer_type.formula
     if name != "auto" or target is None or target.device.type not in CHECKED_DEVICES:
-        backend = select_backend(name, model.attention_chunk_rows, *combination)
-        reason = explain_row_blocks(name, *combination)
+        backend = select_backend(name, model.attention_chunk_rows, formula)
+        reason = explain_row_blocks(name, formula)
         return BackendChoice((backend,), None if name == "auto" else name, row_blocks_reason=reason)
-    candidates = list_candidates(model.attention_chunk_rows, *combination)
-    default = get_default_backend(*combination)
+    candidates = list_candidates(model.attention_chunk_rows, formula)
+    default = get_default_backend(formula)
     why = None
     if not model.attention_check:
         why = "unchecked (attention_check: false)"
@@ -193,7 +189,7 @@ def _choose_backend(
     elif len(candidates) == 1:
         why = "no other backend supports this model"
     if why is not None:
-        line = f"attention: {explain_row_blocks(name, *combination) or default}; {why}"
+        line = f"attention: {explain_row_blocks(name, formula) or default}; {why}"
         return BackendChoice((candidates[default],), default, (line,))
     with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []), torch.enable_grad():
         return _choose_by_check(model, layer_type, groups, target, candidates, default)
@@ -217,16 +213,13 @@ def _choose_by_check(
     was_checked_earlier = check_result is not None and check_result.is_final
     if not was_checked_earlier:
         rows, heads = get_local_rows_and_heads(
-            position, model.num_attention_heads, layer_type.processor is not None, groups, target
+            position, model.num_attention_heads, layer_type.formula.processor is not None, groups, target
         )
         problem = build_problem(
-            layer_type.encoding,
-            layer_type.processor,
+            layer_type.formula,
             rows,
             batch=target.batch,
             window=position.window,
-            softcap=model.attn_logit_softcapping,
-            softmax_type=position.softmax,
             heads=heads,
             dtype=target.dtype,
             device=target.device,
@@ -321,10 +314,10 @@ def _describe_documents(
     layer_type: LayerType, backend: AttentionBackend, target: AttentionTarget
 ) -> CheckedDocuments | None:
     """Return the documents of a check's rows, in the layout of `GPT` and the same for all checked backends."""
-    starts, limit = target.document_starts, layer_type.position.randomized_positions
+    formula, starts, limit = layer_type.formula, target.document_starts, layer_type.position.randomized_positions
     if starts is None:
         return None
-    masked = can_mask_documents(layer_type.encoding, backend, layer_type.processor, randomized=limit is not None)
+    masked = can_mask_documents(formula.encoding, backend, formula.processor, randomized=limit is not None)
     sample: SampleFunction = skip_sampling
     if limit is not None:
         continuous = layer_type.position.continuous_positions

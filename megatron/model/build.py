@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.attention.backends.backend import AttentionBackend, can_mask_documents
+from megatron.attention.backends.backend import AttentionBackend, AttentionFormula, can_mask_documents
 from megatron.attention.backends.registry import select_backend
 from megatron.attention.softmax import build_softmax_sink
 from megatron.distributed.mesh import get_pipeline_layer_range
@@ -74,30 +74,26 @@ def check_position_options(model: ModelOptions, position: PositionOptions) -> No
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         # One layer per layer type.
         layer_types, dims = list_layer_types(position, model.num_layers), build_attention_dims(model)
-        _, methods = _build_methods(model, position, layer_types, dims)
+        _, formulas = _build_formulas(model, position, layer_types, dims)
         for own in layer_types:
             build_temperature_from_options(own, dims)
-        for own, method in zip(layer_types, methods, strict=True):
-            combination = (*method, model.attn_logit_softcapping, own.softmax)
-            select_backend(model.attention_backend, model.attention_chunk_rows, *combination)
+        for formula in formulas:
+            select_backend(model.attention_backend, model.attention_chunk_rows, formula)
 
 
 def has_initial_effect(model: ModelOptions, position: PositionOptions) -> bool:
     """Return True if a newly initialized score processor of a configuration changes the model's output."""
     with torch.random.fork_rng(devices=[]):
         layer_types, dims = list_layer_types(position, model.num_layers), build_attention_dims(model)
-        _, methods = _build_methods(model, position, layer_types, dims)
-    return any(processor is not None and processor.has_effect() for _, processor in methods)
+        _, formulas = _build_formulas(model, position, layer_types, dims)
+    processors = [formula.processor for formula in formulas]
+    return any(processor is not None and processor.has_effect() for processor in processors)
 
 
-Method = tuple[Encoding, Processor | None]
-"""Encoding and processor of one layer."""
-
-
-def _build_methods(
+def _build_formulas(
     model: ModelOptions, position: PositionOptions, layers: Sequence[PositionOptions], dims: AttentionDims
-) -> tuple[dict[str, Encoding], list[Method]]:
-    """Build the encodings that layers share, by name, and the encoding and processor of each layer.
+) -> tuple[dict[str, Encoding], list[AttentionFormula]]:
+    """Build the encodings that layers share, by name, and the attention formula of each layer.
 
     The first result is empty if each layer has its own encoding.
     """
@@ -111,11 +107,11 @@ def _build_methods(
             raise UserError(
                 f"pos_emb: {name} adds to the token embeddings and cannot be used in single layers", "pos_emb"
             )
-    methods = [
-        _build_position_modules(model, own, replace(dims, layer=layer), shared.get(own.encoding))
+    formulas = [
+        _build_formula(model, own, replace(dims, layer=layer), shared.get(own.encoding))
         for layer, own in enumerate(layers)
     ]
-    encodings = [encoding for encoding, _ in methods]
+    encodings = [formula.encoding for formula in formulas]
     _check_randomized(position, encodings)
     if any(encoding.depends_on_length for encoding in encodings):
         for key, value in {"randomized_positions": None, "attention_mask": "causal"}.items():
@@ -126,12 +122,12 @@ def _build_methods(
                     "position 0",
                     key,
                 )
-    return shared, methods
+    return shared, formulas
 
 
-def _build_position_modules(
+def _build_formula(
     model: ModelOptions, position: PositionOptions, dims: AttentionDims, shared: Encoding | None
-) -> Method:
+) -> AttentionFormula:
     encoding = shared if shared is not None else build_encoding_from_options(position, dims)
     _check_multipliers(model, position, encoding)
     if shared is None and type(encoding).overrides_hook("embed"):
@@ -139,7 +135,8 @@ def _build_position_modules(
             f"pos_emb_per_layer: true, but {position.encoding} adds to the token embeddings, which are not per layer",
             "pos_emb_per_layer",
         )
-    return encoding, build_processor_from_options(position, dims, encoding)
+    processor = build_processor_from_options(position, dims, encoding)
+    return AttentionFormula(encoding, processor, model.attn_logit_softcapping, position.softmax)
 
 
 def _check_randomized(position: PositionOptions, encodings: Sequence[Encoding]) -> None:
@@ -332,14 +329,14 @@ def build_model(
     dims, place = build_attention_dims(model), torch.device("meta" if str(device) == "meta" else "cpu")
     layers = list_layer_positions(position, model.num_layers)
     with place:
-        shared, methods = _build_methods(model, position, layers, dims)
+        shared, formulas = _build_formulas(model, position, layers, dims)
     layer_types: dict[int, LayerType] = {}
-    for own, method in zip(layers, methods, strict=True):
-        layer_types.setdefault(id(own), LayerType(own, *method))
+    for own, formula in zip(layers, formulas, strict=True):
+        layer_types.setdefault(id(own), LayerType(own, formula))
     choice = choose_backends(backend or model.attention_backend, model, list(layer_types.values()), groups, target)
     backends = dict(zip(layer_types, choice.backends, strict=True))
     with place:
-        parts = [(own, *method, backends[id(own)]) for own, method in zip(layers, methods, strict=True)]
+        parts = [(own, formula, backends[id(own)]) for own, formula in zip(layers, formulas, strict=True)]
         gpt = _build_gpt(model, position, vocab_size, groups, dtype, shared, parts, choice)
     return gpt.to(device=device, dtype=dtype)
 
@@ -351,27 +348,26 @@ def _build_gpt(
     groups: ProcessGroups,
     dtype: torch.dtype,
     shared: dict[str, Encoding],
-    parts: list[tuple[PositionOptions, Encoding, Processor | None, AttentionBackend]],
+    parts: list[tuple[PositionOptions, AttentionFormula, AttentionBackend]],
     choice: BackendChoice,
 ) -> GPT:
     layers = []
     mup, multipliers = MupScaling.from_options(model), get_multipliers(model)
-    for layer, (own, encoding, processor, backend) in enumerate(parts):
+    for layer, (own, formula, backend) in enumerate(parts):
         layer_attention = LayerAttention(
-            encoding,
+            formula,
             bool(shared),
-            processor,
             own.window,
             backend,
             multipliers.query,
-            model.attn_logit_softcapping,
             build_temperature_from_options(own, build_attention_dims(model)),
-            own.softmax,
-            build_softmax_sink(own.softmax, model.num_attention_heads),
+            build_softmax_sink(formula.softmax_type, model.num_attention_heads),
         )
         layers.append(_build_layer_spec(model, layer_attention, multipliers.residual, layer, groups))
-        own_encoding = None if shared else encoding
-        _register_gradient_sums(own_encoding, (processor, layer_attention.temperature, layer_attention.sink), groups)
+        own_encoding = None if shared else formula.encoding
+        _register_gradient_sums(
+            own_encoding, (formula.processor, layer_attention.temperature, layer_attention.sink), groups
+        )
     for encoding in shared.values():
         _register_gradient_sums(encoding, (), groups)
     gpt = GPT(
@@ -387,8 +383,10 @@ def _build_gpt(
         randomized=position.randomized_positions,
         continuous=position.continuous_positions,
         masks_documents=all(
-            can_mask_documents(encoding, backend, processor, randomized=position.randomized_positions is not None)
-            for _, encoding, processor, backend in parts
+            can_mask_documents(
+                formula.encoding, backend, formula.processor, randomized=position.randomized_positions is not None
+            )
+            for _, formula, backend in parts
         ),
         backend_choice=choice,
         mup=mup,

@@ -69,9 +69,12 @@ def read_docstring(thing: Any) -> str:
     if thing.__doc__ is not None:
         return inspect.cleandoc(thing.__doc__)
     try:
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(thing))).body
+        source = textwrap.dedent(inspect.getsource(thing))
     except (OSError, TypeError):  # the source is not available
         return ""
+    # `ast.parse` drops docstrings, too, from Python 3.14 on.
+    module: Any = compile(source, "<docstring>", "exec", ast.PyCF_ONLY_AST, optimize=0)
+    (definition,) = module.body
     assert isinstance(definition, ast.ClassDef | ast.FunctionDef)
     return ast.get_docstring(definition) or ""
 

@@ -202,7 +202,7 @@ def describe_rank_error(error: BaseException, phase: str) -> RankError:
         return RankError(kind, str(memory).partition(". GPU ")[0].partition("\n")[0] or "out of memory", phase, where)
     if isinstance(error, UserError):
         return RankError("user", str(error), phase)
-    from megatron.launch.console import UnexpectedError
+    from megatron.utils.console import UnexpectedError
 
     if isinstance(error, FarfieldError) and not isinstance(error, UnexpectedError):
         return RankError("run", str(error), phase, where)

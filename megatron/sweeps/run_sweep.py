@@ -37,7 +37,6 @@ from megatron.checkpoint.layout import list_checkpoints
 from megatron.checkpoint.run_folder import LOCK, SWEEP_LOCK, RunLock, is_saved_config
 from megatron.distributed.hardware import count_cores
 from megatron.launch import slurm
-from megatron.launch.console import log_traceback, run_console
 from megatron.launch.dispatch import uses_slurm
 from megatron.options.sweep import SweepCorpusOptions
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure
@@ -52,17 +51,22 @@ from megatron.sweeps.remaining_work import (
     find_finished_step,
     find_member_divergence,
 )
-from megatron.sweeps.results import REPORT_FILE, SweepResults, print_results, save_experiment, suggest_comparison
-from megatron.sweeps.saved_records import (
+from megatron.sweeps.results import (
+    REPORT_FILE,
+    SweepResults,
     check_records_folder,
     compute_member_digest,
     list_members_of_other_parts,
     load_saved_records,
+    print_results,
+    save_experiment,
     save_records,
+    suggest_comparison,
 )
 from megatron.sweeps.spec import Sweep, SweepMember, read_sweep
 from megatron.sweeps.worker_pool import run_members
 from megatron.utils.atomic_io import check_no_foreign_files, make_folder
+from megatron.utils.console import log_traceback, run_console
 from megatron.utils.errors import FarfieldError, RunError, UserError
 from megatron.utils.formatting import format_duration
 from megatron.utils.progress import ProgressMeter, WaitAnnouncer, WorkItem

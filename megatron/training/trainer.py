@@ -3,8 +3,8 @@
     build_training_run                build the run, and resume if there is a checkpoint (training_run.py)
     for each step:                    gradient accumulation, then one optimizer step (engine.py)
         every log_interval            a record to console, metrics.jsonl, TensorBoard, wandb
-        every eval_interval           the loss on held-out sequences (validate.py)
-        every harness.interval        tasks of lm-evaluation-harness (harness_runner.py)
+        every eval_interval           the loss on held-out sequences (evaluations.py)
+        every harness.interval        tasks of lm-evaluation-harness (evaluations.py)
         every checkpoint_factor       a checkpoint (megatron.checkpoint.saver), also after each of extra_save_iters
 
 A run ends after train_iters steps; after a signal, with a checkpoint of the last complete step; or with an error if the
@@ -30,8 +30,8 @@ from megatron.config.execution import TRIAL_PHASE
 from megatron.data.torch_data import Batch
 from megatron.distributed import rng
 from megatron.training import summary
+from megatron.training.evaluations import HarnessRunner, Validator, is_test_done
 from megatron.training.graph_trial import build_graphs, plan_graph_trial
-from megatron.training.harness_runner import HarnessRunner
 from megatron.training.loss_guard import ContinueRun, LossGuard, Rollback, StopRun
 from megatron.training.metrics import IntervalMetrics
 from megatron.training.metrics_log import DivergenceRecord
@@ -39,7 +39,6 @@ from megatron.training.optimizer import ParameterNorms
 from megatron.training.profiler import build_profiler
 from megatron.training.rank_times import ForwardTimer
 from megatron.training.training_run import TrainingRun
-from megatron.training.validate import Validator, is_test_done
 from megatron.training.watchdog import HangHandler, PhaseListener, Watchdog
 from megatron.utils.errors import RunError
 from megatron.utils.signals import GracefulStop

@@ -1,1 +1,1 @@
-"""Utilities for all other packages: errors, files, signals and formatting."""
+"""Utilities for all other packages: errors, files, signals, the console and formatting."""

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from tiny_runs import make_run, write_corpora
+from tiny_runs import make_run
 
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trained_run import open_run
@@ -37,11 +37,6 @@ ROOT = Path(__file__).resolve().parents[2]
 KERPLE = {"pos_emb": "kerple_log", "pos_emb_per_layer": True}
 CDAPE = {**KERPLE, "score_processor": "cdape", "score_processor_options": {"width": 4}}
 LENGTHS = [16, 96]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from kept import Peak
 from position_methods import build, random_qkv
 
 from megatron.attention.backends import pytorch
+from megatron.attention.backends.backend import AttentionFormula
 from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend, SdpaBackend
 from megatron.attention.backends.registry import RowBlockBackend, select_backend
 from megatron.attention.inputs import AttentionInputs
@@ -62,9 +63,9 @@ def test_row_blocks_keep_the_maps_of_short_training_sequences_alone(
 
 def test_auto_uses_sdpa_without_a_bias_and_reports_its_choice(caplog) -> None:
     caplog.set_level(logging.INFO)
-    assert isinstance(select_backend("auto", 4, *build("rotary", "none")), SdpaBackend)
-    assert not isinstance(select_backend("auto", 4, *build("alibi", "none")), SdpaBackend)
-    assert not isinstance(select_backend("auto", 4, *build("rotary", "dape")), SdpaBackend)
+    assert isinstance(select_backend("auto", 4, AttentionFormula(*build("rotary", "none"))), SdpaBackend)
+    assert not isinstance(select_backend("auto", 4, AttentionFormula(*build("alibi", "none"))), SdpaBackend)
+    assert not isinstance(select_backend("auto", 4, AttentionFormula(*build("rotary", "dape"))), SdpaBackend)
     lines = [record.message for record in caplog.records]
     assert lines[0] == "attention backend: sdpa"
     assert "cannot add a position bias" in lines[1]
@@ -74,7 +75,7 @@ def test_auto_uses_sdpa_without_a_bias_and_reports_its_choice(caplog) -> None:
 @pytest.mark.parametrize("pair", [("t5", "none"), ("none", "cdape")])
 def test_sdpa_refuses_by_name(pair: tuple[str, str]) -> None:
     with pytest.raises(UserError, match="attention_backend 'sdpa'"):
-        select_backend("sdpa", 4, *build(*pair))
+        select_backend("sdpa", 4, AttentionFormula(*build(*pair)))
 
 
 @pytest.mark.parametrize("mask", [False, True])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from position_methods import build
 
+from megatron.attention.backends.backend import AttentionFormula
 from megatron.attention.backends.pytorch import EagerBackend, RowBlockBackend
 from megatron.attention.check import check_result
 from megatron.attention.check import problem as problem_module
@@ -52,11 +53,10 @@ def make_problem(
     documents: CheckedDocuments | None = None,
 ) -> CheckProblem:
     torch.manual_seed(1)
-    encoding, processor = build(*method, SHAPE)
+    formula = AttentionFormula(*build(*method, SHAPE), softcap)
     return build_problem(
-        encoding, processor, segments, batch=batch, window=window, heads=heads, dtype=dtype, device=DEVICE,
-        softcap=softcap, documents=documents,
-    )  # fmt: skip
+        formula, segments, batch=batch, window=window, heads=heads, dtype=dtype, device=DEVICE, documents=documents
+    )
 
 
 class Wrong:
@@ -132,7 +132,13 @@ def test_parameters_that_start_at_zero_are_moved_and_bounds_hold() -> None:
             parameter.fill_(0.01)  # lower bound of both parameters
     before = [parameter.clone() for parameter in (*encoding.parameters(), *processor.parameters())]
     problem = build_problem(
-        encoding, processor, WHOLE, batch=1, window=None, heads=ALL_HEADS, dtype=torch.float32, device=DEVICE
+        AttentionFormula(encoding, processor),
+        WHOLE,
+        batch=1,
+        window=None,
+        heads=ALL_HEADS,
+        dtype=torch.float32,
+        device=DEVICE,
     )
     assert problem.processor is not None
     assert all(bool((parameter != 0).any()) for parameter in problem.processor.parameters())

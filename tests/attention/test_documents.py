@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from megatron.attention.backends import pytorch
-from megatron.attention.backends.backend import can_mask_documents, depends_on_document_start
+from megatron.attention.backends.backend import AttentionFormula, can_mask_documents, depends_on_document_start
 from megatron.attention.backends.pytorch import (
     ChunkedBackend,
     EagerBackend,
@@ -96,7 +96,7 @@ def test_rows_with_first_keys_equal_each_document_alone(encoding, processor, len
     span = TokenRange(0, total)
     restarted = restart_positions(document_starts.long(), torch.arange(total), torch.device("cpu"))
     backends = [EagerBackend(), ChunkedBackend(data.draw(st.integers(1, 7))), RowBlockBackend(4)]
-    if SdpaBackend().describe_unsupported(e, p) is None:
+    if SdpaBackend().describe_unsupported(AttentionFormula(e, p)) is None:
         backends.append(SdpaBackend())
     for backend in backends:
         (q, k), v = rotate_segments(qkv[0], qkv[1], e, (), restarted), qkv[2]
@@ -123,7 +123,7 @@ def test_nothing_of_a_document_reaches_another(encoding, processor, first: int, 
         x[:, :, first + second :] -= 50
     middle = slice(first, first + second)
     backends = [EagerBackend(), ChunkedBackend(3)]
-    if SdpaBackend().describe_unsupported(e, p) is None:
+    if SdpaBackend().describe_unsupported(AttentionFormula(e, p)) is None:
         backends.append(SdpaBackend())
     for backend in backends:
         here, there = (

@@ -8,6 +8,7 @@ from position_methods import build, inputs_of, random_qkv
 from torch.nn.attention import flex_attention as torch_flex
 
 from megatron.attention.backends import flex
+from megatron.attention.backends.backend import AttentionFormula
 from megatron.attention.backends.flex import MAX_SHAPES, FlexBackend, build_block_mask, build_document_mask
 from megatron.attention.backends.pytorch import EagerBackend, RowBlockBackend
 from megatron.attention.inputs import AttentionInputs
@@ -137,18 +138,18 @@ def test_it_equals_eager_in_the_output_and_all_gradients(
 def test_it_rejects_biases_other_than_of_the_distance(pair, complaint, monkeypatch) -> None:
     backend = FlexBackend(EagerBackend())
     if not torch.cuda.is_available():
-        assert backend.describe_unsupported(*build(*pair)) == "it needs a CUDA device"
+        assert backend.describe_unsupported(AttentionFormula(*build(*pair))) == "it needs a CUDA device"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert backend.describe_unsupported(*build(*pair)) == complaint
+    assert backend.describe_unsupported(AttentionFormula(*build(*pair))) == complaint
     able = complaint is None or pair == ("none", "none")
-    assert (backend.describe_unsupported(*build(*pair), softcap=50.0) is None) == able
+    assert (backend.describe_unsupported(AttentionFormula(*build(*pair), softcap=50.0)) is None) == able
 
 
 def test_it_is_not_used_for_deterministic_runs(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert "not deterministic (deterministic: true)" in (
-        FlexBackend(EagerBackend()).describe_unsupported(*build("alibi", "none")) or ""
+        FlexBackend(EagerBackend()).describe_unsupported(AttentionFormula(*build("alibi", "none"))) or ""
     )
 
 
@@ -158,7 +159,7 @@ def test_it_is_refused_by_name_without_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(UserError, match="attention_backend 'flex': it needs a CUDA device; choose from auto, "):
-        select_backend("flex", 4, *build("alibi", "none"))
+        select_backend("flex", 4, AttentionFormula(*build("alibi", "none")))
 
 
 def test_unsupported_calls_use_row_blocks_and_are_reported_once(monkeypatch, caplog) -> None:

@@ -8,7 +8,7 @@ import torch
 from position_methods import build, random_qkv
 
 from megatron.attention.backends import fused_processor
-from megatron.attention.backends.backend import supports_document_starts
+from megatron.attention.backends.backend import AttentionFormula, supports_document_starts
 from megatron.attention.backends.fused_processor import NativeBackend
 from megatron.attention.backends.pytorch import EagerBackend
 from megatron.attention.backends.registry import RowBlockBackend, select_backend
@@ -92,15 +92,15 @@ def test_equals_eager(pair: tuple[str, str], keys: dict[str, int]) -> None:
 def test_rejected_calls_are_named(pair: tuple[str, str], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "unavailable_reason", lambda: "no C compiler was found")
     with pytest.raises(UserError, match=f"attention_backend 'native': ({why}).*; choose from auto, "):
-        select_backend("native", 4, *build(*pair))
+        select_backend("native", 4, AttentionFormula(*build(*pair)))
 
 
 def test_too_long_inputs_are_rejected_and_auto_uses_row_blocks() -> None:
     encoding, _ = build("kerple_log", "cdape")
     wide = build_processor("cdape", encoding.dims, {"kernel_size": 17}, has_bias=True)
     with pytest.raises(UserError, match="its kernels have a size of at most 15, not 17; choose from auto, eager"):
-        select_backend("native", 4, encoding, wide)
-    assert isinstance(select_backend("auto", 4, encoding, wide), RowBlockBackend)
+        select_backend("native", 4, AttentionFormula(encoding, wide))
+    assert isinstance(select_backend("auto", 4, AttentionFormula(encoding, wide)), RowBlockBackend)
 
 
 @compiled
@@ -116,7 +116,7 @@ def test_fallback_to_row_blocks_is_reported_once(caplog: pytest.LogCaptureFixtur
         "randomized positions": replace(rows, query=TokenRange(0, 21, drawn), key=TokenRange(0, 21, drawn)),
         "torch.bfloat16": replace(rows, **halves),
     }
-    backend = select_backend("native", 4, rows.encoding, rows.processor)
+    backend = select_backend("native", 4, AttentionFormula(rows.encoding, rows.processor))
     with caplog.at_level(logging.WARNING):
         for each in [*left_out.values(), *left_out.values()]:
             torch.manual_seed(0)
@@ -130,9 +130,9 @@ def test_fallback_to_row_blocks_is_reported_once(caplog: pytest.LogCaptureFixtur
 @compiled
 def test_auto_uses_it_if_supported_and_row_blocks_otherwise(caplog: pytest.LogCaptureFixture) -> None:
     rows = rows_of(("kerple_log", "cdape"))
-    auto = select_backend("auto", 4, rows.encoding, rows.processor)
-    assert torch.equal(auto(rows), select_backend("native", 4, rows.encoding, rows.processor)(rows))
-    assert isinstance(select_backend("auto", 4, *build("fire", "cdape")), RowBlockBackend)
+    auto = select_backend("auto", 4, AttentionFormula(rows.encoding, rows.processor))
+    assert torch.equal(auto(rows), select_backend("native", 4, AttentionFormula(rows.encoding, rows.processor))(rows))
+    assert isinstance(select_backend("auto", 4, AttentionFormula(*build("fire", "cdape"))), RowBlockBackend)
     masked = replace(rows, key_mask=torch.ones(2, 21, dtype=torch.bool))
     caplog.clear()
     assert torch.equal(auto(masked), RowBlockBackend(4)(masked))
@@ -145,7 +145,7 @@ def test_auto_works_without_a_compiler_and_reports_the_cost(
     fused_processor._warn_unavailable.cache_clear()
     monkeypatch.setattr(cpu, "unavailable_reason", lambda: "no C compiler was found (cc, gcc, clang)")
     rows = rows_of(("kerple_log", "cdape"))
-    auto = select_backend("auto", 4, rows.encoding, rows.processor)
+    auto = select_backend("auto", 4, AttentionFormula(rows.encoding, rows.processor))
     for _ in range(2):
         assert torch.equal(auto(rows), RowBlockBackend(4)(rows))
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [

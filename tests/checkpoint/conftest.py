@@ -3,14 +3,9 @@
 from pathlib import Path
 
 import pytest
-from tiny_runs import tiny_config, write_corpora
+from tiny_runs import tiny_config
 
 from megatron.training.train import train
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")

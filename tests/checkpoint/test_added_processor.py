@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_runs import losses, tiny_config, write_corpora
+from tiny_runs import losses, tiny_config
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
@@ -14,11 +14,6 @@ from megatron.position import registry
 from megatron.position.facts import AttentionDims
 from megatron.training.train import train
 from megatron.utils.errors import RunError, UserError
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")

@@ -5,22 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_runs import losses, tiny_config, train_with_processes, write_corpora
+from tiny_runs import losses, tiny_config, train_with_processes
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
 from megatron.config.schema import Config
-from megatron.launch.console import run_console
 from megatron.position import registry
 from megatron.training.train import train
+from megatron.utils.console import run_console
 from megatron.utils.errors import UserError
 
 ROTARY = {"pos_emb": "rotary", "pos_emb_options": {"fraction": 0.5}}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from tiny_runs import losses, replace_text, tiny_config, train_with_processes, write_corpora
+from tiny_runs import losses, replace_text, tiny_config, train_with_processes
 
 from megatron.checkpoint import layout, manifest
 from megatron.checkpoint.manifest import load_checkpoint_config
@@ -33,11 +33,6 @@ NEXT_LOSS = {
     TWO_PER_LAYER: 4.127379894256592,
 }
 """Loss of the next step, in the run that wrote each checkpoint."""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture

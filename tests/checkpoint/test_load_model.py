@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import records, tiny_config, write_corpora
+from tiny_runs import records, tiny_config
 
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trained_run import open_run
@@ -17,11 +17,6 @@ from megatron.distributed.process_groups import build_single_process_groups
 from megatron.training.train import train
 from megatron.utils.errors import RunError
 from tools.rounding import compute_tolerance
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.mark.parametrize(

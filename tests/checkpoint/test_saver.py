@@ -15,7 +15,7 @@ import torch
 from full_disk import full_disk
 from rich.console import Console
 from safetensors.torch import load_file
-from tiny_runs import losses, tiny_config, write_corpora
+from tiny_runs import losses, tiny_config
 
 from megatron.checkpoint import engine_state, manifest, sharded_state
 from megatron.checkpoint.saver import Entries, SaveHooks
@@ -28,11 +28,6 @@ from megatron.training.resolve_run import resolve_run
 from megatron.training.train import train, train_resolved
 from megatron.training.trainer import TrainingHooks
 from megatron.utils.errors import RunError
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
 
 
 def names(run: Path) -> list[str]:

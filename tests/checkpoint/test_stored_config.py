@@ -16,9 +16,9 @@ from megatron.checkpoint.manifest import load_checkpoint_config
 from megatron.config.schema import list_config_keys
 from megatron.conversion.export_model import HFWeights
 from megatron.conversion.families.farfield import FARFIELD
-from megatron.launch.console import run_console
 from megatron.options.model import get_ffn_hidden_size
 from megatron.training.train import train
+from megatron.utils.console import run_console
 from megatron.utils.errors import RunError
 from tools.rounding import compute_tolerance, count_gpt_sums
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from published import MODELS, logits_of, written
-from tiny_runs import records, tiny_config, write_corpora
+from tiny_runs import records, tiny_config
 
 from megatron.checkpoint.load_model import load_model
 from megatron.config.load import load_config
@@ -18,11 +18,6 @@ from megatron.options.evaluation import EvaluationOptions
 from megatron.training.resolve_run import resolve_run
 from megatron.training.train import train
 from megatron.utils.errors import UserError
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")

@@ -42,6 +42,14 @@ def test_environment_variables_are_read_back(rank_info: RankInfo) -> None:
     assert RankInfo.from_environment(started.to_environment()) == rank_info
 
 
+def test_ranks_of_one_machine_use_its_loopback_interface(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert RankInfo().to_environment("127.0.0.1", 1)["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in RankInfo().to_environment("10.0.0.1", 1)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    assert "GLOO_SOCKET_IFNAME" not in RankInfo().to_environment("127.0.0.1", 1)
+
+
 def test_a_task_of_srun_knows_its_rank() -> None:
     started = read_launcher_environment(SRUN)
     assert started is not None

@@ -1,10 +1,18 @@
-"""Seeds depend on the purpose and the data index, never on the rank."""
+"""Random numbers: seeds depend on the purpose and the data index, and states are saved and restored without pickle."""
 
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
 import torch
+from safetensors import safe_open
 
+from megatron.checkpoint import tensor_files
 from megatron.distributed import rng
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import build_single_process_groups
+from megatron.utils.errors import RunError
 
 
 def test_only_ranks_of_one_data_index_draw_equal_samples() -> None:
@@ -27,3 +35,37 @@ def test_seeding_is_torchs() -> None:
     ours = torch.rand(3)
     torch.manual_seed(5)
     assert torch.equal(ours, torch.rand(3))
+
+
+def draw() -> tuple[object, ...]:
+    numpy = np.random.rand(), np.random.randn()
+    return random.random(), random.gauss(0, 1), *numpy, torch.rand(1).item(), torch.randn(3).tolist()
+
+
+def test_captured_results_are_returned(tmp_path: Path) -> None:
+    draw()  # an odd number of Gaussians leaves a cached value in the generators
+    tensor_files.write_tensors(tmp_path / "states", *rng.pack_rng_state(rng.capture_rng_state()))
+    expected = draw()
+    assert draw() != expected
+    with safe_open(tmp_path / "states", "pt") as file:
+        rng.restore_rng_state(rng.unpack_rng_state(file))
+    assert draw() == expected
+
+
+def test_random_states_of_a_gpu_are_saved(tmp_path: Path) -> None:
+    gpu = {"cuda": torch.arange(16, dtype=torch.uint8), "tracker": {"model-parallel-rng": torch.ones(4)}}
+    tensor_files.write_tensors(tmp_path / "states", *rng.pack_rng_state(rng.capture_rng_state() | gpu))
+    with safe_open(tmp_path / "states", "pt") as file:
+        found = rng.unpack_rng_state(file)
+    assert torch.equal(found["cuda"], gpu["cuda"])
+    assert torch.equal(found["tracker"]["model-parallel-rng"], torch.ones(4))
+
+
+@pytest.mark.parametrize("metadata", [{}, {"random": "{}"}, {"random": "no"}])
+def test_a_file_without_random_states_is_rejected(tmp_path: Path, metadata: dict[str, str]) -> None:
+    tensor_files.write_tensors(tmp_path / "states", {"random/torch": torch.get_rng_state()}, metadata)
+    with (
+        safe_open(tmp_path / "states", "pt") as file,
+        pytest.raises(RunError, match="not the random states of a process"),
+    ):
+        rng.unpack_rng_state(file)

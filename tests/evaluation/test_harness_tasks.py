@@ -5,7 +5,6 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,11 @@ from megatron.evaluation.harness_tasks import build_task_records, evaluate_tasks
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
 from megatron.options.evaluation import EvaluationOptions, TaskOptions
-from megatron.reports import plots
 from megatron.reports.records import Record, read_records
 from megatron.utils.errors import RunError, UserError
 from tools.rounding import compute_tolerance, count_gpt_sums
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 pytest.importorskip("lm_eval", reason="requirements-eval.txt is not installed")
 
@@ -74,14 +74,6 @@ generation_kwargs: {until: ["e", "\\n"], max_gen_toks: 8, do_sample: false}
 metric_list: [{metric: exact_match}]
 """,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_pictures() -> Iterator[None]:
-    """Skip drawing, which costs more than the tasks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "render_plots_png", lambda found, **_: b"\x89PNG")
-        yield
 
 
 @pytest.fixture(scope="module")

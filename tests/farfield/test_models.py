@@ -6,16 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_runs import make_run, write_corpora
+from tiny_runs import make_run
 
 import farfield
 
 CDAPE = {"pos_emb": "kerple_log", "score_processor": "cdape", "score_processor_options": {"width": 4}}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")

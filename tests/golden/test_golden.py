@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import losses, records, tiny_config, train_with_processes, write_corpora
+from tiny_runs import losses, records, tiny_config, train_with_processes
 
 from megatron.evaluation.run import evaluate_runs
 from megatron.options.evaluation import EvaluationOptions
@@ -56,11 +56,6 @@ def _lines(path: str) -> list[str]:
         return Path(path).read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
 
 
 def trained(corpus: Path, run: Path, **keys: Any) -> Numbers:

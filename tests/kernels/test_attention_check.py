@@ -4,6 +4,7 @@ import pytest
 import torch
 from position_methods import build
 
+from megatron.attention.backends.backend import AttentionFormula
 from megatron.attention.backends.registry import list_candidates
 from megatron.attention.check import check_result
 from megatron.attention.check.check_result import BackendTrial
@@ -22,13 +23,12 @@ def try_candidates(
     method: tuple[str, str], *, dtype: torch.dtype = torch.float32, documents: CheckedDocuments | None = None
 ) -> list[BackendTrial]:
     torch.manual_seed(1)
-    encoding, processor = build(*method, SHAPE)
     rows = (TokenRange(0, 13),)
     problem = build_problem(
-        encoding, processor, rows, batch=1, window=None, heads=ALL_HEADS, dtype=dtype, device=DEVICE,
-        documents=documents,
+        AttentionFormula(*build(*method, SHAPE)), rows, batch=1, window=None, heads=ALL_HEADS, dtype=dtype,
+        device=DEVICE, documents=documents,
     )  # fmt: skip
-    candidates = list_candidates(8, problem.encoding, problem.processor)
+    candidates = list_candidates(8, problem.formula)
     trials = try_backends(problem, candidates, timer=lambda run, device: 1.0)
     assert [trial.backend for trial in trials] == list(candidates)
     return trials

@@ -1,6 +1,7 @@
 """Kernels of every operator compile for GPUs that are not present, within their resource limits.
 
-This is a sample; `python -m megatron.kernels.compile` compiles all kernels.
+This is a sample; `python -m megatron.kernels.compile` compiles all kernels. Head dimensions that are no powers of two
+are split.
 """
 
 import os
@@ -27,6 +28,7 @@ from megatron.kernels.compile import (
     main,
     measure_resources,
 )
+from megatron.kernels.head_dim import MAX_HEAD_DIM, split_head_dim
 
 ROOT = Path(__file__).parents[2]
 
@@ -167,3 +169,16 @@ def test_invalid_options_are_rejected_at_once(
         main(arguments)
     assert ended.value.code == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("dim", "split"), [(8, (16, 0)), (64, (64, 0)), (72, (64, 16)), (80, (64, 16)), (96, (64, 32))]
+)
+def test_head_dimension_in_two_powers_of_two(dim: int, split: tuple[int, int]) -> None:
+    assert split_head_dim(dim) == split
+
+
+def test_every_head_dimension_fits_its_split() -> None:
+    for dim in range(1, MAX_HEAD_DIM + 1):
+        first, second = split_head_dim(dim)
+        assert dim <= first + second < 2 * max(dim, 16)

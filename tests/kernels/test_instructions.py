@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.kernels.instructions import (
+from tools.bench.instructions import (
     Instruction,
     count_loads,
     count_memory_clocks,
@@ -99,7 +99,7 @@ def test_a_kernel_without_a_loop_is_rejected() -> None:
 def test_the_kernels_of_a_step_are_counted() -> None:
     """All launches of a step are listed; one is compiled and disassembled."""
     script = (
-        "from megatron.kernels.instructions import count_kernel\n"
+        "from tools.bench.instructions import count_kernel\n"
         "from megatron.kernels.cdape_attention.aot_configs import list_passes\n"
         "(kernels,) = list_passes(80).values()\n"
         "print(*(kernel.config.name.split()[0] for kernel in kernels))\n"

@@ -12,13 +12,13 @@ from position_methods import MAPPED, build, inputs_of, random_qkv
 from torch.utils.checkpoint import checkpoint
 
 from megatron.attention.backends import triton
-from megatron.attention.backends.backend import AttentionBackend, supports_document_starts
+from megatron.attention.backends.backend import AttentionBackend, AttentionFormula, supports_document_starts
 from megatron.attention.backends.pytorch import EagerBackend
 from megatron.attention.backends.registry import RowBlockBackend, select_backend
 from megatron.attention.backends.triton import KernelChoice, TritonBackend, select_kernel
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_table
-from megatron.kernels.bias.configs import MAX_WIDTH
+from megatron.kernels.bias.fire import MAX_WIDTH
 from megatron.kernels.biased_attention.op import biased_attention
 from megatron.kernels.cdape_attention.op import MAX_PROCESSOR_WIDTH
 from megatron.kernels.head_dim import MAX_HEAD_DIM
@@ -42,7 +42,9 @@ from tools.rounding import assert_within_rounding
 
 SHAPE = AttentionDims(num_heads=3, head_dim=16, hidden_size=48, train_length=16, max_length=16)
 SUPPORTED = [
-    pair for pair in MAPPED if TritonBackend(EagerBackend()).describe_unsupported(*build(*pair, SHAPE)) is None
+    pair
+    for pair in MAPPED
+    if TritonBackend(EagerBackend()).describe_unsupported(AttentionFormula(*build(*pair, SHAPE))) is None
 ]
 ABLE = [
     (encoding, processor)
@@ -283,18 +285,18 @@ def test_bfloat16_in_the_interpreter_falls_back_to_pytorch(processor: str, devic
 )
 def test_the_rest_is_refused_by_name(encoding: str, processor: str, shape: AttentionDims, complaint: str) -> None:
     with pytest.raises(UserError, match=f"attention_backend 'triton': .*{complaint}.*choose from auto"):
-        select_backend("triton", 4, *build(encoding, processor, shape))
+        select_backend("triton", 4, AttentionFormula(*build(encoding, processor, shape)))
 
 
 def test_sizes_beyond_the_kernels_are_refused_by_name() -> None:
     encoding = load_encoding_class("fire")(SHAPE, width=MAX_WIDTH + 1)
     with pytest.raises(UserError, match="'triton': its networks have at most 64 heads and width 64, not 3 and 65"):
-        select_backend("triton", 4, encoding, None)
+        select_backend("triton", 4, AttentionFormula(encoding))
     for name in ("cdape", "dape"):
         encoding, _ = build("kerple_log", "none", SHAPE)
         wide = load_processor_class(name)(SHAPE, has_bias=True, width=MAX_PROCESSOR_WIDTH + 1)
         with pytest.raises(UserError, match="'triton': its processors have a width of at most 64, not 65"):
-            select_backend("triton", 4, encoding, wide)
+            select_backend("triton", 4, AttentionFormula(encoding, wide))
 
 
 def test_a_bias_for_which_there_is_no_kernel_is_refused() -> None:
@@ -302,7 +304,9 @@ def test_a_bias_for_which_there_is_no_kernel_is_refused() -> None:
         def dense(self, query, key, like, heads):
             raise AssertionError("not asked for")
 
-    assert "not a function of the distance" in (TritonBackend(Unused()).describe_unsupported(Other(SHAPE), None) or "")
+    assert "not a function of the distance" in (
+        TritonBackend(Unused()).describe_unsupported(AttentionFormula(Other(SHAPE))) or ""
+    )
 
 
 @pytest.mark.parametrize("encoding", ["kerple_log", "fire"])
@@ -348,7 +352,7 @@ def test_dropout_keeps_documents_masked(device: str) -> None:
 def test_without_a_gpu_or_the_interpreter_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "is_triton_available", lambda: False)
     with pytest.raises(UserError, match="attention_backend 'triton': it needs a CUDA device"):
-        select_backend("triton", 4, *build("alibi", "none", SHAPE))
+        select_backend("triton", 4, AttentionFormula(*build("alibi", "none", SHAPE)))
 
 
 @pytest.mark.parametrize(

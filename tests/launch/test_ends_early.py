@@ -6,16 +6,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_runs import tiny_config, write_corpora
+from tiny_runs import tiny_config
 
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import ParallelSizes
 from megatron.distributed.process_groups import init_distributed
-from megatron.launch.console import log_traceback
 from megatron.launch.local_launcher import LOG_FILE, train_on_this_machine
 from megatron.position.catalog import METHODS_VARIABLE
 from megatron.training.resolve_run import ResolvedRun, resolve_run
 from megatron.training.trainer import TrainingHooks
+from megatron.utils.console import log_traceback
 from megatron.utils.errors import RunError, forbid_exits, is_out_of_files
 from megatron.utils.signals import StoppedBySignal
 
@@ -40,11 +40,6 @@ def resolve(corpus: Path, run: Path, **keys: object) -> ResolvedRun:
     from megatron.distributed.hardware import LocalHardware
 
     return resolve_run(tiny_config(corpus, run, **keys), LocalHardware.detect())
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.mark.parametrize("call", ["sys.exit()", "sys.exit(0)", "raise SystemExit('done')"])

@@ -14,9 +14,9 @@ from megatron.config.load import load_config
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import LaunchContext, RankInfo
 from megatron.launch import dispatch, local_launcher, worker
-from megatron.launch.console import UnexpectedError
 from megatron.training import check_start
 from megatron.training.resolve_run import ResolvedRun, resolve_run
+from megatron.utils.console import UnexpectedError
 from megatron.utils.errors import FarfieldWarning, RunError, UserError
 
 SMALL = [

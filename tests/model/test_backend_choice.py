@@ -14,6 +14,7 @@ import torch
 from models import build_model
 from position_methods import build
 
+from megatron.attention.backends.backend import AttentionFormula
 from megatron.attention.backends.pytorch import ChunkedBackend, RowBlockBackend
 from megatron.attention.check import trials as trials_module
 from megatron.attention.check.check_result import BackendTrial, CheckRecord, CheckResult, read_records, write_records
@@ -97,7 +98,9 @@ def choose(
 ) -> BackendChoice:
     model = MODEL.replace(**changes)
     encoding, processor = build("kerple_log", "none")
-    return choose_backends(name, model, [LayerType(POSITION, encoding, processor)], groups or make_groups(), target)
+    return choose_backends(
+        name, model, [LayerType(POSITION, AttentionFormula(encoding, processor))], groups or make_groups(), target
+    )
 
 
 def test_the_fastest_correct_backend_is_chosen_and_reported(planted) -> None:
@@ -119,7 +122,7 @@ def test_random_states_and_modules_are_as_before(planted) -> None:
     encoding, _ = build("kerple_log", "none")
     values = [parameter.clone() for parameter in encoding.parameters()]
     state = torch.get_rng_state()
-    choose_backends("auto", MODEL, [LayerType(POSITION, encoding, None)], make_groups(), TARGET)
+    choose_backends("auto", MODEL, [LayerType(POSITION, AttentionFormula(encoding))], make_groups(), TARGET)
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(values, encoding.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in encoding.parameters())

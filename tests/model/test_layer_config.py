@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_emulator import find_compiler
 from models import build_model
 from torch import Tensor
 from torch.nn import functional as F
@@ -137,6 +138,7 @@ def test_training_in_other_types(dtype: torch.dtype, tolerance: float, compiled:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)")
 @pytest.mark.parametrize("name", ["as GPT-2", "as LLaMA"])
 def test_training_with_inductor(name: str, compiled: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # Inductor's cache for CPUs serves code of another instruction set (ATEN_CPU_CAPABILITY), with wrong results.

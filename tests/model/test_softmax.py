@@ -222,7 +222,7 @@ def test_sinks_start_as_off_by_one_without_random_numbers() -> None:
 def test_layers_may_differ_in_their_softmax() -> None:
     gpt = build_gpt(["learnable", "vanilla"], "rotary", "none", attention_window=[5, None])
     kinds = [layer.self_attention.core_attention for layer in gpt.local_layers]
-    assert [attention.softmax_type for attention in kinds] == ["learnable", "vanilla"]
+    assert [attention.formula.softmax_type for attention in kinds] == ["learnable", "vanilla"]
     assert [type(attention.backend).__name__ for attention in kinds] == ["RowBlockBackend", "SdpaBackend"]
     assert PositionOptions(softmax_type=["learnable"] * 2).softmax_type == "learnable"
 

@@ -13,7 +13,7 @@ from kept import Peak
 from tiny_runs import tiny_config
 
 from megatron.attention.backends import flex, triton
-from megatron.attention.backends.backend import find_unsupported_method
+from megatron.attention.backends.backend import AttentionFormula, find_unsupported_method
 from megatron.attention.backends.fused_processor import NativeBackend
 from megatron.attention.backends.pytorch import ChunkedBackend, SdpaBackend
 from megatron.attention.check.check_result import RECORD_FILE
@@ -105,14 +105,15 @@ def test_methods_supported_by_backends(processor_name: str, monkeypatch: pytest.
         facts = read_encoding_facts(name)
         processor_facts = None if processor is None else read_processor_facts(processor_name)
         for softcap in (None, 50.0):
-            reasons = {key: x.describe_unsupported(encoding, processor, softcap) for key, x in backends.items()}
+            formula = AttentionFormula(encoding, processor, softcap)
+            reasons = {key: x.describe_unsupported(formula) for key, x in backends.items()}
             wanted = {key for key, reason in reasons.items() if reason is None}
             has_softcap = softcap is not None
             found = list_backends(
                 plan_encoding(position), plan_processor(position), dims.head_dim, has_softcap=has_softcap
             )
             assert set(found) == {"auto", "chunked", "eager", *wanted}, name
-            reasons["native"] = NativeBackend.describe_unsupported_combination(encoding, processor, softcap)
+            reasons["native"] = NativeBackend.describe_unsupported_formula(formula)
             known = {
                 key: find_unsupported_method(key, facts, processor_facts=processor_facts, has_softcap=has_softcap)
                 for key in reasons

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import build_model
 
 from megatron.checkpoint.manifest import compute_checksums
 from megatron.checkpoint.sharded_state import (
@@ -18,15 +19,21 @@ from megatron.checkpoint.sharded_state import (
 )
 from megatron.checkpoint.tensor_files import write_tensors
 from megatron.distributed.mesh import Mesh, ParallelSizes
+from megatron.distributed.sharding import get_shard_spec
+from megatron.options.model import ModelOptions
+from megatron.options.position import PositionOptions
 from megatron.rehearsal.missing_ranks import (
+    MIN_ELEMENTS,
     SparseFile,
     StageParameter,
+    ZeroStagingBuffers,
     complete_checkpoint,
     divide_unwritten,
     extend_crc32_with_zeros,
     is_zero,
     read_pieces,
     read_stage_parameters,
+    skip_weight_initialization,
     write_stage_parameters,
 )
 from megatron.rehearsal.missing_ranks import _dump as dump_pieces
@@ -132,3 +139,33 @@ def test_files_without_their_zeros_read_as_if_they_had_them(tmp_path):
     assert is_zero(bytes(5000))
     assert not is_zero(bytes(4999) + b"\1")
     assert not is_zero(b"\1" + bytes(4999))
+
+
+OPTIONS = ModelOptions(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32, activation="swiglu")
+
+
+def describe(model):
+    return {name: (p.shape, p.dtype, get_shard_spec(p), p.requires_grad) for name, p in model.named_parameters()}
+
+
+def test_models_without_values_are_sharded_like_others():
+    drawn = build_model(OPTIONS, PositionOptions(pos_emb="kerple_log"), 5000)
+    with skip_weight_initialization():
+        unset = build_model(OPTIONS, PositionOptions(pos_emb="kerple_log"), 5000)
+    assert describe(unset) == describe(drawn)
+    assert sum(get_shard_spec(p) is not None for p in unset.parameters()) >= 10
+    for name, value in unset.named_parameters():
+        if "norm" in name:
+            assert torch.equal(value, drawn.get_parameter(name)), name
+
+
+def test_large_weights_change_their_type_without_contents():
+    large, small = torch.ones(MIN_ELEMENTS), torch.ones(8)
+    with skip_weight_initialization():
+        assert (large.bfloat16().dtype, large.bfloat16().shape) == (torch.bfloat16, large.shape)
+        assert torch.equal(small.bfloat16(), torch.ones(8, dtype=torch.bfloat16))
+        assert large.to("cpu") is large
+        copies = ZeroStagingBuffers().copy_to_host({"a": large, "b": small, "none": torch.empty(0)})
+    assert {name: copy.shape for name, copy in copies.items()} == {"a": large.shape, "b": small.shape, "none": (0,)}
+    assert not copies["a"].any()
+    assert torch.equal(large.half(), torch.ones(MIN_ELEMENTS, dtype=torch.half)), "outside it nothing is changed"

@@ -1,12 +1,16 @@
 """Configuration of a rehearsal: everything that determines a rank's work, and none of the user's files."""
 
+import numpy as np
 import pytest
 
 from megatron.config.load import load_config
+from megatron.data.blend import list_dataset_slices
+from megatron.data.datasets import check_dataset_slice, load_token_stream
 from megatron.data.load_tokenizer import read_vocabulary
 from megatron.distributed.mesh import ParallelSizes
+from megatron.options.data import SPLITS, DataOptions
 from megatron.rehearsal import rehearsed_run
-from megatron.rehearsal.rehearsed_run import STEPS, plan_rehearsal
+from megatron.rehearsal.rehearsed_run import STEPS, plan_rehearsal, write_synthetic_corpus
 from megatron.utils.errors import UserError
 
 FLAGSHIP = ("2-7B", "cdape_kerple_log", "a100_8k")
@@ -122,3 +126,20 @@ def test_of_a_run_in_stages_the_largest_is_rehearsed():
     assert "rehearsing stage 2 of 3, which needs the most memory" in run.notes
     assert (run.config.model.seq_length, run.config.training.train_batch_size) == (4096, 8)
     assert run.config.training.stages == []
+
+
+def test_a_synthetic_corpus_has_the_vocabulary_and_several_sequences(tmp_path):
+    prefixes = write_synthetic_corpus(tmp_path / "corpus", vocab_size=70_001, seq_length=400_000)
+    data = DataOptions(**{f"{split}_data_paths": [str(prefixes[split])] for split in SPLITS})
+    vocabulary = read_vocabulary(data)
+    assert (vocabulary.size, vocabulary.eod) == (70_001, 0)
+    for split in SPLITS:
+        (dataset_slice,) = list_dataset_slices(data, split)
+        check_dataset_slice(dataset_slice, split, 400_000, vocabulary)
+        tokens = load_token_stream(data, split, vocabulary)
+        assert len(tokens) >= 3 * 400_001
+        assert tokens.max() < 70_001
+        assert len(np.unique(tokens)) > 60_000
+    documents = write_synthetic_corpus(tmp_path / "documents", vocab_size=50, seq_length=10, document_length=4)
+    tokens = np.fromfile(f"{documents['train']}.bin", "<i4")
+    assert (tokens[3::4] == 0).all()

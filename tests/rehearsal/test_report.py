@@ -8,7 +8,6 @@ import pytest
 from rich.console import Console
 
 from megatron.config.load import load_config
-from megatron.launch.console import UnexpectedError
 from megatron.rehearsal.matching import find_mismatches
 from megatron.rehearsal.null_device.environment import get_gpu_model
 from megatron.rehearsal.print_report import print_report
@@ -17,6 +16,7 @@ from megatron.rehearsal.rehearse import RankTrace, Rehearsal
 from megatron.rehearsal.rehearsed_run import plan_rehearsal
 from megatron.rehearsal.report import GIB, RehearsalReport
 from megatron.rehearsal.roles import Ledger, choose_roles
+from megatron.utils.console import UnexpectedError
 from megatron.utils.errors import RunError, UserError
 from tests.support.collective_programs import write_ledgers
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from megatron.reports import html_page, report
 from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import build_comparison_tables
+from megatron.reports.html_page import read_citation, render_bibtex
 from megatron.reports.leaderboard import Leaderboard
 from megatron.reports.records import Record, record_from_row, write_records, write_records_csv
 from megatron.reports.report import ReportSection, TrainingSection
@@ -399,3 +400,18 @@ def test_pages_of_before_may_be_written_again(tmp_path: Path) -> None:
     (tmp_path / "mine.html").write_text("<style>\n:root { color-scheme: light dark; }\n")
     assert html_page.is_generated_page(tmp_path / "old.html")
     assert not html_page.is_generated_page(tmp_path / "mine.html")
+
+
+def test_every_reference_names_people_and_an_identifier():
+    for work in read_citation()["references"]:
+        assert all({"family-names", "given-names"} <= author.keys() for author in work["authors"]), work["title"]
+        assert "conference" in work or "journal" in work, work["title"]
+        assert "doi" in work or "arXiv" in work.get("notes", ""), work["title"]
+
+
+def test_dape_v2_is_cited_as_published():
+    bibtex = render_bibtex(read_citation())
+    entry = next(part for part in bibtex.split("\n\n" if "\n\n" in bibtex else "\n@") if "DAPE V2" in part)
+    assert "zheng2025dape" in entry
+    assert "doi = {10.18653/v1/2025.acl-long.522}" in entry
+    assert entry.count(" and ") == 11  # twelve authors

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import kernel_references
 import torch
 from torch import Tensor
 
 from megatron.kernels.cdape_attention.args import CdapeArgs
 from megatron.kernels.cdape_attention.driver import CdapeProblem
-from megatron.kernels.cdape_attention.reference import reference as _reference
 from megatron.kernels.cdape_attention.weights import PackedWeights, WeightShape
 
 NAMES = ("output", "q", "k", "v", "bias", "w1", "b1", "w2", "b2")
@@ -128,7 +128,7 @@ def takes_fields(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-reference = takes_fields(_reference)
+reference = takes_fields(kernel_references.cdape_attention)
 
 
 def into_output(case: Case, dtype: torch.dtype, device: str = "cpu") -> Tensor:

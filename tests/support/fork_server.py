@@ -41,7 +41,7 @@ PRELOADED = (
     "megatron.checkpoint.resume",
     "megatron.checkpoint.saver",
     "megatron.data.gpt_dataset",
-    "megatron.launch.console",
+    "megatron.utils.console",
     "megatron.utils.progress",
     "megatron.launch.worker",
     "megatron.training.train",

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 
 import pytest
 import torch
+from cuda_emulator import Emulator
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad
@@ -23,7 +24,6 @@ from megatron.kernels.cdape_attention.mixer_forward import LogitInputs
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights
 from megatron.kernels.cuda.compile import CudaKernel
-from megatron.kernels.cuda.emulate import Emulator
 
 NO_ERRORS = (0, 0, 0, 0, 0)
 EXCHANGE_ROUNDING = 2.0**-11

@@ -12,7 +12,7 @@ from rich.console import Console
 from megatron.config.stages import list_stage_configs
 from megatron.reports import paper_experiment, run_records
 from megatron.reports.combine import build_sections, combine_results
-from megatron.sweeps import saved_records
+from megatron.sweeps import results
 from megatron.sweeps.spec import read_sweep
 from megatron.utils.errors import RunError, UserError
 
@@ -129,8 +129,8 @@ def test_another_text_of_a_blend_or_a_stage_is_noticed(trainer: Trainer, place: 
             path.write_bytes(path.read_bytes() + end)
             Path("other2/corpus.json").unlink(missing_ok=True)
             (member,) = read_sweep(["sweep.yml"], keys).members
-            digests.append(saved_records._describe_corpora(member.config.data))
-            digests[-1] += [saved_records._describe_corpora(stage.data) for stage in list_stage_configs(member.config)]
+            digests.append(results._describe_corpora(member.config.data))
+            digests[-1] += [results._describe_corpora(stage.data) for stage in list_stage_configs(member.config)]
         assert digests[0] != digests[1]
 
 
@@ -157,7 +157,7 @@ def test_another_text_of_an_evaluation_is_noticed(trainer: Trainer, place: Path)
 
 def test_other_code_of_a_method_is_noticed(trainer: Trainer, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digests = ["first"]
-    monkeypatch.setattr(saved_records, "compute_user_method_digests", lambda position: {"mine.py": digests[0]})
+    monkeypatch.setattr(results, "compute_user_method_digests", lambda position: {"mine.py": digests[0]})
     run(KEEP)
     list_trainings(trainer)
     digests[0] = "second"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron.data.tasks import task_config
-from megatron.data.tasks.autoregressive_task import StringTask
+from megatron.data.tasks.task import StringTask
 from megatron.utils.errors import UserError
 
 SYMBOLS = "abcdefghijklmnopqrstuvwxyz$|."

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.data.tasks import task_config
-from megatron.data.tasks.transduction_task import TransductionTask
+from megatron.data.tasks.task import TransductionTask
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tasks.md"
 ROWS = {

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.tasks import task_config
-from megatron.data.tasks.task import Array
-from megatron.data.tasks.transduction_task import TransductionTask
+from megatron.data.tasks.task import Array, TransductionTask
 
 NAMES = sorted(solvers.SOLVERS)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from tiny_runs import losses, records, tiny_config, train_with_processes, write_corpora
+from tiny_runs import losses, records, tiny_config, train_with_processes
 
 from megatron.checkpoint import layout
 from megatron.cli.show import describe_attempt, escape_control_characters, parse_steps, what_was_in
@@ -23,11 +23,6 @@ from megatron.training.train import train
 from megatron.utils.errors import RunError, UserError
 
 Micro = list[list[int]]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture

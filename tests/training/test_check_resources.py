@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from tiny_runs import tiny_config, write_corpora
+from tiny_runs import tiny_config
 
 from megatron.checkpoint.layout import list_checkpoints
 from megatron.config.load import LoadedConfig, load_config
@@ -196,11 +196,6 @@ def test_checkpoints_are_counted_as_they_are_written_and_deleted(
     if ends:
         config = config.replace(stages=[{"until": until}, {"seq_length": 64}])
     assert count_checkpoints(config, start, existing) == simulate(config, start, existing, ends)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.mark.parametrize("algorithm", ["AdamW", "Lion", "Muon"])

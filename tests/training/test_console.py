@@ -11,13 +11,12 @@ import torch
 from models import build_model
 from rich.console import Console
 from screen import Clock, terminal
-from tiny_runs import tiny_config, write_corpora
+from tiny_runs import tiny_config
 
 from megatron.checkpoint.run_folder import RESOLVED_CONFIG
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import ParallelSizes
-from megatron.launch.console import run_console
 from megatron.training import summary
 from megatron.training.console import ConsoleReporter
 from megatron.training.metrics import measure_matmul_tflops
@@ -25,17 +24,13 @@ from megatron.training.metrics_log import TrainRecord
 from megatron.training.resolve_run import resolve_run
 from megatron.training.train import train
 from megatron.training.training_run import TrainingRun, build_training_run
+from megatron.utils.console import run_console
 from megatron.utils.formatting import format_count, format_quantity
 
 RECORD = TrainRecord(
     step=1, loss=2.0, perplexity=7.4, learning_rate=1e-3, grad_norm=0.5, tokens_per_second=1e4, ms_per_step=41.5,
     tflops=0.1, mfu=None, loss_scale=1.0, skipped_steps=0, memory_gib=1.5, tokens=64, seconds_left=125.0,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
 
 
 def plain(train_iters: int) -> tuple[io.StringIO, Clock, ConsoleReporter]:

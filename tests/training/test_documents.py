@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from tiny_runs import losses, records, same_weights, tiny_config, write_corpora
+from tiny_runs import losses, records, same_weights, tiny_config
 
 from megatron.checkpoint.load_model import load_model
 from megatron.data.datasets import SampleOrder, build_datasets, load_token_stream
@@ -34,11 +34,6 @@ CASES: dict[str, dict[str, Any]] = {
     "dape on fire, one by one": {"pos_emb": "fire", "score_processor": "dape"},
     "learned": {"pos_emb": "learned", "max_position_embeddings": 32},
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
 
 
 def score_alone(gpt: GPT, tokens: np.ndarray) -> list[float]:

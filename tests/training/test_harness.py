@@ -2,17 +2,15 @@
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import losses, records, same_weights, tiny_config, train_with_processes, write_corpora
+from tiny_runs import losses, records, same_weights, tiny_config, train_with_processes
 
 from megatron.config.load import load_config
 from megatron.config.schema import Config
 from megatron.options.evaluation import EvaluationOptions, TaskOptions
-from megatron.reports import plots
 from megatron.training.check_start import check_start
 from megatron.training.resolve_run import ResolvedRun
 from megatron.training.train import train
@@ -21,6 +19,8 @@ from tools.rounding import compute_tolerance, count_gpt_sums
 
 pytest.importorskip("lm_eval", reason="requirements-eval.txt is not installed")
 from megatron.evaluation.harness_tasks import evaluate_tasks
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 ROUNDING = compute_tolerance(*count_gpt_sums(32, layers=2))
 TASKS = {
@@ -33,18 +33,6 @@ TASKS = {
     "metric_list: [{metric: exact_match}]\n",
 }
 KEYS: dict[str, Any] = {"train_iters": 4, "score_processor": "dape", "hidden_dropout": 0.1}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_pictures() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "render_plots_png", lambda found, **_: b"\x89PNG")
-        yield
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")

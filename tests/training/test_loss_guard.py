@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from rich.console import Console
-from tiny_runs import losses, records, same_weights, tiny_config, write_corpora
+from tiny_runs import losses, records, same_weights, tiny_config
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.trainer_state import TrainerState
@@ -32,11 +32,6 @@ from megatron.training.training_run import build_training_run
 from megatron.utils.errors import RunError, UserError
 
 KEYS: dict[str, Any] = {"train_iters": 8, "checkpoint_factor": 2, "num_workers": 0}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
 
 
 def spike(monkeypatch: pytest.MonkeyPatch, *steps: int, factor: float = 100.0) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from position_methods import COVERING
 from safetensors.torch import load_file
-from tiny_runs import losses, tiny_config, write_corpora
+from tiny_runs import losses, tiny_config
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
@@ -19,11 +19,6 @@ from megatron.utils.project import SHIPPED_CONFIGS
 
 OVERLAYS = sorted((SHIPPED_CONFIGS / "position").glob("*.yml"))
 LENGTH = 16
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)

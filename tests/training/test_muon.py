@@ -117,8 +117,11 @@ def choose(algorithm: str, **keys: Any) -> Config:
 BATCHES = torch.randint(0, VOCABULARY, (4, 4, 17), generator=torch.Generator().manual_seed(5))
 
 
-def step_by_hand(model: nn.Module, config: Config, lr: float) -> dict[str, Tensor]:
-    """Return the weights after one step per batch, from autograd's gradients and the papers' formulas in float64."""
+def step_by_hand(model: nn.Module, config: Config, lr: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights after one step per batch, from autograd's gradients and the papers' formulas in float64.
+
+    The second value is the smallest size of what Lion took the sign of, relative to the largest gradient of the weight.
+    """
     params, algorithm = config.optimizer.optimizer.params, config.optimizer.optimizer.type
     is_muon = algorithm == "Muon"
     hidden = {id(matrix.parameter): matrix for matrix in list_hidden_matrices(model)} if is_muon else {}
@@ -127,6 +130,7 @@ def step_by_hand(model: nn.Module, config: Config, lr: float) -> dict[str, Tenso
     }
     first = {id(p): torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()}
     second = {id(p): torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()}
+    smallest = {id(p): torch.full_like(p, math.inf) for p in model.parameters()}
     for number, batch in enumerate(BATCHES, start=1):
         model.zero_grad()
         model(batch[:, :-1].contiguous(), labels=batch[:, 1:].contiguous()).mean().backward()
@@ -152,10 +156,15 @@ def step_by_hand(model: nn.Module, config: Config, lr: float) -> dict[str, Tenso
                 v.mul_(b2).add_((1 - b2) * g * g)
                 w = w - rate * (m / (1 - b1**number)) / ((v / (1 - b2**number)).sqrt() + eps)
             else:
-                w = w - rate * (b1 * m + (1 - b1) * g).sign()
+                direction = b1 * m + (1 - b1) * g
+                w = w - rate * direction.sign()
+                is_zero = direction == 0  # exactly, as a convolution's gradient while the next one is zero
+                size = (direction / g.abs().max()).abs().masked_fill(is_zero, math.inf)
+                smallest[id(p)] = torch.minimum(smallest[id(p)], size)
                 m.mul_(b2).add_((1 - b2) * g)
             p.data.copy_(w)
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    named = dict(model.named_parameters())
+    return {name: p.detach().clone() for name, p in named.items()}, {name: smallest[id(p)] for name, p in named.items()}
 
 
 @pytest.mark.parametrize(
@@ -172,10 +181,12 @@ def step_by_hand(model: nn.Module, config: Config, lr: float) -> dict[str, Tenso
     ],
 )
 def test_each_engine_steps_as_the_formulas_do(algorithm: str, stage: int, keys: dict[str, Any]) -> None:
-    # Lion uses the sign, which rounding may flip for a nearly zero gradient, as of a key's bias.
+    # Lion uses the sign, which rounding may flip for a nearly zero gradient. That of a key's bias is always zero.
     biases, lr = ({"use_bias_in_attn_linear": False}, 1e-5) if algorithm == "Lion" else ({}, 1e-3)
     config = choose(algorithm, **{"zero_optimization": {"stage": stage}, **biases, **keys})
-    expected = step_by_hand(build_model(config.model, config.position, VOCABULARY, seed=1).train(), config, lr)
+    expected, smallest = step_by_hand(
+        build_model(config.model, config.position, VOCABULARY, seed=1).train(), config, lr
+    )
     processes = init_distributed(RankInfo(), ParallelSizes(), device="cpu", backend="gloo")
     engine = Engine(config, build_model(config.model, config.position, VOCABULARY, seed=1), processes)
     engine.model.train()
@@ -193,14 +204,14 @@ def test_each_engine_steps_as_the_formulas_do(algorithm: str, stage: int, keys: 
         "AdamW": 4 * lr / (1e-2 / 2.9) * rounding,
         "Lion": 4 * compute_tolerance(1, 4),
     }[algorithm]
-    flipped = 0
+    certain = []
     for name, weight in expected.items():
-        error = (found[name] - weight).abs()
-        if algorithm == "Lion":
-            flipped += int((error > allowed).sum())
-        else:
-            assert error.max() < allowed, name
-    assert flipped <= 2, f"{flipped} signs differ"
+        if algorithm == "Lion" and name.endswith("processor.output.bias"):
+            continue  # added to all scores of a row, which the softmax ignores: its gradient is rounding alone
+        is_certain = smallest[name] > rounding
+        certain.append(is_certain.flatten())
+        assert (found[name] - weight).abs()[is_certain].max() < allowed, name
+    assert torch.cat(certain).float().mean() > 0.8
 
 
 def test_lion_keeps_bounds_and_leaves_them_again() -> None:

@@ -37,11 +37,6 @@ WHOLE: dict[str, dict[str, object]] = {
 """Layouts that validate on the whole text, at several lengths."""
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
-
-
 def test_two_processes_train_as_one(corpus: Path, tmp_path: Path) -> None:
     masked = {"eod_mask_loss": True, "eval_interval": 2, "score_processor": "dape"}
     alone = tmp_path / "alone"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny_runs import losses, same_weights, tiny_config, write_corpora
+from tiny_runs import losses, same_weights, tiny_config
 from torch.autograd import DeviceType
 
 from megatron.config.schema import Config
@@ -22,11 +22,6 @@ from megatron.training.trainer import TrainingHooks
 from megatron.utils.errors import UserError
 
 CPU = LocalHardware(num_gpus=0, num_cores=2)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from tiny_runs import VOCABULARY, losses, records, same_weights, tiny_config, train_with_processes, write_corpora
+from tiny_runs import VOCABULARY, losses, records, same_weights, tiny_config, train_with_processes
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
@@ -48,11 +48,6 @@ def weighted(corpus: Path) -> dict[str, Any]:
         "train_data_paths": [str(corpus), str(corpus / "test_text_document")], "weight_by_num_documents": True,
         "stages": [*STAGES[:2], {**STAGES[2], "weighted_sampler_alpha": 0.3}],
     }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
 
 
 def staged(corpus: Path, run: Path | None = None, **keys: Any) -> Config:

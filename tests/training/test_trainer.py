@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from tiny_runs import losses, records, same_weights, tiny_config, write_corpora
+from tiny_runs import losses, records, same_weights, tiny_config
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
@@ -21,11 +21,6 @@ from megatron.training.engine import Engine
 from megatron.training.metrics_log import METRICS_FILE, read_metrics_log
 from megatron.training.train import train
 from megatron.utils.errors import RunError, UserError
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
 
 
 def printed(config, **options) -> tuple[str, object]:  # type: ignore[no-untyped-def]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from forked import Forked
 from hanging_rank import HURRIED
-from tiny_runs import tiny_config, write_corpora
+from tiny_runs import tiny_config
 from torch.distributed.flight_recorder import fr_trace
 
 from megatron.distributed.process_groups import ProcessGroups
@@ -23,11 +23,6 @@ from megatron.training.watchdog import Heartbeat, Watchdog, diagnose_hang
 
 SCRIPT = Path(__file__).parents[1] / "support/hanging_rank.py"
 TIMEOUT = 5.0
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpora(tmp_path_factory.mktemp("corpus"))
 
 
 def hang(corpus: Path, folder: Path, late: int, how: str) -> tuple[list[int], list[str], dict[int, str]]:

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ from megatron.checkpoint import layout
 from megatron.distributed.hardware import LocalHardware
 from megatron.launch import local_launcher
 from megatron.training.resolve_run import resolve_run
+from megatron.utils.console import GuardedStream, set_ascii_fallback
 from megatron.utils.errors import RunError
-from megatron.utils.output import GuardedStream, set_ascii_fallback
 from megatron.utils.signals import GracefulStop
 
 
@@ -65,6 +66,18 @@ def test_without_a_training_to_ask_it_is_an_error(place: str, why: str) -> None:
         stream = GuardedStream(file)
         with pytest.raises(RunError, match=rf"^standard output: {why}; no step was taken$"):
             print("resumes from step 7", file=stream, flush=True)
+
+
+def test_a_failure_in_another_thread_stops_the_training_that_follows() -> None:
+    """A thread that announces slow imports may be the first to find the disk full; its exception ends nothing."""
+    with open("/dev/full", "w") as file:
+        stream = GuardedStream(file)
+        with ThreadPoolExecutor(1) as threads:
+            announced = threads.submit(print, "importing torch", file=stream, flush=True)
+            assert isinstance(announced.exception(), RunError)
+        with GracefulStop() as stop:
+            print("4 steps", file=stream, flush=True)
+        assert stop.signal == signal.SIGTERM
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

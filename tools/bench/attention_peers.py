@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention.backends.backend import MAX_KEYS_SAVED, AttentionBackend
+from megatron.attention.backends.backend import MAX_KEYS_SAVED, AttentionBackend, AttentionFormula
 from megatron.attention.backends.fused_processor import NativeBackend
 from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend
 from megatron.attention.backends.registry import RowBlockBackend
@@ -138,10 +138,14 @@ def build_peers(problem: AttentionProblem) -> dict[str, Attention]:
         found["kept"] = _wrap_backend(problem, RowBlockBackend(CHUNK_ROWS))
     native = NativeBackend(ChunkedBackend(CHUNK_ROWS), is_requested=True)
     on_host = problem.device == "cpu" and problem.dtype == torch.float32
-    if on_host and native.describe_unsupported(*problem.methods) is None:
+    if on_host and native.describe_unsupported(AttentionFormula(*problem.methods)) is None:
         found["native"] = _wrap_backend(problem, native)
     here = problem.device != "cpu" or is_interpreted()
-    if here and problem.dtype != torch.float64 and ours.describe_unsupported(*problem.methods) is None:
+    if (
+        here
+        and problem.dtype != torch.float64
+        and ours.describe_unsupported(AttentionFormula(*problem.methods)) is None
+    ):
         found["triton"] = _wrap_backend(problem, ours)
     if problem.op == "cdape":
         if problem.device != "cpu":

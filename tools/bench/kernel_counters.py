@@ -8,7 +8,7 @@ bias, at the shapes of the 350M model. The record of a kernel contains its time,
 load/store and tensor pipes, wavefronts of shared memory, those caused by bank conflicts, and bytes of device memory.
 Counts are also given in clocks of a multiprocessor per causal score position: issue slots divided by four schedulers,
 wavefronts by one pipe.
-`python -m megatron.kernels.instructions` predicts these numbers.
+`tools/bench/instructions.py` predicts these numbers.
 
 If ncu is missing, or the driver does not permit counters, the tool prints and records the reason, and exits with 0.
 """

@@ -39,7 +39,7 @@ if __name__ == "__main__":
 from megatron.distributed.hardware import find_gpu_spec  # noqa: E402
 from megatron.planning.plan import make_plan  # noqa: E402
 from megatron.planning.step_time import Cluster  # noqa: E402
-from megatron.sweeps.saved_records import compute_member_digest, load_saved_records  # noqa: E402
+from megatron.sweeps.results import compute_member_digest, load_saved_records  # noqa: E402
 from megatron.sweeps.spec import Sweep, SweepMember, read_sweep  # noqa: E402
 from megatron.utils.errors import FarfieldError  # noqa: E402
 from tools.gpu.evidence_corpus import VOCABULARY_SIZE, prepare  # noqa: E402

@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from megatron.attention.backends.backend import AttentionFormula  # noqa: E402
 from megatron.attention.backends.registry import describe_fallback, list_candidates  # noqa: E402
 from megatron.attention.check.check_result import BackendTrial  # noqa: E402
 from megatron.attention.check.problem import build_problem  # noqa: E402
@@ -157,17 +158,15 @@ def check_method(name: str, dtype: str, length: int, arguments: argparse.Namespa
 
 def _check_layer(layer: LayerMethod, dtype: str, length: int, arguments: argparse.Namespace) -> dict[str, Any]:
     problem = build_problem(
-        layer.encoding,
-        layer.processor,
+        AttentionFormula(layer.encoding, layer.processor, softmax_type=layer.softmax),
         (TokenRange(0, length, layer.sampled),),
         batch=arguments.batch,
         window=layer.window,
-        softmax_type=layer.softmax,
         heads=ALL_HEADS,
         dtype=DTYPES[dtype],
         device=torch.device(arguments.device),
     )
-    candidates = list_candidates(CHUNK_ROWS, problem.encoding, problem.processor, None, layer.softmax)
+    candidates = list_candidates(CHUNK_ROWS, problem.formula)
     (inputs,) = problem.list_inputs()
     left = {backend: describe_fallback(candidates[backend], inputs) for backend in candidates}
     trials = [

@@ -78,23 +78,15 @@ API_PAGES: dict[str, ApiPage] = {
     "tasks": ApiPage(
         "Tasks from scratch",
         "Interface of tasks, kinds of tasks, and tasks by name. [Tasks](../tasks.md) lists them.",
-        (
-            *(
-                "megatron.data.tasks.task",
-                "megatron.data.tasks.transduction_task",
-                "megatron.data.tasks.autoregressive_task",
-            ),
-            *("megatron.data.tasks.needle_task", "megatron.data.tasks.task_config"),
-        ),
+        (*("megatron.data.tasks.task", "megatron.data.tasks.needle_task", "megatron.data.tasks.task_config"),),
     ),
     "kernels": ApiPage(
         "Kernels",
-        "Operators in Triton and C, and their references in plain PyTorch.",
+        "Operators in Triton and C. `tests/support/kernel_references.py` has their references in plain PyTorch.",
         (
-            *("megatron.kernels.biased_attention.op", "megatron.kernels.biased_attention.reference"),
+            "megatron.kernels.biased_attention.op",
             *("megatron.kernels.cdape_attention.op", "megatron.kernels.cdape_attention.args"),
-            "megatron.kernels.cdape_attention.reference",
-            *("megatron.kernels.bias.toeplitz", "megatron.kernels.bias.fire", "megatron.kernels.bias.reference"),
+            *("megatron.kernels.bias.toeplitz", "megatron.kernels.bias.fire"),
         ),
     ),
 }

@@ -216,23 +216,43 @@ def supports_document_starts(backend: AttentionBackend) -> bool:
     return getattr(backend, "supports_document_starts", False)
 
 
-def find_unsupported_combination(
-    backend: str, encoding: Encoding, processor: Processor | None, softcap: float | None, softmax_type: str
-) -> str | None:
-    """Explain why a backend supports no call of a combination, or return None if nothing is known.
+@dataclass(frozen=True)
+class AttentionFormula:
+    """Formula of a layer's attention, as far as it decides which backends support the layer."""
+
+    encoding: Encoding
+    processor: Processor | None = None
+    softcap: float | None = None
+    """Bound of q·k/√d, or None."""
+    softmax_type: str = "vanilla"
+    """Function that turns logits into weights, a value of the configuration key (`megatron/attention/softmax.py`)."""
+
+    @property
+    def uses_stick_breaking(self) -> bool:
+        return self.softmax_type.startswith("stick-breaking")
+
+    @property
+    def adds_remainder(self) -> bool:
+        """True if stick-breaking gives the remaining weight to a row's own key."""
+        return self.softmax_type == "stick-breaking-remainder"
+
+
+def find_unsupported_formula(backend: str, formula: AttentionFormula) -> str | None:
+    """Explain why a backend supports no call of a formula, or return None if nothing is known.
 
     Args:
         backend: a value of `attention_backend`.
     """
+    encoding, processor = formula.encoding, formula.processor
     features = list_score_features(
         [hook for hook in HOOKS if type(encoding).overrides_hook(hook)],
         multiplies_scores=encoding.multiplies_scores,
         has_kernel_parameters=encoding.kernel_parameters() is not None,
         has_processor=processor is not None,
-        has_softcap=softcap is not None,
+        has_softcap=formula.softcap is not None,
         num_rotations=1 if encoding.far_distance is None else 2,
         has_processor_kernel=processor is not None and processor.kernel_parameters() is not None,
-        softmax_type=softmax_type,
+        softmax_type=formula.softmax_type,
     )
     return find_unsupported_feature(backend, features)
 
@@ -246,20 +266,8 @@ def warn_fallback(backend: str, reason: str) -> None:
 class AttentionBackend(Protocol):
     """Implementation of weights·v, with the weights of `megatron.attention.reference.compute_weights`."""
 
-    def describe_unsupported(
-        self,
-        encoding: Encoding,
-        processor: Processor | None,
-        softcap: float | None = None,
-        softmax_type: str = "vanilla",
-    ) -> str | None:
-        """Explain why this backend does not support the combination; None if it does.
-
-        Args:
-            softcap: bound of q·k/√d.
-            softmax_type: how weights are computed from logits, a value of the configuration key
-                (`megatron/attention/softmax.py`).
-        """
+    def describe_unsupported(self, formula: AttentionFormula) -> str | None:
+        """Explain why this backend does not support the formula; None if it does."""
 
     def __call__(self, inputs: AttentionInputs, /) -> Tensor:
         """Compute the attention output [B, h, R, d]."""

@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination, warn_fallback
+from megatron.attention.backends.backend import (
+    AttentionBackend,
+    AttentionFormula,
+    find_unsupported_formula,
+    warn_fallback,
+)
 from megatron.attention.inputs import AttentionInputs, pad_values
 from megatron.attention.reference import compute_table
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.numerics import soft_cap
-from megatron.position.processor import Processor
 from megatron.position.token_range import TokenRange, select_heads
 
 BLOCK_SIZE = 128
@@ -43,16 +47,10 @@ class FlexBackend:
         self._trained: set[tuple[int, int, int]] = set()
         """Rows, columns and first row of the calls with gradients so far."""
 
-    def describe_unsupported(
-        self,
-        encoding: Encoding,
-        processor: Processor | None,
-        softcap: float | None = None,
-        softmax_type: str = "vanilla",
-    ) -> str | None:
+    def describe_unsupported(self, formula: AttentionFormula) -> str | None:
         if not torch.cuda.is_available():
             return "it needs a CUDA device"
-        if reason := find_unsupported_combination("flex", encoding, processor, softcap, softmax_type):
+        if reason := find_unsupported_formula("flex", formula):
             return reason
         if torch.are_deterministic_algorithms_enabled():
             return "its gradient of the bias is not deterministic (deterministic: true)"
@@ -94,7 +92,7 @@ class FlexBackend:
         return build_document_mask(*shape, window, first_columns)
 
     def describe_fallback(self, inputs: AttentionInputs) -> str | None:
-        """Explain why a call of a supported combination falls back to row blocks; None if it does not."""
+        """Explain why a call of a supported formula falls back to row blocks; None if it does not."""
         if inputs.key_mask is not None:
             return "padding"
         if inputs.query.sampled is not None:

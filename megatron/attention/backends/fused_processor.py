@@ -12,13 +12,18 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination, warn_fallback
+from megatron.attention.backends.backend import (
+    AttentionBackend,
+    AttentionFormula,
+    find_unsupported_formula,
+    warn_fallback,
+)
 from megatron.attention.inputs import AttentionInputs, pad_values
 from megatron.attention.reference import compute_table
 from megatron.kernels.cdape_attention import cpu
 from megatron.kernels.cdape_attention.args import CdapeArgs
 from megatron.position.base import ConvolutionParameters
-from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.encoding import ScoreTerms
 from megatron.position.processor import Processor
 
 logger = logging.getLogger(__name__)
@@ -45,7 +50,7 @@ def describe_unsupported_processor(
 
 
 def describe_processor_fallback(inputs: AttentionInputs) -> str | None:
-    """Explain why no kernel supports a call of a supported combination; None if one does."""
+    """Explain why no kernel supports a call of a supported formula; None if one does."""
     if inputs.query.sampled is not None:
         return "randomized positions"
     if inputs.key_mask is not None:
@@ -132,28 +137,16 @@ class NativeBackend:
     def __init__(self, fallback: AttentionBackend, *, is_requested: bool) -> None:
         self.fallback, self.is_requested = fallback, is_requested
 
-    def describe_unsupported(
-        self,
-        encoding: Encoding,
-        processor: Processor | None,
-        softcap: float | None = None,
-        softmax_type: str = "vanilla",
-    ) -> str | None:
-        reason = self.describe_unsupported_combination(encoding, processor, softcap, softmax_type)
-        return reason or cpu.unavailable_reason()
+    def describe_unsupported(self, formula: AttentionFormula) -> str | None:
+        return self.describe_unsupported_formula(formula) or cpu.unavailable_reason()
 
     @staticmethod
-    def describe_unsupported_combination(
-        encoding: Encoding,
-        processor: Processor | None,
-        softcap: float | None = None,
-        softmax_type: str = "vanilla",
-    ) -> str | None:
-        """Explain why the combination is not supported on any machine; None if it is."""
-        reason = find_unsupported_combination("native", encoding, processor, softcap, softmax_type)
-        if reason is not None or processor is None:
+    def describe_unsupported_formula(formula: AttentionFormula) -> str | None:
+        """Explain why the formula is not supported on any machine; None if it is."""
+        reason = find_unsupported_formula("native", formula)
+        if reason is not None or formula.processor is None:
             return reason
-        return describe_unsupported_processor(processor, max_kernel_size=cpu.MAX_KERNEL_SIZE)
+        return describe_unsupported_processor(formula.processor, max_kernel_size=cpu.MAX_KERNEL_SIZE)
 
     @pad_values
     def __call__(self, inputs: AttentionInputs) -> Tensor:

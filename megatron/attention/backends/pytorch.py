@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention.backends.backend import MAX_KEYS_SAVED, MIN_ROWS_SAVED, find_unsupported_combination
+from megatron.attention.backends.backend import (
+    MAX_KEYS_SAVED,
+    MIN_ROWS_SAVED,
+    AttentionFormula,
+    find_unsupported_formula,
+)
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks, pad_values
 from megatron.attention.reference import (
     add_row_terms,
@@ -21,7 +26,7 @@ from megatron.attention.reference import (
     compute_visible_mask,
 )
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.processor import BiasContribution, Processor
+from megatron.position.processor import BiasContribution
 from megatron.position.token_range import TokenRange
 
 MASKED_ROWS = 512
@@ -40,13 +45,7 @@ class _GeneralBackend:
 
     supports_document_starts = True
 
-    def describe_unsupported(
-        self,
-        encoding: Encoding,
-        processor: Processor | None,
-        softcap: float | None = None,
-        softmax_type: str = "vanilla",
-    ) -> str | None:
+    def describe_unsupported(self, formula: AttentionFormula) -> str | None:
         return None
 
 
@@ -140,14 +139,8 @@ class SdpaBackend:
 
     supports_document_starts = True
 
-    def describe_unsupported(
-        self,
-        encoding: Encoding,
-        processor: Processor | None,
-        softcap: float | None = None,
-        softmax_type: str = "vanilla",
-    ) -> str | None:
-        return find_unsupported_combination("sdpa", encoding, processor, softcap, softmax_type)
+    def describe_unsupported(self, formula: AttentionFormula) -> str | None:
+        return find_unsupported_formula("sdpa", formula)
 
     @staticmethod
     def compute_document_mask(

@@ -2,14 +2,12 @@
 
 import logging
 
-from megatron.attention.backends.backend import MAX_KEYS_SAVED, AttentionBackend
+from megatron.attention.backends.backend import MAX_KEYS_SAVED, AttentionBackend, AttentionFormula
 from megatron.attention.backends.flex import FlexBackend
 from megatron.attention.backends.fused_processor import NativeBackend
 from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend, RowBlockBackend, SdpaBackend
 from megatron.attention.backends.triton import TritonBackend
 from megatron.attention.inputs import AttentionInputs
-from megatron.position.encoding import Encoding
-from megatron.position.processor import Processor
 from megatron.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -27,43 +25,26 @@ Row blocks need no check, and FlexAttention would be compiled for every length.
 """
 
 
-def explain_row_blocks(
-    name: str,
-    encoding: Encoding,
-    processor: Processor | None,
-    softcap: float | None = None,
-    softmax_type: str = "vanilla",
-) -> str | None:
+def explain_row_blocks(name: str, formula: AttentionFormula) -> str | None:
     """Explain why `auto` uses row blocks without a self-check; None if it uses sdpa, or if a backend is named."""
-    reason = SdpaBackend().describe_unsupported(encoding, processor, softcap, softmax_type) if name == "auto" else None
+    reason = SdpaBackend().describe_unsupported(formula) if name == "auto" else None
     if reason is None:
         return None
     return f"row blocks, saved up to {MAX_KEYS_SAVED:,} keys in training: sdpa {reason.removeprefix('it ')}"
 
 
-def get_default_backend(
-    encoding: Encoding, processor: Processor | None, softcap: float | None = None, softmax_type: str = "vanilla"
-) -> str:
+def get_default_backend(formula: AttentionFormula) -> str:
     """Return the backend that `auto` uses without a self-check, on CPUs and GPUs: sdpa or row blocks."""
-    return (
-        "sdpa" if SdpaBackend().describe_unsupported(encoding, processor, softcap, softmax_type) is None else ROW_BLOCKS
-    )
+    return "sdpa" if SdpaBackend().describe_unsupported(formula) is None else ROW_BLOCKS
 
 
-def select_backend(
-    name: str,
-    chunk_rows: int,
-    encoding: Encoding,
-    processor: Processor | None,
-    softcap: float | None = None,
-    softmax_type: str = "vanilla",
-) -> AttentionBackend:
+def select_backend(name: str, chunk_rows: int, formula: AttentionFormula) -> AttentionBackend:
     """Select a backend by name.
 
     `auto` is the fastest backend that needs no check (`get_default_backend`, or the C code on a CPU).
 
     Raises:
-        UserError: the named backend does not support the combination. The message lists the reason and backends that
+        UserError: the named backend does not support the formula. The message lists the reason and backends that
             do.
     """
     backends = _build_backends(chunk_rows)
@@ -71,20 +52,16 @@ def select_backend(
     if name not in ("auto", *backends):
         raise UserError(f"attention_backend {name!r}: choose from auto, {', '.join(backends)}")
     if name == "auto":
-        reason = explain_row_blocks(name, encoding, processor, softcap, softmax_type)
+        reason = explain_row_blocks(name, formula)
         logger.info("attention backend: %s", reason or "sdpa")
         if reason is None:
             return backends["sdpa"]
-        if NativeBackend.describe_unsupported_combination(encoding, processor, softcap, softmax_type) is not None:
+        if NativeBackend.describe_unsupported_formula(formula) is not None:
             return row_blocks
         return NativeBackend(row_blocks, is_requested=False)
-    reason = backends[name].describe_unsupported(encoding, processor, softcap, softmax_type)
+    reason = backends[name].describe_unsupported(formula)
     if reason is not None:
-        supported = [
-            other
-            for other, backend in backends.items()
-            if backend.describe_unsupported(encoding, processor, softcap, softmax_type) is None
-        ]
+        supported = [other for other, backend in backends.items() if backend.describe_unsupported(formula) is None]
         raise UserError(f"attention_backend {name!r}: {reason}; choose from auto, {', '.join(supported)}")
     return backends[name]
 
@@ -102,26 +79,16 @@ def _build_backends(chunk_rows: int) -> dict[str, AttentionBackend]:
     }
 
 
-def list_candidates(
-    chunk_rows: int,
-    encoding: Encoding,
-    processor: Processor | None,
-    softcap: float | None = None,
-    softmax_type: str = "vanilla",
-) -> dict[str, AttentionBackend]:
-    """List the backends that support the combination, from which `auto` chooses on a GPU; the default is first."""
+def list_candidates(chunk_rows: int, formula: AttentionFormula) -> dict[str, AttentionBackend]:
+    """List the backends that support the formula, from which `auto` chooses on a GPU; the default is first."""
     backends = _build_backends(chunk_rows)
-    default = get_default_backend(encoding, processor, softcap, softmax_type)
+    default = get_default_backend(formula)
     order = [default, *(name for name in CHECKED_BACKENDS if name != default)]
-    return {
-        name: backends[name]
-        for name in order
-        if backends[name].describe_unsupported(encoding, processor, softcap, softmax_type) is None
-    }
+    return {name: backends[name] for name in order if backends[name].describe_unsupported(formula) is None}
 
 
 def describe_fallback(backend: AttentionBackend, inputs: AttentionInputs) -> str | None:
-    """Explain why a backend falls back to row blocks for this call of a supported combination; None if it does not."""
+    """Explain why a backend falls back to row blocks for this call of a supported formula; None if it does not."""
     return backend.describe_fallback(inputs) if isinstance(backend, TritonBackend | FlexBackend) else None
 
 

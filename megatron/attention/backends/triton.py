@@ -26,7 +26,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination, warn_fallback
+from megatron.attention.backends.backend import (
+    AttentionBackend,
+    AttentionFormula,
+    find_unsupported_formula,
+    warn_fallback,
+)
 from megatron.attention.backends.fused_processor import (
     collect_kernel_args,
     describe_gated_processor_fallback,
@@ -71,20 +76,15 @@ class TritonBackend:
     def __init__(self, fallback: AttentionBackend) -> None:
         self.fallback = fallback
 
-    def describe_unsupported(
-        self,
-        encoding: Encoding,
-        processor: Processor | None,
-        softcap: float | None = None,
-        softmax_type: str = "vanilla",
-    ) -> str | None:
+    def describe_unsupported(self, formula: AttentionFormula) -> str | None:
         if not is_triton_available():
             return "it needs a CUDA device"
         from megatron.kernels.head_dim import MAX_HEAD_DIM
 
+        encoding, processor = formula.encoding, formula.processor
         if encoding.qk_head_dim > MAX_HEAD_DIM:
             return f"its head dimension is at most {MAX_HEAD_DIM}, not {encoding.qk_head_dim}"
-        if reason := find_unsupported_combination("triton", encoding, processor, softcap, softmax_type):
+        if reason := find_unsupported_formula("triton", formula):
             return reason
         if type(encoding).overrides_hook("dense"):
             return _describe_unsupported_fire(encoding)
@@ -95,7 +95,7 @@ class TritonBackend:
         return describe_unsupported_processor(processor, max_width=MAX_PROCESSOR_WIDTH)
 
     def describe_fallback(self, inputs: AttentionInputs) -> str | None:
-        """Explain why a call of a supported combination falls back to row blocks; None if it does not."""
+        """Explain why a call of a supported formula falls back to row blocks; None if it does not."""
         table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
         return select_kernel(inputs, table).reason or None
 
@@ -108,7 +108,7 @@ class TritonBackend:
     @staticmethod
     def share_table(table: ScoreTerms) -> ScoreTerms:
         """Return a table that several calls can read and that accumulates their gradients."""
-        from megatron.kernels.biased_attention.shared_table import share_table
+        from megatron.kernels.biased_attention.tables import share_table
 
         return ScoreTerms(*(None if term is None else share_table(term) for term in table))
 
@@ -263,7 +263,7 @@ def _get_fire_parameters(encoding: Encoding) -> FireParameters | None:
 
 
 def _describe_unsupported_fire(encoding: Encoding) -> str | None:
-    from megatron.kernels.bias.configs import MAX_HEADS, MAX_WIDTH
+    from megatron.kernels.bias.fire import MAX_HEADS, MAX_WIDTH
 
     fire = _get_fire_parameters(encoding)
     if fire is None:
@@ -276,7 +276,7 @@ def _describe_unsupported_fire(encoding: Encoding) -> str | None:
 
 def _attend_with_bias_kernel(inputs: AttentionInputs, table: ScoreTerms) -> Tensor:
     from megatron.kernels.biased_attention.op import biased_attention
-    from megatron.kernels.biased_attention.shared_table import select_table_heads
+    from megatron.kernels.biased_attention.tables import select_table_heads
 
     bias, weight = (None if term is None else select_table_heads(term, inputs.heads) for term in table)
     return biased_attention(

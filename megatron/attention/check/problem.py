@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.attention.backends.backend import AttentionBackend, compute_document_masks
+from megatron.attention.backends.backend import AttentionBackend, AttentionFormula, compute_document_masks
 from megatron.attention.check.float64_reference import (
     PARAMETER_PREFIXES,
     ROWS_PER_RANGE,
@@ -52,9 +52,8 @@ GRADIENT_SIZE = 1 / 16
 class CheckProblem:
     """Attention of one layer on a rank. Build it with `build_problem`."""
 
-    encoding: Encoding
-    """Encoding with parameters in the compute type, on the device."""
-    processor: Processor | None
+    formula: AttentionFormula
+    """Formula whose modules have parameters in the compute type, on the device."""
     segments: tuple[TokenRange, ...]
     """Rows of the rank; each sees the keys from index 0 to its own."""
     batch: int
@@ -63,15 +62,20 @@ class CheckProblem:
     """Heads of the rank."""
     dtype: torch.dtype
     device: torch.device
-    softcap: float | None = None
-    """Bound of q·k/√d, or None."""
-    softmax_type: str = "vanilla"
     sink: SoftmaxSink | None = None
     """Sink of this softmax type, with parameters like those of the encoding."""
     documents: CheckedDocuments | None = None
     """Documents, which limit each row to the keys of its own document; None if each sequence is one document."""
     seed: int = SEED
     """Seed of queries, keys, values and the gradient of the output."""
+
+    @property
+    def encoding(self) -> Encoding:
+        return self.formula.encoding
+
+    @property
+    def processor(self) -> Processor | None:
+        return self.formula.processor
 
     @property
     def num_heads(self) -> int:
@@ -184,7 +188,7 @@ class CheckProblem:
             processor=self.processor,
             document_starts=document_starts,
             window=self.window,
-            softcap=self.softcap,
+            softcap=self.formula.softcap,
             heads=self.heads,
             **self._describe_softmax(self.sink, q),
         )
@@ -193,8 +197,8 @@ class CheckProblem:
         """Return the fields of the inputs that describe the softmax."""
         return {
             "sinks": None if sink is None else sink(like),
-            "uses_stick_breaking": self.softmax_type.startswith("stick-breaking"),
-            "adds_remainder": self.softmax_type == "stick-breaking-remainder",
+            "uses_stick_breaking": self.formula.uses_stick_breaking,
+            "adds_remainder": self.formula.adds_remainder,
         }
 
     def list_inputs(self) -> list[AttentionInputs]:
@@ -266,7 +270,7 @@ class CheckProblem:
                 encoding=self.encoding,
                 processor=self.processor,
                 window=self.window,
-                softcap=self.softcap,
+                softcap=self.formula.softcap,
                 heads=self.heads,
                 **self._describe_softmax(self.sink, q),
             )
@@ -358,7 +362,7 @@ class CheckProblem:
                     encoding=encoding,
                     processor=processor,
                     window=self.window,
-                    softcap=self.softcap,
+                    softcap=self.formula.softcap,
                     heads=own_heads,
                     **self._describe_softmax(sink, q_leaves[-1]),
                 )
@@ -388,7 +392,7 @@ class CheckProblem:
         This is the last constant of a processor, with its last weight. The exact gradient of the constant is zero,
         except with a sink, which is not shifted with the logits.
         """
-        if self.processor is None or self.softmax_type != "vanilla":
+        if self.processor is None or self.formula.softmax_type != "vanilla":
             return {}
         convolutions = self.processor.kernel_parameters()
         if not isinstance(convolutions, ConvolutionParameters):
@@ -399,8 +403,7 @@ class CheckProblem:
 
 
 def build_problem(
-    encoding: Encoding,
-    processor: Processor | None,
+    formula: AttentionFormula,
     segments: tuple[TokenRange, ...],
     *,
     batch: int,
@@ -408,8 +411,6 @@ def build_problem(
     heads: slice,
     dtype: torch.dtype,
     device: torch.device,
-    softcap: float | None = None,
-    softmax_type: str = "vanilla",
     documents: CheckedDocuments | None = None,
 ) -> CheckProblem:
     """Build the attention problem of one layer on copies of its modules.
@@ -417,23 +418,21 @@ def build_problem(
     If the full problem would take too long, it uses fewer sequences first, then only the last rows of each segment.
 
     Args:
-        encoding, processor: modules of a layer; they are not changed.
+        formula: formula of a layer; its modules are not changed.
         segments: the rank's rows of a sequence.
         batch: sequences per micro-batch.
         window: number of last keys that a row sees; None for all.
         heads: heads of the rank.
         dtype: compute type of the run, also of its parameters.
         device: device to compute on.
-        softcap: bound of q·k/√d; None for none.
-        softmax_type: how weights are computed from logits.
         documents: documents of the sequences, if separated; the last sequence is compared.
     """
-    own = copy_perturbed(encoding, dtype, device)
-    own_processor = None if processor is None else copy_perturbed(processor, dtype, device)
-    sink = build_softmax_sink(softmax_type, encoding.dims.num_heads)
+    own_encoding = copy_perturbed(formula.encoding, dtype, device)
+    own_processor = None if formula.processor is None else copy_perturbed(formula.processor, dtype, device)
+    own = replace(formula, encoding=own_encoding, processor=own_processor)
+    sink = build_softmax_sink(formula.softmax_type, formula.encoding.dims.num_heads)
     own_sink = None if sink is None else copy_perturbed(sink, dtype, device)
-    of_softmax = (softcap, softmax_type, own_sink)
-    problem = CheckProblem(own, own_processor, segments, batch, window, heads, dtype, device, *of_softmax, documents)
+    problem = CheckProblem(own, segments, batch, window, heads, dtype, device, own_sink, documents)
     affordable = MAX_PAIRS // (problem.num_heads * problem.pairs_per_head)
     if affordable >= batch:
         return problem

@@ -26,7 +26,7 @@ from megatron.data.corpus_metadata import (
 from megatron.data.indexed_dataset import check_dataset, open_indexed
 from megatron.data.tokenizers import TOKENIZERS, Tokenizer, load_tokenizer_from_files
 from megatron.options.data import SPLITS, CorpusOptions
-from megatron.utils.errors import FarfieldError, UserError
+from megatron.utils.errors import FarfieldError, UserError, check_reachable
 from megatron.utils.formatting import format_choices
 
 TRAINED_TOKENIZER = "bpe"
@@ -176,6 +176,7 @@ def find_existing_corpus(
     if output.is_dir() and not any(output.iterdir()):
         return None
     if not output.exists():
+        check_reachable(output)
         return None
     if not (output / CORPUS_FILE).is_file():
         raise UserError(f"{output}: exists but is not a corpus folder; choose another output")

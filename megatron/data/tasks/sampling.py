@@ -1,9 +1,8 @@
-"""Samplers of tasks: distinct numbers, statements among noise, repetitive strings, bits, and expressions modulo 5."""
+"""Samplers of tasks: distinct numbers, statements among noise, bits, and expressions modulo 5."""
 
 import numpy as np
 
-from megatron.data.tasks.task import Array
-from megatron.data.tasks.transduction_task import TERMINATOR_SYMBOL
+from megatron.data.tasks.task import TERMINATOR_SYMBOL, Array
 
 
 def sample_distinct(generator: np.random.Generator, count: int, size: int, below: int) -> Array:
@@ -34,31 +33,6 @@ def insert_statements(generator: np.random.Generator, statements: Array, length:
     for column in range(width):
         np.put_along_axis(tokens, starts + column, statements[:, :, column], axis=1)
     return tokens
-
-
-def sample_repetitive_strings(
-    generator: np.random.Generator, count: int, length: int, *, letters: int, pieces: int, piece_length: int
-) -> Array:
-    """Sample strings that consist of repeated pieces.
-
-    Each string has its own distinct, uniform pieces, and is a random sequence of them, cut to its length. The last n ≤
-    piece_length letters therefore do not determine the next one.
-
-    Returns:
-        int64 [count, length], letters below `letters`.
-    """
-    shape = (count, pieces, piece_length)
-    own = generator.integers(letters, size=shape)
-    while (equal := _find_equal_pieces(own)).any():
-        own[equal] = generator.integers(letters, size=(int(equal.sum()), *shape[1:]))
-    chosen = generator.integers(pieces, size=(count, -(-length // piece_length)))
-    return own[np.arange(count)[:, None], chosen].reshape(count, -1)[:, :length]
-
-
-def _find_equal_pieces(pieces: Array) -> Array:
-    """Return a mask of rows with two equal pieces, bool [B], from [B, pieces, letters]."""
-    same = (pieces[:, :, None] == pieces[:, None]).all(axis=3)
-    return same.sum(axis=(1, 2)) > pieces.shape[1]
 
 
 SEPARATOR = 2

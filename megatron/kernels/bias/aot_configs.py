@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.kernels.bias import configs
+from megatron.kernels.bias import fire, toeplitz
 from megatron.kernels.bias.fire import _fire_bwd_kernel, _fire_fwd_kernel
 from megatron.kernels.bias.toeplitz import _toeplitz_bwd_kernel, _toeplitz_fwd_kernel
 from megatron.kernels.compile import SPILL_BUDGET, KernelConfig, build_signature
 from megatron.kernels.runtime import Tile
 
-HEADS = (16, 32, configs.MAX_HEADS)
+HEADS = (16, 32, fire.MAX_HEADS)
 """Head counts, padded to a power of two; smaller counts compile to the kernel for 16."""
-WIDTHS = (32, configs.MAX_WIDTH)
+WIDTHS = (32, fire.MAX_WIDTH)
 DTYPE_NAMES = ("bf16", "fp32")
 SPILL_BUDGETS = {"bf16": 64, "fp32": 256}
 """Spill budgets in bytes of FIRE's backward kernel, which keeps the sums for all heads and units in registers."""
@@ -21,7 +21,7 @@ DTYPE_POINTERS = ("out_ptr", "dout_ptr")
 
 def list_configurations() -> Iterator[KernelConfig]:
     """Yield every kernel in both types; FIRE's for each padded number of heads and of hidden units."""
-    fwd, bwd = configs.TOEPLITZ_FWD, configs.TOEPLITZ_BWD
+    fwd, bwd = toeplitz.FWD_TILE, toeplitz.BWD_TILE
     for dtype_name in DTYPE_NAMES:
         yield _build_config(
             f"toeplitz_fwd {dtype_name}", _toeplitz_fwd_kernel, dtype_name, fwd, {"SATURATE": False, **fwd.blocks}
@@ -30,14 +30,14 @@ def list_configurations() -> Iterator[KernelConfig]:
             f"toeplitz_bwd {dtype_name}", _toeplitz_bwd_kernel, dtype_name, bwd, {"factor_ptr": None, **bwd.blocks}
         )
         for heads in HEADS:
-            constants = configs.build_fire_fwd_constants(configs.FIRE_FWD, heads)
+            constants = fire.build_fwd_constants(fire.FWD_TILE, heads)
             yield _build_config(
-                f"fire_fwd H={heads} {dtype_name}", _fire_fwd_kernel, dtype_name, configs.FIRE_FWD, constants
+                f"fire_fwd H={heads} {dtype_name}", _fire_fwd_kernel, dtype_name, fire.FWD_TILE, constants
             )
             for width in WIDTHS:
-                constants = configs.build_fire_bwd_constants(configs.FIRE_BWD, heads, width)
+                constants = fire.build_bwd_constants(fire.BWD_TILE, heads, width)
                 name = f"fire_bwd H={heads} W={width} {dtype_name}"
-                yield _build_config(name, _fire_bwd_kernel, dtype_name, configs.FIRE_BWD, constants)
+                yield _build_config(name, _fire_bwd_kernel, dtype_name, fire.BWD_TILE, constants)
     yield _build_config("toeplitz_bwd with factor fp32", _toeplitz_bwd_kernel, "fp32", bwd, bwd.blocks)
 
 

@@ -13,9 +13,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.kernels.bias import configs
-from megatron.kernels.bias.toeplitz import check_sizes, sum_diagonals
-from megatron.kernels.runtime import cdiv, get_arch, launch_context
+from megatron.kernels.bias.toeplitz import (
+    MAX_PARTS,
+    NUM_STAGES,
+    NUM_WARPS,
+    check_sizes,
+    choose_tile,
+    sum_diagonals,
+)
+from megatron.kernels.head_dim import pad_for_dot
+from megatron.kernels.runtime import Tile, cdiv, get_arch, launch_context
+
+FWD_TILE = Tile(1, 128, NUM_WARPS, NUM_STAGES)
+BWD_TILE = Tile(1, 64, 8, NUM_STAGES)
+"""One row at a time, and the maximum number of columns per step. Four warps cannot hold a step of 32 heads and 32
+hidden units.
+"""
+MAX_PRODUCTS = 64 * 32 * 32
+"""Maximum of columns · heads · hidden units per step. With many heads or units a step has fewer columns, to fit in
+registers.
+"""
+MAX_HEADS = 64
+MAX_WIDTH = 64
 
 
 def fire_bias(
@@ -55,8 +74,8 @@ def fire_bias(
     """
     check_sizes(rows, columns, offset, dtype)
     heads, width = weight2.shape
-    if heads > configs.MAX_HEADS or width > configs.MAX_WIDTH:
-        raise ValueError(f"{heads} heads and width {width}; the maximum is {configs.MAX_HEADS} and {configs.MAX_WIDTH}")
+    if heads > MAX_HEADS or width > MAX_WIDTH:
+        raise ValueError(f"{heads} heads and width {width}; the maximum is {MAX_HEADS} and {MAX_WIDTH}")
     shapes = {"weight1": (weight1, (width, 1)), "bias1": (bias1, (width,)), "bias2": (bias2, (heads,))}
     shapes |= {"weight2": (weight2, (heads, width)), "c": (c, (1,)), "multiplier": (multiplier, (1,))}
     for name, (x, shape) in shapes.items():
@@ -66,6 +85,17 @@ def fire_bias(
     u = torch.log1p(c * torch.arange(offset + rows, dtype=torch.float32, device=c.device))
     z = torch.log1p(c * torch.maximum(multiplier * half_length, i)) + 1e-6
     return _fire(u, z, weight1.squeeze(1), bias1, weight2, bias2, columns, offset, dtype, float(above))
+
+
+def build_fwd_constants(tile: Tile, heads: int) -> dict[str, int]:
+    """Return the constants of the forward kernel."""
+    return {"BLOCK_N": tile.block_n, "BLOCK_H": pad_for_dot(heads)}
+
+
+def build_bwd_constants(tile: Tile, heads: int, width: int) -> dict[str, int]:
+    """Return the constants of the backward kernel."""
+    block_h, block_w = pad_for_dot(heads), pad_for_dot(width)
+    return {"BLOCK_N": min(tile.block_n, MAX_PRODUCTS // (block_h * block_w)), "BLOCK_H": block_h, "BLOCK_W": block_w}
 
 
 @triton.jit
@@ -186,11 +216,11 @@ def _fire(
     u, z, w1, b1, w2, b2 = (x.contiguous() for x in (u, z, w1, b1, w2, b2))
     (heads, width), rows = w2.shape, z.shape[0]
     out = torch.empty(heads, rows, columns, dtype=dtype, device=u.device)
-    tile = configs.launch_options(get_arch(u), configs.FIRE_FWD)
+    tile = choose_tile(get_arch(u), FWD_TILE)
     with launch_context(u):
         _fire_fwd_kernel[(rows, cdiv(columns, tile.block_n))](
             *(u, z, w1, b1, w2, b2, out, heads, rows, columns, width, offset, above),
-            **configs.build_fire_fwd_constants(tile, heads),
+            **build_fwd_constants(tile, heads),
             **tile.options,
         )
     return out
@@ -219,18 +249,18 @@ def _fire_backward(
     grad, u, z, w1, b1, w2 = (x.contiguous() for x in (grad, u, z, w1, b1, w2))
     heads, rows, columns = grad.shape
     width = w2.shape[1]
-    groups = min(rows, configs.MAX_PARTS)
+    groups = min(rows, MAX_PARTS)
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=grad.device)
 
     dx, dz = empty(1, rows, columns), empty(rows)
     sums = (empty(groups, width), empty(groups, width), empty(groups, heads, width), empty(groups, heads))
-    tile = configs.launch_options(get_arch(grad), configs.FIRE_BWD)
+    tile = choose_tile(get_arch(grad), BWD_TILE)
     with launch_context(grad):
         _fire_bwd_kernel[(groups,)](
             *(grad, u, z, w1, b1, w2, dx, dz, *sums, heads, rows, columns, width, offset),
-            **configs.build_fire_bwd_constants(tile, heads, width),
+            **build_bwd_constants(tile, heads, width),
             **tile.options,
         )
     du = sum_diagonals(dx, 1 / z, u.shape[0], offset)[0]

@@ -3,6 +3,7 @@
 H heads, R query rows, C key columns, N distances, S parts of the rows; `x_ptr` points to x.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.kernels.bias import configs
-from megatron.kernels.runtime import DTYPES, cdiv, get_arch, launch_context
+from megatron.kernels.runtime import DTYPES, Tile, cdiv, get_arch, launch_context
+
+NUM_WARPS, NUM_STAGES = 4, 2
+FWD_TILE = Tile(32, 128, NUM_WARPS, NUM_STAGES)
+BWD_TILE = Tile(16, 128, NUM_WARPS, NUM_STAGES)
+"""Rows per step, and diagonals per program. Tiles are constants, so that all ranks agree. They matter little, because
+the kernels are memory-bound.
+"""
+INTERPRETED_BLOCK = 16
+"""Maximum block size in the interpreter, so that short sequences in tests have several tiles."""
+MAX_PARTS = 512
+"""Target number of programs for sums: rows are split until it is reached."""
 
 
 def toeplitz_bias(
@@ -45,6 +56,20 @@ def toeplitz_bias(
             f"table is {table.dtype} {list(table.shape)}; expected float32 [heads, at least {offset + rows}]"
         )
     return _toeplitz(table, rows, columns, offset, dtype, float(above))
+
+
+def choose_tile(arch: int | None, tile: Tile) -> Tile:
+    """Return a tile for compute capability `arch`, or for the interpreter (None)."""
+    if arch is not None:
+        return tile
+    return replace(tile, block_m=min(tile.block_m, INTERPRETED_BLOCK), block_n=min(tile.block_n, INTERPRETED_BLOCK))
+
+
+def split_rows(programs: int, rows: int) -> tuple[int, int]:
+    """Split rows into parts with `programs` programs each. Return the number of parts and the rows per part."""
+    count = min(max(-(-MAX_PARTS // programs), 1), -(-rows // 64))
+    rows_per_part = -(-rows // count)
+    return -(-rows // rows_per_part), rows_per_part
 
 
 def check_sizes(rows: int, columns: int, offset: int, dtype: torch.dtype) -> None:
@@ -118,9 +143,9 @@ def _toeplitz_bwd_kernel(
 def sum_diagonals(grad: Tensor, factor: Tensor | None, size: int, offset: int) -> Tensor:
     """Return float32 [H, size]: sums over the diagonals of grad [H, R, C], each row times its factor."""
     heads, rows, columns = grad.shape
-    tile = configs.launch_options(get_arch(grad), configs.TOEPLITZ_BWD)
+    tile = choose_tile(get_arch(grad), BWD_TILE)
     blocks = cdiv(size, tile.block_n)
-    count, rows_per_part = configs.split_rows(blocks * heads, rows)
+    count, rows_per_part = split_rows(blocks * heads, rows)
     partial = torch.empty(count, heads, size, dtype=torch.float32, device=grad.device)
     with launch_context(grad):
         _toeplitz_bwd_kernel[(blocks, heads, count)](
@@ -134,7 +159,7 @@ def _toeplitz(table: Tensor, rows: int, columns: int, offset: int, dtype: torch.
     table = table.contiguous()
     heads = table.shape[0]
     out = torch.empty(heads, rows, columns, dtype=dtype, device=table.device)
-    tile = configs.launch_options(get_arch(table), configs.TOEPLITZ_FWD)
+    tile = choose_tile(get_arch(table), FWD_TILE)
     largest = torch.finfo(dtype).max
     with launch_context(table):
         _toeplitz_fwd_kernel[(cdiv(rows, tile.block_m), cdiv(columns, tile.block_n), heads)](

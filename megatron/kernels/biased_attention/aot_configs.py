@@ -13,8 +13,7 @@ from megatron.kernels.biased_attention.backward_dkdv import _bwd_dkdv_kernel
 from megatron.kernels.biased_attention.backward_dq import _bwd_dq_kernel
 from megatron.kernels.biased_attention.forward import AllHeadRows, AttentionSizes, _fwd_kernel
 from megatron.kernels.biased_attention.tables import Tables
-from megatron.kernels.compile import SPILL_BUDGET_FLOAT32, KernelConfig, build_signature
-from megatron.kernels.instructions import PassKernel
+from megatron.kernels.compile import SPILL_BUDGET_FLOAT32, KernelConfig, PassKernel, build_signature
 
 HEAD_DIMS = (32, 64, 80, 96, 128)
 DTYPES_BY_NAME = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

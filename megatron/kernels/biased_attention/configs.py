@@ -38,7 +38,7 @@ HALF = {
 }
 """Tiles for float16 and bfloat16, by architecture and maximum head dimension.
 
-Among the tiles within the spill budget, these need the fewest instructions per score (`kernels/instructions.py`),
+Among the tiles within the spill budget, these need the fewest instructions per score (`tools/bench/instructions.py`),
 including spills. Two stages, which prefetch, are used if they add less than 10% and no spills. If four warps can
 process a tile of `bwd_dq`, eight need 1.4 to 2 times the instructions, because most of a warp's work does not shrink
 with its share of the tile. The remaining spills are mostly around the loop over columns, not inside it. For d = 64 on

@@ -24,8 +24,7 @@ from megatron.kernels.cdape_attention.forward import _processor_fwd_kernel
 from megatron.kernels.cdape_attention.products import _multiply_map_kernel, _multiply_transposed_kernel
 from megatron.kernels.cdape_attention.scores import _scores_kernel
 from megatron.kernels.cdape_attention.softmax import _attend_bwd_kernel, _attend_fwd_kernel, _attend_sums_kernel
-from megatron.kernels.compile import SPILL_BUDGET, SPILL_BUDGET_FLOAT32, KernelConfig, build_signature
-from megatron.kernels.instructions import PassKernel
+from megatron.kernels.compile import SPILL_BUDGET, SPILL_BUDGET_FLOAT32, KernelConfig, PassKernel, build_signature
 
 DTYPES_BY_NAME = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHAPES = [

@@ -1,22 +1,22 @@
 """Backward processor kernels: gradient of the logits of a chunk → gradients of scores, tables and weights.
 
 B batch, H heads, R query rows of the chunk, C columns of its maps, N distances, D processor width, k kernel size, p =
-k//2. BLOCK_H, BLOCK_D: H and D padded for `tl.dot`; BLOCK_KC: k·CHANNELS padded. Tiles are those of `forward.py`, maps
-those of `scores.py`. Every sum over rows, batch and programs has a fixed order: a program sums its own rows, and
+k//2. BLOCK_H, BLOCK_D: H and D padded for `tl.dot`; BLOCK_KC: k·CHANNELS padded. Tiles are those of `skewed_tiles.py`,
+maps those of `scores.py`. Every sum over rows, batch and programs has a fixed order: a program sums its own rows, and
 PyTorch sums the programs. No atomics.
 """
 
 import triton
 import triton.language as tl
 
-from megatron.kernels.cdape_attention.forward import (
+from megatron.kernels.cdape_attention.skewed_tiles import (
     FLOAT16_MAX,
     NEGATIVE_SLOPE,
+    begin_documents,
     compute_hidden_tile,
     copy_as_product,
-    find_depths,
+    inspect_row_block,
     is_visible_pixel,
-    is_whole_tile,
     leaky_relu,
     load_contribution_tile,
     load_contributions,
@@ -26,6 +26,7 @@ from megatron.kernels.cdape_attention.forward import (
     repeat_rows,
     saturate,
     shift_pixels,
+    split_row_blocks,
 )
 
 DO_NOT_SPECIALIZE = [
@@ -84,68 +85,6 @@ def dhidden_tile(
         weight = tl.load(w2_ptr + tap * BLOCK_H * BLOCK_D + width[None, :] * BLOCK_H + head[:, None])
         dhidden = tl.dot(dlogits, weight, dhidden, input_precision=INPUT_PRECISION)
     return activation_backward(dhidden, hidden, alive, MASKED, SATURATE), own[0]  # type: ignore[misc]
-
-
-@triton.jit
-def split_row_blocks(
-    split, split_blocks, top, extent, PADDING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Return a split's row blocks for tiles that start at distance `top`: (first, whole, last whole + 1, last + 1).
-
-    Rows before the first are left of column 0. A tile is whole if all its rows see everything that its taps read,
-    outside the left edge's columns.
-    """
-    R, _, first_row, _, _, _, window, _ = extent
-    first = tl.maximum(split * split_blocks, (top - (BLOCK_N - 1) - first_row) // BLOCK_M)
-    last = tl.maximum(tl.minimum((split + 1) * split_blocks, tl.cdiv(R, BLOCK_M)), first)
-    whole = tl.cdiv(tl.maximum(top + PADDING - first_row, 0), BLOCK_M)
-    inside = (top + PADDING < window) & (top - (BLOCK_N - 1) >= PADDING)
-    whole = tl.where(inside, tl.minimum(tl.maximum(whole, first), last), last)
-    return first, whole, tl.maximum(tl.minimum(R // BLOCK_M, last), whole), last
-
-
-@triton.jit
-def begin_documents(
-    bias_contributions_ptr,
-    split,
-    split_blocks,
-    top,
-    extent,
-    PADDING: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Return a split's row blocks with packed documents, (first, last + 1), and the contributions for its whole tiles.
-
-    The range is empty if no row reaches back to a distance of the tiles that start at `top`. The contributions by
-    distance [BLOCK_N, BLOCK_D] are zero if no tile is whole.
-    """
-    R, _, first_row, _, _, _, window, document_starts_ptr = extent
-    first = split * split_blocks
-    last = tl.minimum(first + split_blocks, tl.cdiv(R, BLOCK_M))
-    depth = first * 0 - 1
-    for row in range(first * BLOCK_M, last * BLOCK_M, 128):
-        _, deepest = find_depths(row, R, first_row, document_starts_ptr, 128)
-        depth = tl.maximum(depth, deepest)
-    last = tl.where(depth < top - (BLOCK_N - 1), first, last)
-    line = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    if is_whole_tile(top, depth, 0, R, window, PADDING, BLOCK_N):
-        line = load_contributions(bias_contributions_ptr, top, PADDING, D, BLOCK_D, BLOCK_N)
-    return first, last, line
-
-
-@triton.jit
-def inspect_row_block(index, top, extent, PADDING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return whether a row block's tile is whole, and whether any of its rows reaches back to the tile's distances.
-
-    The tile starts at distance `top`. Documents can start at any row, so each block is inspected.
-    """
-    R, _, first_row, _, _, _, window, document_starts_ptr = extent
-    least, deepest = find_depths(index * BLOCK_M, R, first_row, document_starts_ptr, BLOCK_M)
-    whole = is_whole_tile(top, least, index * BLOCK_M + BLOCK_M, R, window, PADDING, BLOCK_N)
-    return whole, deepest >= top - (BLOCK_N - 1)
 
 
 @triton.jit

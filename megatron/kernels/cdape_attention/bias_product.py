@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron.kernels.cdape_attention.reference import saturate
+from megatron.kernels.cdape_attention.bias_term import saturate
 from megatron.kernels.cdape_attention.weights import PackedWeights, WeightShape
 
 

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron.kernels.cdape_attention.reference import promote_to_float32, saturate
+
+def promote_to_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Clamp x to the range of float16 if that is the type. The other types have float32's range."""
+    if dtype != torch.float16:
+        return x
+    return x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
 
 
 def visible_table(bias: Tensor, count: int, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ tiles, and treat masked elements of other tiles as zero, so that no kernel has t
 import triton
 import triton.language as tl
 
-from megatron.kernels.cdape_attention.softmax import column_ranges, load_visible
+from megatron.kernels.cdape_attention.scores import column_ranges, load_visible
 from megatron.kernels.head_dim import load_rows, store_rows
 
 DO_NOT_SPECIALIZE = ["H", "R", "C", "first_row", "first_column", "window", "R_total", "C_total", "scale"]

@@ -12,10 +12,13 @@ import triton.language as tl
 
 from megatron.kernels.cdape_attention.scores import (
     SMALL_GROUP,
+    column_ranges,
     head_products,
     is_visible,
     join_tiles,
+    load_visible,
     store_group,
+    store_map_tile,
 )
 from megatron.kernels.head_dim import load_rows, store_rows
 
@@ -31,47 +34,6 @@ def program_position(R, BLOCK_M: tl.constexpr):
     program = tl.program_id(0)
     pairs = (tl.num_programs(0) // blocks).to(tl.int64)
     return (program // blocks).to(tl.int64), pairs, program % blocks * BLOCK_M
-
-
-@triton.jit
-def column_ranges(start, extent, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return (first, whole, end, last), which bound the column blocks that BLOCK_M rows attend to.
-
-    Column blocks from first to last have visible elements; those from whole to end are fully visible.
-    """
-    R, C, first_row, first_column, window, document_starts_ptr = extent
-    stop = first_row - first_column + 1 + start  # of the first row
-    first = tl.maximum(stop - window, 0) // BLOCK_N * BLOCK_N
-    last = tl.minimum(stop + tl.minimum(BLOCK_M, R - start) - 1, C)
-    whole = tl.cdiv(tl.maximum(stop + BLOCK_M - 1 - window, 0), BLOCK_N) * BLOCK_N
-    if document_starts_ptr is not None:
-        first_key = tl.load(document_starts_ptr + start) - first_column
-        first = tl.maximum(first, first_key // BLOCK_N * BLOCK_N)
-        last_key = tl.load(document_starts_ptr + tl.minimum(start + BLOCK_M, R) - 1) - first_column
-        whole = tl.maximum(whole, tl.cdiv(last_key, BLOCK_N) * BLOCK_N)
-    end = tl.where(start + BLOCK_M <= R, tl.minimum(stop, C) // BLOCK_N * BLOCK_N, 0)
-    return first, whole, tl.maximum(end, whole), last
-
-
-@triton.jit
-def load_visible(map_ptr, row, column, extent, OTHER: tl.constexpr, MASKED: tl.constexpr):
-    """Load a map's tile [BLOCK_M, BLOCK_N], OTHER if masked. Unless MASKED, all rows attend to all columns.
-
-    Masked elements are loaded and replaced: a mask that varies along a row would prevent wide loads.
-    """
-    R, C, first_row, first_column, window, document_starts_ptr = extent
-    pointers = map_ptr + row[:, None] * C + column[None, :]
-    if MASKED:
-        x = tl.load(pointers, mask=(row < R)[:, None] & (column < C)[None, :], other=0.0)
-        stop = (first_row - first_column + 1 + row)[:, None]
-        seen = (column[None, :] >= stop - window) & (column[None, :] < tl.minimum(stop, C))
-        if document_starts_ptr is not None:
-            document_starts = tl.load(document_starts_ptr + row, mask=row < R, other=0) - first_column
-            seen = seen & (column[None, :] >= document_starts[:, None])
-        x = tl.where(seen, x, OTHER)
-    else:
-        x = tl.load(pointers)
-    return x
 
 
 @triton.jit
@@ -337,16 +299,6 @@ def head_gradient(
     else:
         dlogits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     return dlogits.to(do_ptr.dtype.element_ty)
-
-
-@triton.jit
-def store_map_tile(ptr, tile, rows, columns, R, C, MASKED: tl.constexpr):
-    """Store a tile of a map [R, C]. Unless MASKED, the map has all of these rows and columns."""
-    to, tile = ptr + rows[:, None] * C + columns[None, :], tile.to(ptr.dtype.element_ty)
-    if MASKED:
-        tl.store(to, tile, mask=(rows < R)[:, None] & (columns < C)[None, :])
-    else:
-        tl.store(to, tile)
 
 
 @triton.jit

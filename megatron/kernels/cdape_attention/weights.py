@@ -4,7 +4,7 @@ There are dozens of layouts, and the host would launch small operations for each
 and gathered once, by an index that depends on the shapes alone. The weights of several layers are gathered together.
 
 L layers, H heads, D processor width, k kernel size, p = k//2, HP and DP padded for matrix products, KC patches
-(`forward.py`).
+(`skewed_tiles.py`).
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron.kernels.cdape_attention.reference import promote_to_float32
+from megatron.kernels.cdape_attention.bias_term import promote_to_float32
 from megatron.kernels.cdape_attention.scores import padded_channels
 from megatron.kernels.head_dim import pad_for_dot
 

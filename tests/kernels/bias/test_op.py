@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import kernel_references
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.kernels.bias import configs, reference
+from megatron.kernels.bias import toeplitz
 from megatron.kernels.bias.fire import fire_bias
 from megatron.kernels.bias.toeplitz import toeplitz_bias
 from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_error_ratio
@@ -70,7 +71,7 @@ def test_toeplitz_equals_indexing(case: Case, above: float, dtype: torch.dtype, 
     table = case.table(device)
     found = toeplitz_bias(table, case.R, case.C, offset=case.offset, dtype=dtype, above=above)
     assert torch.equal(
-        found, reference.toeplitz_bias(table, case.R, case.C, offset=case.offset, dtype=dtype, above=above)
+        found, kernel_references.toeplitz_bias(table, case.R, case.C, offset=case.offset, dtype=dtype, above=above)
     )
 
 
@@ -87,12 +88,12 @@ def test_table_gradient_is_the_sum_of_each_diagonal(
     case: Case, rows_per_part: int | None, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if rows_per_part is not None:
-        monkeypatch.setattr(configs, "split_rows", lambda programs, rows: (-(-rows // rows_per_part), rows_per_part))
+        monkeypatch.setattr(toeplitz, "split_rows", lambda programs, rows: (-(-rows // rows_per_part), rows_per_part))
     found = {"table": _table_gradient(case, dtype, device)}
     table, grad = case.table().double().requires_grad_(), _upstream(case).to(dtype).double()
 
     def compute() -> dict[str, Tensor]:
-        out = reference.toeplitz_bias(table, case.R, case.C, offset=case.offset, dtype=torch.float64)
+        out = kernel_references.toeplitz_bias(table, case.R, case.C, offset=case.offset, dtype=torch.float64)
         return {"table": torch.autograd.grad(out, table, grad)[0]}
 
     # Sums are float32 for every data type.
@@ -133,7 +134,7 @@ def _with_gradients(out: Tensor, leaves: list[Tensor], grad: Tensor) -> dict[str
 def _fire_reference(case: Case, dtype: torch.dtype) -> Callable[[], dict[str, Tensor]]:
     leaves, grad = _leaves(case.fire(), torch.float64), _upstream(case).to(dtype).double()
     options = {"half_length": case.half_length, "offset": case.offset, "dtype": torch.float64}
-    return lambda: _with_gradients(reference.fire_bias(*leaves, case.R, case.C, **options), leaves, grad)
+    return lambda: _with_gradients(kernel_references.fire_bias(*leaves, case.R, case.C, **options), leaves, grad)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)

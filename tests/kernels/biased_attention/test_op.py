@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import kernel_references
 import pytest
 import torch
 import triton
@@ -14,12 +15,11 @@ from kernel_types import pair_with_types
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.kernels.biased_attention import configs, reference
+from megatron.kernels.biased_attention import configs
 from megatron.kernels.biased_attention import tables as tables_module
 from megatron.kernels.biased_attention.backward_dkdv import count_rows
 from megatron.kernels.biased_attention.op import biased_attention, biased_attention_with_lse
-from megatron.kernels.biased_attention.shared_table import select_table_heads, share_table
-from megatron.kernels.biased_attention.tables import MARGIN, arrange_tables
+from megatron.kernels.biased_attention.tables import MARGIN, arrange_tables, select_table_heads, share_table
 from megatron.kernels.runtime import get_arch, launch_context
 from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_error_ratio
 
@@ -159,7 +159,7 @@ def _truth(case: Case, dtype: torch.dtype) -> Values:
     """Compute the reference and its gradients by autograd in float64, from inputs rounded to a type."""
 
     def attend(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        return reference.biased_attention(*tensors, **options), reference.logsumexp(*tensors, **options)
+        return kernel_references.biased_attention(*tensors, **options), kernel_references.logsumexp(*tensors, **options)
 
     return _differentiated(attend, case, _doubled(case.inputs(dtype)), _upstream(case, dtype))
 
@@ -437,7 +437,7 @@ def test_any_lengths_offset_window_and_layout(
     truth = _doubled(case.inputs(torch.float32))
     assert_within_rounding(
         found,
-        lambda: {"out": reference.biased_attention(*truth, offset=offset, window=window)},
+        lambda: {"out": kernel_references.biased_attention(*truth, offset=offset, window=window)},
         torch.float32,
     )
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_emulator import Emulator, find_compiler
 from kept import Peak
+from kernel_references import cdape_attention
 from mixer_emulation import CASES, NO_ERRORS, AllMemory
 from mixer_emulation import Case as Geometry
 from torch import Tensor
@@ -24,9 +26,7 @@ from megatron.kernels.cdape_attention import gated_op
 from megatron.kernels.cdape_attention.args import CdapeArgs
 from megatron.kernels.cdape_attention.gated_op import GatedCall, attend_with_gates
 from megatron.kernels.cdape_attention.geometry import FOLDER, KernelFamily, MixerKernel
-from megatron.kernels.cdape_attention.reference import reference
 from megatron.kernels.cuda.compile import CudaKernel
-from megatron.kernels.cuda.emulate import Emulator, find_compiler
 from megatron.options.position import PositionOptions
 from megatron.planning import attention_memory
 from megatron.planning.model_costs import plan_encoding, plan_processor
@@ -166,7 +166,7 @@ def run(
 
 
 def compute_truth(call: Call, inputs: list[Tensor]) -> dict[str, Tensor]:
-    return differentiate(partial(reference, saturate_like=DTYPE), call, [x.double() for x in inputs])
+    return differentiate(partial(cdape_attention, saturate_like=DTYPE), call, [x.double() for x in inputs])
 
 
 CALLS = [

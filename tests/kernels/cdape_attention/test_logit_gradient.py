@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_emulator import Faults, find_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixer_emulation import (
@@ -40,7 +41,6 @@ from megatron.kernels.cdape_attention.logit_gradient import (
     differentiate_softmax,
 )
 from megatron.kernels.cdape_attention.mixer_forward import LogitInputs
-from megatron.kernels.cuda.emulate import Faults, find_compiler
 
 MAP_CASES = [
     *(case for case in CASES if case.columns != 32 or case.rows == 32),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_emulator import Faults, find_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixer_emulation import (
@@ -44,7 +45,6 @@ from megatron.kernels.cdape_attention.mixer import MixerGradients, MixerInputs, 
 from megatron.kernels.cdape_attention.mixer_operands import unpack_tables, unpack_weights
 from megatron.kernels.cdape_attention.scores import padded_channels
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape
-from megatron.kernels.cuda.emulate import Faults, find_compiler
 
 UNCERTAIN = 1e-5
 """Hidden values so small have a sign that depends on the order of a sum."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_emulator import Faults, find_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixer_emulation import (
@@ -32,7 +33,6 @@ from torch import Tensor
 
 from megatron.kernels.cdape_attention.geometry import FOLDER
 from megatron.kernels.cdape_attention.mixer_forward import KERNELS, LogitInputs, compute_logits
-from megatron.kernels.cuda.emulate import Faults, find_compiler
 
 WIDE_CASES = [
     Case(16, 32, 80, torch.float16, heads=32),

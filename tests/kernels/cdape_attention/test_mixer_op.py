@@ -6,13 +6,13 @@ from functools import partial
 import pytest
 import torch
 from cdape_calls import Case, differentiated, into_output, takes_fields, truth
+from cuda_emulator import Emulator, find_compiler
 from mixer_emulation import LOCAL_CASES, NO_ERRORS, AllMemory
 
 from megatron.kernels.cdape_attention import driver, mixer, op
 from megatron.kernels.cdape_attention.driver import CdapeProblem, Chunk
 from megatron.kernels.cdape_attention.geometry import FOLDER, WIDTH, KernelFamily, MixerKernel, pad_sizes
 from megatron.kernels.cuda.compile import CudaKernel
-from megatron.kernels.cuda.emulate import Emulator, find_compiler
 from tools.rounding import assert_within_rounding
 
 COMPILED = LOCAL_CASES[1]

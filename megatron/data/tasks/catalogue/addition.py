@@ -5,8 +5,7 @@ from typing import Literal, Self
 import numpy as np
 from pydantic import model_validator
 
-from megatron.data.tasks.autoregressive_task import AutoregressiveTask
-from megatron.data.tasks.task import Array, TaskBatch
+from megatron.data.tasks.task import Array, AutoregressiveTask, TaskBatch
 from megatron.options.section import config_field
 
 PLUS = 10

@@ -3,8 +3,7 @@
 import numpy as np
 
 from megatron.data.tasks.sampling import propagate_carries, sample_number_pairs, terminate_bits
-from megatron.data.tasks.task import Array
-from megatron.data.tasks.transduction_task import TERMINATOR_SYMBOL, TransductionTask
+from megatron.data.tasks.task import TERMINATOR_SYMBOL, Array, TransductionTask
 
 
 class BinaryAddition(TransductionTask):

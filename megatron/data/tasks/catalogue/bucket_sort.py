@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from megatron.data.tasks.task import Array
-from megatron.data.tasks.transduction_task import TransductionTask
+from megatron.data.tasks.task import Array, TransductionTask
 
 
 class BucketSort(TransductionTask):

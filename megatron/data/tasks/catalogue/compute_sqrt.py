@@ -5,8 +5,7 @@ import math
 import numpy as np
 
 from megatron.data.tasks.sampling import sample_positive
-from megatron.data.tasks.task import Array
-from megatron.data.tasks.transduction_task import TransductionTask
+from megatron.data.tasks.task import Array, TransductionTask
 
 
 class ComputeSqrt(TransductionTask):

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from megatron.data.tasks.autoregressive_task import StringTask
-from megatron.data.tasks.task import TaskBatch
+from megatron.data.tasks.task import StringTask, TaskBatch
 
 
 class CopyString(StringTask):

@@ -3,8 +3,7 @@
 import numpy as np
 
 from megatron.data.tasks.sampling import sample_bits
-from megatron.data.tasks.task import Array
-from megatron.data.tasks.transduction_task import TransductionTask
+from megatron.data.tasks.task import Array, TransductionTask
 
 
 class DuplicateString(TransductionTask):

@@ -4,8 +4,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron.data.tasks.autoregressive_task import StringTask
-from megatron.data.tasks.task import Array, TaskBatch
+from megatron.data.tasks.task import Array, StringTask, TaskBatch
 from megatron.options.section import config_field
 
 MAX_STARTS_PER_NGRAM = 4

@@ -1,10 +1,10 @@
 """Reversal of repetitive strings."""
 
-from megatron.data.tasks.autoregressive_task import RepetitiveStringTask
+from megatron.data.tasks.catalogue.copy_repeats import CopyRepeats
 from megatron.data.tasks.task import Array
 
 
-class ReverseRepeats(RepetitiveStringTask):
+class ReverseRepeats(CopyRepeats):
     """`$ string | gnirts .`: n letters in repeated pieces; the answer is the reversed letters and a stop token."""
 
     title = "n letters in repeated pieces, reversed, and a stop token"

@@ -4,8 +4,7 @@ from functools import cache
 
 import numpy as np
 
-from megatron.data.tasks.autoregressive_task import AutoregressiveTask
-from megatron.data.tasks.task import Array, TaskBatch
+from megatron.data.tasks.task import Array, AutoregressiveTask, TaskBatch
 
 PAD = "·"
 VERBS = ("walk", "look", "run", "jump")

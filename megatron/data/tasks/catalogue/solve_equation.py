@@ -3,8 +3,7 @@
 import numpy as np
 
 from megatron.data.tasks.sampling import CLOSE, MODULUS, OPEN, sample_expressions
-from megatron.data.tasks.task import Array
-from megatron.data.tasks.transduction_task import TransductionTask
+from megatron.data.tasks.task import Array, TransductionTask
 
 OPEN_SYMBOL, CLOSE_SYMBOL, UNKNOWN, EQUALS = range(7, 11)
 """Symbols after the digits, +, and −; there is no ×."""

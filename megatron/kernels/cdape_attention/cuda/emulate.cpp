@@ -1,4 +1,4 @@
-// Runs a kernel of this folder on a CPU, for tests. `megatron/kernels/cuda/emulate.py` builds it and defines
+// Runs a kernel of this folder on a CPU, for tests. `tests/support/cuda_emulator.py` builds it and defines
 // KERNEL_HEADER, KERNEL and KERNEL_ARGUMENTS as the kernel's header, name and arguments.
 #include KERNEL_HEADER
 

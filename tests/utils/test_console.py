@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.launch.console import UnexpectedError, log_traceback, run_console, temporary_log
+from megatron.utils.console import UnexpectedError, log_traceback, run_console, temporary_log
 from megatron.utils.errors import UserError
 
 

@@ -1,6 +1,7 @@
+#!/usr/bin/env python3
 """Count the instructions of kernels, an estimate of their speed that needs no GPU.
 
-    python -m megatron.kernels.instructions OP [--arch 80 90] [--json FILE]
+    python tools/bench/instructions.py OP [--arch 80 90] [--json FILE]
 
 A streaming multiprocessor has four schedulers, each of which issues at most one warp instruction per clock. A kernel
 that is bound by neither memory nor latency therefore takes at least (instructions × warps / 4) clocks for the scores
@@ -27,9 +28,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import triton
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
-from megatron.kernels.compile import SHARED_LIMIT, KernelConfig, compile_kernel, disassemble
+import triton  # noqa: E402
+
+from megatron.kernels.compile import SHARED_LIMIT, PassKernel, compile_kernel, disassemble  # noqa: E402
 
 GLOBAL_LOAD = re.compile(r"\bLDG(?:STS)?\.E(?:\.(?!U?\d+\b)\w+)*(?:\.U?(\d+))?")
 SPILL = re.compile(r"\b(?:LDL|STL)\b")
@@ -46,18 +50,6 @@ TENSOR_OPERATIONS = {80: 2048, 90: 4096}
 MEMORY_ACCESS = re.compile(r"^(?:@!?U?P\w+ )?(LDS|STS|LDG|STG|LDGSTS|LDL|STL|LDSM|STSM|ATOM\w*|RED)\b(\S*)")
 BARRIER = re.compile(r"\bBAR\.")
 BRANCH = re.compile(r"\bBRA\b.*`\((\.L_[\w.]+)\)")
-
-
-@dataclass(frozen=True)
-class PassKernel:
-    """Kernel of a forward and backward pass."""
-
-    config: KernelConfig
-    scores: float
-    """Scores that a program computes: per loop iteration if `has_loop`, otherwise in total."""
-    has_loop: bool
-    launches: int = 1
-    """Number of launches per pass."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +222,7 @@ def count_kernel(kernel: PassKernel, arch: int) -> KernelCounts:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m megatron.kernels.instructions", description="Count instructions.")
+    parser = argparse.ArgumentParser(description="Count instructions.")
     parser.add_argument("op", choices=["biased_attention", "cdape_attention"])
     parser.add_argument("--arch", nargs="+", type=int, default=[80, 90], choices=sorted(SHARED_LIMIT))
     parser.add_argument("--json", type=Path, help="write the table to this file")

@@ -1,4 +1,4 @@
-"""Run CUDA C++ kernels on a CPU, from the same source as on a GPU (`emulator.h`), for tests.
+"""Run CUDA C++ kernels on a CPU, from the same source as on a GPU (`megatron/kernels/cuda/emulator.h`).
 
 The kernels' folder has an `emulate.cpp`, which is built for each kernel that a test launches.
 """
