@@ -46,7 +46,7 @@ WITH_MAPS = {
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the C code for CPUs, as on a GPU; PyTorch's softmax is still the CPU's, without a product."""
-    monkeypatch.setattr(cpu, "unavailable_reason", lambda: "a GPU")
+    monkeypatch.setattr(cpu, "describe_unavailable", lambda: "a GPU")
     monkeypatch.setattr(row_block_memory, "SOFTMAX_BACKWARD_BYTES", 8)
 
 

@@ -126,7 +126,9 @@ def test_chunks_of_the_processor_kernel(heads: int, gib: int) -> None:
     position = PositionOptions(pos_emb="kerple_log", score_processor="cdape")
     encoding, processor = plan_encoding(position), plan_processor(position)
     for dtype, batch, length in product((torch.bfloat16, torch.float32), (1, 8), (512, 8192, 131072)):
-        assert attention_memory.estimate_kernel_map_bytes(heads, dtype.itemsize) == configs.map_bytes(heads, dtype)
+        assert attention_memory.estimate_kernel_map_bytes(heads, dtype.itemsize) == configs.count_map_bytes(
+            heads, dtype
+        )
         shape = AttentionShape(
             batch, ((0, length),), heads, 64, dtype.itemsize, encoding, processor, True, None, 64, False, gib << 30
         )

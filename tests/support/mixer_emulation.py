@@ -19,7 +19,7 @@ from megatron.kernels.cdape_attention import mixer_operands
 from megatron.kernels.cdape_attention.bias_product import get_bias_product
 from megatron.kernels.cdape_attention.driver import ALIGNED, NO_WINDOW_INT32
 from megatron.kernels.cdape_attention.geometry import HEADS, WIDTH, KernelFamily, KernelForm, MixerKernel, Tile
-from megatron.kernels.cdape_attention.mixer import MixerInputs, Spans
+from megatron.kernels.cdape_attention.mixer import ColumnSpans, MixerInputs
 from megatron.kernels.cdape_attention.mixer_forward import LogitInputs
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights
@@ -71,10 +71,10 @@ class Shape:
         return torch.tensor(sequences, dtype=torch.int32)
 
     @property
-    def spans(self) -> Spans | None:
+    def spans(self) -> ColumnSpans | None:
         if self.window is None and self.starts is None:
             return None
-        return Spans(NO_WINDOW_INT32 if self.window is None else self.window, self.left, self.document_starts)
+        return ColumnSpans(NO_WINDOW_INT32 if self.window is None else self.window, self.left, self.document_starts)
 
 
 def _round_columns(shape: Shape) -> Shape:

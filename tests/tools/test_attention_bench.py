@@ -125,7 +125,7 @@ def test_no_gate_no_speed(wrong: Attention, extra: dict[str, Attention]) -> None
     assert refused["refusal"]
     assert "\n" not in refused["refusal"]
     assert (refused["error"] is None) == (wrong in (out_of_memory, nan_in_dk))
-    compiled = {"native"} if cpu.unavailable_reason() is None else set()
+    compiled = {"native"} if cpu.describe_unavailable() is None else set()
     assert set(records) == {"eager", "chunked", "kept", "flash", "appendix", "right"} | compiled
     assert all(record["ms"] and "refusal" not in record for record in records.values())
 

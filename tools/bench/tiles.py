@@ -102,10 +102,10 @@ OPS = {"cdape": [name for name in CANDIDATES if not name.startswith("bias")],
 
 def install_tiles(tiles: dict[str, Tile]) -> None:
     """Make the drivers use these tiles for all shapes; the dictionary may change later."""
-    driver.processor_tile = lambda kernel, *shape: tiles[kernel]  # type: ignore[assignment]
-    driver.attend_tile = lambda kernel, *shape: tiles[kernel]  # type: ignore[assignment]
-    driver.heads_tile = lambda *shape: tiles["heads"]  # type: ignore[assignment]
-    driver.product_tile = lambda *shape: tiles["product"]  # type: ignore[assignment]
+    driver.choose_processor_tile = lambda kernel, *shape: tiles[kernel]  # type: ignore[assignment]
+    driver.choose_attend_tile = lambda kernel, *shape: tiles[kernel]  # type: ignore[assignment]
+    driver.choose_heads_tile = lambda *shape: tiles["heads"]  # type: ignore[assignment]
+    driver.choose_product_tile = lambda *shape: tiles["product"]  # type: ignore[assignment]
 
     def choose(*shape: object) -> OpTiles:
         return OpTiles(tiles["bias_fwd"], tiles["bias_bwd_dq"], tiles["bias_bwd_dkdv"])

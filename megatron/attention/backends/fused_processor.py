@@ -138,7 +138,7 @@ class NativeBackend:
         self.fallback, self.is_requested = fallback, is_requested
 
     def describe_unsupported(self, formula: AttentionFormula) -> str | None:
-        return self.describe_unsupported_formula(formula) or cpu.unavailable_reason()
+        return self.describe_unsupported_formula(formula) or cpu.describe_unavailable()
 
     @staticmethod
     def describe_unsupported_formula(formula: AttentionFormula) -> str | None:
@@ -155,7 +155,7 @@ class NativeBackend:
             if self.is_requested:
                 warn_fallback("native", reason)
             return self.fallback(inputs)
-        if cpu.unavailable_reason() is not None:
+        if cpu.describe_unavailable() is not None:
             _warn_unavailable()
             return self.fallback(inputs)
         table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
@@ -173,5 +173,5 @@ def _describe_fallback(inputs: AttentionInputs) -> str | None:
 @cache
 def _warn_unavailable() -> None:
     logger.warning(
-        "score processors run several times slower on this CPU without their C code: %s", cpu.unavailable_reason()
+        "score processors run several times slower on this CPU without their C code: %s", cpu.describe_unavailable()
     )

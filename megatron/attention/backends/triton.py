@@ -137,7 +137,7 @@ class TritonBackend:
 
         convolutions = [processor.kernel_parameters() for processor in processors]
         are_convolutions = all(isinstance(each, ConvolutionParameters) for each in convolutions)
-        if not are_convolutions or _describe_unfit(like) is not None:
+        if not are_convolutions or _describe_unsupported_tensor(like) is not None:
             return None
         weights = [(each.weight1, each.bias1, each.weight2, each.bias2) for each in convolutions]  # type: ignore[union-attr]
         if any(has_parameters_sharded_by_zero3(processor) for processor in processors):
@@ -210,7 +210,7 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> SelectedKernel:
         inputs: inputs of the call.
         table: the encoding's table over the distances of these rows; empty if it has none.
     """
-    fire, reason = _get_fire_parameters(inputs.encoding), _describe_unfit(inputs.q)
+    fire, reason = _get_fire_parameters(inputs.encoding), _describe_unsupported_tensor(inputs.q)
     if reason is not None:
         return SelectedKernel(KernelChoice.PYTORCH, reason)
     if inputs.query.sampled is not None:
@@ -245,7 +245,7 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> SelectedKernel:
     return SelectedKernel(KernelChoice.FUSED_BIAS)
 
 
-def _describe_unfit(x: Tensor) -> str | None:
+def _describe_unsupported_tensor(x: Tensor) -> str | None:
     """Explain why no kernel supports a tensor's type and device; None if kernels do."""
     from megatron.kernels.runtime import DTYPES, is_interpreted
 

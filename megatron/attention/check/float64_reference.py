@@ -83,7 +83,7 @@ def count_pairs(tokens: TokenRange, window: int | None) -> int:
     return tokens.length * window
 
 
-def choose_slabs(
+def choose_row_ranges(
     segments: tuple[TokenRange, ...], rows_per_segment: int, borders: Sequence[Sequence[int]]
 ) -> Iterator[RowRange]:
     """Choose the compared rows of each segment: all rows if they are few, else first, middle and last ones.

@@ -25,7 +25,7 @@ from megatron.attention.check.float64_reference import (
     CheckedDocuments,
     RowRange,
     attend_as_fused,
-    choose_slabs,
+    choose_row_ranges,
     copy_perturbed,
     count_documents,
     count_pairs,
@@ -96,7 +96,7 @@ class CheckProblem:
     def row_ranges(self) -> tuple[RowRange, ...]:
         """Compared rows."""
         borders = [[] if self.documents is None else self.documents.find_borders(tokens) for tokens in self.segments]
-        return tuple(choose_slabs(self.segments, self._rows_per_segment, borders))
+        return tuple(choose_row_ranges(self.segments, self._rows_per_segment, borders))
 
     @property
     def _rows_per_segment(self) -> int:

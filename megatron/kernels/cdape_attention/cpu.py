@@ -48,7 +48,7 @@ class _Problem(ctypes.Structure):
 
 
 @cache
-def unavailable_reason() -> str | None:
+def describe_unavailable() -> str | None:
     """Return the reason why the C code cannot run on this machine, or None."""
     try:
         _load_library()

@@ -20,16 +20,16 @@ from megatron.kernels.cdape_attention import logit_gradient, mixer, mixer_forwar
 from megatron.kernels.cdape_attention.backward import _processor_bwd_dw_kernel, _processor_bwd_kernel
 from megatron.kernels.cdape_attention.bias_product import BiasProduct, add_sum
 from megatron.kernels.cdape_attention.configs import (
-    attend_constants,
-    attend_tile,
+    build_attend_constants,
+    build_heads_constants,
+    build_processor_constants,
+    build_product_constants,
+    build_transposed_product_constants,
+    choose_attend_tile,
+    choose_heads_tile,
+    choose_processor_tile,
+    choose_product_tile,
     choose_splits,
-    heads_constants,
-    heads_tile,
-    processor_constants,
-    processor_tile,
-    product_constants,
-    product_tile,
-    transposed_product_constants,
 )
 from megatron.kernels.cdape_attention.forward import _processor_fwd_kernel
 from megatron.kernels.cdape_attention.gate_terms import GateOperands
@@ -48,14 +48,14 @@ from megatron.kernels.cdape_attention.mixer_operands import (
     unpack_weights,
 )
 from megatron.kernels.cdape_attention.products import _multiply_map_kernel, _multiply_transposed_kernel
-from megatron.kernels.cdape_attention.scores import _scores_kernel, padded_channels
+from megatron.kernels.cdape_attention.scores import _scores_kernel, count_padded_channels
 from megatron.kernels.cdape_attention.softmax import _attend_bwd_kernel, _attend_fwd_kernel, _attend_sums_kernel
 from megatron.kernels.cdape_attention.weights import PackedWeights, WeightShape
 from megatron.kernels.cuda.launch import launch_kernel
 from megatron.kernels.launcher import launch
 from megatron.kernels.runtime import Tile, cdiv, get_arch, get_device_properties
 
-BACKWARD_KERNELS = (logit_gradient.KERNELS, mixer.TO_SCORES, mixer.TO_WEIGHTS)
+BACKWARD_KERNELS = (logit_gradient.KERNELS, mixer.SCORE_GRADIENT_KERNELS, mixer.WEIGHT_GRADIENT_KERNELS)
 NO_WINDOW_INT32 = 1 << 30
 """Window of calls without one. Kernels take it in 32 bits, with room for sums with positions."""
 ALIGNED = 16
@@ -102,12 +102,12 @@ class CdapeProblem:
 
     def tile(self, kernel: str, rows: int) -> Tile:
         """Return the tile of a processor kernel for a chunk with this number of rows."""
-        return processor_tile(kernel, self.heads, self.shape.width, self.shape.kernel_size, rows, self.dtype)
+        return choose_processor_tile(kernel, self.heads, self.shape.width, self.shape.kernel_size, rows, self.dtype)
 
     def constants(self, kernel: str, tile: Tile) -> dict[str, Any]:
         """Return the constants of a processor kernel."""
         width, size = self.shape.width, self.shape.kernel_size
-        return processor_constants(kernel, self.heads, width, size, self.dtype, tile, has_bias=self.has_bias)
+        return build_processor_constants(kernel, self.heads, width, size, self.dtype, tile, has_bias=self.has_bias)
 
 
 @dataclass(frozen=True)
@@ -186,21 +186,21 @@ class ChunkMaps:
 def compute_scores(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> Tensor:
     """Return S of a chunk, heads last, in the compute type; fully masked tiles are undefined."""
     batch, heads, columns, dim = k.shape
-    tile = heads_tile(chunk.rows, problem.dtype)
+    tile = choose_heads_tile(chunk.rows, problem.dtype)
     width = chunk.right - chunk.left
-    scores = torch.empty(batch, chunk.rows, width, padded_channels(heads), dtype=k.dtype, device=k.device)
+    scores = torch.empty(batch, chunk.rows, width, count_padded_channels(heads), dtype=k.dtype, device=k.device)
     tensors = (chunk.slice_rows(scaled), chunk.slice_columns(k), scores)
     launch(
         _scores_kernel,
-        head_tile_grid(chunk, tile, batch),
+        compute_head_tile_grid(chunk, tile, batch),
         (*tensors, chunk.document_starts, *chunk.extent, problem.window, problem.rows, columns),
-        heads_constants(heads, dim, tile, problem.dtype, True),
+        build_heads_constants(heads, dim, tile, problem.dtype, True),
         tile.options,
     )
     return scores
 
 
-def head_tile_grid(chunk: Chunk, tile: Tile, batch: int) -> tuple[int, int, int]:
+def compute_head_tile_grid(chunk: Chunk, tile: Tile, batch: int) -> tuple[int, int, int]:
     """Return the grid of a kernel whose programs process a tile of all heads."""
     return cdiv(chunk.right - chunk.left, tile.block_n), cdiv(chunk.rows, tile.block_m), batch
 
@@ -240,11 +240,11 @@ def build_logit_inputs(
     )
 
 
-def _find_spans(problem: CdapeProblem, chunk: Chunk) -> mixer.Spans | None:
+def _find_spans(problem: CdapeProblem, chunk: Chunk) -> mixer.ColumnSpans | None:
     """Return the columns that the chunk's rows see, or None if each row sees all columns from position 0."""
     if chunk.document_starts is None and chunk.right <= problem.window:
         return None
-    return mixer.Spans(problem.window, chunk.left, chunk.document_starts)
+    return mixer.ColumnSpans(problem.window, chunk.left, chunk.document_starts)
 
 
 def _process_scores(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ def launch_softmax(
         tensors: its first arguments: logits, values, and the output or its gradient.
     """
     batch, heads, columns, dim = v.shape
-    tile = attend_tile(name, chunk.rows, problem.dtype)
+    tile = choose_attend_tile(name, chunk.rows, problem.dtype)
     launch(
         kernel,
         (cdiv(chunk.rows, tile.block_m) * batch * heads, 1, 1),
@@ -287,7 +287,7 @@ def launch_softmax(
             columns,
             *_get_strides(tensors[2]),
         ),
-        attend_constants(dim, tile, heads),
+        build_attend_constants(dim, tile, heads),
         tile.options,
     )
 
@@ -382,7 +382,7 @@ class TermSums(NamedTuple):
     """Gradients of the table and weight terms of layers, to which chunks add. Within a call, L is absent."""
 
     bias_product: Tensor
-    """float32 [L, 2p + N, D·(1 + p)], from `BiasProduct.new_gradient`."""
+    """float32 [L, 2p + N, D·(1 + p)], from `BiasProduct.allocate_gradient`."""
     bias_table: Tensor
     """float32 [L, N, H]; [L, 0, H] without a bias."""
     patches: Tensor
@@ -397,7 +397,7 @@ class TermSums(NamedTuple):
         return TermSums(self.bias_product[layer], self.bias_table[layer], self.patches[layer], mixer)
 
 
-def new_term_sums(layers: int, product: BiasProduct, num_distances: int, device: torch.device) -> TermSums:
+def allocate_term_sums(layers: int, product: BiasProduct, num_distances: int, device: torch.device) -> TermSums:
     """Allocate sums, initially zero, so that a layer without a backward pass has zero gradients.
 
     Args:
@@ -406,7 +406,7 @@ def new_term_sums(layers: int, product: BiasProduct, num_distances: int, device:
     shape = product.shape
     bias_table = torch.zeros(layers, num_distances, shape.heads, dtype=torch.float32, device=device)
     patches = torch.zeros(layers, 2, *shape.packed[2], dtype=torch.float32, device=device)
-    return TermSums(product.new_gradient(layers, device), bias_table, patches)
+    return TermSums(product.allocate_gradient(layers, device), bias_table, patches)
 
 
 def add_mixer_sums(sums: TermSums, problem: CdapeProblem) -> TermSums:
@@ -531,7 +531,7 @@ def multiply_map(problem: CdapeProblem, chunk: Chunk, factor: Tensor, x: Tensor,
         out: [B, H, rows, d].
     """
     batch, heads, rows, dim = out.shape
-    tile = product_tile(dim, problem.dtype)
+    tile = choose_product_tile(dim, problem.dtype)
     launch(
         _multiply_map_kernel,
         (cdiv(chunk.rows, tile.block_m), batch * heads, 1),
@@ -539,7 +539,7 @@ def multiply_map(problem: CdapeProblem, chunk: Chunk, factor: Tensor, x: Tensor,
             *(factor, chunk.slice_columns(x), chunk.slice_rows(out), chunk.document_starts, heads, *chunk.extent),
             *(problem.window, rows, x.shape[2], scale),
         ),
-        product_constants(dim, tile),
+        build_product_constants(dim, tile),
         tile.options,
     )
 
@@ -555,7 +555,7 @@ def multiply_transposed(
         total: [B·H, columns, d].
     """
     batch, heads, _, dim = x.shape
-    tile = product_tile(dim, problem.dtype)
+    tile = choose_product_tile(dim, problem.dtype)
     launch(
         _multiply_transposed_kernel,
         (cdiv(chunk.right - chunk.left, tile.block_n), batch * heads, 1),
@@ -563,7 +563,7 @@ def multiply_transposed(
             *(factor, chunk.slice_rows(x), total[:, chunk.left :], chunk.document_starts, heads, *chunk.extent),
             *(problem.window, total.shape[1], *_get_strides(x)),
         ),
-        transposed_product_constants(dim, tile, add=not is_only),
+        build_transposed_product_constants(dim, tile, add=not is_only),
         tile.options,
     )
 
@@ -624,15 +624,15 @@ def softmax_backward(
     )
     launch_softmax(_attend_sums_kernel, "attend_sums", problem, chunk, v, inputs)
     aligned = (chunk.right - chunk.left) % ALIGNED == 0
-    tile = heads_tile(chunk.rows, problem.dtype)
+    tile = choose_heads_tile(chunk.rows, problem.dtype)
     launch(
         _attend_bwd_kernel,
-        head_tile_grid(chunk, tile, batch),
+        compute_head_tile_grid(chunk, tile, batch),
         (
             *(*inputs, maps.probabilities, maps.dlogits, chunk.document_starts),
             *(*chunk.extent, problem.window, problem.rows, columns, *_get_strides(dout)),
         ),
-        heads_constants(heads, dim, tile, problem.dtype, aligned),
+        build_heads_constants(heads, dim, tile, problem.dtype, aligned),
         tile.options,
     )
 
@@ -648,7 +648,7 @@ def _choose_kernels(
             mixer.is_supported(problem.shape, problem.dtype, k.shape[3], chunk.right - chunk.left, family.limits)
             for family in families
         )
-        and mixer.fills_device(chunk.rows, k.shape[0], get_device_properties(k))
+        and mixer.has_block_per_multiprocessor(chunk.rows, k.shape[0], get_device_properties(k))
         and mixer.has_compiler()
     )
     arch = get_arch(k) if takes else None
@@ -680,7 +680,7 @@ def _mixer_backward(
     is_alike = chunk.rows == problem.rows and chunk.document_starts is None
     shared = terms.mixer.shared if is_alike else None
     tables, edge, weights, _ = differentiate_mixer_of_chunk(inputs, maps, kernels, shared)
-    _take_edge_gradient(product, chunk, edge[..., : problem.shape.width], sums)
+    _store_edge_gradient(product, chunk, edge[..., : problem.shape.width], sums)
     add_sum(terms.mixer.tables[: tables.shape[1]], tables, is_first=is_first)
     add_sum(terms.mixer.weights, weights, is_first=is_first)
 
@@ -716,13 +716,13 @@ def _processor_backward(
         tile.options,
     )
     product.add_gradient(sums.terms.bias_product, dbias_contributions, is_first=is_first)
-    _take_edge_gradient(product, chunk, dedge, sums)
+    _store_edge_gradient(product, chunk, dedge, sums)
     if has_bias:
         covered = min(blocks * kept_distances, len(sums.terms.bias_table))
         add_sum(sums.terms.bias_table[:covered], dbias[:, :covered], is_first=is_first)
 
 
-def _take_edge_gradient(product: BiasProduct, chunk: Chunk, dedge: Tensor, sums: GradientSums) -> None:
+def _store_edge_gradient(product: BiasProduct, chunk: Chunk, dedge: Tensor, sums: GradientSums) -> None:
     if chunk.document_starts is None:
         product.set_edge_gradient(sums.terms.bias_product, dedge, chunk.first)
     else:

@@ -116,7 +116,7 @@ class GatedCall:
             residual_bias=self.residual_bias,
         )
         # The kernel is chosen for the whole call, so all chunks or none have spans.
-        spans = mixer.Spans(self.problem.window, chunk.left, chunk.document_starts) if self.is_local else None
+        spans = mixer.ColumnSpans(self.problem.window, chunk.left, chunk.document_starts) if self.is_local else None
         return driver.build_logit_inputs(self.problem, chunk, scaled, k, gates)._replace(spans=spans)
 
 

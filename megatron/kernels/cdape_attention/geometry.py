@@ -47,7 +47,7 @@ class KernelForm(NamedTuple):
     dim: int
     dtype: torch.dtype
     is_local: bool = False
-    """True if each row has its own first column (`mixer.Spans`)."""
+    """True if each row has its own first column (`mixer.ColumnSpans`)."""
     heads: int = HEADS
     """Number of heads, padded by `pad_sizes`."""
     width: int = WIDTH
@@ -76,7 +76,7 @@ class MixerKernel(NamedTuple):
     form: KernelForm
 
 
-class Limit(NamedTuple):
+class SizeLimit(NamedTuple):
     """Largest sizes of a processor that a kernel supports in combination."""
 
     kernel_size: int
@@ -84,7 +84,7 @@ class Limit(NamedTuple):
     width: int
 
 
-BACKWARD_LIMITS = (Limit(5, HEADS, WIDTH),)
+BACKWARD_LIMITS = (SizeLimit(5, HEADS, WIDTH),)
 
 
 def pad_sizes(heads: int, width: int) -> tuple[int, int]:
@@ -107,7 +107,7 @@ class KernelFamily(NamedTuple):
     tiles: tuple[Tile, ...]
     count_bytes: Callable[[Tile, KernelForm], int]
     """Function that returns the shared memory of a block without the kept tensors, in bytes."""
-    limits: tuple[Limit, ...]
+    limits: tuple[SizeLimit, ...]
 
     def build(self, tile: Tile, form: KernelForm, arch: int) -> MixerKernel:
         """Describe the kernel with a geometry.

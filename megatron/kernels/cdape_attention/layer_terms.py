@@ -21,7 +21,7 @@ from megatron.kernels.cdape_attention.driver import (
     CdapeProblem,
     TermSums,
     add_mixer_sums,
-    new_term_sums,
+    allocate_term_sums,
     unpack_mixer_sums,
 )
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands
@@ -137,7 +137,7 @@ class _ComputeTerms(torch.autograd.Function):
         return None, None, *(() if biases is None else dbiases), *(x for layer in dweights for x in layer)
 
 
-def take_sums(node: Any, problem: CdapeProblem, *, uses_mixer: bool) -> TermSums:
+def get_layer_sums(node: Any, problem: CdapeProblem, *, uses_mixer: bool) -> TermSums:
     """Return the layer's tensors, initially zero, to which the kernels of a call add their sums.
 
     Args:
@@ -156,7 +156,7 @@ def take_sums(node: Any, problem: CdapeProblem, *, uses_mixer: bool) -> TermSums
     if node.sums is None:
         biases, bias_weight = node.saved_tensors
         distances = 0 if biases is None else biases.shape[2]
-        node.sums = new_term_sums(node.num_layers, node.product, distances, bias_weight.device)
+        node.sums = allocate_term_sums(node.num_layers, node.product, distances, bias_weight.device)
     if uses_mixer and node.sums.mixer is None:
         node.sums = add_mixer_sums(node.sums, problem)
     sums: TermSums = node.sums.select_layer(problem.layer)

@@ -23,8 +23,8 @@ from megatron.kernels.cdape_attention.geometry import (
     WIDTH,
     KernelFamily,
     KernelForm,
-    Limit,
     MixerKernel,
+    SizeLimit,
     Tile,
     count_diagonal_bytes,
     count_pair_window_bytes,
@@ -57,13 +57,13 @@ def _count_scores_bytes(tile: Tile, form: KernelForm) -> int:
     return 2 * count_pair_window_bytes(tile) + sums
 
 
-TO_SCORES = KernelFamily(
+SCORE_GRADIENT_KERNELS = KernelFamily(
     *("mixer_backward.h", "MixerBackward<{}, true, false>", "MixerBackwardArgs"),
     TILES,
     _count_scores_bytes,
     BACKWARD_LIMITS,
 )
-TO_WEIGHTS = KernelFamily(
+WEIGHT_GRADIENT_KERNELS = KernelFamily(
     *("mixer_backward.h", "MixerBackward<{}, false, true>", "MixerBackwardArgs"),
     TILES,
     _count_weights_bytes,
@@ -101,7 +101,7 @@ class MixerBackwardArgs(ctypes.Structure):
     )
 
 
-class Spans(NamedTuple):
+class ColumnSpans(NamedTuple):
     """Columns that a chunk's rows see, if a window or documents hide some columns from position 0 on."""
 
     window: int
@@ -127,7 +127,7 @@ class MixerInputs(NamedTuple):
     """Row of E for the chunk's first row; 0 with documents."""
     position: int
     """Column of the chunk's first row; its position if the maps begin at position 0."""
-    spans: Spans | None = None
+    spans: ColumnSpans | None = None
     gates: GateOperands | None = None
     """Bias of gates, which replaces the tables and E of the operands."""
 
@@ -164,7 +164,7 @@ def has_compiler() -> bool:
     return True
 
 
-def fills_device(rows: int, batch: int, device: DeviceProperties) -> bool:
+def has_block_per_multiprocessor(rows: int, batch: int, device: DeviceProperties) -> bool:
     """Return True if a chunk has at least one block for each multiprocessor.
 
     With fewer blocks, Triton's smaller programs are faster. On an H200, a micro-batch of 512 tokens of the 350M model,
@@ -178,7 +178,7 @@ def is_supported(
     dtype: torch.dtype,
     dim: int,
     columns: int,
-    limits: tuple[Limit, ...] = TO_SCORES.limits,
+    limits: tuple[SizeLimit, ...] = SCORE_GRADIENT_KERNELS.limits,
 ) -> bool:
     """Return True if some GPU has kernels for these shapes, and the processor is within one of `limits`.
 
@@ -204,7 +204,7 @@ def is_supported(
 
 
 def build_score_inputs(
-    queries: Tensor, keys: Tensor, columns: int, position: int, spans: Spans | None = None
+    queries: Tensor, keys: Tensor, columns: int, position: int, spans: ColumnSpans | None = None
 ) -> ScoreInputs:
     """Describe a chunk's queries [B, H, R, d] and keys [B, H, C or more, d] for a kernel.
 
@@ -233,7 +233,7 @@ class SharedTables:
         self._key: tuple[int, ...] | None = None
         self._tables: Tensor | None = None
 
-    def find(self, key: tuple[int, ...], *sizes: int, **options: Any) -> Tensor:
+    def get_or_create(self, key: tuple[int, ...], *sizes: int, **options: Any) -> Tensor:
         """Return the tables for a key, created as zeros at first use.
 
         Args:
@@ -255,7 +255,7 @@ def differentiate_mixer(
     """Run both kernels for a chunk.
 
     Args:
-        kernels: a kernel of `TO_SCORES` and one of `TO_WEIGHTS`.
+        kernels: a kernel of `SCORE_GRADIENT_KERNELS` and one of `WEIGHT_GRADIENT_KERNELS`.
         dscores: [B, H, R, C], written in columns that a row sees; the rest of the diagonal tiles is set to zero.
         launch: runs a kernel on a grid of (blocks, sequences), on a GPU or in a test's emulator.
         shared: tables shared by calls with the same documents, or None.
@@ -269,7 +269,7 @@ def differentiate_mixer(
     float32: dict[str, Any] = {"dtype": torch.float32, "device": inputs.dlogits.device}
     key = (*to_scores, rows, inputs.position, *((0, 0) if inputs.spans is None else inputs.spans[:2]))
     table_rows = num_rows if gates is None else columns
-    dtables = (shared or SharedTables()).find(key, prod(to_scores), table_rows, WIDTH + HEADS, **float32)
+    dtables = (shared or SharedTables()).get_or_create(key, prod(to_scores), table_rows, WIDTH + HEADS, **float32)
     # Rows may not see the start of their document, and may see no column of E twice.
     new_edge = torch.empty if inputs.spans is None and gates is None else torch.zeros
     dedge = new_edge(batch, rows, padding if gates is None else gates.edge.shape[2], WIDTH, **float32)

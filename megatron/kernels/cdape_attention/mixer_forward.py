@@ -14,13 +14,13 @@ from megatron.kernels.cdape_attention.gate_terms import GateInputs, GateOperands
 from megatron.kernels.cdape_attention.geometry import (
     KernelFamily,
     KernelForm,
-    Limit,
     MixerKernel,
+    SizeLimit,
     Tile,
     count_fragment_window_bytes,
     count_run_bytes,
 )
-from megatron.kernels.cdape_attention.mixer import Launch, ScoreInputs, Spans, build_score_inputs
+from megatron.kernels.cdape_attention.mixer import ColumnSpans, Launch, ScoreInputs, build_score_inputs
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands, find_pointer
 from megatron.kernels.runtime import cdiv
 
@@ -33,7 +33,7 @@ KERNELS = KernelFamily(
     *("mixer_forward.h", "MixerForward<{}>", "MixerForwardArgs"),
     (Tile(32, 16), Tile(32, 32), Tile(16, 64), Tile(16, 32)),
     _count_bytes,
-    (Limit(5, 16, 32), Limit(3, 16, 64), Limit(3, 32, 32)),
+    (SizeLimit(5, 16, 32), SizeLimit(3, 16, 64), SizeLimit(3, 32, 32)),
 )
 """Kernels for logits. For other sizes, Triton's kernels need no more instructions (README.md)."""
 
@@ -73,7 +73,7 @@ class LogitInputs(NamedTuple):
     """Row of E for the chunk's first row; 0 with documents."""
     position: int
     """Column of the chunk's first row; its position if the maps begin at position 0."""
-    spans: Spans | None = None
+    spans: ColumnSpans | None = None
     gates: GateOperands | None = None
     """Bias of gates, which replaces the tables and E of the operands."""
 

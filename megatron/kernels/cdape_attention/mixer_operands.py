@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron.kernels.cdape_attention.geometry import HEADS, WIDTH, pad_sizes
-from megatron.kernels.cdape_attention.scores import padded_channels
+from megatron.kernels.cdape_attention.scores import count_padded_channels
 from megatron.kernels.cdape_attention.weights import PackedWeights, WeightShape
 from megatron.kernels.runtime import cdiv
 
@@ -272,7 +272,7 @@ def _build_patch_index(shape: WeightShape, device: torch.device) -> Tensor:
     which, tap, tile, lane, x = torch.meshgrid(*(torch.arange(n) for n in (2, taps, 4, 32, 4)), indexing="ij")
     head, width = lane // 4 + 8 * (x // 2), _width(tile, 2 * (lane % 4) + x % 2)
     mirrored = torch.where(which == 0, tap, taps - 1 - tap)  # the taps of the second are (`weights.py`)
-    channels, (rows, columns) = padded_channels(shape.heads), shape.packed[2]
+    channels, (rows, columns) = count_padded_channels(shape.heads), shape.packed[2]
     is_kept = (head < channels) & (width < columns)
     place = (which * rows + mirrored * channels + head) * columns + width
     index = torch.full((2 * rows * columns,), place.numel())

@@ -14,13 +14,13 @@ from torch import Tensor
 from megatron.kernels.cdape_attention import driver, mixer
 from megatron.kernels.cdape_attention.args import CdapeArgs, check_shapes
 from megatron.kernels.cdape_attention.bias_product import BiasProduct, get_bias_product
-from megatron.kernels.cdape_attention.configs import MIN_ROWS, choose_chunk_rows, max_chunk_rows
+from megatron.kernels.cdape_attention.configs import MIN_ROWS, choose_chunk_rows, compute_max_chunk_rows
 from megatron.kernels.cdape_attention.layer_terms import (
     LayerTerms,
     build_problems,
     compute_terms,
     differentiate_terms,
-    take_sums,
+    get_layer_sums,
 )
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape
 from megatron.kernels.head_dim import MAX_HEAD_DIM
@@ -98,7 +98,7 @@ def _check_limits(q: Tensor, k: Tensor, v: Tensor, w1: Tensor, offset: int, chun
         raise ValueError(f"w1 is {list(w1.shape)}; D must be from 1 to {MAX_PROCESSOR_WIDTH}")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1, or None")
-    max_rows = max_chunk_rows(q.shape[1], offset + rows)
+    max_rows = compute_max_chunk_rows(q.shape[1], offset + rows)
     if max_rows < MIN_ROWS:
         raise ValueError(f"{offset + rows} columns; with {q.shape[1]} heads there must be fewer")
     if chunk is not None and min(chunk, rows) > max_rows:
@@ -142,7 +142,9 @@ class _CdapeAttention(torch.autograd.Function):
         biases = None if bias is None else bias[None]
         contributions, packed = compute_terms(product, biases, [(w1, b1, w2, b2)])
         (problem,) = build_problems(product, contributions, biases, packed, residual_bias=residual_bias)
-        problem = replace(problem, rows=rows, offset=offset, document_starts=document_starts, sinks=_contiguous(sinks))
+        problem = replace(
+            problem, rows=rows, offset=offset, document_starts=document_starts, sinks=_make_contiguous(sinks)
+        )
         problem = replace(problem, uses_mixer=mixer.is_enabled())
         output, kept = _attend(q, k, v, problem, scale, chunk, needs_gradients=needs_gradients)
         # `save_for_backward` frees these tensors after the backward pass.
@@ -163,7 +165,7 @@ class _CdapeAttention(torch.autograd.Function):
             problem, rows=kept[0].shape[2], offset=ctx.offset, document_starts=document_starts, sinks=sinks
         )
         problem = replace(problem, uses_mixer=ctx.uses_mixer)
-        sums = _new_sums(problem, product, 0 if biases is None else biases.shape[2], kept)
+        sums = _allocate_sums(problem, product, 0 if biases is None else biases.shape[2], kept)
         *dqkv, dsinks = _attend_backward(dout, kept, problem, product, sums.select_layer(0), ctx)
         (dbias,), (dweights,) = differentiate_terms(product, biases, packed.bias_weight, sums, ctx.dtypes)
         return (*dqkv, None if biases is None else dbias, *dweights, dsinks, *(None,) * 7)
@@ -186,7 +188,7 @@ class _AttendWithTerms(torch.autograd.Function):
         needs_gradients: bool,
     ) -> Tensor:
         get_arch(q)
-        sinks = _contiguous(sinks)
+        sinks = _make_contiguous(sinks)
         problem = replace(terms.problem, sinks=sinks, uses_mixer=mixer.is_enabled())
         output, kept = _attend(q, k, v, problem, scale, chunk, needs_gradients=needs_gradients)
         ctx.save_for_backward(*kept, sinks)
@@ -199,13 +201,13 @@ class _AttendWithTerms(torch.autograd.Function):
         *kept, sinks = ctx.saved_tensors
         problem, product = replace(ctx.terms.problem, sinks=sinks, uses_mixer=ctx.uses_mixer), ctx.terms.product
         if ctx.node is None:  # neither table nor weights need a gradient
-            sums = _new_sums(problem, product, problem.bias_table.shape[1], kept).select_layer(0)
+            sums = _allocate_sums(problem, product, problem.bias_table.shape[1], kept).select_layer(0)
         else:
-            sums = take_sums(ctx.node, problem, uses_mixer=_has_residue(kept))
+            sums = get_layer_sums(ctx.node, problem, uses_mixer=_has_residue(kept))
         return (*_attend_backward(dout, kept, problem, product, sums, ctx), *(None,) * 5)
 
 
-def _contiguous(x: Tensor | None) -> Tensor | None:
+def _make_contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
@@ -228,11 +230,11 @@ def _has_residue(kept: Sequence[Tensor | None]) -> bool:
     return kept[-1] is not None
 
 
-def _new_sums(
+def _allocate_sums(
     problem: driver.CdapeProblem, product: BiasProduct, num_distances: int, kept: Sequence[Tensor | None]
 ) -> driver.TermSums:
     """Return zero-initialized sums for a single call, with L = 1."""
-    sums = driver.new_term_sums(1, product, num_distances, problem.bias_contributions.device)
+    sums = driver.allocate_term_sums(1, product, num_distances, problem.bias_contributions.device)
     return driver.add_mixer_sums(sums, problem) if _has_residue(kept) else sums
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron.kernels.cdape_attention.bias_term import promote_to_float32
-from megatron.kernels.cdape_attention.scores import padded_channels
+from megatron.kernels.cdape_attention.scores import count_padded_channels
 from megatron.kernels.head_dim import pad_for_dot
 
 
@@ -40,7 +40,7 @@ class WeightShape:
     @cached_property
     def patch_rows(self) -> int:
         """Number of rows of a patch matrix, KC."""
-        return pad_for_dot(self.kernel_size * padded_channels(self.heads))
+        return pad_for_dot(self.kernel_size * count_padded_channels(self.heads))
 
     @cached_property
     def weights(self) -> tuple[tuple[int, ...], ...]:
@@ -168,7 +168,7 @@ def _build_index(shape: WeightShape, device: torch.device) -> _Index:
         packed = [torch.full(piece, zero) for piece in shape.packed]
         packed[0][:, :heads, :width] = scores.permute(2, 1, 0)
         packed[1][:, :width, :heads] = second.permute(2, 1, 0)
-        channels = padded_channels(heads)
+        channels = count_padded_channels(heads)
         for patches, weight in ((packed[2], scores), (packed[3], second.transpose(0, 1).flip(2))):
             by_tap = patches[: size * channels].view(size, channels, -1)
             by_tap[:, :heads, :width] = weight.permute(2, 1, 0)

@@ -20,7 +20,7 @@ from megatron.kernels.cdape_attention import cpu
 from tools.rounding import assert_within_rounding
 
 cdape_attention = takes_fields(cpu.cdape_attention)
-pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
+pytestmark = pytest.mark.skipif(cpu.describe_unavailable() is not None, reason=str(cpu.describe_unavailable()))
 
 TILES = [
     Case(1, 3, 100, 100, 8, 6, 3),

@@ -37,13 +37,13 @@ from torch.nn.functional import pad
 
 from megatron.kernels.cdape_attention import driver, logit_gradient, mixer, mixer_forward
 from megatron.kernels.cdape_attention.bias_product import get_bias_product
-from megatron.kernels.cdape_attention.driver import GradientSums, add_mixer_sums, new_term_sums, unpack_mixer_sums
+from megatron.kernels.cdape_attention.driver import GradientSums, add_mixer_sums, allocate_term_sums, unpack_mixer_sums
 from megatron.kernels.cdape_attention.geometry import FOLDER, KernelFamily, KernelForm, choose_kernel
 from megatron.kernels.cdape_attention.layer_terms import build_problems
 from megatron.kernels.cdape_attention.logit_gradient import LogitGradients
 from megatron.kernels.cdape_attention.mixer import MixerGradients, MixerInputs, differentiate_mixer
 from megatron.kernels.cdape_attention.mixer_operands import unpack_tables, unpack_weights
-from megatron.kernels.cdape_attention.scores import padded_channels
+from megatron.kernels.cdape_attention.scores import count_padded_channels
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape
 
 UNCERTAIN = 1e-5
@@ -72,7 +72,7 @@ def run(inputs: MixerInputs, launcher: Launcher, case: Case = CASES[0]) -> tuple
     batch, rows, _, columns, _ = inputs.dlogits.shape
     dscores = torch.zeros(batch, inputs.operands.shape.heads, rows, columns, dtype=case.dtype)
     inputs = unpack_operands(inputs)
-    kernels = case.build(mixer.TO_SCORES, inputs), case.build(mixer.TO_WEIGHTS, inputs)
+    kernels = case.build(mixer.SCORE_GRADIENT_KERNELS, inputs), case.build(mixer.WEIGHT_GRADIENT_KERNELS, inputs)
     tensors = [*find_inputs(inputs), inputs.dlogits, dscores]
     with launcher.watch(tensors):
         gradients = differentiate_mixer(inputs, dscores, kernels, launcher)
@@ -83,7 +83,7 @@ def name_gradients(gradients: MixerGradients, dscores: Tensor, inputs: MixerInpu
     shape, columns = inputs.operands.shape, inputs.dlogits.shape[3]
     (contributions,), (bias_table,) = unpack_tables(gradients.tables.sum(0, keepdim=True), shape)
     (patches,) = unpack_weights(gradients.weights.sum(0, keepdim=True), shape)
-    channels = padded_channels(shape.heads)
+    channels = count_padded_channels(shape.heads)
     taps = shape.kernel_size
     by_tap = patches[:, : taps * channels].view(2, taps, channels, -1)[:, :, : shape.heads, : shape.width]
     return {
@@ -321,10 +321,10 @@ def test_logits_are_supported_for_more_shapes() -> None:
         (mixer_forward.KERNELS, 90, [(32, 16, 1, 2), (32, 32, 1, 1), (32, 32, 1, 1), (32, 32, 1, 1)]),
         (logit_gradient.KERNELS, 80, [(16, 64, 2, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
         (logit_gradient.KERNELS, 90, [(32, 32, 2, 1), (16, 64, 2, 1), (16, 64, 2, 1), (16, 64, 2, 1)]),
-        (mixer.TO_SCORES, 80, [(16, 32, 1, 1)] * 4),
-        (mixer.TO_SCORES, 90, [(32, 32, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
-        (mixer.TO_WEIGHTS, 80, [(32, 32, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
-        (mixer.TO_WEIGHTS, 90, [(32, 32, 1, 1)] * 4),
+        (mixer.SCORE_GRADIENT_KERNELS, 80, [(16, 32, 1, 1)] * 4),
+        (mixer.SCORE_GRADIENT_KERNELS, 90, [(32, 32, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
+        (mixer.WEIGHT_GRADIENT_KERNELS, 80, [(32, 32, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
+        (mixer.WEIGHT_GRADIENT_KERNELS, 90, [(32, 32, 1, 1)] * 4),
         (mixer_forward.KERNELS, 89, [None] * 4),
     ],
     ids=str,
@@ -373,10 +373,15 @@ def test_sums_of_layers_and_chunks_are_those_of_float64(chunk_rows: int, monkeyp
     problems = build_problems(product, contributions, biases, packed, residual_bias=True)
     launcher = Launcher(FOLDER)
     monkeypatch.setattr(driver, "launch_kernel", launcher)
-    kernels = CASES[0].build(mixer.TO_SCORES, calls[0]), CASES[0].build(mixer.TO_WEIGHTS, calls[0])
+    kernels = (
+        CASES[0].build(mixer.SCORE_GRADIENT_KERNELS, calls[0]),
+        CASES[0].build(mixer.WEIGHT_GRADIENT_KERNELS, calls[0]),
+    )
     with launcher.watch([x for call in calls for x in (call.queries, call.keys)]):
         launcher.emulator.register(contributions)
-        sums = add_mixer_sums(new_term_sums(layers, product, shape.columns, torch.get_default_device()), problems[0])
+        sums = add_mixer_sums(
+            allocate_term_sums(layers, product, shape.columns, torch.get_default_device()), problems[0]
+        )
         for call, problem in zip(calls, problems, strict=True):
             own = GradientSums(call.keys, call.keys, sums.select_layer(problem.layer))
             for chunk in reversed(list(driver.iter_chunks(problem, chunk_rows))):
